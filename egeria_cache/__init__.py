@@ -1,0 +1,1 @@
+"""Storage-backed activation cache and data loader for networks with a frozen front."""

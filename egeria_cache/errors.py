@@ -1,0 +1,61 @@
+"""Every error this package raises on purpose.
+
+One small tree under `EgeriaError`. Messages say what happened, where, and what to do. Errors take a
+single string, so that they survive the pickling between a DataLoader worker and the training
+process.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["BoundaryError", "EgeriaError", "StoreError"]
+
+
+class EgeriaError(Exception):
+    """Base of all errors raised by Egeria."""
+
+
+class StoreError(EgeriaError):
+    """The cache directory cannot be used as asked."""
+
+
+class BoundaryError(EgeriaError):
+    """The model cannot be cut at this module."""
+
+    @classmethod
+    def unknown(cls, name: str, known: Iterable[str]) -> BoundaryError:
+        """No module has this name; offer the nearest ones."""
+        known = list(known)
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known[:3]
+        return cls(
+            f"the model has no module named {name!r}; nearest names: "
+            + ", ".join(repr(candidate) for candidate in near)
+        )
+
+    @classmethod
+    def escaped(cls, source: str, consumer: str) -> BoundaryError:
+        """`consumer` runs on a hit but needs what `source`, which is skipped, would have made."""
+        return cls(
+            f"{consumer!r} reads the output of {source!r}, which is skipped when the batch "
+            "comes from the cache; choose a boundary after it, or one before it"
+        )
+
+    @classmethod
+    def trainable(cls, boundary: str, parameter: str) -> BoundaryError:
+        """A parameter of the prefix would still be trained."""
+        return cls(
+            f"parameter {parameter!r} lies in the prefix up to {boundary!r} but is trainable, so a "
+            "cached activation would go stale at the next optimizer step; freeze it with "
+            "requires_grad_(False) and set its grad to None, or choose an earlier boundary"
+        )
+
+    @classmethod
+    def mixes_samples(cls, boundary: str, module: str, error: float) -> BoundaryError:
+        """A sample's activation depends on the other samples of its batch."""
+        return cls(
+            f"the prefix up to {boundary!r} mixes the samples of a batch (first seen at {module!r}, "
+            f"largest difference {error:.3g}), so an activation cannot be cached per sample; "
+            "choose an earlier boundary"
+        )

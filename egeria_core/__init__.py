@@ -1,0 +1,1 @@
+"""Lean plasticity and freeze controller."""
