@@ -1,0 +1,113 @@
+"""Keep the frozen prefix in inference mode, through every `model.train()`.
+
+`model.train()` at the start of an epoch undoes `.eval()` of a frozen BatchNorm: its running
+statistics then move, and every stored activation is stale. `FrozenPrefix` gives each module that it
+holds a `train` of its own, which notes what was asked for and leaves the module in inference mode.
+It is an ordinary picklable attribute: a copy of the model (`copy.deepcopy`, `torch.save`) is held
+like the original, just as it keeps `requires_grad=False`; `FrozenPrefix.thaw(copy)` lets it go.
+`state_dict` never sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+
+from torch import nn
+
+__all__ = ["FrozenPrefix"]
+
+
+class _HeldTrain:
+    """Stands in for one module's `train`; shared by all that hold this module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.wanted = module.training
+        self.num_holders = 0
+
+    def __call__(self, mode: bool = True) -> nn.Module:
+        if not isinstance(mode, bool):
+            raise ValueError("training mode is expected to be boolean")
+        self.wanted = mode
+        self.module.training = False
+        for child in self.module.children():
+            # A child that joined after the freeze has no holder of its own.
+            child.train(mode if _held(child) is not None else False)
+        return self.module
+
+    def let_go(self) -> None:
+        """Give the module back its own `train`, and the mode it would have had without us."""
+        if _held(self.module) is self:
+            del self.module.__dict__["train"]
+        self.module.training = self.wanted
+
+
+def _held(module: nn.Module) -> _HeldTrain | None:
+    train = module.__dict__.get("train")
+    return train if isinstance(train, _HeldTrain) else None
+
+
+class FrozenPrefix:
+    """Hold modules, with all that is below them, in inference mode until `release()`.
+
+    Args:
+        modules: Whole subtrees: BatchNorm stops updating its statistics and normalises with the
+            stored ones, Dropout passes its input on.
+
+    Several holders may overlap; a module returns to training mode when the last one lets go, and
+    then takes the mode that the latest `train()` or `eval()` asked for. Not thread-safe: call it
+    where `model.train()` is called.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
+        self._modules: dict[int, nn.Module] = {}
+        self.extend(modules)
+
+    def extend(self, modules: Iterable[nn.Module]) -> None:
+        """Hold further modules; those held already are left as they are."""
+        for root in modules:
+            for module in root.modules():
+                if id(module) in self._modules:
+                    continue
+                held = _held(module) or _HeldTrain(module)
+                held.num_holders += 1
+                module.__dict__["train"] = held
+                module.training = False
+                self._modules[id(module)] = module
+
+    def release(self) -> None:
+        """Let every module go; may be called twice."""
+        modules, self._modules = self._modules, {}
+        for module in modules.values():
+            held = _held(module)
+            if held is None:  # thawed meanwhile
+                continue
+            held.num_holders -= 1
+            if held.num_holders == 0:
+                held.let_go()
+
+    @staticmethod
+    def thaw(model: nn.Module) -> None:
+        """Let go every held module of `model`, whoever holds it: for copies of a frozen model."""
+        for module in model.modules():
+            held = _held(module)
+            if held is not None:
+                held.let_go()
+
+    def __contains__(self, module: object) -> bool:
+        return id(module) in self._modules
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __enter__(self) -> FrozenPrefix:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
