@@ -1,0 +1,332 @@
+"""One generation's LMDB files, as this process holds them. The only module that touches LMDB.
+
+Any thread may read; the writer thread owns every write transaction. py-lmdb refuses a second open
+of the same files in one process, hence the registry: `GenerationFiles.acquire` hands out one
+shared, counted object per directory. It must not cross fork(): every use checks the process ID.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lmdb
+import numpy as np
+import numpy.typing as npt
+
+from egeria_cache.errors import StoreError
+from egeria_cache.index import Membership
+from egeria_cache.keys import META_PREFIX, SampleId, is_sample_key
+
+__all__ = ["DATA_NAME", "IN_USE_NAME", "PAGE_BYTES", "GenerationFiles", "GoneError", "Totals"]
+
+DATA_NAME, IN_USE_NAME = "data.mdb", "in-use"
+PAGE_BYTES = 4096
+TOTALS_KEY = META_PREFIX + b"totals"
+_TOTALS = struct.Struct("<QQ")
+_NODE_BYTES = 64
+"""Upper bound of what a record's entry costs in a leaf beyond key and inline data."""
+
+
+class GoneError(Exception):
+    """The generation is void, closed, or its files are no longer there."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """What the committed records hold."""
+
+    raw_bytes: int = 0
+    """Decoded."""
+    stored_bytes: int = 0
+    """Encoded, with headers, without LMDB's pages."""
+
+
+class GenerationFiles:
+    """LMDB environment, index and totals of one generation; shared by all stores of a process."""
+
+    _registry: ClassVar[dict[tuple[int, str], GenerationFiles]] = {}
+    _registry_lock: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def acquire(cls, directory: Path, *, map_bytes: int, readonly: bool = False) -> GenerationFiles:
+        """Open the generation, or count one more user of it.
+
+        Raises:
+            StoreError: LMDB cannot open the files.
+        """
+        place = (os.getpid(), os.path.realpath(directory))
+        with cls._registry_lock:
+            files = cls._registry.get(place)
+            if files is None or not files.usable:
+                files = cls(directory, map_bytes=map_bytes, readonly=readonly)
+                cls._registry[place] = files
+            files._num_users += 1
+            return files
+
+    def __init__(self, directory: Path, *, map_bytes: int, readonly: bool) -> None:
+        self.directory = directory
+        self.readonly = readonly
+        self.index = Membership()
+        self.totals = Totals()
+        self.reason_stopped: str | None = None
+        self._pid = os.getpid()
+        self._num_users = 0
+        self._num_inside = 0
+        self._closing = False
+        self._lock = threading.Lock()
+        self._in_use = _share(directory / IN_USE_NAME) if not readonly else None
+        try:
+            # metasync=False may lose the last commit in a system crash, never the tree, at a
+            # fifth of the cost; sync=False could lose the tree; writemap dies on a full disk.
+            self._env = lmdb.open(
+                str(directory),
+                map_size=max(map_bytes // PAGE_BYTES * PAGE_BYTES, 16 * PAGE_BYTES),
+                metasync=False, sync=True, readahead=False, max_readers=512, mode=0o600,
+                readonly=readonly, max_spare_txns=8,
+            )  # fmt: skip
+            self._identity = _identity(directory / DATA_NAME)
+            self._load()
+        except (lmdb.Error, OSError) as error:
+            if self._in_use is not None:
+                os.close(self._in_use)
+            raise StoreError(f"cannot open {directory}: {error}") from error
+
+    # -- life -------------------------------------------------------------------------------
+
+    @property
+    def usable(self) -> bool:
+        """Neither void, nor stopped by an error, nor closed."""
+        return self.reason_stopped is None and not self._closing
+
+    def stop(self, reason: str) -> bool:
+        """From now on every use raises `GoneError`; True for the call that stopped it."""
+        with self._lock:
+            first, self.reason_stopped = self.reason_stopped is None, self.reason_stopped or reason
+        return first
+
+    def release(self) -> None:
+        """Count one user less; the last one closes the environment."""
+        with self._registry_lock:
+            self._num_users -= 1
+            if self._num_users > 0:
+                return
+            place = (self._pid, os.path.realpath(self.directory))
+            if self._registry.get(place) is self:
+                del self._registry[place]
+        self._close_when_idle()
+
+    def destroy(self, reason: str) -> bool:
+        """Stop, and unlink the files unless another process uses them; True if unlinked."""
+        self.stop(reason)
+        self._close_when_idle(keep_lock=True)
+        alone = not self.readonly and _lock_alone(self._in_use)
+        if alone:
+            remove_directory(self.directory)
+        self._drop_lock()
+        return alone
+
+    def _close_when_idle(self, *, keep_lock: bool = False) -> None:
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            idle = self._num_inside == 0
+        if idle:
+            self._close_env()
+        if not keep_lock:
+            self._drop_lock()
+
+    def _close_env(self) -> None:
+        if os.getpid() == self._pid:
+            self._env.close()
+
+    def _drop_lock(self) -> None:
+        with self._lock:
+            descriptor, self._in_use = self._in_use, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[lmdb.Environment]:
+        """Hold the environment open; the last one to leave closes it if asked meanwhile."""
+        if os.getpid() != self._pid:
+            raise StoreError(
+                f"{self.directory} was opened before fork(), and LMDB must not be used across it; "
+                "open the ActivationStore in the child process itself, or start the child with "
+                "'spawn'"
+            )
+        with self._lock:
+            if not self.usable:
+                raise GoneError(self.reason_stopped or "closed")
+            self._num_inside += 1
+        try:
+            yield self._env
+        finally:
+            with self._lock:
+                self._num_inside -= 1
+                last = self._closing and self._num_inside == 0
+            if last:
+                self._close_env()
+
+    # -- reading ----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[lmdb.Transaction]:
+        """Give a read transaction; the buffers it returns live until it ends.
+
+        Raises:
+            GoneError: Void or closed.
+        """
+        with self._inside() as env:
+            try:
+                transaction = env.begin(buffers=True)
+            except lmdb.MapResizedError:
+                # Another process with a larger limit grew the file. Only legal while this
+                # process has no transaction open; otherwise this batch is a miss.
+                with self._lock:
+                    if self._num_inside > 1:
+                        raise GoneError("the file grew beyond this process's map") from None
+                    env.set_mapsize(0)
+                transaction = env.begin(buffers=True)
+            with transaction:
+                yield transaction
+
+    def contains(self, ids: Sequence[SampleId], variant: int) -> npt.NDArray[np.bool_]:
+        """Return bool (B,), from memory."""
+        if not self.usable:
+            return np.zeros(len(ids), np.bool_)
+        with self._lock:
+            return self.index.contains(ids, variant)
+
+    def forget(self, key: bytes) -> None:
+        """Answer False for this key from now on: its record cannot be read."""
+        with self._lock:
+            self.index.discard_key(key)
+
+    def num_samples(self) -> int:
+        """Records committed, by LMDB's own count."""
+        with self._inside() as env:
+            entries = int(env.stat()["entries"])
+        return max(entries - 1, 0)  # the totals are an entry too
+
+    def _load(self) -> None:
+        with self._env.begin() as transaction:
+            keys = [bytes(key) for key in transaction.cursor().iternext(values=False)]
+            stored = transaction.get(TOTALS_KEY)
+        self.index.add_keys([key for key in keys if is_sample_key(key)])
+        if stored is not None and len(stored) == _TOTALS.size:
+            self.totals = Totals(*_TOTALS.unpack(stored))
+
+    # -- writing ----------------------------------------------------------------------------
+
+    def check_present(self) -> None:
+        """Raise `GoneError` if the file was removed or replaced under us."""
+        if _identity(self.directory / DATA_NAME) != self._identity:
+            raise GoneError(f"{self.directory} was removed while in use")
+
+    def growth_bytes(self, records: Sequence[tuple[bytes, Any]]) -> npt.NDArray[np.int64]:
+        """Return, shape (B + 1,), an upper bound of the file's growth if the first n are written.
+
+        Counts, per record, its overflow pages, or its share of leaves that split in half; and the
+        leaves and branches that copy-on-write duplicates.
+        """
+        with self._inside() as env:
+            stat = env.stat()
+        sizes = np.array([0, *(len(record) for _, record in records)], np.int64)
+        pages = -(-(sizes + 16) // PAGE_BYTES)
+        inline = sizes + _NODE_BYTES < PAGE_BYTES // 2
+        # An inline record can split the leaf it falls into; a leaf is copied at most once.
+        pages[inline] = 0
+        numbers = np.arange(len(sizes))
+        copied = np.minimum(numbers, stat["leaf_pages"]) + np.minimum(numbers, stat["branch_pages"])
+        leaf_bytes = np.cumsum(np.where(inline, sizes, 0) + _NODE_BYTES)
+        split = np.minimum(numbers, 4 * leaf_bytes // PAGE_BYTES + 1)
+        fixed = 2 * int(stat["depth"]) + 8
+        return np.asarray((np.cumsum(pages) + copied + 2 * split + fixed) * PAGE_BYTES)
+
+    def write(
+        self, records: Sequence[tuple[bytes, Any]], raw_bytes: int, *, replace: bool = False
+    ) -> int:
+        """Commit the records in one transaction; return how many were new.
+
+        Raises:
+            GoneError: Void, closed, or removed under us.
+            lmdb.Error: MapFullError, DiskError, ... nothing of the batch is stored then.
+        """
+        with self._inside() as env:
+            self.check_present()
+            totals = Totals(self.totals.raw_bytes, self.totals.stored_bytes)
+            num_new = 0
+            with env.begin(write=True) as transaction:
+                stored = transaction.get(TOTALS_KEY)
+                if stored is not None and len(stored) == _TOTALS.size:
+                    totals = Totals(*_TOTALS.unpack(stored))
+                for key, record in records:
+                    if transaction.put(key, record, overwrite=replace):
+                        num_new += 1
+                        totals.stored_bytes += len(record)
+                totals.raw_bytes += raw_bytes * num_new // max(len(records), 1)
+                transaction.put(TOTALS_KEY, _TOTALS.pack(totals.raw_bytes, totals.stored_bytes))
+            self.totals = totals
+        with self._lock:
+            self.index.add_keys([key for key, _ in records])
+        return num_new
+
+
+def remove_directory(directory: Path) -> None:
+    """Unlink a generation; readers of other processes keep their mapping until they close."""
+    grave = directory.with_name(f".gone-{directory.name}-{os.getpid()}")
+    with contextlib.suppress(OSError):
+        directory.rename(grave)  # one step: nobody opens a half-removed generation
+    shutil.rmtree(grave, ignore_errors=True)
+
+
+def in_use_elsewhere(directory: Path) -> bool:
+    """Tell whether any live process, this one included, holds the generation."""
+    try:
+        descriptor = os.open(directory / IN_USE_NAME, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        return not _lock_alone(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _share(path: Path) -> int:
+    """Hold a shared lock for as long as the process lives; the kernel drops it at any death."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        os.utime(path)
+    except OSError as error:
+        os.close(descriptor)
+        raise StoreError(f"{path.parent} is being removed by another process") from error
+    return descriptor
+
+
+def _lock_alone(descriptor: int | None) -> bool:
+    if descriptor is None:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_dev, stat.st_ino

@@ -1,0 +1,130 @@
+"""Sample ID and variant -> LMDB key, and back. Pure.
+
+Integers are big-endian with the sign bit flipped, so that LMDB's byte order is their order.
+Layout: docs/format.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "META_PREFIX", "SampleId", "decode_key", "encode_key", "encode_keys", "is_sample_key",
+    "plain_integers",
+]  # fmt: skip
+
+SampleId = int | str | tuple[Any, ...]
+"""Hashable name of a sample: an integer, a text, or a tuple of these."""
+
+META_PREFIX = b"\x00"
+"""Keys of the store's own entries begin with this byte; no sample's key does."""
+
+MAX_KEY_BYTES = 511
+_SIGN = 1 << 63
+_INT, _TEXT, _TUPLE, _HASHED = b"i", b"s", b"t", b"h"
+_INT_KEY_BYTES = 13
+
+
+def encode_key(sample_id: SampleId, variant: int = 0) -> bytes:
+    """Return the key of one sample.
+
+    Raises:
+        TypeError: The ID is not an integer, a text, or a tuple of these.
+    """
+    head = struct.pack(">I", variant)
+    if isinstance(sample_id, str):
+        key = _TEXT + head + sample_id.encode("utf-8", "surrogatepass")
+    elif isinstance(sample_id, tuple):
+        key = _TUPLE + head + b"".join(map(_element, sample_id))
+    else:
+        number = _integer(sample_id)
+        if -_SIGN <= number < _SIGN:
+            return _INT + head + struct.pack(">Q", number + _SIGN)
+        key = _TUPLE + head + _element(number)
+    if len(key) > MAX_KEY_BYTES:
+        # The whole key is hashed, not its tail: two long keys then differ by 256 bits.
+        key = _HASHED + head + hashlib.blake2b(key, digest_size=32).digest()
+    return key
+
+
+def plain_integers(ids: Sequence[SampleId]) -> npt.NDArray[np.int64] | None:
+    """Return the IDs as int64, shape (B,), if every one of them is an integer of 64 bits."""
+    if isinstance(ids, np.ndarray):
+        fits = ids.dtype.kind == "i" or (ids.dtype.kind == "u" and ids.dtype.itemsize < 8)
+        return ids.astype(np.int64) if fits and ids.ndim == 1 else None
+    try:
+        array = np.array(ids)
+    except (ValueError, OverflowError):  # tuples of different lengths
+        return None
+    if array.ndim == 1 and (array.dtype.kind in "ib" or not len(ids)):
+        return array.astype(np.int64)
+    return None
+
+
+def encode_keys(ids: Sequence[SampleId], variant: int = 0) -> list[bytes]:
+    """Return the keys of a batch; a batch of integers is encoded as one array."""
+    numbers = plain_integers(ids)
+    if numbers is None:
+        return [encode_key(sample_id, variant) for sample_id in ids]
+    head = _INT + struct.pack(">I", variant)
+    packed = (numbers.view(np.uint64) ^ np.uint64(_SIGN)).astype(">u8").tobytes()
+    return [head + packed[start : start + 8] for start in range(0, len(packed), 8)]
+
+
+def is_sample_key(key: bytes) -> bool:
+    """Tell samples from the store's own entries."""
+    return key[:1] in (_INT, _TEXT, _TUPLE, _HASHED)
+
+
+def decode_key(key: bytes) -> tuple[SampleId | None, int]:
+    """Return (sample ID, variant); the ID of a hashed key is None.
+
+    Raises:
+        ValueError: These bytes are no sample's key.
+    """
+    try:
+        kind, (variant,), body = key[:1], struct.unpack(">I", key[1:5]), key[5:]
+        if kind == _INT and len(key) == _INT_KEY_BYTES:
+            return struct.unpack(">Q", body)[0] - _SIGN, variant
+        if kind == _TEXT:
+            return body.decode("utf-8", "surrogatepass"), variant
+        if kind == _TUPLE:
+            elements: list[Any] = []
+            while body:
+                size = struct.unpack(">I", body[1:5])[0]
+                content, kind_of = body[5 : 5 + size], body[:1]
+                if len(content) != size or kind_of not in (b"i", b"s"):
+                    raise ValueError
+                text = content.decode("utf-8", "surrogatepass")
+                elements.append(int(text) if kind_of == b"i" else text)
+                body = body[5 + size :]
+            return tuple(elements), variant
+        if kind == _HASHED and len(body) == 32:
+            return None, variant
+    except (struct.error, ValueError, IndexError):
+        pass
+    raise ValueError(f"not the key of a sample: {key[:32]!r}")
+
+
+def _element(value: Any) -> bytes:
+    if isinstance(value, str):
+        content, kind = value.encode("utf-8", "surrogatepass"), b"s"
+    else:
+        content, kind = str(_integer(value)).encode(), b"i"
+    return kind + struct.pack(">I", len(content)) + content
+
+
+def _integer(value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"a sample ID is an integer, a text, or a tuple of these; got {type(value).__name__}"
+        ) from None

@@ -1,0 +1,230 @@
+"""A batch of sample IDs -> one contiguous tensor per name, decoded by several threads. No state
+but the threads; any number of callers at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from egeria_cache.codec import Bytes, Coder
+from egeria_cache.files import GenerationFiles, GoneError
+from egeria_cache.keys import decode_key
+from egeria_cache.records import Layout, Record, RecordError, open_record
+
+__all__ = ["BatchReader", "Fetched"]
+
+logger = logging.getLogger("egeria_cache.store")
+
+MIN_ROWS_PER_THREAD = 8
+
+
+@dataclass(slots=True)
+class Fetched:
+    """What was read for one batch of B samples."""
+
+    bare: bool
+    fields: dict[str, Tensor | list[Any]]
+    """Full B rows each; empty if nothing at all was found."""
+    hit: npt.NDArray[np.bool_]
+    """Shape (B,)."""
+    num_corrupt: int = 0
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The batch being filled; threads write disjoint rows."""
+
+    layout: Layout
+    columns: list[Tensor | list[Any]]
+    targets: list[Bytes | None]
+    hit: npt.NDArray[np.bool_]
+    odd: dict[int, dict[str, Any]] = field(default_factory=dict)
+    corrupt: list[tuple[bytes, str]] = field(default_factory=list)
+
+    @classmethod
+    def allocate(cls, layout: Layout, num_rows: int, *, pin_memory: bool) -> _Batch:
+        columns: list[Tensor | list[Any]] = []
+        targets: list[Bytes | None] = []
+        for entry in layout.fields:
+            if entry.dtype is None:
+                columns.append([None] * num_rows)
+                targets.append(None)
+                continue
+            column = torch.empty((num_rows, *entry.shape), dtype=entry.dtype, pin_memory=pin_memory)
+            columns.append(column)
+            targets.append(
+                column.view(-1).view(torch.uint8).numpy().reshape(num_rows, entry.num_bytes)
+            )
+        return cls(layout, columns, targets, np.zeros(num_rows, np.bool_))
+
+
+class BatchReader:
+    """Owns the decoding threads; they start with the first large batch."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._local = threading.local()
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._warned: set[str] = set()
+
+    def close(self) -> None:
+        """Join the threads."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=True)
+
+    def read(
+        self,
+        files: GenerationFiles,
+        keys: Sequence[bytes],
+        wanted: npt.NDArray[np.bool_],
+        *,
+        pin_memory: bool,
+    ) -> Fetched:
+        """Return the wanted rows that are stored and intact; never raises for a bad record."""
+        rows = np.flatnonzero(wanted)
+        try:
+            batch = self._first(files, keys, rows, pin_memory=pin_memory)
+            if batch is None:
+                return Fetched(False, {}, np.zeros(len(keys), np.bool_))
+            parts = self._split(rows)
+            if len(parts) > 1:
+                pool = self._threads()
+                others = [pool.submit(self._fill, files, keys, part, batch) for part in parts[1:]]
+                self._fill(files, keys, parts[0], batch)
+                for other in others:
+                    other.result()
+            else:
+                self._fill(files, keys, rows, batch)
+        except GoneError:
+            return Fetched(False, {}, np.zeros(len(keys), np.bool_))
+        fields = _assemble(batch)
+        for key, message in batch.corrupt:
+            self._report(files, key, message)
+        if not files.usable:  # became void while we were reading
+            batch.hit[:] = False
+        return Fetched(batch.layout.bare, fields, batch.hit, len(batch.corrupt))
+
+    # -- parts ------------------------------------------------------------------------------
+
+    def _first(
+        self, files: GenerationFiles, keys: Sequence[bytes], rows: Any, *, pin_memory: bool
+    ) -> _Batch | None:
+        """Allocate the batch after the first intact record among the rows."""
+        with files.reading() as transaction:
+            for row in rows:
+                value = transaction.get(keys[row])
+                if value is None:
+                    continue
+                try:
+                    layout = open_record(keys[row], value).layout
+                except RecordError:
+                    continue
+                return _Batch.allocate(layout, len(keys), pin_memory=pin_memory)
+        for row in rows:
+            files.forget(keys[row])
+        return None
+
+    def _split(self, rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+        parts = min(self._num_threads, max(1, len(rows) // MIN_ROWS_PER_THREAD))
+        return np.array_split(rows, parts)
+
+    def _threads(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._num_threads, "egeria-decode")
+            return self._pool
+
+    def _fill(
+        self, files: GenerationFiles, keys: Sequence[bytes], rows: Any, batch: _Batch
+    ) -> None:
+        coder = self._coder()
+        with files.reading() as transaction:
+            for row in rows:
+                key = keys[row]
+                value = transaction.get(key)
+                if value is None:
+                    files.forget(key)
+                    continue
+                try:
+                    self._fill_row(batch, int(row), open_record(key, value), coder)
+                except RecordError as error:
+                    files.forget(key)
+                    batch.corrupt.append((key, str(error)))
+
+    def _fill_row(self, batch: _Batch, row: int, record: Record, coder: Coder) -> None:
+        if record.layout is not batch.layout and record.layout != batch.layout:
+            batch.odd[row] = {
+                entry.name: record.value(position)
+                if entry.dtype is None
+                else record.tensor(position, coder)
+                for position, entry in enumerate(record.layout.fields)
+            }
+        else:
+            for position, target in enumerate(batch.targets):
+                if target is None:
+                    column = batch.columns[position]
+                    assert isinstance(column, list)
+                    column[row] = record.value(position)
+                else:
+                    record.decode_field(position, coder, target[row])
+        batch.hit[row] = True
+
+    def _coder(self) -> Coder:
+        coder: Coder | None = getattr(self._local, "coder", None)
+        if coder is None:
+            coder = self._local.coder = Coder()
+        return coder
+
+    def _report(self, files: GenerationFiles, key: bytes, message: str) -> None:
+        place = str(files.directory)
+        if place not in self._warned:
+            self._warned.add(place)
+            logger.warning(
+                "%s: the record of sample %r is damaged (%s); it is computed again. Further "
+                "damaged records are counted in stats().corrupt; run cache-inspect verify",
+                place, decode_key(key)[0], message,
+            )  # fmt: skip
+
+
+def _assemble(batch: _Batch) -> dict[str, Tensor | list[Any]]:
+    """Zero the missing rows; where shapes differ, turn a column into a list of tensors."""
+    names = [entry.name for entry in batch.layout.fields]
+    for row, values in list(batch.odd.items()):
+        if set(values) != set(names):
+            batch.hit[row] = False
+            del batch.odd[row]
+    missing = torch.from_numpy(np.flatnonzero(~batch.hit))
+    fields: dict[str, Tensor | list[Any]] = {}
+    for name, column in zip(names, batch.columns, strict=True):
+        if isinstance(column, Tensor):
+            same = all(
+                isinstance(item := values[name], Tensor)
+                and item.shape == column.shape[1:]
+                and item.dtype == column.dtype
+                for values in batch.odd.values()
+            )
+            if same:
+                for row, values in batch.odd.items():
+                    column[row] = values[name]
+                if len(missing):
+                    column[missing] = torch.zeros((), dtype=column.dtype)
+                fields[name] = column
+                continue
+            column = [column[row] if batch.hit[row] else None for row in range(len(column))]
+        for row, values in batch.odd.items():
+            column[row] = values[name]
+        fields[name] = column
+    return fields

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from egeria_cache.keys import META_PREFIX, decode_key, encode_key, encode_keys, is_sample_key
+
+int64 = st.integers(-(2**63), 2**63 - 1)
+elements = st.integers() | st.text(max_size=40)
+sample_ids = int64 | st.text(max_size=100) | st.lists(elements, max_size=4).map(tuple)
+
+
+@given(sample_ids, st.integers(0, 2**32 - 1))
+def test_a_key_decodes_to_the_sample_and_variant_it_was_made_from(sample_id, variant):
+    assert decode_key(encode_key(sample_id, variant)) == (sample_id, variant)
+
+
+@given(st.lists(int64))
+def test_integer_keys_sort_as_the_integers_do(numbers):
+    keys = encode_keys(numbers)
+    assert [decode_key(key)[0] for key in sorted(keys)] == sorted(numbers)
+
+
+@given(st.lists(sample_ids, max_size=8), st.integers(0, 9))
+def test_a_batch_is_encoded_as_its_samples_are_one_by_one(ids, variant):
+    assert encode_keys(ids, variant) == [encode_key(one, variant) for one in ids]
+
+
+@given(sample_ids, sample_ids)
+def test_different_samples_have_different_keys(one, other):
+    assert (encode_key(one) == encode_key(other)) == (one == other)
+
+
+def test_a_long_id_is_hashed_to_a_key_lmdb_accepts():
+    one, other = ("x" * 5000, 1), ("x" * 5000, 2)
+    assert len(encode_key(one)) <= 511
+    assert encode_key(one) != encode_key(other)
+    assert decode_key(encode_key(one, 3)) == (None, 3)
+
+
+def test_an_integer_of_more_than_64_bits_has_a_key():
+    assert encode_key(2**70) != encode_key(2**71)
+
+
+@pytest.mark.parametrize("ids", [np.arange(3), np.arange(3, dtype=np.uint8), range(3)])
+def test_arrays_and_ranges_are_encoded_as_lists_of_integers(ids):
+    assert encode_keys(ids) == encode_keys([0, 1, 2])
+
+
+def test_huge_unsigned_ids_do_not_wrap_around():
+    ids = np.array([2**63 + 5, 1], np.uint64)
+    assert encode_keys(ids) == [encode_key(2**63 + 5), encode_key(1)]
+
+
+@pytest.mark.parametrize("bad", [1.5, None, b"bytes", (1, 2.5)])
+def test_an_id_of_another_type_is_refused_by_name(bad):
+    with pytest.raises(TypeError, match="a sample ID is"):
+        encode_key(bad)
+
+
+@given(st.binary(max_size=64))
+def test_decoding_arbitrary_bytes_gives_an_id_or_a_value_error(blob):
+    try:
+        decode_key(blob)
+    except ValueError:
+        return
+    assert is_sample_key(blob)
+
+
+def test_the_stores_own_entries_are_no_samples():
+    assert not is_sample_key(META_PREFIX + b"anything")

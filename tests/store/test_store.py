@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from egeria_cache.errors import StoreError
+from egeria_cache.store import ActivationStore
+
+FLUSH_S = 30
+
+
+def rows(ids, width=16):
+    return torch.stack([torch.arange(width) + 1000.0 * one for one in ids])
+
+
+def test_a_bare_tensor_comes_back_bare_in_the_order_asked(store):
+    ids = list(range(40))
+    assert store.put_batch(ids, rows(ids))
+    assert store.flush(FLUSH_S)
+    got, hit = store.get_batch([7, 3, 99, 39, 3])
+    assert hit.tolist() == [True, True, False, True, True]
+    assert torch.equal(got[torch.from_numpy(hit)], rows([7, 3, 39, 3]))
+    assert not got[2].any()
+
+
+def test_several_named_values_of_one_sample_come_back_together(store):
+    generation = store.open_generation({"boundary": "layer1"})
+    batch = {
+        "act": torch.randn(3, 4, 5).to(torch.bfloat16),
+        "mask": torch.tensor([[True, False], [False, False], [True, True]]),
+        "label": torch.tensor([4, 5, 6]),
+        "text": ["a", "ß", ""],
+        "ragged": [torch.ones(2), torch.ones(3), torch.ones(0, 4)],
+        "mixed": [None, 2.5, b"x"],
+    }
+    generation.put_batch(["x", ("y", 1), 7], batch)
+    store.flush(FLUSH_S)
+    got, hit = generation.get_batch([7, "x", ("y", 1)])
+    assert hit.all()
+    order = [2, 0, 1]
+    for name in ("act", "mask", "label"):
+        assert torch.equal(got[name], batch[name][order])
+        assert got[name].dtype == batch[name].dtype
+    for name in ("text", "mixed"):
+        assert got[name] == [batch[name][row] for row in order]
+    for mine, theirs in zip(got["ragged"], order, strict=True):
+        assert torch.equal(mine, batch["ragged"][theirs])
+
+
+def test_a_sample_absent_from_a_list_is_none(store):
+    generation = store.open_generation({})
+    generation.put_batch([1], {"text": ["one"]})
+    store.flush(FLUSH_S)
+    got, hit = generation.get_batch([2, 1])
+    assert got["text"] == [None, "one"]
+    assert hit.tolist() == [False, True]
+
+
+def test_variants_of_a_sample_are_kept_apart(store):
+    generation = store.open_generation({})
+    for variant in range(3):
+        generation.put_batch([1], torch.full((1, 2), float(variant)), variant=variant)
+    store.flush(FLUSH_S)
+    for variant in range(3):
+        got, hit = generation.get_batch([1], variant=variant)
+        assert hit.all()
+        assert (got == variant).all()
+    assert not generation.contains([1], variant=3).any()
+
+
+def test_records_survive_closing_and_reopening(directory):
+    with ActivationStore(directory) as store:
+        store.put_batch([1, 2], rows([1, 2]))
+    with ActivationStore(directory) as store:
+        assert store.contains([2, 3]).tolist() == [True, False]
+        assert torch.equal(store.get_batch([2])[0], rows([2]))
+
+
+def test_the_same_fields_name_the_same_generation_in_any_order(store):
+    one = store.open_generation({"a": 1, "b": [2, 3]})
+    assert store.open_generation({"b": (2, 3), "a": 1}) is one
+    assert store.open_generation({"a": 1, "b": [3, 2]}).name != one.name
+
+
+def test_a_new_generation_says_in_one_line_which_field_differs(store, caplog):
+    store.open_generation({"weights": "abc", "boundary": "layer1", "mode": "train"})
+    store.open_generation({"weights": "abc", "boundary": "layer4", "mode": "eval"})
+    with caplog.at_level(logging.INFO, "egeria_cache.store"):
+        store.open_generation({"weights": "xyz", "boundary": "layer1", "mode": "train"})
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "'weights': 'abc' -> 'xyz'" in line
+    assert "boundary" not in line
+
+
+def test_a_void_generation_serves_nothing_and_gives_its_space_back(store, directory):
+    generation = store.open_generation({"a": 1})
+    generation.put_batch([1], torch.zeros(1, 100_000))
+    store.flush(FLUSH_S)
+    generation.void("the weights moved")
+    assert not generation.alive
+    assert not generation.contains([1]).any()
+    assert not generation.get_batch([1])[1].any()
+    assert not generation.put_batch([2], torch.zeros(1, 4))
+    assert not list(directory.glob("*gen-*"))
+
+
+def test_a_generation_opened_again_after_a_void_is_new_and_empty(store):
+    generation = store.open_generation({"a": 1})
+    generation.put_batch([1], torch.zeros(1, 4))
+    store.flush(FLUSH_S)
+    generation.void("test")
+    again = store.open_generation({"a": 1})
+    assert again.alive
+    assert not again.contains([1]).any()
+    assert again.put_batch([1], torch.ones(1, 4))
+    store.flush(FLUSH_S)
+    assert torch.equal(again.get_batch([1])[0], torch.ones(1, 4))
+
+
+def test_a_released_generation_keeps_its_records(store):
+    generation = store.open_generation({"a": 1})
+    generation.put_batch([1], torch.zeros(1, 4))
+    store.flush(FLUSH_S)
+    generation.release()
+    assert not generation.alive
+    assert store.open_generation({"a": 1}).contains([1]).all()
+
+
+def test_two_stores_of_one_process_share_a_directory(directory):
+    with ActivationStore(directory) as one, ActivationStore(directory) as two:
+        one.put_batch([1], rows([1]))
+        one.flush(FLUSH_S)
+        assert two.contains([1]).all()
+        two.put_batch([2], rows([2]))
+        two.flush(FLUSH_S)
+        one.close()
+        assert torch.equal(two.get_batch([1, 2])[0], rows([1, 2]))
+
+
+def test_a_pickled_store_reopens_its_directory(store):
+    store.put_batch([1], rows([1]))
+    store.flush(FLUSH_S)
+    with pickle.loads(pickle.dumps(store)) as copy:
+        assert copy.config == store.config
+        assert copy.contains([1]).all()
+
+
+def test_a_tensor_changed_after_it_was_handed_over_is_not_stored(store, monkeypatch):
+    batch = rows([1, 2])
+    submit = store._writer.submit
+
+    def change_then_submit(job):
+        batch.add_(1)
+        return submit(job)
+
+    monkeypatch.setattr(store._writer, "submit", change_then_submit)
+    store.put_batch([1, 2], batch)
+    store.flush(FLUSH_S)
+    assert not store.contains([1, 2]).any()
+    assert store.stats().dropped_writes == 2
+
+
+def test_inference_tensors_are_stored(store):
+    with torch.inference_mode():
+        batch = rows([1, 2]) * 1
+    assert store.put_batch([1, 2], batch)
+    store.flush(FLUSH_S)
+    assert store.contains([1, 2]).all()
+
+
+def test_a_full_queue_drops_the_batch_instead_of_waiting(directory):
+    with ActivationStore(directory, queue_bytes=1000) as store:
+        assert not store.put_batch([1], torch.zeros(1, 1000))
+        assert store.stats().dropped_writes == 1
+
+
+def test_stats_count_what_happened(store):
+    store.put_batch([1, 2], rows([1, 2]))
+    store.flush(FLUSH_S)
+    store.get_batch([1, 2, 3])
+    stats = store.stats()
+    assert (stats.hits, stats.misses, stats.writes, stats.num_samples) == (2, 1, 2, 2)
+    assert stats.raw_bytes == rows([1, 2]).nbytes
+    assert 0 < stats.bytes_on_disk <= stats.limit_bytes
+
+
+def test_rows_and_ids_must_agree(store):
+    with pytest.raises(ValueError, match="2 rows for 3 sample IDs"):
+        store.put_batch([1, 2, 3], torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize("limit", [0, -5, "0GB", "much", "-1GB"])
+def test_a_limit_that_is_no_positive_size_is_refused(directory, limit):
+    with pytest.raises(ValueError, match=r"size|positive"):
+        ActivationStore(directory, limit)
+
+
+def test_unknown_codecs_and_storage_dtypes_are_refused_with_the_known_ones(directory):
+    with pytest.raises(ValueError, match="codec must be one of auto"):
+        ActivationStore(directory, codec="gzip")
+    with pytest.raises(ValueError, match="float16"):
+        ActivationStore(directory, storage_dtype="float12")
+
+
+def test_a_foreign_directory_is_refused_and_left_alone(directory):
+    directory.mkdir()
+    (directory / "thesis.tex").write_text("do not touch")
+    with pytest.raises(StoreError, match=r"thesis\.tex"):
+        ActivationStore(directory)
+    assert os.listdir(directory) == ["thesis.tex"]
+
+
+def test_a_directory_of_a_newer_format_is_refused(directory):
+    directory.mkdir()
+    (directory / "cache.json").write_text('{"format": 99}')
+    with pytest.raises(StoreError, match="format 99"):
+        ActivationStore(directory)
+
+
+def test_a_file_in_place_of_the_directory_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="not a directory"):
+        ActivationStore(tmp_path / "file")
+    with pytest.raises(StoreError, match="not a directory"):
+        ActivationStore(tmp_path / "file" / "below")
+
+
+def test_the_directory_is_private(store, directory):
+    store.put_batch([1], rows([1]))
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert all(path.stat().st_mode & 0o077 == 0 for path in directory.rglob("*"))
+
+
+def test_a_closed_store_serves_misses_and_drops_writes(store):
+    generation = store.open_generation({})
+    store.close()
+    store.close()
+    assert not generation.put_batch([1], rows([1]))
+    assert not generation.get_batch([1])[1].any()
+    with pytest.raises(StoreError, match="closed"):
+        store.open_generation({"a": 1})
+
+
+@pytest.mark.parametrize("num_bytes", [100, 1_500, 2_020, 3_000, 40_000])
+def test_the_limit_is_never_exceeded_and_is_filled_well(directory, num_bytes):
+    limit, rng = 2_000_000, np.random.default_rng(0)
+    with ActivationStore(directory, limit, codec="raw") as store:
+        for start in range(0, 4 * limit // num_bytes, 500):
+            ids = rng.permutation(10**6)[:500]
+            del start
+            store.put_batch(ids, torch.zeros(500, num_bytes, dtype=torch.uint8))
+            store.flush(FLUSH_S)
+            assert store.stats().bytes_on_disk <= limit
+        on_disk = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+        assert 0.5 * limit < on_disk <= limit
+        assert store.stats().dropped_writes > 0
