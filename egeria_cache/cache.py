@@ -1,0 +1,315 @@
+"""`ActivationCache`: ties the model, the store and the loaders together, and owns their threads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from egeria_cache.batch import Batch
+from egeria_cache.cut import Cut
+from egeria_cache.errors import BoundaryError
+from egeria_cache.events import BoundaryMoved
+from egeria_cache.seeds import SampleId
+from egeria_cache.skip import SkipEngine
+from egeria_cache.source import BatchContext
+from egeria_cache.stats import CacheStats
+from egeria_cache.store import ActivationStore
+from egeria_cache.structure import take_rows
+from egeria_cache.view import View, record
+
+__all__ = ["ActivationCache"]
+
+log = logging.getLogger("egeria")
+NUM_READERS = 2
+MAX_LIVE_VIEWS = 2
+MAX_WAITS = 3
+
+
+class ActivationCache:
+    """Stores the output of a model's frozen prefix per sample, and skips the prefix from then on.
+
+    Attach it to the model, give it to an `EgeriaLoader`, and train as before. Everything up to and
+    including the module `boundary` must be frozen; it is kept in inference mode. An activation is
+    served only while it is what the prefix would compute now: see `docs/correctness.md`.
+
+    Args:
+        model: The model that is trained; its `forward` is wrapped until `close()`.
+        directory: Where activations live. Created with mode 0700; shared by runs and loaders.
+        boundary: Qualified name of the last frozen module; None while nothing is frozen.
+        limit: Hard bound on the directory's size: bytes, or text such as "100GB".
+        codec: How records are compressed: "auto", "zstd", "raw", ...; see `docs/format.md`.
+        ring_batches: Recent mini-batches that stay on the device, and how many are read ahead.
+        audit_rate: Fraction of the hits that are recomputed from the raw sample and compared.
+        gate: "always" skips whatever can be skipped, "never" keeps the schedule of a cached run
+            (inference mode, augmentation variants) but computes everything, "auto" decides by cost.
+
+    Raises:
+        BoundaryError: The model has no such module, or it is trainable.
+        StoreError: The directory cannot be used.
+        ValueError: An argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        directory: str | Path,
+        boundary: str | None = None,
+        *,
+        limit: int | str = "100GB",
+        codec: str = "auto",
+        ring_batches: int = 5,
+        audit_rate: float = 0.001,
+        gate: str = "auto",
+    ) -> None:
+        if ring_batches < 1:
+            raise ValueError(f"ring_batches must be at least 1, got {ring_batches}")
+        if not 0 <= audit_rate <= 1:
+            raise ValueError(f"audit_rate must be in [0, 1], got {audit_rate}")
+        if gate not in ("auto", "always", "never"):
+            raise ValueError(f"gate must be 'auto', 'always' or 'never', got {gate!r}")
+        self.model = model
+        self.ring_batches = ring_batches
+        self.audit_rate = audit_rate
+        self.gate = gate
+        self._store = ActivationStore(directory, limit=limit, codec=codec)
+        self._readers: ThreadPoolExecutor | None = None
+        self._counts = CacheStats()
+        self._boundary: str | None = None
+        self._set_by_hand = True
+        self._views: dict[str, list[View]] = {}
+        self._uncacheable: dict[str, str] = {}
+        self._waits: dict[str, int] = {}
+        self._closed = False
+        self._engine = SkipEngine(model, self)
+        self._engine.attach()
+        try:
+            self.set_boundary(boundary)
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- for the user -------------------------------------------------------------------------
+
+    @property
+    def boundary(self) -> str | None:
+        """Qualified name of the last frozen module; None if nothing is frozen."""
+        return self._boundary
+
+    def set_boundary(self, name: str | None) -> None:
+        """Declare that everything up to and including this module is frozen.
+
+        Raises:
+            BoundaryError: No module has this name, or one of its parameters is trainable. What
+                shows only when the model runs is raised by its next call.
+        """
+        self._move(name, by_hand=True, reason="set by hand")
+
+    def on_boundary_moved(self, event: BoundaryMoved) -> None:
+        """Follow a freeze controller. A model that cannot be cut there trains on uncached."""
+        self._move(event.boundary, by_hand=False, reason=event.reason)
+
+    def stats(self) -> CacheStats:
+        """Return the counts so far."""
+        store, counts = self._store.stats(), self._counts
+        counts.boundary = self._boundary
+        counts.dropped_writes = store.dropped_writes
+        counts.corrupt = store.corrupt
+        counts.num_samples = store.num_samples
+        counts.bytes_on_disk = store.bytes_on_disk
+        counts.raw_bytes = store.raw_bytes
+        counts.stored_bytes = store.stored_bytes
+        counts.limit_bytes = store.limit_bytes
+        return counts
+
+    def flush(self, timeout_s: float = 60.0) -> None:
+        """Wait until what was handed to the writer is on disk."""
+        self._store.flush(timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Give the model its own forward back, stop all threads, close the store. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._engine.detach()
+        self._views.clear()
+        if self._readers is not None:
+            self._readers.shutdown(wait=True, cancel_futures=True)
+        self._store.close()
+
+    def __enter__(self) -> ActivationCache:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- for EgeriaLoader ---------------------------------------------------------------------
+
+    @property
+    def readers(self) -> ThreadPoolExecutor:
+        """The threads that read ahead, shared by all loaders."""
+        if self._readers is None:
+            self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="egeria-read")
+        return self._readers
+
+    def views(self, loader_name: str) -> Sequence[View]:
+        """The generations this loader's samples may be read from now, deepest boundary first."""
+        return [view for view in self._views.get(loader_name, ()) if view.alive]
+
+    def awaits(self, loader_name: str) -> bool:
+        """Whether the next batch will show where the model is cut, and what is stored already."""
+        if self._closed or self._boundary is None or self.gate == "never":
+            return False
+        if loader_name in self._uncacheable or self.views(loader_name):
+            return False
+        waits = self._waits[loader_name] = self._waits.get(loader_name, 0) + 1
+        return waits <= MAX_WAITS
+
+    def tagged_leaves(self, loader_name: str) -> frozenset[str] | None:
+        """The leaves that must know their samples; None for all."""
+        views = self.views(loader_name)
+        return views[0].cut.dropped or None if views else None
+
+    def count_batch(self, ids: Sequence[SampleId], hit: np.ndarray | None) -> None:
+        """Note what a yielded batch consists of."""
+        num_hits = 0 if hit is None else int(hit.sum())
+        counts = self._counts
+        counts.hits += num_hits
+        counts.misses += len(ids) - num_hits
+        counts.hit_batches += num_hits == len(ids)
+        counts.miss_batches += num_hits == 0
+        counts.partial_batches += 0 < num_hits < len(ids)
+
+    def count_refetched(self, num_samples: int) -> None:
+        """Note samples that were planned as hits, and had to be loaded after all."""
+        self._counts.refetched += num_samples
+
+    # ---- for SkipEngine (`SkipHost`) ----------------------------------------------------------
+
+    def cut_found(self, batch: Batch, cut: Cut) -> None:
+        """The model was cut for this batch's loader: open the generation that belongs to it."""
+        context: BatchContext = batch.context
+        name = batch.loader_name
+        if name in self._uncacheable:
+            return
+        reason = context.source.why_not_cacheable(batch)
+        if reason is not None:
+            self._uncacheable[name] = self._counts.why_not = reason
+            log.warning("loader %r is not cached: %s", name, reason)
+            return
+        generation = self._store.open_generation(
+            {
+                **cut.fields,
+                "loader": name,
+                "dataset": context.source.fingerprint,
+                "augmentation_seed": context.source.seed,
+                "augmentation_variants": context.source.variants,
+            }
+        )
+        view = View(
+            cut=cut,
+            generation=generation,
+            structure=context.structure,
+            metas={path: _row_meta(batch.leaves[path]) for path in sorted(cut.dropped)},
+            kept={p: type(rows) for p, rows in batch.leaves.items() if p not in cut.dropped},
+            device=_device_of(self.model),
+        )
+        views = [view, *(old for old in self.views(name) if old.cut is not cut)]
+        for retired in views[MAX_LIVE_VIEWS:]:
+            retired.generation.release()
+        self._views[name] = views[:MAX_LIVE_VIEWS]
+
+    def captured(
+        self, batch: Batch, cut: Cut, rows: np.ndarray | None, tensors: dict[str, Tensor]
+    ) -> None:
+        """Store fresh activations of the masked rows (None: all)."""
+        view = next((v for v in self.views(batch.loader_name) if v.cut is cut), None)
+        if view is None:
+            return
+        mask = np.ones(batch.size, bool) if rows is None else rows
+        ids = [sample_id for sample_id, use in zip(batch.ids, mask, strict=True) if use]
+        new = ~view.contains(ids, batch.variant)
+        if not new.any():
+            return
+        wanted = mask.copy()
+        wanted[mask] = new
+        kept = {path: batch.rows_of(path, wanted) for path in view.kept}
+        if any(values is None for values in kept.values()):
+            return
+        if not new.all():
+            ids = [sample_id for sample_id, use in zip(ids, new, strict=True) if use]
+            tensors = {name: take_rows(values, new) for name, values in tensors.items()}  # type: ignore[misc]
+        view.generation.put_batch(ids, record(tensors, kept), variant=batch.variant)  # type: ignore[arg-type]
+
+    def prefix_changed(self, reason: str) -> None:
+        """A weight of the prefix moved behind our back: nothing stored may be served any more.
+
+        What is on disk stays, under the address of the weights it was computed with.
+        """
+        log.warning("the frozen prefix changed (%s): cached activations are void", reason)
+        self._void_all(unlink=False)
+
+    def refused(self, error: BoundaryError) -> None:
+        """The model cannot be cut here."""
+        self._counts.why_not = str(error)
+        if self._set_by_hand:
+            raise error
+        log.warning("training goes on uncached: %s", error)
+
+    def note(self, kind: str, seconds: float, rows: int) -> None:
+        """Timings of the engine."""
+
+    # ---- moves --------------------------------------------------------------------------------
+
+    def _move(self, name: str | None, *, by_hand: bool, reason: str) -> None:
+        if name == self._boundary:
+            return
+        if name is not None:
+            self._check(name)
+        previous, self._boundary, self._set_by_hand = self._boundary, name, by_hand
+        self._counts.why_not = None
+        self._waits.clear()
+        if name is None:
+            self._void_all(unlink=not by_hand)
+        self._engine.set_boundary(name)
+        log.info("boundary moved from %s to %s: %s", previous, name, reason)
+
+    def _check(self, name: str) -> None:
+        modules = dict(self.model.named_modules())
+        if name not in modules or not name:
+            raise BoundaryError.unknown(name, [known for known in modules if known])
+        for parameter_name, parameter in modules[name].named_parameters():
+            if parameter.requires_grad:
+                raise BoundaryError.trainable(name, f"{name}.{parameter_name}")
+
+    def _void_all(self, *, unlink: bool) -> None:
+        for view in [view for views in self._views.values() for view in views]:
+            view.is_void = True
+            self._counts.voided += 1
+            if unlink:
+                view.generation.void("the boundary was withdrawn")
+            else:
+                view.generation.release()
+        self._views.clear()
+
+
+def _row_meta(leaf: Any) -> Tensor:
+    assert isinstance(leaf, Tensor), "only tensors are dropped"
+    return torch.empty((1, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    tensor = next(model.parameters(), None)
+    return torch.device("cpu") if tensor is None else tensor.device

@@ -1,0 +1,355 @@
+"""`EgeriaLoader`: a `torch.utils.data.DataLoader` that knows which samples come next.
+
+The way of a batch: the batch sampler's index batches are drawn ahead and planned (`plan.py`); the
+misses go to DataLoader's own workers, each sample under its own seed (`samples.py`); the hits are
+read ahead into the ring (`prefetch.py`); the batch comes out with the structure that DataLoader
+would have given it, its tensors knowing their samples (`batch.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from egeria_cache.batch import Batch, BatchTensor
+from egeria_cache.plan import Plan, Planner
+from egeria_cache.prefetch import Prefetcher
+from egeria_cache.samples import (
+    CollateLoaded,
+    Loaded,
+    SeededDataset,
+    SeededWorkerInit,
+)
+from egeria_cache.source import BatchContext, LoaderSource
+from egeria_cache.structure import Rows, flatten, is_rows, merge_rows
+
+if TYPE_CHECKING:
+    from egeria_cache.cache import ActivationCache
+
+__all__ = ["EgeriaLoader"]
+
+T_co = TypeVar("T_co", covariant=True)
+log = logging.getLogger("egeria")
+
+
+class EgeriaLoader(DataLoader[T_co]):
+    """DataLoader that skips the loading of cached samples, and reads their activations ahead.
+
+    Takes all of DataLoader's arguments; without `cache` and `seed` it *is* DataLoader.
+
+    Args:
+        cache: The `ActivationCache` of the model that is trained on these batches.
+        seed: Seed of the samples' random augmentation. Each sample is loaded with `random`, NumPy's
+            global state and torch's default generator seeded from (seed, sample ID, variant), and
+            they are restored afterwards. Defaults to 0 with a cache.
+        augmentation_variants: How many augmented versions of each sample are cached. While nothing
+            is frozen every epoch is a version of its own; with a boundary, epochs cycle through so
+            many.
+        name: Distinguishes the loaders of one cache ("train", "val").
+        sample_id: Maps an index drawn by the sampler to the sample's stable identity: an int, a
+            string, or a tuple of them. Defaults to the index itself.
+
+    Raises:
+        TypeError: A cache was given, and the dataset has no length.
+        ValueError: `augmentation_variants` is below 1.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        cache: ActivationCache | None = None,
+        seed: int | None = None,
+        augmentation_variants: int = 1,
+        name: str = "train",
+        sample_id: Callable[[Any], Any] | None = None,
+    ) -> None:
+        if augmentation_variants < 1:
+            raise ValueError(f"augmentation_variants must be >= 1, got {augmentation_variants}")
+        if cache is not None and not isinstance(dataset, IterableDataset):
+            _check_sized(dataset)
+        super().__init__(
+            dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn,
+            pin_memory, drop_last, timeout, worker_init_fn, multiprocessing_context, generator,
+            prefetch_factor=prefetch_factor, persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device, in_order=in_order,
+        )  # fmt: skip
+        self.cache = cache
+        self.name = name
+        self.seed = 0 if seed is None and cache is not None else seed
+        self.augmentation_variants = augmentation_variants
+        self.source = LoaderSource(
+            dataset, self.collate_fn, sample_id=sample_id, name=name, seed=self.seed,
+            variants=augmentation_variants,
+        )  # fmt: skip
+        self._epoch = 0
+        self._first_epoch_frozen = 0
+        self._persistent: tuple[_TaskSource, DataLoader[Loaded]] | None = None
+        self._is_plain = self._why_plain() is not None
+
+    def __iter__(self) -> Any:
+        if self._is_plain:
+            return super().__iter__()
+        variant = self._start_epoch()
+        return _Pass(self, variant)
+
+    def _why_plain(self) -> str | None:
+        """Why this loader is DataLoader and nothing else; None if it plans its batches."""
+        if self.cache is None and self.seed is None:
+            return "there is neither a cache nor a seed"
+        reason = None
+        if isinstance(self.dataset, IterableDataset):
+            reason = "an IterableDataset has no sample IDs"
+        elif self.batch_size is None and self.batch_sampler is None:
+            reason = "batch_size=None turns batching off"
+        if reason is not None:
+            log.warning("loader %r passes its batches through uncached: %s", self.name, reason)
+        return reason
+
+    def _start_epoch(self) -> int:
+        """Return the variant of the epoch that begins: constant within it.
+
+        Epochs that begin unfrozen have a variant of their own. The first frozen epoch keeps that of
+        the epoch in which the boundary was set, so what was stored since then is found again.
+        """
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        if self.cache is None or self.cache.boundary is None:
+            self._first_epoch_frozen = epoch
+            return epoch
+        since = self._first_epoch_frozen
+        return since + (epoch - since) % self.augmentation_variants
+
+    def _inner_loader(
+        self, tasks: _TaskSource, generator: torch.Generator | None
+    ) -> DataLoader[Loaded]:
+        """Return a DataLoader whose workers load tasks."""
+        with warnings.catch_warnings():
+            # Its advice on the arguments was given when this loader was made.
+            warnings.simplefilter("ignore")
+            return DataLoader(
+                SeededDataset(self.dataset),  # type: ignore[arg-type]
+                batch_sampler=tasks,
+                num_workers=self.num_workers,
+                collate_fn=CollateLoaded(self.collate_fn),  # type: ignore[arg-type]
+                pin_memory=self.pin_memory,
+                timeout=self.timeout,
+                worker_init_fn=SeededWorkerInit(self.worker_init_fn),
+                multiprocessing_context=self.multiprocessing_context,
+                generator=generator,
+                prefetch_factor=self.prefetch_factor,
+                persistent_workers=self.persistent_workers,
+                pin_memory_device=self.pin_memory_device,
+                in_order=self.in_order,
+            )
+
+
+class _TaskSource:
+    """Batch sampler of the inner DataLoader: the tasks of the pass that is running."""
+
+    def __init__(self) -> None:
+        self.planner: Planner | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        assert self.planner is not None
+        return iter(self.planner)
+
+
+class _Pass:
+    """One pass over an `EgeriaLoader`: what `iter(loader)` returns."""
+
+    def __init__(self, loader: EgeriaLoader[Any], variant: int) -> None:
+        self._loader = loader
+        self._cache = cache = loader.cache
+        executor = None if cache is None else cache.readers
+        self._prefetcher = Prefetcher(
+            executor,
+            ring_batches=0 if cache is None else cache.ring_batches,
+            pin_memory=loader.pin_memory and torch.cuda.is_available(),
+        )
+        self._planner = Planner(
+            iter(loader._index_sampler),
+            loader.source.identify,
+            lambda: () if cache is None else cache.views(loader.name),
+            self._prefetcher,
+            variant=variant,
+            seed=loader.seed,
+            look_ahead=self._look_ahead,
+        )
+        self._inner_generator = self._draw_base_seed()
+        self._inner: Iterator[Loaded] | None = None
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __next__(self) -> Any:
+        """A to E of `docs/architecture.md`: plan, load the misses, yield."""
+        if (
+            self._inner is None
+            and self._cache is not None
+            and self._cache.awaits(self._loader.name)
+        ):
+            return self._first_batch()
+        if self._inner is None:
+            self._inner = self._start_workers()
+        self._planner.top_up()
+        try:
+            loaded = next(self._inner)
+        except StopIteration:
+            self._prefetcher.close()
+            raise
+        except Exception:
+            self._planner.skip()
+            raise
+        return self._assemble(self._planner.take(loaded.number), loaded.data)
+
+    def _first_batch(self) -> Any:
+        """Load one batch here, before anything is planned ahead.
+
+        The boundary is set but the model has not been cut yet: its first batch will do that, and
+        only then is it known what the store holds.
+        """
+        plan = self._planner.take_first()
+        if plan is None:
+            raise StopIteration
+        self._inner = None
+        return self._tag(plan, self._load_here(plan))
+
+    def _assemble(self, plan: Plan, missing: Any) -> Any:
+        """Return the batch: `missing` holds the collated misses (None if there are none)."""
+        entry = plan.entry
+        if self._cache is None or (entry is None and self._cache.boundary is None):
+            return missing
+        if entry is None:
+            return self._tag(plan, missing)
+        view, num_misses = entry.view, int((~entry.hit).sum())
+        _, misses = flatten(missing, num_misses) if num_misses else (None, {})
+        if not entry.ready() or (num_misses and set(misses) != set(view.structure.paths)):
+            self._cache.count_refetched(int(entry.hit.sum()))
+            return self._tag(plan, self._load_here(plan))
+        leaves: dict[str, Rows] = dict(misses)
+        for path in view.kept:
+            hits = entry.kept[path]
+            leaves[path] = merge_rows(entry.hit, hits, misses[path]) if num_misses else hits
+        batch = self._batch(plan, leaves, view.structure)
+        tagged: dict[str, Any] = {path: leaves[path] for path in view.kept}
+        for path, row in view.metas.items():
+            whole = row.expand(batch.size, *row.shape[1:]).contiguous()
+            tagged[path] = BatchTensor.without_data(whole, batch, path, misses.get(path))
+        if not view.metas:
+            tagged = {path: _wrap(rows, batch, path) for path, rows in tagged.items()}
+        self._cache.count_batch(plan.ids, entry.hit)
+        return view.structure.rebuild(tagged)
+
+    def _tag(self, plan: Plan, data: Any) -> Any:
+        """Return a fully loaded batch whose tensors know their samples."""
+        assert self._cache is not None
+        if self._cache.boundary is None:
+            return data
+        plan.entry = None
+        structure, leaves = flatten(data, len(plan.ids))
+        batch = self._batch(plan, leaves, structure)
+        only = self._cache.tagged_leaves(self._loader.name)
+        tagged = {
+            path: _wrap(rows, batch, path) if only is None or path in only else rows
+            for path, rows in leaves.items()
+        }
+        self._cache.count_batch(plan.ids, None)
+        return structure.rebuild(tagged)
+
+    def _batch(self, plan: Plan, leaves: Mapping[str, Rows], structure: Any) -> Batch:
+        return Batch(
+            ids=plan.ids,
+            variant=plan.variant,
+            loader_name=self._loader.name,
+            leaves=leaves,
+            load_rows=partial(self._load_rows, plan),
+            entry=plan.entry,
+            context=BatchContext(self._loader.source, structure, plan),
+        )
+
+    def _load_here(self, plan: Plan) -> Any:
+        """Load and collate a whole batch in this process."""
+        return self._loader.source.load(
+            plan.subtask(np.ones(len(plan.ids), bool), self._loader.seed)
+        )
+
+    def _load_rows(self, plan: Plan, rows: np.ndarray) -> Mapping[str, Rows]:
+        """Load some rows of a batch that was yielded without them."""
+        assert self._cache is not None
+        self._cache.count_refetched(int(rows.sum()))
+        data = self._loader.source.load(plan.subtask(rows, self._loader.seed))
+        return flatten(data, int(rows.sum()))[1]
+
+    def _look_ahead(self) -> int:
+        """How many batches to plan ahead: none while nothing can be read, as DataLoader does."""
+        if self._cache is None or not self._cache.views(self._loader.name):
+            return 0
+        return self._cache.ring_batches
+
+    def _draw_base_seed(self) -> torch.Generator:
+        """Consume the generator as DataLoader does now, and return one that will repeat it.
+
+        The inner loader may start later, when the training loop has drawn numbers of its own.
+        """
+        source = self._loader.generator or torch.default_generator
+        repeat = torch.Generator()
+        repeat.set_state(source.get_state())
+        if self._loader._persistent is None:
+            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+        return repeat
+
+    def _start_workers(self) -> Iterator[Loaded]:
+        loader = self._loader
+        if not loader.persistent_workers:
+            tasks = _TaskSource()
+            tasks.planner = self._planner
+            return iter(loader._inner_loader(tasks, self._inner_generator))
+        if loader._persistent is None:
+            tasks = _TaskSource()
+            loader._persistent = tasks, loader._inner_loader(tasks, self._inner_generator)
+        tasks, inner = loader._persistent
+        tasks.planner = self._planner
+        return iter(inner)
+
+
+def _wrap(rows: Any, batch: Batch, path: str) -> Any:
+    if isinstance(rows, Tensor) and is_rows(rows, batch.size):
+        return BatchTensor.wrap(rows, batch, path)
+    return rows
+
+
+def _check_sized(dataset: Any) -> None:
+    try:
+        len(dataset)
+    except TypeError:
+        raise TypeError(
+            f"EgeriaLoader with a cache needs a dataset with a length, to know which samples will "
+            f"come; {type(dataset).__name__} has no __len__. Give it one, or leave cache=None"
+        ) from None

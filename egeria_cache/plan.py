@@ -1,0 +1,151 @@
+"""The look-ahead: index batches are drawn early, so what comes is known before it is needed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from egeria_cache.prefetch import PlannedEntry, Prefetcher
+from egeria_cache.samples import Task
+from egeria_cache.seeds import SampleId
+from egeria_cache.view import View
+
+__all__ = ["Plan", "Planner", "best_entry"]
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """One future batch: its samples, and which of them come from the cache."""
+
+    number: int
+    indices: list[Any]
+    ids: list[SampleId]
+    variant: int
+    entry: PlannedEntry | None
+    """Where the hits enter the model; None if every sample is to be loaded."""
+
+    def task(self, seed: int | None) -> Task:
+        """Return the samples that DataLoader's workers have to load: the misses."""
+        if self.entry is None:
+            return Task(self.number, self.indices, self.ids, self.variant, seed)
+        return self.subtask(~self.entry.hit, seed)
+
+    def subtask(self, rows: np.ndarray, seed: int | None) -> Task:
+        """Return the task of loading the masked rows."""
+        at = np.flatnonzero(rows).tolist()
+        return Task(
+            self.number, [self.indices[i] for i in at], [self.ids[i] for i in at],
+            self.variant, seed,
+        )  # fmt: skip
+
+
+def best_entry(
+    views: Sequence[View], number: int, ids: list[SampleId], variant: int
+) -> PlannedEntry | None:
+    """Choose the one generation that serves most of the batch; on a tie, the deepest.
+
+    Args:
+        views: Readable generations, deepest boundary first.
+        number: The batch's number.
+        ids: Its samples.
+        variant: Their augmented version.
+    """
+    best: PlannedEntry | None = None
+    for view in views:
+        hit = view.contains(ids, variant)
+        if hit.any() and (best is None or hit.sum() > best.hit.sum()):
+            best = PlannedEntry(view, number, ids, variant, hit)
+    return best
+
+
+class Planner:
+    """Draws index batches ahead of the training loop and plans each of them once.
+
+    Two consumers walk the same plans: the inner DataLoader iterates over their tasks (as early as
+    its workers want them), the training loop takes the plans. Single-threaded.
+    """
+
+    def __init__(
+        self,
+        index_batches: Iterator[Sequence[Any]],
+        identify: Callable[[Sequence[Any]], list[SampleId]],
+        views: Callable[[], Sequence[View]],
+        prefetcher: Prefetcher,
+        *,
+        variant: int,
+        seed: int | None,
+        look_ahead: Callable[[], int],
+        first_number: int = 0,
+    ) -> None:
+        """Plan the batches of one epoch.
+
+        Args:
+            index_batches: What the batch sampler draws.
+            identify: Indices -> sample IDs.
+            views: The generations that can be read at the moment, deepest first.
+            prefetcher: Reads the hits of plans that come near.
+            variant: This epoch's augmented version.
+            seed: The run's augmentation seed.
+            look_ahead: How many batches to plan beyond the one to be yielded, at the moment.
+            first_number: Number of the first batch.
+        """
+        self._index_batches = index_batches
+        self._identify = identify
+        self._views = views
+        self._prefetcher = prefetcher
+        self._variant = variant
+        self._seed = seed
+        self._look_ahead = look_ahead
+        self._next_number = first_number
+        self._planned: deque[Plan] = deque()
+        self._undispatched: deque[Plan] = deque()
+
+    def __iter__(self) -> Iterator[Task]:
+        """Yield tasks in order, planning as far ahead as the consumer asks."""
+        while self._undispatched or self._draw():
+            yield self._undispatched.popleft().task(self._seed)
+
+    def take_first(self) -> Plan | None:
+        """Return the next plan without handing its task to the workers (None at the end)."""
+        if not self._undispatched and not self._draw():
+            return None
+        self._planned.popleft()
+        return self._undispatched.popleft()
+
+    def top_up(self) -> None:
+        """Plan up to the look-ahead, and begin to read the hits of the plans that come next."""
+        while len(self._planned) <= self._look_ahead() and self._draw():
+            pass
+        for plan in islice(self._planned, self._prefetcher.window + 1):
+            if plan.entry is not None:
+                self._prefetcher.start(plan.entry)
+
+    def take(self, number: int) -> Plan:
+        """Return the plan of that number, which is the next one unless order does not matter."""
+        plan = next(plan for plan in self._planned if plan.number == number)
+        self._planned.remove(plan)
+        self._prefetcher.release_before(number)
+        return plan
+
+    def skip(self) -> None:
+        """Forget the next plan: its samples could not be loaded."""
+        if self._planned:
+            self._planned.popleft()
+
+    def _draw(self) -> bool:
+        indices = next(self._index_batches, None)
+        if indices is None:
+            return False
+        indices = list(indices)
+        ids = self._identify(indices)
+        entry = best_entry(self._views(), self._next_number, ids, self._variant)
+        plan = Plan(self._next_number, indices, ids, self._variant, entry)
+        self._next_number += 1
+        self._planned.append(plan)
+        self._undispatched.append(plan)
+        return True

@@ -1,0 +1,187 @@
+"""From the plan to the ring: activations are read, verified and placed ahead of their need.
+
+Reading happens on the cache's reader threads; what is handed to the training thread is an `Entry`
+that either has its rows or says that it has not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from egeria_cache.ring import Ring
+from egeria_cache.seeds import SampleId
+from egeria_cache.structure import Rows
+from egeria_cache.view import ACTIVATION, KEPT, View
+
+__all__ = ["PlannedEntry", "Prefetcher"]
+
+READ_TIMEOUT_S = 60.0
+"""A read that takes longer is given up; its samples are loaded from the dataset instead."""
+
+
+class PlannedEntry:
+    """Hits of one planned batch: where they enter the model, and their rows once read."""
+
+    def __init__(self, view: View, number: int, ids: Sequence[SampleId], variant: int,
+                 hit: np.ndarray) -> None:  # fmt: skip
+        """Plan to serve the masked rows of batch `number` from `view`."""
+        self.view, self.number, self.variant, self.hit = view, number, variant, hit
+        self.ids = [sample_id for sample_id, is_hit in zip(ids, hit, strict=True) if is_hit]
+        self.kept: dict[str, Rows] = {}
+        self._reading: Future[bool] | None = None
+        self._ring: Ring | None = None
+        self._keys: Tensor | None = None
+        self._rows: dict[str, Tensor] | None = None
+
+    @property
+    def cut(self) -> Any:
+        """The cut at which the hits enter."""
+        return self.view.cut
+
+    @property
+    def alive(self) -> bool:
+        """False once the activations became stale."""
+        return not self.view.is_void
+
+    def ready(self) -> bool:
+        """Wait until the rows are there. False if they could not be read, or became stale."""
+        if self._reading is None:
+            return False
+        try:
+            return self._reading.result(timeout=READ_TIMEOUT_S) and self.alive
+        except Exception:  # a dead reader or a closed cache: the samples are loaded instead
+            return False
+
+    def load(self) -> dict[str, Tensor]:
+        """Return the hits' activations by name, in row order, on the model's device."""
+        if not self.alive:
+            raise LookupError("the generation was voided")
+        if self._rows is not None:
+            return self._rows
+        assert self._ring is not None, "load() before ready()"
+        assert self._keys is not None
+        try:
+            return self._ring.gather(self.number, self._keys)
+        except LookupError:
+            # Held back for longer than the ring remembers: read it again.
+            tensors, found = self.view.generation.get_batch(self.ids, variant=self.variant)
+            if not found.all():
+                raise
+            return _activations(tensors, self.view.device)
+
+
+class Prefetcher:
+    """Reads planned batches into the ring of one pass over a loader. Owned by that pass."""
+
+    def __init__(self, executor: Executor | None, ring_batches: int, pin_memory: bool) -> None:
+        """Prefetch on the threads of `executor`, with a ring of `ring_batches` recent batches."""
+        self.window = ring_batches
+        """How many batches ahead of the one to be yielded are read."""
+        self._executor = executor
+        self._pin_memory = pin_memory
+        self._rings: dict[View, Ring] = {}
+        self._interned: dict[SampleId, int] = {}
+        self._closed = False
+
+    def start(self, entry: PlannedEntry) -> None:
+        """Begin to read an entry's rows; returns at once."""
+        if entry._reading is None and not self._closed and self._executor is not None:
+            try:
+                entry._reading = self._executor.submit(self._read, entry)
+            except RuntimeError:  # the cache was closed: the entry never gets ready
+                self._closed = True
+
+    def release_before(self, number: int) -> None:
+        """Batches before `number` were used; the most recent ones stay resident."""
+        for ring in self._rings.values():
+            ring.release_before(number - self.window)
+
+    def close(self) -> None:
+        """Stop reading ahead, and forget the ring."""
+        self._closed = True
+        self._rings.clear()
+
+    def _read(self, entry: PlannedEntry) -> bool:
+        if self._closed or not entry.alive:
+            return False
+        keys = [self._key(sample_id) for sample_id in entry.ids]
+        first_at = {key: i for i, key in reversed(list(enumerate(keys)))}
+        unique, ids = list(first_at), [entry.ids[i] for i in first_at.values()]
+        ring = self._rings.get(entry.view)
+        resident = [False] * len(unique) if ring is None else ring.adopt(entry.number, unique)
+        wanted = [i for i, there in enumerate(resident) if not there]
+        tensors: dict[str, Any] = {}
+        if wanted:
+            tensors, found = entry.view.generation.get_batch(
+                [ids[i] for i in wanted], variant=entry.variant, pin_memory=self._pin_memory
+            )
+            if not found.all():
+                return False
+        kept = _kept_rows(tensors, entry.view.kept, len(wanted))
+        rows = {name: tensors[ACTIVATION + name] for name in _names(tensors)}
+        if ring is None:
+            ring = self._ring_for(entry, rows)
+        new_keys = [unique[i] for i in wanted]
+        if ring is not None and ring.insert(entry.number, new_keys, rows, kept):
+            entry._ring = ring
+            entry._keys = torch.tensor(keys, dtype=torch.int64)
+            if self._pin_memory:
+                entry._keys = entry._keys.pin_memory()
+            entry.kept = _stack_kept(ring.kept(keys), entry.view.kept)
+            return True
+        # No room in the ring: keep the rows with the batch itself.
+        tensors, found = entry.view.generation.get_batch(entry.ids, variant=entry.variant)
+        entry._rows = _activations(tensors, entry.view.device)
+        entry.kept = _stack_kept(
+            _kept_rows(tensors, entry.view.kept, len(entry.ids)), entry.view.kept
+        )
+        return bool(found.all())
+
+    def _ring_for(self, entry: PlannedEntry, rows: dict[str, Any]) -> Ring | None:
+        """Return this view's ring, made on first use; None where rows differ in shape."""
+        if not all(isinstance(values, Tensor) for values in rows.values()):
+            return None
+        slots = (2 * self.window + 2) * len(entry.hit)
+        return self._rings.setdefault(entry.view, Ring(rows, slots, entry.view.device))
+
+    def _key(self, sample_id: SampleId) -> int:
+        if isinstance(sample_id, int) and 0 <= sample_id < 1 << 61:
+            return sample_id
+        return self._interned.setdefault(sample_id, (1 << 61) + len(self._interned))
+
+
+def _names(tensors: dict[str, Any]) -> list[str]:
+    return [name[len(ACTIVATION) :] for name in tensors if name.startswith(ACTIVATION)]
+
+
+def _activations(tensors: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
+    return {
+        name: tensors[ACTIVATION + name].to(device, non_blocking=True) for name in _names(tensors)
+    }
+
+
+def _kept_rows(
+    tensors: dict[str, Any], kept: Mapping[str, type], num_rows: int
+) -> list[tuple[Any, ...]]:
+    """Return one tuple of kept values per row."""
+    columns = [tensors[KEPT + path] for path in kept] if num_rows else []
+    return list(zip(*columns, strict=True)) if columns else [()] * num_rows
+
+
+def _stack_kept(rows: list[tuple[Any, ...]], kept: Mapping[str, type]) -> dict[str, Rows]:
+    """Undo `_kept_rows` for the rows of one batch."""
+    columns = zip(*rows, strict=True)
+    return {
+        path: torch.stack(column) if issubclass(kind, Tensor) else _values(kind, column)
+        for (path, kind), column in zip(kept.items(), columns, strict=False)
+    }
+
+
+def _values(kind: type, column: tuple[Any, ...]) -> Rows:
+    return column if kind is tuple else list(column)

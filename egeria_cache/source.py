@@ -1,0 +1,184 @@
+"""A loader as the cache sees it: how its samples are named, loaded, collated and fingerprinted."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from egeria_cache.batch import Batch
+from egeria_cache.plan import Plan
+from egeria_cache.samples import Task, load_samples
+from egeria_cache.seeds import SampleId
+from egeria_cache.structure import Rows, Structure, flatten, is_rows, merge_rows, take_rows
+
+__all__ = ["BatchContext", "LoaderSource"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchContext:
+    """Where a batch came from; rides on `Batch.context`."""
+
+    source: LoaderSource
+    structure: Structure
+    plan: Plan
+
+
+class LoaderSource:
+    """The dataset side of one loader."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        *,
+        sample_id: Callable[[Any], Any] | None,
+        name: str,
+        seed: int | None,
+        variants: int,
+    ) -> None:
+        """Describe a loader; see `EgeriaLoader` for the arguments."""
+        self.dataset = dataset
+        self.collate = collate
+        self.name = name
+        self.seed = seed
+        self.variants = variants
+        self._sample_id = sample_id
+        self._fingerprint: str | None = None
+
+    def identify(self, indices: Sequence[Any]) -> list[SampleId]:
+        """Return the samples' stable IDs.
+
+        Raises:
+            TypeError: An ID is not an int, a string, or a tuple of them.
+        """
+        named = indices if self._sample_id is None else [self._sample_id(i) for i in indices]
+        return [_as_sample_id(value) for value in named]
+
+    def load(self, task: Task) -> Any:
+        """Load and collate samples in this process, each under its own seed."""
+        return self.collate(load_samples(self.dataset, task))
+
+    def why_not_cacheable(self, batch: Batch) -> str | None:
+        """Say why this loader's samples cannot be cached one by one; None if they can.
+
+        Loads two of the batch's samples again, together and one by one: they must come out as they
+        did in the batch, or the sample is not the same each time, or its collation depends on the
+        rest of the batch.
+        """
+        for path, leaf in batch.leaves.items():
+            if not is_rows(leaf, batch.size):
+                return f"leaf {path or 'of the batch'!r} does not hold one row per sample"
+        plan: Plan = batch.context.plan
+        some = np.zeros(batch.size, bool)
+        some[[0, -1]] = True
+        again = self._leaves(plan, some)
+        for path in batch.leaves:
+            if not _equal(take_rows(batch.leaves[path], some), again.get(path)):
+                return (
+                    f"leaf {path or 'of the batch'!r} of a sample is not the same when it is "
+                    "loaded again under the same seed, or its collation depends on the rest of "
+                    "the batch; draw random numbers from torch, numpy or random"
+                )
+        return self._why_not_collatable(plan, some, again)
+
+    def _why_not_collatable(
+        self, plan: Plan, some: np.ndarray, again: dict[str, Any]
+    ) -> str | None:
+        if self.collate is default_collate or some.sum() < 2:
+            return None
+        first, last = some.copy(), some.copy()
+        first[np.flatnonzero(some)[-1]] = last[np.flatnonzero(some)[0]] = False
+        one, other = self._leaves(plan, first), self._leaves(plan, last)
+        for path, rows in again.items():
+            merged = _try_merge(one.get(path), other.get(path))
+            if not _equal(merged, rows):
+                return (
+                    f"the collate_fn does not treat samples one by one: leaf {path!r} depends on "
+                    "the other samples of the batch"
+                )
+        return None
+
+    def _leaves(self, plan: Plan, rows: np.ndarray) -> dict[str, Any]:
+        return flatten(self.load(plan.subtask(rows, self.seed)), int(rows.sum()))[1]
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells this dataset from another: its class, length, and a few of its samples.
+
+        A dataset that knows better offers a `fingerprint` attribute or method of its own.
+        """
+        if self._fingerprint is None:
+            self._fingerprint = self._make_fingerprint()
+        return self._fingerprint
+
+    def _make_fingerprint(self) -> str:
+        own = getattr(self.dataset, "fingerprint", None)
+        if own is not None:
+            return str(own() if callable(own) else own)
+        kind = type(self.dataset)
+        length = len(self.dataset)
+        text = f"{kind.__module__}.{kind.__qualname__}[{length}]"
+        indices = sorted({0, length // 2, length - 1}) if length else []
+        try:
+            task = Task(-1, indices, self.identify(indices), 0, self.seed)
+            samples = load_samples(self.dataset, task)
+        except Exception:  # not indexed by 0..n-1, say: the class and length have to do
+            return text
+        return f"{text}:{_digest(samples)}"
+
+
+def _as_sample_id(value: Any) -> SampleId:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, tuple):
+        return tuple(_as_sample_id(part) for part in value)
+    if isinstance(value, int | np.integer) or (isinstance(value, Tensor) and value.dim() == 0):
+        return int(value)
+    raise TypeError(
+        f"a sample ID must be an int, a string, or a tuple of them, got {type(value).__name__}; "
+        "give EgeriaLoader a sample_id= that makes one from what the sampler draws"
+    )
+
+
+def _digest(samples: list[Any]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for sample in samples:
+        _, leaves = flatten(sample, -1)
+        for path, leaf in leaves.items():
+            digest.update(path.encode())
+            if isinstance(leaf, Tensor | np.ndarray):
+                array = leaf.detach().cpu().contiguous() if isinstance(leaf, Tensor) else leaf
+                if isinstance(array, Tensor):
+                    array = (
+                        array.view(-1).view(torch.uint8).numpy() if array.numel() else np.empty(0)
+                    )
+                digest.update(np.ascontiguousarray(array).tobytes())
+            elif isinstance(leaf, str | bytes | int | float | bool | type(None)):
+                digest.update(repr(leaf).encode())
+    return digest.hexdigest()
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return (
+            left.shape == right.shape
+            and left.dtype == right.dtype
+            and bool(torch.equal(left.cpu().nan_to_num(), right.cpu().nan_to_num()))
+        )
+    return type(left) is type(right) and bool(left == right)
+
+
+def _try_merge(one: Rows | None, other: Rows | None) -> Rows | None:
+    if one is None or other is None:
+        return None
+    try:
+        return merge_rows(np.array([True, False]), one, other)
+    except (RuntimeError, ValueError, StopIteration):  # shapes differ: not row by row
+        return None

@@ -1,0 +1,62 @@
+"""What one loader may read from one generation, and how its batches look."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from egeria_cache.structure import Rows, Structure
+
+if TYPE_CHECKING:
+    from egeria_cache.cut import Cut
+    from egeria_cache.generation import Generation
+
+__all__ = ["View", "record"]
+
+ACTIVATION, KEPT = "a:", "k:"
+"""Prefixes of a record's names: activations at the cut, and leaves kept from the loader's batch."""
+
+
+@dataclass(eq=False)
+class View:
+    """One generation as one loader sees it. Compared by identity."""
+
+    cut: Cut
+    generation: Generation
+    structure: Structure
+    """Of the loader's batches."""
+    metas: Mapping[str, Tensor]
+    """Meta tensor of one row of each leaf that the cut drops."""
+    kept: Mapping[str, type]
+    """Leaves stored beside the activation, so that a hit needs no dataset, and their type."""
+    device: torch.device
+    """Where the activations are wanted."""
+    is_void: bool = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether its activations may still be served."""
+        return not self.is_void and self.generation.alive
+
+    @property
+    def readable(self) -> bool:
+        """Whether the store itself still answers (it stops after trouble with the disk)."""
+        return self.generation.alive
+
+    def contains(self, ids: Sequence[Any], variant: int) -> np.ndarray:
+        """Which samples are stored: bool, shape (B,)."""
+        if not self.alive:
+            return np.zeros(len(ids), dtype=bool)
+        return self.generation.contains(ids, variant=variant)
+
+
+def record(activations: Mapping[str, Tensor], kept: Mapping[str, Rows]) -> dict[str, Any]:
+    """Name a batch of rows as they are stored."""
+    return {ACTIVATION + name: rows for name, rows in activations.items()} | {
+        KEPT + path: rows for path, rows in kept.items()
+    }
