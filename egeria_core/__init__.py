@@ -1,1 +1,33 @@
-"""Lean plasticity and freeze controller."""
+"""Freeze controller: watches a training run and freezes the front layers that have converged."""
+
+from __future__ import annotations
+
+from egeria_cache.events import BoundaryMoved
+from egeria_core.controller import FreezeController, guideline_interval
+from egeria_core.errors import EvaluatorError, LayerError, PolicyError
+from egeria_core.history import History
+from egeria_core.layers import Layer, find_layers
+from egeria_core.learning_rate import Periodic, TenfoldDrop, UnfreezeRule, WarmRestart
+from egeria_core.plasticity import sp_loss
+from egeria_core.policies import PlasticityPolicy, Policy, Reading, StaticPolicy
+
+__all__ = [
+    "BoundaryMoved",
+    "EvaluatorError",
+    "FreezeController",
+    "History",
+    "Layer",
+    "LayerError",
+    "Periodic",
+    "PlasticityPolicy",
+    "Policy",
+    "PolicyError",
+    "Reading",
+    "StaticPolicy",
+    "TenfoldDrop",
+    "UnfreezeRule",
+    "WarmRestart",
+    "find_layers",
+    "guideline_interval",
+    "sp_loss",
+]

@@ -1,0 +1,55 @@
+"""Freezes a prefix so that nothing moves in it, and gives it back as it was.
+
+Frozen means three things: no gradient is asked for (`requires_grad`), none is lying around (`grad`
+is None: with a zero tensor there, momentum and weight decay would still move the weight), and
+BatchNorm and Dropout are in inference mode through every `model.train()`. The optimizer's parameter
+groups are never touched, so its state and the learning-rate schedule go on as if nothing happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from egeria_cache.frozen import FrozenPrefix
+
+__all__ = ["Freezer"]
+
+
+class Freezer:
+    """Owns what it froze. Call between `optimizer.step()` and the next forward."""
+
+    def __init__(self) -> None:
+        self._parameters: list[Tensor] = []
+        self._known: set[int] = set()
+        self._prefix: FrozenPrefix | None = None
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters frozen here (not those that the user had frozen before)."""
+        return list(self._parameters)
+
+    def freeze(self, parameters: Iterable[Tensor], modules: Iterable[nn.Module]) -> None:
+        """Freeze these too; what is frozen already stays so."""
+        for parameter in parameters:
+            if parameter.requires_grad and id(parameter) not in self._known:
+                self._known.add(id(parameter))
+                self._parameters.append(parameter)
+                parameter.requires_grad_(False)
+                parameter.grad = None
+        modules = list(modules)
+        if self._prefix is None:
+            self._prefix = FrozenPrefix(modules)
+        else:
+            self._prefix.extend(modules)
+
+    def release(self) -> None:
+        """Make all of it trainable again and restore the modules' modes; idempotent."""
+        for parameter in self._parameters:
+            parameter.requires_grad_(True)
+        self._parameters.clear()
+        self._known.clear()
+        if self._prefix is not None:
+            self._prefix.release()
+            self._prefix = None

@@ -1,0 +1,62 @@
+"""Everything the controller saw and did, in order, as plain records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["History"]
+
+
+class History:
+    """Append-only list of JSON records, each with `kind` and `step`; docs/controller.md lists them.
+
+    Args:
+        path: Also written here as JSON lines, one flushed line per record.
+    """
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self.records: list[dict[str, Any]] = []
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []
+        self._path = None if path is None else Path(path)
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+
+    def add(self, kind: str, step: int, **fields: Any) -> None:
+        """Append one record."""
+        record = {"kind": kind, "step": step, **fields}
+        self.records.append(record)
+        if self._path is not None:
+            # Opened for each record: a reading every n steps, and no handle to own or to leak.
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        for listener in self.listeners:
+            listener(record)
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """Return the records of one kind."""
+        return [record for record in self.records if record["kind"] == kind]
+
+    def save(self, path: str | Path) -> None:
+        """Write all records as JSON lines."""
+        lines = "".join(json.dumps(record) + "\n" for record in self.records)
+        Path(path).write_text(lines, encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> History:
+        """Read JSON lines back."""
+        history = cls()
+        text = Path(path).read_text(encoding="utf-8")
+        history.records = [json.loads(line) for line in text.splitlines() if line.strip()]
+        return history
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.records)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.records[index]

@@ -1,0 +1,226 @@
+"""Layer modules of a model: the units that freeze, in forward order and of comparable size.
+
+A single small layer (one Linear, one BatchNorm) trains unsteadily; a module that holds most of
+the weights freezes too late to be of use. So consecutive blocks of one stage are grouped until the
+groups are about equal in parameters (section 4.2.1: ResNet-56's stage 3, with 75 % of the weights,
+is split finer than stages 1 and 2).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from egeria_core.errors import LayerError
+
+__all__ = ["Layer", "find_layers"]
+
+DEFAULT_NUM_LAYERS = 7
+"""What the paper uses for ResNet-56; more layers freeze in finer steps but each needs its own
+2 W evaluations, so that deep ones are never reached."""
+SMALL = 0.1
+"""A unit below this part of the ideal size (a stem, a norm, a small head) joins its neighbour."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Consecutive modules that are judged and frozen together."""
+
+    modules: tuple[str, ...]
+    """Qualified names in forward order."""
+    num_parameters: int
+    """Scalars in these modules, shared ones counted once in the model."""
+
+    @property
+    def boundary(self) -> str:
+        """Name of the last module: freezing this layer makes it the boundary."""
+        return self.modules[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    name: str
+    stage: str
+    num_parameters: int
+
+
+def find_layers(
+    model: nn.Module,
+    pattern: str | None = None,
+    *,
+    num_layers: int = DEFAULT_NUM_LAYERS,
+    order: Mapping[str, int] | None = None,
+) -> list[Layer]:
+    """Parse `model` into layers, front first.
+
+    Args:
+        model: Any model; a DistributedDataParallel wrapper is the caller's to take off.
+        pattern: Regular expression; every module whose whole qualified name matches becomes one
+            layer (`r"layer\\d+\\.\\d+"`), instead of the balanced parse.
+        num_layers: Wanted number of layers of the balanced parse; the model's own blocks are
+            never cut, so that the result may have fewer or a few more.
+        order: Position of each module's return in a real forward, by name. Modules that are not
+            in it did not run and are left out. Without it, registration order is forward order.
+
+    Raises:
+        LayerError: Fewer than two layers: nothing could ever be frozen.
+        ValueError: `num_layers` is below 2.
+    """
+    if num_layers < 2:
+        raise ValueError(f"num_layers must be at least 2, got {num_layers}")
+    if pattern is not None:
+        units = _matching_units(model, pattern)
+    else:
+        units = _structural_units(model, num_layers)
+    if order is not None:
+        units = sorted((u for u in units if u.name in order), key=lambda u: order[u.name])
+    if pattern is not None:
+        layers = [Layer((unit.name,), unit.num_parameters) for unit in units]
+    else:
+        layers = _balance(units, num_layers)
+    if len(layers) < 2:
+        raise LayerError(
+            f"{type(model).__name__} has {len(layers)} layer(s) "
+            + (f"matching {pattern!r}" if pattern is not None else "with parameters")
+            + "; at least 2 are needed, because the last one is never frozen"
+        )
+    return layers
+
+
+def _matching_units(model: nn.Module, pattern: str) -> list[_Unit]:
+    names = [name for name, _ in model.named_modules() if name and re.fullmatch(pattern, name)]
+    inside = [n for n in names if any(n != m and n.startswith(m + ".") for m in names)]
+    if inside:
+        raise LayerError(
+            f"pattern {pattern!r} matches {inside[0]!r} and also a module that contains it; "
+            "layers must not overlap"
+        )
+    return _count(model, [(name, name) for name in names])
+
+
+def _structural_units(model: nn.Module, num_layers: int) -> list[_Unit]:
+    total = sum(p.numel() for p in model.parameters())
+    too_big = 2 * total / num_layers
+    return _count(model, list(_walk(model, "", "", too_big)))
+
+
+def _count(model: nn.Module, names: list[tuple[str, str]]) -> list[_Unit]:
+    """Attach sizes; a parameter shared by several units counts for the first."""
+    seen: set[int] = set()
+    units = []
+    for name, stage in names:
+        size = 0
+        for parameter in model.get_submodule(name).parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                size += parameter.numel()
+        units.append(_Unit(name, stage, size))
+    return units
+
+
+def _walk(module: nn.Module, name: str, stage: str, too_big: float) -> Iterator[tuple[str, str]]:
+    """Yield (unit, stage) names: the blocks in the model's lists, and whatever lies between."""
+    listed = _is_list(module)
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        if _is_list(child):
+            yield from _walk(child, path, path, too_big)
+        elif listed and not (_size(child) > too_big and _holds_blocks(child)):
+            yield path, stage
+        elif _holds_list(child):
+            yield from _walk(child, path, path, too_big)
+        else:
+            yield path, stage
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Sequential, nn.ModuleList))
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _holds_list(module: nn.Module) -> bool:
+    """Whether a list with two or more trainable children lies anywhere inside."""
+    return any(
+        _is_list(inner) and sum(map(_has_parameters, inner.children())) >= 2
+        for inner in module.modules()
+    )
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    """Whether it is a stage: it lists two or more composite children of one class.
+
+    A block whose shortcut is `Sequential(conv, norm)` is none; it must not be cut open.
+    """
+    for inner in module.modules():
+        if _is_list(inner):
+            kinds = [type(c) for c in inner.children() if any(True for _ in c.children())]
+            if any(kinds.count(kind) >= 2 for kind in kinds):
+                return True
+    return False
+
+
+def _balance(units: Sequence[_Unit], num_layers: int) -> list[Layer]:
+    """Group neighbours into about equal sizes without crossing from one stage into another."""
+    total = sum(unit.num_parameters for unit in units)
+    ideal = total / num_layers
+    groups: list[list[_Unit]] = []
+    for stage in _runs(units):
+        size = sum(unit.num_parameters for unit in stage)
+        groups.extend(_split(stage, max(1, round(size / ideal)) if ideal else 1))
+    groups = _absorb_small(groups, SMALL * ideal)
+    return [
+        Layer(tuple(unit.name for unit in group), sum(unit.num_parameters for unit in group))
+        for group in groups
+    ]
+
+
+def _runs(units: Sequence[_Unit]) -> Iterator[list[_Unit]]:
+    run: list[_Unit] = []
+    for unit in units:
+        if run and unit.stage != run[-1].stage:
+            yield run
+            run = []
+        run.append(unit)
+    if run:
+        yield run
+
+
+def _split(stage: list[_Unit], parts: int) -> list[list[_Unit]]:
+    """Cut one stage into `parts` about equal runs; units without weights never start one."""
+    size = sum(unit.num_parameters for unit in stage)
+    groups: list[list[_Unit]] = []
+    done = 0
+    for unit in stage:
+        part = int((done + unit.num_parameters / 2) * parts / size) if size else 0
+        if not groups or (part > len(groups) - 1 and unit.num_parameters > 0):
+            groups.append([])
+        groups[-1].append(unit)
+        done += unit.num_parameters
+    return groups
+
+
+def _absorb_small(groups: list[list[_Unit]], least: float) -> list[list[_Unit]]:
+    """Merge small groups forwards (a stem belongs to what follows), the last one backwards."""
+    merged: list[list[_Unit]] = []
+    carry: list[_Unit] = []
+    for group in groups:
+        carry = carry + group
+        if sum(unit.num_parameters for unit in carry) >= least and carry:
+            merged.append(carry)
+            carry = []
+    if carry:
+        if merged:
+            merged[-1] = merged[-1] + carry
+        else:
+            merged.append(carry)
+    return merged

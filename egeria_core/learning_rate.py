@@ -1,0 +1,134 @@
+"""When a change of the learning rate asks for frozen layers to be trained again.
+
+Step decay has the paper's rule: unfreeze once the rate is a tenth of what it was at the frontmost
+freeze. For cosine and cyclical schedules the paper leaves the rule to the user; `WarmRestart` and
+`Periodic` are two ready ones, and any object with the three methods of `UnfreezeRule` will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+__all__ = ["Periodic", "TenfoldDrop", "UnfreezeRule", "WarmRestart", "parse_rule"]
+
+
+@runtime_checkable
+class UnfreezeRule(Protocol):
+    """Decides, from step and learning rates, when everything frozen is trained again."""
+
+    def should_unfreeze(self, step: int, lr: tuple[float, ...], frozen: int) -> bool:
+        """Answer for one training step; called on every step, frozen layers or not."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later answers depend on, of JSON types."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+
+
+class TenfoldDrop:
+    """Unfreeze when every group's rate has fallen to `factor` of what it was at the first freeze.
+
+    The reference point is the freeze of the *frontmost* layer (section 4.2.2): later freezes do
+    not move it, an unfreeze clears it.
+    """
+
+    def __init__(self, factor: float = 0.1) -> None:
+        if not 0 < factor < 1:
+            raise ValueError(f"factor must lie between 0 and 1, got {factor}")
+        self.factor = factor
+        self._at_freeze: tuple[float, ...] | None = None
+
+    def should_unfreeze(self, step: int, lr: tuple[float, ...], frozen: int) -> bool:
+        """Compare with the rates at the frontmost freeze."""
+        if frozen == 0:
+            self._at_freeze = None
+            return False
+        if self._at_freeze is None or len(self._at_freeze) != len(lr):
+            self._at_freeze = lr
+            return False
+        # A group that had no rate at the freeze (still warming up) has no drop to measure.
+        ratios = [now / then for now, then in zip(lr, self._at_freeze, strict=True) if then > 0]
+        # 0.1 * 0.1 is 0.010000000000000002: without the slack the drop would be missed.
+        return bool(ratios) and max(ratios) <= self.factor * (1 + 1e-6)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rates at the frontmost freeze."""
+        return {"at_freeze": None if self._at_freeze is None else list(self._at_freeze)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        at_freeze = state["at_freeze"]
+        self._at_freeze = None if at_freeze is None else tuple(at_freeze)
+
+
+class WarmRestart:
+    """Unfreeze when the rate jumps up: `rise` times the lowest rate since the last restart.
+
+    For `CosineAnnealingWarmRestarts` and cyclical schedules. The slow rise of a triangular cycle
+    counts once, when it has risen that far.
+    """
+
+    def __init__(self, rise: float = 2.0) -> None:
+        if rise <= 1:
+            raise ValueError(f"rise must be above 1, got {rise}")
+        self.rise = rise
+        self._lowest: float | None = None
+        self._falling = False
+
+    def should_unfreeze(self, step: int, lr: tuple[float, ...], frozen: int) -> bool:
+        """Follow the largest rate of all groups."""
+        now = max(lr)
+        if self._lowest is None or now <= self._lowest:
+            # Warm-up at the start of training only rises; a restart needs a fall before it.
+            self._falling = self._falling or (self._lowest is not None and now < self._lowest)
+            self._lowest = now
+            return False
+        if self._falling and now >= self.rise * self._lowest:
+            self._falling, self._lowest = False, now
+            return frozen > 0
+        if not self._falling:
+            self._lowest = now
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the lowest rate of this cycle."""
+        return {"lowest": self._lowest, "falling": self._falling}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        self._lowest, self._falling = state["lowest"], state["falling"]
+
+
+class Periodic:
+    """Unfreeze every `period` steps: train a few iterations in each cycle, then freeze again."""
+
+    def __init__(self, period: int) -> None:
+        if period < 1:
+            raise ValueError(f"period must be a positive number of steps, got {period}")
+        self.period = period
+
+    def should_unfreeze(self, step: int, lr: tuple[float, ...], frozen: int) -> bool:
+        """Answer True at the end of each period if anything is frozen."""
+        return frozen > 0 and step % self.period == 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the step says it all."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to continue from."""
+
+
+def parse_rule(rule: str | UnfreezeRule) -> UnfreezeRule:
+    """Return the rule itself, or the one that a short name stands for."""
+    if not isinstance(rule, str):
+        return rule
+    known: dict[str, Callable[[], UnfreezeRule]] = {
+        "tenfold_drop": TenfoldDrop,
+        "warm_restart": WarmRestart,
+    }
+    if rule not in known:
+        raise ValueError(f"unknown unfreeze rule {rule!r}; known: {', '.join(sorted(known))}")
+    return known[rule]()

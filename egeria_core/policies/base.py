@@ -1,0 +1,61 @@
+"""What a freezing policy sees and answers. A user's own policy needs nothing but this file.
+
+A policy is a pure state machine: it holds no model, tensor, thread or file, and the same readings
+give the same answers. That makes it testable on hand-made traces, and resumable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+__all__ = ["Measure", "Policy", "Reading"]
+
+Measure = Literal["plasticity", "activation_norm", "gradient_sum", "gradient_change", "nothing"]
+"""What the controller measures for a policy at every evaluation.
+
+- `plasticity`: SP loss of the frontmost active layer against its reference;
+- `activation_norm`: mean |A_T - A_R| of the same;
+- `gradient_sum`: per layer, the L1 norm of the gradients summed since the last evaluation;
+- `gradient_change`: per layer, |g' - g| / |g'| between the last two evaluations (L2 norms).
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """The state of training after one optimizer step. Most steps carry no measurement."""
+
+    step: int
+    """Finished training steps."""
+    num_layers: int
+    """L; the last layer is never frozen."""
+    lr: tuple[float, ...]
+    """Learning rate of each parameter group."""
+    total_steps: int | None = None
+    """Length of the schedule, where the user gave it."""
+    value: float | None = None
+    """The measure of layer `layer`; None between evaluations."""
+    layer: int | None = None
+    """Which layer `value` belongs to."""
+    values: tuple[float | None, ...] | None = None
+    """Per-layer measures (gradient policies only); None for a layer that has none."""
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Observes readings and answers how many front layers are frozen from now on."""
+
+    measure: Measure
+
+    def bind(self, boundaries: Sequence[str]) -> None:
+        """Learn the boundary name of every layer, in forward order; called before `observe`."""
+
+    def observe(self, reading: Reading) -> int:
+        """Return the number of frozen layers, 0 to `reading.num_layers - 1`; called every step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that later answers depend on, of JSON types."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`."""

@@ -1,0 +1,114 @@
+"""Algorithm 1 of the paper: freeze a layer once its plasticity has been stationary for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from egeria_core.learning_rate import TenfoldDrop, UnfreezeRule
+from egeria_core.plasticity import linear_slope, moving_average
+from egeria_core.policies.base import Measure, Reading
+
+__all__ = ["PlasticityPolicy"]
+
+NUM_CALIBRATION = 3
+"""Readings whose largest slope sets a layer's tolerance (section 4.2.2)."""
+MIN_WINDOW = 3
+"""Halving stops here: a line through two points fits anything."""
+
+
+class PlasticityPolicy:
+    """Smooth, fit, compare, count; freeze after `window` consecutive stale readings.
+
+    Args:
+        window: W, in evaluations: length of the history, and how many stale readings freeze.
+        tolerance: Part of the largest early |slope| below which a reading is stale.
+        rule: When to train the frozen layers again; W is halved each time.
+        measure: `plasticity`, or `activation_norm` for the Skip-Conv variant.
+    """
+
+    def __init__(
+        self,
+        window: int = 10,
+        tolerance: float = 0.2,
+        rule: UnfreezeRule | None = None,
+        measure: Measure = "plasticity",
+    ) -> None:
+        if window < 2:
+            raise ValueError(f"window must be at least 2 evaluations, got {window}")
+        if tolerance <= 0:
+            raise ValueError(f"tolerance must be positive, got {tolerance}")
+        self.measure = measure
+        self.window = window
+        self.tolerance = tolerance
+        self.rule: UnfreezeRule = TenfoldDrop() if rule is None else rule
+        self.frozen = 0
+        self._restart_layer()
+
+    def _restart_layer(self) -> None:
+        """Forget the curve: another layer, or the same one in another life."""
+        self._readings: list[float] = []
+        self._smooth: list[float] = []
+        self._num_readings = 0
+        self._stale = 0
+        self.threshold = 0.0
+
+    def bind(self, boundaries: Sequence[str]) -> None:
+        """Layers are only counted here."""
+
+    def observe(self, reading: Reading) -> int:
+        """Take one reading; see the class."""
+        if self.rule.should_unfreeze(reading.step, reading.lr, self.frozen):
+            self.frozen = 0
+            self.window = max(min(MIN_WINDOW, self.window), self.window // 2)
+            self._restart_layer()
+            return 0
+        # The last layer is never frozen, and a reading of a layer that has meanwhile moved
+        # behind or ahead of the front says nothing about the front.
+        if (
+            reading.value is None
+            or reading.layer != self.frozen
+            or self.frozen >= reading.num_layers - 1
+        ):
+            return self.frozen
+        if self._is_stale(reading.value):
+            self._stale += 1
+        else:
+            self._stale = 0
+        if self._stale >= self.window:
+            self.frozen += 1
+            self._restart_layer()
+        return self.frozen
+
+    def _is_stale(self, value: float) -> bool:
+        self._readings = [*self._readings, value][-self.window :]
+        self._smooth = [*self._smooth, moving_average(self._readings, self.window)][-self.window :]
+        self._num_readings += 1
+        slope = abs(linear_slope(self._smooth))
+        if self._num_readings <= NUM_CALIBRATION:
+            self.threshold = max(self.threshold, self.tolerance * slope)
+            return False
+        # Exactly flat is stale even where the early readings were flat too (threshold 0): a
+        # layer without trainable weights must not hold up the ones behind it.
+        return slope < self.threshold or slope == 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state."""
+        return {
+            "frozen": self.frozen,
+            "window": self.window,
+            "threshold": self.threshold,
+            "readings": list(self._readings),
+            "smooth": list(self._smooth),
+            "num_readings": self._num_readings,
+            "stale": self._stale,
+            "rule": self.rule.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        self.frozen, self.window = state["frozen"], state["window"]
+        self.threshold, self._stale = state["threshold"], state["stale"]
+        self._readings, self._smooth = list(state["readings"]), list(state["smooth"])
+        self._num_readings = state["num_readings"]
+        self.rule.load_state_dict(state["rule"])

@@ -1,0 +1,136 @@
+"""What lies in front of each boundary: resolved once, from the first training forward."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from egeria_core.layers import Layer, find_layers
+from egeria_core.trace import ForwardTrace, registration_prefix
+
+__all__ = ["LayerMap", "Prefix"]
+
+log = logging.getLogger("egeria")
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """All that has run when a boundary returns."""
+
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+
+class LayerMap:
+    """The layers of a model and the prefix behind each: guessed at first, then seen.
+
+    Args:
+        model: The bare model.
+        layers: Regular expression, or the names of the modules to use, or None for the parse.
+        num_layers: Wanted number of layers of the parse.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: str | Sequence[str] | None, num_layers: int
+    ) -> None:
+        self._model = model
+        self._pattern = _pattern_of(layers)
+        self._num_layers = num_layers
+        self.layers: list[Layer] = find_layers(model, self._pattern, num_layers=num_layers)
+        self.prefixes: dict[str, Prefix] = {}
+        self._trace: ForwardTrace | None = ForwardTrace(
+            model, (name for layer in self.layers for name in layer.modules)
+        )
+
+    @property
+    def boundaries(self) -> list[str]:
+        """Name of the last module of each layer."""
+        return [layer.boundary for layer in self.layers]
+
+    @property
+    def resolved(self) -> bool:
+        """Whether a forward has been seen, or the answer was loaded."""
+        return self._trace is None
+
+    def resolve(self) -> None:
+        """Settle order and prefixes by the forward that has just run."""
+        trace = self._trace
+        if trace is None:
+            return
+        trace.close()
+        self._trace = None
+        if all(layer.boundary not in trace.returned for layer in self.layers):
+            log.warning(
+                "egeria: no layer of %s was seen in the first forward, so registration order is "
+                "taken for forward order; make the FreezeController before torch.compile",
+                type(self._model).__name__,
+            )
+            return
+        self.layers = find_layers(
+            self._model, self._pattern, num_layers=self._num_layers, order=trace.returned
+        )
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        for layer in self.layers:
+            modules = tuple(trace.modules_before(layer.boundary))
+            behind = [
+                names[id(p)] for p in trace.parameters_before(layer.boundary) if id(p) in names
+            ]
+            owned = [names[id(p)] for p in _own_parameters(self._model, modules)]
+            self.prefixes[layer.boundary] = Prefix(modules, tuple(dict.fromkeys(owned + behind)))
+
+    def prefix(self, boundary: str) -> Prefix:
+        """Return what is in front of `boundary`, itself included."""
+        if boundary not in self.prefixes:
+            modules = tuple(registration_prefix(self._model, boundary))
+            names = {id(p): name for name, p in self._model.named_parameters()}
+            owned = [names[id(p)] for p in _own_parameters(self._model, modules)]
+            return Prefix(modules, tuple(dict.fromkeys(owned)))
+        return self.prefixes[boundary]
+
+    def close(self) -> None:
+        """Take the watching hooks off; idempotent."""
+        if self._trace is not None:
+            self._trace.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the layers and prefixes as found."""
+        return {
+            "resolved": self.resolved,
+            "layers": [[list(layer.modules), layer.num_parameters] for layer in self.layers],
+            "prefixes": {
+                name: [list(prefix.modules), list(prefix.parameters)]
+                for name, prefix in self.prefixes.items()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the layers and prefixes as they were found then."""
+        if not state["resolved"]:
+            return
+        self.close()
+        self._trace = None
+        self.layers = [Layer(tuple(modules), size) for modules, size in state["layers"]]
+        self.prefixes = {
+            name: Prefix(tuple(modules), tuple(parameters))
+            for name, (modules, parameters) in state["prefixes"].items()
+        }
+
+
+def _pattern_of(layers: str | Sequence[str] | None) -> str | None:
+    if layers is None or isinstance(layers, str):
+        return layers
+    import re
+
+    return "|".join(re.escape(name) for name in layers)
+
+
+def _own_parameters(model: nn.Module, modules: Sequence[str]) -> list[Tensor]:
+    return [
+        parameter
+        for name in modules
+        for parameter in model.get_submodule(name).parameters(recurse=False)
+    ]

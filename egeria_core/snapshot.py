@@ -1,0 +1,78 @@
+"""Copies of one layer's modules: their structure once, their weights as often as needed."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from egeria_cache.frozen import FrozenPrefix
+
+__all__ = ["Weights", "copy_modules", "copy_weights", "load_weights"]
+
+Weights = list[dict[str, Tensor]]
+"""Parameters and buffers (persistent or not) of each module, by name."""
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+@contextmanager
+def _without_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Take every hook off for a moment: a copy must not copy what other people hung on them."""
+    saved: list[tuple[nn.Module, dict[str, Any]]] = []
+    try:
+        for root in modules:
+            for module in root.modules():
+                saved.append((module, {k: module.__dict__[k] for k in _HOOKS}))
+                module.__dict__.update({k: OrderedDict() for k in _HOOKS})
+        yield
+    finally:
+        for module, hooks in reversed(saved):
+            module.__dict__.update(hooks)
+
+
+def copy_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return copies in inference mode, without gradients or hooks, on their device."""
+    with _without_hooks(modules):
+        copies = copy.deepcopy(list(modules))
+    for module in copies:
+        FrozenPrefix.thaw(module)
+        module.eval().requires_grad_(False)
+        for parameter in module.parameters():
+            parameter.grad = None
+    return copies
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+@torch.no_grad()
+def copy_weights(modules: Sequence[nn.Module]) -> Weights:
+    """Return the modules' weights as they are now, on the CPU."""
+    return [
+        {name: t.detach().to("cpu", copy=True) for name, t in _tensors(module)}
+        for module in modules
+    ]
+
+
+@torch.no_grad()
+def load_weights(modules: Sequence[nn.Module], weights: Weights) -> None:
+    """Write `copy_weights` back into modules of the same structure."""
+    for module, values in zip(modules, weights, strict=True):
+        for name, tensor in _tensors(module):
+            tensor.copy_(values[name])

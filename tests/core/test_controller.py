@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from core_nets import ResNet, batch
+from torch import nn
+
+from egeria_core import BoundaryMoved, FreezeController, StaticPolicy
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    controller: FreezeController | None,
+    steps: range,
+    lr: dict[int, float] | None = None,
+) -> list[float]:
+    losses = []
+    for step in steps:
+        if lr and step in lr:
+            for group in optimizer.param_groups:
+                group["lr"] = lr[step]
+        model.train()
+        x, y = batch(step)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        if controller is not None:
+            controller.step(loss)
+        losses.append(loss.item())
+    return losses
+
+
+def make(**options: Any) -> tuple[ResNet, torch.optim.Optimizer, FreezeController]:
+    torch.manual_seed(0)
+    model = ResNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    options = {"evaluate_every": 1, "window": 3, "tolerance": 2.0, "bootstrap": None} | options
+    options.setdefault("evaluator", "inline")
+    return model, optimizer, FreezeController(model, optimizer, **options)
+
+
+def test_a_run_freezes_layer_by_layer_and_unfreezes_on_the_tenfold_drop() -> None:
+    events: list[BoundaryMoved] = []
+    model, optimizer, controller = make(listeners=[events.append])
+    train(model, optimizer, controller, range(60), lr={40: 0.01})
+    boundaries = [event.boundary for event in events]
+    unfreeze = boundaries.index(None)
+    assert boundaries[:unfreeze] == controller.boundaries[:unfreeze]
+    assert unfreeze >= 1
+    assert events[unfreeze].step == 41
+    assert len(boundaries) > unfreeze + 1, "nothing froze again"
+    assert [event.previous for event in events[1:]] == boundaries[:-1]
+    assert controller.boundary != controller.layers[-1]
+
+
+def test_frozen_weights_and_statistics_do_not_move_by_one_bit() -> None:
+    model, optimizer, controller = make(
+        policy=StaticPolicy({5: "layer2.1"}), layers=r"layer\d\.\d|fc"
+    )
+    train(model, optimizer, controller, range(5))
+    frozen = {
+        k: v.clone()
+        for k, v in model.state_dict().items()
+        if k.startswith(("conv1", "bn1", "layer1", "layer2"))
+    }
+    train(model, optimizer, controller, range(5, 12))
+    assert frozen
+    for name, value in frozen.items():
+        assert torch.equal(model.state_dict()[name], value), name
+    assert all(p.grad is None for p in model.layer2.parameters())
+    assert model.layer3[0].conv1.weight.grad is not None
+
+
+def test_an_unfreeze_gives_everything_back() -> None:
+    model, optimizer, controller = make(policy=StaticPolicy({2: "layer1.1", 4: None}))
+    model.layer1[0].conv1.weight.requires_grad_(False)
+    train(model, optimizer, controller, range(3))
+    assert not model.bn1.training
+    train(model, optimizer, controller, range(3, 6))
+    assert model.bn1.training
+    untrainable = [name for name, p in model.named_parameters() if not p.requires_grad]
+    assert untrainable == ["layer1.0.conv1.weight"], "the user's own freeze must stay"
+
+
+def test_a_recorded_schedule_replays_to_the_same_losses() -> None:
+    model, optimizer, controller = make()
+    losses = train(model, optimizer, controller, range(50), lr={35: 0.01})
+    schedule = controller.schedule()
+    assert any(boundary is None for _, boundary in schedule)
+    again, optimizer, replay = make(policy=StaticPolicy(schedule))
+    assert train(again, optimizer, replay, range(50), lr={35: 0.01}) == losses
+    assert replay.schedule() == schedule
+
+
+def test_inline_runs_take_the_same_decisions() -> None:
+    schedules = []
+    for _ in range(2):
+        model, optimizer, controller = make()
+        train(model, optimizer, controller, range(30))
+        schedules.append((controller.schedule(), [r.get("value") for r in controller.history]))
+        for record in controller.history:
+            record.pop("seconds", None)
+    assert schedules[0] == schedules[1]
+
+
+def test_the_thread_evaluator_freezes_too_and_is_joined_on_close() -> None:
+    model, optimizer, controller = make(evaluator="thread")
+    with controller:
+        train(model, optimizer, controller, range(40))
+        assert controller.history.of("refresh")
+    assert controller._evaluator is None
+    controller.close()
+
+
+def test_watching_without_freezing_leaves_the_losses_untouched() -> None:
+    torch.manual_seed(0)
+    plain = ResNet()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    expected = train(plain, optimizer, None, range(8))
+    model, optimizer, controller = make(tolerance=1e-12)
+    assert train(model, optimizer, controller, range(8)) == expected
+    assert len(controller.history.of("reading")) == 6
+
+
+def test_a_schedule_needs_a_length_or_an_interval() -> None:
+    with pytest.raises(ValueError, match="total_steps"):
+        make(evaluate_every=None)
