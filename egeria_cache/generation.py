@@ -23,8 +23,9 @@ from egeria_cache.files import GenerationFiles, GoneError
 from egeria_cache.keys import SampleId, encode_keys
 from egeria_cache.manifest import Manifest
 from egeria_cache.reader import BatchReader
-from egeria_cache.records import Rows, Value, encode_rows
+from egeria_cache.records import Rows, encode_rows
 from egeria_cache.transfer import to_host
+from egeria_cache.values import Value
 from egeria_cache.writer import Job, Writer
 
 __all__ = ["Generation", "GenerationCounts"]

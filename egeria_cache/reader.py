@@ -11,21 +11,34 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import lmdb
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 from torch import Tensor
 
 from egeria_cache.codec import Bytes, Coder
 from egeria_cache.files import GenerationFiles, GoneError
 from egeria_cache.keys import decode_key
-from egeria_cache.records import Layout, Record, RecordError, open_record
+from egeria_cache.records import (
+    CHECKSUM_BYTES,
+    Head,
+    Record,
+    open_record,
+    parse_head,
+    payload_seed,
+)
+from egeria_cache.values import RecordError
 
 __all__ = ["BatchReader", "Fetched"]
 
 logger = logging.getLogger("egeria_cache.store")
 
 MIN_ROWS_PER_THREAD = 8
+PARALLEL_COPY_BYTES = 128 * 1024
+"""Raw records from this size on are copied by several threads, with the GIL released. Below it the
+hand-over of the GIL costs more than the copy."""
 
 
 @dataclass(slots=True)
@@ -44,7 +57,10 @@ class Fetched:
 class _Batch:
     """The batch being filled; threads write disjoint rows."""
 
-    layout: Layout
+    head: Head
+    """Of the first intact record; the others usually have the same."""
+    head_bytes: bytes
+    """The same, as stored, behind the checksum."""
     columns: list[Tensor | list[Any]]
     targets: list[Bytes | None]
     hit: npt.NDArray[np.bool_]
@@ -52,10 +68,11 @@ class _Batch:
     corrupt: list[tuple[bytes, str]] = field(default_factory=list)
 
     @classmethod
-    def allocate(cls, layout: Layout, num_rows: int, *, pin_memory: bool) -> _Batch:
+    def allocate(cls, value: memoryview, num_rows: int, *, pin_memory: bool) -> _Batch:
+        head = parse_head(value)
         columns: list[Tensor | list[Any]] = []
         targets: list[Bytes | None] = []
-        for entry in layout.fields:
+        for entry in head.layout.fields:
             if entry.dtype is None:
                 columns.append([None] * num_rows)
                 targets.append(None)
@@ -65,7 +82,18 @@ class _Batch:
             targets.append(
                 column.view(-1).view(torch.uint8).numpy().reshape(num_rows, entry.num_bytes)
             )
-        return cls(layout, columns, targets, np.zeros(num_rows, np.bool_))
+        head_bytes = bytes(value[CHECKSUM_BYTES : head.num_bytes])
+        return cls(head, head_bytes, columns, targets, np.zeros(num_rows, np.bool_))
+
+    @property
+    def parallel(self) -> bool:
+        """Decoding it by several threads pays."""
+        return not self.head.raw or self.head.record_bytes >= PARALLEL_COPY_BYTES
+
+    @property
+    def plain(self) -> bool:
+        """One raw tensor a record: copied by the shortest loop."""
+        return self.head.raw and len(self.targets) == 1 and self.targets[0] is not None
 
 
 class BatchReader:
@@ -99,7 +127,7 @@ class BatchReader:
             batch = self._first(files, keys, rows, pin_memory=pin_memory)
             if batch is None:
                 return Fetched(False, {}, np.zeros(len(keys), np.bool_))
-            parts = self._split(rows)
+            parts = self._split(rows) if batch.parallel else [rows]
             if len(parts) > 1:
                 pool = self._threads()
                 others = [pool.submit(self._fill, files, keys, part, batch) for part in parts[1:]]
@@ -115,7 +143,7 @@ class BatchReader:
             self._report(files, key, message)
         if not files.usable:  # became void while we were reading
             batch.hit[:] = False
-        return Fetched(batch.layout.bare, fields, batch.hit, len(batch.corrupt))
+        return Fetched(batch.head.layout.bare, fields, batch.hit, len(batch.corrupt))
 
     # -- parts ------------------------------------------------------------------------------
 
@@ -129,10 +157,10 @@ class BatchReader:
                 if value is None:
                     continue
                 try:
-                    layout = open_record(keys[row], value).layout
+                    open_record(keys[row], value)
                 except RecordError:
                     continue
-                return _Batch.allocate(layout, len(keys), pin_memory=pin_memory)
+                return _Batch.allocate(value, len(keys), pin_memory=pin_memory)
         for row in rows:
             files.forget(keys[row])
         return None
@@ -152,6 +180,8 @@ class BatchReader:
     ) -> None:
         coder = self._coder()
         with files.reading() as transaction:
+            if batch.plain:
+                rows = _fill_plain(transaction, keys, rows.tolist(), batch)
             for row in rows:
                 key = keys[row]
                 value = transaction.get(key)
@@ -165,7 +195,7 @@ class BatchReader:
                     batch.corrupt.append((key, str(error)))
 
     def _fill_row(self, batch: _Batch, row: int, record: Record, coder: Coder) -> None:
-        if record.layout is not batch.layout and record.layout != batch.layout:
+        if record.layout is not batch.head.layout and record.layout != batch.head.layout:
             batch.odd[row] = {
                 entry.name: record.value(position)
                 if entry.dtype is None
@@ -199,9 +229,44 @@ class BatchReader:
             )  # fmt: skip
 
 
+def _fill_plain(
+    transaction: lmdb.Transaction, keys: Sequence[bytes], rows: list[int], batch: _Batch
+) -> list[int]:
+    """Copy raw records of one tensor; return the rows that need a closer look.
+
+    Per record: one look-up, one comparison of the head, one copy, one hash. The hash is taken of
+    the copy: it is still in the core's own cache, and it checks the copy too.
+    """
+    (target,), start, size = batch.targets, batch.head.num_bytes, batch.head.record_bytes
+    assert target is not None
+    num_bytes = size - start
+    flat = target.reshape(-1).data
+    get, digest, seed = transaction.get, xxhash.xxh3_64_intdigest, batch.head.seed
+    template, large = batch.head_bytes, size >= PARALLEL_COPY_BYTES
+    copied, found, promised, others = [], [], [], []
+    for row in rows:
+        key = keys[row]
+        value = get(key)
+        if value is None or len(value) != size or value[CHECKSUM_BYTES:start] != template:
+            others.append(row)
+            continue
+        part = flat[row * num_bytes : (row + 1) * num_bytes]
+        if large:
+            target[row] = np.frombuffer(value, np.uint8, offset=start)  # releases the GIL
+        else:
+            part[:] = value[start:]
+        found.append(digest(part, seed=payload_seed(seed, key)))
+        promised.append(value[:CHECKSUM_BYTES])
+        copied.append(row)
+    intact = np.array(found, "<u8") == np.frombuffer(b"".join(promised), "<u8")
+    at = np.array(copied, np.int64)
+    batch.hit[at[intact]] = True
+    return others + at[~intact].tolist()
+
+
 def _assemble(batch: _Batch) -> dict[str, Tensor | list[Any]]:
     """Zero the missing rows; where shapes differ, turn a column into a list of tensors."""
-    names = [entry.name for entry in batch.layout.fields]
+    names = [entry.name for entry in batch.head.layout.fields]
     for row, values in list(batch.odd.items()):
         if set(values) != set(names):
             batch.hit[row] = False

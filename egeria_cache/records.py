@@ -1,7 +1,7 @@
-"""One sample's named values <-> one record of bytes: prefix, lengths, layout, payload. Pure.
+"""One sample's named values <-> one record of bytes: head, then payload. Pure.
 
-The layout (names, kinds, dtypes, shapes) of all records of a batch is usually the same bytes, so
-it is parsed once and then only compared. Byte for byte: docs/format.md. No pickle.
+The heads of a batch's raw records are the same bytes but for the checksum, so they are parsed once
+and then only compared. Byte for byte: docs/format.md. No pickle.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,23 +18,28 @@ import torch
 import xxhash
 from torch import Tensor
 
-from egeria_cache.codec import Bytes, Codec, CodecError, Coder
+from egeria_cache.codec import Bytes, Codec, CodecError, Coder, Elements
+from egeria_cache.values import RecordError, Value, decode_value, encode_value
 
 __all__ = [
-    "DTYPES", "FieldLayout", "Layout", "RecordError", "Rows", "Value", "decode_value",
-    "encode_rows", "encode_value", "layout_of", "open_record",
-]  # fmt: skip
+    "CHECKSUM_BYTES",
+    "DTYPES",
+    "FieldLayout",
+    "Head",
+    "Record",
+    "Rows",
+    "encode_rows",
+    "open_record",
+    "parse_head",
+    "payload_seed",
+]
 
-Value = Tensor | str | bytes | int | float | bool | None
-"""What one sample may hold under one name."""
-
-MAGIC = b"EG"
-VERSION = 1
-PREFIX = struct.Struct("<Q2sBBI")
-"""Checksum of all that follows it, magic, version, number of fields, bytes of layout."""
-MAX_FIELDS, MAX_NDIM, MAX_LAYOUT_BYTES = 255, 32, 64 * 1024
+MAGIC, VERSION = b"EG", 1
+_PREFIX = struct.Struct("<Q2sBBI")
+"""Checksum, magic, version, number of fields, bytes of layout."""
+CHECKSUM_BYTES = 8
+MAX_NDIM, MAX_LAYOUT_BYTES = 32, 64 * 1024
 MAX_FIELD_BYTES = 1 << 40
-_LENGTH = struct.Struct("<Q")
 _LENGTH_MASK = (1 << 56) - 1
 
 _DTYPE_NAMES = (
@@ -48,11 +53,7 @@ DTYPES: dict[int, torch.dtype] = {
 """Codes on disk; a code this torch does not know makes the record unreadable, not wrong."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _PLAIN = 255
-"""Stands where a dtype's code would: the payload is a tagged scalar, text or bytes."""
-
-
-class RecordError(ValueError):
-    """These bytes are no intact record."""
+"""Stands where a dtype's code would: the field is a tagged scalar, text or byte string."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +62,19 @@ class FieldLayout:
 
     name: str
     dtype: torch.dtype | None
-    """None: a scalar, text or bytes; see `decode_value`."""
+    """None: a scalar, text or bytes; see `values`."""
     shape: tuple[int, ...]
     num_bytes: int
-    """Decoded; -1 if only the record's length tells (dtype None)."""
+    """Decoded; -1 if only the record tells (dtype None)."""
+
+    @property
+    def elements(self) -> Elements:
+        """What the codec wants to know of the numbers; a complex one is two."""
+        if self.dtype is None:
+            return 1, False
+        if self.dtype.is_complex:
+            return self.dtype.itemsize // 2, True
+        return self.dtype.itemsize, self.dtype.is_floating_point
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +86,63 @@ class Layout:
     fields: tuple[FieldLayout, ...]
 
 
-def layout_of(blob: bytes, num_fields: int) -> Layout:
-    """Parse and check a layout; nothing is allocated by the sizes in it.
+@dataclass(frozen=True, slots=True)
+class Head:
+    """All of a record before its payload, but for the checksum."""
+
+    layout: Layout
+    stored: tuple[tuple[int, int], ...]
+    """Per field: codec and length of what it made."""
+    num_bytes: int
+    """Where the payload begins."""
+    record_bytes: int
+    """Length the whole record must have."""
+    seed: int
+    """Hash of these bytes; part of the payload's checksum."""
+
+    @property
+    def raw(self) -> bool:
+        """Every tensor is stored as it lies in memory."""
+        return all(codec == Codec.RAW for codec, _ in self.stored)
+
+
+def parse_head(value: memoryview) -> Head:
+    """Parse and bound a record's head; nothing is allocated by the sizes in it.
+
+    Only the head's own bytes are touched: the length LMDB gave may be damaged, and what lies
+    behind it may not be mapped.
 
     Raises:
-        RecordError: The bytes are no layout.
+        RecordError: No record, of another version, or its sizes contradict its length.
     """
-    return _parse_layout(bytes(blob), num_fields)
+    if len(value) < _PREFIX.size:
+        raise RecordError(f"{len(value)} bytes are no record")
+    _, magic, version, num_fields, layout_bytes = _PREFIX.unpack_from(value)
+    if magic != MAGIC:
+        raise RecordError("not a record")
+    if version != VERSION:
+        raise RecordError(f"record version {version}; this release reads {VERSION}")
+    end = _PREFIX.size + 8 * num_fields + layout_bytes
+    if layout_bytes > MAX_LAYOUT_BYTES or end > len(value):
+        raise RecordError("the head exceeds the record")
+    lengths = struct.unpack_from(f"<{num_fields}Q", value, _PREFIX.size)
+    layout = _parse_layout(bytes(value[end - layout_bytes : end]), num_fields)
+    stored = tuple((length >> 56, length & _LENGTH_MASK) for length in lengths)
+    record_bytes = end + sum(size for _, size in stored)
+    if record_bytes != len(value):
+        raise RecordError(f"a record of {record_bytes} bytes in an entry of {len(value)}")
+    for field, (codec, size) in zip(layout.fields, stored, strict=True):
+        if codec == Codec.RAW and field.num_bytes not in (-1, size):
+            raise RecordError(f"field {field.name!r} has {size} bytes, not {field.num_bytes}")
+    seed = xxhash.xxh3_64_intdigest(value[CHECKSUM_BYTES:end])
+    return Head(layout, stored, end, record_bytes, seed)
+
+
+def payload_seed(head_seed: int, key: bytes) -> int:
+    """Return the seed of a payload's xxh3-64. It covers the head, and the key: an intact record
+    found under another sample's key fails too.
+    """
+    return head_seed ^ xxhash.xxh3_64_intdigest(key)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -93,10 +153,10 @@ def _parse_layout(blob: bytes, num_fields: int) -> Layout:
         for _ in range(num_fields):
             name_bytes, code, ndim = struct.unpack_from("<HBB", blob, at)
             at += 4
-            name = blob[at : at + name_bytes].decode("utf-8")
+            name = blob[at : at + name_bytes].decode()
             at += name_bytes
-            if ndim > MAX_NDIM or len(blob) < at + 8 * ndim:
-                raise RecordError("a shape exceeds its record")
+            if ndim > MAX_NDIM:
+                raise RecordError(f"a tensor of {ndim} dimensions")
             shape = struct.unpack_from(f"<{ndim}Q", blob, at)
             at += 8 * ndim
             if code == _PLAIN:
@@ -106,83 +166,28 @@ def _parse_layout(blob: bytes, num_fields: int) -> Layout:
             if dtype is None:
                 raise RecordError(f"unknown dtype code {code}")
             num_bytes = math.prod(shape) * dtype.itemsize
-            if num_bytes > MAX_FIELD_BYTES:
-                raise RecordError(f"a field of {num_bytes} bytes")
+            if num_bytes > MAX_FIELD_BYTES or max(shape, default=0) > MAX_FIELD_BYTES:
+                raise RecordError(f"a tensor of shape {shape}")
             fields.append(FieldLayout(name, dtype, shape, num_bytes))
     except (struct.error, UnicodeDecodeError) as error:
         raise RecordError(f"damaged layout: {error}") from None
-    if at != len(blob):
+    if len(blob) % 8 or len(blob) - at not in range(8) or any(blob[at:]):
         raise RecordError("bytes left over after the layout")
     return Layout(bool(flags & 1), tuple(fields))
 
 
-def _pack_layout(layout: Layout) -> bytes:
+def _pack_head(layout: Layout, lengths: Sequence[int]) -> bytes:
+    """Return all of the head behind the checksum."""
     parts = [struct.pack("<B", layout.bare)]
     for field in layout.fields:
         name = field.name.encode()
         code = _PLAIN if field.dtype is None else _CODES[field.dtype]
         parts.append(struct.pack("<HBB", len(name), code, len(field.shape)))
         parts.append(name + struct.pack(f"<{len(field.shape)}Q", *field.shape))
-    return b"".join(parts)
-
-
-def checksum(key: bytes, body: Any) -> int:
-    """Return xxh3-64 of a record behind its checksum; the key seeds it, so that an intact record
-    under another sample's key fails too.
-    """
-    return xxhash.xxh3_64_intdigest(body, seed=xxhash.xxh3_64_intdigest(key))
-
-
-# -- scalars, texts, bytes -------------------------------------------------------------------
-
-
-def encode_value(value: Value) -> bytes:
-    """Return a tagged scalar, text or byte string.
-
-    Raises:
-        TypeError: The value is of another type.
-    """
-    if value is None:
-        return b"n"
-    if isinstance(value, bool):
-        return b"t" if value else b"f"
-    if isinstance(value, int):
-        return b"i" + str(value).encode()
-    if isinstance(value, float):
-        return b"d" + struct.pack("<d", value)
-    if isinstance(value, str):
-        return b"s" + value.encode("utf-8", "surrogatepass")
-    if isinstance(value, bytes):
-        return b"b" + value
-    raise TypeError(
-        "a sample may hold tensors, texts, bytes, numbers, bools and None; "
-        f"got {type(value).__name__}"
-    )
-
-
-def decode_value(stored: bytes) -> Value:
-    """Undo `encode_value`.
-
-    Raises:
-        RecordError: No such tag, or no such content.
-    """
-    tag, content = stored[:1], stored[1:]
-    try:
-        if tag == b"n" and not content:
-            return None
-        if tag in (b"t", b"f") and not content:
-            return tag == b"t"
-        if tag == b"i" and len(content) <= 4096:
-            return int(content)
-        if tag == b"d":
-            return float(struct.unpack("<d", content)[0])
-        if tag == b"s":
-            return content.decode("utf-8", "surrogatepass")
-        if tag == b"b":
-            return content
-    except (ValueError, struct.error):
-        pass
-    raise RecordError(f"not a stored value: {stored[:16]!r}")
+    blob = b"".join(parts)
+    blob += bytes(-len(blob) % 8)  # the payload is aligned
+    count = len(lengths)
+    return struct.pack(f"<2sBBI{count}Q", MAGIC, VERSION, count, len(blob), *lengths) + blob
 
 
 # -- writing ---------------------------------------------------------------------------------
@@ -205,15 +210,13 @@ class Rows:
         )
 
 
-def to_bytes(tensor: Tensor) -> Bytes:
-    """Return the tensor's elements as one flat array of bytes, without copying if possible."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-    return plain.view(torch.uint8).numpy()
+Encoded = list[tuple[bytes, Any]]
+"""(key, record) per row; the record is any buffer."""
 
 
 def encode_rows(
     keys: Sequence[bytes], picked: Sequence[int], rows: Rows, codec: Codec, coder: Coder
-) -> list[tuple[bytes, Any]]:
+) -> Encoded:
     """Return (key, record) of the picked rows.
 
     Args:
@@ -226,29 +229,73 @@ def encode_rows(
     Raises:
         TypeError: A value of a type that no record holds.
     """
+    if codec is Codec.RAW and all(isinstance(value, Tensor) for value in rows.fields.values()):
+        return _encode_raw(keys, picked, rows)
     columns = [_column(name, value) for name, value in rows.fields.items()]
-    records = []
+    records: Encoded = []
     for row in picked:
         fields, lengths, payload = [], [], []
         for column in columns:
             field, data = column(row)
-            used, stored = coder.encode(data, codec)
+            # A text stays raw: its decoded size is not in the layout.
+            wanted = codec if field.dtype is not None else Codec.RAW
+            used, stored = coder.encode(data, wanted, field.elements)
             fields.append(field)
             lengths.append(used << 56 | len(stored))
             payload.append(stored)
-        layout = _pack_layout(Layout(rows.bare, tuple(fields)))
-        head = struct.pack("<2sBBI", MAGIC, VERSION, len(fields), len(layout))
-        body = b"".join((head, struct.pack(f"<{len(fields)}Q", *lengths), layout, *payload))
-        records.append((keys[row], _LENGTH.pack(checksum(keys[row], body)) + body))
+        head = _pack_head(Layout(rows.bare, tuple(fields)), lengths)
+        body = b"".join(payload)
+        seed = payload_seed(xxhash.xxh3_64_intdigest(head), keys[row])
+        checksum = struct.pack("<Q", xxhash.xxh3_64_intdigest(body, seed=seed))
+        records.append((keys[row], b"".join((checksum, head, body))))
     return records
 
 
-def _column(name: str, value: Tensor | Sequence[Value]) -> Any:
+def _encode_raw(keys: Sequence[bytes], picked: Sequence[int], rows: Rows) -> Encoded:
+    """All records at once, as the rows of one array."""
+    fields, columns = [], []
+    for name, value in rows.fields.items():
+        assert isinstance(value, Tensor)
+        field, data = _matrix(name, value)
+        fields.append(field)
+        columns.append(data if len(picked) == len(data) else data[np.asarray(picked)])
+    head = _pack_head(Layout(rows.bare, tuple(fields)), [field.num_bytes for field in fields])
+    start = CHECKSUM_BYTES + len(head)
+    at = start
+    block = np.empty((len(picked), start + sum(field.num_bytes for field in fields)), np.uint8)
+    block[:, CHECKSUM_BYTES:start] = np.frombuffer(head, np.uint8)
+    for field, column in zip(fields, columns, strict=True):
+        block[:, at : at + field.num_bytes] = column
+        at += field.num_bytes
+    head_seed, digest = xxhash.xxh3_64_intdigest(head), xxhash.xxh3_64_intdigest
+    checksums = [
+        digest(block[position, start:], seed=payload_seed(head_seed, keys[row]))
+        for position, row in enumerate(picked)
+    ]
+    block[:, :CHECKSUM_BYTES] = np.array(checksums, "<u8")[:, None].view(np.uint8)
+    return [(keys[row], block[position].data) for position, row in enumerate(picked)]
+
+
+def to_bytes(tensor: Tensor) -> Bytes:
+    """Return the tensor's elements as one flat array of bytes, without copying if possible."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
+    flat: Bytes = plain.view(torch.uint8).numpy()
+    return flat
+
+
+def _matrix(name: str, value: Tensor) -> tuple[FieldLayout, Bytes]:
+    shape = tuple(value.shape[1:])
+    row_bytes = math.prod(shape) * value.dtype.itemsize
+    field = FieldLayout(name, value.dtype, shape, row_bytes)
+    return field, to_bytes(value).reshape(len(value), row_bytes)
+
+
+def _column(
+    name: str, value: Tensor | Sequence[Value]
+) -> Callable[[int], tuple[FieldLayout, Bytes]]:
+    """Return a function from the row to what it holds."""
     if isinstance(value, Tensor):
-        shape = tuple(value.shape[1:])
-        row_bytes = math.prod(shape) * value.dtype.itemsize
-        data = to_bytes(value).reshape(len(value), row_bytes)
-        field = FieldLayout(name, value.dtype, shape, row_bytes)
+        field, data = _matrix(name, value)
         return lambda row: (field, data[row])
 
     def one(row: int) -> tuple[FieldLayout, Bytes]:
@@ -267,21 +314,30 @@ def _column(name: str, value: Tensor | Sequence[Value]) -> Any:
 class Record:
     """An intact record, still encoded."""
 
-    layout: Layout
-    stored: tuple[tuple[int, Any], ...]
-    """Per field: codec and the bytes it made."""
+    head: Head
+    payload: tuple[memoryview, ...]
+    """Per field."""
+
+    @property
+    def layout(self) -> Layout:
+        """Names, dtypes and shapes."""
+        return self.head.layout
 
     def decode_field(self, position: int, coder: Coder, out: Bytes) -> None:
         """Decode one tensor field into `out`, which has the layout's size."""
-        codec, stored = self.stored[position]
+        codec, _ = self.head.stored[position]
         try:
-            coder.decode_into(stored, codec, out)
+            coder.decode_into(
+                self.payload[position], codec, out, self.layout.fields[position].elements
+            )
         except CodecError as error:
             raise RecordError(str(error)) from None
 
     def value(self, position: int) -> Value:
         """Decode one field that is no tensor."""
-        return decode_value(bytes(self.stored[position][1]))
+        if self.head.stored[position][0] != Codec.RAW:
+            raise RecordError("a scalar or text with a codec")
+        return decode_value(bytes(self.payload[position]))
 
     def tensor(self, position: int, coder: Coder) -> Tensor:
         """Decode one tensor field into a tensor of its own."""
@@ -293,7 +349,7 @@ class Record:
 
 
 def open_record(key: bytes, value: Any) -> Record:
-    """Check a record against its checksum and its own sizes; decode nothing yet.
+    """Check a record against its own sizes and its checksum; decode nothing yet.
 
     Args:
         key: The key it was found under.
@@ -303,27 +359,13 @@ def open_record(key: bytes, value: Any) -> Record:
         RecordError: Damaged, cut short, of another version, or another sample's.
     """
     view = memoryview(value)
-    if len(view) < PREFIX.size:
-        raise RecordError(f"{len(view)} bytes are no record")
-    expected, magic, version, num_fields, layout_bytes = PREFIX.unpack_from(view)
-    if magic != MAGIC:
-        raise RecordError("not a record")
-    if version != VERSION:
-        raise RecordError(f"record version {version}; this release reads {VERSION}")
-    if checksum(key, view[8:]) != expected:
+    head = parse_head(view)
+    (expected,) = struct.unpack_from("<Q", view)
+    seed = payload_seed(head.seed, key)
+    if xxhash.xxh3_64_intdigest(view[head.num_bytes :], seed=seed) != expected:
         raise RecordError("the checksum does not match")
-    start = PREFIX.size + 8 * num_fields
-    if layout_bytes > MAX_LAYOUT_BYTES or start + layout_bytes > len(view):
-        raise RecordError("the layout exceeds the record")
-    lengths = struct.unpack_from(f"<{num_fields}Q", view, PREFIX.size)
-    layout = layout_of(bytes(view[start : start + layout_bytes]), num_fields)
-    at, stored = start + layout_bytes, []
-    for field, length in zip(layout.fields, lengths, strict=True):
-        codec, size = length >> 56, length & _LENGTH_MASK
-        if size > len(view) - at or (codec == Codec.RAW and 0 <= field.num_bytes != size):
-            raise RecordError(f"field {field.name!r} exceeds the record")
-        stored.append((codec, view[at : at + size]))
+    at, payload = head.num_bytes, []
+    for _, size in head.stored:
+        payload.append(view[at : at + size])
         at += size
-    if at != len(view):
-        raise RecordError("bytes left over after the payload")
-    return Record(layout, tuple(stored))
+    return Record(head, tuple(payload))

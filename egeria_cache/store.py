@@ -37,7 +37,7 @@ from egeria_cache.manifest import (
     write_json,
 )
 from egeria_cache.reader import BatchReader
-from egeria_cache.records import Value
+from egeria_cache.values import Value
 from egeria_cache.writer import Writer
 
 __all__ = ["ActivationStore", "Generation", "StoreStats"]
