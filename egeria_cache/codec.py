@@ -45,6 +45,24 @@ class Codec(IntEnum):
     SPLIT = 2
     BITMAP = 3
 
+    @property
+    def label(self) -> str:
+        """Name in settings, manifests and reports."""
+        return _LABELS[self]
+
+    @classmethod
+    def named(cls, label: str) -> Codec:
+        """Undo `label`."""
+        return next(codec for codec, name in _LABELS.items() if name == label)
+
+
+_LABELS = {
+    Codec.RAW: "raw",
+    Codec.ZSTD: "zstd",
+    Codec.SPLIT: "split+zstd",
+    Codec.BITMAP: "bitmap+split",
+}
+
 
 class CodecError(ValueError):
     """Stored bytes do not decode to what their record promises."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 __all__ = ["CODECS", "STORAGE_DTYPES", "StoreConfig", "parse_size"]
 
-CODECS = ("auto", "raw", "zstd")
+CODECS = ("auto", "raw", "zstd", "split+zstd", "bitmap+split")
 """Names accepted as `codec`."""
 
 STORAGE_DTYPES = ("float16", "bfloat16", "int8")

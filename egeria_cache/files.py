@@ -72,6 +72,25 @@ class GenerationFiles:
             files._num_users += 1
             return files
 
+    @classmethod
+    @contextlib.contextmanager
+    def inspecting(cls, directory: Path) -> Iterator[GenerationFiles]:
+        """Look at a generation, also while another process writes it; nothing on disk changes.
+
+        Raises:
+            StoreError: LMDB cannot open the files.
+        """
+        with cls._registry_lock:
+            files = cls._registry.get((os.getpid(), os.path.realpath(directory)))
+            if files is not None and files.usable:
+                yield files
+                return
+            files = cls(directory, map_bytes=0, readonly=True)
+            try:
+                yield files
+            finally:
+                files._close_when_idle()
+
     def __init__(self, directory: Path, *, map_bytes: int, readonly: bool) -> None:
         self.directory = directory
         self.readonly = readonly
@@ -217,6 +236,28 @@ class GenerationFiles:
         with self._inside() as env:
             entries = int(env.stat()["entries"])
         return max(entries - 1, 0)  # the totals are an entry too
+
+    def chunks(self, num_records: int = 256) -> Iterator[list[tuple[bytes, memoryview]]]:
+        """Walk over all samples in key order; the buffers live until the next chunk.
+
+        Each chunk has its own transaction: a long one would keep a live writer from reusing pages.
+        """
+        after = b"\x01"  # behind the store's own entries
+        while True:
+            with self.reading() as transaction:
+                cursor = transaction.cursor()
+                chunk: list[tuple[bytes, memoryview]] = []
+                found = cursor.set_range(after)
+                while found and len(chunk) < num_records:
+                    key = bytes(cursor.key())
+                    if key <= after and chunk:
+                        return  # a damaged tree that leads in a circle
+                    chunk.append((key, cursor.value()))
+                    found = cursor.next()
+                if not chunk:
+                    return
+                yield chunk
+                after = chunk[-1][0] + b"\x00"
 
     def _load(self) -> None:
         with self._env.begin() as transaction:

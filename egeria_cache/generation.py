@@ -18,6 +18,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from egeria_cache.budget import Budget, BudgetBusyError
+from egeria_cache.choice import choose_codec
 from egeria_cache.codec import Codec, Coder
 from egeria_cache.files import GenerationFiles, GoneError
 from egeria_cache.keys import SampleId, encode_keys
@@ -64,7 +65,7 @@ class Generation:
         self._files = files
         self._reader, self._writer, self._budget = reader, writer, budget
         self._codec_name = codec
-        self._codec: Codec | None = None if codec == "auto" else Codec[codec.upper()]
+        self._codec: Codec | None = None if codec == "auto" else Codec.named(codec)
         self._coder = Coder()
         self._lock = threading.Lock()
         self._released = False
@@ -249,14 +250,10 @@ class Generation:
         return num_stored
 
     def _choose_codec(self, job: Job) -> Codec:
-        """Decide from the first batch: zstd where it saves at least a tenth."""
-        sample = job.picked[:8]
-        sizes = [
-            sum(len(record) for _, record in encode_rows(job.keys, sample, job.rows, codec, coder))
-            for codec, coder in ((Codec.RAW, self._coder), (Codec.ZSTD, self._coder))
-        ]
-        self._codec = Codec.ZSTD if sizes[1] <= 0.9 * sizes[0] else Codec.RAW
-        self._manifest = replace(self._manifest, codec=self._codec.name.lower())
+        """Decide once, from the first batch, and note it in the manifest."""
+        self._codec, trials = choose_codec(job.keys, job.picked, job.rows, self._coder)
+        logger.info("%s: codec %s, of %s", self.name, self._codec.label, trials)
+        self._manifest = replace(self._manifest, codec=self._codec.label)
         with contextlib.suppress(OSError):
             self._manifest.write(self._files.directory)
         return self._codec

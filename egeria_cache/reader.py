@@ -5,6 +5,7 @@ but the threads; any number of callers at a time.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,6 @@ from egeria_cache.records import (
     Record,
     open_record,
     parse_head,
-    payload_seed,
 )
 from egeria_cache.values import RecordError
 
@@ -36,6 +36,7 @@ __all__ = ["BatchReader", "Fetched"]
 logger = logging.getLogger("egeria_cache.store")
 
 MIN_ROWS_PER_THREAD = 8
+HUGE_PAGES_BYTES = 4 * 2**20
 PARALLEL_COPY_BYTES = 128 * 1024
 """Raw records from this size on are copied by several threads, with the GIL released. Below it the
 hand-over of the GIL costs more than the copy."""
@@ -77,7 +78,7 @@ class _Batch:
                 columns.append([None] * num_rows)
                 targets.append(None)
                 continue
-            column = torch.empty((num_rows, *entry.shape), dtype=entry.dtype, pin_memory=pin_memory)
+            column = _allocate((num_rows, *entry.shape), entry.dtype, pin_memory=pin_memory)
             columns.append(column)
             targets.append(
                 column.view(-1).view(torch.uint8).numpy().reshape(num_rows, entry.num_bytes)
@@ -229,6 +230,16 @@ class BatchReader:
             )  # fmt: skip
 
 
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, *, pin_memory: bool) -> Tensor:
+    """Return an uninitialised tensor; a large one on huge pages, which NumPy asks for and torch
+    does not: first-touch faults of small pages cost as much as the copy itself.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if pin_memory or num_bytes < HUGE_PAGES_BYTES:
+        return torch.empty(shape, dtype=dtype, pin_memory=pin_memory)
+    return torch.from_numpy(np.empty(num_bytes, np.uint8)).view(dtype).view(shape)
+
+
 def _fill_plain(
     transaction: lmdb.Transaction, keys: Sequence[bytes], rows: list[int], batch: _Batch
 ) -> list[int]:
@@ -255,7 +266,7 @@ def _fill_plain(
             target[row] = np.frombuffer(value, np.uint8, offset=start)  # releases the GIL
         else:
             part[:] = value[start:]
-        found.append(digest(part, seed=payload_seed(seed, key)))
+        found.append(digest(part, seed=seed ^ digest(key)))  # payload_seed(), inlined
         promised.append(value[:CHECKSUM_BYTES])
         copied.append(row)
     intact = np.array(found, "<u8") == np.frombuffer(b"".join(promised), "<u8")

@@ -333,6 +333,11 @@ class Record:
         except CodecError as error:
             raise RecordError(str(error)) from None
 
+    def codec_name(self, position: int) -> str:
+        """Name of the codec of one field, in words."""
+        code = self.head.stored[position][0]
+        return Codec(code).label if code in Codec._value2member_map_ else f"unknown codec {code}"
+
     def value(self, position: int) -> Value:
         """Decode one field that is no tensor."""
         if self.head.stored[position][0] != Codec.RAW:

@@ -119,7 +119,7 @@ class ActivationStore:
 
     def _start(self) -> None:
         config = self.config
-        _claim_directory(config.directory)
+        _claim_directory(config.directory, config.limit_bytes)
         self._lock = threading.RLock()
         self._generations: dict[str, Generation] = {}
         self._finished: list[Generation] = []
@@ -290,13 +290,19 @@ def _shut_down(writer: Writer, reader: BatchReader) -> None:
     reader.close()
 
 
-def _claim_directory(directory: Path) -> None:
+def _write_root(root: Path, limit_bytes: int) -> None:
+    write_json(root, {"format": FORMAT, "created_by": "egeria", "limit_bytes": limit_bytes})
+
+
+def _claim_directory(directory: Path, limit_bytes: int) -> None:
     """Create the directory, or check that it is a cache this release can read."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         root = directory / ROOT_NAME
         if root.exists():
-            read_json(root)
+            # The limit is noted for cache-inspect; it binds nobody.
+            if read_json(root).get("limit_bytes") != limit_bytes:
+                _write_root(root, limit_bytes)
             return
         foreign = sorted(path.name for path in directory.iterdir())
         if foreign:
@@ -304,7 +310,7 @@ def _claim_directory(directory: Path) -> None:
                 f"{directory} is no cache of Egeria: it holds {foreign[0]!r}; choose an empty or "
                 "new directory"
             )
-        write_json(root, {"format": FORMAT, "created_by": "egeria"})
+        _write_root(root, limit_bytes)
     except NotADirectoryError as error:
         raise StoreError(f"{directory} is not a directory") from error
     except FileExistsError as error:

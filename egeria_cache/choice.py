@@ -1,0 +1,74 @@
+"""Which codec suits a generation: tried on its first records, by bytes and by decode time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from egeria_cache.codec import Codec, Coder
+from egeria_cache.records import Rows, encode_rows, open_record
+
+__all__ = ["Trial", "choose_codec"]
+
+NUM_RECORDS = 16
+MIN_SAVING = 0.05
+"""A codec that saves less than this part of the raw bytes is not worth its decoding."""
+SAME_BYTES = 0.03
+"""Within this margin of the smallest, the codec that decodes fastest is taken."""
+MIN_DECODE_BYTES_PER_S = 150e6
+"""Of decoded bytes, on one core: below it the reading threads could not keep a training step fed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One codec on the first records."""
+
+    codec: Codec
+    num_bytes: int
+    decode_s: float
+
+    def __str__(self) -> str:
+        return f"{self.codec.label} {self.num_bytes} B {1e6 * self.decode_s:.0f} us"
+
+
+def choose_codec(
+    keys: Sequence[bytes], picked: Sequence[int], rows: Rows, coder: Coder
+) -> tuple[Codec, str]:
+    """Return the codec for these records, and all trials in words.
+
+    Smallest wins; among equals the fastest to decode; raw unless something is saved.
+    """
+    trials = [_try(codec, keys, picked[:NUM_RECORDS], rows, coder) for codec in Codec]
+    raw = trials[0]
+    slowest_s = raw.num_bytes / MIN_DECODE_BYTES_PER_S
+    useful = [
+        trial
+        for trial in trials[1:]
+        if trial.num_bytes <= (1 - MIN_SAVING) * raw.num_bytes and trial.decode_s <= slowest_s
+    ]
+    least = min((trial.num_bytes for trial in useful), default=0)
+    best = min(
+        (trial for trial in useful if trial.num_bytes <= (1 + SAME_BYTES) * least),
+        key=lambda trial: trial.decode_s,
+        default=raw,
+    )
+    return best.codec, ", ".join(map(str, trials))
+
+
+def _try(
+    codec: Codec, keys: Sequence[bytes], picked: Sequence[int], rows: Rows, coder: Coder
+) -> Trial:
+    encoded = encode_rows(keys, picked, rows, codec, coder)
+    times_s = []
+    for _ in range(3):
+        start_s = time.perf_counter()
+        for key, value in encoded:
+            record = open_record(key, value)
+            for position, field in enumerate(record.layout.fields):
+                if isinstance(field.dtype, torch.dtype):
+                    record.tensor(position, coder)
+        times_s.append(time.perf_counter() - start_s)
+    return Trial(codec, sum(len(value) for _, value in encoded), min(times_s))

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from egeria_cache.cli import main
+from egeria_cache.store import ActivationStore
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def filled(directory):
+    with ActivationStore(directory, "10MB", codec="zstd") as store:
+        for boundary, size in (("layer1", 3), ("layer2", 5)):
+            generation = store.open_generation({"boundary": boundary, "mode": "train"})
+            batch = {"act": torch.zeros(size, 1000), "label": ["a"] * size}
+            generation.put_batch(range(size), batch)
+        store.flush(30)
+    return directory
+
+
+def ask(capsys, *argv):
+    code = main([str(one) for one in argv])
+    return code, capsys.readouterr()
+
+
+def ask_json(capsys, *argv):
+    code, captured = ask(capsys, *argv, "--json")
+    return code, json.loads(captured.out)
+
+
+def damage_records(directory):
+    for data in directory.glob("gen-*/data.mdb"):
+        blob = bytearray(data.read_bytes())
+        at = blob.find(b"EG\x01")
+        blob[at + 60] ^= 4
+        data.write_bytes(blob)
+
+
+def test_ls_is_the_default_and_shows_every_generation(filled, capsys):
+    code, shown = ask(capsys, filled)
+    assert code == 0
+    assert "layer1" in shown.out
+    assert "layer2" in shown.out
+    assert "2 generations" in shown.out
+    assert "of 10 MB" in shown.out
+    assert ask(capsys, filled, "ls")[1].out == shown.out
+
+
+def test_ls_as_json_has_sizes_and_counts(filled, capsys):
+    code, report = ask_json(capsys, filled)
+    assert code == 0
+    assert report["limit_bytes"] == 10_000_000
+    assert 0 < report["bytes_on_disk"] < 10_000_000
+    by_boundary = {one["boundary"]: one for one in report["generations"]}
+    assert by_boundary["layer2"]["num_samples"] == 5
+    assert by_boundary["layer2"]["raw_bytes"] == 5 * 4000
+    assert by_boundary["layer2"]["ratio"] > 10
+    assert not by_boundary["layer1"]["in_use"]
+
+
+def test_a_cache_that_is_open_shows_as_in_use(filled, capsys):
+    with ActivationStore(filled) as store:
+        store.open_generation({"boundary": "layer1", "mode": "train"})
+        _, report = ask_json(capsys, filled)
+    in_use = {one["boundary"]: one["in_use"] for one in report["generations"]}
+    assert in_use == {"layer1": True, "layer2": False}
+
+
+def test_show_tells_contents_and_what_it_was_made_from(filled, capsys):
+    _, report = ask_json(capsys, filled)
+    name = report["generations"][0]["name"]
+    code, shown = ask(capsys, filled, "show", name.removeprefix("gen-")[:6])
+    assert code == 0
+    assert "float32 [1000]" in shown.out
+    assert "scalar, text or bytes" in shown.out
+    assert '"train"' in shown.out
+    code, report = ask_json(capsys, filled, "show", name)
+    assert report["contents"]["codecs"] == {"zstd": report["num_samples"]}
+    assert sum(count for *_, count in report["contents"]["histogram"]) == report["num_samples"]
+
+
+def test_an_unknown_generation_is_a_bad_argument_and_names_the_known(filled, capsys):
+    code, shown = ask(capsys, filled, "show", "nothing")
+    assert code == 2
+    assert "gen-" in shown.err
+
+
+def test_verify_finds_a_healthy_cache_healthy(filled, capsys):
+    code, shown = ask(capsys, filled, "verify")
+    assert code == 0
+    assert "8 records in 2 generations: all intact" in shown.out
+
+
+def test_verify_names_the_damaged_samples_and_exits_1(filled, capsys):
+    damage_records(filled)
+    code, report = ask_json(capsys, filled, "verify")
+    assert code == 1
+    assert not report["healthy"]
+    assert len(report["damage"]) == 2
+    code, shown = ask(capsys, filled, "verify")
+    assert "2 damaged" in shown.out
+
+
+def test_a_generation_that_cannot_be_opened_exits_1(filled, capsys):
+    next(filled.glob("gen-*/data.mdb")).write_bytes(b"not a database" * 1000)
+    code, report = ask_json(capsys, filled)
+    assert code == 1
+    assert not report["healthy"]
+    assert ask(capsys, filled)[0] == 1
+    assert ask(capsys, filled, "verify")[0] == 1
+
+
+def test_diff_shows_the_fields_that_differ(filled, capsys):
+    _, report = ask_json(capsys, filled)
+    names = [one["name"] for one in report["generations"]]
+    code, differing = ask_json(capsys, filled, "diff", *names)
+    assert code == 0
+    assert list(differing) == ["boundary"]
+    assert set(differing["boundary"].values()) == {"layer1", "layer2"}
+    assert "boundary" in ask(capsys, filled, "diff", *names)[1].out
+    assert "the same" in ask(capsys, filled, "diff", names[0], names[0])[1].out
+
+
+def test_prune_removes_nothing_without_yes(filled, capsys):
+    code, shown = ask(capsys, filled, "prune", "--to-size", "1kB")
+    assert code == 0
+    assert shown.out.count("would be removed") == 2
+    assert len(list(filled.glob("gen-*"))) == 2
+
+
+def test_prune_by_age_takes_only_what_was_not_used_since(filled, capsys):
+    old = next(filled.glob("gen-*"))
+    week_ago = time.time() - 7 * 86_400
+    os.utime(old / "in-use", (week_ago, week_ago))
+    ask(capsys, filled, "prune", "--older-than", "3", "--yes")
+    assert not old.exists()
+    assert len(list(filled.glob("gen-*"))) == 1
+
+
+def test_prune_and_clear_leave_what_is_in_use(filled, capsys):
+    with ActivationStore(filled) as store:
+        used = store.open_generation({"boundary": "layer1", "mode": "train"})
+        ask(capsys, filled, "prune", "--to-size", "1kB", "--yes")
+        _, outcome = ask_json(capsys, filled, "clear", "--yes")
+        assert outcome[used.name]["outcome"] == "in use, stays"
+        assert used.contains([0]).all()
+    assert [path.name for path in filled.glob("gen-*")] == [used.name]
+    assert ask(capsys, filled, "clear", "--yes")[0] == 0
+    assert not list(filled.glob("gen-*"))
+    assert "0 generations" in ask(capsys, filled)[1].out
+
+
+@pytest.mark.parametrize(
+    "argv", [["prune"], ["frobnicate"], ["show"], ["prune", "--to-size", "many"]]
+)
+def test_bad_arguments_exit_2(filled, capsys, argv):
+    assert ask(capsys, filled, *argv)[0] == 2
+
+
+def test_a_directory_that_is_no_cache_exits_2_with_a_reason(tmp_path, capsys):
+    code, shown = ask(capsys, tmp_path)
+    assert code == 2
+    assert "no cache of Egeria" in shown.err
+    assert ask(capsys, tmp_path / "missing")[0] == 2
+
+
+def test_the_tool_runs_from_a_checkout_and_prints_no_colour_into_a_pipe(filled):
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "cache-inspect", filled],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout
