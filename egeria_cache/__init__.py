@@ -1,1 +1,31 @@
-"""Storage-backed activation cache and data loader for networks with a frozen front."""
+"""Storage-backed activation cache and data loader for networks with a frozen front.
+
+    cache = ActivationCache(model, "runs/cache", boundary="layer3")
+    loader = EgeriaLoader(dataset, batch_size=128, shuffle=True, cache=cache)
+    for images, targets in loader:
+        loss = criterion(model(images), targets)   # the frozen front is skipped on a hit
+"""
+
+from __future__ import annotations
+
+from egeria_cache.cache import ActivationCache
+from egeria_cache.errors import BoundaryError, EgeriaError, StoreError
+from egeria_cache.events import BoundaryMoved
+from egeria_cache.frozen import FrozenPrefix
+from egeria_cache.loader import EgeriaLoader
+from egeria_cache.seeds import sample_seed
+from egeria_cache.stats import CacheStats
+from egeria_cache.store import ActivationStore
+
+__all__ = [
+    "ActivationCache",
+    "ActivationStore",
+    "BoundaryError",
+    "BoundaryMoved",
+    "CacheStats",
+    "EgeriaError",
+    "EgeriaLoader",
+    "FrozenPrefix",
+    "StoreError",
+    "sample_seed",
+]

@@ -202,7 +202,7 @@ class ActivationCache:
         """The model was cut for this batch's loader: open the generation that belongs to it."""
         context: BatchContext = batch.context
         name = batch.loader_name
-        if name in self._uncacheable:
+        if self.gate == "never" or name in self._uncacheable:
             return
         reason = context.source.why_not_cacheable(batch)
         if reason is not None:

@@ -1,0 +1,137 @@
+"""With the cache equals without the cache: losses, gradients, weights, in every way to use it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nets import Images, freeze, make_net, sgd, train_steps
+
+from egeria_cache import ActivationCache, EgeriaLoader
+
+
+def run(directory, *, gate, epochs=3, moves=None, boundary="layer1", limit="1GB", wrap=None,
+        cache_kwargs=None, **loader_kwargs):  # fmt: skip
+    """Train with a cache; `moves` maps a step to the boundary set after it."""
+    model = make_net()
+    freeze(model, boundary)
+    optimizer = sgd(model)
+    data = Images()
+    with ActivationCache(
+        model, directory, boundary, gate=gate, limit=limit, **(cache_kwargs or {})
+    ) as cache:
+        loader = EgeriaLoader(data, 8, shuffle=True, cache=cache, seed=3, **loader_kwargs)
+
+        def on_step(step):
+            if moves and step in moves:
+                freeze(model, moves[step])
+                cache.set_boundary(moves[step])
+            cache.flush()
+
+        losses, gradients = train_steps(
+            model, wrap(loader) if wrap else loader, optimizer, epochs, on_step
+        )
+        stats = cache.stats()
+    return losses, gradients, model.state_dict(), stats, data
+
+
+def assert_same(cached, computed):
+    assert cached[0] == computed[0]
+    for left, right in zip(cached[1:3], computed[1:3], strict=True):
+        assert left.keys() == right.keys()
+        for name in left:
+            a, b = left[name], right[name]
+            assert (a is None and b is None) or torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("variants", [1, 2])
+@pytest.mark.parametrize("boundary", ["stem", "layer1", "layer2"])
+def test_a_frozen_run_is_the_same_to_the_bit(tmp_path, boundary, variants, workers):
+    if workers and boundary != "layer1":
+        pytest.skip("one boundary is enough with workers")
+    settings = {
+        "boundary": boundary, "augmentation_variants": variants, "num_workers": workers,
+        "epochs": 4,
+    }  # fmt: skip
+    cached = run(tmp_path / "a", gate="always", **settings)
+    computed = run(tmp_path / "b", gate="never", **settings)
+    assert_same(cached, computed)
+    assert cached[3].hits == 48 * (4 - variants)
+    assert cached[3].misses == 48 * variants
+    assert computed[3].hits == 0
+
+
+def test_a_full_hit_epoch_does_not_touch_the_dataset(tmp_path):
+    one = run(tmp_path / "a", gate="always", epochs=2)[4].num_loaded
+    more = run(tmp_path / "b", gate="always", epochs=5)[4].num_loaded
+    assert one == more
+
+
+@pytest.mark.parametrize(
+    "moves",
+    [
+        {4: "layer2"},
+        {9: "layer2", 14: None},
+        {2: None, 9: "stem", 13: "layer2", 20: None, 21: "layer1"},
+        {7: None, 8: "layer1", 9: None, 10: "layer1"},
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_moves_while_batches_are_in_flight_change_nothing(tmp_path, moves, workers):
+    settings = {"moves": moves, "epochs": 5, "num_workers": workers}
+    cached = run(tmp_path / "a", gate="always", **settings)
+    computed = run(tmp_path / "b", gate="never", **settings)
+    assert_same(cached, computed)
+    assert cached[3].hits > 0
+
+
+class OneAhead:
+    """What Accelerate's loader does: the next batch is fetched before this one is given out."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        iterator = iter(self.loader)
+        try:
+            current = next(iterator)
+        except StopIteration:
+            return
+        for coming in iterator:
+            yield current
+            current = coming
+        yield current
+
+
+@pytest.mark.parametrize("moves", [None, {9: "layer2", 14: None}])
+def test_a_wrapper_that_fetches_one_batch_ahead_shifts_nothing(tmp_path, moves):
+    cached = run(tmp_path / "a", gate="always", wrap=OneAhead, moves=moves, epochs=4)
+    computed = run(tmp_path / "b", gate="never", wrap=OneAhead, moves=moves, epochs=4)
+    assert_same(cached, computed)
+    assert cached[3].hits > 0
+
+
+def test_after_a_forward_move_the_old_activations_are_the_way_in(tmp_path):
+    result = run(tmp_path / "a", gate="always", moves={12: "layer2"}, epochs=5)
+    # The second epoch hits layer1; the third enters at layer1 and fills layer2: nothing is loaded.
+    assert result[3].misses == 48
+    assert result[3].hits == 48 * 4
+    assert result[4].num_loaded <= 48 + 2 * 12
+
+
+def test_a_second_run_over_the_same_backbone_starts_with_hits(tmp_path):
+    first = run(tmp_path, gate="always", epochs=1)
+    second = run(tmp_path, gate="always", epochs=2)
+    assert first[3].hits == 0
+    assert second[3].hits >= 2 * 48 - 8
+    assert_same(second, run(tmp_path / "other", gate="never", epochs=2))
+
+
+def test_another_backbone_does_not_see_the_first_ones_activations(tmp_path):
+    run(tmp_path, gate="always", epochs=1)
+    model = make_net(seed=1)
+    freeze(model, "layer1")
+    with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
+        loader = EgeriaLoader(Images(), 8, shuffle=True, cache=cache, seed=3)
+        train_steps(model, loader, sgd(model))
+        assert cache.stats().hits == 0

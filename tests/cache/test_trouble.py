@@ -1,0 +1,170 @@
+"""The cache can only make training faster: trouble costs one warning, never the run."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import threading
+
+import pytest
+import torch
+from nets import Images, freeze, make_net, sgd, train_steps
+from test_equality import assert_same, run
+from test_state_machine import kill_writer
+from torch.utils.data import Dataset, default_collate
+
+from egeria_cache import ActivationCache, BoundaryMoved, EgeriaLoader
+
+
+def train(directory, trouble=None, *, epochs=3, at=7, limit="1GB", data=None, **loader_kwargs):
+    model = make_net()
+    freeze(model, "layer1")
+    with ActivationCache(model, directory, "layer1", gate="always", limit=limit) as cache:
+        loader = EgeriaLoader(
+            data or Images(), 8, shuffle=True, cache=cache, seed=3, **loader_kwargs
+        )
+
+        def on_step(step):
+            cache.flush()
+            if trouble and step == at:
+                trouble(cache)
+
+        losses, gradients = train_steps(model, loader, sgd(model), epochs, on_step)
+        return losses, gradients, model.state_dict(), cache.stats()
+
+
+@pytest.fixture
+def computed(tmp_path):
+    return run(tmp_path / "computed", gate="never")
+
+
+def test_a_removed_directory_costs_one_warning(tmp_path, computed, caplog):
+    result = train(tmp_path / "a", lambda cache: shutil.rmtree(tmp_path / "a"))
+    assert_same(result, computed)
+    assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 1, caplog.text
+
+
+def test_a_dead_writer_costs_one_warning(tmp_path, computed, caplog):
+    result = train(tmp_path / "a", kill_writer, at=2)
+    assert_same(result, computed)
+    assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 1, caplog.text
+
+
+def test_a_full_limit_gives_mixed_batches(tmp_path, computed):
+    result = train(tmp_path / "a", limit=300_000)
+    torch.testing.assert_close(result[0], computed[0], rtol=1e-5, atol=1e-6)
+    stats = result[3]
+    assert stats.bytes_on_disk <= 300_000
+
+
+def test_a_subset_in_the_store_gives_mixed_batches_with_the_right_losses(tmp_path):
+    model = make_net()
+    freeze(model, "layer1")
+    data = Images()
+    with ActivationCache(model, tmp_path / "a", "layer1", gate="always") as cache:
+        some = EgeriaLoader(data, 8, sampler=range(0, 48, 3), cache=cache, seed=3, name="train")
+        with torch.no_grad():
+            model.train()
+            # The same loader name and data: what it stores, the next loader finds.
+            for images, _ in some:
+                model.layer3.eval()
+                model(images)
+        cache.flush()
+    cached = run(tmp_path / "a", gate="always", epochs=2)
+    computed = run(tmp_path / "b", gate="never", epochs=2)
+    torch.testing.assert_close(cached[0], computed[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_loader_abandoned_in_mid_epoch_leaves_no_thread_behind(tmp_path):
+    before = threading.active_count()
+    model = make_net()
+    freeze(model, "layer1")
+    with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
+        loader = EgeriaLoader(Images(), 8, cache=cache)
+        for epoch in range(3):
+            for step, (images, _) in enumerate(loader):
+                model(images)
+                if step == epoch:
+                    break
+    gc.collect()
+    assert threading.active_count() == before
+
+
+class Broken(Dataset):
+    def __init__(self):
+        self.images = Images(noise=0)
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        if index == 20:
+            raise OSError("image 20 is damaged")
+        return self.images[index]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_exception_in_a_worker_reaches_the_loop_and_the_rest_is_right(tmp_path, workers):
+    model = make_net()
+    freeze(model, "layer1")
+    with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
+        loader = EgeriaLoader(Broken(), 8, cache=cache, num_workers=workers)
+        for _ in range(3):
+            iterator, seen, failures = iter(loader), 0, 0
+            while True:
+                try:
+                    images, _ = next(iterator)
+                except StopIteration:
+                    break
+                except OSError as error:
+                    failures += "image 20 is damaged" in str(error)
+                    continue
+                model(images)
+                seen += len(images)
+            cache.flush()
+            assert (seen, failures) == (40, 1)
+
+
+def test_a_controller_at_an_uncuttable_module_costs_one_warning(tmp_path, caplog):
+    class Stashing(type(make_net())):
+        def forward(self, x):
+            x = torch.relu(self.stem(x))
+            kept = x
+            x = torch.relu(self.layer1(x))
+            return self.head(torch.relu(self.layer3(self.layer2(x + kept.mean(0)))).mean((2, 3)))
+
+    torch.manual_seed(0)
+    model = Stashing()
+    freeze(model, "layer1")
+    with ActivationCache(model, tmp_path, gate="always") as cache:
+        cache.on_boundary_moved(BoundaryMoved(1, "layer1", None, "converged"))
+        loader = EgeriaLoader(Images(), 8, cache=cache)
+        train_steps(model, loader, sgd(model), 2)
+        assert cache.stats().hits == 0
+        assert cache.stats().why_not
+    warnings = [r for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == 1, caplog.text
+
+
+class Unrepeatable(Images):
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        return image + self.num_loaded, target
+
+
+def test_a_sample_that_differs_each_time_is_not_cached_and_the_leaf_is_named(tmp_path, caplog):
+    result = train(tmp_path, data=Unrepeatable())
+    assert result[3].hits == 0
+    assert "'[0]'" in caplog.text
+    assert caplog.text.count("is not cached") == 1
+
+
+def centre(samples):
+    images, targets = default_collate(samples)
+    return images - images.mean(), targets
+
+
+def test_a_collate_that_looks_at_the_whole_batch_is_not_cached(tmp_path, caplog):
+    result = train(tmp_path, collate_fn=centre)
+    assert result[3].hits == 0
+    assert caplog.text.count("is not cached") == 1
