@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from egeria_cache.batch import Batch
 from egeria_cache.cut import Cut
-from egeria_cache.errors import BoundaryError
+from egeria_cache.errors import BoundaryError, EgeriaError
 from egeria_cache.events import BoundaryMoved
 from egeria_cache.seeds import SampleId
 from egeria_cache.skip import SkipEngine
@@ -204,26 +203,22 @@ class ActivationCache:
         name = batch.loader_name
         if self.gate == "never" or name in self._uncacheable:
             return
-        reason = context.source.why_not_cacheable(batch)
+        try:
+            reason = context.source.why_not_cacheable(batch)
+            if reason is None:
+                generation = self._store.open_generation({**cut.fields, **context.source.fields})
+        except (EgeriaError, OSError) as error:
+            reason = str(error)
         if reason is not None:
             self._uncacheable[name] = self._counts.why_not = reason
             log.warning("loader %r is not cached: %s", name, reason)
             return
-        generation = self._store.open_generation(
-            {
-                **cut.fields,
-                "loader": name,
-                "dataset": context.source.fingerprint,
-                "augmentation_seed": context.source.seed,
-                "augmentation_variants": context.source.variants,
-            }
-        )
         view = View(
             cut=cut,
             generation=generation,
             structure=context.structure,
-            metas={path: _row_meta(batch.leaves[path]) for path in sorted(cut.dropped)},
-            kept={p: type(rows) for p, rows in batch.leaves.items() if p not in cut.dropped},
+            metas={path: context.metas[path] for path in sorted(cut.dropped)},
+            kept={p: kind for p, kind in context.kinds.items() if p not in cut.dropped},
             device=_device_of(self.model),
         )
         views = [view, *(old for old in self.views(name) if old.cut is not cut)]
@@ -259,7 +254,7 @@ class ActivationCache:
         What is on disk stays, under the address of the weights it was computed with.
         """
         log.warning("the frozen prefix changed (%s): cached activations are void", reason)
-        self._void_all(unlink=False)
+        self._void(lambda view: True, unlink=False)
 
     def refused(self, error: BoundaryError) -> None:
         """The model cannot be cut here."""
@@ -282,8 +277,9 @@ class ActivationCache:
         self._counts.why_not = None
         self._waits.clear()
         if name is None:
-            self._void_all(unlink=not by_hand)
+            self._void(lambda view: True, unlink=not by_hand)
         self._engine.set_boundary(name)
+        self._void(lambda view: not self._engine.knows(view.cut), unlink=False)
         log.info("boundary moved from %s to %s: %s", previous, name, reason)
 
     def _check(self, name: str) -> None:
@@ -294,20 +290,17 @@ class ActivationCache:
             if parameter.requires_grad:
                 raise BoundaryError.trainable(name, f"{name}.{parameter_name}")
 
-    def _void_all(self, *, unlink: bool) -> None:
-        for view in [view for views in self._views.values() for view in views]:
-            view.is_void = True
-            self._counts.voided += 1
-            if unlink:
-                view.generation.void("the boundary was withdrawn")
-            else:
-                view.generation.release()
-        self._views.clear()
-
-
-def _row_meta(leaf: Any) -> Tensor:
-    assert isinstance(leaf, Tensor), "only tensors are dropped"
-    return torch.empty((1, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
+    def _void(self, stale: Callable[[View], bool], *, unlink: bool) -> None:
+        """Serve nothing from these views any more, wherever their batches are by now."""
+        for name, views in self._views.items():
+            for view in filter(stale, views):
+                view.is_void = True
+                self._counts.voided += 1
+                if unlink:
+                    view.generation.void("the boundary was withdrawn")
+                else:
+                    view.generation.release()
+            self._views[name] = [view for view in views if not view.is_void]
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -29,7 +29,7 @@ from egeria_cache.samples import (
     SeededWorkerInit,
 )
 from egeria_cache.source import BatchContext, LoaderSource
-from egeria_cache.structure import Rows, flatten, is_rows, merge_rows
+from egeria_cache.structure import Rows, Structure, flatten, is_rows, merge_rows, row_meta
 
 if TYPE_CHECKING:
     from egeria_cache.cache import ActivationCache
@@ -257,7 +257,7 @@ class _Pass:
         for path in view.kept:
             hits = entry.kept[path]
             leaves[path] = merge_rows(entry.hit, hits, misses[path]) if num_misses else hits
-        batch = self._batch(plan, leaves, view.structure)
+        batch = self._batch(plan, leaves, view.structure, view.metas)
         tagged: dict[str, Any] = {path: leaves[path] for path in view.kept}
         for path, row in view.metas.items():
             whole = row.expand(batch.size, *row.shape[1:]).contiguous()
@@ -274,7 +274,7 @@ class _Pass:
             return data
         plan.entry = None
         structure, leaves = flatten(data, len(plan.ids))
-        batch = self._batch(plan, leaves, structure)
+        batch = self._batch(plan, leaves, structure, {})
         only = self._cache.tagged_leaves(self._loader.name)
         tagged = {
             path: _wrap(rows, batch, path) if only is None or path in only else rows
@@ -283,7 +283,16 @@ class _Pass:
         self._cache.count_batch(plan.ids, None)
         return structure.rebuild(tagged)
 
-    def _batch(self, plan: Plan, leaves: Mapping[str, Rows], structure: Any) -> Batch:
+    def _batch(
+        self,
+        plan: Plan,
+        leaves: Mapping[str, Rows],
+        structure: Structure,
+        dropped: Mapping[str, Tensor],
+    ) -> Batch:
+        metas = {p: row_meta(rows) for p, rows in leaves.items() if isinstance(rows, Tensor)}
+        kinds = {path: type(rows) for path, rows in leaves.items()} | dict.fromkeys(dropped, Tensor)
+        context = BatchContext(self._loader.source, structure, plan, {**metas, **dropped}, kinds)
         return Batch(
             ids=plan.ids,
             variant=plan.variant,
@@ -291,7 +300,7 @@ class _Pass:
             leaves=leaves,
             load_rows=partial(self._load_rows, plan),
             entry=plan.entry,
-            context=BatchContext(self._loader.source, structure, plan),
+            context=context,
         )
 
     def _load_here(self, plan: Plan) -> Any:

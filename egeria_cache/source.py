@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,10 @@ class BatchContext:
     source: LoaderSource
     structure: Structure
     plan: Plan
+    metas: Mapping[str, Tensor]
+    """Meta tensor of one row of each tensor leaf."""
+    kinds: Mapping[str, type]
+    """Type of each leaf."""
 
 
 class LoaderSource:
@@ -51,6 +55,7 @@ class LoaderSource:
         self.variants = variants
         self._sample_id = sample_id
         self._fingerprint: str | None = None
+        self._is_proven = False
 
     def identify(self, indices: Sequence[Any]) -> list[SampleId]:
         """Return the samples' stable IDs.
@@ -72,6 +77,8 @@ class LoaderSource:
         did in the batch, or the sample is not the same each time, or its collation depends on the
         rest of the batch.
         """
+        if self._is_proven:
+            return None
         for path, leaf in batch.leaves.items():
             if not is_rows(leaf, batch.size):
                 return f"leaf {path or 'of the batch'!r} does not hold one row per sample"
@@ -86,7 +93,9 @@ class LoaderSource:
                     "loaded again under the same seed, or its collation depends on the rest of "
                     "the batch; draw random numbers from torch, numpy or random"
                 )
-        return self._why_not_collatable(plan, some, again)
+        reason = self._why_not_collatable(plan, some, again)
+        self._is_proven = reason is None
+        return reason
 
     def _why_not_collatable(
         self, plan: Plan, some: np.ndarray, again: dict[str, Any]
@@ -107,6 +116,16 @@ class LoaderSource:
 
     def _leaves(self, plan: Plan, rows: np.ndarray) -> dict[str, Any]:
         return flatten(self.load(plan.subtask(rows, self.seed)), int(rows.sum()))[1]
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """This loader's part of a generation's content address."""
+        return {
+            "loader": self.name,
+            "dataset": self.fingerprint,
+            "augmentation_seed": self.seed,
+            "augmentation_variants": self.variants,
+        }
 
     @property
     def fingerprint(self) -> str:

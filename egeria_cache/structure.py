@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Leaf", "Rows", "Structure", "flatten", "is_rows", "merge_rows", "take_rows"]
+__all__ = ["Leaf", "Rows", "Structure", "flatten", "is_rows", "merge_rows", "row_meta", "take_rows"]
 
 Rows = Tensor | list[Any] | tuple[Any, ...]
 """The values of one leaf for a batch: a tensor with a row per sample, or one value per sample."""
@@ -135,3 +135,8 @@ def merge_rows(mask: np.ndarray, where_true: Rows, where_false: Rows) -> Rows:
 
 def _values(rows: Rows) -> Sequence[Any]:
     return list(rows.unbind(0)) if isinstance(rows, Tensor) else rows
+
+
+def row_meta(rows: Tensor) -> Tensor:
+    """Return a meta tensor that stands for one row, shape (1, ...)."""
+    return torch.empty((1, *rows.shape[1:]), dtype=rows.dtype, device="meta")

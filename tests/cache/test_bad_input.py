@@ -33,8 +33,8 @@ def test_a_trainable_parameter_before_the_boundary_is_named(tmp_path):
     ("kwargs", "match"),
     [
         ({"limit": 0}, "limit"),
-        ({"limit": "-5GB"}, "limit"),
-        ({"limit": "many"}, "limit"),
+        ({"limit": "-5GB"}, "not a size"),
+        ({"limit": "many"}, "not a size"),
         ({"codec": "gzip"}, "codec"),
         ({"ring_batches": 0}, "ring_batches must be at least 1, got 0"),
         ({"audit_rate": 1.5}, r"audit_rate must be in \[0, 1\], got 1.5"),

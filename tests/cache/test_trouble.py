@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import shutil
 import threading
 
@@ -41,13 +42,13 @@ def computed(tmp_path):
 def test_a_removed_directory_costs_one_warning(tmp_path, computed, caplog):
     result = train(tmp_path / "a", lambda cache: shutil.rmtree(tmp_path / "a"))
     assert_same(result, computed)
-    assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 1, caplog.text
+    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1, caplog.text
 
 
 def test_a_dead_writer_costs_one_warning(tmp_path, computed, caplog):
     result = train(tmp_path / "a", kill_writer, at=2)
     assert_same(result, computed)
-    assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 1, caplog.text
+    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1, caplog.text
 
 
 def test_a_full_limit_gives_mixed_batches(tmp_path, computed):
@@ -126,15 +127,12 @@ def test_an_exception_in_a_worker_reaches_the_loop_and_the_rest_is_right(tmp_pat
 
 
 def test_a_controller_at_an_uncuttable_module_costs_one_warning(tmp_path, caplog):
-    class Stashing(type(make_net())):
+    class Centring(type(make_net())):
         def forward(self, x):
-            x = torch.relu(self.stem(x))
-            kept = x
-            x = torch.relu(self.layer1(x))
-            return self.head(torch.relu(self.layer3(self.layer2(x + kept.mean(0)))).mean((2, 3)))
+            return super().forward(x - x.mean(0))
 
     torch.manual_seed(0)
-    model = Stashing()
+    model = Centring()
     freeze(model, "layer1")
     with ActivationCache(model, tmp_path, gate="always") as cache:
         cache.on_boundary_moved(BoundaryMoved(1, "layer1", None, "converged"))
@@ -142,7 +140,7 @@ def test_a_controller_at_an_uncuttable_module_costs_one_warning(tmp_path, caplog
         train_steps(model, loader, sgd(model), 2)
         assert cache.stats().hits == 0
         assert cache.stats().why_not
-    warnings = [r for r in caplog.records if r.levelname == "WARNING"]
+    warnings = [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert len(warnings) == 1, caplog.text
 
 
