@@ -55,7 +55,35 @@ class BoundaryError(EgeriaError):
     def mixes_samples(cls, boundary: str, module: str, error: float) -> BoundaryError:
         """A sample's activation depends on the other samples of its batch."""
         return cls(
-            f"the prefix up to {boundary!r} mixes the samples of a batch (first seen at {module!r}, "
-            f"largest difference {error:.3g}), so an activation cannot be cached per sample; "
+            f"the prefix up to {boundary!r} mixes the samples of a batch (first seen at "
+            f"{module!r}, largest difference {error:.3g}), so an activation cannot be cached per sample; "
             "choose an earlier boundary"
         )
+
+    @classmethod
+    def never_called(cls, boundary: str) -> BoundaryError:
+        """The forward does not call the boundary (a container, or an unused module)."""
+        return cls(
+            f"module {boundary!r} is not called by the model's forward, so nothing marks the end "
+            "of the prefix; choose a module that is called (a block, not the list that holds it)"
+        )
+
+    @classmethod
+    def another_way(cls, boundary: str, how: str) -> BoundaryError:
+        """The forward did not take the recorded way through the prefix."""
+        return cls(
+            f"the prefix up to {boundary!r} does not always run the same way: {how}; "
+            "choose a boundary before the code that branches"
+        )
+
+    @classmethod
+    def impure(cls, boundary: str, what: str) -> BoundaryError:
+        """The activation is not a function of the sample and the frozen weights."""
+        return cls(
+            f"an activation at {boundary!r} cannot be reused: {what}; choose an earlier boundary"
+        )
+
+    @classmethod
+    def not_proved(cls, boundary: str, why: str) -> BoundaryError:
+        """The rehearsal did not reproduce the model's output."""
+        return cls(f"skipping the prefix up to {boundary!r} is not possible: {why}")

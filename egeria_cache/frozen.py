@@ -65,10 +65,11 @@ class FrozenPrefix:
         self.extend(modules)
 
     def extend(self, modules: Iterable[nn.Module]) -> None:
-        """Hold further modules; those held already are left as they are."""
+        """Hold further modules; those held already are put back into inference mode."""
         for root in modules:
             for module in root.modules():
                 if id(module) in self._modules:
+                    module.training = False  # whoever set the flag itself
                     continue
                 held = _held(module) or _HeldTrain(module)
                 held.num_holders += 1

@@ -1,0 +1,114 @@
+"""See, or take over, the calls of some modules while one forward of the model runs.
+
+Nothing stays on the model between two forwards: `state_dict`, `copy.deepcopy`, pickling and
+`torch.compile` never meet us. Rejected: hooks on every module (each call pays for them, and a hook
+cannot keep the module from running).
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+__all__ = ["CallRecord", "Handler", "Recorder", "intercept", "is_compiled"]
+
+Handler = Callable[..., Any]
+"""handler(module, original, *args, **kwargs) -> the module's output"""
+
+_MISSING = object()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls go through torch.compile: then what is inside is not ours to patch."""
+    return (
+        module.__dict__.get("_compiled_call_impl") is not None
+        or type(module).__name__ == "OptimizedModule"
+    )
+
+
+@contextmanager
+def intercept(modules: Iterable[nn.Module], handler: Handler) -> Iterator[None]:
+    """Route the calls of `modules` through `handler` until the block ends."""
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for module in modules:
+            own = module.__dict__
+            key = "forward" if own.get("_compiled_call_impl") is None else "_compiled_call_impl"
+            before = own.get(key, _MISSING)
+            original = module.forward if before is _MISSING else before
+            replaced.append((own, key, before))
+            own[key] = functools.partial(handler, module, original)
+        yield
+    finally:
+        for own, key, before in reversed(replaced):
+            if before is _MISSING:
+                own.pop(key, None)
+            else:
+                own[key] = before
+
+
+@dataclass(slots=True)
+class CallRecord:
+    """One call of one module."""
+
+    module: nn.Module
+    parent: int
+    """Index of the call that made this one; -1 for the model itself."""
+    stack: tuple[int, ...]
+    """Indices of the calls open around it, outermost first."""
+    end: int = -1
+    """Position in the order of returns; -1 while open."""
+    seconds: float = 0.0
+    """From the start of the recording until it returned."""
+    output: Any = None
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Write down the order in which modules are called and return."""
+
+    keep_outputs: bool = False
+    calls: list[CallRecord] = field(default_factory=list)
+    _open: list[int] = field(default_factory=list)
+    _num_ended: int = 0
+    _started: float = field(default_factory=time.perf_counter)
+
+    def __call__(
+        self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Handle one call."""
+        index = len(self.calls)
+        parent = self._open[-1] if self._open else -1
+        record = CallRecord(module, parent, tuple(self._open))
+        self.calls.append(record)
+        self._open.append(index)
+        try:
+            output = original(*args, **kwargs)
+        finally:
+            self._open.pop()
+        record.end, self._num_ended = self._num_ended, self._num_ended + 1
+        record.seconds = time.perf_counter() - self._started
+        if self.keep_outputs:
+            record.output = output
+        return output
+
+    def before(self, last: int) -> tuple[list[CallRecord], list[CallRecord]]:
+        """Split what ran before call `last` returned: (whole steps in order, the calls around it).
+
+        A step is a call that had returned, made directly by the model or by one of the calls
+        around `last`; `last` itself is the final step.
+        """
+        around = set(self.calls[last].stack)
+        end = self.calls[last].end
+        steps = [
+            call
+            for call in self.calls
+            if 0 <= call.end <= end and (call.parent == -1 or call.parent in around)
+        ]
+        return steps, [self.calls[i] for i in sorted(around)]

@@ -1,0 +1,73 @@
+"""How different two results of the same computation are, and how different they may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["difference", "same_content", "tolerance"]
+
+# Relative to the largest value. Kernels choose their blocking by the batch size, so the same sample
+# in another batch differs in its last bits; what really depends on its neighbours differs by more.
+_TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+}
+
+
+def tolerance(tensor: Tensor) -> float:
+    """Return the largest acceptable `difference` for this dtype; integers must be equal."""
+    return _TOLERANCE.get(tensor.dtype, 0.0)
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """Return max|a - b| / max|a|; infinity if shapes or non-finite values differ."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return float("inf")
+    with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
+        if torch.equal(a, b):
+            return 0.0
+        if not a.is_floating_point():
+            return float("inf") if not a.is_complex() else _gap(a.abs(), (a - b).abs())
+        a, b = a.double(), b.double()
+        finite = a.isfinite()
+        same_rest = torch.equal(finite, b.isfinite()) and torch.equal(
+            a[~finite].nan_to_num(), b[~finite].nan_to_num()
+        )
+        if not same_rest:
+            return float("inf")
+        a, b = a[finite], b[finite]
+        return _gap(a.abs(), (a - b).abs())
+
+
+def _gap(size: Tensor, error: Tensor) -> float:
+    if error.numel() == 0:
+        return 0.0
+    # The floor keeps values that are zero in exact arithmetic from counting as different.
+    return float(error.max() / size.max().clamp(min=1e-6))
+
+
+def same_content(a: Any, b: Any, *, depth: int = 8) -> bool:
+    """Compare objects of any kind by what they hold; what cannot be compared is different."""
+    if a is b:
+        return True
+    if type(a) is not type(b) or depth == 0:
+        return False
+    if isinstance(a, Tensor):
+        return difference(a, b) <= tolerance(a)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_content(a[k], b[k], depth=depth - 1) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(
+            same_content(x, y, depth=depth - 1) for x, y in zip(a, b, strict=True)
+        )
+    if hasattr(a, "__dict__"):
+        return same_content(vars(a), vars(b), depth=depth - 1)
+    try:
+        return bool(a == b)
+    except Exception:
+        return False

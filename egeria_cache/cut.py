@@ -1,0 +1,194 @@
+"""What crosses the boundary: the tensors that a hit needs, and how their rows are kept.
+
+A tensor of the model is stored as rows, one per sample, in the order in which its memory already
+lies (a channels_last activation keeps its layout without a copy), and restored with the strides it
+had: kernels are chosen by layout, and equal bits need equal kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Cut", "RowSpec", "TensorSpec", "merge"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpec:
+    """One sample's part of one cached tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size before any compression."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Cut:
+    """A proved place to enter the model. Compared by identity: weights are part of it."""
+
+    boundary: str
+    """Qualified name of the last frozen module."""
+    tensors: Mapping[str, RowSpec]
+    """What is cached, one row per sample, by name."""
+    dropped: frozenset[str]
+    """Leaves of the loader's batch that only the skipped prefix reads: a hit needs no data."""
+    tagged: frozenset[str]
+    """Leaves of the loader's batch that the model is called with: they must stay `BatchTensor`s."""
+    fields: Mapping[str, Any]
+    """The cut's part of the content address, JSON values."""
+    profile: tuple[Step, ...] = ()
+    """What each module of the prefix cost and gave, in execution order: the gate chooses by it."""
+    changed: Callable[[], str | None] = field(repr=False)
+    """The guard: says what changed in the prefix since the cut was proved, None if nothing."""
+
+    def still_valid(self) -> bool:
+        """Whether the prefix still computes what it computed when the cut was proved."""
+        return self.changed() is None
+
+    @property
+    def row_bytes(self) -> int:
+        """Raw bytes per sample."""
+        return sum(spec.num_bytes for spec in self.tensors.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One module of the prefix, as measured once."""
+
+    name: str
+    seconds_per_sample: float
+    """Time from the model's start until it returned, divided by the rows."""
+    row_bytes: int
+    """Bytes per sample of its output."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """How one tensor's shape depends on the batch size, found by running with two sizes."""
+
+    shape: tuple[int, ...]
+    """With the size of the batch dimension replaced by its multiple of the batch size."""
+    dtype: torch.dtype
+    device: torch.device
+    batch_dim: int | None
+    """None if the shape does not depend on the batch."""
+    order: tuple[int, ...]
+    """Dimensions from the outermost to the innermost in memory."""
+    dense: bool
+    """False for expanded or sliced tensors; they are restored without the gaps."""
+
+    @classmethod
+    def of(cls, a: Tensor, size_a: int, b: Tensor, size_b: int) -> TensorSpec | None:
+        """Compare the same tensor at two batch sizes; None if the shape depends on the data."""
+        if a.dtype != b.dtype or a.dim() != b.dim() or a.layout != torch.strided:
+            return None
+        differing = [i for i, (n, m) in enumerate(zip(a.shape, b.shape, strict=True)) if n != m]
+        shape, batch_dim = list(a.shape), None
+        if differing:
+            batch_dim = differing[0]
+            multiple = a.shape[batch_dim] // size_a
+            sizes = (a.shape[batch_dim], b.shape[batch_dim])
+            if len(differing) > 1 or sizes != (multiple * size_a, multiple * size_b):
+                return None
+            shape[batch_dim] = multiple
+        strides = a.stride()
+        order = tuple(sorted(range(a.dim()), key=lambda i: (-strides[i], i)))
+        dense = a.numel() == 0 or a.stride() == _strides(a.shape, order)
+        return cls(tuple(shape), a.dtype, a.device, batch_dim, order, dense)
+
+    def shape_at(self, batch_size: int) -> tuple[int, ...]:
+        """Return the shape for a batch of this size."""
+        shape = list(self.shape)
+        if self.batch_dim is not None:
+            shape[self.batch_dim] *= batch_size
+        return tuple(shape)
+
+    def empty(self, batch_size: int, device: torch.device) -> Tensor:
+        """Return an uninitialised tensor with the shape and strides of the original."""
+        shape = self.shape_at(batch_size)
+        return torch.empty_strided(
+            shape, _strides(shape, self.order), dtype=self.dtype, device=device
+        )
+
+    @property
+    def row(self) -> RowSpec:
+        """One sample's part, in memory order."""
+        return RowSpec(tuple(self.shape[i] for i in self._row_dims), self.dtype)
+
+    @property
+    def _row_dims(self) -> list[int]:
+        return [i for i in self.order if i != self.batch_dim or self.shape[i] != 1]
+
+    def matches(self, tensor: Any, batch_size: int) -> bool:
+        """Whether `tensor` is what this describes, for a batch of this size."""
+        return (
+            isinstance(tensor, Tensor)
+            and tensor.dtype == self.dtype
+            and tuple(tensor.shape) == self.shape_at(batch_size)
+        )
+
+    def to_rows(self, tensor: Tensor, batch_size: int) -> Tensor:
+        """Return a view, shape (B, ...), whose rows are the samples, in memory order."""
+        dim = self.batch_dim
+        assert dim is not None
+        rows = tensor.detach()
+        if self.shape[dim] == 1:
+            return rows.permute(dim, *self._row_dims)
+        # (..., B * k, ...) -> (B, ..., k, ...): k rows of the model's tensor belong to a sample.
+        shape = (*rows.shape[:dim], batch_size, self.shape[dim], *rows.shape[dim + 1 :])
+        strides = rows.stride()
+        step = strides[dim]
+        split = (*strides[:dim], step * self.shape[dim], step, *strides[dim + 1 :])
+        rows = rows.as_strided(shape, split, rows.storage_offset()).movedim(dim, 0)
+        return rows.permute(0, *(i + 1 for i in self._row_dims))
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        """Restore the tensor with the strides it had; copies only where memory order differs."""
+        dim = self.batch_dim
+        assert dim is not None
+        shape = self.shape_at(rows.shape[0])
+        # Position of every logical dimension among the row's; the batch itself stands first.
+        where = {d: i + 1 for i, d in enumerate(self._row_dims)}
+        if self.shape[dim] == 1:
+            view = rows.permute(*(where.get(d, 0) for d in range(len(shape))))
+        else:
+            view = rows.permute(0, *(where[d] for d in range(len(shape))))
+            view = view.movedim(0, dim).flatten(dim, dim + 1)
+        strides = _strides(shape, self.order)
+        if view.stride() == strides:
+            return view
+        if _same_memory(view, strides):
+            return view.as_strided(shape, strides)
+        return torch.empty_strided(shape, strides, dtype=rows.dtype, device=rows.device).copy_(view)
+
+
+def _same_memory(view: Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether only strides of dimensions of size one differ: they address the same elements."""
+    pairs = zip(view.shape, view.stride(), strides, strict=True)
+    return all(size == 1 or a == b for size, a, b in pairs)
+
+
+def _strides(shape: tuple[int, ...] | torch.Size, order: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(1, shape[dim])
+    return tuple(strides)
+
+
+def merge(hit: np.ndarray, loaded: Tensor, fresh: Tensor) -> Tensor:
+    """Interleave stored and fresh rows: row i is the next of `loaded` where hit[i]."""
+    device = fresh.device
+    out = torch.empty((len(hit), *fresh.shape[1:]), dtype=fresh.dtype, device=device)
+    out.index_copy_(0, torch.from_numpy(np.flatnonzero(hit)).to(device), loaded.to(device))
+    out.index_copy_(0, torch.from_numpy(np.flatnonzero(~hit)).to(device), fresh)
+    return out

@@ -1,0 +1,268 @@
+"""Tensors without data: what the skipped part of the model would have computed.
+
+Glue code between modules (masks, reshapes, position ids) runs on placeholders as arithmetic on
+shapes. Anything computed from a placeholder is a placeholder that remembers its sources, so
+whatever crosses the boundary beside the cached value is caught where it is used: the answer is
+right, or there is an error that names both ends. See docs/correctness.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from egeria_cache.errors import BoundaryError
+
+__all__ = ["Escape", "Placeholder", "Scene", "Source", "placeholders"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a placeholder's value would have come from."""
+
+    kind: str
+    """'leaf' and 'argument' are inputs, 'step' is a skipped module, 'trainable' a parameter."""
+    name: str
+    """Module, argument or parameter, for the error message."""
+    index: int = -1
+    """Which leaf of the call, or which step."""
+    leaf: int = -1
+    """Which leaf of a step's output."""
+
+
+class Escape(BoundaryError):  # noqa: N818
+    """A placeholder reached code that needs its value."""
+
+    sources: frozenset[Source] = frozenset()
+    consumer: str = ""
+
+    @classmethod
+    def at(cls, sources: Iterable[Source], consumer: str) -> Escape:
+        """Name one of the sources, and remember all."""
+        sources = frozenset(sources)
+        names = sorted(s.name for s in sources if s.kind != "trainable") or ["?"]
+        error = cls(str(BoundaryError.escaped(names[0], consumer)))
+        error.sources, error.consumer = sources, consumer
+        return error
+
+
+@dataclass(slots=True)
+class Scene:
+    """One run of the model on placeholders, as far as they have to know it."""
+
+    names: Mapping[int, str]
+    """Name of every module by its id."""
+    ancestors: frozenset[int]
+    """Ids of the modules that call the boundary, directly or not: their code is glue."""
+    after_boundary: bool = False
+    """Whether the boundary has returned: modules called from now on are active."""
+    finished: bool = False
+    """Whether the run is over; a placeholder that is left has leaked."""
+    trainable: dict[int, Tensor] = field(default_factory=dict)
+    """Trainable tensors that met a placeholder, by the index of their source."""
+
+    def check(self, sources: frozenset[Source], what: str) -> None:
+        """Refuse the use of a placeholder by an active module, or after the run."""
+        if self.finished:
+            raise Escape.at(sources, f"{what} (after the forward)")
+        if self.after_boundary:
+            consumer = self.current_module(active_only=True)
+            if consumer is not None:
+                raise Escape.at(sources, consumer)
+
+    def current_module(self, *, active_only: bool = False) -> str | None:
+        """Name the innermost module whose code is running, found by walking the Python stack."""
+        # Only placeholders ask, so nobody else pays: hooks on every module would cost every call.
+        frame = sys._getframe(1)
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and id(owner) in self.names:
+                if active_only and id(owner) in self.ancestors:
+                    return None
+                return self.names[id(owner)] or type(owner).__name__
+            frame = frame.f_back  # type: ignore[assignment]
+        return None
+
+
+class Placeholder(Tensor):
+    """Shape, dtype, strides and device of a tensor whose value was not computed."""
+
+    meta: Tensor
+    sources: frozenset[Source]
+    scene: Scene
+
+    @staticmethod
+    def like(
+        meta: Tensor, device: torch.device, sources: frozenset[Source], scene: Scene
+    ) -> Placeholder:
+        """Wrap a meta tensor."""
+        tensor: Placeholder = Tensor._make_wrapper_subclass(
+            Placeholder, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
+        )
+        tensor.meta, tensor.sources, tensor.scene = meta, sources, scene
+        return tensor
+
+    # Straight to the dispatcher: a placeholder has no use for a look at the Python function.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = placeholders((args, kwargs))
+        device, scene = found[0].device, found[0].scene
+        if func in _factories():
+            return func(*_swap(args, _stand_in), **_swap(kwargs, _stand_in))
+        sources = found[0].sources.union(*(p.sources for p in found[1:]))
+        scene.check(sources, str(func))
+        written = _written(func, args, kwargs)
+        trainable: list[Tensor] = []
+        meta = functools.partial(_as_meta, trainable=trainable)
+        for tensor in written:
+            if not isinstance(tensor, Placeholder):
+                raise Escape.at(sources, scene.current_module() or str(func))
+        if "device" in kwargs:
+            device = torch.device(kwargs["device"] or device)
+            kwargs = {**kwargs, "device": torch.device("meta"), "pin_memory": None}
+        meta_args, meta_kwargs = _swap(args, meta), _swap(kwargs, meta)
+        try:
+            result = func(*meta_args, **meta_kwargs)
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            raise Escape.at(sources, scene.current_module() or str(func)) from error
+        if trainable:
+            scene.trainable.update((id(tensor), tensor) for tensor in trainable)
+            sources |= {Source("trainable", "", id(tensor)) for tensor in trainable}
+        for tensor in written:
+            _after_write(tensor, sources, scene, str(func))
+        if written and isinstance(result, Tensor):
+            return written[0]
+        return _wrap(result, device, sources, scene)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise Escape.at(self.sources, self.scene.current_module() or what)
+
+    def numpy(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: D102
+        self._refuse("numpy()")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("numpy()")
+
+    def tolist(self) -> NoReturn:  # noqa: D102
+        self._refuse("tolist()")
+
+    def data_ptr(self) -> NoReturn:  # noqa: D102
+        self._refuse("data_ptr()")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self._refuse("pickling")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self._refuse("deepcopy()")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        origin = ", ".join(sorted(source.name for source in self.sources))
+        return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype}, of={origin!r})"
+
+
+def placeholders(tree: Any) -> list[Placeholder]:
+    """Return the placeholders in nested tuples, lists and dicts, in order."""
+    found: list[Placeholder] = []
+
+    def visit(node: Any) -> None:
+        if isinstance(node, Placeholder):
+            found.append(node)
+        elif isinstance(node, tuple | list):
+            for item in node:
+                visit(item)
+        elif isinstance(node, dict):
+            for item in node.values():
+                visit(item)
+
+    visit(tree)
+    return found
+
+
+def _swap(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(node, Tensor):
+        return change(node)
+    if isinstance(node, tuple | list):
+        return type(node)(_swap(item, change) for item in node)
+    if isinstance(node, dict):
+        return {key: _swap(item, change) for key, item in node.items()}
+    return node
+
+
+def _as_meta(tensor: Tensor, *, trainable: list[Tensor]) -> Tensor:
+    if isinstance(tensor, Placeholder):
+        return tensor.meta
+    if tensor.requires_grad:
+        trainable.append(tensor)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    """Give a factory such as `zeros_like` a tensor of the right kind: it never reads the values."""
+    if not isinstance(tensor, Placeholder):
+        return tensor
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+
+
+def _wrap(result: Any, device: torch.device, sources: frozenset[Source], scene: Scene) -> Any:
+    if isinstance(result, Tensor):
+        return Placeholder.like(result, device, sources, scene)
+    if isinstance(result, tuple | list):
+        return type(result)(_wrap(item, device, sources, scene) for item in result)
+    return result
+
+
+def _after_write(tensor: Any, sources: frozenset[Source], scene: Scene, what: str) -> None:
+    assert isinstance(tensor, Placeholder)
+    tensor.sources = tensor.sources | sources
+    if tensor.meta.shape != tensor.shape or tensor.meta.stride() != tensor.stride():
+        # `unsqueeze_` and the like change the tensor itself, which a wrapper cannot follow.
+        raise Escape.at(sources, scene.current_module() or what)
+
+
+@functools.cache
+def _write_positions(func: Any) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (i, argument.name)
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that `func` changes in place."""
+    written: list[Tensor] = []
+    for position, name in _write_positions(func):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        written += [v for v in (value if isinstance(value, list | tuple) else [value])
+                    if isinstance(v, Tensor)]  # fmt: skip
+    return written
+
+
+@functools.cache
+def _factories() -> frozenset[Any]:
+    """Operators that read a tensor's shape and dtype, never its values."""
+    names = ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like",
+             "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")  # fmt: skip
+    return frozenset(
+        getattr(packet, overload)
+        for packet in (getattr(torch.ops.aten, name) for name in names)
+        for overload in packet.overloads()
+        if "out" not in overload
+    )

@@ -1,0 +1,413 @@
+"""The way of a batch: hits, misses, mixed batches, moves of the boundary, guards."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from skip_harness import Harness, assert_same_run, freeze, step
+from torch import nn
+
+from egeria_cache.errors import BoundaryError
+from egeria_cache.frozen import FrozenPrefix
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 3)  # registered first, runs last
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.block1 = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.block2 = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.block3 = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8))
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x):
+        x = self.block3(self.block2(self.block1(self.stem(x))))
+        return self.head(self.dropout(x).mean((2, 3)))
+
+
+def call(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def data(n=24):
+    g = torch.Generator().manual_seed(1)
+    return {"x": torch.randn(n, 3, 8, 8, generator=g), "y": torch.randint(3, (n,), generator=g)}
+
+
+def make(boundary="block1", frozen=("stem", "block1"), cls=Net, **host):
+    torch.manual_seed(0)
+    model = cls()
+    freeze(model, *frozen)
+    harness = Harness(model, data(), **host)
+    harness.engine.set_boundary(boundary)
+    return harness
+
+
+BATCHES = [range(0, 8), range(8, 16), range(16, 24)]
+
+
+def test_hits_give_the_losses_and_gradients_of_the_plain_model():
+    harness = make()
+    assert_same_run(harness, call, BATCHES * 3)
+    assert harness.host.num_loads == 6
+    assert harness.host.refusals == []
+    assert harness.reloaded == 0
+    assert [kind for kind, _ in harness.host.notes] == ["full"] * 2 + ["replay"] * 6
+
+
+def test_mixed_batches_run_the_prefix_on_the_misses_alone():
+    harness = make()
+    rows = []
+    harness.model.stem.register_forward_hook(lambda m, i, o: rows.append(len(i[0])))
+    assert_same_run(harness, call, [range(0, 8)])
+    rows.clear()
+    assert_same_run(harness, call, [[8, 1, 9, 3, 2, 10, 11, 4]], exact=False)
+    assert rows[0] == 4  # the prefix's run; then a placeholder for the whole batch
+    assert set(harness.host.stored[harness.engine.cut]) == set(range(12))
+    assert_same_run(harness, call, [[8, 1, 9, 3, 2, 10, 11, 4]], exact=False)
+    assert harness.host.num_loads == 2
+    assert [kind for kind, _ in harness.host.notes] == ["prefix", "replay", "replay"]
+
+
+def test_a_hit_never_touches_the_prefix_or_the_raw_sample():
+    harness = make()
+    step(harness.model, call, harness.batch(range(8)))
+    for module in (harness.model.stem, harness.model.block1):
+        module.forward = None  # calling it would be a TypeError
+    step(harness.model, call, harness.batch(range(8)))
+    assert harness.reloaded == 0
+
+
+def test_a_batch_whose_rows_are_gone_is_computed():
+    harness = make()
+    plain = copy.deepcopy(harness.model)
+    step(harness.model, call, harness.batch(range(8)))
+    batch = harness.batch(range(8))
+    batch["x"].batch._planned_entry.broken = True
+    ours = step(harness.model, call, batch, 1)
+    step(plain, call, harness.plain(range(8)))
+    assert torch.equal(ours[0], step(plain, call, harness.plain(range(8)), 1)[0])
+    assert harness.reloaded == 8
+
+
+def test_evaluation_and_no_grad_passes_are_served_too():
+    harness = make()
+    plain = copy.deepcopy(harness.model)
+    FrozenPrefix([plain.stem, plain.block1])
+    for _ in range(3):
+        harness.model.eval()
+        plain.eval()
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+            batch = harness.batch(range(8))
+            with mode():
+                ours = harness.model(batch["x"])
+                assert torch.equal(ours, plain(harness.plain(range(8))["x"]))
+        harness.model.train()
+        plain.train()
+    assert harness.host.refusals == []
+    assert harness.host.num_loads == 6
+
+
+def test_training_mode_of_the_prefix_survives_train_calls():
+    harness = make(frozen=())
+    freeze_only_gradients(harness.model, "stem", "block1")
+    before = harness.model.stem[1].running_mean.clone()
+    for _ in range(2):
+        harness.model.train()
+        step(harness.model, call, harness.batch(range(8)))
+    assert torch.equal(harness.model.stem[1].running_mean, before)
+    assert harness.host.num_loads == 1
+    assert harness.host.changes == []
+
+
+def freeze_only_gradients(model, *names):
+    for name in names:
+        model.get_submodule(name).requires_grad_(False)
+
+
+def test_the_first_batch_leaves_the_model_and_the_generators_as_a_plain_forward_would():
+    harness = make()
+    plain = copy.deepcopy(harness.model)
+    torch.manual_seed(3)
+    ours = harness.model(harness.batch(range(8))["x"])
+    rng = torch.get_rng_state()
+    torch.manual_seed(3)
+    theirs = plain(harness.plain(range(8))["x"])
+    assert torch.equal(ours, theirs)
+    assert torch.equal(rng, torch.get_rng_state())
+    for (name, a), (_, b) in zip(
+        harness.model.state_dict().items(), plain.state_dict().items(), strict=True
+    ):
+        assert torch.equal(a, b), name
+
+
+# ---- moves ------------------------------------------------------------------------------------
+
+
+def test_old_entries_stay_good_when_the_boundary_moves_forward():
+    harness = make()
+    assert_same_run(harness, call, BATCHES)
+    old = harness.engine.cut
+    freeze(harness.model, "block2")
+    harness.engine.set_boundary("block2")
+    assert old.still_valid()
+    assert_same_run(harness, call, [range(16, 24)])  # proves the new cut
+    new = harness.engine.cut
+    assert new.boundary == "block2"
+    assert set(harness.host.stored[new]) == set(range(16, 24))
+    harness.reloaded = 0
+    plain = copy.deepcopy(harness.model)
+    for ids in BATCHES[:2]:
+        ours = step(harness.model, call, harness.batch(ids, cut=old))
+        theirs = step(plain, call, harness.plain(ids))
+        assert torch.equal(ours[0], theirs[0])
+    assert set(harness.host.stored[new]) == set(range(24))
+    assert harness.reloaded == 0
+    assert_same_run(harness, call, BATCHES)
+
+
+def test_moving_back_voids_the_later_cut_and_goes_on_from_the_earlier():
+    harness = make("block2", ("stem", "block1", "block2"))
+    assert_same_run(harness, call, BATCHES)
+    late = harness.engine.cut
+    in_flight = harness.batch(range(8))
+    harness.engine.set_boundary("block1")
+    harness.model.block2.requires_grad_(True)
+    plain = copy.deepcopy(harness.model)
+    ours = step(harness.model, call, in_flight)
+    assert torch.equal(ours[0], step(plain, call, harness.plain(range(8)))[0])
+    assert harness.engine.cut is not late
+    assert harness.engine.cut.boundary == "block1"
+    harness.model.train()
+    assert harness.model.block2.training
+    assert not harness.model.block1.training
+
+
+def test_withdrawing_the_boundary_gives_the_model_back():
+    harness = make()
+    assert_same_run(harness, call, BATCHES)
+    in_flight = harness.batch(range(8))
+    harness.engine.set_boundary(None)
+    assert harness.engine.cut is None
+    num_loads = harness.host.num_loads
+    step(harness.model, call, in_flight)
+    assert harness.host.num_loads == num_loads
+    assert harness.reloaded == 8
+
+
+def test_an_unknown_boundary_is_refused_with_near_names():
+    harness = make()
+    with pytest.raises(BoundaryError, match="block1"):
+        harness.engine.set_boundary("blok1")
+
+
+# ---- guards -----------------------------------------------------------------------------------
+
+
+def scale(model):
+    with torch.no_grad():
+        model.stem[0].weight.mul_(1.5)
+
+
+def scale_data(model):
+    model.stem[0].weight.data.mul_(1.5)
+
+
+def replace_data(model):
+    model.stem[0].weight.data = model.stem[0].weight.data * 1.5
+
+
+def replace_parameter(model):
+    model.stem[0].weight = nn.Parameter(model.stem[0].weight.detach() * 1.5, requires_grad=False)
+
+
+def move_statistics(model):
+    model.stem[1].running_mean.add_(0.5)
+
+
+def load(model):
+    state = {name: value * 1.01 for name, value in model.state_dict().items()}
+    model.load_state_dict({k: v.long() if "num_batches" in k else v for k, v in state.items()})
+
+
+def optimize(model):
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1).step()
+
+
+def replace_module(model):
+    torch.manual_seed(9)
+    model.stem[0] = nn.Conv2d(3, 8, 3, padding=1).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [scale, scale_data, replace_data, replace_parameter, move_statistics, load, optimize,
+     replace_module],
+)  # fmt: skip
+def test_a_changed_prefix_is_noticed_before_anything_stale_is_served(change):
+    harness = make()
+    assert_same_run(harness, call, BATCHES * 2)
+    change(harness.model)
+    num_loads = harness.host.num_loads
+    assert_same_run(harness, call, BATCHES[:1])
+    assert len(harness.host.changes) == 1
+    assert harness.host.num_loads == num_loads
+    assert_same_run(harness, call, BATCHES * 4)
+    assert len(harness.host.changes) == 1
+    assert harness.host.num_loads > num_loads, "cut again once the weights are still"
+
+
+def test_a_batchnorm_put_back_into_training_mode_is_noticed_and_held_again():
+    harness = make()
+    assert_same_run(harness, call, BATCHES * 2)
+    harness.model.stem[1].training = True
+    for n in range(5):
+        step(harness.model, call, harness.batch(range(8)), n)
+    assert len(harness.host.changes) == 1
+    assert not harness.model.stem[1].training
+    assert_same_run(harness, call, BATCHES * 2)
+
+
+def test_weights_that_keep_moving_are_given_up_with_growing_patience():
+    harness = make()
+    num_rehearsals = 0
+    for n in range(60):
+        cut = harness.engine.cut
+        step(harness.model, call, harness.batch(range(8)))
+        num_rehearsals += harness.engine.cut is not cut and harness.engine.cut is not None
+        with torch.no_grad():
+            harness.model.stem[0].weight.mul_(1.001 if n % 6 == 5 else 1)
+    assert 1 <= num_rehearsals <= 5
+
+
+# ---- refusals ---------------------------------------------------------------------------------
+
+
+def test_a_trainable_parameter_in_the_prefix_is_named():
+    harness = make(frozen=("block1",))
+    step(harness.model, call, harness.batch(range(8)))
+    (error,) = harness.host.refusals
+    assert "'stem." in str(error)
+    assert "trainable" in str(error)
+
+
+def test_a_refusal_that_the_host_raises_leaves_the_model_usable():
+    harness = make(frozen=("block1",), raise_refusals=True)
+    with pytest.raises(BoundaryError):
+        harness.model(harness.batch(range(8))["x"])
+    harness.model(harness.batch(range(8))["x"])
+
+
+class Mean(Net):
+    def forward(self, x):
+        x = self.stem(x)
+        x = self.block1(x - x.mean(0))
+        return self.head(self.dropout(self.block3(self.block2(x))).mean((2, 3)))
+
+
+def test_a_prefix_that_mixes_samples_is_refused():
+    harness = make(cls=Mean)
+    assert_same_run(harness, call, BATCHES)
+    (error,) = harness.host.refusals
+    assert "mixes the samples" in str(error)
+    assert "block1" in str(error)
+
+
+class Concat(nn.Module):
+    """Reads an early activation late: a U-Net's skip connection."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.down = nn.Conv2d(4, 4, 3, padding=1)
+        self.up = nn.Conv2d(8, 3, 3, padding=1)
+
+    def forward(self, x):
+        early = self.stem(x)
+        return self.up(torch.cat([self.down(early), early], 1)).mean((2, 3))
+
+
+def test_whatever_crosses_the_boundary_is_cached_together():
+    harness = make("down", ("stem", "down"), cls=Concat)
+    assert_same_run(harness, call, BATCHES * 3)
+    assert set(harness.engine.cut.tensors) == {"stem", "down"}
+    assert harness.host.refusals == []
+    assert harness.engine.cut.dropped == {"x"}
+
+
+class Opaque:
+    def __init__(self, value):
+        self.value = value
+
+
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x):
+        return Opaque(self.conv(x))
+
+
+class Crossing(Concat):
+    def __init__(self):
+        super().__init__()
+        self.stem = Wrapped()
+
+    def forward(self, x):
+        early = self.stem(x)
+        deep = self.down(x[:, :1].expand(-1, 4, -1, -1))
+        return self.up(torch.cat([deep, early.value], 1)).mean((2, 3))
+
+
+def test_what_cannot_be_cached_names_both_modules():
+    harness = make("down", ("stem", "down"), cls=Crossing)
+    assert_same_run(harness, call, BATCHES)
+    (error,) = harness.host.refusals
+    assert "'stem'" in str(error)
+    assert "skipped" in str(error)
+
+
+# ---- the model stays the user's ---------------------------------------------------------------
+
+
+def test_copies_pickles_and_state_dicts_of_the_model_stay_plain():
+    harness = make()
+    assert_same_run(harness, call, BATCHES)
+    twin = copy.deepcopy(harness.model)
+    assert twin.forward.__func__ is Net.forward
+    assert twin.forward.__self__ is twin
+    buffer = io.BytesIO(pickle.dumps(harness.model))
+    loaded = pickle.load(buffer)
+    x = harness.plain(range(8))["x"]
+    for model in (twin, loaded):
+        model.eval()
+        assert torch.equal(model(x), Net.forward(harness.model.eval(), x))
+        assert model.state_dict().keys() == Net().state_dict().keys()
+    twin.load_state_dict(harness.model.state_dict())
+
+
+def test_detaching_restores_the_model():
+    harness = make()
+    step(harness.model, call, harness.batch(range(8)))
+    harness.engine.detach()
+    assert "forward" not in harness.model.__dict__
+    harness.model.train()
+    assert harness.model.block1.training
+    harness.engine.detach()
+
+
+def test_plain_tensors_go_through_untouched():
+    harness = make()
+    plain = copy.deepcopy(harness.model).eval()
+    x = harness.plain(range(8))["x"]
+    assert torch.equal(harness.model.eval()(x), plain(x))
+    assert harness.host.stored == {}
