@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from egeria_cache.events import BoundaryMoved
-from egeria_core.controller import FreezeController, guideline_interval
+from egeria_core.config import ControllerConfig, guideline_interval
+from egeria_core.controller import FreezeController
 from egeria_core.errors import EvaluatorError, LayerError, PolicyError
 from egeria_core.history import History
 from egeria_core.layers import Layer, find_layers
@@ -13,6 +14,7 @@ from egeria_core.policies import PlasticityPolicy, Policy, Reading, StaticPolicy
 
 __all__ = [
     "BoundaryMoved",
+    "ControllerConfig",
     "EvaluatorError",
     "FreezeController",
     "History",

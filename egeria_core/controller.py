@@ -6,28 +6,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+import weakref
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from egeria_cache.events import BoundaryMoved
-from egeria_core.bootstrap import Bootstrap
-from egeria_core.errors import EvaluatorError, PolicyError
-from egeria_core.evaluator import Evaluator, InlineEvaluator, ThreadEvaluator
+from egeria_core.config import ControllerConfig
+from egeria_core.distributed import Ranks, rebuild, unwrap
+from egeria_core.errors import PolicyError
 from egeria_core.freezer import Freezer
+from egeria_core.gradients import GradientMeter
 from egeria_core.history import History
-from egeria_core.hooks import LayerTap, Probe
-from egeria_core.judge import Evaluation, Judge, Verdict
-from egeria_core.learning_rate import UnfreezeRule
+from egeria_core.judge import Verdict
+from egeria_core.meter import ActivationMeter, Meter, make_evaluator
 from egeria_core.policies import Policy, Reading, make_policy
 from egeria_core.prefix import LayerMap
-from egeria_core.snapshot import copy_modules, copy_weights
 
-__all__ = ["FreezeController", "guideline_interval"]
+__all__ = ["FreezeController"]
 
 log = logging.getLogger("egeria")
 
@@ -39,41 +38,23 @@ class BoundaryListener(Protocol):
         """Called between two training steps."""
 
 
-def guideline_interval(total_steps: int, num_layers: int, window: int) -> int:
-    """Return n by the paper's guideline: every layer gets its 2 W evaluations within the schedule.
-
-    1.75 = 1 + 0.5 + 0.25 leaves room for bootstrapping, smoothing delay and halved windows
-    (section 4.2.2: 78k iterations, W = 10, 7 layers: about 300).
-    """
-    return max(1, int(total_steps / (2 * window) / num_layers / 1.75))
-
-
 class FreezeController:
     """Decides which front layers have converged, freezes them, and tells the cache.
 
     Args:
-        model: The model in training.
+        model: The model in training, bare or wrapped by DistributedDataParallel.
         optimizer: Its optimizer; parameter groups are read, never changed.
         cache: Anything with `on_boundary_moved(event)`, such as `egeria_cache.ActivationCache`.
         policy: Name of a policy, or an object with the methods of `policies.Policy`.
-        evaluate_every: n, training steps between two evaluations; None: by the guideline, from
-            `total_steps`.
-        total_steps: Optimizer steps in the whole schedule.
-        window: W, evaluations in the history, and stale readings that freeze.
-        tolerance: Part of the largest early slope below which a reading is stale.
-        reference: What the front layer is compared with; `fp32`.
-        evaluator: `thread`, or `inline` for a run that freezes at the same steps each time.
-        layers: Regular expression or names, instead of the balanced parse of the model.
-        num_layers: Wanted number of layers of that parse.
-        unfreeze_rule: `tenfold_drop`, `warm_restart`, or an `UnfreezeRule`.
-        bootstrap: The stage in which nothing may freeze; None: over at once.
-        probe_rows: Samples of the batch that are compared (SP depends on their number).
-        batch_dim: Dimension of the batch in the layers' arguments and outputs.
-        refresh_every: Evaluations between two refreshes of the reference.
         listeners: Called with every `BoundaryMoved`, after the cache.
-        log_path: The history is also written here, as JSON lines.
+        options: See `ControllerConfig`.
 
-    Call `step(loss)` once after each `optimizer.step()`. Not thread-safe.
+    Raises:
+        LayerError: The model has fewer than two layers.
+        ValueError: An option is out of range, or n can be derived from nothing.
+
+    Call `step(loss)` once after each `optimizer.step()`. Make it before `torch.compile` and before
+    the first forward. Under DDP make one on every rank. Not thread-safe.
     """
 
     def __init__(
@@ -83,61 +64,51 @@ class FreezeController:
         cache: BoundaryListener | None = None,
         policy: str | Policy = "plasticity",
         *,
-        evaluate_every: int | None = None,
-        total_steps: int | None = None,
-        window: int = 10,
-        tolerance: float = 0.2,
-        reference: str = "fp32",
-        evaluator: Literal["inline", "thread"] = "thread",
-        layers: str | Sequence[str] | None = None,
-        num_layers: int = 7,
-        unfreeze_rule: str | UnfreezeRule = "tenfold_drop",
-        bootstrap: Bootstrap | Literal["default"] | None = "default",
-        probe_rows: int = 32,
-        batch_dim: int = 0,
-        refresh_every: int = 1,
-        matched: bool = True,
         listeners: Iterable[Callable[[BoundaryMoved], None]] = (),
-        log_path: str | Path | None = None,
+        **options: Any,
     ) -> None:
-        self.model = model
+        self.config = ControllerConfig(**options)
+        self.model, self._ddp = unwrap(model)
         self.optimizer = optimizer
-        self.policy = make_policy(policy, window=window, tolerance=tolerance, rule=unfreeze_rule)
-        self.history = History(log_path)
-        self._map = LayerMap(model, layers, num_layers)
-        self._total_steps = total_steps
-        self._every = _interval(
-            evaluate_every, total_steps, len(self._map.layers), window, self.policy
-        )
+        self.policy = make_policy(policy, self.config)
+        self._ranks = Ranks(self._ddp)
+        self.history = History(self.config.log_path if self._ranks.is_first else None)
+        self._map = LayerMap(self.model, self.config.layers, self.config.num_layers)
+        measured = self.policy.measure != "nothing"
+        self._every = self.config.interval(len(self._map.layers), measured=measured)
+        self._bootstrap = self.config.bootstrap if measured else None
         self._listeners: list[Callable[[BoundaryMoved], None]] = list(listeners)
         if cache is not None:
             self._listeners.insert(0, cache.on_boundary_moved)
-        self._bootstrap = Bootstrap() if bootstrap == "default" else bootstrap
-        self._probe_rows = probe_rows
-        self._batch_dim = batch_dim
-        self._refresh_every = refresh_every
-        self._matched = matched
         self._freezer = Freezer()
         self._frozen = 0
         self._step = 0
         self._schedule: list[tuple[int, str | None]] = []
         self._loss_sum: Tensor | float = 0.0
         self._num_losses = 0
-        self._training = True
-        self._tap: LayerTap | None = None
-        self._evaluator: Evaluator | None = None
-        if self.policy.measure in ("plasticity", "activation_norm"):
-            self._tap = self._make_tap()
-            judge = Judge()
-            self._evaluator = (
-                InlineEvaluator(judge) if evaluator == "inline" else ThreadEvaluator(judge)
-            )
-        self._sent_layer: int | None = None
-        self._refreshed_at: int | None = None
-        self._since_refresh = 0
+        self._meter = self._make_meter() if measured and self._ranks.is_first else None
+        if self._meter is not None:
+            self._finalizer = weakref.finalize(self, self._meter.close)
         self.policy.bind(self.boundaries)
-        if self.policy.measure == "nothing":
+        if not measured:
+            # A boundary that is to hold from the first forward on.
             self._decide(None)
+
+    def _make_meter(self) -> Meter:
+        measure = self.policy.measure
+        if measure in ("gradient_sum", "gradient_change"):
+            return GradientMeter(self.model, self.optimizer, self._map, measure)
+        device = next(self.model.parameters()).device
+        config = self.config
+        return ActivationMeter(
+            self.model,
+            self._map,
+            self._every,
+            measure,
+            config,
+            self.history,
+            lambda: make_evaluator(config, device),
+        )
 
     @property
     def layers(self) -> list[str]:
@@ -159,6 +130,11 @@ class FreezeController:
         """Name of the last frozen module, or None."""
         return self._map.boundaries[self._frozen - 1] if self._frozen else None
 
+    @property
+    def evaluate_every(self) -> int:
+        """n, as given or as the guideline set it."""
+        return self._every
+
     def schedule(self) -> list[tuple[int, str | None]]:
         """Return every move as (first training step that uses it, boundary), for `StaticPolicy`."""
         return sorted(dict(self._schedule).items())
@@ -168,178 +144,144 @@ class FreezeController:
 
         Args:
             loss: Training loss of this step; needed in the bootstrapping stage only.
+
+        Raises:
+            ValueError: The loss is missing while it is needed.
+            PolicyError: A policy answered something impossible.
         """
         self._step += 1
         if not self._map.resolved:
             self._resolve()
-        if self._watching(loss):
-            if self._step % self._every == 0:
-                self._evaluate()
-            verdicts = self._verdicts()
-            for verdict in verdicts:
+        due = self._step % self._every == 0
+        if not self._bootstrapped(loss, due):
+            return
+        # Verdicts are taken at evaluation points only, though they may be ready earlier: so runs,
+        # ranks and resumed runs decide at the same steps as long as the evaluator keeps up.
+        verdicts = self._exchange() if due else []
+        for verdict in verdicts:
+            self._decide(verdict)
+        if due and self._meter is not None:
+            self._meter.measure(self._step, self._frozen)
+        if due:
+            for verdict in self._exchange(only_immediate=True):
+                verdicts.append(verdict)
                 self._decide(verdict)
-            if not verdicts:
-                self._decide(None)
-            if self._tap is not None and (self._step + 1) % self._every == 0:
-                self._tap.arm(self._frozen, training=self._training)
+        if not verdicts:
+            self._decide(None)
+        if self._meter is not None and (self._step + 1) % self._every == 0:
+            self._meter.prepare(self._frozen)
 
     def _resolve(self) -> None:
-        """Settle the layers by the first forward."""
+        """Settle the layers by the first forward, which has just run."""
         before = self._map.boundaries
         self._map.resolve()
-        self._training = self.model.training
         if self._map.boundaries != before:
             self.policy.bind(self.boundaries)
-            if self._tap is not None:
-                self._tap.close()
-                self._tap = self._make_tap()
+            if self._meter is not None:
+                self._meter.bind()
         if self._frozen:
             # Frozen before any forward was seen, by guess: complete it.
             self._freeze_to(self._frozen)
 
-    def _make_tap(self) -> LayerTap:
-        names = [layer.modules for layer in self._map.layers[:-1]]
-        return LayerTap(self.model, names, num_rows=self._probe_rows, batch_dim=self._batch_dim)
-
-    def _watching(self, loss: Tensor | float | None) -> bool:
+    def _bootstrapped(self, loss: Tensor | float | None, due: bool) -> bool:
         """Return whether the bootstrapping stage is over."""
-        if self._bootstrap is None or self._bootstrap.done or self.policy.measure == "nothing":
+        if self._bootstrap is None or self._bootstrap.done:
             return True
         if loss is None:
             raise ValueError("step(loss) needs the training loss until bootstrapping is over")
         # Summed where it lies: reading it on every step would make the host wait for the device.
         self._loss_sum = self._loss_sum + (loss.detach() if isinstance(loss, Tensor) else loss)
         self._num_losses += 1
-        if self._step % self._every:
+        if not due:
             return False
-        mean = float(self._loss_sum) / self._num_losses
+        mean = self._ranks.agree(float(self._loss_sum) / self._num_losses)
         self._loss_sum, self._num_losses = 0.0, 0
         done = self._bootstrap.observe(mean)
         self.history.add("bootstrap", self._step, loss=mean, done=done)
         return done
 
-    def _evaluate(self) -> None:
-        """Hand the captured probe and the layer's weights to the evaluator."""
-        if self._tap is None or self._evaluator is None or self._frozen >= len(self.boundaries):
-            return
-        probe = self._tap.take()
-        if probe is None:
-            return
-        if probe.batch_size < self._probe_rows:
-            self._probe_rows_too_many(probe)
-        layer = self._frozen
-        modules = [self.model.get_submodule(call.module) for call in probe.calls]
-        new = self._sent_layer != layer
-        if new:
-            self._refreshed_at = None
-        refresh = self._refreshed_at is None or self._since_refresh + 1 >= self._refresh_every
-        judge = self._refreshed_at is not None and (
-            self._refresh_every > 1 or self._step - self._refreshed_at == self._every
-        )
-        job = Evaluation(
-            step=self._step,
-            layer=layer,
-            measure=self.policy.measure,
-            probe=probe,
-            weights=copy_weights(modules) if refresh or self._matched else None,
-            refresh=refresh,
-            judge=judge,
-            modules=copy_modules(modules) if new else None,
-        )
-        if not self._submit(job):
-            self.history.add("dropped", self._step, layer=layer)
-            return
-        self._sent_layer = layer
-        self._since_refresh = 0 if refresh else self._since_refresh + 1
-        if refresh:
-            self._refreshed_at = self._step
-            self.history.add("refresh", self._step, layer=layer)
-
-    def _probe_rows_too_many(self, probe: Probe) -> None:
-        """Stub for short batches."""
-
-    def _submit(self, job: Evaluation) -> bool:
-        assert self._evaluator is not None
-        try:
-            return self._evaluator.submit(job)
-        except EvaluatorError as error:
-            self._lose_evaluator(error)
-            return False
-
-    def _verdicts(self) -> list[Verdict]:
-        if self._evaluator is None:
+    def _exchange(self, *, only_immediate: bool = False) -> list[Verdict]:
+        """Collect verdicts on rank 0 and hand them to every rank."""
+        if self.policy.measure == "nothing":
             return []
-        try:
-            verdicts = self._evaluator.poll()
-        except EvaluatorError as error:
-            self._lose_evaluator(error)
-            return []
+        meter = self._meter
+        idle = meter is None or (only_immediate and not meter.immediate)
+        verdicts = [] if meter is None or idle else meter.collect()
+        verdicts = self._ranks.share(verdicts, self._frozen)
         for verdict in verdicts:
-            if verdict.value is not None:
-                self.history.add(
-                    "reading",
-                    verdict.step,
-                    layer=verdict.layer,
-                    boundary=self._map.boundaries[verdict.layer],
-                    value=verdict.value,
-                    seconds=verdict.seconds,
-                )
-        return [verdict for verdict in verdicts if verdict.value is not None]
+            self._record(verdict)
+        return verdicts
 
-    def _lose_evaluator(self, error: Exception) -> None:
-        """Go on without readings: what is frozen stays frozen, and the learning rate still acts."""
-        log.warning(
-            "egeria: the evaluator has stopped (%s); training goes on, nothing more will freeze",
-            error,
-        )
-        self.history.add("evaluator_lost", self._step, error=str(error))
-        if self._evaluator is not None:
-            self._evaluator.close()
-            self._evaluator = None
+    def _record(self, verdict: Verdict) -> None:
+        fields: dict[str, Any] = {
+            "layer": verdict.layer,
+            "boundary": self._map.boundaries[verdict.layer],
+            "value": verdict.value,
+            "taken_at": self._step,
+        }
+        if verdict.values is not None:
+            fields["values"] = list(verdict.values)
+        else:
+            fields |= {
+                "reference": verdict.reference,
+                "noise": verdict.noise,
+                "seconds": verdict.seconds,
+            }
+        self.history.add("reading", verdict.step, **fields)
 
     def _decide(self, verdict: Verdict | None) -> None:
         """Ask the policy, and do as it says."""
-        reading = Reading(
-            step=self._step,
-            num_layers=len(self._map.layers),
-            lr=tuple(float(group["lr"]) for group in self.optimizer.param_groups),
-            total_steps=self._total_steps,
-            value=None if verdict is None else verdict.value,
-            layer=None if verdict is None else verdict.layer,
+        frozen = self.policy.observe(
+            Reading(
+                step=self._step,
+                num_layers=len(self._map.layers),
+                lr=tuple(float(group["lr"]) for group in self.optimizer.param_groups),
+                total_steps=self.config.total_steps,
+                value=None if verdict is None else verdict.value,
+                layer=None if verdict is None else verdict.layer,
+                values=None if verdict is None else verdict.values,
+            )
         )
-        frozen = self.policy.observe(reading)
         if not 0 <= frozen < len(self._map.layers):
             raise PolicyError(
-                f"{type(self.policy).__name__} froze {frozen} of {len(self._map.layers)} layers; "
-                "the last one must stay trainable"
+                f"{type(self.policy).__name__} asks for {frozen} frozen layers of "
+                f"{len(self._map.layers)}; the last one must stay trainable"
             )
         if frozen < self._frozen:
-            self._move(0, "unfreeze")
+            # Everything behind the new front was trained under another front: release it whole.
+            self._move(0, "unfrozen")
         if frozen > self._frozen:
-            self._move(frozen, "converged")
+            self._move(frozen, "frozen")
 
     def _move(self, frozen: int, reason: str) -> None:
-        """Freeze or release, write it down, tell everybody."""
+        """Freeze or release, rebuild DDP, write it down, tell everybody."""
         previous = self.boundary
         if frozen:
             self._freeze_to(frozen)
         else:
             self._freezer.release()
         self._frozen = frozen
-        event = BoundaryMoved(self._step, self.boundary, previous, reason)
-        self._schedule.append((self._step, self.boundary))
-        self._sent_layer = None
+        if self._ddp is not None:
+            rebuild(self._ddp)
+        event = BoundaryMoved(self._step, self.boundary, previous, self._reason(reason))
+        self._schedule.append((event.step, event.boundary))
         self.history.add(
             "boundary",
-            self._step,
+            event.step,
             boundary=event.boundary,
             previous=event.previous,
-            reason=reason,
+            reason=event.reason,
             num_frozen=frozen,
+            num_layers=len(self._map.layers),
             active_parameters=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
         )
+        log.info("egeria: step %d: boundary %s (%s)", event.step, event.boundary, event.reason)
         for listener in self._listeners:
             listener(event)
+
+    def _reason(self, what: str) -> str:
+        why = getattr(self.policy, "reason", "")
+        return f"{what} by {type(self.policy).__name__}" + (f": {why}" if why else "")
 
     def _freeze_to(self, frozen: int) -> None:
         prefix = self._map.prefix(self._map.boundaries[frozen - 1])
@@ -349,47 +291,53 @@ class FreezeController:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next decisions depend on."""
+        """Return what the next decisions depend on: plain containers, numbers and CPU tensors.
+
+        Waits for an evaluation in flight. Under DDP, rank 0's holds the reference.
+        """
         return {
             "step": self._step,
+            "every": self._every,
             "map": self._map.state_dict(),
             "policy": self.policy.state_dict(),
             "bootstrap": None if self._bootstrap is None else self._bootstrap.state_dict(),
-            "loss": (float(self._loss_sum), self._num_losses),
+            "loss": [float(self._loss_sum), self._num_losses],
             "frozen": self._frozen,
-            "schedule": list(self._schedule),
-            "training": self._training,
+            "schedule": [list(move) for move in self._schedule],
+            "history": list(self.history),
+            "meter": None if self._meter is None else self._meter.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`; freezes what was frozen and tells the cache."""
-        self._step = state["step"]
+        """Continue from `state_dict()`: freezes what was frozen, tells the cache.
+
+        Call it before the first forward, with the model's and optimizer's own state loaded.
+        """
+        self._step, self._every = state["step"], state["every"]
         self._map.load_state_dict(state["map"])
-        self._training = state["training"]
         self.policy.bind(self.boundaries)
         self.policy.load_state_dict(state["policy"])
         if self._bootstrap is not None and state["bootstrap"] is not None:
             self._bootstrap.load_state_dict(state["bootstrap"])
         self._loss_sum, self._num_losses = state["loss"]
-        if self._tap is not None:
-            self._tap.close()
-            self._tap = self._make_tap()
-        self._freezer.release()
-        self._frozen = 0
+        self.history.records = [dict(record) for record in state["history"]]
+        if self._frozen:
+            self._move(0, "resumed")
         if state["frozen"]:
             self._move(state["frozen"], "resumed")
         self._schedule = [(step, boundary) for step, boundary in state["schedule"]]
-        if self._tap is not None and (self._step + 1) % self._every == 0:
-            self._tap.arm(self._frozen, training=self._training)
+        if self._meter is not None:
+            self._meter.bind()
+            if state["meter"] is not None:
+                self._meter.load_state_dict(state["meter"])
+            if (self._step + 1) % self._every == 0:
+                self._meter.prepare(self._frozen)
 
     def close(self) -> None:
         """Stop the evaluator and take every hook off; what is frozen stays frozen. Idempotent."""
         self._map.close()
-        if self._tap is not None:
-            self._tap.close()
-        if self._evaluator is not None:
-            self._evaluator.close()
-            self._evaluator = None
+        if self._meter is not None:
+            self._meter.close()
 
     def __enter__(self) -> FreezeController:
         return self
@@ -401,20 +349,3 @@ class FreezeController:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _interval(
-    every: int | None, total_steps: int | None, num_layers: int, window: int, policy: Policy
-) -> int:
-    if every is not None:
-        if every < 1:
-            raise ValueError(f"evaluate_every must be a positive number of steps, got {every}")
-        return every
-    if total_steps is not None:
-        return guideline_interval(total_steps, num_layers, window)
-    if policy.measure == "nothing":
-        return 1
-    raise ValueError(
-        "give evaluate_every (steps between two evaluations) or total_steps (optimizer steps in "
-        "the whole schedule, from which the guideline sets it)"
-    )

@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from torch.utils.hooks import RemovableHandle
 
 __all__ = ["Call", "LayerTap", "Probe", "Wire", "first_activation", "run_calls"]
@@ -28,7 +34,8 @@ class Wire:
     """Stands for a leaf of an earlier module's output among the arguments of a later one."""
 
     call: int
-    leaf: int
+    path: tuple[Any, ...] = ()
+    """Keys that lead to the leaf in the output; empty where the output is the tensor itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,9 @@ class Probe:
     """What the layer itself returned for the probe's rows, in training mode."""
     batch_size: int = 0
     """Rows of the batch it was taken from."""
-    autocast: torch.dtype | None = None
+    num_rows: int = 0
+    """Rows kept of it."""
+    batch_dim: int = 0
 
 
 def run_calls(modules: Sequence[nn.Module], calls: Sequence[Call]) -> Any:
@@ -61,15 +70,20 @@ def run_calls(modules: Sequence[nn.Module], calls: Sequence[Call]) -> Any:
     """
     if not calls:
         raise ValueError("no calls were recorded")
-    results: list[list[Any]] = []
+    results: list[Any] = []
     output: Any = None
 
     def resolve(leaf: Any) -> Any:
-        return results[leaf.call][leaf.leaf] if isinstance(leaf, Wire) else leaf
+        if not isinstance(leaf, Wire):
+            return leaf
+        value = results[leaf.call]
+        for key in leaf.path:
+            value = value[key]
+        return value
 
     for module, call in zip(modules, calls, strict=True):
         output = module(*tree_map(resolve, call.args), **tree_map(resolve, call.kwargs))
-        results.append(tree_leaves(output))
+        results.append(output)
     return output
 
 
@@ -105,11 +119,11 @@ class LayerTap:
         batch_dim: int = 0,
     ) -> None:
         self._model = model
-        self._num_rows = num_rows
+        self.num_rows = num_rows
         self._batch_dim = batch_dim
         self._handles: list[RemovableHandle] = []
         self._armed: int | None = None
-        self._training = True
+        self._training: bool | None = None
         self._forget()
         for index, names in enumerate(layers):
             for position, name in enumerate(names):
@@ -122,14 +136,23 @@ class LayerTap:
 
     def _forget(self) -> None:
         self._probe = Probe()
-        self._results: list[tuple[list[Any], list[int]]] = []
+        self._results: list[list[tuple[Tensor, tuple[Any, ...], int]]] = []
         self._done = False
 
-    def arm(self, layer: int, *, training: bool = True) -> None:
-        """Record the next forward of `layer` with gradients, made in this mode of the model."""
+    def arm(self, layer: int, *, training: bool | None = None) -> None:
+        """Record the next forward of `layer` with gradients on, in this mode of the model.
+
+        A validation pass between two steps is no training forward: by its mode (None: whatever
+        it is), and by its gradients being off.
+        """
         self._forget()
         self._armed = layer
         self._training = training
+
+    @property
+    def armed(self) -> int | None:
+        """The layer that was armed last and not taken yet."""
+        return self._armed
 
     def take(self) -> Probe | None:
         """Return what was recorded since `arm`, if anything was, and disarm."""
@@ -151,7 +174,7 @@ class LayerTap:
             self._armed == layer
             and not self._done
             and torch.is_grad_enabled()
-            and self._model.training is self._training
+            and self._training in (None, self._model.training)
         )
 
     def before(self, name: str, position: int, args: Any, kwargs: dict[str, Any]) -> None:
@@ -179,27 +202,30 @@ class LayerTap:
         """Remember the output for wiring; of the last module, keep the activation."""
         if not self._probe.calls:
             return
-        leaves = tree_leaves(output)
-        self._results.append((leaves, [getattr(leaf, "_version", 0) for leaf in leaves]))
+        outputs = [
+            (leaf, tuple(_key(key) for key in path), leaf._version)
+            for path, leaf in tree_flatten_with_path(output)[0]
+            if isinstance(leaf, Tensor)
+        ]
+        self._results.append(outputs)
         if not last:
             return
         size = self._probe.batch_size
         activation = first_activation(output, size, self._batch_dim)
         if activation is not None:
             self._probe.output = self._keep(activation, size)
-            kind = activation.device.type
-            if torch.is_autocast_enabled(kind):
-                self._probe.autocast = torch.get_autocast_dtype(kind)
+            self._probe.num_rows = min(size, self.num_rows)
+            self._probe.batch_dim = self._batch_dim
             self._done = True
         self._results.clear()
 
     def _wire(self, leaf: Any) -> Wire | None:
         if isinstance(leaf, Tensor):
-            for call, (outputs, versions) in enumerate(self._results):
-                for i, output in enumerate(outputs):
+            for call, outputs in enumerate(self._results):
+                for output, path, version in outputs:
                     # The same object, and not written to in between (an in-place ReLU).
-                    if output is leaf and versions[i] == leaf._version:
-                        return Wire(call, i)
+                    if output is leaf and version == leaf._version:
+                        return Wire(call, path)
         return None
 
     def _batch_of(self, leaves: Sequence[Any]) -> int:
@@ -213,8 +239,16 @@ class LayerTap:
             return leaf
         leaf = leaf.detach()
         if leaf.dim() > self._batch_dim and leaf.shape[self._batch_dim] == size:
-            leaf = leaf.narrow(self._batch_dim, 0, min(size, self._num_rows))
+            leaf = leaf.narrow(self._batch_dim, 0, min(size, self.num_rows))
         return leaf.clone()
+
+
+def _key(entry: Any) -> Any:
+    """Return what `[]` takes for one step of a pytree path."""
+    for attribute in ("idx", "key", "name"):
+        if hasattr(entry, attribute):
+            return getattr(entry, attribute)
+    raise TypeError(f"cannot follow {entry!r} into a module's output")
 
 
 class _Hook:

@@ -1,111 +1,180 @@
 """Runs the reference and compares: what the evaluator does, wherever it lives.
 
-Knows nothing of training, threads or processes: one message in, at most one verdict out.
+Two halves, as in the paper's Figure 6. `ReferenceRunner` turns an item of the input queue into an
+item of the reference-output queue; `compare` joins that with the training-output queue's item into
+a verdict. Neither knows of training, threads or processes.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from egeria_core.config import ReferenceKind
 from egeria_core.errors import EvaluatorError
-from egeria_core.hooks import Probe, first_activation, run_calls
+from egeria_core.hooks import Probe
 from egeria_core.plasticity import sp_loss
 from egeria_core.policies.base import Measure
-from egeria_core.snapshot import Weights, copy_modules, load_weights
+from egeria_core.reference import ReferenceChain, run_layer
+from egeria_core.snapshot import Weights, copy_between, copy_modules, load_weights
 
-__all__ = ["Evaluation", "Judge", "Verdict"]
+__all__ = [
+    "InputItem",
+    "OutputItem",
+    "ReferenceItem",
+    "ReferenceRunner",
+    "Verdict",
+    "compare",
+]
 
 
 @dataclass(slots=True)
-class Evaluation:
-    """One look at the frontmost active layer, sent by the training side."""
+class InputItem:
+    """Input queue: what the frontmost active layer was called with, and its weights if needed."""
 
     step: int
     layer: int
-    measure: Measure
     probe: Probe
-    weights: Weights | None
-    """The layer's weights now; None where they are not needed."""
-    refresh: bool
-    """Whether these weights become the reference after this reading."""
     judge: bool
     """Whether there is a reference to read against."""
+    refresh: bool
+    """Whether `weights` become the reference after this reading."""
+    inference: bool
+    """Whether the layer's own side is `weights` in inference mode, not the captured output."""
+    weights: Weights | None = None
     modules: list[nn.Module] | None = None
-    """Structure of the layer; sent once when the layer becomes the front."""
+    """Structure of the layer; sent once, when the layer becomes the front."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class OutputItem:
+    """Training-output queue: what the layer returned in training."""
+
+    step: int
+    measure: Measure
+    output: Tensor | None
+
+
+@dataclass(slots=True)
+class ReferenceItem:
+    """Reference-output queue: what the reference returned for the same rows."""
+
+    step: int
+    layer: int
+    theirs: Tensor | None
+    ours: Tensor | None
+    reference: str
+    noise: float
+    costly: bool
+    seconds: float
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Verdict:
-    """What came of one evaluation."""
+    """What came of one evaluation. `value` is None where there was nothing to read against."""
 
     step: int
     layer: int
     value: float | None
-    seconds: float
-    note: str | None = None
-    """One line for the user: a fallback and its reason."""
+    values: tuple[float | None, ...] | None = None
+    reference: str = "none"
+    noise: float = 0.0
+    costly: bool = False
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    dropped: str | None = None
+    """Why the evaluator did not evaluate, where it did not."""
 
 
-class Judge:
+class ReferenceRunner:
     """Owns the reference of one layer at a time. Not thread-safe."""
 
-    def __init__(self) -> None:
-        self._current: list[nn.Module] = []
-        self._reference: list[nn.Module] = []
-        self._names: list[str] = []
+    def __init__(self, kind: ReferenceKind, device: torch.device | str = "cpu") -> None:
+        self._kind = kind
+        self._device = torch.device(device) if kind == "device" else torch.device("cpu")
+        self._chain = ReferenceChain(kind, self._device)
+        self._present: list[nn.Module] = []
+        self._past: list[nn.Module] = []
         self._layer: int | None = None
 
-    def handle(self, job: Evaluation) -> Verdict:
-        """Read the layer against its reference, then refresh the reference if it is time."""
+    def run(self, item: InputItem) -> ReferenceItem:
+        """Run the reference on the probe, then refresh it if it is time.
+
+        Raises:
+            EvaluatorError: The layer's structure never arrived.
+            Exception: Whatever the layer's own code raises.
+        """
         start = time.perf_counter()
-        if job.modules is not None:
-            self._current = job.modules
-            self._reference = copy_modules(job.modules)
-            self._layer = job.layer
-        if job.layer != self._layer:
-            raise EvaluatorError(f"no reference for layer {job.layer}: it was never sent")
-        value = self._measure(job) if job.judge else None
-        if job.refresh and job.weights is not None:
-            load_weights(self._reference, job.weights)
-        return Verdict(job.step, job.layer, value, time.perf_counter() - start)
+        if item.modules is not None:
+            self._present = item.modules
+            self._past = copy_modules(item.modules)
+            self._chain = ReferenceChain(self._kind, self._device)
+            self._layer = item.layer
+        if item.layer != self._layer:
+            raise EvaluatorError(f"no structure was sent for layer {item.layer}")
+        if item.weights is not None:
+            load_weights(self._present, item.weights)
+        ours = theirs = None
+        if item.judge:
+            theirs = self._chain.run(item.probe)
+            if item.inference:
+                ours = run_layer(self._present, item.probe, self._device)
+        notes: list[str] = []
+        if item.refresh:
+            copy_between(self._present, self._past)
+            notes = self._chain.refresh(self._past, item.probe)
+        return ReferenceItem(
+            item.step,
+            item.layer,
+            theirs,
+            ours,
+            self._chain.name,
+            self._chain.noise,
+            self._chain.costly,
+            time.perf_counter() - start,
+            notes,
+        )
 
-    @torch.no_grad()
-    def _measure(self, job: Evaluation) -> float:
-        probe = job.probe
-        if job.weights is not None:
-            load_weights(self._current, job.weights)
-            ours = self._run(self._current, probe)
-        elif probe.output is not None:
-            ours = probe.output
+    def heed(self, verdict: Verdict) -> None:
+        """Let a reading tell whether the reference is precise enough for it."""
+        if verdict.value is not None and verdict.layer == self._layer:
+            note = self._chain.heed(verdict.value)
+            if note is not None:
+                verdict.notes.append(note)
+
+
+def compare(reference: ReferenceItem, training: OutputItem) -> Verdict:
+    """Join the two sides of one evaluation.
+
+    Raises:
+        EvaluatorError: They are not of the same step, or carry no activation.
+    """
+    if reference.step != training.step:
+        raise EvaluatorError(
+            f"the queues are out of step: reference {reference.step}, training {training.step}"
+        )
+    verdict = Verdict(
+        reference.step,
+        reference.layer,
+        None,
+        reference=reference.reference,
+        noise=reference.noise,
+        costly=reference.costly,
+        notes=list(reference.notes),
+    )
+    start = time.perf_counter()
+    if reference.theirs is not None:
+        ours = training.output if reference.ours is None else reference.ours
+        if ours is None:
+            raise EvaluatorError(f"step {training.step} carries no activation of the layer")
+        if training.measure == "activation_norm":
+            difference = ours.float() - reference.theirs.to(ours.device)
+            verdict.value = float(difference.abs().mean())
         else:
-            raise EvaluatorError(f"the evaluation of step {job.step} carries no activation")
-        theirs = self._run(self._reference, probe)
-        if job.measure == "activation_norm":
-            return float((ours.float() - theirs.float()).abs().mean())
-        return float(sp_loss(ours, theirs))
-
-    def _run(self, modules: list[nn.Module], probe: Probe) -> Tensor:
-        calls = [tree_map_call(call) for call in probe.calls]
-        output = first_activation(run_calls(modules[-len(calls) :], calls))
-        if output is None:
-            raise EvaluatorError("the layer returned no floating-point activation")
-        return output
-
-
-def tree_map_call(call: Any) -> Any:
-    """Return the call with its floating-point tensors on the CPU in single precision."""
-
-    def convert(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        leaf = leaf.to("cpu")
-        # Clone: the layer may begin with an in-place operation, and the call is run twice.
-        return leaf.float() if leaf.dtype in (torch.float16, torch.bfloat16) else leaf.clone()
-
-    return type(call)(call.module, tree_map(convert, call.args), tree_map(convert, call.kwargs))
+            verdict.value = float(sp_loss(ours, reference.theirs.to(ours.device)))
+    verdict.seconds = reference.seconds + time.perf_counter() - start
+    return verdict

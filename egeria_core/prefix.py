@@ -42,6 +42,8 @@ class LayerMap:
         self._num_layers = num_layers
         self.layers: list[Layer] = find_layers(model, self._pattern, num_layers=num_layers)
         self.prefixes: dict[str, Prefix] = {}
+        self.training: bool | None = None
+        """Mode of the model in training forwards (people do fine-tune in inference mode)."""
         self._trace: ForwardTrace | None = ForwardTrace(
             model, (name for layer in self.layers for name in layer.modules)
         )
@@ -63,6 +65,7 @@ class LayerMap:
             return
         trace.close()
         self._trace = None
+        self.training = self._model.training
         if all(layer.boundary not in trace.returned for layer in self.layers):
             log.warning(
                 "egeria: no layer of %s was seen in the first forward, so registration order is "
@@ -100,6 +103,7 @@ class LayerMap:
         """Return the layers and prefixes as found."""
         return {
             "resolved": self.resolved,
+            "training": self.training,
             "layers": [[list(layer.modules), layer.num_parameters] for layer in self.layers],
             "prefixes": {
                 name: [list(prefix.modules), list(prefix.parameters)]
@@ -113,6 +117,7 @@ class LayerMap:
             return
         self.close()
         self._trace = None
+        self.training = state["training"]
         self.layers = [Layer(tuple(modules), size) for modules, size in state["layers"]]
         self.prefixes = {
             name: Prefix(tuple(modules), tuple(parameters))

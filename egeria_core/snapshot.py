@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from egeria_cache.frozen import FrozenPrefix
 
-__all__ = ["Weights", "copy_modules", "copy_weights", "load_weights"]
+__all__ = ["Weights", "copy_between", "copy_modules", "copy_tensor", "copy_weights", "load_weights"]
 
 Weights = list[dict[str, Tensor]]
 """Parameters and buffers (persistent or not) of each module, by name."""
@@ -62,12 +62,25 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def copy_weights(modules: Sequence[nn.Module]) -> Weights:
-    """Return the modules' weights as they are now, on the CPU."""
+def copy_weights(modules: Sequence[nn.Module], device: torch.device | None = None) -> Weights:
+    """Return the modules' weights as they are now.
+
+    From a CUDA device to the CPU the copies are only started, into pinned memory: wait for the
+    current stream (an event) before reading them.
+    """
     return [
-        {name: t.detach().to("cpu", copy=True) for name, t in _tensors(module)}
+        {name: copy_tensor(tensor, device) for name, tensor in _tensors(module)}
         for module in modules
     ]
+
+
+def copy_tensor(tensor: Tensor, device: torch.device | None) -> Tensor:
+    """Copy to `device` (None: the CPU) without waiting."""
+    target = torch.device("cpu") if device is None else device
+    if tensor.is_cuda and target.type == "cpu":
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return pinned.copy_(tensor.detach(), non_blocking=True)
+    return tensor.detach().to(target, copy=True)
 
 
 @torch.no_grad()
@@ -76,3 +89,11 @@ def load_weights(modules: Sequence[nn.Module], weights: Weights) -> None:
     for module, values in zip(modules, weights, strict=True):
         for name, tensor in _tensors(module):
             tensor.copy_(values[name])
+
+
+@torch.no_grad()
+def copy_between(source: Sequence[nn.Module], target: Sequence[nn.Module]) -> None:
+    """Write the weights of `source` into modules of the same structure, of any type or device."""
+    for ours, theirs in zip(source, target, strict=True):
+        for (_, tensor), (_, copy_) in zip(_tensors(ours), _tensors(theirs), strict=True):
+            copy_.copy_(tensor)

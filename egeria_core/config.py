@@ -1,0 +1,120 @@
+"""Every option of the controller, each with its reason. Checked once, here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from egeria_core.bootstrap import Bootstrap
+from egeria_core.learning_rate import UnfreezeRule
+
+__all__ = ["ControllerConfig", "EvaluatorKind", "ReferenceKind", "guideline_interval"]
+
+ReferenceKind = Literal["auto", "int8", "bf16", "fp32", "device"]
+EvaluatorKind = Literal["process", "thread", "inline"]
+
+
+def guideline_interval(total_steps: int, num_layers: int, window: int) -> int:
+    """Return n by the paper's guideline: every layer gets its 2 W evaluations within the schedule.
+
+    1.75 = 1 + 0.5 + 0.25 leaves room for bootstrapping, smoothing delay and halved windows
+    (section 4.2.2: 78k iterations, W = 10, 7 layers: about 300).
+    """
+    return max(1, int(total_steps / (2 * window) / num_layers / 1.75))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControllerConfig:
+    """Options of `FreezeController`."""
+
+    evaluate_every: int | None = None
+    """n, training steps between two evaluations. None: by the guideline, from `total_steps`; more
+    often costs CPU and brings no speed-up, much more rarely and deep layers are never reached."""
+    total_steps: int | None = None
+    """Optimizer steps in the whole schedule."""
+    window: int = 10
+    """W, evaluations in the history, and stale readings in a row that freeze (paper: 5 freezes
+    unconverged layers, 20 only loses time)."""
+    tolerance: float = 0.2
+    """A reading is stale when its slope is below this part of the layer's largest early slope
+    (paper: 0.4 freezes too eagerly, 0.1 hardly ever)."""
+    reference: ReferenceKind = "auto"
+    """What the front layer is compared with: a snapshot of it in `int8`, `bf16` or `fp32` on the
+    CPU, or in full precision on the training `device`. `auto`: int8 where one fp32 forward of the
+    layer takes long enough for the quantisation to pay, else fp32."""
+    evaluator: EvaluatorKind = "process"
+    """Where the reference runs: a `process` of its own, a `thread`, or `inline` on the training
+    thread, which makes the run freeze at the same steps each time, however busy the machine."""
+    layers: str | Sequence[str] | None = None
+    """Regular expression, or module names, instead of the balanced parse of the model."""
+    num_layers: int = 7
+    """Wanted number of layers of that parse (the paper's for ResNet-56)."""
+    unfreeze_rule: str | UnfreezeRule = "tenfold_drop"
+    """When frozen layers are trained again: `tenfold_drop` (the paper's), `warm_restart` for
+    cosine and cyclical schedules, or an object with the methods of `UnfreezeRule`."""
+    bootstrap: Bootstrap | None = field(default_factory=Bootstrap)
+    """The stage in which nothing may freeze. None: over at once, for fine-tuning."""
+    probe_rows: int = 32
+    """Samples of the batch that are compared. SP depends on their number, so it is fixed; more
+    rows steady the reading and cost the reference's forward."""
+    batch_dim: int = 0
+    """Dimension of the batch in the layers' arguments and outputs."""
+    refresh_every: int | None = None
+    """Evaluations between two refreshes of the reference. None: 1 where a refresh only copies
+    weights, so that every reading is taken at the same age of the snapshot; W where it quantises,
+    so that the moving average over W readings compares equal ages."""
+    train_output: Literal["inference", "captured"] = "inference"
+    """What is compared with the reference: the layer's present weights run in inference mode on
+    the captured input, like the reference, or the output captured from the training forward
+    (the paper). Captured, Dropout's noise and BatchNorm's batch statistics are part of the
+    reading and can hide the plasticity."""
+    cpu_load_limit: float = 0.5
+    """The evaluator process runs only while the rest of the machine uses less than this part of
+    the CPUs (section 4.1.2); past it evaluations are dropped. 1 switches the gate off."""
+    evaluator_threads: int | None = None
+    """CPU threads of the evaluator process. None: a quarter of the machine's."""
+    log_path: str | Path | None = None
+    """The history is also written here as JSON lines."""
+    tensorboard_dir: str | Path | None = None
+    """Scalars for TensorBoard go here, where it is installed."""
+
+    def __post_init__(self) -> None:
+        for name in ("evaluate_every", "total_steps", "refresh_every", "evaluator_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be a positive number, got {value}")
+        for name, least in (("window", 2), ("num_layers", 2), ("probe_rows", 2), ("batch_dim", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.tolerance <= 0:
+            raise ValueError(f"tolerance must be positive, got {self.tolerance}")
+        if not 0 < self.cpu_load_limit <= 1:
+            raise ValueError(f"cpu_load_limit must lie in (0, 1], got {self.cpu_load_limit}")
+        for name, known in (
+            ("reference", ("auto", "int8", "bf16", "fp32", "device")),
+            ("evaluator", ("process", "thread", "inline")),
+            ("train_output", ("inference", "captured")),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
+                )
+
+    def interval(self, num_layers: int, *, measured: bool) -> int:
+        """Return n.
+
+        Raises:
+            ValueError: Neither the interval nor the schedule's length was given.
+        """
+        if self.evaluate_every is not None:
+            return self.evaluate_every
+        if self.total_steps is not None:
+            return guideline_interval(self.total_steps, num_layers, self.window)
+        if not measured:
+            return 1
+        raise ValueError(
+            "give total_steps (optimizer steps in the whole schedule, from which the paper's "
+            "guideline sets the interval) or evaluate_every (steps between two evaluations)"
+        )

@@ -1,0 +1,143 @@
+"""One decision on every rank, and a DistributedDataParallel that follows it.
+
+Rank 0 measures; what it read is broadcast at every evaluation point, and each rank feeds the same
+numbers to the same pure policy. So all ranks freeze the same layers at the same step without a
+message per step, and any rank's `state_dict()` is everyone's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from egeria_cache.errors import EgeriaError
+from egeria_core.judge import Verdict
+
+__all__ = ["Ranks", "rebuild", "unwrap"]
+
+MAX_VERDICTS = 8
+"""Verdicts in one broadcast; an evaluator's queues hold fewer."""
+
+
+def unwrap(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:
+    """Return the bare model, and the wrapper if there is one."""
+    if isinstance(model, DistributedDataParallel):
+        inner: nn.Module = model.module
+        return inner, model
+    return model, None
+
+
+class Ranks:
+    """The processes that train one model together; alone, everything here does nothing.
+
+    Args:
+        ddp: The wrapper whose group is meant; None: a single process.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel | None) -> None:
+        self._group = None if ddp is None else ddp.process_group
+        self._device = torch.device("cpu")
+        if self._group is not None and dist.get_backend(self._group) == "nccl":
+            self._device = torch.device("cuda", torch.cuda.current_device())
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process measures."""
+        return self._group is None or dist.get_rank(self._group) == 0
+
+    def _broadcast(self, values: list[float]) -> list[float]:
+        assert self._group is not None
+        tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
+        dist.broadcast(tensor, src=dist.get_global_rank(self._group, 0), group=self._group)
+        result: list[float] = tensor.tolist()
+        return result
+
+    def agree(self, value: float) -> float:
+        """Return rank 0's value."""
+        return value if self._group is None else self._broadcast([value])[0]
+
+    def share(self, verdicts: list[Verdict], frozen: int) -> list[Verdict]:
+        """Return rank 0's verdicts; called by all ranks at the same step.
+
+        Raises:
+            EgeriaError: This rank has frozen another number of layers than rank 0.
+        """
+        if self._group is None:
+            return verdicts
+        verdicts = verdicts[:MAX_VERDICTS]
+        width = max((len(v.values or ()) for v in verdicts), default=0)
+        head = [float(len(verdicts)), float(frozen), float(width)]
+        count, first_frozen, width = (int(x) for x in self._broadcast(head))
+        if first_frozen != frozen:
+            raise EgeriaError(
+                f"rank {dist.get_rank(self._group)} has {frozen} frozen layers and rank 0 has "
+                f"{first_frozen}; the learning rates or the policy differ between ranks"
+            )
+        if count == 0:
+            return []
+        rows: list[float] = []
+        for i in range(count):
+            rows.extend(_row(verdicts[i], width) if i < len(verdicts) else [0.0] * (3 + width))
+        rows = self._broadcast(rows)
+        stride = 3 + width
+        shared = [_verdict(rows[i * stride : (i + 1) * stride]) for i in range(count)]
+        return verdicts if self.is_first else shared
+
+
+def _row(verdict: Verdict, width: int) -> list[float]:
+    missing = float("nan")
+    values = [missing if v is None else v for v in verdict.values or ()]
+    value = missing if verdict.value is None else verdict.value
+    padded = values + [missing] * (width - len(values))
+    return [float(verdict.step), float(verdict.layer), value, *padded]
+
+
+def _verdict(row: list[float]) -> Verdict:
+    def known(value: float) -> float | None:
+        return None if value != value else value
+
+    values = tuple(known(value) for value in row[3:]) if len(row) > 3 else None
+    return Verdict(int(row[0]), int(row[1]), known(row[2]), values)
+
+
+def rebuild(ddp: DistributedDataParallel) -> None:
+    """Make the wrapper reduce exactly the parameters that are trainable now.
+
+    DDP settles at construction which parameters it reduces. Frozen ones would be waited for, and
+    ones unfrozen later would silently stay unsynchronised. This does what unpickling a wrapper
+    does (`DistributedDataParallel.__setstate__`): the user's object, its hooks and its process
+    group stay; only the reducer is new. Call on every rank at the same step, between
+    `optimizer.step()` and the next forward.
+
+    Raises:
+        EgeriaError: This version of PyTorch does it differently.
+    """
+    inner: Any = ddp
+    hooks = list(inner._comm_hooks)
+    try:
+        parameters, sparse = inner._build_params_for_reducer()
+        names = inner._build_debug_param_to_name_mapping(parameters)
+        inner._ddp_init_helper(parameters, sparse, names, inner.static_graph)
+    except (AttributeError, TypeError) as error:
+        raise EgeriaError(
+            f"cannot rebuild DistributedDataParallel of torch {torch.__version__} ({error}); wrap "
+            "the model again after each BoundaryMoved event instead"
+        ) from error
+    inner._module_parameters = [
+        p for n, p in inner.module.named_parameters() if n not in inner.parameters_to_ignore
+    ]
+    inner._has_rebuilt_buckets = False
+    inner._comm_hooks = []
+    for hook, state in hooks:
+        ddp.register_comm_hook(state, hook)
+    if inner.static_graph:
+        inner.static_graph = False
+        inner._set_static_graph()
+    if inner.gradient_as_bucket_view:
+        # These gradients are views into buckets that are gone; the step has used them.
+        for parameter in ddp.parameters():
+            parameter.grad = None

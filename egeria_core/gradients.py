@@ -1,0 +1,129 @@
+"""Measures gradients per layer, for the policies that judge by them (AutoFreeze, SmartPipe)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from egeria_core.judge import Verdict
+from egeria_core.prefix import LayerMap
+
+__all__ = ["GradientMeter"]
+
+
+class GradientMeter:
+    """Reads gradients right before each `optimizer.step()`, when they are whole and unscaled.
+
+    `gradient_sum`: every step's gradients are added up; a reading is, per layer, the sum over its
+    parameters of the L1 norm of what has added up since the last one.
+    `gradient_change`: two gradients are kept per reading, the previous reading's and this one's; a
+    reading is |g' - g| / |g'| per layer, L2 over all its parameters.
+    A frozen layer, and one that has nothing to compare with yet, reads None.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        layers: LayerMap,
+        measure: Literal["gradient_sum", "gradient_change"],
+    ) -> None:
+        self._model, self._layers, self._measure = model, layers, measure
+        self._kept: dict[str, Tensor] = {}
+        self._now: dict[str, Tensor] = {}
+        self._parameters: list[dict[str, Tensor]] = []
+        self._wanted = measure == "gradient_sum"
+        self._ready: list[Verdict] = []
+        self._handle: RemovableHandle | None = optimizer.register_step_pre_hook(self._before_step)
+        self.bind()
+
+    @property
+    def immediate(self) -> bool:
+        """Always: everything is at hand."""
+        return True
+
+    def bind(self) -> None:
+        """Learn which parameters belong to which layer."""
+        self._parameters = []
+        known: set[int] = set()
+        for layer in self._layers.layers:
+            own: dict[str, Tensor] = {}
+            for name in layer.modules:
+                for inner, parameter in self._model.get_submodule(name).named_parameters(name):
+                    if id(parameter) not in known:
+                        known.add(id(parameter))
+                        own[inner] = parameter
+            self._parameters.append(own)
+
+    def prepare(self, frozen: int) -> None:
+        """Take the next step's gradients."""
+        self._wanted = True
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._wanted:
+            return
+        adding = self._measure == "gradient_sum"
+        for own in self._parameters:
+            for name, parameter in own.items():
+                if parameter.grad is None:
+                    continue
+                gradient = parameter.grad.detach()
+                if adding and name in self._now:
+                    self._now[name].add_(gradient)
+                else:
+                    self._now[name] = gradient.clone()
+
+    @torch.no_grad()
+    def measure(self, step: int, frozen: int) -> None:
+        """Reduce what was taken to one number per layer."""
+        values = [
+            None if index < frozen else self._value(own)
+            for index, own in enumerate(self._parameters)
+        ]
+        # One transfer for all layers: the host waits once per evaluation.
+        present = [value for value in values if value is not None]
+        numbers = iter(torch.stack(present).tolist() if present else [])
+        result = tuple(None if value is None else float(next(numbers)) for value in values)
+        if self._measure == "gradient_change":
+            self._kept, self._wanted = self._now, False
+        self._now = {}
+        self._ready.append(Verdict(step, frozen, None, result))
+
+    def _value(self, own: dict[str, Tensor]) -> Tensor | None:
+        now = [self._now[name] for name in own if name in self._now]
+        if not now:
+            return None
+        if self._measure == "gradient_sum":
+            return torch.stack([gradient.abs().sum() for gradient in now]).sum()
+        pairs = [(self._kept[n], self._now[n]) for n in own if n in self._kept and n in self._now]
+        if not pairs:
+            return None
+        change = torch.stack([(old - new).square().sum() for old, new in pairs]).sum()
+        size = torch.stack([old.square().sum() for old, _ in pairs]).sum()
+        return (change / size).sqrt()
+
+    def collect(self) -> list[Verdict]:
+        """Return the readings taken since the last call."""
+        ready, self._ready = self._ready, []
+        return ready
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return gradients kept for the next reading."""
+        return {"kept": dict(self._kept), "now": dict(self._now)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        parameters = dict(self._model.named_parameters())
+        for name in ("kept", "now"):
+            values = {k: v.to(parameters[k].device).clone() for k, v in state[name].items()}
+            setattr(self, f"_{name}", values)
+
+    def close(self) -> None:
+        """Take the hook off; idempotent."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
