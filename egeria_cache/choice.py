@@ -19,7 +19,7 @@ MIN_SAVING = 0.05
 SAME_BYTES = 0.03
 """Within this margin of the smallest, the codec that decodes fastest is taken."""
 MIN_DECODE_BYTES_PER_S = 150e6
-"""Of decoded bytes, on one core: below it the reading threads could not keep a training step fed."""
+"""Of decoded bytes, on one core: what is slower could not keep a training step fed."""
 
 
 @dataclass(frozen=True, slots=True)

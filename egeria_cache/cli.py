@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from egeria_cache.budget import in_use_elsewhere, remove_directory
 from egeria_cache.config import parse_size
 from egeria_cache.errors import StoreError
+from egeria_cache.files import in_use_elsewhere, remove_directory
 from egeria_cache.manifest import Manifest, differing_fields
 from egeria_cache.report import (
     CacheReport,
@@ -203,7 +203,9 @@ def _diff(options: argparse.Namespace, report: CacheReport) -> int:
     one, other = (Manifest.read(report.directory / name).fields for name in names)
     differing = differing_fields(one, other)
     if options.json:
-        _print_json({field: dict(zip(names, pair)) for field, pair in differing.items()})
+        _print_json(
+            {field: dict(zip(names, pair, strict=True)) for field, pair in differing.items()}
+        )
         return HEALTHY
     if not differing:
         print("the same fields")

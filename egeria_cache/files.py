@@ -13,6 +13,7 @@ import os
 import shutil
 import struct
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +33,13 @@ DATA_NAME, IN_USE_NAME = "data.mdb", "in-use"
 PAGE_BYTES = 4096
 TOTALS_KEY = META_PREFIX + b"totals"
 _TOTALS = struct.Struct("<QQ")
+CLOSE_WAIT_S = 10.0
 _NODE_BYTES = 64
 """Upper bound of what a record's entry costs in a leaf beyond key and inline data."""
+
+
+class BeingRemovedError(Exception):
+    """Another thread or process is just removing the generation; it can be made anew."""
 
 
 class GoneError(Exception):
@@ -54,7 +60,7 @@ class GenerationFiles:
     """LMDB environment, index and totals of one generation; shared by all stores of a process."""
 
     _registry: ClassVar[dict[tuple[int, str], GenerationFiles]] = {}
-    _registry_lock: ClassVar[threading.Lock] = threading.Lock()
+    _registry_lock: ClassVar[threading.RLock] = threading.RLock()
 
     @classmethod
     def acquire(cls, directory: Path, *, map_bytes: int, readonly: bool = False) -> GenerationFiles:
@@ -64,13 +70,19 @@ class GenerationFiles:
             StoreError: LMDB cannot open the files.
         """
         place = (os.getpid(), os.path.realpath(directory))
-        with cls._registry_lock:
-            files = cls._registry.get(place)
-            if files is None or not files.usable:
-                files = cls(directory, map_bytes=map_bytes, readonly=readonly)
-                cls._registry[place] = files
-            files._num_users += 1
-            return files
+        deadline = time.monotonic() + CLOSE_WAIT_S
+        while True:
+            with cls._registry_lock:
+                files = cls._registry.get(place)
+                if files is None or files._closed.is_set():
+                    files = cls(directory, map_bytes=map_bytes, readonly=readonly)
+                    cls._registry[place] = files
+                if files.usable:
+                    files._num_users += 1
+                    return files
+            # Void, but a reader is still inside; LMDB must not be opened a second time.
+            if not files._closed.wait(max(deadline - time.monotonic(), 0)):
+                raise StoreError(f"{directory} is void and still being read; try again")
 
     @classmethod
     @contextlib.contextmanager
@@ -96,11 +108,14 @@ class GenerationFiles:
         self.readonly = readonly
         self.index = Membership()
         self.totals = Totals()
+        self._unreadable: set[bytes] = set()
         self.reason_stopped: str | None = None
         self._pid = os.getpid()
         self._num_users = 0
         self._num_inside = 0
         self._closing = False
+        self._closed = threading.Event()
+        self._place = (self._pid, os.path.realpath(directory))
         self._lock = threading.Lock()
         self._in_use = _share(directory / IN_USE_NAME) if not readonly else None
         try:
@@ -138,9 +153,6 @@ class GenerationFiles:
             self._num_users -= 1
             if self._num_users > 0:
                 return
-            place = (self._pid, os.path.realpath(self.directory))
-            if self._registry.get(place) is self:
-                del self._registry[place]
         self._close_when_idle()
 
     def destroy(self, reason: str) -> bool:
@@ -165,8 +177,13 @@ class GenerationFiles:
             self._drop_lock()
 
     def _close_env(self) -> None:
-        if os.getpid() == self._pid:
-            self._env.close()
+        if os.getpid() != self._pid:
+            return  # the parent's, not ours
+        self._env.close()
+        self._closed.set()
+        with self._registry_lock:
+            if self._registry.get(self._place) is self:
+                del self._registry[self._place]
 
     def _drop_lock(self) -> None:
         with self._lock:
@@ -227,9 +244,10 @@ class GenerationFiles:
             return self.index.contains(ids, variant)
 
     def forget(self, key: bytes) -> None:
-        """Answer False for this key from now on: its record cannot be read."""
+        """Answer False for this key until it is written again: its record cannot be read."""
         with self._lock:
             self.index.discard_key(key)
+            self._unreadable.add(key)
 
     def num_samples(self) -> int:
         """Records committed, by LMDB's own count."""
@@ -252,7 +270,7 @@ class GenerationFiles:
                     key = bytes(cursor.key())
                     if key <= after and chunk:
                         return  # a damaged tree that leads in a circle
-                    chunk.append((key, cursor.value()))
+                    chunk.append((key, memoryview(cursor.value())))
                     found = cursor.next()
                 if not chunk:
                     return
@@ -294,9 +312,7 @@ class GenerationFiles:
         fixed = 2 * int(stat["depth"]) + 8
         return np.asarray((np.cumsum(pages) + copied + 2 * split + fixed) * PAGE_BYTES)
 
-    def write(
-        self, records: Sequence[tuple[bytes, Any]], raw_bytes: int, *, replace: bool = False
-    ) -> int:
+    def write(self, records: Sequence[tuple[bytes, Any]], raw_bytes: int) -> int:
         """Commit the records in one transaction; return how many were new.
 
         Raises:
@@ -312,7 +328,9 @@ class GenerationFiles:
                 if stored is not None and len(stored) == _TOTALS.size:
                     totals = Totals(*_TOTALS.unpack(stored))
                 for key, record in records:
-                    if transaction.put(key, record, overwrite=replace):
+                    # What another process stored meanwhile is the same; what proved unreadable
+                    # is replaced.
+                    if transaction.put(key, record, overwrite=key in self._unreadable):
                         num_new += 1
                         totals.stored_bytes += len(record)
                 totals.raw_bytes += raw_bytes * num_new // max(len(records), 1)
@@ -320,6 +338,7 @@ class GenerationFiles:
             self.totals = totals
         with self._lock:
             self.index.add_keys([key for key, _ in records])
+            self._unreadable.difference_update(key for key, _ in records)
         return num_new
 
 
@@ -345,13 +364,16 @@ def in_use_elsewhere(directory: Path) -> bool:
 
 def _share(path: Path) -> int:
     """Hold a shared lock for as long as the process lives; the kernel drops it at any death."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError as error:
+        raise BeingRemovedError(str(path.parent)) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         os.utime(path)
     except OSError as error:
         os.close(descriptor)
-        raise StoreError(f"{path.parent} is being removed by another process") from error
+        raise BeingRemovedError(str(path.parent)) from error
     return descriptor
 
 

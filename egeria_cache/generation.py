@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ __all__ = ["Generation", "GenerationCounts"]
 
 logger = logging.getLogger("egeria_cache.store")
 
+LITTLE_SPACE_BYTES = 16 * 2**20
 BARE = "value"
 """Name under which a bare tensor is stored."""
 
@@ -208,9 +210,7 @@ class Generation:
         except BudgetBusyError as busy:
             self._warn(f"a batch was not stored: {busy}")
         except (lmdb.Error, OSError, MemoryError) as error:
-            # Reads go on: what is committed is intact.
-            self._writes_off = str(error)
-            self._warn(f"nothing more is stored: {error}")
+            self._take_stock(error)
         except (TypeError, ValueError, RuntimeError) as error:
             self._warn(f"a batch cannot be stored: {error}")
         finally:
@@ -277,6 +277,20 @@ class Generation:
             released, self._released = self._released, True
         if not released:
             self._files.release()
+
+    def _take_stock(self, error: Exception) -> None:
+        """After a failed write: is the directory gone, the disk full, or what else?"""
+        try:
+            self._files.check_present()
+        except GoneError as gone:
+            self._stop(str(gone))
+            return
+        # Reads go on: what is committed is intact.
+        self._writes_off = str(error)
+        with contextlib.suppress(OSError):
+            if shutil.disk_usage(self._files.directory).free < LITTLE_SPACE_BYTES:
+                self._writes_off = f"no space left on the disk ({error})"
+        self._warn(f"nothing more is stored: {self._writes_off}")
 
     def _stop(self, reason: str) -> None:
         if self._files.stop(reason):

@@ -161,7 +161,7 @@ class BatchReader:
                     open_record(keys[row], value)
                 except RecordError:
                     continue
-                return _Batch.allocate(value, len(keys), pin_memory=pin_memory)
+                return _Batch.allocate(memoryview(value), len(keys), pin_memory=pin_memory)
         for row in rows:
             files.forget(keys[row])
         return None
@@ -272,7 +272,7 @@ def _fill_plain(
     intact = np.array(found, "<u8") == np.frombuffer(b"".join(promised), "<u8")
     at = np.array(copied, np.int64)
     batch.hit[at[intact]] = True
-    return others + at[~intact].tolist()
+    return [*others, *at[~intact].tolist()]
 
 
 def _assemble(batch: _Batch) -> dict[str, Tensor | list[Any]]:

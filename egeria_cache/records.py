@@ -269,7 +269,7 @@ def _encode_raw(keys: Sequence[bytes], picked: Sequence[int], rows: Rows) -> Enc
         at += field.num_bytes
     head_seed, digest = xxhash.xxh3_64_intdigest(head), xxhash.xxh3_64_intdigest
     checksums = [
-        digest(block[position, start:], seed=payload_seed(head_seed, keys[row]))
+        digest(block[position, start:].data, seed=payload_seed(head_seed, keys[row]))
         for position, row in enumerate(picked)
     ]
     block[:, :CHECKSUM_BYTES] = np.array(checksums, "<u8")[:, None].view(np.uint8)

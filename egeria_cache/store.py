@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from torch import Tensor
 from egeria_cache.budget import Budget, generation_directories
 from egeria_cache.config import StoreConfig, parse_size
 from egeria_cache.errors import StoreError
-from egeria_cache.files import DATA_NAME, PAGE_BYTES, GenerationFiles
+from egeria_cache.files import DATA_NAME, PAGE_BYTES, BeingRemovedError, GenerationFiles
 from egeria_cache.generation import Generation
 from egeria_cache.keys import SampleId
 from egeria_cache.manifest import (
@@ -44,6 +45,7 @@ __all__ = ["ActivationStore", "Generation", "StoreStats"]
 
 logger = logging.getLogger("egeria_cache.store")
 
+REMOVAL_WAIT_S = 10.0
 ROOT_NAME = "cache.json"
 ALONE = {"use": "alone"}
 """Fields of the generation behind the store's own put_batch and get_batch."""
@@ -158,22 +160,41 @@ class ActivationStore:
             if known is not None:
                 self._finished.append(known)
                 known.release()
-            generation = self._open(name, fields)
+            generation = self._open_or_make(name, fields)
             self._generations[name] = generation
             return generation
+
+    def _open_or_make(self, name: str, fields: Mapping[str, Any]) -> Generation:
+        deadline = time.monotonic() + REMOVAL_WAIT_S
+        while True:
+            try:
+                return self._open(name, fields)
+            except BeingRemovedError as error:
+                # Its rename is imminent; no lock is shared with the remover, who must not wait.
+                if time.monotonic() > deadline:
+                    raise StoreError(f"{error} is held by a process that removes it") from None
+                time.sleep(0.001)
 
     def _open(self, name: str, fields: Mapping[str, Any]) -> Generation:
         directory = self.config.directory / name
         with self._budget.locked():
             if (directory / DATA_NAME).exists():
-                manifest = Manifest.read(directory)
+                try:
+                    manifest = Manifest.read(directory)
+                except StoreError:
+                    if not (directory / DATA_NAME).exists():
+                        raise BeingRemovedError(str(directory)) from None
+                    raise
                 if manifest.fields != fields:
                     raise StoreError(f"{directory} holds other fields than its name says")
             else:
                 self._log_nearest(name, fields)
                 directory.mkdir(mode=0o700, exist_ok=True)
                 manifest = Manifest.new(fields)
-                manifest.write(directory)
+                try:
+                    manifest.write(directory)
+                except FileNotFoundError:
+                    raise BeingRemovedError(str(directory)) from None
             files = GenerationFiles.acquire(
                 directory, map_bytes=max(self.config.limit_bytes, 16 * PAGE_BYTES)
             )

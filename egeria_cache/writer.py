@@ -52,6 +52,7 @@ class Writer:
         self._waiting_bytes = 0
         self._busy = False
         self._stopping = False
+        self._died = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self.num_dropped = 0
@@ -60,7 +61,7 @@ class Writer:
     def alive(self) -> bool:
         """It runs, or will with the first batch."""
         thread = self._thread
-        return not self._stopping and (thread is None or thread.is_alive())
+        return not self._stopping and not self._died and (thread is None or thread.is_alive())
 
     def submit(self, job: Job) -> bool:
         """Queue a batch without waiting; False if it was dropped."""
@@ -88,7 +89,7 @@ class Writer:
                 if left <= 0 or self._thread is None or not self._thread.is_alive():
                     return False
                 self._changed.wait(left)
-        return True
+            return not self._died
 
     def discard(self, should_go: Callable[[Job], bool]) -> int:
         """Drop queued batches; return how many."""
@@ -122,6 +123,7 @@ class Writer:
                         self._busy = False
                         self._changed.notify_all()
         except BaseException:
+            self._died = True
             logger.exception("the cache's writer thread died; nothing more is stored in this run")
 
     def _next(self) -> Job | None:

@@ -17,3 +17,11 @@ def directory(tmp_path: Path) -> Path:
 def store(directory: Path) -> Iterator[ActivationStore]:
     with ActivationStore(directory, limit="1GB") as opened:
         yield opened
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "long" in config.option.markexpr:
+        return
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.skip(reason="long mode: run with -m long"))

@@ -1,0 +1,365 @@
+"""What the disk, the writer and other processes do to a store, and what training sees of it."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from egeria_cache.errors import StoreError
+from egeria_cache.store import ActivationStore
+
+FLUSH_S = 30
+DEADLINE_S = 60
+
+
+def rows(ids, width=5000):
+    return torch.stack(
+        [torch.randn(width, generator=torch.Generator().manual_seed(int(one))) for one in ids]
+    )
+
+
+def run_python(code, *argv, **options):
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, argv)],
+        stdout=subprocess.PIPE, text=True, **options,
+    )  # fmt: skip
+
+
+def assert_right(store, ids):
+    got, hit = store.get_batch(ids)
+    for row, one in enumerate(ids):
+        if hit[row]:
+            assert torch.equal(got[row], rows([one])[0])
+    return hit
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", place], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_full_disk_costs_one_warning_and_keeps_what_was_stored(small_disk, caplog):
+    with ActivationStore(small_disk / "cache", codec="raw") as store:
+        for start in range(0, 400, 20):
+            ids = range(start, start + 20)
+            store.put_batch(ids, rows(ids))
+            store.flush(FLUSH_S)
+        hit = assert_right(store, range(400))
+        assert 0 < hit.sum() < 400
+        assert store.stats().dropped_writes == 400 - hit.sum()
+        assert not store.put_batch([1000], rows([1000]))
+    warnings = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert len(warnings) == 1
+    assert "space" in warnings[0].lower()
+    with ActivationStore(small_disk / "cache") as store:
+        assert assert_right(store, range(400)).sum() == hit.sum()
+
+
+def test_a_file_that_may_not_grow_is_a_full_disk(directory):
+    code = """
+        import resource, sys, torch
+        from egeria_cache.store import ActivationStore
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+        with ActivationStore(sys.argv[1], codec="raw") as store:
+            for one in range(100):
+                store.put_batch([one], torch.full((1, 5000), float(one)))
+                store.flush(30)
+            got, hit = store.get_batch(range(100))
+            assert 0 < hit.sum() < 100
+            assert all((got[i] == i).all() for i in range(100) if hit[i])
+            print("trained on")
+    """
+    child = run_python(code, directory, stderr=subprocess.PIPE)
+    out, err = child.communicate(timeout=DEADLINE_S)
+    assert out == "trained on\n", err
+
+
+def test_a_directory_removed_under_us_ends_in_misses(store, directory, caplog):
+    store.put_batch([1], rows([1]))
+    store.flush(FLUSH_S)
+    shutil.rmtree(directory)
+    assert_right(store, [1, 2])
+    store.put_batch([2], rows([2]))
+    store.flush(FLUSH_S)
+    assert not store.put_batch([3], rows([3]))
+    assert not store.get_batch([1, 2, 3])[1].any()
+    assert store.stats().dropped_writes == 2
+    warnings = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert len(warnings) == 1
+
+
+def test_a_dead_writer_drops_writes_and_still_reads(store, monkeypatch, caplog):
+    store.put_batch([1], rows([1]))
+    store.flush(FLUSH_S)
+
+    def die(job):
+        raise SystemError("the thread is killed")
+
+    monkeypatch.setattr(store._own(), "commit", die)
+    store.put_batch([2], rows([2]))
+    store._writer._thread.join(FLUSH_S)
+    assert not store.flush(timeout_s=FLUSH_S)
+    assert not store.put_batch([3], rows([3]))
+    assert assert_right(store, [1, 2, 3]).tolist() == [True, False, False]
+    assert any("writer thread died" in one.getMessage() for one in caplog.records)
+
+
+def test_a_damaged_record_is_a_miss_counted_and_named_once(directory, caplog):
+    with ActivationStore(directory, codec="raw") as store:
+        store.put_batch([1, 2, 3], rows([1, 2, 3]))
+        store.flush(FLUSH_S)
+        (data,) = directory.glob("gen-*/data.mdb")
+    blob = bytearray(data.read_bytes())
+    for one in (2, 3):
+        at = blob.find(rows([one])[0].numpy().tobytes()[:2000])
+        blob[at + 1000] ^= 16
+    data.write_bytes(blob)
+    with ActivationStore(directory) as store:
+        for _ in range(2):
+            assert assert_right(store, [1, 2, 3]).tolist() == [True, False, False]
+        assert store.stats().corrupt == 2
+        assert not store.contains([2, 3]).any()
+    (warning,) = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert "sample 2" in warning
+
+
+def test_a_damaged_record_is_replaced_when_its_sample_comes_again(directory):
+    with ActivationStore(directory, codec="raw") as store:
+        store.put_batch([1], rows([1]))
+        store.flush(FLUSH_S)
+        (data,) = directory.glob("gen-*/data.mdb")
+    blob = bytearray(data.read_bytes())
+    blob[blob.find(rows([1])[0].numpy().tobytes()[:2000]) + 100] ^= 1
+    data.write_bytes(blob)
+    with ActivationStore(directory) as store:
+        assert not store.get_batch([1])[1].any()
+        store.put_batch([1], rows([1]))
+        store.flush(FLUSH_S)
+        assert assert_right(store, [1]).all()
+
+
+def test_a_record_moved_to_another_samples_key_is_not_served(store):
+    import lmdb
+
+    store.put_batch([1, 2], rows([1, 2]))
+    store.flush(FLUSH_S)
+    generation = store._own()
+    from egeria_cache.keys import encode_key
+
+    with generation._files._env.begin(write=True) as transaction:
+        other = transaction.get(encode_key(2))
+        transaction.put(encode_key(1), other)
+    assert isinstance(other, bytes)
+    assert lmdb is not None
+    assert store.get_batch([1, 2])[1].tolist() == [False, True]
+
+
+def test_an_unwritable_place_is_a_clear_error(tmp_path):
+    with pytest.raises(StoreError, match="cannot be written"):
+        ActivationStore("/proc/no-such-place/cache")
+
+
+def test_a_store_used_across_fork_says_what_to_do(store):
+    store.put_batch([1], rows([1]))
+    store.flush(FLUSH_S)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            store.get_batch([1])
+            answer = b"served"
+        except StoreError as error:
+            answer = str(error).encode()
+        os.write(writing, answer)
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writing)
+    assert b"before fork()" in os.read(reading, 10_000)
+    os.close(reading)
+    assert store.get_batch([1])[1].all()
+
+
+NURSERY = """
+    import os, sys, torch
+    from egeria_cache.store import ActivationStore
+    torch.set_num_threads(1)
+
+    def rows(ids):
+        return torch.stack(
+            [torch.randn(5000, generator=torch.Generator().manual_seed(one)) for one in ids]
+        )
+
+    for line in sys.stdin:  # one child each: importing torch anew would take seconds
+        directory, codec = line.split()
+        child = os.fork()
+        if child == 0:
+            store = ActivationStore(directory, codec=codec)
+            for start in range(0, 100_000, 8):
+                store.put_batch(range(start, start + 8), rows(range(start, start + 8)))
+                store.flush(30)
+                print(start + 8, flush=True)
+        print("pid", child, flush=True)
+        os.waitpid(child, 0)
+        print("dead", flush=True)
+"""
+
+
+@pytest.mark.parametrize("num_kills", [20, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.timeout(3600)
+def test_kill_9_loses_nothing_that_was_flushed_and_needs_no_repair(tmp_path, num_kills):
+    rng = np.random.default_rng(0)
+    nursery = run_python(NURSERY, stdin=subprocess.PIPE)
+    for kill in range(num_kills):
+        directory = tmp_path / str(kill)
+        nursery.stdin.write(f"{directory} {('raw', 'zstd')[kill % 2]}\n")
+        nursery.stdin.flush()
+        pid, committed, wanted = None, 0, 8 * int(rng.integers(1, 6))
+        while pid is None or committed < wanted:
+            word, *rest = nursery.stdout.readline().split()
+            if word == "pid":
+                pid = int(rest[0])
+            else:
+                committed = int(word)
+        time.sleep(rng.random() * 0.01)  # the kill lands anywhere in the next transactions
+        os.kill(pid, signal.SIGKILL)
+        while (line := nursery.stdout.readline()) != "dead\n":
+            committed = int(line)
+        with ActivationStore(directory) as store:
+            hit = assert_right(store, range(committed + 64))
+            assert hit[:committed].all()
+            assert store.put_batch([10**6], rows([10**6]))
+            assert store.flush(FLUSH_S)
+            assert assert_right(store, [10**6]).all()
+        shutil.rmtree(directory)
+    nursery.communicate(timeout=DEADLINE_S)
+
+
+def test_two_processes_write_and_read_one_generation(directory):
+    code = """
+        import sys, torch
+        from egeria_cache.store import ActivationStore
+        mine = int(sys.argv[2])
+        with ActivationStore(sys.argv[1], limit="50MB") as store:
+            for start in range(0, 400, 16):
+                ids = [2 * i + mine for i in range(start, start + 16)]
+                store.put_batch(ids, torch.stack([torch.full((500,), float(i)) for i in ids]))
+                got, hit = store.get_batch(range(800))
+                for i in range(800):
+                    if hit[i]:
+                        assert (got[i] == i).all()
+                store.flush(30)
+    """
+    children = [run_python(code, directory, one) for one in range(2)]
+    for child in children:
+        child.communicate(timeout=DEADLINE_S)
+        assert child.returncode == 0
+    with ActivationStore(directory) as store:
+        got, hit = store.get_batch(range(800))
+        assert hit.all()
+        assert (got == torch.arange(800.0)[:, None]).all()
+
+
+def test_two_processes_together_stay_within_the_limit(directory):
+    code = """
+        import sys, torch
+        from egeria_cache.store import ActivationStore
+        with ActivationStore(sys.argv[1], limit="3MB", codec="raw") as store:
+            generation = store.open_generation({"process": sys.argv[2]})
+            for start in range(0, 400, 8):
+                generation.put_batch(range(start, start + 8), torch.zeros(8, 5000))
+                store.flush(30)
+                assert store.stats().bytes_on_disk <= 3_000_000
+            assert generation.num_samples > 0
+    """
+    children = [run_python(code, directory, one) for one in range(2)]
+    for child in children:
+        child.communicate(timeout=DEADLINE_S)
+        assert child.returncode == 0
+
+
+def test_a_generation_nobody_uses_makes_room_and_one_in_use_stays(directory):
+    with ActivationStore(directory, limit="2MB", codec="raw") as store:
+        for name in ("old", "older"):
+            generation = store.open_generation({"name": name})
+            generation.put_batch(range(30), torch.zeros(30, 5000))
+            store.flush(FLUSH_S)
+            assert generation.contains(range(30)).all()
+        names = {name: store.open_generation({"name": name}) for name in ("old", "older")}
+    os.utime(directory / names["older"].name / "in-use", (1, 1))
+    with ActivationStore(directory, limit="2MB", codec="raw") as store:
+        old = store.open_generation({"name": "old"})
+        new = store.open_generation({"name": "new"})
+        for start in range(0, 200, 10):
+            new.put_batch(range(start, start + 10), torch.ones(10, 5000))
+            store.flush(FLUSH_S)
+        assert not (directory / names["older"].name).exists()
+        assert old.contains(range(30)).all()
+        assert new.num_samples > 30
+        assert store.stats().bytes_on_disk <= 2_000_000
+
+
+def test_readers_and_voids_race_without_wrong_rows_or_errors(directory):
+    stop = threading.Event()
+    errors = []
+    with ActivationStore(directory, codec="raw") as store:
+
+        def read():
+            while not stop.is_set():
+                try:
+                    generation = store.open_generation({"a": 1})
+                    got, hit = generation.get_batch(range(20))
+                    for row in np.flatnonzero(hit):
+                        assert torch.equal(got[row], rows([int(row)])[0])
+                except BaseException as error:
+                    errors.append(error)
+                    return
+
+        threads = [threading.Thread(target=read) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(30):
+            generation = store.open_generation({"a": 1})
+            generation.put_batch(range(20), rows(range(20)))
+            store.flush(FLUSH_S)
+            generation.void("test")
+        stop.set()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+    assert not errors
+
+
+def test_a_spawned_process_gets_its_own_handle_by_pickle(store):
+    store.put_batch([1], rows([1]))
+    store.flush(FLUSH_S)
+    context = multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    child = context.Process(target=_answer, args=(store, answers))
+    child.start()
+    child.join(DEADLINE_S)
+    assert child.exitcode == 0
+    assert answers.get() == [True, False]
+
+
+def _answer(store, answers):
+    answers.put(store.contains([1, 2]).tolist())
+    store.close()
