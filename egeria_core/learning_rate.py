@@ -42,10 +42,9 @@ class TenfoldDrop:
 
     def should_unfreeze(self, step: int, lr: tuple[float, ...], frozen: int) -> bool:
         """Compare with the rates at the frontmost freeze."""
-        if frozen == 0:
-            self._at_freeze = None
-            return False
-        if self._at_freeze is None or len(self._at_freeze) != len(lr):
+        if frozen == 0 or self._at_freeze is None or len(self._at_freeze) != len(lr):
+            # The layer freezes after this answer: the rate of the last step without frozen
+            # layers is the rate at the freeze, even if it drops before the next step.
             self._at_freeze = lr
             return False
         # A group that had no rate at the freeze (still warming up) has no drop to measure.

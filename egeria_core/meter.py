@@ -34,6 +34,7 @@ __all__ = ["ActivationMeter", "Meter", "make_evaluator"]
 log = logging.getLogger("egeria")
 
 MISSES_TO_WARN = 3
+DROPS_TO_WARN = 20
 
 
 class Meter(Protocol):
@@ -114,9 +115,13 @@ class ActivationMeter:
         self._rows = config.probe_rows
         self._misses = 0
         self._short = 0
+        self._drops = 0
         self._undecided: list[Verdict] = []
         self._forget_reference()
         self.bind()
+        if config.evaluator == "process" and config.reference != "device":
+            # A process takes seconds to start; the bootstrapping stage is time enough.
+            self._evaluator = evaluator()
 
     def _forget_reference(self) -> None:
         self._layer: int | None = None
@@ -228,7 +233,7 @@ class ActivationMeter:
             self._lose(item.step, error)
             return
         if not accepted:
-            self._history.add("dropped", item.step, layer=item.layer, reason="evaluator is busy")
+            self._drop(item.step, item.layer, "the evaluator is busy")
             return
         self._layer = item.layer
         self._since_refresh = 0 if item.refresh else self._since_refresh + 1
@@ -283,7 +288,20 @@ class ActivationMeter:
             log.info("egeria: layer %r: %s", self._layers.boundaries[verdict.layer], note)
             self._history.add("fallback", verdict.step, layer=verdict.layer, note=note)
         if verdict.dropped is not None:
-            self._history.add("dropped", verdict.step, layer=verdict.layer, reason=verdict.dropped)
+            self._drop(verdict.step, verdict.layer, verdict.dropped)
+        else:
+            self._drops = 0
+
+    def _drop(self, step: int, layer: int, reason: str) -> None:
+        self._history.add("dropped", step, layer=layer, reason=reason)
+        self._drops += 1
+        if self._drops == DROPS_TO_WARN:
+            log.warning(
+                "egeria: the last %d evaluations were dropped (%s); nothing freezes without them. "
+                "Raise cpu_load_limit or evaluate_every, or use evaluator='thread'",
+                self._drops,
+                reason,
+            )
 
     def _lose(self, step: int | None, error: Exception) -> None:
         """Go on without readings: what is frozen stays frozen, learning-rate rules still act."""

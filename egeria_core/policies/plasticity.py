@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,8 @@ class PlasticityPolicy:
         self.tolerance = tolerance
         self.rule: UnfreezeRule = TenfoldDrop() if rule is None else rule
         self.frozen = 0
+        self.reason = ""
+        """Why the front moved last, in words."""
         self._restart_layer()
 
     def _restart_layer(self) -> None:
@@ -60,6 +63,7 @@ class PlasticityPolicy:
         """Take one reading; see the class."""
         if self.rule.should_unfreeze(reading.step, reading.lr, self.frozen):
             self.frozen = 0
+            self.reason = f"{type(self.rule).__name__} at learning rate {max(reading.lr):.3g}"
             self.window = max(min(MIN_WINDOW, self.window), self.window // 2)
             self._restart_layer()
             return 0
@@ -67,6 +71,7 @@ class PlasticityPolicy:
         # behind or ahead of the front says nothing about the front.
         if (
             reading.value is None
+            or not math.isfinite(reading.value)
             or reading.layer != self.frozen
             or self.frozen >= reading.num_layers - 1
         ):
@@ -76,6 +81,7 @@ class PlasticityPolicy:
         else:
             self._stale = 0
         if self._stale >= self.window:
+            self.reason = f"{self._stale} readings in a row with a slope below {self.threshold:.3g}"
             self.frozen += 1
             self._restart_layer()
         return self.frozen

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from egeria_cache.errors import BoundaryError
-from egeria_core.policies.base import Measure, Reading
+from egeria_core.policies.base import Reading
+from egeria_core.policies.scheduled import Scheduled
 
 __all__ = ["StaticPolicy"]
 
 
-class StaticPolicy:
+class StaticPolicy(Scheduled):
     """Move the boundary at given steps.
 
     Args:
@@ -19,8 +19,6 @@ class StaticPolicy:
             them: from the forward of training step `step` (counted from 0) on, everything up to
             the layer `boundary` is frozen; None unfreezes all.
     """
-
-    measure: Measure = "nothing"
 
     def __init__(
         self, schedule: Mapping[int, str | None] | Iterable[tuple[int, str | None]]
@@ -35,7 +33,7 @@ class StaticPolicy:
         """Look the names up.
 
         Raises:
-            BoundaryError: A name in the schedule is not the end of a layer.
+            BoundaryError: A name in the schedule ends no layer, or ends the last one.
         """
         index = {name: i + 1 for i, name in enumerate(boundaries)}
         for _, name in self.schedule:
@@ -49,11 +47,4 @@ class StaticPolicy:
         for step, count in self._moves:
             if step <= reading.step:
                 frozen = count
-        return min(frozen, reading.num_layers - 1)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: the step says it all."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to continue from."""
+        return frozen

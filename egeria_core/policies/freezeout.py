@@ -1,0 +1,47 @@
+"""FreezeOut (Brock et al. 2017): every layer has its own end, the front ones first."""
+
+from __future__ import annotations
+
+import math
+
+from egeria_core.policies.base import Reading
+from egeria_core.policies.scheduled import Scheduled
+
+__all__ = ["FreezeOutPolicy"]
+
+
+class FreezeOutPolicy(Scheduled):
+    """Freeze layer i after the part t_i = (t0 + (1 - t0) i / L)^p of the schedule.
+
+    Args:
+        start: t0, when the first layer freezes, before the power.
+        power: p; 1 is the paper's linear schedule, 3 its cubic one.
+        scaled: Whether a layer's first rate is divided by t_i, so that all travel as far.
+
+    The rates themselves are the optimizer's; `learning_rate` gives the paper's for a schedule
+    with one parameter group per layer.
+    """
+
+    def __init__(self, start: float = 0.8, power: float = 3.0, *, scaled: bool = True) -> None:
+        if not 0 < start <= 1 or power <= 0:
+            raise ValueError(f"need start in (0, 1] and power > 0, got {start} and {power}")
+        self.start, self.power, self.scaled = start, power, scaled
+
+    def end(self, layer: int, num_layers: int) -> float:
+        """Return t_i, the part of the schedule after which `layer` is frozen."""
+        return math.pow(self.start + (1 - self.start) * layer / num_layers, self.power)
+
+    def learning_rate(self, layer: int, num_layers: int, progress: float, base: float) -> float:
+        """Return the layer's rate at this part of the schedule: a cosine that ends at t_i."""
+        end = self.end(layer, num_layers)
+        if progress >= end:
+            return 0.0
+        first = base / end if self.scaled else base
+        return 0.5 * first * (1 + math.cos(math.pi * progress / end))
+
+    def observe(self, reading: Reading) -> int:
+        """Count the layers whose end has passed."""
+        progress = reading.step / self._length(reading)
+        num_layers = reading.num_layers
+        ended = sum(progress > self.end(layer, num_layers) for layer in range(num_layers))
+        return min(ended, num_layers - 1)

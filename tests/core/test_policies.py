@@ -1,0 +1,308 @@
+"""Algorithm 1 and its rivals on hand-made traces with known answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from egeria_cache.errors import BoundaryError
+from egeria_core import (
+    AutoFreezePolicy,
+    ControllerConfig,
+    FreezeOutPolicy,
+    LinearPolicy,
+    PipeTransformerPolicy,
+    PlasticityPolicy,
+    Policy,
+    PolicyError,
+    Reading,
+    SkipConvPolicy,
+    SmartPipePolicy,
+    StaticPolicy,
+    TenfoldDrop,
+    guideline_interval,
+)
+from egeria_core.policies import make_policy
+
+
+def feed(
+    policy: Policy,
+    values: Iterable[float],
+    *,
+    layer: int | None = None,
+    num_layers: int = 4,
+    lr: float = 0.1,
+    start: int = 0,
+) -> list[int]:
+    """Give one value per step, of the front layer unless said otherwise."""
+    answers = [0] if not hasattr(policy, "frozen") else [policy.frozen]
+    for i, value in enumerate(values):
+        at = answers[-1] if layer is None else layer
+        reading = Reading(step=start + i, num_layers=num_layers, lr=(lr,), value=value, layer=at)
+        answers.append(policy.observe(reading))
+    return answers[1:]
+
+
+def by_hand(values: list[float], window: int, tolerance: float) -> int | None:
+    """Algorithm 1 for one layer, with NumPy: index of the reading that freezes it."""
+    smooth: list[float] = []
+    threshold, stale = 0.0, 0
+    for k in range(len(values)):
+        smooth.append(float(np.mean(values[max(0, k + 1 - window) : k + 1])))
+        tail = smooth[-window:]
+        slope = abs(np.polyfit(np.arange(len(tail)), tail, 1)[0]) if len(tail) > 1 else 0.0
+        if k < 3:
+            threshold = max(threshold, tolerance * slope)
+            continue
+        stale = stale + 1 if slope < threshold or slope == 0 else 0
+        if stale == window:
+            return k
+    return None
+
+
+@pytest.mark.parametrize("window", [2, 4, 10])
+@pytest.mark.parametrize("tolerance", [0.1, 0.2, 0.4])
+def test_algorithm_1_equals_a_numpy_version_on_a_noisy_falling_curve(
+    window: int, tolerance: float
+) -> None:
+    rng = np.random.default_rng(window)
+    values = [float(np.exp(-i / 8) + 0.01 * rng.normal()) for i in range(120)]
+    expected = by_hand(values, window, tolerance)
+    answers = feed(PlasticityPolicy(window, tolerance), values, layer=0)
+    assert expected is not None
+    assert answers.index(1) == expected
+
+
+def test_a_curve_that_keeps_falling_is_not_stale() -> None:
+    """The printed s < T, signed, would call it stale at once."""
+    assert feed(PlasticityPolicy(3), [100.0 - i for i in range(60)])[-1] == 0
+
+
+def test_a_curve_that_rises_is_not_stale_either() -> None:
+    assert feed(PlasticityPolicy(3), [float(i) for i in range(60)])[-1] == 0
+
+
+def test_the_counter_asks_for_stale_readings_in_a_row() -> None:
+    flat = [8.0, 4.0, 2.0, *[1.0] * 5]
+    policy = PlasticityPolicy(4)
+    jumps = [*flat, 9.0, *[1.0] * 5, 9.0, *[1.0] * 5]
+    assert feed(policy, jumps)[-1] == 0
+    assert feed(policy, [1.0] * 20, layer=0)[-1] >= 1
+
+
+def test_counter_and_history_start_afresh_for_the_next_layer() -> None:
+    """Algorithm 1 as printed keeps the counter, and the next layer would freeze at once."""
+    policy = PlasticityPolicy(3)
+    first = feed(policy, [8.0, 4.0, *[1.0] * 30])
+    freezes = [i for i in range(1, len(first)) if first[i] > first[i - 1]]
+    assert len(freezes) >= 2
+    assert freezes[1] - freezes[0] >= 3 + 3, "fewer than calibration plus W readings"
+
+
+def test_the_tolerance_is_set_by_the_layers_first_three_readings() -> None:
+    policy = PlasticityPolicy(10, tolerance=0.5)
+    feed(policy, [10.0, 6.0, 5.0])
+    smooth = [10.0, 8.0, 7.0]
+    expected = 0.5 * max(abs(8.0 - 10.0), abs(np.polyfit(range(3), smooth, 1)[0]))
+    assert policy.threshold == pytest.approx(expected)
+    feed(policy, [1000.0], layer=0)
+    assert policy.threshold == pytest.approx(expected)
+
+
+def test_the_last_layer_never_freezes() -> None:
+    assert feed(PlasticityPolicy(2), [1.0] * 200, num_layers=3)[-1] == 2
+
+
+def test_a_layer_that_never_moves_does_not_hold_up_the_rest() -> None:
+    assert feed(PlasticityPolicy(3), [0.0] * 10)[-1] == 1
+
+
+def test_readings_of_another_layer_and_broken_ones_are_left_out() -> None:
+    policy = PlasticityPolicy(3)
+    feed(policy, [5.0, float("nan"), float("inf"), 4.0], layer=0)
+    feed(policy, [7.0] * 20, layer=2)
+    assert policy.frozen == 0
+    assert policy.state_dict()["readings"] == [5.0, 4.0]
+
+
+def test_a_tenfold_drop_unfreezes_all_and_halves_the_window() -> None:
+    policy = PlasticityPolicy(10)
+    assert feed(policy, [4.0, 2.0, *[1.0] * 60])[-1] == 3
+    assert feed(policy, [1.0], lr=0.05)[-1] == 3
+    assert feed(policy, [1.0], lr=0.1 * 0.1)[-1] == 0
+    assert policy.window == 5
+    answers = feed(policy, [4.0, 2.0, *[1.0] * 20], lr=0.01)
+    assert answers.index(1) < 15, "refreezing waits for the halved window only"
+
+
+def test_halving_stops_where_a_line_can_still_be_fitted() -> None:
+    policy = PlasticityPolicy(4)
+    for lr in (0.1, 0.01, 0.001, 0.0001):
+        feed(policy, [1.0] * 40, lr=lr)
+    assert policy.window == 3
+
+
+def test_a_drop_right_after_the_freeze_is_seen() -> None:
+    rule = TenfoldDrop()
+    assert not rule.should_unfreeze(1, (0.1,), 0)
+    assert rule.should_unfreeze(2, (0.01,), 1)
+
+
+def test_the_drop_counts_from_the_frontmost_freeze_and_for_every_group() -> None:
+    rule = TenfoldDrop()
+    rule.should_unfreeze(1, (0.1, 0.5), 0)
+    assert not rule.should_unfreeze(2, (0.05, 0.25), 1)
+    assert not rule.should_unfreeze(3, (0.02, 0.02), 2), "one group has only halved twice"
+    assert rule.should_unfreeze(4, (0.01, 0.02), 2)
+
+
+def test_guideline_gives_the_papers_interval() -> None:
+    assert 300 <= guideline_interval(78_000, 7, 10) <= 330
+    assert guideline_interval(10, 7, 10) == 1
+
+
+def gradients(policy: Policy, *rows: tuple[float | None, ...]) -> list[int]:
+    return [
+        policy.observe(Reading(step=i, num_layers=len(row), lr=(0.1,), values=row))
+        for i, row in enumerate(rows)
+    ]
+
+
+def test_autofreeze_freezes_in_front_of_the_first_layer_that_changes_more_than_most() -> None:
+    answers = gradients(
+        AutoFreezePolicy(),
+        (10.0, 10.0, 10.0, 10.0),  # the first interval only records
+        (9.9, 9.0, 5.0, 5.0),  # changes 0.01, 0.1, 0.5, 0.5: median 0.3, layer 2 reaches it
+        (None, None, 4.9, 2.0),  # of the active ones: 0.02, 0.6: median 0.31, layer 3
+        (None, None, None, 0.1),
+    )
+    assert answers == [0, 2, 3, 3]
+
+
+def test_autofreeze_percentile_is_numpys() -> None:
+    from egeria_core.policies.autofreeze import percentile_of
+
+    values = sorted([0.3, 0.1, 0.7, 0.2])
+    for percentile in (0, 30, 50, 99, 100):
+        assert percentile_of(values, percentile) == pytest.approx(
+            float(np.percentile(values, percentile))
+        )
+
+
+def test_smartpipe_freezes_quiet_layers_from_the_front_a_share_at_a_time() -> None:
+    policy = SmartPipePolicy(tau=0.5, relative=False, share=0.5)
+    quiet = (0.1, 0.1, 0.1, 0.1, 0.1, 0.1)
+    assert gradients(policy, quiet) == [3]
+    assert gradients(policy, (None, None, None, 0.1, 0.9, 0.1)) == [4]
+    assert gradients(policy, (None, None, None, None, 0.9, 0.1)) == [4], "layer 4 blocks layer 5"
+
+
+def test_smartpipe_measures_a_layer_against_its_own_first_reading() -> None:
+    policy = SmartPipePolicy(tau=0.9)
+    assert gradients(policy, (1.4, 1.4, 1.4), (1.3, 1.3, 1.3), (1.2, 1.3, 1.0)) == [0, 0, 1]
+
+
+def scheduled(policy: Policy, steps: Iterable[int], num_layers: int, total: int) -> list[int]:
+    return [
+        policy.observe(Reading(step=s, num_layers=num_layers, lr=(0.1,), total_steps=total))
+        for s in steps
+    ]
+
+
+def test_freezeout_freezes_when_each_layers_cosine_ends() -> None:
+    policy = FreezeOutPolicy()
+    ends = [(0.8 + 0.2 * i / 5) ** 3 for i in range(5)]
+    steps = [int(end * 1000) for end in ends]
+    assert scheduled(policy, [steps[0] - 1, steps[0] + 1, steps[2] + 1, 1000], 5, 1000) == [
+        0,
+        1,
+        3,
+        4,
+    ]
+    assert policy.learning_rate(1, 5, ends[1], 0.1) == 0
+    assert policy.learning_rate(1, 5, 0.0, 0.1) == pytest.approx(0.1 / ends[1])
+    assert FreezeOutPolicy(scaled=False).learning_rate(1, 5, ends[1] / 2, 0.1) == pytest.approx(
+        0.05
+    )
+
+
+def test_pipetransformer_follows_its_formula() -> None:
+    policy = PipeTransformerPolicy(steps_per_epoch=10)
+    # L = 9, alpha = 1/3: 9 (1 - (2/3)^e) = 0, 3, 5, 6.33, ...
+    assert scheduled(policy, [0, 9, 10, 20, 30, 400], 9, 400) == [0, 0, 3, 5, 7, 8]
+
+
+def test_linear_follows_composer() -> None:
+    policy = LinearPolicy(steps_per_epoch=10, start=0.5, level=1.0)
+    assert scheduled(policy, [0, 49, 50, 60, 79, 90, 100], 6, 100) == [0, 0, 0, 1, 2, 4, 5]
+
+
+def test_a_schedule_without_a_length_is_refused() -> None:
+    with pytest.raises(PolicyError, match="total_steps"):
+        FreezeOutPolicy().observe(Reading(step=1, num_layers=3, lr=(0.1,)))
+
+
+def test_static_moves_at_its_steps_and_knows_its_names() -> None:
+    policy = StaticPolicy([(2, "a"), (4, "b"), (6, None)])
+    policy.bind(["a", "b"])
+    steps = range(8)
+    answers = [policy.observe(Reading(step=s, num_layers=3, lr=(0.1,))) for s in steps]
+    assert answers == [0, 0, 1, 1, 2, 2, 0, 0]
+    with pytest.raises(BoundaryError, match="layer1"):
+        StaticPolicy({0: "layer"}).bind(["layer1", "layer2"])
+    with pytest.raises(ValueError, match="negative"):
+        StaticPolicy({-1: None})
+
+
+POLICIES: list[Any] = [
+    lambda: PlasticityPolicy(3, tolerance=2.0),
+    lambda: SkipConvPolicy(3, tolerance=2.0),
+    AutoFreezePolicy,
+    SmartPipePolicy,
+    FreezeOutPolicy,
+    lambda: PipeTransformerPolicy(5),
+    lambda: LinearPolicy(5),
+]
+
+
+@pytest.mark.parametrize("make", POLICIES)
+@pytest.mark.parametrize("cut", [0, 1, 13, 40])
+def test_a_resumed_policy_answers_as_the_uninterrupted_one(make: Any, cut: int) -> None:
+    def readings() -> list[Reading]:
+        generator = np.random.default_rng(5)
+        return [
+            Reading(
+                step=i,
+                num_layers=6,
+                lr=(0.1 if i < 40 else 0.01,),
+                total_steps=60,
+                value=float(np.exp(-i / 5) + 0.001 * generator.normal()),
+                layer=i // 15,
+                values=tuple(float(x) for x in generator.uniform(0.1, 1.5, 6)),
+            )
+            for i in range(60)
+        ]
+
+    whole = make()
+    expected = [whole.observe(reading) for reading in readings()]
+    first = make()
+    for reading in readings()[:cut]:
+        first.observe(reading)
+    second = make()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert [second.observe(reading) for reading in readings()[cut:]] == expected[cut:]
+    assert max(expected) > 0
+
+
+def test_policies_go_by_name_or_by_their_methods() -> None:
+    config = ControllerConfig(evaluate_every=1)
+    assert isinstance(make_policy("plasticity", config), PlasticityPolicy)
+    assert make_policy("skipconv", config).measure == "activation_norm"
+    with pytest.raises(ValueError, match="autofreeze"):
+        make_policy("nothing-such", config)
+    with pytest.raises(TypeError, match="observe"):
+        make_policy(object(), config)  # type: ignore[arg-type]
