@@ -16,25 +16,15 @@ from egeria_cache.recipe import Recipe
 __all__ = ["address", "prefix_tensors"]
 
 
-def prefix_tensors(
-    recipe: Recipe, read: Iterable[Tensor] = ()
-) -> list[tuple[str, nn.Module | None, Tensor]]:
-    """Return (qualified name, owner, tensor) of all that the skipped modules compute with.
-
-    Args:
-        recipe: The cut.
-        read: Tensors seen in use by the prefix outside of its modules (class tokens, constants).
-    """
+def prefix_tensors(recipe: Recipe) -> list[tuple[str, nn.Module | None, Tensor]]:
+    """Return (qualified name, owner, tensor) of all that the skipped modules compute with."""
     found: dict[int, tuple[str, nn.Module | None, Tensor]] = {}
     skipped = [step.module for step in recipe.steps if not step.run]
     for module in skipped:
         for child in module.modules():
             _collect(child, recipe.names.get(id(child), ""), found)
-    for module in recipe.ancestors:
-        _collect(module, recipe.names.get(id(module), ""), found)
-    for tensor in read:
-        if id(tensor) not in found:
-            found[id(tensor)] = ("(constant)", None, tensor)
+    for named in recipe.reads:
+        found.setdefault(id(named[2]), named)
     return list(found.values())
 
 

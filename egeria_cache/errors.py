@@ -56,8 +56,8 @@ class BoundaryError(EgeriaError):
         """A sample's activation depends on the other samples of its batch."""
         return cls(
             f"the prefix up to {boundary!r} mixes the samples of a batch (first seen at "
-            f"{module!r}, largest difference {error:.3g}), so an activation cannot be cached per sample; "
-            "choose an earlier boundary"
+            f"{module!r}, largest difference {error:.3g}), so an activation cannot be cached per "
+            "sample; choose an earlier boundary"
         )
 
     @classmethod

@@ -21,8 +21,9 @@ __all__ = ["FrozenPrefix"]
 class _HeldTrain:
     """Stands in for one module's `train`; shared by all that hold this module."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, with_children: bool) -> None:
         self.module = module
+        self.with_children = with_children
         self.wanted = module.training
         self.num_holders = 0
 
@@ -33,7 +34,8 @@ class _HeldTrain:
         self.module.training = False
         for child in self.module.children():
             # A child that joined after the freeze has no holder of its own.
-            child.train(mode if _held(child) is not None else False)
+            joined = self.with_children and _held(child) is None
+            child.train(False if joined else mode)
         return self.module
 
     def let_go(self) -> None:
@@ -64,14 +66,21 @@ class FrozenPrefix:
         self._modules: dict[int, nn.Module] = {}
         self.extend(modules)
 
-    def extend(self, modules: Iterable[nn.Module]) -> None:
-        """Hold further modules; those held already are put back into inference mode."""
+    def extend(self, modules: Iterable[nn.Module], *, recurse: bool = True) -> None:
+        """Hold further modules; those held already are put back into inference mode.
+
+        Args:
+            modules: What to hold.
+            recurse: Hold all that is below them, too. False is for a module of which only the own
+                code belongs to the prefix: an encoder that applies dropout to its embeddings.
+        """
         for root in modules:
-            for module in root.modules():
+            for module in root.modules() if recurse else (root,):
                 if id(module) in self._modules:
                     module.training = False  # whoever set the flag itself
                     continue
-                held = _held(module) or _HeldTrain(module)
+                held = _held(module) or _HeldTrain(module, with_children=recurse)
+                held.with_children |= recurse
                 held.num_holders += 1
                 module.__dict__["train"] = held
                 module.training = False

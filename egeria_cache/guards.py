@@ -141,7 +141,7 @@ class ContentHash:
         digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
         plain = tensor.detach().cpu().contiguous()
         if plain.numel():
-            digest.update(memoryview(plain.reshape(-1).view(torch.uint8).numpy()))
+            digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
         self._known[id(tensor)] = (tensor, *state, digest.hexdigest())
         return self._known[id(tensor)][3]
 

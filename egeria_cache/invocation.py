@@ -38,7 +38,7 @@ class Invocation:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Invocation | None:
-        """Return None if no leaf comes from a loader, or they come from several batches."""
+        """Return None if the leaves do not come from one batch of a loader, or are trained."""
         leaves, spec = tree_flatten((args, kwargs))
         tagged = {
             i: leaf
@@ -48,6 +48,8 @@ class Invocation:
         batches = {id(leaf.batch): leaf.batch for leaf in tagged.values()}
         if len(batches) != 1:
             return None
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            return None  # the gradient by an input is wanted, and it leads through the prefix
         (batch,) = batches.values()
         return cls(leaves, spec, tagged, batch)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from egeria_cache.errors import BoundaryError
 
-__all__ = ["Escape", "Placeholder", "Scene", "Source", "placeholders"]
+__all__ = ["Escape", "Placeholder", "Scene", "Source", "innermost_module", "placeholders"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +77,8 @@ class Scene:
                 raise Escape.at(sources, consumer)
 
     def current_module(self, *, active_only: bool = False) -> str | None:
-        """Name the innermost module whose code is running, found by walking the Python stack."""
-        # Only placeholders ask, so nobody else pays: hooks on every module would cost every call.
-        frame = sys._getframe(1)
-        while frame is not None:
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, nn.Module) and id(owner) in self.names:
-                if active_only and id(owner) in self.ancestors:
-                    return None
-                return self.names[id(owner)] or type(owner).__name__
-            frame = frame.f_back  # type: ignore[assignment]
-        return None
+        """Name the innermost module whose code is running; None for glue if `active_only`."""
+        return innermost_module(self.names, self.ancestors if active_only else frozenset())
 
 
 class Placeholder(Tensor):
@@ -173,6 +164,23 @@ class Placeholder(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         origin = ", ".join(sorted(source.name for source in self.sources))
         return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype}, of={origin!r})"
+
+
+def innermost_module(names: Mapping[int, str], but: frozenset[int] = frozenset()) -> str | None:
+    """Name the innermost module whose code is running, by a walk up the Python stack.
+
+    Returns None outside of any module, or if that module's id is in `but`.
+    """
+    # Only those who must name a module pay for it: hooks on every module would cost every call.
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and id(owner) in names:
+            if id(owner) in but:
+                return None
+            return names[id(owner)] or type(owner).__name__
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
 
 
 def placeholders(tree: Any) -> list[Placeholder]:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from egeria_cache.cut import Cut, TensorSpec
+from egeria_cache.cut import Cut, Step, TensorSpec
 from egeria_cache.errors import BoundaryError
 from egeria_cache.guards import PrefixGuard
 from egeria_cache.placeholder import Escape, Placeholder, Scene, Source
+from egeria_cache.trace import Draw, Named
 
 __all__ = ["CaptureRun", "PrefixDone", "Recipe", "ReplayRun", "StepPlan", "Unavailable"]
 
@@ -57,7 +58,7 @@ class StepPlan:
     """Leaves of the output that are stored with the cut."""
     constants: dict[int, Tensor] = field(default_factory=dict)
     """Leaves that cross the boundary but do not depend on the samples."""
-    draws: list[Callable[[], object]] = field(default_factory=list)
+    draws: list[Draw] = field(default_factory=list)
     """Random numbers that it draws to no effect, drawn again so that later ones are the same."""
 
 
@@ -85,6 +86,11 @@ class Recipe:
     """Training flags of the ancestors."""
     leaf_names: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     """Position -> (leaf of the loader's batch, operations done to it)."""
+    reads: list[Named] = field(default_factory=list)
+    """What the prefix computes with beside its modules' own tensors."""
+    draws: bool = False
+    """Whether the prefix draws random numbers (to no effect on what is cached)."""
+    profile: tuple[Step, ...] = ()
     guard: PrefixGuard | None = None
     cut: Cut | None = None
     mutable: list[Tensor] = field(default_factory=list)
@@ -264,7 +270,7 @@ class ReplayRun:
         else:
             self.skipping(index, args, kwargs)
             for draw in step.draws:
-                draw()
+                draw.again()
             output = self.recipe.output(index, self.batch_size, self.scene, self.values)
         self._position += 1
         self.scene.after_boundary = self._position == len(steps)

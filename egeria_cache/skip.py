@@ -26,8 +26,10 @@ from egeria_cache.frozen import FrozenPrefix
 from egeria_cache.guards import ContentHash, PrefixGuard
 from egeria_cache.invocation import Invocation, plain
 from egeria_cache.placeholder import Source
+from egeria_cache.probe import input_placeholder
 from egeria_cache.recipe import CaptureRun, PrefixDone, Recipe, ReplayRun, Unavailable
-from egeria_cache.rehearsal import Rehearsal, input_placeholder
+from egeria_cache.rehearsal import Rehearsal
+from egeria_cache.state import RandomState
 
 __all__ = ["SkipEngine", "SkipHost"]
 
@@ -164,12 +166,15 @@ class SkipEngine:
         num_missing = int(missing.sum())
         capture = CaptureRun(source, num_missing, stop=True)
         args, kwargs = call.rows(missing)
+        generators = RandomState.now() if source.draws else None
         started = time.perf_counter()
         try:
             with intercept(source.modules, capture):
                 self._forward(*args, **kwargs)
         except PrefixDone:
             pass
+        if generators is not None:
+            generators.restore()  # the replay draws what the whole forward would
         self.host.note("prefix", time.perf_counter() - started, num_missing)
         fresh = capture.rows()
         if fresh is None:
@@ -293,6 +298,7 @@ class SkipEngine:
             dropped=frozenset(dropped - kept),
             tagged=frozenset(dropped | kept),
             fields=address(recipe, call, tensors, self._hashes),
+            profile=recipe.profile,
             changed=guard.changed,
         )
         self._by_cut[recipe.cut] = recipe
