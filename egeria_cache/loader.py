@@ -22,6 +22,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from egeria_cache.batch import Batch, BatchTensor
 from egeria_cache.plan import Plan, Planner
 from egeria_cache.prefetch import Prefetcher
+from egeria_cache.resume import Progress, ResumableLoader, draw_base_seed
+from egeria_cache.samplers import LeanRandomSampler
 from egeria_cache.samples import (
     CollateLoaded,
     Loaded,
@@ -40,7 +42,7 @@ T_co = TypeVar("T_co", covariant=True)
 log = logging.getLogger("egeria")
 
 
-class EgeriaLoader(DataLoader[T_co]):
+class EgeriaLoader(ResumableLoader[T_co]):
     """DataLoader that skips the loading of cached samples, and reads their activations ahead.
 
     Takes all of DataLoader's arguments; without `cache` and `seed` it *is* DataLoader.
@@ -55,7 +57,11 @@ class EgeriaLoader(DataLoader[T_co]):
             many.
         name: Distinguishes the loaders of one cache ("train", "val").
         sample_id: Maps an index drawn by the sampler to the sample's stable identity: an int, a
-            string, or a tuple of them. Defaults to the index itself.
+            string, or a tuple of them. Defaults to the data set's `sample_id` method if it has
+            one, else to the index itself.
+        sample_version: Maps an index to the version of the sample's content (a file's time of
+            change, say): another version is another sample. Defaults to the data set's
+            `sample_version` method if it has one.
 
     Raises:
         TypeError: A cache was given, and the dataset has no length.
@@ -87,11 +93,14 @@ class EgeriaLoader(DataLoader[T_co]):
         augmentation_variants: int = 1,
         name: str = "train",
         sample_id: Callable[[Any], Any] | None = None,
+        sample_version: Callable[[Any], Any] | None = None,
     ) -> None:
         if augmentation_variants < 1:
             raise ValueError(f"augmentation_variants must be >= 1, got {augmentation_variants}")
         if cache is not None and not isinstance(dataset, IterableDataset):
             _check_sized(dataset)
+        if shuffle and sampler is None and batch_sampler is None and _has_length(dataset):
+            sampler, shuffle = LeanRandomSampler(dataset, generator=generator), None
         super().__init__(
             dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn,
             pin_memory, drop_last, timeout, worker_init_fn, multiprocessing_context, generator,
@@ -103,19 +112,17 @@ class EgeriaLoader(DataLoader[T_co]):
         self.seed = 0 if seed is None and cache is not None else seed
         self.augmentation_variants = augmentation_variants
         self.source = LoaderSource(
-            dataset, self.collate_fn, sample_id=sample_id, name=name, seed=self.seed,
-            variants=augmentation_variants,
+            dataset, self.collate_fn, sample_id=sample_id, sample_version=sample_version,
+            name=name, seed=self.seed, variants=augmentation_variants,
         )  # fmt: skip
-        self._epoch = 0
-        self._first_epoch_frozen = 0
+        self._progress, self._resumes, self._rest = Progress(), False, None
         self._persistent: tuple[_TaskSource, DataLoader[Loaded]] | None = None
         self._is_plain = self._why_plain() is not None
 
     def __iter__(self) -> Any:
-        if self._is_plain:
-            return super().__iter__()
-        variant = self._start_epoch()
-        return _Pass(self, variant)
+        starts_workers = self._persistent is None and self._iterator is None
+        base = self._begin(self._variant, starts_workers)
+        return self._plain_iter() if self._is_plain else _Pass(self, self._progress, base)
 
     def _why_plain(self) -> str | None:
         """Why this loader is DataLoader and nothing else; None if it plans its batches."""
@@ -130,18 +137,16 @@ class EgeriaLoader(DataLoader[T_co]):
             log.warning("loader %r passes its batches through uncached: %s", self.name, reason)
         return reason
 
-    def _start_epoch(self) -> int:
-        """Return the variant of the epoch that begins: constant within it.
+    def _variant(self, epoch: int, first_frozen: int) -> tuple[int, int]:
+        """Return an epoch's augmented version, constant within it, and where the cycle began.
 
-        Epochs that begin unfrozen have a variant of their own. The first frozen epoch keeps that of
+        Epochs that begin unfrozen have a version of their own. The first frozen epoch keeps that of
         the epoch in which the boundary was set, so what was stored since then is found again.
         """
-        epoch, self._epoch = self._epoch, self._epoch + 1
         if self.cache is None or self.cache.boundary is None:
-            self._first_epoch_frozen = epoch
-            return epoch
-        since = self._first_epoch_frozen
-        return since + (epoch - since) % self.augmentation_variants
+            return epoch, epoch
+        since = min(first_frozen, epoch)
+        return since + (epoch - since) % self.augmentation_variants, since
 
     def _inner_loader(
         self, tasks: _TaskSource, generator: torch.Generator | None
@@ -181,8 +186,11 @@ class _TaskSource:
 class _Pass:
     """One pass over an `EgeriaLoader`: what `iter(loader)` returns."""
 
-    def __init__(self, loader: EgeriaLoader[Any], variant: int) -> None:
+    def __init__(
+        self, loader: EgeriaLoader[Any], progress: Progress, base: torch.Generator
+    ) -> None:
         self._loader = loader
+        self._progress = progress
         self._cache = cache = loader.cache
         executor = None if cache is None else cache.readers
         self._prefetcher = Prefetcher(
@@ -195,11 +203,16 @@ class _Pass:
             loader.source.identify,
             lambda: () if cache is None else cache.views(loader.name),
             self._prefetcher,
-            variant=variant,
+            variant=progress.variant,
             seed=loader.seed,
             look_ahead=self._look_ahead,
+            first_number=progress.yielded,
         )
-        self._inner_generator = self._draw_base_seed()
+        if progress.drew_base_seed and loader._rest is None:
+            draw_base_seed(loader.generator)
+        loader._rest = None
+        # The workers may start later, when the training loop has drawn numbers of its own.
+        self._inner_generator = base
         self._inner: Iterator[Loaded] | None = None
 
     def __iter__(self) -> _Pass:
@@ -209,7 +222,17 @@ class _Pass:
         return len(self._loader)
 
     def __next__(self) -> Any:
-        """A to E of `docs/architecture.md`: plan, load the misses, yield."""
+        """Plan, load the misses, yield: A to E of `docs/architecture.md`."""
+        try:
+            batch = self._next()
+        except StopIteration:
+            self._progress.finished = True
+            self._prefetcher.close()
+            raise
+        self._progress.yielded += 1
+        return batch
+
+    def _next(self) -> Any:
         if (
             self._inner is None
             and self._cache is not None
@@ -222,7 +245,6 @@ class _Pass:
         try:
             loaded = next(self._inner)
         except StopIteration:
-            self._prefetcher.close()
             raise
         except Exception:
             self._planner.skip()
@@ -322,18 +344,6 @@ class _Pass:
             return 0
         return self._cache.ring_batches
 
-    def _draw_base_seed(self) -> torch.Generator:
-        """Consume the generator as DataLoader does now, and return one that will repeat it.
-
-        The inner loader may start later, when the training loop has drawn numbers of its own.
-        """
-        source = self._loader.generator or torch.default_generator
-        repeat = torch.Generator()
-        repeat.set_state(source.get_state())
-        if self._loader._persistent is None:
-            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
-        return repeat
-
     def _start_workers(self) -> Iterator[Loaded]:
         loader = self._loader
         if not loader.persistent_workers:
@@ -362,3 +372,7 @@ def _check_sized(dataset: Any) -> None:
             f"EgeriaLoader with a cache needs a dataset with a length, to know which samples will "
             f"come; {type(dataset).__name__} has no __len__. Give it one, or leave cache=None"
         ) from None
+
+
+def _has_length(dataset: Any) -> bool:
+    return hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)

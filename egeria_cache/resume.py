@@ -1,111 +1,251 @@
-"""Where a loader stands in its epochs, small enough to go into every checkpoint.
+"""Mid-epoch resume: where a loader stands in its epochs, small enough for every checkpoint.
 
 The state names the start of the epoch (the states of the random generators that the sampler draws
-from) and the number of batches yielded since. It does not depend on what was read ahead, nor on the
-number of workers: resuming draws the same index batches again and drops those that were yielded.
+from) and the number of batches given out since. It does not depend on what was read ahead, nor on
+the number of workers: resuming draws the same index batches again and drops those that were used.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data.dataloader import (
+    _MultiProcessingDataLoaderIter,
+    _SingleProcessDataLoaderIter,
+)
 
-__all__ = ["Progress", "SamplerRng", "skip_batches"]
+__all__ = ["Progress", "ResumableLoader"]
 
 VERSION = 1
-
-
-class SamplerRng:
-    """The random generators that a loader's sampler may draw from."""
-
-    def __init__(self, generator: torch.Generator | None, batch_sampler: Any) -> None:
-        """Find them: torch's, and for samplers that are not torch's own also Python's and NumPy's."""
-        sampler = getattr(batch_sampler, "sampler", None)
-        own = [getattr(thing, "generator", None) for thing in (batch_sampler, sampler)]
-        found = [torch.default_generator, generator, *own]
-        self._torch = list(dict.fromkeys(g for g in found if isinstance(g, torch.Generator)))
-        known = type(batch_sampler) is BatchSampler and type(sampler) in (
-            RandomSampler,
-            SequentialSampler,
-        )
-        self._others = not known
-
-    def get(self) -> dict[str, Any]:
-        """Return their states, as tensors and plain values."""
-        state: dict[str, Any] = {"torch": [generator.get_state() for generator in self._torch]}
-        if self._others:
-            numpy = np.random.get_state(legacy=False)
-            state["python"] = random.getstate()
-            state["numpy"] = numpy
-        return state
-
-    def set(self, state: dict[str, Any]) -> None:
-        """Put them back."""
-        for generator, value in zip(self._torch, state["torch"], strict=True):
-            generator.set_state(value)
-        if self._others and "python" in state:
-            version, internal, gauss = state["python"]
-            random.setstate((version, tuple(internal), gauss))
-            np.random.set_state(state["numpy"])
+T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(slots=True)
 class Progress:
     """How far one pass over the loader has come."""
 
-    epoch: int
-    variant: int
-    first_frozen: int
-    """The loader's `_first_frozen_epoch` at the time."""
-    start: dict[str, Any] = field(repr=False)
-    """The sampler's generators when the pass began."""
+    epoch: int = 0
+    variant: int = 0
+    """Augmented version of this epoch's samples."""
+    first_frozen: int = 0
+    """The epoch since which the boundary has been set, for the versions to come."""
+    start: dict[str, Any] | None = field(default=None, repr=False)
+    """The sampler's generators when the pass began; None before the first pass."""
+    drew_base_seed: bool = False
+    """Whether DataLoader drew a base seed for new workers when the pass began."""
+    now: dict[str, Any] | None = field(default=None, repr=False)
+    """The generators when the state was taken."""
     yielded: int = 0
+    """Batches given out."""
     finished: bool = False
+    """Whether the pass came to its end; resuming then begins the next epoch."""
 
-    def state_dict(self, now: dict[str, Any]) -> dict[str, Any]:
-        """Return the state; `now` are the generators as they are at this moment."""
-        return {
-            "version": VERSION,
-            "epoch": self.epoch,
-            "variant": self.variant,
-            "first_frozen": self.first_frozen,
-            "yielded": self.yielded,
-            "finished": self.finished,
-            "start": self.start,
-            "now": now,
-        }
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values and byte tensors, a few kilobytes."""
+        return {"version": VERSION} | {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
         """Read a state.
 
         Raises:
-            ValueError: It is not one of ours, or of a newer version.
+            ValueError: It is not one of ours, or of another version.
         """
         version = state.get("version")
         if version != VERSION:
             raise ValueError(
-                f"not a state of EgeriaLoader, or of another version: version={version!r}, "
+                f"not a state of EgeriaLoader, or of another version: found version {version!r}, "
                 f"this release reads {VERSION}"
             )
-        return cls(
-            state["epoch"],
-            state["variant"],
-            state["first_frozen"],
-            state["start"],
-            state["yielded"],
-            state["finished"],
+        return cls(**{f.name: state[f.name] for f in fields(cls)})
+
+
+class ResumableLoader(DataLoader[T_co]):
+    """A DataLoader with `state_dict` and `load_state_dict`, in torchdata's Stateful protocol."""
+
+    _progress: Progress
+    _resumes: bool
+    _rest: _Rest | None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loader stands, a few kilobytes.
+
+        Batches that were read ahead but not given out do not count. Where several passes are
+        alive, it is the latest one's.
+        """
+        if self._resumes:
+            return self._progress.state_dict()
+        return replace(self._progress, now=self._sampler_rng.get()).state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next pass go on where `state` was taken, and the following epochs after it.
+
+        The next `iter()` also puts back the random generators that the sampler draws from (torch's
+        default one, and the loader's or the sampler's own).
+
+        Raises:
+            ValueError: It is not a state of this loader's kind.
+        """
+        self._progress, self._resumes = Progress.from_state(state), True
+
+    def _begin(
+        self, variant_of: Callable[[int, int], tuple[int, int]], draws_base_seed: bool
+    ) -> torch.Generator:
+        """Begin the next pass, or the rest of one.
+
+        Sets `_progress`, and lets `_index_sampler` give the batches that are left.
+
+        Args:
+            variant_of: (epoch, first frozen epoch) -> (variant, first frozen epoch).
+            draws_base_seed: Whether new workers will be started.
+
+        Returns:
+            A generator in the state from which DataLoader draws the base seed of this pass.
+        """
+        last, resumes, self._resumes = self._progress, self._resumes, False
+        rng = self._sampler_rng
+        if resumes and last.start is not None and not last.finished:
+            rng.set(last.start)
+            if last.yielded:
+                return self._continue(last, rng)
+            epoch = last.epoch
+        else:
+            if resumes and last.now is not None:
+                rng.set(last.now)
+            epoch = 0 if last.start is None else last.epoch + 1
+        variant, first_frozen = variant_of(epoch, last.first_frozen)
+        self._progress = Progress(
+            epoch, variant, first_frozen, start=rng.get(), drew_base_seed=draws_base_seed
+        )
+        return _copy_of(self._base_generator)
+
+    def _continue(self, last: Progress, rng: _SamplerRng) -> torch.Generator:
+        base = _copy_of(self._base_generator)
+        if last.drew_base_seed:
+            draw_base_seed(self.generator)
+        batches = iter(self._index_sampler)
+        for _ in range(last.yielded):
+            if next(batches, None) is None:
+                break
+        assert last.now is not None, "a loaded state holds the generators of its moment"
+        rng.set(last.now)
+        self._rest = _Rest(batches, self._index_sampler)
+        self._progress = replace(last, now=None)
+        return base
+
+    def _plain_iter(self) -> Any:
+        """Iterate as DataLoader does, counting what is given out."""
+        continued = self._rest is not None
+        before = self._sampler_rng.get() if continued else None
+        iterator = super().__iter__()
+        if before is not None:  # the base seed was drawn when the pass began
+            self._sampler_rng.set(before)
+        self._rest = None
+        iterator.progress = self._progress  # type: ignore[attr-defined]
+        return iterator
+
+    def _get_iterator(self) -> Any:
+        if self.num_workers == 0:
+            return _CountedSingle(self)
+        self.check_worker_number_rationality()
+        return _CountedMulti(self)
+
+    @property
+    def _index_sampler(self) -> Any:
+        rest = self.__dict__.get("_rest")
+        return super()._index_sampler if rest is None else rest
+
+    @property
+    def _base_generator(self) -> torch.Generator:
+        return self.generator if self.generator is not None else torch.default_generator
+
+    @property
+    def _sampler_rng(self) -> _SamplerRng:
+        return _SamplerRng(self.generator, super()._index_sampler)
+
+
+class _SamplerRng:
+    """The random generators that a loader's sampler may draw from."""
+
+    def __init__(self, generator: torch.Generator | None, index_sampler: Any) -> None:
+        sampler = getattr(index_sampler, "sampler", None)
+        own = [getattr(thing, "generator", None) for thing in (index_sampler, sampler)]
+        found = [torch.default_generator, generator, *own]
+        self._torch = list(dict.fromkeys(g for g in found if isinstance(g, torch.Generator)))
+        # torch's own samplers draw from torch alone; a user's may draw from anything.
+        self._is_torch = type(index_sampler) is BatchSampler and isinstance(
+            sampler, RandomSampler | SequentialSampler
         )
 
+    def get(self) -> dict[str, Any]:
+        """Return their states, as byte tensors and plain values."""
+        state: dict[str, Any] = {"torch": [generator.get_state() for generator in self._torch]}
+        if not self._is_torch:
+            state["python"] = random.getstate()
+            state["numpy"] = np.random.get_state()
+        return state
 
-def skip_batches(batches: Iterator[Any], count: int) -> None:
-    """Drop the next `count` index batches."""
-    for _ in range(count):
-        if next(batches, None) is None:
-            return
+    def set(self, state: dict[str, Any]) -> None:
+        """Put them back."""
+        for generator, value in zip(self._torch, state["torch"], strict=True):
+            generator.set_state(value)
+        if "python" in state:
+            version, internal, gauss = state["python"]
+            random.setstate((version, tuple(internal), gauss))
+            np.random.set_state(state["numpy"])
+
+
+class _Rest:
+    """An index sampler that was entered in mid-epoch; from its second pass on it is whole."""
+
+    def __init__(self, rest: Iterator[Any], whole: Iterable[Any]) -> None:
+        self._once: Iterator[Any] | None = rest
+        self._whole = whole
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._whole) if self._once is None else self._run(self._once)
+
+    def _run(self, rest: Iterator[Any]) -> Iterator[Any]:
+        # Only now: DataLoader asks for an iterator twice before it uses one.
+        self._once = None
+        yield from rest
+
+
+class _Counted:
+    """Mixed into DataLoader's own iterators: keeps the loader's `Progress`."""
+
+    progress: Progress
+
+    def __next__(self) -> Any:
+        try:
+            batch = super().__next__()  # type: ignore[misc]
+        except StopIteration:
+            self.progress.finished = True
+            raise
+        self.progress.yielded += 1
+        return batch
+
+
+class _CountedSingle(_Counted, _SingleProcessDataLoaderIter):
+    pass
+
+
+class _CountedMulti(_Counted, _MultiProcessingDataLoaderIter):
+    pass
+
+
+def draw_base_seed(generator: torch.Generator | None) -> None:
+    """Consume what DataLoader consumes when it starts a pass."""
+    torch.empty((), dtype=torch.int64).random_(generator=generator)
+
+
+def _copy_of(generator: torch.Generator) -> torch.Generator:
+    copy = torch.Generator()
+    copy.set_state(generator.get_state())
+    return copy

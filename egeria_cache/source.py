@@ -43,6 +43,7 @@ class LoaderSource:
         collate: Callable[[list[Any]], Any],
         *,
         sample_id: Callable[[Any], Any] | None,
+        sample_version: Callable[[Any], Any] | None,
         name: str,
         seed: int | None,
         variants: int,
@@ -53,7 +54,8 @@ class LoaderSource:
         self.name = name
         self.seed = seed
         self.variants = variants
-        self._sample_id = sample_id
+        self._sample_id = sample_id or getattr(dataset, "sample_id", None)
+        self._version = sample_version or getattr(dataset, "sample_version", None)
         self._fingerprint: str | None = None
         self._is_proven = False
 
@@ -64,7 +66,11 @@ class LoaderSource:
             TypeError: An ID is not an int, a string, or a tuple of them.
         """
         named = indices if self._sample_id is None else [self._sample_id(i) for i in indices]
-        return [_as_sample_id(value) for value in named]
+        ids = [_as_sample_id(value) for value in named]
+        if self._version is None:
+            return ids
+        versions = [_as_sample_id(self._version(i)) for i in indices]
+        return list(zip(ids, versions, strict=True))
 
     def load(self, task: Task) -> Any:
         """Load and collate samples in this process, each under its own seed."""

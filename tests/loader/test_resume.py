@@ -1,0 +1,214 @@
+"""Resuming anywhere gives the rest of the epoch, and the epochs after it, unchanged."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, Dataset, RandomSampler, Sampler, WeightedRandomSampler
+
+from egeria_cache.loader import EgeriaLoader
+
+NUM_SAMPLES = 23
+
+
+class Augmented(Dataset):
+    def __len__(self):
+        return NUM_SAMPLES
+
+    def __getitem__(self, index):
+        return torch.cat([torch.tensor([float(index)]), torch.rand(2)])
+
+
+class OwnSampler(Sampler):
+    """Draws from Python's and NumPy's generators, as samplers of users do."""
+
+    def __init__(self):
+        self.epochs = 0
+
+    def __iter__(self):
+        import random
+
+        import numpy as np
+
+        order = list(range(NUM_SAMPLES))
+        random.shuffle(order)
+        return iter([order[i] for i in np.random.permutation(NUM_SAMPLES)])
+
+    def __len__(self):
+        return NUM_SAMPLES
+
+
+def samplers():
+    weights = torch.arange(1.0, NUM_SAMPLES + 1)
+    return {
+        "sequential": {},
+        "shuffle": {"shuffle": True},
+        "own generator": {"shuffle": True, "generator": torch.Generator().manual_seed(5)},
+        "sampler's generator": {
+            "sampler": RandomSampler(range(NUM_SAMPLES), generator=torch.Generator().manual_seed(5))
+        },
+        "weighted": {"sampler": WeightedRandomSampler(weights, 30)},
+        "a user's": {"sampler": OwnSampler()},
+        "batch sampler": {
+            "batch_size": 1,
+            "batch_sampler": BatchSampler(RandomSampler(range(NUM_SAMPLES)), 4, True),
+        },
+    }
+
+
+def make(kind="shuffle", seed=3, **kwargs):
+    return EgeriaLoader(
+        Augmented(), **({"batch_size": 4, "seed": seed} | samplers()[kind] | kwargs)
+    )
+
+
+def through_a_file(state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    assert len(buffer.getvalue()) < 40_000
+    return torch.load(buffer, weights_only=False)
+
+
+def same(left, right):
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", samplers())
+@given(
+    cut=st.integers(0, 6),
+    epochs_before=st.integers(0, 2),
+    second=st.one_of(st.none(), st.integers(0, 3)),
+)
+@settings(max_examples=12, deadline=None)
+def test_the_rest_and_the_following_epochs_are_the_uninterrupted_ones(
+    kind, cut, epochs_before, second
+):
+    torch.manual_seed(11)
+    loader, whole = make(kind), []
+    for _ in range(epochs_before):
+        list(loader)
+    for number, batch in enumerate(loader):
+        if number == cut:
+            state = through_a_file(loader.state_dict())
+        whole.append(batch)
+    if cut >= len(whole):
+        return
+    following = [list(loader), list(loader)]
+
+    torch.manual_seed(99)  # another process
+    resumed = make(kind)
+    resumed.load_state_dict(state)
+    rest = []
+    for number, batch in enumerate(resumed):
+        rest.append(batch)
+        if number == second:
+            again = make(kind)
+            again.load_state_dict(through_a_file(resumed.state_dict()))
+            resumed = again
+            break
+    if second is not None and second < len(rest):
+        rest += list(resumed)
+    same(rest, whole[cut + 1 :])
+    for expected in following:
+        same(list(resumed), expected)
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_number_of_workers_may_change(before, after, persistent):
+    torch.manual_seed(11)
+    loader = make(num_workers=before, persistent_workers=persistent and before > 0)
+    list(loader)
+    whole, state = [], None
+    for number, batch in enumerate(loader):
+        if number == 1:
+            state = loader.state_dict()
+        whole.append(batch)
+    following = list(loader)
+    torch.manual_seed(99)
+    resumed = make(num_workers=after)
+    resumed.load_state_dict(state)
+    same(list(resumed), whole[2:])
+    if not persistent:  # persistent workers draw no base seed in later epochs; others do
+        same(list(resumed), following)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_plain_loader_resumes_its_order_too(seed, workers):
+    torch.manual_seed(11)
+    loader = make(seed=seed, num_workers=workers)
+    whole = []
+    for number, batch in enumerate(loader):
+        if number == 2:
+            state = loader.state_dict()
+        whole.append(batch[:, 0])
+    following = [b[:, 0] for b in loader]
+    resumed = make(seed=seed, num_workers=workers)
+    resumed.load_state_dict(state)
+    same([b[:, 0] for b in resumed], whole[3:])
+    if workers or seed is not None:
+        same([b[:, 0] for b in resumed], following)
+
+
+def test_a_state_taken_at_the_last_batch_leaves_nothing_and_then_the_next_epoch():
+    torch.manual_seed(11)
+    loader = make()
+    for _ in loader:
+        state = loader.state_dict()
+    following = list(loader)
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert list(resumed) == []
+    same(list(resumed), following)
+
+
+def test_a_state_taken_after_the_epoch_begins_the_next_one():
+    torch.manual_seed(11)
+    loader = make()
+    list(loader)
+    state = loader.state_dict()
+    following = list(loader)
+    torch.manual_seed(99)
+    resumed = make()
+    resumed.load_state_dict(state)
+    same(list(resumed), following)
+
+
+def test_a_state_taken_before_the_first_epoch_begins_it():
+    torch.manual_seed(11)
+    loader = make()
+    state = loader.state_dict()
+    first = list(loader)
+    torch.manual_seed(99)
+    resumed = make()
+    resumed.load_state_dict(state)
+    same(list(resumed), first)
+
+
+def test_loading_a_state_leaves_the_running_pass_alone():
+    torch.manual_seed(11)
+    loader = make()
+    iterator = iter(loader)
+    first = next(iterator)
+    state = loader.state_dict()
+    second = next(iterator)
+    loader.load_state_dict(state)
+    assert loader.state_dict()["yielded"] == 1
+    next(iterator)
+    resumed = iter(loader)
+    assert torch.equal(next(resumed), second)
+    assert not torch.equal(first, second)
+
+
+def test_a_foreign_state_is_refused():
+    with pytest.raises(ValueError, match="not a state of EgeriaLoader"):
+        make().load_state_dict({"_num_yielded": 3})
