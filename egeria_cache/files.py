@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import shutil
 import struct
@@ -25,7 +26,7 @@ import numpy.typing as npt
 
 from egeria_cache.errors import StoreError
 from egeria_cache.index import Membership
-from egeria_cache.keys import META_PREFIX, SampleId, is_sample_key
+from egeria_cache.keys import META_PREFIX, SampleId
 
 __all__ = ["DATA_NAME", "IN_USE_NAME", "PAGE_BYTES", "GenerationFiles", "GoneError", "Totals"]
 
@@ -33,6 +34,9 @@ DATA_NAME, IN_USE_NAME = "data.mdb", "in-use"
 PAGE_BYTES = 4096
 TOTALS_KEY = META_PREFIX + b"totals"
 _TOTALS = struct.Struct("<QQ")
+FIRST_SAMPLE_KEY = b"\x01"
+"""Behind the store's own entries."""
+KEYS_PER_CHUNK = 65_536
 CLOSE_WAIT_S = 10.0
 _NODE_BYTES = 64
 """Upper bound of what a record's entry costs in a leaf beyond key and inline data."""
@@ -240,13 +244,12 @@ class GenerationFiles:
         """Return bool (B,), from memory."""
         if not self.usable:
             return np.zeros(len(ids), np.bool_)
-        with self._lock:
-            return self.index.contains(ids, variant)
+        return self.index.contains(ids, variant)
 
     def forget(self, key: bytes) -> None:
         """Answer False for this key until it is written again: its record cannot be read."""
         with self._lock:
-            self.index.discard_key(key)
+            self.index.deny(key)
             self._unreadable.add(key)
 
     def num_samples(self) -> int:
@@ -260,7 +263,7 @@ class GenerationFiles:
 
         Each chunk has its own transaction: a long one would keep a live writer from reusing pages.
         """
-        after = b"\x01"  # behind the store's own entries
+        after = FIRST_SAMPLE_KEY
         while True:
             with self.reading() as transaction:
                 cursor = transaction.cursor()
@@ -279,9 +282,12 @@ class GenerationFiles:
 
     def _load(self) -> None:
         with self._env.begin() as transaction:
-            keys = [bytes(key) for key in transaction.cursor().iternext(values=False)]
             stored = transaction.get(TOTALS_KEY)
-        self.index.add_keys([key for key in keys if is_sample_key(key)])
+            cursor = transaction.cursor()
+            found = cursor.set_range(FIRST_SAMPLE_KEY)
+            keys = cursor.iternext(values=False) if found else iter(())
+            while chunk := list(itertools.islice(keys, KEYS_PER_CHUNK)):
+                self.index.add_keys(chunk)
         if stored is not None and len(stored) == _TOTALS.size:
             self.totals = Totals(*_TOTALS.unpack(stored))
 

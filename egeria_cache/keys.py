@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "META_PREFIX", "SampleId", "decode_key", "encode_key", "encode_keys", "is_sample_key",
+    "META_PREFIX", "SampleId", "decode_key", "encode_key", "encode_keys", "is_integer_key", "is_sample_key", "parse_integer_keys",
     "plain_integers",
 ]  # fmt: skip
 
@@ -29,7 +29,8 @@ META_PREFIX = b"\x00"
 MAX_KEY_BYTES = 511
 _SIGN = 1 << 63
 _INT, _TEXT, _TUPLE, _HASHED = b"i", b"s", b"t", b"h"
-_INT_KEY_BYTES = 13
+_INT_KEY = np.dtype([("kind", "S1"), ("variant", ">u4"), ("number", ">u8")])
+_INT_KEY_BYTES = _INT_KEY.itemsize
 
 
 def encode_key(sample_id: SampleId, variant: int = 0) -> bytes:
@@ -76,6 +77,23 @@ def encode_keys(ids: Sequence[SampleId], variant: int = 0) -> list[bytes]:
     head = _INT + struct.pack(">I", variant)
     packed = (numbers.view(np.uint64) ^ np.uint64(_SIGN)).astype(">u8").tobytes()
     return [head + packed[start : start + 8] for start in range(0, len(packed), 8)]
+
+
+def parse_integer_keys(
+    keys: Sequence[bytes],
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]] | None:
+    """Return (variants, IDs) if all of the keys are of integers; else None."""
+    if not all(map(is_integer_key, keys)):
+        return None
+    joined = b"".join(keys)
+    table = np.frombuffer(joined, _INT_KEY)
+    numbers = (table["number"].astype(np.uint64) ^ np.uint64(_SIGN)).view(np.int64)
+    return table["variant"].astype(np.uint32), numbers
+
+
+def is_integer_key(key: bytes) -> bool:
+    """Tell the keys of integers of 64 bits."""
+    return len(key) == _INT_KEY_BYTES and key[:1] == _INT
 
 
 def is_sample_key(key: bytes) -> bool:
