@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from egeria_cache.events import BoundaryMoved
+from egeria_cache import BoundaryMoved
 from egeria_core.bootstrap import Bootstrap
 from egeria_core.config import ControllerConfig, guideline_interval
 from egeria_core.controller import FreezeController

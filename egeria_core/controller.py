@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from egeria_cache.events import BoundaryMoved
+from egeria_cache import BoundaryMoved
 from egeria_core.config import ControllerConfig
 from egeria_core.distributed import Ranks, rebuild, unwrap
 from egeria_core.errors import PolicyError

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from egeria_cache.errors import EgeriaError
+from egeria_cache import EgeriaError
 from egeria_core.judge import Verdict
 
 __all__ = ["Ranks", "rebuild", "unwrap"]

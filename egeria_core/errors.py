@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from egeria_cache.errors import EgeriaError
+from egeria_cache import EgeriaError
 
 __all__ = ["EvaluatorError", "LayerError", "PolicyError"]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from egeria_cache.frozen import FrozenPrefix
+from egeria_cache import FrozenPrefix
 
 __all__ = ["Freezer"]
 

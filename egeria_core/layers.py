@@ -163,7 +163,11 @@ def _holds_blocks(module: nn.Module) -> bool:
     """
     for inner in module.modules():
         if _is_list(inner):
-            kinds = [type(c) for c in inner.children() if any(True for _ in c.children())]
+            kinds = [
+                type(child)
+                for child in inner.children()
+                if not _is_list(child) and any(True for _ in child.children())
+            ]
             if any(kinds.count(kind) >= 2 for kind in kinds):
                 return True
     return False

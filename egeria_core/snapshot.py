@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from egeria_cache.frozen import FrozenPrefix
+from egeria_cache import FrozenPrefix
 
 __all__ = ["Weights", "copy_between", "copy_modules", "copy_tensor", "copy_weights", "load_weights"]
 

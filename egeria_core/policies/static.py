@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from egeria_cache.errors import BoundaryError
+from egeria_cache import BoundaryError
 from egeria_core.policies.base import Reading
 from egeria_core.policies.scheduled import Scheduled
 

@@ -86,12 +86,16 @@ class ReferenceChain:
 
     def _try(self, modules: Sequence[nn.Module], probe: Probe) -> Exception | None:
         assert self._candidates is not None
+        new = self._reference is None
         if self._reference is None:
             self._reference = self._candidates[0]()
         try:
             self._reference.build(modules, probe)
             self.noise = 0.0
-            if not self._reference.exact:
+            if self._reference.exact:
+                if new:
+                    self._reference.run(probe)  # a layer that cannot run here shows it now
+            else:
                 expected = run_layer(modules, probe)
                 self.noise = float(sp_loss(expected, self._reference.run(probe)))
         except Exception as error:  # quantisation tools fail in their own ways

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from egeria_cache.errors import BoundaryError
+from egeria_cache import BoundaryError
 from egeria_core import (
     AutoFreezePolicy,
     ControllerConfig,

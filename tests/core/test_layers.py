@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from core_nets import FAMILIES, Bert, EncoderDecoder, MobileNet, ResNet, Vit, family_batch, mlp
+from torch import nn
+
+from egeria_core import LayerError, find_layers
+from egeria_core.prefix import LayerMap
+from egeria_core.trace import parameters_behind
+
+
+def names(model: nn.Module, **options: object) -> list[str]:
+    return [layer.boundary for layer in find_layers(model, **options)]  # type: ignore[arg-type]
+
+
+def test_resnet_56_is_cut_as_in_the_paper() -> None:
+    """Seven modules: stages 1 and 2 whole, stage 3 with 75 % of the weights in five."""
+    layers = find_layers(ResNet(9, 16))
+    stages = [layer.boundary.split(".")[0] for layer in layers]
+    assert stages == ["layer1", "layer2", "layer3", "layer3", "layer3", "layer3", "fc"]
+    assert "layer3.8" in layers[-1].modules
+    sizes = [layer.num_parameters for layer in layers]
+    assert max(sizes) < 5 * min(sizes)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_cover_the_model_once_in_order_and_balanced(family: str) -> None:
+    model = FAMILIES[family][0]()
+    layers = find_layers(model)
+    modules = [name for layer in layers for name in layer.modules]
+    assert len(modules) == len(set(modules))
+    assert len(layers) >= 3
+    registered = [name for name, _ in model.named_modules()]
+    assert [registered.index(name) for name in modules] == sorted(
+        registered.index(name) for name in modules
+    )
+    covered = {id(p) for name in modules for p in model.get_submodule(name).parameters()}
+    own = {id(p) for p in model.parameters(recurse=False)}
+    assert covered | own == {id(p) for p in model.parameters()}
+    total = sum(p.numel() for p in model.parameters())
+    assert max(layer.num_parameters for layer in layers) <= 0.6 * total
+
+
+def test_blocks_are_never_cut_open() -> None:
+    for model in (ResNet(), MobileNet(), Bert(), Vit()):
+        for layer in find_layers(model, num_layers=50):
+            for name in layer.modules:
+                assert ".conv" not in name
+                assert "shortcut" not in name
+                assert "self_attn" not in name
+                assert "qkv" not in name
+
+
+def test_small_stems_and_heads_join_their_neighbours() -> None:
+    layers = find_layers(ResNet(3, 16))
+    assert layers[0].modules[0] == "conv1"
+    assert layers[0].boundary.startswith("layer1")
+    assert layers[-1].modules[-1] == "fc"
+
+
+def test_a_pattern_overrides_the_parse() -> None:
+    assert names(ResNet(), pattern=r"layer\d") == ["layer1", "layer2", "layer3"]
+    assert names(ResNet(), pattern=r".*\.conv1")[:2] == ["layer1.0.conv1", "layer1.1.conv1"]
+    with pytest.raises(LayerError, match="overlap"):
+        find_layers(ResNet(), pattern=r"layer1.*")
+    with pytest.raises(LayerError, match="matching"):
+        find_layers(ResNet(), pattern="fc")
+
+
+@pytest.mark.parametrize("model", [nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)), nn.ReLU()])
+def test_a_model_without_two_layers_is_refused(model: nn.Module) -> None:
+    with pytest.raises(LayerError, match="at least 2"):
+        find_layers(model)
+    with pytest.raises(ValueError, match="num_layers"):
+        find_layers(mlp(2, 2, 2), num_layers=1)
+
+
+def resolved(family: str) -> tuple[nn.Module, LayerMap]:
+    make, kind = FAMILIES[family]
+    model = make()
+    layers = LayerMap(model, None, 7)
+    x, y = family_batch(kind, 0)
+    F.cross_entropy(model(x), y).backward()
+    layers.resolve()
+    return model, layers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prefix_holds_exactly_what_its_boundarys_output_was_made_from(family: str) -> None:
+    model, layers = resolved(family)
+    kind = FAMILIES[family][1]
+    for boundary in layers.boundaries[:-1]:
+        caught: list[object] = []
+        handle = model.get_submodule(boundary).register_forward_hook(
+            lambda module, args, output, caught=caught: caught.append(output)
+        )
+        model(family_batch(kind, 1)[0])
+        handle.remove()
+        behind = {id(p) for p in parameters_behind(caught[0])}
+        listed = {id(model.get_parameter(n)) for n in layers.prefix(boundary).parameters}
+        assert behind <= listed
+        later = listed - behind
+        if family != "encoder_decoder":
+            assert not later, "a parameter that feeds nothing in the prefix would be frozen"
+
+
+def test_forward_order_wins_over_registration_order() -> None:
+    model, layers = resolved("encoder_decoder")
+    stages = [boundary.split(".")[0] for boundary in layers.boundaries]
+    assert stages.index("encoder") < stages.index("decoder")
+    assert isinstance(model, EncoderDecoder)
+
+
+def test_parameters_of_the_model_itself_belong_to_the_prefix_they_feed() -> None:
+    for family, own in (("vit", "token"), ("bert", "position")):
+        _, layers = resolved(family)
+        first = next(b for b in layers.boundaries if "." in b)
+        assert own in layers.prefix(first).parameters
+
+
+def test_modules_that_do_not_run_are_no_layers() -> None:
+    class Spare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = mlp(8, 8, 8, 8, 8)
+            self.unused = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.blocks(x)
+            return out
+
+    model = Spare()
+    layers = LayerMap(model, None, 5)
+    model(torch.randn(4, 8)).sum().backward()
+    layers.resolve()
+    assert all("unused" not in name for layer in layers.layers for name in layer.modules)
+
+
+def test_watching_leaves_no_hook_and_no_trace_in_copies() -> None:
+    model = ResNet()
+    layers = LayerMap(model, None, 7)
+    clone = copy.deepcopy(model)
+    clone(torch.randn(2, 1, 8, 8))
+    assert not layers.resolved
+    model(torch.randn(2, 1, 8, 8))
+    layers.resolve()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    restored = LayerMap(ResNet(), None, 7)
+    restored.load_state_dict(layers.state_dict())
+    assert restored.resolved
+    assert restored.prefixes == layers.prefixes
+
+
+def test_without_a_forward_registration_order_stands_in(caplog: pytest.LogCaptureFixture) -> None:
+    layers = LayerMap(ResNet(), None, 7)
+    assert "bn1" in layers.prefix("layer1.1").modules
+    assert "layer2.0.conv1.weight" not in layers.prefix("layer1.1").parameters
+    layers.resolve()
+    assert "registration order" in caplog.text

@@ -1,0 +1,317 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from core_nets import FAMILIES, Bert, ResNet, family_batch, mlp
+from torch import Tensor, nn
+
+from egeria_core import sp_loss
+from egeria_core.config import ReferenceKind
+from egeria_core.hooks import LayerTap, Probe, Wire
+from egeria_core.prefix import LayerMap
+from egeria_core.reference import (
+    DynamicInt8Reference,
+    FloatReference,
+    Reference,
+    ReferenceChain,
+    StaticInt8Reference,
+    run_layer,
+)
+from egeria_core.snapshot import copy_modules, copy_weights, load_weights
+
+torch.set_num_threads(1)
+
+
+def capture(family: str, layer: int, size: int = 8) -> tuple[nn.Module, list[nn.Module], Probe]:
+    """Train-mode forward of a family's model; the probe of one layer and copies of its modules."""
+    torch.manual_seed(0)
+    make, kind = FAMILIES[family]
+    model = make()
+    layers = LayerMap(model, None, 7)
+    model(family_batch(kind, 0)[0])
+    layers.resolve()
+    tap = LayerTap(model, [x.modules for x in layers.layers], num_rows=6)
+    tap.arm(layer)
+    model(family_batch(kind, 1, size)[0])
+    probe = tap.take()
+    tap.close()
+    assert probe is not None, "the tap did not fire"
+    modules = [model.get_submodule(call.module) for call in probe.calls]
+    return model, copy_modules(modules), probe
+
+
+CASES = [(family, layer) for family in FAMILIES for layer in range(3)]
+
+
+@pytest.mark.parametrize(("family", "layer"), CASES)
+def test_a_replayed_layer_returns_what_the_model_computed(family: str, layer: int) -> None:
+    torch.manual_seed(0)
+    make, kind = FAMILIES[family]
+    model = make().eval()
+    layers = LayerMap(model, None, 7)
+    model(family_batch(kind, 0)[0])
+    layers.resolve()
+    tap = LayerTap(model, [x.modules for x in layers.layers], num_rows=6)
+    tap.arm(layer)
+    model(family_batch(kind, 1)[0])
+    probe = tap.take()
+    assert probe is not None
+    assert probe.output is not None
+    assert probe.num_rows == 6
+    modules = copy_modules([model.get_submodule(call.module) for call in probe.calls])
+    assert torch.allclose(run_layer(modules, probe), probe.output, atol=1e-5)
+    assert torch.equal(run_layer(modules, probe), run_layer(modules, probe)), "inputs were mutated"
+    tap.close()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_modules_that_feed_each_other_are_wired_and_glue_cuts_the_chain() -> None:
+    _, _, probe = capture("mlp", 1)
+    assert [call.module for call in probe.calls] == ["2", "3"]
+    assert isinstance(probe.calls[1].args[0], Wire)
+    _, _, probe = capture("resnet", 0)
+    # conv1 feeds bn1, but a functional ReLU stands between bn1 and the first block.
+    assert [call.module for call in probe.calls] == ["layer1.0", "layer1.1"]
+
+
+BUILDERS: dict[str, Any] = {
+    "fp32": lambda: FloatReference(torch.float32),
+    "bf16": lambda: FloatReference(torch.bfloat16),
+    "int8-static": StaticInt8Reference,
+    "int8-dynamic": DynamicInt8Reference,
+}
+LIMITS = {"fp32": 1e-12, "bf16": 1e-4, "int8-static": 1e-3, "int8-dynamic": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "layer"),
+    [(name, family, layer) for family in FAMILIES for name, layer in (("fp32", 1), ("bf16", 1))]
+    + [("int8-static", f, 1) for f in ("resnet", "mobilenet")]
+    + [("int8-dynamic", f, 1) for f in ("bert", "vit", "encoder_decoder", "mlp")],
+)
+def test_a_reference_stays_close_and_keeps_its_moment(name: str, family: str, layer: int) -> None:
+    _, modules, probe = capture(family, layer)
+    reference: Reference = BUILDERS[name]()
+    reference.build(modules, probe)
+    assert reference.name == name
+    expected = run_layer(modules, probe)
+    before = reference.run(probe)
+    assert before.shape == expected.shape
+    assert float(sp_loss(expected, before)) < LIMITS[name]
+    with torch.no_grad():
+        for module in modules:
+            for parameter in module.parameters():
+                parameter.mul_(-0.5)
+    assert torch.equal(reference.run(probe), before), "later weights must not show"
+    reference.build(modules, probe)
+    assert not torch.equal(reference.run(probe), before), "a refresh takes the new weights"
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [("resnet", "int8-static"), ("mobilenet", "int8-static")]
+    + [(f, "int8-dynamic") for f in ("bert", "vit", "encoder_decoder")],
+)
+def test_int8_takes_the_kind_that_suits_the_layer(family: str, expected: str) -> None:
+    _, modules, probe = capture(family, 1)
+    chain = ReferenceChain("int8")
+    assert chain.refresh(modules, probe) == []
+    assert chain.name == expected
+    assert chain.costly
+    assert 0 < chain.noise < 1e-3
+
+
+def test_auto_takes_full_precision_where_quantising_cannot_pay() -> None:
+    _, modules, probe = capture("resnet", 0)
+    chain = ReferenceChain("auto")
+    assert chain.refresh(modules, probe) == []
+    assert (chain.name, chain.noise, chain.costly) == ("fp32", 0.0, False)
+
+
+class Untraceable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.conv(x)
+        return out if out.sum() > 0 else -out
+
+
+def test_a_layer_that_cannot_be_traced_falls_back_to_bf16_and_says_why() -> None:
+    module = Untraceable().eval()
+    tap = LayerTap(nn.Sequential(module), [["0"]], num_rows=4)
+    model = nn.Sequential(module)
+    tap = LayerTap(model, [["0"]], num_rows=4)
+    tap.arm(0)
+    model(torch.randn(4, 1, 6, 6))
+    probe = tap.take()
+    assert probe is not None
+    chain = ReferenceChain("int8")
+    notes = chain.refresh(copy_modules([module]), probe)
+    assert chain.name == "bf16"
+    assert len(notes) == 1
+    assert notes[0].startswith("int8-static reference not used: TraceError")
+
+
+class Wrong:
+    """A reference that builds but is another layer."""
+
+    name, exact, costly = "wrong", False, True
+
+    def build(self, modules: Sequence[nn.Module], probe: Probe) -> None:
+        self.shape = run_layer(modules, probe).shape
+
+    def run(self, probe: Probe) -> Tensor:
+        return torch.randn(self.shape, generator=torch.Generator().manual_seed(0))
+
+
+def test_the_self_check_rejects_a_reference_that_is_another_layer() -> None:
+    _, modules, probe = capture("resnet", 1)
+    chain = ReferenceChain("int8", candidates=[Wrong, lambda: FloatReference(torch.float32)])
+    (note,) = chain.refresh(modules, probe)
+    assert "wrong reference not used" in note
+    assert "self-check" in note
+    assert chain.name == "fp32"
+
+
+def test_noise_that_drowns_the_plasticity_changes_the_reference_at_the_next_refresh() -> None:
+    _, modules, probe = capture("resnet", 1)
+    chain = ReferenceChain("int8")
+    chain.refresh(modules, probe)
+    assert chain.heed(chain.noise * 100) is None
+    note = chain.heed(chain.noise * 2)
+    assert note is not None
+    assert "not well below" in note
+    assert chain.name == "int8-static", "the reading at hand was still taken with it"
+    chain.refresh(modules, probe)
+    assert chain.name == "bf16"
+    assert chain.heed(0.0) is not None
+    chain.refresh(modules, probe)
+    assert chain.name == "fp32"
+    assert chain.heed(0.0) is None, "full precision is the last resort"
+
+
+def test_when_nothing_can_represent_the_layer_the_error_is_the_layers_own() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("boom")
+
+    _, _, probe = capture("mlp", 1)
+    probe.calls = probe.calls[:1]
+    with pytest.raises(RuntimeError, match="boom"):
+        ReferenceChain("bf16").refresh([Broken()], probe)
+
+
+@pytest.mark.parametrize("kind", ["int8", "bf16", "fp32"])
+def test_building_leaves_the_process_as_it_was(kind: ReferenceKind) -> None:
+    engine = torch.backends.quantized.engine
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    _, modules, probe = capture("vit", 1)
+    weights = copy_weights(modules)
+    ReferenceChain(kind).refresh(modules, probe)
+    assert torch.backends.quantized.engine == engine
+    assert torch.backends.mha.get_fastpath_enabled() == fastpath
+    for before, after in zip(weights, copy_weights(modules), strict=True):
+        assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+def test_snapshots_carry_no_hooks_no_gradients_and_no_training_mode() -> None:
+    model = ResNet().train()
+    calls: list[int] = []
+    handle = model.layer1.register_forward_hook(lambda *args: calls.append(1))
+    model(torch.randn(4, 1, 8, 8)).sum().backward()
+    (clone,) = copy_modules([model.layer1])
+    calls.clear()
+    clone(torch.randn(2, 4, 8, 8))
+    assert not calls
+    assert not any(p.requires_grad or p.grad is not None for p in clone.parameters())
+    assert not any(m.training for m in clone.modules())
+    assert model.layer1.training
+    model(torch.randn(4, 1, 8, 8))
+    assert calls, "the original keeps its hooks"
+    handle.remove()
+
+
+def test_weights_travel_with_buffers_and_are_copies() -> None:
+    source, target = copy.deepcopy(ResNet().layer2), ResNet().layer2
+    weights = copy_weights([source])
+    load_weights([target], weights)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(
+            copy_weights([source])[0].values(), copy_weights([target])[0].values(), strict=True
+        )
+    )
+    with torch.no_grad():
+        next(source.parameters()).zero_()
+    assert weights[0]["0.conv1.weight"].abs().sum() > 0
+
+
+def test_a_validation_pass_is_not_captured() -> None:
+    model = mlp(8, 8, 8)
+    tap = LayerTap(model, [["0", "1"]], num_rows=4)
+    tap.arm(0, training=True)
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    model.eval()
+    model(torch.randn(4, 8))
+    assert tap.take() is None
+    tap.arm(0, training=True)
+    model.train()
+    model(torch.randn(4, 8))
+    model(torch.randn(2, 8))
+    probe = tap.take()
+    assert probe is not None
+    assert probe.batch_size == 4, "the first forward of the step is the one"
+    tap.close()
+
+
+def test_an_in_place_activation_does_not_change_what_was_captured() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    tap = LayerTap(model, [["0"]], num_rows=4)
+    x = torch.randn(4, 4)
+    expected = model[0](x).detach().clone()
+    tap.arm(0)
+    model(x)
+    probe = tap.take()
+    assert probe is not None
+    assert probe.output is not None
+    assert torch.equal(probe.output, expected)
+    assert (probe.output < 0).any()
+    tap.close()
+
+
+def test_a_cache_of_keys_and_values_is_not_replayed() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, past_key_values: list[Tensor] | None = None) -> Tensor:
+            if past_key_values is not None:
+                past_key_values.append(x)
+            out: Tensor = self.linear(x)
+            return out
+
+    block = Block()
+    tap = LayerTap(nn.Sequential(block), [["0"]], num_rows=4)
+    tap.arm(0)
+    cache: list[Tensor] = []
+    block(torch.randn(4, 4), past_key_values=cache)
+    probe = tap.take()
+    assert probe is not None
+    assert probe.calls[0].kwargs == {"past_key_values": None}
+    run_layer(copy_modules([block]), probe)
+    assert len(cache) == 1
+    tap.close()
+
+
+def test_only_bert_like_models_need_masks_and_they_come_along() -> None:
+    _, modules, probe = capture("bert", 2)
+    assert isinstance(modules[0], type(Bert().encoder[0]))
+    assert probe.calls[0].kwargs["mask"].shape[0] == 6
