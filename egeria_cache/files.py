@@ -27,6 +27,7 @@ import numpy.typing as npt
 from egeria_cache.errors import StoreError
 from egeria_cache.index import Membership
 from egeria_cache.keys import META_PREFIX, SampleId
+from egeria_cache.manifest import DamagedError
 
 __all__ = ["DATA_NAME", "IN_USE_NAME", "PAGE_BYTES", "GenerationFiles", "GoneError", "Totals"]
 
@@ -136,7 +137,7 @@ class GenerationFiles:
         except (lmdb.Error, OSError) as error:
             if self._in_use is not None:
                 os.close(self._in_use)
-            raise StoreError(f"cannot open {directory}: {error}") from error
+            raise DamagedError(f"cannot open {directory}: {error}") from error
 
     # -- life -------------------------------------------------------------------------------
 

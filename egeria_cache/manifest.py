@@ -14,7 +14,7 @@ from typing import Any
 from egeria_cache.errors import StoreError
 
 __all__ = [
-    "FORMAT", "MANIFEST_NAME", "Manifest", "canonical", "differing_fields", "generation_name",
+    "FORMAT", "DamagedError", "MANIFEST_NAME", "Manifest", "canonical", "differing_fields", "generation_name",
     "read_json", "write_json",
 ]  # fmt: skip
 
@@ -22,6 +22,10 @@ FORMAT = 1
 """Version of everything on disk; a directory with a higher one is refused, never guessed at."""
 MANIFEST_NAME = "manifest.json"
 MAX_JSON_BYTES = 16 * 2**20
+
+
+class DamagedError(StoreError):
+    """A file of the cache is not what was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +57,7 @@ class Manifest:
             if not isinstance(fields, dict) or not isinstance(created, int | float):
                 raise TypeError
         except (KeyError, TypeError):
-            raise StoreError(
-                f"{directory / MANIFEST_NAME} is damaged; delete its directory"
-            ) from None
+            raise DamagedError(f"{directory / MANIFEST_NAME} is damaged") from None
         return cls(directory.name, fields, float(created), codec)
 
     def write(self, directory: Path) -> None:
@@ -113,11 +115,11 @@ def read_json(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             content = json.loads(file.read(MAX_JSON_BYTES))
     except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror}") from error
+        raise DamagedError(f"cannot read {path}: {error.strerror}") from error
     except ValueError:
-        raise StoreError(f"{path} is damaged: it is not JSON") from None
+        raise DamagedError(f"{path} is damaged: it is not JSON") from None
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
-        raise StoreError(f"{path} was not written by Egeria")
+        raise DamagedError(f"{path} was not written by Egeria")
     if content["format"] > FORMAT:
         raise StoreError(
             f"{path} has format {content['format']}, this release knows up to {FORMAT}; use the "

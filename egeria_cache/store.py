@@ -25,11 +25,19 @@ from torch import Tensor
 from egeria_cache.budget import Budget, generation_directories
 from egeria_cache.config import StoreConfig, parse_size
 from egeria_cache.errors import StoreError
-from egeria_cache.files import DATA_NAME, PAGE_BYTES, BeingRemovedError, GenerationFiles
+from egeria_cache.files import (
+    DATA_NAME,
+    PAGE_BYTES,
+    BeingRemovedError,
+    GenerationFiles,
+    in_use_elsewhere,
+    remove_directory,
+)
 from egeria_cache.generation import Generation
 from egeria_cache.keys import SampleId
 from egeria_cache.manifest import (
     FORMAT,
+    DamagedError,
     Manifest,
     canonical,
     differing_fields,
@@ -178,30 +186,46 @@ class ActivationStore:
     def _open(self, name: str, fields: Mapping[str, Any]) -> Generation:
         directory = self.config.directory / name
         with self._budget.locked():
-            if (directory / DATA_NAME).exists():
-                try:
-                    manifest = Manifest.read(directory)
-                except StoreError:
-                    if not (directory / DATA_NAME).exists():
-                        raise BeingRemovedError(str(directory)) from None
+            try:
+                manifest, files = self._open_files(directory, fields)
+            except DamagedError as damage:
+                if in_use_elsewhere(directory):
                     raise
-                if manifest.fields != fields:
-                    raise StoreError(f"{directory} holds other fields than its name says")
-            else:
-                self._log_nearest(name, fields)
-                directory.mkdir(mode=0o700, exist_ok=True)
-                manifest = Manifest.new(fields)
-                try:
-                    manifest.write(directory)
-                except FileNotFoundError:
-                    raise BeingRemovedError(str(directory)) from None
-            files = GenerationFiles.acquire(
-                directory, map_bytes=max(self.config.limit_bytes, 16 * PAGE_BYTES)
-            )
+                # It is only a cache: what cannot be opened is removed and filled again.
+                logger.warning("%s; it is removed and filled again", damage)
+                remove_directory(directory)
+                manifest, files = self._open_files(directory, fields)
         return Generation(
-            manifest, files, reader=self._reader, writer=self._writer, budget=self._budget,
+            manifest,
+            files,
+            reader=self._reader,
+            writer=self._writer,
+            budget=self._budget,
             codec=self.config.codec,
-        )  # fmt: skip
+        )
+
+    def _open_files(
+        self, directory: Path, fields: Mapping[str, Any]
+    ) -> tuple[Manifest, GenerationFiles]:
+        if (directory / DATA_NAME).exists():
+            try:
+                manifest = Manifest.read(directory)
+            except StoreError:
+                if not (directory / DATA_NAME).exists():
+                    raise BeingRemovedError(str(directory)) from None
+                raise
+            if manifest.fields != fields:
+                raise DamagedError(f"{directory} holds other fields than its name says")
+        else:
+            self._log_nearest(directory.name, fields)
+            directory.mkdir(mode=0o700, exist_ok=True)
+            manifest = Manifest.new(fields)
+            try:
+                manifest.write(directory)
+            except FileNotFoundError:
+                raise BeingRemovedError(str(directory)) from None
+        map_bytes = max(self.config.limit_bytes, 16 * PAGE_BYTES)
+        return manifest, GenerationFiles.acquire(directory, map_bytes=map_bytes)
 
     def _log_nearest(self, name: str, fields: Mapping[str, Any]) -> None:
         """Say in one line why nothing stored can be reused."""

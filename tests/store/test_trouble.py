@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
@@ -9,9 +10,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +23,7 @@ import torch
 from egeria_cache.errors import StoreError
 from egeria_cache.store import ActivationStore
 
+ROOT = Path(__file__).resolve().parents[2]
 FLUSH_S = 30
 DEADLINE_S = 60
 
@@ -318,21 +322,37 @@ def test_a_generation_nobody_uses_makes_room_and_one_in_use_stays(directory):
         assert store.stats().bytes_on_disk <= 2_000_000
 
 
+@pytest.mark.parametrize(
+    ("num_flips", "seed"), [(200, 1), pytest.param(10_000, 2, marks=pytest.mark.long)]
+)
+@pytest.mark.timeout(7200)
+def test_a_flipped_bit_anywhere_gives_no_wrong_tensor_and_no_crash(num_flips, seed):
+    with tempfile.TemporaryDirectory(dir=Path("/dev/shm")) as place:
+        done = subprocess.run(
+            [sys.executable, Path(__file__).with_name("flipper.py"), place, f"{num_flips}", f"{seed}"],
+            capture_output=True, text=True, check=False,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["failures"] == []
+    assert report["outcomes"]["missed"] > num_flips / 10  # the flips did hit something
+
+
 def test_readers_and_voids_race_without_wrong_rows_or_errors(directory):
     stop = threading.Event()
     errors = []
     with ActivationStore(directory, codec="raw") as store:
 
         def read():
-            while not stop.is_set():
-                try:
+            try:
+                while not stop.is_set():
                     generation = store.open_generation({"a": 1})
                     got, hit = generation.get_batch(range(20))
                     for row in np.flatnonzero(hit):
                         assert torch.equal(got[row], rows([int(row)])[0])
-                except BaseException as error:
-                    errors.append(error)
-                    return
+            except BaseException as error:
+                errors.append(error)
 
         threads = [threading.Thread(target=read) for _ in range(3)]
         for thread in threads:

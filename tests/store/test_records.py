@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from egeria_cache.choice import choose_codec
+from egeria_cache.codec import Codec, CodecError, Coder
+from egeria_cache.keys import encode_keys
+from egeria_cache.records import DTYPES, Rows, encode_rows, open_record, parse_head
+from egeria_cache.values import RecordError, decode_value, encode_value
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+CODECS = list(Codec)
+CODER = Coder()
+
+
+def bits_of(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8).tolist()
+
+
+def decode(key, record):
+    opened = open_record(key, record)
+    return {
+        field.name: opened.value(position)
+        if field.dtype is None
+        else opened.tensor(position, CODER)
+        for position, field in enumerate(opened.layout.fields)
+    }
+
+
+def random_tensor(dtype, shape, seed=0, zeros=False):
+    count = int(np.prod(shape)) * dtype.itemsize
+    blob = np.random.default_rng(seed).integers(0, 2 if dtype is torch.bool else 256, count)
+    if zeros:
+        blob[: count // 2] = 0
+    flat = torch.from_numpy(blob.astype(np.uint8))
+    return flat.view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
+
+
+def same(one, other):
+    return one.dtype == other.dtype and one.shape == other.shape and bits_of(one) == bits_of(other)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_every_dtype_survives_every_codec_to_the_bit(dtype, codec):
+    shapes = [(), (0,), (3, 0, 2), (1,), (7, 3), (257,), (33, 9, 5)]
+    values = [random_tensor(dtype, shape, zeros=zeros) for shape in shapes for zeros in (0, 1)]
+    keys = encode_keys(range(len(values)))
+    rows = Rows(False, {"act": values})
+    for (key, record), value in zip(
+        encode_rows(keys, range(len(values)), rows, codec, CODER), values, strict=True
+    ):
+        assert same(decode(key, bytes(record))["act"], value)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_special_floats_keep_their_bits(codec):
+    patterns = torch.tensor(
+        [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-45] * 50
+    )
+    patterns[4] = torch.tensor(struct.unpack("<f", b"\x01\x02\xa0\x7f")[0])
+    (encoded,) = encode_rows(encode_keys([1]), [0], Rows(True, {"x": patterns[None]}), codec, CODER)
+    assert same(decode(*encoded)["x"], patterns)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(list(DTYPES.values())),
+            st.lists(st.integers(0, 9), max_size=4).map(tuple),
+        ),
+        max_size=4,
+    ),
+    st.sampled_from(CODECS),
+    st.integers(0, 99),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=80)
+def test_any_set_of_named_tensors_round_trips(fields, codec, seed, zeros):
+    batch = {
+        f"field {position}": random_tensor(dtype, (3, *shape), seed + position, zeros)
+        for position, (dtype, shape) in enumerate(fields)
+    }
+    keys = encode_keys(["a", "b", "c"])
+    encoded = encode_rows(keys, [2, 0], Rows(False, batch), codec, CODER)
+    assert [key for key, _ in encoded] == [keys[2], keys[0]]
+    for (key, record), row in zip(encoded, [2, 0], strict=True):
+        decoded = decode(key, bytes(record))
+        assert decoded.keys() == batch.keys()
+        assert all(same(decoded[name], value[row]) for name, value in batch.items())
+
+
+values = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+)
+
+
+@given(values)
+def test_any_scalar_or_text_round_trips_with_its_type(value):
+    decoded = decode_value(encode_value(value))
+    assert decoded == value
+    assert type(decoded) is type(value)
+
+
+@given(st.binary(max_size=30))
+def test_arbitrary_bytes_are_a_value_or_a_record_error(blob):
+    try:
+        decode_value(blob)
+    except RecordError:
+        return
+
+
+def test_an_object_of_another_type_is_refused():
+    with pytest.raises(TypeError, match="dict"):
+        encode_value({})
+
+
+def sample_record(codec, dtype=torch.float32):
+    batch = {
+        "act": random_tensor(dtype, (1, 300), zeros=True),
+        "label": torch.tensor([3]),
+        "text": ["hello"],
+    }
+    (encoded,) = encode_rows(encode_keys([5]), [0], Rows(False, batch), codec, CODER)
+    return encoded[0], bytes(encoded[1])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_record_with_any_bit_flipped_is_refused(codec):
+    key, record = sample_record(codec)
+    decode(key, record)
+    for at in range(len(record)):
+        damaged = bytearray(record)
+        damaged[at] ^= 1 << at % 8
+        with pytest.raises(RecordError):
+            open_record(key, bytes(damaged))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_record_cut_short_or_continued_is_refused(codec):
+    key, record = sample_record(codec)
+    for length in range(len(record)):
+        with pytest.raises(RecordError):
+            open_record(key, record[:length])
+    with pytest.raises(RecordError):
+        open_record(key, record + b"\0")
+
+
+def test_a_record_under_another_key_is_refused():
+    _, record = sample_record(Codec.RAW)
+    with pytest.raises(RecordError, match="checksum"):
+        open_record(encode_keys([6])[0], record)
+
+
+def test_a_record_of_a_newer_version_is_refused_by_number():
+    key, record = sample_record(Codec.RAW)
+    with pytest.raises(RecordError, match="version 2"):
+        open_record(key, record[:10] + b"\x02" + record[11:])
+
+
+@given(st.binary(max_size=300))
+@example(struct.pack("<Q2sBBI", 0, b"EG", 1, 255, 2**32 - 1))
+@example(struct.pack("<Q2sBBIQ", 0, b"EG", 1, 1, 16, 2**56 - 1) + bytes(16))
+@settings(max_examples=300)
+def test_fuzzed_heads_give_a_head_or_a_record_error(blob):
+    for head in (blob, struct.pack("<Q2sB", 0, b"EG", 1) + blob):
+        try:
+            parse_head(memoryview(head))
+        except RecordError:
+            continue
+
+
+@given(
+    st.sampled_from([Codec.ZSTD, Codec.SPLIT, Codec.BITMAP, 77]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.booleans(),
+    st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), max_size=6),
+    st.integers(0, 200),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_decoder_fed_damaged_bytes_fills_its_target_or_raises_codec_error(
+    codec, width, floating, changes, cut
+):
+    data = np.random.default_rng(0).integers(0, 3, 1024).astype(np.uint8)
+    wanted = Codec(codec) if codec != 77 else Codec.ZSTD
+    _, stored = CODER.encode(data, wanted, (width, floating))
+    damaged = bytearray(stored)
+    for at, value in changes:
+        damaged[at % len(damaged)] = value
+    target = np.empty(1024, np.uint8)
+    try:
+        CODER.decode_into(bytes(damaged[: len(damaged) - cut]), codec, target, (width, floating))
+    except CodecError:
+        return
+
+
+def test_a_zstd_frame_that_claims_gigabytes_is_refused_before_anything_is_allocated():
+    import zstandard
+
+    bomb = zstandard.ZstdCompressor().compress(bytes(2**24))
+    with pytest.raises(CodecError, match="another size"):
+        CODER.decode_into(bomb, Codec.ZSTD, np.empty(64, np.uint8), (1, False))
+
+
+def relu(count=64, size=4096):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(count, size, generator=generator).relu()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        pytest.param(relu(), {Codec.BITMAP}, id="sparse"),
+        pytest.param(torch.randn(64, 4096).bfloat16(), {Codec.SPLIT}, id="dense bfloat16"),
+        pytest.param(torch.randint(0, 256, (64, 4096)).to(torch.uint8), {Codec.RAW}, id="noise"),
+        pytest.param(torch.zeros(64, 4096), {Codec.ZSTD, Codec.BITMAP, Codec.SPLIT}, id="zeros"),
+    ],
+)
+def test_auto_takes_the_codec_that_suits_the_data(tensor, expected):
+    keys = encode_keys(range(64))
+    codec, trials = choose_codec(keys, range(64), Rows(True, {"x": tensor}), CODER)
+    assert codec in expected, trials
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sparse", [True, False])
+def test_auto_is_never_larger_than_zstd(dtype, sparse):
+    tensor = (relu() if sparse else torch.randn(64, 4096)).to(dtype)
+    keys, rows = encode_keys(range(64)), Rows(True, {"x": tensor})
+    codec, trials = choose_codec(keys, range(64), rows, CODER)
+    sizes = [
+        sum(len(record) for _, record in encode_rows(keys, range(64), rows, one, CODER))
+        for one in (codec, Codec.ZSTD)
+    ]
+    assert sizes[0] <= sizes[1], trials
