@@ -1,0 +1,444 @@
+"""The evaluator may be killed, stopped, starved or fed with rubbish; training must not notice."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Pipe
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from core_nets import ResNet, mlp
+from torch import Tensor, nn
+
+from egeria_core import EvaluatorError
+from egeria_core.evaluator import InlineEvaluator, LoadGate, ProcessEvaluator, ThreadEvaluator
+from egeria_core.evaluator.base import Evaluator
+from egeria_core.evaluator.wire import receive, send
+from egeria_core.evaluator.worker import EvaluatorWorker, MainModule
+from egeria_core.hooks import Call, Probe
+from egeria_core.judge import InputItem, OutputItem, ReferenceRunner, Verdict, compare
+from egeria_core.snapshot import copy_modules, copy_weights
+
+DEADLINE_S = 60.0
+torch.set_num_threads(1)
+
+
+def wait_for(what: Callable[[], bool], why: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not what():
+        assert time.monotonic() < deadline, f"timed out: {why}"
+        time.sleep(0.01)
+
+
+def make_item(
+    modules: list[nn.Module], step: int, *, new: bool = False, judge: bool = True
+) -> tuple[InputItem, OutputItem]:
+    generator = torch.Generator().manual_seed(step)
+    probe = Probe([Call("0", (torch.randn(6, 8, generator=generator),), {})], None, 6, 6, 0)
+    item = InputItem(
+        step=step,
+        layer=0,
+        probe=probe,
+        judge=judge and not new,
+        refresh=True,
+        inference=True,
+        weights=copy_weights(modules),
+        modules=copy_modules(modules) if new else None,
+    )
+    return item, OutputItem(step, "plasticity", None)
+
+
+def move(modules: list[nn.Module], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    with torch.no_grad():
+        for parameter in modules[0].parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+
+
+def drive(evaluator: Evaluator, num_steps: int = 4) -> list[Verdict]:
+    """Submit one evaluation after another, each as soon as there is room."""
+    torch.manual_seed(0)
+    modules: list[nn.Module] = [nn.Linear(8, 8)]
+    verdicts: list[Verdict] = []
+    for step in range(num_steps):
+        pair = make_item(modules, step, new=step == 0)
+        wait_for(lambda pair=pair: evaluator.submit(*pair), "room in the queue")  # type: ignore[misc]
+        verdicts += evaluator.drain(DEADLINE_S)
+        move(modules, step)
+    return verdicts
+
+
+@pytest.fixture
+def process() -> Iterator[ProcessEvaluator]:
+    evaluator = ProcessEvaluator("fp32", cpu_load_limit=1.0)
+    yield evaluator
+    evaluator.close()
+
+
+def test_process_and_thread_read_what_inline_reads(process: ProcessEvaluator) -> None:
+    inline = drive(InlineEvaluator(ReferenceRunner("fp32")))
+    thread = ThreadEvaluator(ReferenceRunner("fp32"))
+    expected = [verdict.value for verdict in inline]
+    assert expected[0] is None
+    assert all(value is not None and value > 0 for value in expected[1:])
+    assert [v.value for v in drive(thread)] == expected
+    thread.close()
+    remote = drive(process)
+    assert remote[0].value is None
+    assert [v.value for v in remote[1:]] == pytest.approx(expected[1:], rel=1e-4)
+    assert [v.step for v in inline] == [0, 1, 2, 3]
+
+
+def test_a_killed_process_is_reported_once_and_never_blocks(process: ProcessEvaluator) -> None:
+    drive(process, 1)
+    os.kill(process.pid, signal.SIGKILL)
+    errors: list[str] = []
+
+    def poll() -> bool:
+        try:
+            process.poll()
+        except EvaluatorError as error:
+            errors.append(str(error))
+        return bool(errors)
+
+    wait_for(poll, "the loss to be noticed")
+    assert "its process has ended" in errors[0]
+    assert process.poll() == []
+    assert not process.submit(*make_item([nn.Linear(8, 8)], 5, new=True))
+    assert process.drain(DEADLINE_S) == []
+
+
+def test_a_stopped_process_makes_drops_not_delays(process: ProcessEvaluator) -> None:
+    drive(process, 1)
+    os.kill(process.pid, signal.SIGSTOP)
+    modules: list[nn.Module] = [nn.Linear(8, 8)]
+    accepted = [process.submit(*make_item(modules, step)) for step in range(10)]
+    assert accepted.count(True) <= 2
+    assert not accepted[-1]
+    process.close()  # and closing does not wait for it either
+    assert not psutil.pid_exists(process.pid)
+
+
+def test_closing_ends_the_process_and_its_threads(process: ProcessEvaluator) -> None:
+    pid = process.pid
+    process.close()
+    process.close()
+    assert not psutil.pid_exists(pid)
+    assert not [t for t in threading.enumerate() if t.name.startswith("egeria-")]
+
+
+def test_the_process_leaves_with_its_parent() -> None:
+    script = """
+        import os, sys
+        from egeria_core.evaluator import ProcessEvaluator
+        print(ProcessEvaluator("fp32").pid, flush=True)
+        sys.stdin.read()
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.communicate()
+    wait_for(lambda: not child.is_running() or child.status() == "zombie", "the orphan to leave")
+
+
+class Greedy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise MemoryError("no memory left")
+
+
+def test_running_out_of_memory_in_the_process_is_an_error_not_a_crash(
+    process: ProcessEvaluator,
+) -> None:
+    item, training = make_item([nn.Linear(8, 8)], 0, new=True)
+    item.modules, item.weights = [Greedy()], [{}]
+    assert process.submit(item, training)
+
+    with pytest.raises(EvaluatorError, match="no memory left"):
+        wait_for(lambda: bool(process.poll()), "the error to arrive")
+
+
+def test_what_cannot_be_pickled_is_an_error(process: ProcessEvaluator) -> None:
+    item, training = make_item([nn.Linear(8, 8)], 0, new=True)
+    assert item.modules is not None
+    item.modules[0].oops = lambda: None  # type: ignore[assignment]
+    assert process.submit(item, training)
+    with pytest.raises(EvaluatorError, match="cannot be sent"):
+        wait_for(lambda: bool(process.poll()), "the error to arrive")
+
+
+@pytest.mark.parametrize("make", [InlineEvaluator, ThreadEvaluator])
+def test_a_layer_that_fails_is_reported_once(make: Any) -> None:
+    evaluator: Evaluator = make(ReferenceRunner("fp32"))
+    item, training = make_item([nn.Linear(8, 8)], 0, new=True)
+    item.modules, item.weights = [Greedy()], [{}]
+    with pytest.raises(EvaluatorError, match="MemoryError"):  # noqa: PT012
+        evaluator.submit(item, training)
+        wait_for(lambda: bool(evaluator.poll()), "the error to arrive")
+    assert evaluator.poll() == []
+    evaluator.close()
+
+
+class FakeGate:
+    load = 0.9
+
+    def __init__(self) -> None:
+        self.open = False
+
+    def is_open(self) -> bool:
+        return self.open
+
+
+class Pipes:
+    """The worker's loops on a thread of this process."""
+
+    def __init__(self, gate: Any, patience_s: float = 30.0, kind: Any = "fp32") -> None:
+        inputs, self.inputs = Pipe(duplex=False)
+        outputs, self.outputs = Pipe(duplex=False)
+        self.verdicts, verdicts = Pipe(duplex=False)
+        self.ours = (inputs, outputs, verdicts)
+        self.worker = EvaluatorWorker(*self.ours, kind, gate, patience_s=patience_s)
+        self.thread = threading.Thread(target=self.worker.run)
+        self.thread.start()
+
+    def send(self, item: InputItem, training: OutputItem) -> None:
+        send(self.inputs, item)
+        send(self.outputs, training)
+
+    def receive(self) -> Any:
+        assert self.verdicts.poll(DEADLINE_S), "no answer"
+        return self.verdicts.recv()
+
+    def close(self) -> None:
+        self.inputs.close()
+        self.outputs.close()
+        self.thread.join(DEADLINE_S)
+        assert not self.thread.is_alive()
+        for connection in (*self.ours, self.verdicts):
+            connection.close()
+
+
+def test_under_load_the_worker_drops_what_is_overtaken_and_keeps_the_newest() -> None:
+    gate = FakeGate()
+    gate.open = True
+    pipes = Pipes(gate)
+    modules: list[nn.Module] = [nn.Linear(8, 8)]
+    pipes.send(*make_item(modules, 0, new=True))
+    assert pipes.receive().dropped is None
+    gate.open = False
+    pipes.send(*make_item(modules, 1))
+    pipes.send(*make_item(modules, 2))
+    first = pipes.receive()
+    assert first.step == 1
+    assert "90%" in first.dropped
+    gate.open = True
+    second = pipes.receive()
+    assert (second.step, second.dropped) == (2, None)
+    assert second.value is not None
+    pipes.close()
+
+
+def test_patience_has_an_end_and_a_layers_structure_gets_through_anyway() -> None:
+    pipes = Pipes(FakeGate(), patience_s=0.0)
+    modules: list[nn.Module] = [nn.Linear(8, 8)]
+    pipes.send(*make_item(modules, 0, new=True))
+    assert pipes.receive().dropped is None
+    pipes.send(*make_item(modules, 1))
+    assert pipes.receive().dropped is not None
+    pipes.close()
+
+
+def test_a_reference_that_fails_in_the_worker_is_told_and_ends_it() -> None:
+    gate = FakeGate()
+    gate.open = True
+    pipes = Pipes(gate)
+    item, training = make_item([nn.Linear(8, 8)], 0)
+    pipes.send(item, training)  # no structure was ever sent
+    assert "no structure" in pipes.receive()
+    pipes.close()
+
+
+def test_queues_out_of_step_are_an_error() -> None:
+    gate = FakeGate()
+    gate.open = True
+    pipes = Pipes(gate)
+    item, training = make_item([nn.Linear(8, 8)], 0, new=True)
+    pipes.send(item, OutputItem(7, "plasticity", None))
+    assert "out of step" in pipes.receive()
+    pipes.close()
+    assert training.step == 0
+
+
+def test_the_gate_counts_what_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Times(tuple[float, ...]):
+        idle = 0.0
+
+    now = {"idle": 0.0, "busy": 0.0, "own": 0.0}
+
+    def cpu_times() -> Times:
+        times = Times((now["idle"], now["busy"]))
+        times.idle = now["idle"]
+        return times
+
+    class Own:
+        def __init__(self, pid: int | None = None) -> None:
+            if pid == 0:
+                raise psutil.NoSuchProcess(0)
+
+        def cpu_times(self) -> Any:
+            return type("T", (), {"user": now["own"], "system": 0.0})
+
+    monkeypatch.setattr(psutil, "cpu_times", cpu_times)
+    monkeypatch.setattr(psutil, "Process", Own)
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
+    gate = LoadGate(0.5, excluded=(0,))
+    now.update(idle=2.0, busy=8.0, own=7.0)
+    assert gate.is_open(), "7 of 8 busy seconds were our own"
+    assert gate.load == pytest.approx(0.1)
+    now.update(idle=4.0, busy=16.0)
+    assert not gate.is_open()
+    assert gate.load == pytest.approx(0.8)
+    now.update(idle=4.05)
+    assert not gate.is_open(), "too short a sample keeps the last answer"
+    assert LoadGate(1.0).is_open()
+
+
+def test_the_real_gate_reads_a_load_between_none_and_all() -> None:
+    gate = LoadGate(0.99, excluded=(os.getppid(),))
+    wait_for(lambda: gate.is_open() and gate.load >= 0, "a sample")
+    assert 0 <= gate.load <= 1
+
+
+def test_messages_keep_tensors_of_every_kind() -> None:
+    reader, writer = Pipe(duplex=False)
+    model = ResNet()
+    message = {
+        "bf16": torch.randn(3, 4).to(torch.bfloat16),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(7),
+        "bool": torch.tensor([True, False]),
+        "strided": torch.arange(12).view(3, 4).T,
+        "model": model,
+    }
+    thread = threading.Thread(target=send, args=(writer, message))
+    thread.start()
+    found = receive(reader)
+    thread.join()
+    for name in ("bf16", "empty", "scalar", "bool", "strided"):
+        assert torch.equal(found[name], message[name]), name  # type: ignore[arg-type]
+        assert found[name].dtype == message[name].dtype  # type: ignore[union-attr]
+    for a, b in zip(found["model"].parameters(), model.parameters(), strict=True):
+        assert isinstance(a, nn.Parameter)
+        assert torch.equal(a, b)
+        assert a.requires_grad
+    found["model"](torch.randn(2, 1, 8, 8)).sum().backward()
+    reader.close()
+    writer.close()
+
+
+def test_classes_of_the_script_are_found_if_it_is_guarded(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "class Net:\n    class Inner: pass\nif __name__ == '__main__':\n    raise SystemExit(1)\n"
+    )
+    find = MainModule(str(script))
+    assert find("__main__", "Net").__name__ == "Net"
+    assert find("__main__", "Net.Inner").__name__ == "Inner"
+    script.write_text("class Net: pass\nraise SystemExit('trained twice')\n")
+    with pytest.raises(AttributeError, match="guard"):
+        MainModule(str(script))("__main__", "Net")
+    with pytest.raises(AttributeError, match="guard"):
+        MainModule("")("__main__", "Net")
+
+
+def test_a_model_of_the_script_is_judged_in_the_process(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import time, torch
+            from torch import nn
+            from egeria_core import FreezeController
+
+            class Layer(nn.Linear):
+                pass
+
+            if __name__ == "__main__":
+                model = nn.Sequential(Layer(8, 8), nn.Tanh(), Layer(8, 8), nn.Tanh(), Layer(8, 2))
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                with FreezeController(model, optimizer, evaluate_every=1, bootstrap=None,
+                                      reference="fp32", cpu_load_limit=1.0) as controller:
+                    deadline = time.monotonic() + 60
+                    while not controller.history.of("reading") and time.monotonic() < deadline:
+                        loss = model(torch.randn(8, 8)).square().mean()
+                        optimizer.zero_grad()
+                        loss.backward()
+                        optimizer.step()
+                        controller.step(loss)
+                        time.sleep(0.01)
+                    print(len(controller.history.of("reading")))
+            """
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.strip()) >= 1, done.stderr
+
+
+def test_deferred_inline_gives_its_verdict_at_the_next_poll() -> None:
+    runner = ReferenceRunner("fp32")
+    evaluator = InlineEvaluator(runner, deferred=True)
+    assert not evaluator.immediate
+    assert len(drive(evaluator)) == 4
+
+
+def test_captured_output_is_compared_when_it_is_asked_for() -> None:
+    runner = ReferenceRunner("fp32")
+    modules: list[nn.Module] = [mlp(8, 8)]
+    runner.run(make_item(modules, 0, new=True)[0])
+    item, _ = make_item(modules, 1)
+    item.inference = False
+    reference = runner.run(item)
+    output = torch.randn(6, 8)
+    verdict = compare(reference, OutputItem(1, "activation_norm", output))
+    assert reference.theirs is not None
+    assert verdict.value == pytest.approx(float((output - reference.theirs).abs().mean()))
+    with pytest.raises(EvaluatorError, match="no activation"):
+        compare(reference, OutputItem(1, "plasticity", None))
+
+
+def test_a_forgotten_controller_takes_its_process_along() -> None:
+    from egeria_core import FreezeController
+
+    model = mlp(8, 8, 8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    controller = FreezeController(model, optimizer, evaluate_every=1, bootstrap=None)
+    del controller
+    gc.collect()
+    wait_for(
+        lambda: not [t for t in threading.enumerate() if t.name.startswith("egeria-evaluator")],
+        "the threads to end",
+    )
