@@ -179,7 +179,7 @@ class ActivationCache:
     def tagged_leaves(self, loader_name: str) -> frozenset[str] | None:
         """The leaves that must know their samples; None for all."""
         views = self.views(loader_name)
-        return views[0].cut.dropped or None if views else None
+        return views[0].cut.tagged if views else None
 
     def count_batch(self, ids: Sequence[SampleId], hit: np.ndarray | None) -> None:
         """Note what a yielded batch consists of."""
@@ -210,14 +210,15 @@ class ActivationCache:
         except (EgeriaError, OSError) as error:
             reason = str(error)
         if reason is not None:
-            self._uncacheable[name] = self._counts.why_not = reason
-            log.warning("loader %r is not cached: %s", name, reason)
+            self._leave_uncached(name, reason)
             return
         view = View(
+            loader_name=name,
             cut=cut,
             generation=generation,
             structure=context.structure,
-            metas={path: context.metas[path] for path in sorted(cut.dropped)},
+            rows=context.metas,
+            dropped=tuple(sorted(cut.dropped)),
             kept={p: kind for p, kind in context.kinds.items() if p not in cut.dropped},
             device=_device_of(self.model),
         )
@@ -231,7 +232,7 @@ class ActivationCache:
     ) -> None:
         """Store fresh activations of the masked rows (None: all)."""
         view = next((v for v in self.views(batch.loader_name) if v.cut is cut), None)
-        if view is None:
+        if view is None or not self._fits(view, batch):
             return
         mask = np.ones(batch.size, bool) if rows is None else rows
         ids = [sample_id for sample_id, use in zip(batch.ids, mask, strict=True) if use]
@@ -247,6 +248,30 @@ class ActivationCache:
             ids = [sample_id for sample_id, use in zip(ids, new, strict=True) if use]
             tensors = {name: take_rows(values, new) for name, values in tensors.items()}  # type: ignore[misc]
         view.generation.put_batch(ids, record(tensors, kept), variant=batch.variant)  # type: ignore[arg-type]
+
+    def _fits(self, view: View, batch: Batch) -> bool:
+        """Whether the batch's rows look like those the view was opened with; if not, never again.
+
+        Rows that are padded to the longest of their batch cannot be given back in another batch.
+        """
+        context: BatchContext = batch.context
+        for path, meta in context.metas.items():
+            expected = view.rows.get(path)
+            if expected is not None and expected.shape != meta.shape:
+                shapes = tuple(expected.shape[1:]), tuple(meta.shape[1:])
+                self._leave_uncached(
+                    batch.loader_name,
+                    f"leaf {path!r} has rows of shape {shapes[0]} in one batch and {shapes[1]} in "
+                    "another; pad all samples to the same size",
+                )
+                return False
+        return True
+
+    def _leave_uncached(self, loader_name: str, reason: str) -> None:
+        """Cache nothing for this loader, and say why, once."""
+        self._uncacheable[loader_name] = self._counts.why_not = reason
+        log.warning("loader %r is not cached: %s", loader_name, reason)
+        self._void(lambda view: view.loader_name == loader_name, unlink=False)
 
     def prefix_changed(self, reason: str) -> None:
         """A weight of the prefix moved behind our back: nothing stored may be served any more.

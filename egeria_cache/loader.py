@@ -213,13 +213,21 @@ class _Pass:
         loader._rest = None
         # The workers may start later, when the training loop has drawn numbers of its own.
         self._inner_generator = base
-        self._inner: Iterator[Loaded] | None = None
+        # Until the model has been cut, nobody knows what the store holds: the first batch is loaded
+        # here, before anything is planned ahead.
+        self._first_shows = cache is not None and cache.awaits(loader.name)
+        self._inner = None if self._first_shows else self._start_workers()
 
     def __iter__(self) -> _Pass:
         return self
 
     def __len__(self) -> int:
         return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or self.__dict__.get("_inner") is None:
+            raise AttributeError(name)
+        return getattr(self._inner, name)  # what people look up on DataLoader's own iterators
 
     def __next__(self) -> Any:
         """Plan, load the misses, yield: A to E of `docs/architecture.md`."""
@@ -233,35 +241,22 @@ class _Pass:
         return batch
 
     def _next(self) -> Any:
-        if (
-            self._inner is None
-            and self._cache is not None
-            and self._cache.awaits(self._loader.name)
-        ):
-            return self._first_batch()
+        if self._first_shows:
+            self._first_shows = False
+            first = self._planner.take_first()
+            if first is None:
+                raise StopIteration
+            return self._tag(first, self._load_here(first))
         if self._inner is None:
             self._inner = self._start_workers()
         self._planner.top_up()
         try:
             loaded = next(self._inner)
-        except StopIteration:
-            raise
-        except Exception:
-            self._planner.skip()
+        except Exception as error:
+            if not isinstance(error, StopIteration):
+                self._planner.skip()
             raise
         return self._assemble(self._planner.take(loaded.number), loaded.data)
-
-    def _first_batch(self) -> Any:
-        """Load one batch here, before anything is planned ahead.
-
-        The boundary is set but the model has not been cut yet: its first batch will do that, and
-        only then is it known what the store holds.
-        """
-        plan = self._planner.take_first()
-        if plan is None:
-            raise StopIteration
-        self._inner = None
-        return self._tag(plan, self._load_here(plan))
 
     def _assemble(self, plan: Plan, missing: Any) -> Any:
         """Return the batch: `missing` holds the collated misses (None if there are none)."""
@@ -279,13 +274,14 @@ class _Pass:
         for path in view.kept:
             hits = entry.kept[path]
             leaves[path] = merge_rows(entry.hit, hits, misses[path]) if num_misses else hits
-        batch = self._batch(plan, leaves, view.structure, view.metas)
-        tagged: dict[str, Any] = {path: leaves[path] for path in view.kept}
-        for path, row in view.metas.items():
-            whole = row.expand(batch.size, *row.shape[1:]).contiguous()
+        batch = self._batch(plan, leaves, view.structure, view.rows)
+        tagged = {
+            path: _wrap(leaves[path], batch, path) if path in view.cut.tagged else leaves[path]
+            for path in view.kept
+        }
+        for path in view.dropped:
+            whole = view.rows[path].expand(batch.size, *view.rows[path].shape[1:]).contiguous()
             tagged[path] = BatchTensor.without_data(whole, batch, path, misses.get(path))
-        if not view.metas:
-            tagged = {path: _wrap(rows, batch, path) for path, rows in tagged.items()}
         self._cache.count_batch(plan.ids, entry.hit)
         return view.structure.rebuild(tagged)
 
@@ -310,11 +306,11 @@ class _Pass:
         plan: Plan,
         leaves: Mapping[str, Rows],
         structure: Structure,
-        dropped: Mapping[str, Tensor],
+        rows: Mapping[str, Tensor],
     ) -> Batch:
-        metas = {p: row_meta(rows) for p, rows in leaves.items() if isinstance(rows, Tensor)}
-        kinds = {path: type(rows) for path, rows in leaves.items()} | dict.fromkeys(dropped, Tensor)
-        context = BatchContext(self._loader.source, structure, plan, {**metas, **dropped}, kinds)
+        own = {p: row_meta(leaf) for p, leaf in leaves.items() if isinstance(leaf, Tensor)}
+        kinds = dict.fromkeys(rows, Tensor) | {path: type(leaf) for path, leaf in leaves.items()}
+        context = BatchContext(self._loader.source, structure, plan, {**rows, **own}, kinds)
         return Batch(
             ids=plan.ids,
             variant=plan.variant,

@@ -7,7 +7,7 @@ plain DataLoader; only the global random generators are seeded before each sampl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
@@ -53,10 +53,28 @@ def load_samples(dataset: Any, task: Task) -> list[Any]:
 
 def _load_seeded(dataset: Any, task: Task, seed: int) -> list[Any]:
     samples = []
+    transforms = list(_seedable(dataset))
     for index, sample_id in zip(task.indices, task.ids, strict=True):
-        seed_rngs(sample_seed(seed, sample_id, task.variant))
+        own = sample_seed(seed, sample_id, task.variant)
+        seed_rngs(own)
+        for transform in transforms:
+            transform.set_random_seed(own & 0xFFFFFFFF)
         samples.extend(_get_batch(dataset, [index]))
     return samples
+
+
+def _seedable(dataset: Any) -> Iterator[Any]:
+    """Find transforms that ignore the global generators and are seeded by `set_random_seed`.
+
+    That is albumentations' way (2.x). They are looked for among the attributes of the data set, and
+    of the data sets that it wraps.
+    """
+    while dataset is not None:
+        attributes = getattr(dataset, "__dict__", {})
+        for value in attributes.values():
+            if callable(getattr(value, "set_random_seed", None)):
+                yield value
+        dataset = attributes.get("dataset")
 
 
 def _get_batch(dataset: Any, indices: list[Any]) -> list[Any]:

@@ -26,12 +26,15 @@ ACTIVATION, KEPT = "a:", "k:"
 class View:
     """One generation as one loader sees it. Compared by identity."""
 
+    loader_name: str
     cut: Cut
     generation: Generation
     structure: Structure
     """Of the loader's batches."""
-    metas: Mapping[str, Tensor]
-    """Meta tensor of one row of each leaf that the cut drops."""
+    rows: Mapping[str, Tensor]
+    """Meta tensor of one row of each tensor leaf."""
+    dropped: tuple[str, ...]
+    """Leaves that a hit has no data for."""
     kept: Mapping[str, type]
     """Leaves stored beside the activation, so that a hit needs no dataset, and their type."""
     device: torch.device

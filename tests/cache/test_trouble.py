@@ -40,7 +40,7 @@ def computed(tmp_path):
 
 
 def test_a_removed_directory_costs_one_warning(tmp_path, computed, caplog):
-    result = train(tmp_path / "a", lambda cache: shutil.rmtree(tmp_path / "a"))
+    result = train(tmp_path / "a", lambda cache: shutil.rmtree(tmp_path / "a"), at=3)
     assert_same(result, computed)
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1, caplog.text
 
@@ -48,7 +48,7 @@ def test_a_removed_directory_costs_one_warning(tmp_path, computed, caplog):
 def test_a_dead_writer_costs_one_warning(tmp_path, computed, caplog):
     result = train(tmp_path / "a", kill_writer, at=2)
     assert_same(result, computed)
-    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1, caplog.text
+    assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == 1, caplog.text
 
 
 def test_a_full_limit_gives_mixed_batches(tmp_path, computed):

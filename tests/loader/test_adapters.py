@@ -1,0 +1,165 @@
+"""Sample identities, versions, transforms with a state of their own, structures of batches."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, Subset
+
+from egeria_cache.loader import EgeriaLoader
+from egeria_cache.samples import Task, load_samples
+from egeria_cache.structure import flatten, is_rows, merge_rows, take_rows
+
+
+class OwnState:
+    """A transform with its own generator, seeded as albumentations' are."""
+
+    def __init__(self):
+        self.random = random.Random()
+
+    def set_random_seed(self, seed):
+        self.random.seed(seed)
+
+    def __call__(self, value):
+        return value + self.random.random()
+
+
+class Transformed(Dataset):
+    def __init__(self):
+        self.transform = OwnState()
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return self.transform(float(index))
+
+
+@pytest.mark.parametrize("wrap", [lambda d: d, lambda d: Subset(d, range(6))])
+def test_a_transform_with_its_own_state_is_seeded_per_sample(wrap):
+    first = [b.tolist() for b in EgeriaLoader(wrap(Transformed()), 2, seed=0)]
+    assert first == [b.tolist() for b in EgeriaLoader(wrap(Transformed()), 2, seed=0)]
+    workers = EgeriaLoader(wrap(Transformed()), 3, seed=0, num_workers=1)
+    assert torch.cat(list(workers)).tolist() == [x for b in first for x in b]
+
+
+class Files(Dataset):
+    """Named samples whose content may change."""
+
+    def __init__(self, names, versions=None):
+        self.names, self.versions = names, versions or dict.fromkeys(names, 0)
+
+    def __len__(self):
+        return len(self.names)
+
+    def __getitem__(self, index):
+        return torch.rand(1)
+
+    def sample_id(self, index):
+        return self.names[index]
+
+    def sample_version(self, index):
+        return self.versions[self.names[index]]
+
+
+def test_named_samples_keep_their_augmentation_when_the_list_is_reordered():
+    one = torch.cat(list(EgeriaLoader(Files(["a", "b", "c"]), seed=0)))
+    other = torch.cat(list(EgeriaLoader(Files(["c", "a", "b"]), seed=0)))
+    assert torch.equal(other, one[[2, 0, 1]])
+
+
+def test_a_new_version_is_a_new_sample():
+    names = ["a", "b"]
+    loader = EgeriaLoader(Files(names, {"a": 1, "b": 1}), seed=0)
+    edited = EgeriaLoader(Files(names, {"a": 1, "b": 2}), seed=0)
+    assert loader.source.identify([0, 1]) == [("a", 1), ("b", 1)]
+    assert edited.source.identify([0, 1]) == [("a", 1), ("b", 2)]
+
+
+def test_callables_go_before_the_datasets_methods():
+    loader = EgeriaLoader(Files(["a"]), seed=0, sample_id=lambda i: i + 7, sample_version=str)
+    assert loader.source.identify([0]) == [(7, "0")]
+
+
+class Batched(Dataset):
+    """Has only a batched access."""
+
+    def __len__(self):
+        return 4
+
+    def __getitems__(self, indices):
+        return [10 * index for index in indices]
+
+
+def test_a_dataset_with_batched_access_alone_works():
+    assert next(iter(EgeriaLoader(Batched(), 4, seed=0))).tolist() == [0, 10, 20, 30]
+    assert load_samples(Batched(), Task(0, [2], [2], 0, None)) == [20]
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Record:
+    image: torch.Tensor
+    name: list
+
+
+class Encoding(UserDict):
+    """A mapping with an attribute of its own."""
+
+
+def batches():
+    x = torch.arange(6.0).view(3, 2)
+    encoding = Encoding({"ids": x})
+    encoding.source = "tokenizer"
+    return [
+        x,
+        [x, x + 1],
+        (x, ["a", "b", "c"]),
+        {"x": x, "names": ("a", "b", "c"), "deep": {"y": [x]}},
+        OrderedDict(b=x, a=x),
+        Pair(x, x),
+        Record(x, ["a", "b", "c"]),
+        encoding,
+    ]
+
+
+@pytest.mark.parametrize("batch", batches(), ids=lambda b: type(b).__name__)
+def test_a_batch_is_rebuilt_as_it_was(batch):
+    structure, leaves = flatten(batch, 3)
+    assert structure.paths == tuple(leaves)
+    assert all(is_rows(leaf, 3) for leaf in leaves.values())
+    again = structure.rebuild(leaves)
+    assert type(again) is type(batch)
+    assert flatten(again, 3)[1].keys() == leaves.keys()
+    assert str(again) == str(batch)
+    assert getattr(again, "source", None) == getattr(batch, "source", None)
+    doubled = structure.rebuild({p: x * 2 if torch.is_tensor(x) else x for p, x in leaves.items()})
+    assert str(doubled) != str(batch)
+
+
+def test_what_is_not_one_value_per_sample_is_no_row():
+    assert not is_rows(torch.tensor(3.0), 3)
+    assert not is_rows(torch.zeros(2, 3), 3)
+    assert not is_rows(["a", "b"], 3)
+    assert not is_rows([[1], [2], [3]], 3)
+    assert not is_rows(7, 3)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=20))
+def test_merging_undoes_taking(hits):
+    mask = np.array(hits)
+    tensor = torch.randn(len(hits), 3)
+    values = [str(i) for i in range(len(hits))]
+    for rows in (tensor, values, tuple(values)):
+        merged = merge_rows(mask, take_rows(rows, mask), take_rows(rows, ~mask))
+        assert type(merged) is type(rows)
+        assert torch.equal(merged, rows) if torch.is_tensor(rows) else merged == rows
