@@ -28,6 +28,7 @@ from egeria_cache.errors import StoreError
 from egeria_cache.index import Membership
 from egeria_cache.keys import META_PREFIX, SampleId
 from egeria_cache.manifest import DamagedError
+from egeria_cache.records import Head
 
 __all__ = ["DATA_NAME", "IN_USE_NAME", "PAGE_BYTES", "GenerationFiles", "GoneError", "Totals"]
 
@@ -113,6 +114,8 @@ class GenerationFiles:
         self.readonly = readonly
         self.index = Membership()
         self.totals = Totals()
+        self.template: tuple[Head, memoryview] | None = None
+        """Head of an intact record, parsed and as stored: what most others look like."""
         self._unreadable: set[bytes] = set()
         self.reason_stopped: str | None = None
         self._pid = os.getpid()

@@ -113,6 +113,8 @@ class IntegerSet:
     def contains(self, numbers: npt.NDArray[np.int64]) -> Mask:
         """Return bool (B,)."""
         bits = self._bits
+        if len(numbers) and numbers.min() >= 0 and numbers.max() < 8 * len(bits):
+            return (bits[numbers >> 3] >> (numbers & 7) & 1).astype(np.bool_)
         places = numbers >> 3
         inside = (places >= 0) & (places < len(bits))
         places = np.where(inside, places, 0)

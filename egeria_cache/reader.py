@@ -4,6 +4,7 @@ but the threads; any number of callers at a time.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -27,7 +28,6 @@ from egeria_cache.records import (
     Head,
     Record,
     open_record,
-    parse_head,
 )
 from egeria_cache.values import RecordError
 
@@ -60,7 +60,7 @@ class _Batch:
 
     head: Head
     """Of the first intact record; the others usually have the same."""
-    head_bytes: bytes
+    head_bytes: memoryview
     """The same, as stored, behind the checksum."""
     columns: list[Tensor | list[Any]]
     targets: list[Bytes | None]
@@ -69,8 +69,12 @@ class _Batch:
     corrupt: list[tuple[bytes, str]] = field(default_factory=list)
 
     @classmethod
-    def allocate(cls, value: memoryview, num_rows: int, *, pin_memory: bool) -> _Batch:
-        head = parse_head(value)
+    def allocate(
+        cls, head: Head, head_bytes: memoryview, num_rows: int, *, pin_memory: bool
+    ) -> _Batch:
+        """Make room for rows like this head's, which must have passed its checksum: it says how
+        much memory to take.
+        """
         columns: list[Tensor | list[Any]] = []
         targets: list[Bytes | None] = []
         for entry in head.layout.fields:
@@ -83,7 +87,6 @@ class _Batch:
             targets.append(
                 column.view(-1).view(torch.uint8).numpy().reshape(num_rows, entry.num_bytes)
             )
-        head_bytes = bytes(value[CHECKSUM_BYTES : head.num_bytes])
         return cls(head, head_bytes, columns, targets, np.zeros(num_rows, np.bool_))
 
     @property
@@ -125,9 +128,10 @@ class BatchReader:
         """Return the wanted rows that are stored and intact; never raises for a bad record."""
         rows = np.flatnonzero(wanted)
         try:
-            batch = self._first(files, keys, rows, pin_memory=pin_memory)
-            if batch is None:
+            template = files.template or _find_template(files, keys, rows)
+            if template is None:
                 return Fetched(False, {}, np.zeros(len(keys), np.bool_))
+            batch = _Batch.allocate(*template, len(keys), pin_memory=pin_memory)
             parts = self._split(rows) if batch.parallel else [rows]
             if len(parts) > 1:
                 pool = self._threads()
@@ -147,24 +151,6 @@ class BatchReader:
         return Fetched(batch.head.layout.bare, fields, batch.hit, len(batch.corrupt))
 
     # -- parts ------------------------------------------------------------------------------
-
-    def _first(
-        self, files: GenerationFiles, keys: Sequence[bytes], rows: Any, *, pin_memory: bool
-    ) -> _Batch | None:
-        """Allocate the batch after the first intact record among the rows."""
-        with files.reading() as transaction:
-            for row in rows:
-                value = transaction.get(keys[row])
-                if value is None:
-                    continue
-                try:
-                    open_record(keys[row], value)
-                except RecordError:
-                    continue
-                return _Batch.allocate(memoryview(value), len(keys), pin_memory=pin_memory)
-        for row in rows:
-            files.forget(keys[row])
-        return None
 
     def _split(self, rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
         parts = min(self._num_threads, max(1, len(rows) // MIN_ROWS_PER_THREAD))
@@ -240,6 +226,24 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, *, pin_memory: bool) -
     return torch.from_numpy(np.empty(num_bytes, np.uint8)).view(dtype).view(shape)
 
 
+def _find_template(
+    files: GenerationFiles, keys: Sequence[bytes], rows: npt.NDArray[np.int64]
+) -> tuple[Head, memoryview] | None:
+    """Return the head of the first intact record among the rows, and note it for later batches."""
+    with files.reading() as transaction:
+        for row in rows:
+            value = transaction.get(keys[row])
+            with contextlib.suppress(RecordError):
+                if value is not None:
+                    head = open_record(keys[row], value).head
+                    head_bytes = memoryview(bytes(value[CHECKSUM_BYTES : head.num_bytes]))
+                    files.template = head, head_bytes
+                    return files.template
+    for row in rows:
+        files.forget(keys[row])
+    return None
+
+
 def _fill_plain(
     transaction: lmdb.Transaction, keys: Sequence[bytes], rows: list[int], batch: _Batch
 ) -> list[int]:
@@ -277,11 +281,13 @@ def _fill_plain(
 
 def _assemble(batch: _Batch) -> dict[str, Tensor | list[Any]]:
     """Zero the missing rows; where shapes differ, turn a column into a list of tensors."""
-    names = [entry.name for entry in batch.head.layout.fields]
+    names = batch.head.layout.names
     for row, values in list(batch.odd.items()):
         if set(values) != set(names):
             batch.hit[row] = False
             del batch.odd[row]
+    if not batch.odd and batch.hit.all():
+        return dict(zip(names, batch.columns, strict=True))
     missing = torch.from_numpy(np.flatnonzero(~batch.hit))
     fields: dict[str, Tensor | list[Any]] = {}
     for name, column in zip(names, batch.columns, strict=True):

@@ -85,6 +85,11 @@ class Layout:
     """The tensors were handed over as one tensor, and come back so."""
     fields: tuple[FieldLayout, ...]
 
+    @property
+    def names(self) -> list[str]:
+        """Of the fields."""
+        return [field.name for field in self.fields]
+
 
 @dataclass(frozen=True, slots=True)
 class Head:
