@@ -168,6 +168,10 @@ class FreezeController:
                 self._decide(verdict)
         if not verdicts:
             self._decide(None)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Have the next forward captured if it belongs to an evaluation step."""
         if self._meter is not None and (self._step + 1) % self._every == 0:
             self._meter.prepare(self._frozen)
 
@@ -330,8 +334,8 @@ class FreezeController:
             self._meter.bind()
             if state["meter"] is not None:
                 self._meter.load_state_dict(state["meter"])
-            if (self._step + 1) % self._every == 0:
-                self._meter.prepare(self._frozen)
+            if self._bootstrap is None or self._bootstrap.done:
+                self._prepare()
 
     def close(self) -> None:
         """Stop the evaluator and take every hook off; what is frozen stays frozen. Idempotent."""

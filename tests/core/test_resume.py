@@ -1,0 +1,409 @@
+"""What a run has to survive: a restart, accumulation, AMP, optimizers with memory, odd models."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from core_nets import FAMILIES, ResNet, family_batch
+from torch import Tensor, nn
+
+from egeria_core import (
+    AutoFreezePolicy,
+    Bootstrap,
+    BoundaryMoved,
+    EvaluatorError,
+    FreezeController,
+    Policy,
+    PolicyError,
+    SmartPipePolicy,
+    StaticPolicy,
+    WarmRestart,
+)
+from egeria_core.judge import ReferenceRunner
+
+torch.set_num_threads(1)
+
+
+class Run:
+    """A training run that can be saved and continued in another 'process'."""
+
+    def __init__(self, family: str = "resnet", policy: Any = None, **options: Any) -> None:
+        torch.manual_seed(0)
+        make, self.kind = FAMILIES[family]
+        self.model = make()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.events: list[BoundaryMoved] = []
+        options = {
+            "evaluate_every": 2,
+            "window": 3,
+            "tolerance": 2.0,
+            "evaluator": "inline",
+            "reference": "fp32",
+        } | options
+        options.setdefault("bootstrap", Bootstrap(change=10.0))
+        self.controller = FreezeController(
+            self.model,
+            self.optimizer,
+            policy="plasticity" if policy is None else policy(),
+            listeners=[self.events.append],
+            **options,
+        )
+        self.losses: list[float] = []
+
+    def train(self, steps: range, drop_at: int = 45) -> None:
+        for step in steps:
+            for group in self.optimizer.param_groups:
+                group["lr"] = 0.1 if step < drop_at else 0.01
+            self.model.train()
+            torch.manual_seed(step)
+            x, y = family_batch(self.kind, step)
+            self.optimizer.zero_grad()
+            loss = F.cross_entropy(self.model(x), y)
+            loss.backward()
+            self.optimizer.step()
+            self.controller.step(loss)
+            self.losses.append(loss.item())
+
+    def save(self) -> io.BytesIO:
+        file = io.BytesIO()
+        state = [self.model.state_dict(), self.optimizer.state_dict(), self.controller.state_dict()]
+        torch.save(state, file)
+        file.seek(0)
+        return file
+
+    def load(self, file: io.BytesIO) -> None:
+        model, optimizer, controller = torch.load(file, weights_only=True)
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+        self.controller.load_state_dict(controller)
+
+
+def decisions(run: Run) -> list[Any]:
+    return [
+        {k: v for k, v in record.items() if k not in ("seconds", "reason")}
+        for record in run.controller.history
+    ]
+
+
+POLICIES: list[Callable[[], Policy] | None] = [None, AutoFreezePolicy, SmartPipePolicy]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=["plasticity", "autofreeze", "smartpipe"])
+@pytest.mark.parametrize("cut", [1, 8, 19, 33, 46])
+def test_a_resumed_run_takes_the_same_decisions_at_the_same_steps(policy: Any, cut: int) -> None:
+    whole = Run(policy=policy)
+    whole.train(range(60))
+    assert whole.controller.schedule()
+    first = Run(policy=policy)
+    first.train(range(cut))
+    second = Run(policy=policy)
+    second.load(first.save())
+    second.train(range(cut, 60))
+    assert second.controller.schedule() == whole.controller.schedule()
+    assert first.losses + second.losses == whole.losses
+    resumed = [r for r in decisions(second) if r["kind"] == "reading"]
+    assert resumed == [r for r in decisions(whole) if r["kind"] == "reading"]
+
+
+def test_a_resumed_run_freezes_before_its_first_forward_and_tells_the_cache() -> None:
+    first = Run(policy=lambda: StaticPolicy({3: "layer2.1"}))
+    first.train(range(6))
+    second = Run(policy=lambda: StaticPolicy({3: "layer2.1"}))
+    second.load(first.save())
+    assert [event.boundary for event in second.events] == ["layer2.1"]
+    assert not second.model.layer2[0].conv1.weight.requires_grad
+    assert not second.model.bn1.training
+    assert second.controller.schedule() == first.controller.schedule()
+
+
+@pytest.mark.parametrize("reference", ["int8", "bf16"])
+def test_a_resumed_run_rebuilds_a_quantised_reference(reference: str) -> None:
+    def readings(run: Run) -> list[float]:
+        return [r["value"] for r in run.controller.history.of("reading")]
+
+    options = {"reference": reference, "refresh_every": 4, "tolerance": 1e-9}
+    whole = Run(**options)
+    whole.train(range(30))
+    first = Run(**options)
+    first.train(range(19))
+    second = Run(**options)
+    second.load(first.save())
+    second.train(range(19, 30))
+    assert readings(second) == pytest.approx(readings(whole), rel=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("reference", ["fp32", "int8"])
+def test_every_family_freezes_and_its_frozen_weights_stay(family: str, reference: str) -> None:
+    run = Run(family, tolerance=1e6, reference=reference, layers=None)
+    run.train(range(40))
+    frozen = run.controller.num_frozen
+    assert frozen >= 2
+    assert not run.controller.history.of("evaluator_lost")
+    assert not run.controller.history.of("tap_silent")
+    before = {n: p.detach().clone() for n, p in run.model.named_parameters() if not p.requires_grad}
+    buffers = {n: b.clone() for n, b in run.model.named_buffers()}
+    front = run.controller.boundary
+    run.controller.close()
+    run.train(range(40, 42), drop_at=100)
+    if run.controller.boundary == front:
+        for name, value in before.items():
+            assert torch.equal(run.model.get_parameter(name), value), name
+    assert before
+    assert buffers is not None
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("mode", ["plain", "accumulate", "bf16", "scaler"])
+def test_frozen_weights_do_not_move_by_one_bit(name: str, set_to_none: bool, mode: str) -> None:
+    torch.manual_seed(0)
+    model = ResNet()
+    back, front = [], []
+    for key, parameter in model.named_parameters():
+        (front if key.startswith(("conv1", "bn1", "layer1")) else back).append(parameter)
+    optimizer = OPTIMIZERS[name]([{"params": back, "lr": 0.01}, {"params": front}])
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    controller = FreezeController(
+        model, optimizer, policy=StaticPolicy({2: "layer2.1", 6: None, 8: "layer2.1"})
+    )
+    scaler = torch.amp.GradScaler("cpu", enabled=mode == "scaler")
+    frozen: dict[str, Tensor] = {}
+    moved = False
+    for step in range(12):
+        model.train()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        for part in range(2 if mode == "accumulate" else 1):
+            x, y = family_batch("image", 2 * step + part)
+            with torch.autocast("cpu", torch.bfloat16, enabled=mode in ("bf16", "scaler")):
+                loss = F.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        for key, value in frozen.items():
+            same = torch.equal(model.state_dict()[key], value)
+            assert same or not controller.num_frozen, (step, key)
+            moved |= not same
+        controller.step(loss)
+        prefix = ("conv1", "bn1", "layer1", "layer2")
+        frozen = {k: v.clone() for k, v in model.state_dict().items() if k.startswith(prefix)}
+    assert moved, "nothing trained while it was not frozen"
+    assert [list(group["params"]) for group in optimizer.param_groups] == groups
+
+
+def test_a_lost_evaluator_is_one_warning_and_the_learning_rate_still_acts(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run()
+    run.train(range(30))
+    assert run.controller.num_frozen >= 1
+
+    def fail(self: ReferenceRunner, item: Any) -> Any:
+        raise EvaluatorError("gone")
+
+    monkeypatch.setattr(ReferenceRunner, "run", fail)
+    with caplog.at_level(logging.WARNING):
+        run.train(range(30, 44))
+    assert caplog.text.count("the evaluator has stopped") == 1
+    frozen = run.controller.num_frozen
+    assert frozen >= 1
+    run.train(range(44, 50))
+    assert run.controller.num_frozen == 0, "the tenfold drop unfreezes without an evaluator"
+    assert len(run.controller.history.of("evaluator_lost")) == 1
+
+
+def test_dropped_evaluations_are_one_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from egeria_core.evaluator import InlineEvaluator
+
+    monkeypatch.setattr(InlineEvaluator, "submit", lambda *args: False)
+    run = Run(evaluate_every=1, bootstrap=None)
+    run.train(range(45))
+    assert caplog.text.count("were dropped") == 1
+    assert len(run.controller.history.of("dropped")) > 30
+    assert run.controller.schedule() == []
+
+
+def test_a_tap_that_stays_silent_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(bootstrap=None)
+    run.train(range(3))
+    block = run.model.layer1[0]
+    forward = block.forward
+    run.model.layer1.forward = lambda x: run.model.layer1[1].forward(forward(x))  # type: ignore[method-assign]
+    run.train(range(3, 20))
+    assert caplog.text.count("have not fired") == 1
+    assert len(run.controller.history.of("tap_silent")) == 1
+
+
+def test_short_batches_give_no_reading_until_they_are_the_rule() -> None:
+    torch.manual_seed(0)
+    model = ResNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    controller = FreezeController(
+        model,
+        optimizer,
+        evaluate_every=1,
+        bootstrap=None,
+        evaluator="inline",
+        reference="fp32",
+        probe_rows=8,
+        tolerance=1e-9,
+    )
+    for step, size in enumerate([8] * 5 + [4] + [8] * 3 + [4] * 8):
+        x, y = family_batch("image", step, size)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        controller.step(loss)
+    steps = [record["step"] for record in controller.history.of("reading")]
+    assert 6 not in steps
+    assert 7 in steps, "the short batch still refreshed the reference"
+    assert [record["rows"] for record in controller.history.of("probe_rows")] == [4]
+    assert steps[-1] == 17
+
+
+def test_a_users_own_policy_needs_five_names_only() -> None:
+    class EveryTen:
+        measure = "nothing"
+
+        def bind(self, boundaries: Any) -> None:
+            self.names = list(boundaries)
+
+        def observe(self, reading: Any) -> int:
+            return min(reading.step // 10, len(self.names))
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    run = Run(policy=EveryTen)
+    run.train(range(45))
+    assert [step for step, _ in run.controller.schedule()] == [10, 20, 30, 40]
+
+
+def test_a_policy_that_freezes_the_last_layer_is_stopped() -> None:
+    class All(StaticPolicy):
+        def observe(self, reading: Any) -> int:
+            return int(reading.num_layers)
+
+    with pytest.raises(PolicyError, match="last one"):
+        Run(policy=lambda: All({}))
+
+
+def test_a_static_boundary_holds_from_the_first_forward() -> None:
+    run = Run(policy=lambda: StaticPolicy({0: "layer1.1"}))
+    before = run.model.conv1.weight.detach().clone()
+    run.train(range(3))
+    assert torch.equal(run.model.conv1.weight, before)
+    assert run.controller.schedule() == [(0, "layer1.1")]
+
+
+def test_a_backward_move_goes_through_an_unfreeze() -> None:
+    run = Run(policy=lambda: StaticPolicy({1: "layer2.1", 3: "layer1.1"}))
+    run.train(range(5))
+    assert [event.boundary for event in run.events] == ["layer2.1", None, "layer1.1"]
+    assert run.model.layer2[0].conv1.weight.requires_grad
+    assert not run.model.layer1[0].conv1.weight.requires_grad
+    assert run.controller.schedule() == [(1, "layer2.1"), (3, "layer1.1")]
+
+
+def test_warm_restarts_unfreeze_under_a_cosine_schedule() -> None:
+    torch.manual_seed(0)
+    model = ResNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 20)
+    controller = FreezeController(
+        model,
+        optimizer,
+        evaluate_every=1,
+        window=3,
+        tolerance=1e6,
+        bootstrap=None,
+        evaluator="inline",
+        reference="fp32",
+        unfreeze_rule="warm_restart",
+    )
+    for step in range(50):
+        x, y = family_batch("image", step)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        controller.step(loss)
+        scheduler.step()
+    unfrozen = [step for step, boundary in controller.schedule() if boundary is None]
+    assert unfrozen == [21, 41]
+    assert any(step > 21 for step, boundary in controller.schedule() if boundary)
+
+
+def test_a_warm_up_is_no_restart() -> None:
+    rule = WarmRestart()
+    assert not any(rule.should_unfreeze(i, (0.01 * (i + 1),), 1) for i in range(10))
+    assert not rule.should_unfreeze(11, (0.05,), 1)
+    assert not rule.should_unfreeze(12, (0.08,), 1)
+    assert rule.should_unfreeze(13, (0.1,), 1)
+
+
+def test_the_bootstrap_ends_when_the_smoothed_loss_settles() -> None:
+    stage = Bootstrap(change=0.1, smoothing=2)
+    assert not any(stage.observe(x) for x in (4.0, 2.0, 1.0, 0.5))
+    assert not stage.observe(float("nan"))
+    stage = Bootstrap(change=0.1, smoothing=2)
+    answers = [stage.observe(x) for x in (4.0, 2.0, 1.5, 1.4, 1.4, 9.0)]
+    assert answers == [False, False, False, False, True, True]
+
+
+def test_nothing_is_judged_before_the_bootstrap_is_over() -> None:
+    run = Run(bootstrap=Bootstrap(change=1e-9))
+    run.train(range(20))
+    assert not run.controller.history.of("refresh")
+    assert len(run.controller.history.of("bootstrap")) == 10
+    with pytest.raises(ValueError, match="loss"):
+        run.controller.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"evaluate_every": 0}, "evaluate_every"),
+        ({"window": 1}, "window"),
+        ({"tolerance": 0.0}, "tolerance"),
+        ({"reference": "int4"}, "reference must be one of auto, int8"),
+        ({"evaluator": "cloud"}, "evaluator must be"),
+        ({"cpu_load_limit": 0.0}, "cpu_load_limit"),
+        ({"train_output": "x"}, "train_output"),
+    ],
+)
+def test_options_out_of_range_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Run(**options)
+
+
+def test_a_copied_model_is_not_watched() -> None:
+    import copy
+
+    run = Run(bootstrap=None, evaluate_every=1)
+    run.train(range(3))
+    clone = copy.deepcopy(run.model)
+    clone(family_batch("image", 0)[0]).sum().backward()
+    assert isinstance(clone, nn.Module)
+    run.train(range(3, 6))
+    assert run.controller.history.of("reading")[-1]["step"] == 6
