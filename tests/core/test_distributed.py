@@ -1,0 +1,182 @@
+"""Two gloo processes against one: the same gradients, through freeze and unfreeze."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from core_nets import batch, mlp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from egeria_cache import EgeriaError
+from egeria_core import FreezeController, StaticPolicy
+from egeria_core.distributed import Ranks, rebuild, unwrap
+from egeria_core.judge import Verdict
+
+SCHEDULE = {3: "1", 6: "3", 9: None, 12: "1"}
+NUM_STEPS = 15
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "static_graph": {"static_graph": True},
+    "bucket_view": {"gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True},
+}
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return mlp(64, 16, 16, 16, 10)
+
+
+def halve(state: dict[str, int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A communication hook that counts, and divides by two itself."""
+    state["calls"] += 1
+    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0] / 2)  # type: ignore[no-any-return]
+
+
+# DDP compares the annotations with the classes, and does not read them as text.
+halve.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+
+
+def train(
+    model: nn.Module, options: dict[str, Any], rows: slice, steps: int = NUM_STEPS
+) -> tuple[list[dict[str, Tensor]], FreezeController]:
+    """Return the gradients of every step, by the bare model's names."""
+    bare, _ = unwrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    controller = FreezeController(model, optimizer, **options)
+    gradients = []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 if step < 40 else 0.01
+        x, y = batch(step, 16)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x.flatten(1)[rows]), y[rows])
+        loss.backward()
+        gradients.append(
+            {n: p.grad.clone() for n, p in bare.named_parameters() if p.grad is not None}
+        )
+        optimizer.step()
+        controller.step(loss)
+    controller.close()
+    return gradients, controller
+
+
+def worker(rank: int, port: int, directory: str) -> None:
+    """One rank: every scenario in turn, results saved for the test to compare."""
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    rows = slice(rank * 8, rank * 8 + 8)
+    found: dict[str, Any] = {}
+    for name, options in OPTIONS.items():
+        ddp = DistributedDataParallel(make_model(), **options)
+        static = {"policy": StaticPolicy(SCHEDULE), "layers": r"[135]|6"}
+        found[name], _ = train(ddp, static, rows)
+    ddp = DistributedDataParallel(make_model())
+    counter = {"calls": 0}
+    ddp.register_comm_hook(counter, halve)
+    static = {"policy": StaticPolicy(SCHEDULE), "layers": r"[135]|6"}
+    found["hook"], _ = train(ddp, static, rows)
+    found["hook_calls"] = counter["calls"]
+    for policy in ("plasticity", "autofreeze"):
+        ddp = DistributedDataParallel(make_model())
+        measured = {
+            "policy": policy,
+            "evaluate_every": 2,
+            "window": 3,
+            "tolerance": 2.0,
+            "evaluator": "inline",
+            "reference": "fp32",
+            "num_layers": 4,
+        }
+        _, controller = train(ddp, measured, rows, steps=60)
+        found[policy] = {
+            "schedule": controller.schedule(),
+            "readings": [(r["step"], r["layer"]) for r in controller.history.of("reading")],
+            "weights": dict(ddp.module.state_dict()),
+            "policy": controller.policy.state_dict(),
+        }
+    ranks = Ranks(ddp)
+    try:
+        ranks.share([], rank)
+    except EgeriaError as error:
+        found["disagreement"] = str(error)
+    torch.save(found, Path(directory) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(worker, (port, str(directory)), nprocs=2)  # type: ignore[no-untyped-call]
+    return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, "hook"])
+def test_gradients_equal_one_process_through_freeze_and_unfreeze(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
+    static = {"policy": StaticPolicy(SCHEDULE), "layers": r"[135]|6"}
+    expected, _ = train(make_model(), static, slice(0, 16))
+    assert {len(gradients) for gradients in expected} == {8, 6, 4}, "nothing froze"
+    for rank in ranks:
+        for step, gradients in enumerate(expected):
+            found = rank[name][step]
+            trained = {n for n, g in found.items() if g.abs().sum() > 0}
+            assert trained == set(gradients), f"step {step}"
+            for key, gradient in gradients.items():
+                torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_a_communication_hook_survives_the_rebuild(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["hook_calls"] >= NUM_STEPS
+
+
+@pytest.mark.parametrize("policy", ["plasticity", "autofreeze"])
+def test_ranks_decide_alike_and_stay_in_step(ranks: list[dict[str, Any]], policy: str) -> None:
+    first, second = (rank[policy] for rank in ranks)
+    assert first["schedule"]
+    assert first["schedule"] == second["schedule"]
+    assert first["readings"] == second["readings"] != []
+    assert first["policy"] == second["policy"], "any rank's state is everyone's"
+    for name, value in first["weights"].items():
+        assert torch.equal(value, second["weights"][name]), name
+
+
+def test_the_measured_run_unfroze_too(ranks: list[dict[str, Any]]) -> None:
+    assert None in [boundary for _, boundary in ranks[0]["plasticity"]["schedule"]]
+
+
+def test_ranks_that_disagree_are_told(ranks: list[dict[str, Any]]) -> None:
+    assert "rank 1 has 1 frozen layers and rank 0 has 0" in ranks[1]["disagreement"]
+
+
+def test_alone_nothing_is_exchanged() -> None:
+    model = make_model()
+    assert unwrap(model) == (model, None)
+    ranks = Ranks(None)
+    verdicts = [Verdict(1, 0, 0.5)]
+    assert ranks.is_first
+    assert ranks.agree(3.0) == 3.0
+    assert ranks.share(verdicts, 1) is verdicts
+
+
+def test_a_pytorch_without_the_internals_is_a_clear_error() -> None:
+    class Other:
+        _comm_hooks: tuple[Any, ...] = ()
+
+    with pytest.raises(EgeriaError, match="wrap the model again"):
+        rebuild(Other())  # type: ignore[arg-type]
