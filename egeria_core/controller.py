@@ -25,6 +25,7 @@ from egeria_core.judge import Verdict
 from egeria_core.meter import ActivationMeter, Meter, make_evaluator
 from egeria_core.policies import Policy, Reading, make_policy
 from egeria_core.prefix import LayerMap
+from egeria_core.tensorboard import make_listener
 
 __all__ = ["FreezeController"]
 
@@ -73,6 +74,11 @@ class FreezeController:
         self.policy = make_policy(policy, self.config)
         self._ranks = Ranks(self._ddp)
         self.history = History(self.config.log_path if self._ranks.is_first else None)
+        self._board = None
+        if self.config.tensorboard_dir is not None and self._ranks.is_first:
+            self._board = make_listener(self.config.tensorboard_dir)
+        if self._board is not None:
+            self.history.listeners.append(self._board)
         self._map = LayerMap(self.model, self.config.layers, self.config.num_layers)
         measured = self.policy.measure != "nothing"
         self._every = self.config.interval(len(self._map.layers), measured=measured)
@@ -278,6 +284,7 @@ class FreezeController:
             num_frozen=frozen,
             num_layers=len(self._map.layers),
             active_parameters=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
+            total_parameters=sum(p.numel() for p in self.model.parameters()),
         )
         log.info("egeria: step %d: boundary %s (%s)", event.step, event.boundary, event.reason)
         for listener in self._listeners:
@@ -342,6 +349,8 @@ class FreezeController:
         self._map.close()
         if self._meter is not None:
             self._meter.close()
+        if self._board is not None:
+            self._board.close()
 
     def __enter__(self) -> FreezeController:
         return self
