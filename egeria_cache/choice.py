@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from egeria_cache.codec import Codec, Coder
-from egeria_cache.records import Rows, encode_rows, open_record
+from egeria_cache.lossy import Storage
+from egeria_cache.records import Encoded, Rows, encode_rows, open_record
 
 __all__ = ["Trial", "choose_codec"]
 
@@ -35,13 +36,21 @@ class Trial:
 
 
 def choose_codec(
-    keys: Sequence[bytes], picked: Sequence[int], rows: Rows, coder: Coder
+    keys: Sequence[bytes],
+    picked: Sequence[int],
+    rows: Rows,
+    coder: Coder,
+    storage: Storage = None,
 ) -> tuple[Codec, str]:
     """Return the codec for these records, and all trials in words.
 
     Smallest wins; among equals the fastest to decode; raw unless something is saved.
     """
-    trials = [_try(codec, keys, picked[:NUM_RECORDS], rows, coder) for codec in Codec]
+    chosen = picked[:NUM_RECORDS]
+    trials = [
+        _try(codec, encode_rows(keys, chosen, rows, codec, coder, storage), coder)
+        for codec in Codec
+    ]
     raw = trials[0]
     slowest_s = raw.num_bytes / MIN_DECODE_BYTES_PER_S
     useful = [
@@ -58,10 +67,7 @@ def choose_codec(
     return best.codec, ", ".join(map(str, trials))
 
 
-def _try(
-    codec: Codec, keys: Sequence[bytes], picked: Sequence[int], rows: Rows, coder: Coder
-) -> Trial:
-    encoded = encode_rows(keys, picked, rows, codec, coder)
+def _try(codec: Codec, encoded: Encoded, coder: Coder) -> Trial:
     times_s = []
     for _ in range(3):
         start_s = time.perf_counter()

@@ -147,6 +147,8 @@ def _show(options: argparse.Namespace, report: CacheReport) -> int:
     ratio = "" if one.ratio is None else f", ratio {one.ratio:.2f}"
     console.print(f"[bold]{one.name}[/]  {one.num_samples:,} records, {sizes}{ratio}")
     console.print(f"created {_age(one.created)} ago, in use: {'yes' if one.in_use else 'no'}")
+    if one.lossy_error:
+        console.print(f"lossy: relative error {one.lossy_error:.2e} (root mean square)")
     for title, pairs in (
         ("made from", {name: json.dumps(value) for name, value in manifest.fields.items()}),
         ("holds", inside.fields),

@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,15 +27,16 @@ import numpy.typing as npt
 from egeria_cache.errors import StoreError
 from egeria_cache.index import Membership
 from egeria_cache.keys import META_PREFIX, SampleId
+from egeria_cache.layout import Head
+from egeria_cache.lossy import LossyError
 from egeria_cache.manifest import DamagedError
-from egeria_cache.records import Head
 
 __all__ = ["DATA_NAME", "IN_USE_NAME", "PAGE_BYTES", "GenerationFiles", "GoneError", "Totals"]
 
 DATA_NAME, IN_USE_NAME = "data.mdb", "in-use"
 PAGE_BYTES = 4096
 TOTALS_KEY = META_PREFIX + b"totals"
-_TOTALS = struct.Struct("<QQ")
+_TOTALS = struct.Struct("<QQddd")
 FIRST_SAMPLE_KEY = b"\x01"
 """Behind the store's own entries."""
 KEYS_PER_CHUNK = 65_536
@@ -54,12 +55,33 @@ class GoneError(Exception):
 
 @dataclass(slots=True)
 class Totals:
-    """What the committed records hold."""
+    """What the committed records hold; on disk in the same transaction as they."""
 
     raw_bytes: int = 0
     """Decoded."""
     stored_bytes: int = 0
     """Encoded, with headers, without LMDB's pages."""
+    error: LossyError = field(default_factory=LossyError)
+    """What lossy storage changed."""
+
+    @classmethod
+    def parse(cls, stored: Any) -> Totals:
+        """Read them back; all zero if missing or damaged: they are for people."""
+        if stored is None or len(stored) != _TOTALS.size:
+            return cls()
+        raw_bytes, stored_bytes, *error = _TOTALS.unpack(stored)
+        return cls(raw_bytes, stored_bytes, LossyError(*error))
+
+    def pack(self) -> bytes:
+        """Undo `parse`."""
+        error = self.error
+        return _TOTALS.pack(
+            self.raw_bytes,
+            self.stored_bytes,
+            error.squared_error,
+            error.squared_value,
+            error.largest,
+        )
 
 
 class GenerationFiles:
@@ -292,8 +314,7 @@ class GenerationFiles:
             keys = cursor.iternext(values=False) if found else iter(())
             while chunk := list(itertools.islice(keys, KEYS_PER_CHUNK)):
                 self.index.add_keys(chunk)
-        if stored is not None and len(stored) == _TOTALS.size:
-            self.totals = Totals(*_TOTALS.unpack(stored))
+        self.totals = Totals.parse(stored)
 
     # -- writing ----------------------------------------------------------------------------
 
@@ -322,7 +343,12 @@ class GenerationFiles:
         fixed = 2 * int(stat["depth"]) + 8
         return np.asarray((np.cumsum(pages) + copied + 2 * split + fixed) * PAGE_BYTES)
 
-    def write(self, records: Sequence[tuple[bytes, Any]], raw_bytes: int) -> int:
+    def write(
+        self,
+        records: Sequence[tuple[bytes, Any]],
+        raw_bytes: int,
+        error: LossyError | None = None,
+    ) -> int:
         """Commit the records in one transaction; return how many were new.
 
         Raises:
@@ -331,12 +357,9 @@ class GenerationFiles:
         """
         with self._inside() as env:
             self.check_present()
-            totals = Totals(self.totals.raw_bytes, self.totals.stored_bytes)
             num_new = 0
             with env.begin(write=True) as transaction:
-                stored = transaction.get(TOTALS_KEY)
-                if stored is not None and len(stored) == _TOTALS.size:
-                    totals = Totals(*_TOTALS.unpack(stored))
+                totals = Totals.parse(transaction.get(TOTALS_KEY))
                 for key, record in records:
                     # What another process stored meanwhile is the same; what proved unreadable
                     # is replaced.
@@ -344,7 +367,9 @@ class GenerationFiles:
                         num_new += 1
                         totals.stored_bytes += len(record)
                 totals.raw_bytes += raw_bytes * num_new // max(len(records), 1)
-                transaction.put(TOTALS_KEY, _TOTALS.pack(totals.raw_bytes, totals.stored_bytes))
+                if error is not None:
+                    totals.error.join(error)
+                transaction.put(TOTALS_KEY, totals.pack())
             self.totals = totals
         with self._lock:
             self.index.add_keys([key for key, _ in records])

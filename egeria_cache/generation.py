@@ -23,9 +23,10 @@ from egeria_cache.choice import choose_codec
 from egeria_cache.codec import Codec, Coder
 from egeria_cache.files import GenerationFiles, GoneError
 from egeria_cache.keys import SampleId, encode_keys
+from egeria_cache.lossy import LossyError, Storage
 from egeria_cache.manifest import Manifest
 from egeria_cache.reader import BatchReader
-from egeria_cache.records import Rows, encode_rows
+from egeria_cache.records import Encoded, Rows, encode_rows
 from egeria_cache.transfer import to_host
 from egeria_cache.values import Value
 from egeria_cache.writer import Job, Writer
@@ -62,6 +63,7 @@ class Generation:
         writer: Writer,
         budget: Budget,
         codec: str,
+        storage: Storage = None,
     ) -> None:
         self._manifest = manifest
         self._files = files
@@ -69,6 +71,7 @@ class Generation:
         self._codec_name = codec
         self._codec: Codec | None = None if codec == "auto" else Codec.named(codec)
         self._coder = Coder()
+        self._storage = storage
         self._lock = threading.Lock()
         self._released = False
         self._writes_off: str | None = None
@@ -107,6 +110,11 @@ class Generation:
     def stored_bytes(self) -> int:
         """Bytes of all records, encoded."""
         return self._files.totals.stored_bytes
+
+    @property
+    def lossy_error(self) -> LossyError:
+        """What lossy storage changed; all zero without it."""
+        return self._files.totals.error
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -220,19 +228,22 @@ class Generation:
         if job.ready is not None:
             job.ready.synchronize()
         codec = self._codec if self._codec is not None else self._choose_codec(job)
-        records = encode_rows(job.keys, job.picked, job.rows, codec, self._coder)
+        error = LossyError()
+        records = encode_rows(
+            job.keys, job.picked, job.rows, codec, self._coder, self._storage, error
+        )
         if not job.unchanged():
             self._warn("a tensor was changed after put_batch and before it was stored; not stored")
             return 0
         raw_bytes = job.rows.num_bytes() * len(records) // max(len(job.keys), 1)
         with self._budget.locked():
-            num_stored = self._admit(records, raw_bytes)
+            num_stored = self._admit(records, raw_bytes, error)
         if num_stored < len(records):
             self._writes_off = "the size limit is reached"
             logger.info("%s: the size limit is reached; new samples are not stored", self.name)
         return num_stored
 
-    def _admit(self, records: list[tuple[bytes, Any]], raw_bytes: int) -> int:
+    def _admit(self, records: Encoded, raw_bytes: int, error: LossyError) -> int:
         """Commit as many of the records as surely fit; return how many."""
         num_stored = 0
         while num_stored < len(records):
@@ -245,13 +256,15 @@ class Generation:
             if num_fitting == 0:
                 break
             share = raw_bytes * num_fitting // len(records)
-            self._files.write(rest[:num_fitting], share)
+            self._files.write(rest[:num_fitting], share, error if num_stored == 0 else None)
             num_stored += num_fitting
         return num_stored
 
     def _choose_codec(self, job: Job) -> Codec:
         """Decide once, from the first batch, and note it in the manifest."""
-        self._codec, trials = choose_codec(job.keys, job.picked, job.rows, self._coder)
+        self._codec, trials = choose_codec(
+            job.keys, job.picked, job.rows, self._coder, self._storage
+        )
         logger.info("%s: codec %s, of %s", self.name, self._codec.label, trials)
         self._manifest = replace(self._manifest, codec=self._codec.label)
         with contextlib.suppress(OSError):

@@ -14,8 +14,15 @@ from typing import Any
 from egeria_cache.errors import StoreError
 
 __all__ = [
-    "FORMAT", "DamagedError", "MANIFEST_NAME", "Manifest", "canonical", "differing_fields", "generation_name",
-    "read_json", "write_json",
+    "FORMAT",
+    "MANIFEST_NAME",
+    "DamagedError",
+    "Manifest",
+    "canonical",
+    "differing_fields",
+    "generation_name",
+    "read_json",
+    "write_json",
 ]  # fmt: skip
 
 FORMAT = 1

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,12 +22,9 @@ from torch import Tensor
 from egeria_cache.codec import Bytes, Coder
 from egeria_cache.files import GenerationFiles, GoneError
 from egeria_cache.keys import decode_key
-from egeria_cache.records import (
-    CHECKSUM_BYTES,
-    Head,
-    Record,
-    open_record,
-)
+from egeria_cache.layout import CHECKSUM_BYTES, Head
+from egeria_cache.lossy import unpack
+from egeria_cache.records import Record, open_record
 from egeria_cache.values import RecordError
 
 __all__ = ["BatchReader", "Fetched"]
@@ -63,6 +59,7 @@ class _Batch:
     head_bytes: memoryview
     """The same, as stored, behind the checksum."""
     columns: list[Tensor | list[Any]]
+    """Per field: its values, or its bytes as stored, uint8 (B, bytes)."""
     targets: list[Bytes | None]
     hit: npt.NDArray[np.bool_]
     odd: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -82,11 +79,9 @@ class _Batch:
                 columns.append([None] * num_rows)
                 targets.append(None)
                 continue
-            column = _allocate((num_rows, *entry.shape), entry.dtype, pin_memory=pin_memory)
-            columns.append(column)
-            targets.append(
-                column.view(-1).view(torch.uint8).numpy().reshape(num_rows, entry.num_bytes)
-            )
+            packed = _allocate(num_rows, entry.num_bytes, pin_memory=pin_memory)
+            columns.append(packed)
+            targets.append(packed.numpy())
         return cls(head, head_bytes, columns, targets, np.zeros(num_rows, np.bool_))
 
     @property
@@ -216,14 +211,13 @@ class BatchReader:
             )  # fmt: skip
 
 
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, *, pin_memory: bool) -> Tensor:
-    """Return an uninitialised tensor; a large one on huge pages, which NumPy asks for and torch
-    does not: first-touch faults of small pages cost as much as the copy itself.
+def _allocate(num_rows: int, num_bytes: int, *, pin_memory: bool) -> Tensor:
+    """Return uninitialised bytes; many of them on huge pages, which NumPy asks for and torch does
+    not: first-touch faults of small pages cost as much as the copy itself.
     """
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if pin_memory or num_bytes < HUGE_PAGES_BYTES:
-        return torch.empty(shape, dtype=dtype, pin_memory=pin_memory)
-    return torch.from_numpy(np.empty(num_bytes, np.uint8)).view(dtype).view(shape)
+    if pin_memory or num_rows * num_bytes < HUGE_PAGES_BYTES:
+        return torch.empty((num_rows, num_bytes), dtype=torch.uint8, pin_memory=pin_memory)
+    return torch.from_numpy(np.empty((num_rows, num_bytes), np.uint8))
 
 
 def _find_template(
@@ -282,15 +276,21 @@ def _fill_plain(
 def _assemble(batch: _Batch) -> dict[str, Tensor | list[Any]]:
     """Zero the missing rows; where shapes differ, turn a column into a list of tensors."""
     names = batch.head.layout.names
+    columns = [
+        unpack(column, field.shape, field.dtype, field.storage)
+        if isinstance(column, Tensor) and field.dtype is not None
+        else column
+        for field, column in zip(batch.head.layout.fields, batch.columns, strict=True)
+    ]
     for row, values in list(batch.odd.items()):
         if set(values) != set(names):
             batch.hit[row] = False
             del batch.odd[row]
     if not batch.odd and batch.hit.all():
-        return dict(zip(names, batch.columns, strict=True))
+        return dict(zip(names, columns, strict=True))
     missing = torch.from_numpy(np.flatnonzero(~batch.hit))
     fields: dict[str, Tensor | list[Any]] = {}
-    for name, column in zip(names, batch.columns, strict=True):
+    for name, column in zip(names, columns, strict=True):
         if isinstance(column, Tensor):
             same = all(
                 isinstance(item := values[name], Tensor)

@@ -16,10 +16,11 @@ import lmdb
 from egeria_cache.budget import directory_bytes, generation_directories, last_use
 from egeria_cache.codec import Coder
 from egeria_cache.errors import StoreError
-from egeria_cache.files import DATA_NAME, GenerationFiles, GoneError, in_use_elsewhere
+from egeria_cache.files import DATA_NAME, GenerationFiles, GoneError, Totals, in_use_elsewhere
 from egeria_cache.keys import decode_key
+from egeria_cache.layout import Layout
 from egeria_cache.manifest import Manifest, read_json
-from egeria_cache.records import Layout, Record, open_record
+from egeria_cache.records import Record, open_record
 from egeria_cache.store import ROOT_NAME
 from egeria_cache.values import RecordError
 
@@ -49,6 +50,8 @@ class GenerationReport:
     """Decoded."""
     stored_bytes: int
     """Encoded."""
+    lossy_error: float
+    """Relative, root mean square; 0 if lossless."""
     codec: str | None
     created: float
     """Seconds since the epoch, as is `last_used`."""
@@ -195,14 +198,13 @@ def contents(path: Path) -> Contents:
 
 def _glance(path: Path) -> GenerationReport:
     boundary = codec = damage = None
-    created, num_samples, raw_bytes, stored_bytes = math.nan, 0, 0, 0
+    created, num_samples, totals = math.nan, 0, Totals()
     try:
         manifest = Manifest.read(path)
         boundary, codec, created = manifest.fields.get("boundary"), manifest.codec, manifest.created
         if (path / DATA_NAME).exists():
             with GenerationFiles.inspecting(path) as files:
-                num_samples = files.num_samples()
-                raw_bytes, stored_bytes = files.totals.raw_bytes, files.totals.stored_bytes
+                num_samples, totals = files.num_samples(), files.totals
     except (StoreError, lmdb.Error, GoneError) as error:
         damage = str(error)
     return GenerationReport(
@@ -210,8 +212,9 @@ def _glance(path: Path) -> GenerationReport:
         boundary if isinstance(boundary, str) else None,
         num_samples,
         directory_bytes(path),
-        raw_bytes,
-        stored_bytes,
+        totals.raw_bytes,
+        totals.stored_bytes,
+        totals.error.relative_rms,
         codec,
         created,
         last_use(path),

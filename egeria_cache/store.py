@@ -79,6 +79,8 @@ class StoreStats:
     """Their size decoded."""
     stored_bytes: int
     """Their size encoded."""
+    lossy_error: float
+    """Root mean square of what lossy storage changed, over that of the values; 0 if lossless."""
     bytes_on_disk: int
     """Of the whole directory, in whole pages."""
     limit_bytes: int
@@ -202,6 +204,7 @@ class ActivationStore:
             writer=self._writer,
             budget=self._budget,
             codec=self.config.codec,
+            storage=self.config.storage_dtype,
         )
 
     def _open_files(
@@ -295,6 +298,7 @@ class ActivationStore:
             num_samples=sum(generation.num_samples for generation in alive),
             raw_bytes=sum(generation.raw_bytes for generation in alive),
             stored_bytes=sum(generation.stored_bytes for generation in alive),
+            lossy_error=max((one.lossy_error.relative_rms for one in alive), default=0.0),
             bytes_on_disk=self._budget.used_bytes(),
             limit_bytes=self.config.limit_bytes,
         )

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from egeria_cache.choice import choose_codec
 from egeria_cache.codec import Codec, CodecError, Coder
 from egeria_cache.keys import encode_keys
-from egeria_cache.records import DTYPES, Rows, encode_rows, open_record, parse_head
+from egeria_cache.layout import DTYPES, parse_head
+from egeria_cache.records import Rows, encode_rows, open_record
 from egeria_cache.values import RecordError, decode_value, encode_value
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
