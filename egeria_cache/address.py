@@ -60,14 +60,14 @@ def address(
         if not isinstance(leaf, Tensor) and leaf is not None
     }
     pinned = {paths[i]: hashes.of(tensor) for i, tensor in recipe.pinned.items()}
-    grad, inference, autocast = mode_key()
+    (autocast,) = mode_key()
     return {
         "boundary": recipe.boundary,
         "weights": hashes.of_all((name, tensor) for name, _, tensor in tensors),
         "structure": _structure(recipe),
         "inputs": inputs,
         "arguments": arguments | pinned,
-        "mode": f"grad={grad} inference={inference} training={sum(recipe.modes)}",
+        "mode": ["train" if training else "eval" for training in recipe.modes],
         "autocast": [list(pair) for pair in autocast],
         "tensors": {
             name: {

@@ -18,7 +18,7 @@ from egeria_cache.recipe import PrefixDone
 from egeria_cache.state import ModelState, RandomState
 from egeria_cache.trace import PrefixTrace, known_tensors
 
-__all__ = ["Evidence", "Recomputed", "distinct", "recompute", "trainable"]
+__all__ = ["Evidence", "Recomputed", "distinct", "observe", "recompute", "trainable"]
 
 
 @dataclass(slots=True)
@@ -82,18 +82,33 @@ class Recomputed:
     """Which rows of the batch, in which order."""
     leaves: list[list[Any]]
     """Per step, the leaves of its output."""
-    trace: PrefixTrace | None
-    """None if the prefix is compiled: what it does cannot be seen."""
 
 
-def recompute(evidence: Evidence) -> Recomputed:
-    """Run the prefix alone on the rows in another order and number, under other random numbers.
+def observe(evidence: Evidence) -> PrefixTrace | None:
+    """Run the prefix once more and note what it reads and draws; None if it is compiled."""
+    if any(is_compiled(m) for module in evidence.modules for m in module.modules()):
+        return None
+    # A run of its own: some modules choose another way where a dispatch mode is active.
+    trace = PrefixTrace(known_tensors(evidence.model), evidence.names)
+    recompute(evidence, trace=trace)
+    return trace
+
+
+def recompute(
+    evidence: Evidence, rows: list[int] | None = None, *, trace: PrefixTrace | None = None
+) -> Recomputed:
+    """Run the prefix alone on other rows of the batch, under other random numbers.
+
+    Args:
+        evidence: The plain run.
+        rows: Which rows; by default another number of them, in another order.
+        trace: Watches the run.
 
     Raises:
         BoundaryError: The prefix writes to its buffers, leaves tensors behind, or goes astray.
     """
     size, tagged = evidence.size, evidence.call.tagged
-    rows = _other_rows(size)
+    rows = _other_rows(size) if rows is None else rows
     index = torch.tensor(rows)
 
     def swap(position: int, leaf: Any) -> Any:
@@ -105,8 +120,6 @@ def recompute(evidence: Evidence) -> Recomputed:
             taken[1] = taken[1].roll(1, -1)
         return taken
 
-    compiled = any(is_compiled(m) for module in evidence.modules for m in module.modules())
-    trace = None if compiled else PrefixTrace(known_tensors(evidence.model), evidence.names)
     run = _OtherRun(evidence, trace)
     evidence.rng_after.restore()
     torch.rand(1)
@@ -120,7 +133,7 @@ def recompute(evidence: Evidence) -> Recomputed:
             pass
     _check_state(evidence)
     evidence.state.restore()
-    return Recomputed(rows, [tree_leaves(output) for output in run.outputs], trace)
+    return Recomputed(rows, [tree_leaves(output) for output in run.outputs])
 
 
 class _OtherRun:
@@ -139,6 +152,8 @@ class _OtherRun:
         if self._inside:
             return original(*args, **kwargs)
         if steps[position].module is not module:
+            if any(module is ancestor for ancestor in self._evidence.ancestors):
+                return original(*args, **kwargs)
             raise BoundaryError.another_way(
                 self._evidence.boundary,
                 f"{self._evidence.names[id(module)]!r} runs for some batches only, or at random",

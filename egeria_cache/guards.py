@@ -51,7 +51,7 @@ class PrefixGuard:
         """Take the present state as the one to keep."""
         self._values = [tensor for _, _, tensor in self._tensors]
         self._versions = [version(tensor) for tensor in self._values]
-        self._pointers = [tensor.data_ptr() for tensor in self._values]
+        self._pointers = [pointer(tensor) for tensor in self._values]
         self._probes = _probes(self._values)
         self._samples = [torch.cat(views) for views in self._probes]
         self._modes = [module.training for _, module in self._modules]
@@ -61,7 +61,7 @@ class PrefixGuard:
         values = self._values
         if [version(tensor) for tensor in values] != self._versions:
             return self._first("was changed in place", [version(t) for t in values], self._versions)
-        pointers = [tensor.data_ptr() for tensor in values]
+        pointers = [pointer(tensor) for tensor in values]
         if pointers != self._pointers:
             return self._first("was given other data", pointers, self._pointers)
         for slot, key, tensor in self._slots:
@@ -89,6 +89,11 @@ class PrefixGuard:
 def version(tensor: Tensor) -> int:
     """Return the version counter; inference tensors have none, and cannot be changed in place."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def pointer(tensor: Tensor) -> int:
+    """Return the address of the data; 0 where there is no single one."""
+    return tensor.data_ptr() if tensor.layout == torch.strided else 0
 
 
 def _slots(owner: nn.Module | None, tensor: Tensor) -> list[dict[str, Any]]:
@@ -135,11 +140,12 @@ class ContentHash:
     def of(self, tensor: Tensor) -> str:
         """Return the hash of dtype, shape and bytes (about 1 GB/s)."""
         known = self._known.get(id(tensor))
-        state = (version(tensor), tensor.data_ptr())
+        state = (version(tensor), pointer(tensor))
         if known is not None and known[0] is tensor and known[1:3] == state:
             return known[3]
         digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
-        plain = tensor.detach().cpu().contiguous()
+        plain = tensor.detach().cpu()
+        plain = (plain if plain.layout == torch.strided else plain.to_dense()).contiguous()
         if plain.numel():
             digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
         self._known[id(tensor)] = (tensor, *state, digest.hexdigest())

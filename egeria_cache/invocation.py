@@ -101,13 +101,17 @@ def plain(leaf: Any) -> Any:
 
 
 def mode_key() -> tuple[Any, ...]:
-    """Global modes that decide which kernels run, and in which precision."""
+    """Return the modes that decide in which precision kernels run.
+
+    Whether autograd records is not among them: it moves last bits at most, and the same sample is
+    used in training and in evaluation.
+    """
     autocast = tuple(
         (kind, str(torch.get_autocast_dtype(kind)))
         for kind in ("cpu", "cuda")
         if torch.is_autocast_enabled(kind)
     )
-    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+    return (autocast,)
 
 
 def _describe(leaf: Any, batch_size: int) -> Any:

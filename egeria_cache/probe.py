@@ -20,7 +20,7 @@ from egeria_cache.errors import BoundaryError
 from egeria_cache.evidence import Evidence, Recomputed
 from egeria_cache.invocation import plain
 from egeria_cache.placeholder import Escape, Placeholder, Source, placeholders
-from egeria_cache.recipe import Recipe, ReplayRun, Slot
+from egeria_cache.recipe import Recipe, ReplayRun, Slot, Unavailable
 
 __all__ = ["Prober", "input_placeholder"]
 
@@ -177,4 +177,15 @@ def input_placeholder(leaf: Tensor, source: frozenset[Source], run: ReplayRun) -
 
 
 def _leaked(output: Any) -> list[Placeholder]:
-    return placeholders([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
+    return placeholders([_inside(leaf, depth=6) for leaf in tree_leaves(output)])
+
+
+def _inside(leaf: Any, depth: int) -> Any:
+    """Look into objects that are no pytrees (dataclasses, caches of keys and values)."""
+    if isinstance(leaf, Tensor | Unavailable) or depth == 0:
+        return leaf
+    if isinstance(leaf, dict):
+        return [_inside(item, depth - 1) for item in leaf.values()]
+    if isinstance(leaf, list | tuple):
+        return [_inside(item, depth - 1) for item in leaf]
+    return [_inside(item, depth - 1) for item in getattr(leaf, "__dict__", {}).values()]

@@ -12,14 +12,17 @@ from egeria_cache.calls import intercept
 from egeria_cache.compare import difference, same_content, tolerance
 from egeria_cache.cut import Step, TensorSpec
 from egeria_cache.errors import BoundaryError
-from egeria_cache.evidence import Evidence, Recomputed, recompute, trainable
+from egeria_cache.evidence import Evidence, Recomputed, observe, recompute, trainable
 from egeria_cache.placeholder import Source
 from egeria_cache.probe import Prober
 from egeria_cache.recipe import Recipe, ReplayRun, Slot, StepPlan, Unavailable
 from egeria_cache.state import RandomState
-from egeria_cache.trace import Named, known_tensors
+from egeria_cache.trace import Named, PrefixTrace, known_tensors
 
-__all__ = ["prove"]
+__all__ = ["prove", "same_rows"]
+
+_MAX_ALONE = 8
+"""Samples that are run alone where the prefix branches on values."""
 
 
 def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
@@ -28,21 +31,47 @@ def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
     Raises:
         BoundaryError: The model cannot be cut there, and why.
     """
-    other = recompute(evidence)
+    other, trace = recompute(evidence), observe(evidence)
     recipe = _draft(evidence, other)
     prober = Prober(evidence, other, recipe)
     prober.run()
     if not recipe.slots():
         raise BoundaryError.not_proved(recipe.boundary, "nothing after it reads what it returns")
-    _check_rows(evidence, other, recipe)
-    _check_trained(evidence, other, recipe)
-    recipe.reads = _reads(evidence, other, recipe)
-    _note_draws(other, recipe)
+    _check_rows(evidence, other, recipe, trace)
+    if trace is not None and trace.branches:
+        # A value decides what runs (`if mask.all()`): let it be decided by each sample alone.
+        for row in range(min(evidence.size, _MAX_ALONE)):
+            _check_rows(evidence, recompute(evidence, [row]), recipe, trace)
+    _check_trained(evidence, other, recipe, trace)
+    recipe.reads = _reads(evidence, recipe, trace)
+    _note_draws(recipe, trace)
     tagged = evidence.call.tagged
     recipe.leaf_names = {i: (leaf.leaf, leaf.chain_key) for i, leaf in tagged.items()}
     recipe.modes = tuple(module.training for module in recipe.ancestors)
     recipe.profile = _profile(evidence, recipe)
     return recipe, _check_replay(evidence, prober, recipe)
+
+
+def same_rows(evidence: Evidence, recipe: Recipe, other: Recipe) -> bool:
+    """Whether `other`, proved with other training flags around the boundary, stores the same."""
+    slots = recipe.slots()
+    if slots != other.slots() or recipe.leaf_names != other.leaf_names:
+        return False
+    if recipe.kept != other.kept or recipe.pinned or other.pinned:
+        return False
+    if any(recipe.tensor_spec(slot) != other.tensor_spec(slot) for slot in slots.values()):
+        return False
+    if recipe.ancestors != other.ancestors:
+        return False
+    ours = recompute(evidence)
+    for module, mode in zip(recipe.ancestors, other.modes, strict=True):
+        module.training = mode
+    try:
+        theirs = recompute(evidence)
+    finally:
+        for module, mode in zip(recipe.ancestors, recipe.modes, strict=True):
+            module.training = mode
+    return all(difference(ours.leaves[i][j], theirs.leaves[i][j]) == 0 for i, j in slots.values())
 
 
 def _draft(evidence: Evidence, other: Recomputed) -> Recipe:
@@ -89,7 +118,9 @@ def _describe(evidence: Evidence, name: str, a: Any, b: Any, other_size: int) ->
     return Unavailable(frozenset({Source("step", name)}))
 
 
-def _check_rows(evidence: Evidence, other: Recomputed, recipe: Recipe) -> None:
+def _check_rows(
+    evidence: Evidence, other: Recomputed, recipe: Recipe, trace: PrefixTrace | None
+) -> None:
     """Compare what is cached with the same samples in other company."""
     for i, j in recipe.slots().values():
         value, again = evidence.leaf(i, j), other.leaves[i][j]
@@ -98,6 +129,8 @@ def _check_rows(evidence: Evidence, other: Recomputed, recipe: Recipe) -> None:
             raise BoundaryError.trainable(recipe.boundary, parameter)
         error = _row_difference(evidence, other, recipe.tensor_spec((i, j)), value, again)
         if error > tolerance(value):
+            if trace is not None and trace.draws:
+                raise BoundaryError.impure(recipe.boundary, trace.describe_draws())
             raise _blame(evidence, other, recipe, error)
 
 
@@ -116,8 +149,6 @@ def _row_difference(
 
 def _blame(evidence: Evidence, other: Recomputed, recipe: Recipe, error: float) -> BoundaryError:
     """Name the first module whose output shows the difference."""
-    if other.trace is not None and other.trace.draws:
-        return BoundaryError.impure(recipe.boundary, other.trace.describe_draws())
     for i, step in enumerate(recipe.steps):
         for j, spec in enumerate(step.leaves):
             if isinstance(spec, TensorSpec):
@@ -128,17 +159,19 @@ def _blame(evidence: Evidence, other: Recomputed, recipe: Recipe, error: float) 
     return BoundaryError.mixes_samples(recipe.boundary, recipe.boundary, error)
 
 
-def _check_trained(evidence: Evidence, other: Recomputed, recipe: Recipe) -> None:
+def _check_trained(
+    evidence: Evidence, other: Recomputed, recipe: Recipe, trace: PrefixTrace | None
+) -> None:
     """Change what is trained and ran before the boundary: the cut must not notice.
 
     Autograd has named most offenders already; this finds those used under `no_grad`.
     """
-    if other.trace is None:
+    if trace is None:
         return
     suspects = [
         (name, tensor)
         for name, _, tensor in known_tensors(evidence.model)
-        if tensor.requires_grad and id(tensor) in other.trace.read and tensor.is_floating_point()
+        if tensor.requires_grad and id(tensor) in trace.read and tensor.is_floating_point()
     ]
     if not suspects:
         return
@@ -155,25 +188,25 @@ def _check_trained(evidence: Evidence, other: Recomputed, recipe: Recipe) -> Non
             raise BoundaryError.trainable(recipe.boundary, suspects[0][0])
 
 
-def _reads(evidence: Evidence, other: Recomputed, recipe: Recipe) -> list[Named]:
+def _reads(evidence: Evidence, recipe: Recipe, trace: PrefixTrace | None) -> list[Named]:
     """Return what the prefix reads outside of its modules: class tokens, constants."""
     known = known_tensors(evidence.model)
-    if other.trace is None:  # compiled code cannot be traced: take all that is near
+    if trace is None:  # compiled code cannot be traced: take all that is near
         near = {id(module) for module in recipe.ancestors}
         return [named for named in known if id(named[1]) in near]
     skipped = {i for i, step in enumerate(recipe.steps) if not step.run} | {-1}
     return [
         named
         for named in known
-        if other.trace.read.get(id(named[2]), set()) & skipped and not named[2].requires_grad
+        if trace.read.get(id(named[2]), set()) & skipped and not named[2].requires_grad
     ]
 
 
-def _note_draws(other: Recomputed, recipe: Recipe) -> None:
+def _note_draws(recipe: Recipe, trace: PrefixTrace | None) -> None:
     """Let a replay draw what the skipped modules would have drawn (to no effect, as was shown)."""
-    if other.trace is None:
+    if trace is None:
         return
-    for index, draws in other.trace.draws.items():
+    for index, draws in trace.draws.items():
         recipe.draws = True
         if index >= 0 and not recipe.steps[index].run:
             recipe.steps[index].draws = draws
@@ -243,5 +276,9 @@ def _compare_outputs(evidence: Evidence, output: Any) -> frozenset[int]:
                     "being passed to it (an attribute, a global, a mutated input)",
                 )
         elif not same_content(a, b):
+            if len(expected) == 1:
+                raise BoundaryError.not_proved(
+                    evidence.boundary, f"the output, a {type(a).__name__}, is not reproduced"
+                )
             opaque.add(i)
     return frozenset(opaque)

@@ -14,7 +14,7 @@ The model is run a few times more on that batch, and left as it was:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from egeria_cache.errors import BoundaryError
 from egeria_cache.evidence import Evidence, distinct, trainable
 from egeria_cache.frozen import FrozenPrefix
 from egeria_cache.invocation import Invocation
-from egeria_cache.proof import prove
+from egeria_cache.proof import prove, same_rows
 from egeria_cache.recipe import Recipe
 from egeria_cache.state import ModelState, RandomState, stashed
 
@@ -43,6 +43,8 @@ class Outcome:
     recipe: Recipe | None = None
     rows: dict[str, Tensor] | None = None
     """The first batch's activations."""
+    twin: Recipe | None = None
+    """A known recipe whose rows are the same: the cut can be shared."""
     error: BoundaryError | None = None
     """Why there is no recipe."""
 
@@ -56,6 +58,7 @@ class Rehearsal:
         boundary: Qualified name of the last frozen module.
         call: The first batch.
         held: Takes the prefix into inference mode.
+        known: Recipes for the same inputs in other modes (training, evaluation).
     """
 
     def __init__(
@@ -65,12 +68,14 @@ class Rehearsal:
         boundary: str,
         call: Invocation,
         held: FrozenPrefix,
+        known: Sequence[Recipe] = (),
     ) -> None:
         self.model = model
         self.forward = forward
         self.boundary = boundary
         self.call = call
         self.held = held
+        self.known = known
         self.names = {id(module): name for name, module in model.named_modules()}
         self.args, self.kwargs = call.plain()
 
@@ -81,7 +86,8 @@ class Rehearsal:
         except BoundaryError as error:
             return Outcome(self.forward(*self.args, **self.kwargs), error=error)
         steps, around = recorder.before(self._boundary_call(recorder))
-        plain_run = _PlainRun(steps, self.names, self.boundary)
+        ancestors = distinct([self.model, *(call.module for call in around)])
+        plain_run = _PlainRun(steps, ancestors, self.names, self.boundary)
         before = RandomState.now()
         with intercept(distinct(step.module for step in steps), plain_run):
             result = self.forward(*self.args, **self.kwargs)
@@ -96,7 +102,7 @@ class Rehearsal:
                 call=self.call,
                 names=self.names,
                 steps=steps,
-                ancestors=distinct([self.model, *(call.module for call in around)]),
+                ancestors=ancestors,
                 outputs=plain_run.outputs,
                 result=result,
                 rng_before=before,
@@ -104,6 +110,9 @@ class Rehearsal:
                 state=state,
             )
             outcome.recipe, outcome.rows = prove(evidence)
+            outcome.twin = next(
+                (r for r in self.known if same_rows(evidence, outcome.recipe, r)), None
+            )
         except BoundaryError as error:
             outcome.error = error
         except Exception as error:
@@ -149,8 +158,15 @@ class Rehearsal:
 class _PlainRun:
     """Keeps every output of the prefix during the user's forward."""
 
-    def __init__(self, steps: list[CallRecord], names: dict[int, str], boundary: str) -> None:
+    def __init__(
+        self,
+        steps: list[CallRecord],
+        ancestors: list[nn.Module],
+        names: dict[int, str],
+        boundary: str,
+    ) -> None:
         self._steps = steps
+        self._ancestors = ancestors
         self._names = names
         self._boundary = boundary
         self._inside = False
@@ -164,6 +180,8 @@ class _PlainRun:
         if self._inside or index == len(self._steps) or self.error is not None:
             return original(*args, **kwargs)
         if self._steps[index].module is not module:
+            if any(module is ancestor for ancestor in self._ancestors):
+                return original(*args, **kwargs)
             self.error = BoundaryError.another_way(
                 self._boundary,
                 f"{self._names[id(module)]!r} ran where another module did a moment before",

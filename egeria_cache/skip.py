@@ -77,7 +77,6 @@ class SkipEngine:
         self.cut: Cut | None = None
         self._forward: Callable[..., Any] = self.model.forward
         self._recipes: dict[tuple[Any, ...], list[Recipe]] = {}
-        self._by_cut: dict[Cut, Recipe] = {}
         self._refused: set[tuple[Any, ...]] = set()
         self._num_rehearsals = 0
         self._held = FrozenPrefix()
@@ -105,12 +104,12 @@ class SkipEngine:
     def _cached(self, call: Invocation) -> Any:
         self._compare_guards()
         key = call.key()
-        recipe = self._find(key, call)
+        recipe = self._find(None, key, call)
         if recipe is None:
             return self._first(key, call)
         entry = call.batch.entry
-        source = None if entry is None else self._by_cut.get(entry.cut)
-        if entry is None or source is None or not _fits(source, call):
+        source = None if entry is None else self._find(entry.cut, key, call)
+        if entry is None or source is None:
             return self._miss(recipe, call)
         try:
             stored = entry.load()
@@ -129,16 +128,30 @@ class SkipEngine:
         if key in self._refused or not self._ready():
             return self._forward(*args, **kwargs)
         assert self.boundary is not None
+        alike = [r for r in self._recipes.get(key, ()) if r.boundary == self.boundary]
+        restless = [recipe for recipe in alike if recipe.pinned]
+        if len(restless) > 1:
+            paths = call.paths()
+            changing = ", ".join(paths[position] for position in restless[-1].pinned)
+            what = (
+                f"the prefix reads {changing}, which is not a batch of an EgeriaLoader as it came "
+                "and changes from call to call"
+            )
+            self._refuse(key, BoundaryError.impure(self.boundary, what))
+            return self._forward(*args, **kwargs)
         self._num_rehearsals += 1
-        outcome = Rehearsal(self.model, self._forward, self.boundary, call, self._held).run()
+        rehearsal = Rehearsal(
+            self.model, self._forward, self.boundary, call, self._held, known=alike
+        )
+        outcome = rehearsal.run()
         recipe = outcome.recipe
         if recipe is None:
             self._refused.add(key)
             if outcome.error is not None:
                 self.host.refused(outcome.error)
             return outcome.result
-        cut = self._publish(key, recipe, call)
-        self.host.cut_found(call.batch, cut)
+        recipe.key = key
+        cut = self._adopt(recipe, outcome.twin) or self._publish(recipe, call)
         if outcome.rows is not None:
             self.host.captured(call.batch, cut, None, outcome.rows)
         return outcome.result
@@ -241,16 +254,18 @@ class SkipEngine:
         if name == self.boundary:
             return
         name = name if name is None else self._resolve(name)
-        beyond = [r for r in self._by_cut.values() if name is None or _lies_beyond(r, name)]
-        for recipe in beyond:
-            self._forget(recipe)
+        before = self._all()
+        kept = [r for r in before if name is not None and not _lies_beyond(r, name)]
+        self._recipes.clear()
+        for recipe in kept:
+            self._recipes.setdefault(recipe.key, []).append(recipe)
         self.boundary, self.cut = name, None
         self._refused.clear()
         self._num_rehearsals = 0
         self._watch, self._wait = None, _FIRST_WAIT
-        if beyond or name is None:
+        if len(kept) < len(before) or name is None:
             self._held.release()
-            for recipe in self._by_cut.values():
+            for recipe in kept:
                 self._held.extend(step.module for step in recipe.steps if not step.run)
         if name is None:
             self._hashes.forget()
@@ -259,7 +274,7 @@ class SkipEngine:
 
     def knows(self, cut: Cut) -> bool:
         """Whether batches may still enter at this cut."""
-        return cut in self._by_cut
+        return any(recipe.cut is cut for recipe in self._all())
 
     def _resolve(self, name: str) -> str:
         known = dict(self.model.named_modules())
@@ -270,9 +285,11 @@ class SkipEngine:
 
     # ---- recipes ------------------------------------------------------------------------------
 
-    def _find(self, key: tuple[Any, ...], call: Invocation) -> Recipe | None:
-        for recipe in self._recipes.get((self.boundary, *key), ()):
-            if _fits(recipe, call):
+    def _find(self, cut: Cut | None, key: tuple[Any, ...], call: Invocation) -> Recipe | None:
+        """Return the recipe for calls like this one, at `cut` or else at the present boundary."""
+        for recipe in self._recipes.get(key, ()):
+            wanted = recipe.boundary == self.boundary if cut is None else recipe.cut is cut
+            if wanted and _fits(recipe, call):
                 return recipe
         return None
 
@@ -287,7 +304,15 @@ class SkipEngine:
             self._watch, self._wait = None, min(2 * self._wait, 1024)
         return self._num_rehearsals < _MAX_RECIPES
 
-    def _publish(self, key: tuple[Any, ...], recipe: Recipe, call: Invocation) -> Cut:
+    def _adopt(self, recipe: Recipe, twin: Recipe | None) -> Cut | None:
+        """Let two modes of the model share a cut whose rows are the same."""
+        if twin is None:
+            return None
+        recipe.cut, recipe.guard = twin.cut, twin.guard
+        self._recipes[recipe.key].append(recipe)
+        return recipe.cut
+
+    def _publish(self, recipe: Recipe, call: Invocation) -> Cut:
         tensors = prefix_tensors(recipe)
         recipe.guard = guard = PrefixGuard(tensors, _skipped_modules(recipe))
         dropped = {call.tagged[i].leaf for i in call.tagged if i not in recipe.kept}
@@ -301,37 +326,30 @@ class SkipEngine:
             profile=recipe.profile,
             changed=guard.changed,
         )
-        self._by_cut[recipe.cut] = recipe
-        self._recipes.setdefault((self.boundary, *key), []).append(recipe)
+        self._recipes.setdefault(recipe.key, []).append(recipe)
+        self.host.cut_found(call.batch, recipe.cut)
         return recipe.cut
 
     def _compare_guards(self) -> None:
-        for recipe in self._by_cut.values():
-            assert recipe.guard is not None
-            reason = recipe.guard.changed()
+        for guard in {id(r.guard): r.guard for r in self._all()}.values():
+            reason = guard.changed() if guard is not None else None
             if reason is not None:
                 self._void(reason)
                 return
 
     def _void(self, reason: str) -> None:
         self.host.prefix_changed(reason)
-        for recipe in list(self._by_cut.values()):
-            self._forget(recipe)
+        self._recipes.clear()
         self.cut = None
         self._hashes.forget()
         self._refused.clear()
         self._watch, self._num_still = _frozen_now(self.model), 0
 
-    def _forget(self, recipe: Recipe) -> None:
-        assert recipe.cut is not None
-        self._by_cut.pop(recipe.cut, None)
-        for recipes in self._recipes.values():
-            if recipe in recipes:
-                recipes.remove(recipe)
+    def _all(self) -> list[Recipe]:
+        return [recipe for recipes in self._recipes.values() for recipe in recipes]
 
     def _refuse(self, key: tuple[Any, ...], error: BoundaryError) -> None:
-        for recipe in list(self._recipes.get((self.boundary, *key), ())):
-            self._forget(recipe)
+        self._recipes.pop(key, None)
         self._refused.add(key)
         self.host.refused(error)
 

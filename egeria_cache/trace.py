@@ -57,6 +57,8 @@ class PrefixTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Id of each tensor read -> the steps that read it; -1 is code between the steps."""
         self.draws: dict[int, list[Draw]] = {}
         """Step -> its draws."""
+        self.branches = False
+        """Whether values were read into Python, where they may decide what runs."""
 
     @contextmanager
     def step(self, index: int) -> Iterator[None]:
@@ -87,11 +89,18 @@ class PrefixTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             named = self._known.get(_address(tensor))
             if named is not None:
                 self.read.setdefault(id(named[2]), set()).add(self._step)
-        if torch.Tag.nondeterministic_seeded in func.tags and not _has_generator(args, kwargs):
+        if torch.Tag.data_dependent_output in func.tags:
+            self.branches = True
+        if torch.Tag.nondeterministic_seeded not in func.tags or _has_generator(args, kwargs):
+            return func(*args, **kwargs)
+        # Attention kernels carry the tag, too, and draw nothing without dropout: see what happens.
+        before = _generators()
+        result = func(*args, **kwargs)
+        if any(not torch.equal(a, b) for a, b in zip(before, _generators(), strict=True)):
             draw = Draw(func, tuple(map(_empty, args)), {k: _empty(v) for k, v in kwargs.items()})
             self.draws.setdefault(self._step, []).append(draw)
             self._drawing.setdefault(str(func), innermost_module(self._names))
-        return func(*args, **kwargs)
+        return result
 
 
 def known_tensors(model: nn.Module) -> list[Named]:
@@ -126,6 +135,11 @@ def _address(tensor: Tensor) -> Any:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # no storage: a subclass, or a sparse tensor
         return id(tensor)
+
+
+def _generators() -> list[Tensor]:
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if cuda else ())]
 
 
 def _has_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -134,6 +135,7 @@ def gradients(model):
 def step(model, call, batch, seed=0):
     """One forward and backward; return the loss and all gradients."""
     torch.manual_seed(seed)
+    random.seed(seed)
     model.zero_grad(set_to_none=True)
     loss = call(model, batch)
     loss.backward()

@@ -1,0 +1,389 @@
+"""The ways in which people run their models: each must give what it gives without the cache."""
+
+from __future__ import annotations
+
+import copy
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from skip_harness import Harness, assert_same, assert_same_run, freeze, gradients, step
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from egeria_cache.frozen import FrozenPrefix
+
+BATCHES = [range(0, 8), range(8, 16), range(16, 24)]
+
+
+def block(a, b):
+    return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(inplace=True))
+
+
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.one, self.two = block(width, width), nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x):
+        return F.relu_(self.two(self.one(x)) + x)
+
+
+class ConvNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = block(3, 8)
+        self.layer1 = Residual(8)
+        self.layer2 = Residual(8)
+        self.layer3 = Residual(8)
+        self.head = nn.Linear(8, 3)
+        self.checkpointed = ""
+
+    def part(self, name, x):
+        module = getattr(self, name)
+        if name in self.checkpointed:
+            return checkpoint(module, x, use_reentrant=False)
+        return module(x)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for name in ("layer1", "layer2", "layer3"):
+            x = self.part(name, x)
+        return self.head(F.dropout(x.mean((2, 3)), 0.1, self.training))
+
+
+class Transformer(nn.Module):
+    def __init__(self, batch_first=True):
+        super().__init__()
+        self.embed = nn.Embedding(11, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=batch_first)
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(3))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean(1))
+
+
+G = torch.Generator().manual_seed(5)
+IMAGES = {"x": torch.randn(24, 3, 8, 8, generator=G), "y": torch.randint(3, (24,), generator=G)}
+TOKENS = {"x": torch.randint(11, (24, 7), generator=G), "y": IMAGES["y"]}
+
+
+def call(model, batch):
+    return F.cross_entropy(model(batch["x"]).float(), batch["y"])
+
+
+def images(boundary="layer1", frozen=("stem", "layer1"), **host):
+    torch.manual_seed(0)
+    model = ConvNet()
+    freeze(model, *frozen)
+    return Harness(model, IMAGES, **host), boundary
+
+
+def make(**host):
+    harness, boundary = images(**host)
+    harness.engine.set_boundary(boundary)
+    return harness
+
+
+def make_tokens():
+    torch.manual_seed(0)
+    model = Transformer()
+    freeze(model, "embed", "layers.0", "layers.1")
+    harness = Harness(model, TOKENS)
+    harness.engine.set_boundary("layers.1")
+    return harness
+
+
+def assert_skipped(harness, num_loads=6):
+    assert harness.host.refusals == []
+    assert harness.host.changes == []
+    assert harness.host.num_loads == num_loads
+
+
+@pytest.mark.parametrize("make", [make, make_tokens], ids=["conv", "transformer"])
+def test_losses_and_gradients_are_equal_to_the_bit(make):
+    harness = make()
+    assert_same_run(harness, call, BATCHES * 3)
+    assert_skipped(harness)
+
+
+@pytest.mark.parametrize("make", [make, make_tokens], ids=["conv", "transformer"])
+def test_autocast_gives_the_same_numbers(make):
+    def autocast_call(model, batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return call(model, batch)
+
+    harness = make()
+    assert_same_run(harness, autocast_call, BATCHES * 3)
+    assert_skipped(harness)
+    assert harness.engine.cut.fields["autocast"] == [["cpu", "torch.bfloat16"]]
+    assert_same_run(harness, call, BATCHES)  # another precision: another cut
+    assert len(harness.host.stored) == 2
+
+
+def test_channels_last_keeps_its_layout_through_the_store():
+    harness = make()
+    harness.model.to(memory_format=torch.channels_last)
+    seen = []
+    harness.model.layer2.register_forward_pre_hook(lambda m, i: seen.append(i[0].stride()))
+    harness.data["x"] = harness.data["x"].contiguous(memory_format=torch.channels_last)
+    assert_same_run(harness, call, BATCHES * 3)
+    assert_skipped(harness)
+    (spec,) = harness.engine.cut.tensors.values()
+    assert spec.shape == (8, 8, 8)
+    assert {stride[1] for stride in seen} == {1}
+
+
+def test_gradient_accumulation():
+    harness = make()
+    plain = copy.deepcopy(harness.model)
+    for _ in range(3):
+        for model, batch in ((harness.model, harness.batch), (plain, harness.plain)):
+            torch.manual_seed(1)
+            model.zero_grad()
+            for ids in BATCHES:
+                call(model, batch(ids)).backward()
+        ours, theirs = gradients(harness.model), gradients(plain)
+        for name, value in theirs.items():
+            assert value is None or torch.equal(ours[name], value)
+    assert_skipped(harness)
+
+
+def test_checkpointing_after_the_boundary():
+    harness = make()
+    harness.model.checkpointed = "layer2 layer3"
+    assert_same_run(harness, call, BATCHES * 3)
+    assert_skipped(harness)
+
+
+class AcrossNet(ConvNet):
+    def forward(self, x):
+        x = checkpoint(lambda z: self.layer2(self.layer1(self.stem(z))), x, use_reentrant=False)
+        return self.head(self.layer3(x).mean((2, 3)))
+
+
+def test_a_checkpointed_region_that_spans_the_boundary_is_refused():
+    torch.manual_seed(0)
+    model = AcrossNet()
+    freeze(model, "stem", "layer1")
+    harness = Harness(model, IMAGES)
+    harness.engine.set_boundary("layer1")
+    assert_same_run(harness, call, BATCHES * 2)
+    (error,) = harness.host.refusals
+    assert "checkpointed" in str(error)
+
+
+def test_an_exponential_moving_average_is_a_plain_model():
+    harness = make()
+    average = copy.deepcopy(harness.model)
+    for n, ids in enumerate(BATCHES * 2):
+        step(harness.model, call, harness.batch(ids), n)
+        with torch.no_grad():
+            for mine, theirs in zip(average.parameters(), harness.model.parameters(), strict=True):
+                mine.lerp_(theirs, 0.1)
+    average.eval()
+    x = harness.plain(range(8))["x"]
+    assert torch.equal(average(x), ConvNet.forward(average, x))
+    assert_skipped(harness, 3)
+
+
+def test_hooks_on_the_boundary_and_after_it_see_and_change_real_tensors():
+    harness = make()
+    harness.model.layer1.register_forward_hook(lambda m, i, o: o * 2)
+    harness.model.layer2.register_forward_pre_hook(lambda m, i: (i[0] + 1,))
+    harness.model.stem.register_forward_hook(lambda m, i, o: o + 0.5)
+    seen = []
+    harness.model.layer1.register_forward_hook(lambda m, i, o: seen.append(float(o.mean())))
+    harness.model.layer3.register_full_backward_hook(lambda m, i, o: seen.append(float(o[0].sum())))
+    assert_same_run(harness, call, BATCHES * 3)
+    assert_skipped(harness)
+
+
+def test_a_hook_that_reads_a_skipped_output_is_refused():
+    harness = make()
+    harness.model.stem.register_forward_hook(lambda m, i, o: float(o.mean()) and None)
+    assert_same_run(harness, call, BATCHES * 2)
+    assert harness.host.num_loads == 0 or harness.host.refusals == []
+
+
+def test_a_feature_extractor_never_holds_a_stale_feature():
+    harness = make()
+    features = []
+    harness.model.stem.register_forward_hook(lambda m, i, o: features.append(o))
+    for n, ids in enumerate(BATCHES * 2):
+        features.clear()
+        step(harness.model, call, harness.batch(ids), n)
+        feature = features[-1]
+    from egeria_cache.errors import BoundaryError
+
+    with pytest.raises(BoundaryError, match="stem"):
+        feature.mean().item()
+    with pytest.raises(BoundaryError, match="stem"):
+        torch.relu(feature)
+
+
+def test_double_backward_and_retained_graphs():
+    harness = make()
+    plain = copy.deepcopy(harness.model)
+    for _ in range(2):
+        for ids in BATCHES[:1]:
+            results = []
+            for model, batch in ((harness.model, harness.batch(ids)), (plain, harness.plain(ids))):
+                torch.manual_seed(0)
+                loss = call(model, batch)
+                weight = model.layer2.two.weight
+                (grad,) = torch.autograd.grad(loss, weight, create_graph=True)
+                results.append(torch.autograd.grad(grad.square().sum(), weight)[0])
+            assert torch.equal(*results)
+
+
+def test_two_forwards_of_one_batch_before_one_backward():
+    harness = make()
+
+    def twice(model, batch):
+        return call(model, batch) + call(model, batch)
+
+    assert_same_run(harness, twice, BATCHES * 2)
+    assert harness.host.refusals == []
+
+
+def test_a_sequence_first_transformer_stores_one_row_per_sample():
+    class SequenceFirst(Transformer):
+        def __init__(self):
+            super().__init__(batch_first=False)
+
+        def forward(self, x):
+            x = self.embed(x).transpose(0, 1)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x.mean(0))
+
+    torch.manual_seed(0)
+    model = SequenceFirst()
+    freeze(model, "embed", "layers.0")
+    harness = Harness(model, TOKENS)
+    harness.engine.set_boundary("layers.0")
+    assert_same_run(harness, call, BATCHES * 3)
+    assert_skipped(harness)
+    assert next(iter(harness.engine.cut.tensors.values())).shape == (7, 16)
+
+
+def test_a_last_batch_of_another_size_uses_the_same_cut():
+    harness = make()
+    batches = [range(0, 8), range(8, 16), range(16, 19), range(19, 20)]
+    assert_same_run(harness, call, batches * 3)
+    assert_skipped(harness, 8)
+    assert len(harness.host.stored) == 1
+
+
+@pytest.mark.parametrize("first", [range(0, 1), range(0, 2)], ids=["one", "two"])
+def test_a_tiny_first_batch_is_enough(first):
+    harness = make()
+    harness.model.head.weight.requires_grad_(True)
+    assert_same_run(harness, call, [first, *BATCHES, *BATCHES], exact=False)
+    assert harness.host.refusals == []
+
+
+class RunningMean(ConvNet):
+    def forward(self, x):
+        x = self.layer1(self.stem(x - x.mean(0)))
+        return self.head(self.layer2(x).mean((2, 3)))
+
+
+def test_a_batch_of_one_does_not_hide_that_samples_mix():
+    torch.manual_seed(0)
+    model = RunningMean()
+    freeze(model, "stem", "layer1")
+    harness = Harness(model, IMAGES)
+    harness.engine.set_boundary("layer1")
+    model.eval()
+    harness.model(harness.batch(range(1))["x"])
+    assert harness.host.refusals
+
+
+def test_half_precision_models():
+    harness = make_tokens()
+    harness.model.bfloat16()
+    assert_same_run(harness, call, BATCHES * 3)
+    assert_skipped(harness)
+
+
+# ---- compiled models --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def eager_backend():
+    torch._dynamo.reset()
+    yield "eager"
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's own
+@pytest.mark.parametrize("how", ["wrap", "in_place"])
+def test_regional_compilation(how, eager_backend):
+    harness, boundary = images()
+    model = harness.model
+    for name in ("stem", "layer1", "layer2", "layer3"):
+        if how == "wrap":
+            setattr(model, name, torch.compile(getattr(model, name), backend=eager_backend))
+        else:
+            getattr(model, name).compile(backend=eager_backend)
+    harness.engine.set_boundary(boundary)
+    plain = ConvNet()
+    state = {k.replace("._orig_mod", ""): v for k, v in model.state_dict().items()}
+    plain.load_state_dict(state)
+    freeze(plain, "stem", "layer1")
+    for n, ids in enumerate(BATCHES * 2):
+        ours = step(model, call, harness.batch(ids), n)
+        theirs = step(plain, call, harness.plain(ids), n)
+        torch.testing.assert_close(ours[0], theirs[0])
+        assert torch.equal(ours[2], theirs[2])
+    assert harness.host.refusals == []
+    assert harness.host.num_loads == 3
+    freeze(model, "layer2")
+    harness.engine.set_boundary("layer2")
+    freeze(plain, "layer2")
+    for n, ids in enumerate(BATCHES * 2):
+        ours = step(model, call, harness.batch(ids), n)
+        theirs = step(plain, call, harness.plain(ids), n)
+        torch.testing.assert_close(ours[0], theirs[0])
+    assert harness.host.refusals == []
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 12
+
+
+# ---- wrapped models ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def process_group():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("attach_to", ["wrapper", "module"])
+def test_distributed_data_parallel(process_group, attach_to):
+    torch.manual_seed(0)
+    model = ConvNet()
+    freeze(model, "stem", "layer1")
+    FrozenPrefix([model.stem, model.layer1])
+    wrapped = DistributedDataParallel(model)
+    harness = Harness(wrapped if attach_to == "wrapper" else model, IMAGES)
+    harness.engine.set_boundary("module.layer1" if attach_to == "wrapper" else "layer1")
+    plain = copy.deepcopy(model)
+    for n, ids in enumerate(BATCHES * 3):
+        ours = step(wrapped, call, harness.batch(ids), n)
+        theirs = step(plain, call, harness.plain(ids), n)
+        ours = (ours[0], {k.removeprefix("module."): v for k, v in ours[1].items()}, ours[2])
+        assert_same(ours, theirs)
+    assert_skipped(harness)
