@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,11 @@ from egeria_core.learning_rate import UnfreezeRule
 __all__ = ["ControllerConfig", "EvaluatorKind", "ReferenceKind", "guideline_interval"]
 
 ReferenceKind = Literal["auto", "int8", "bf16", "fp32", "device"]
-EvaluatorKind = Literal["process", "thread", "inline"]
+EvaluatorKind = Literal["auto", "process", "thread", "inline"]
+
+
+ROOMY_ABOVE_CPUS = 4
+"""With more CPUs than these, a CPU training leaves some to an evaluator process."""
 
 
 def guideline_interval(total_steps: int, num_layers: int, window: int) -> int:
@@ -44,9 +49,11 @@ class ControllerConfig:
     """What the front layer is compared with: a snapshot of it in `int8`, `bf16` or `fp32` on the
     CPU, or in full precision on the training `device`. `auto`: int8 where one fp32 forward of the
     layer takes long enough for the quantisation to pay, else fp32."""
-    evaluator: EvaluatorKind = "process"
+    evaluator: EvaluatorKind = "auto"
     """Where the reference runs: a `process` of its own, a `thread`, or `inline` on the training
-    thread, which makes the run freeze at the same steps each time, however busy the machine."""
+    thread, which makes the run freeze at the same steps each time, however busy the machine.
+    `auto`: a process where there are CPUs for it (training on an accelerator, or more than 4
+    cores), else a thread; next to a CPU training on 2 cores a process only competes."""
     layers: str | Sequence[str] | None = None
     """Regular expression, or module names, instead of the balanced parse of the model."""
     num_layers: int = 7
@@ -94,13 +101,20 @@ class ControllerConfig:
             raise ValueError(f"cpu_load_limit must lie in (0, 1], got {self.cpu_load_limit}")
         for name, known in (
             ("reference", ("auto", "int8", "bf16", "fp32", "device")),
-            ("evaluator", ("process", "thread", "inline")),
+            ("evaluator", ("auto", "process", "thread", "inline")),
             ("train_output", ("inference", "captured")),
         ):
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
                 )
+
+    def evaluator_for(self, device_type: str) -> EvaluatorKind:
+        """Return the kind of evaluator for a model on this type of device."""
+        if self.evaluator != "auto":
+            return self.evaluator
+        roomy = device_type != "cpu" or (os.cpu_count() or 1) > ROOMY_ABOVE_CPUS
+        return "process" if roomy else "thread"
 
     def interval(self, num_layers: int, *, measured: bool) -> int:
         """Return n.

@@ -68,10 +68,11 @@ class Meter(Protocol):
 
 def make_evaluator(config: ControllerConfig, device: torch.device) -> Evaluator:
     """Return the evaluator that the options ask for, for a model on `device`."""
+    kind = config.evaluator_for(device.type)
     if config.reference == "device":
-        deferred = device.type != "cpu" and config.evaluator != "inline"
+        deferred = device.type != "cpu" and kind != "inline"
         return InlineEvaluator(ReferenceRunner("device", device), deferred=deferred)
-    if config.evaluator == "process":
+    if kind == "process":
         return ProcessEvaluator(
             config.reference,
             cpu_load_limit=config.cpu_load_limit,
@@ -79,7 +80,7 @@ def make_evaluator(config: ControllerConfig, device: torch.device) -> Evaluator:
             training_on_cpu=device.type == "cpu",
         )
     runner = ReferenceRunner(config.reference)
-    return InlineEvaluator(runner) if config.evaluator == "inline" else ThreadEvaluator(runner)
+    return InlineEvaluator(runner) if kind == "inline" else ThreadEvaluator(runner)
 
 
 class ActivationMeter:
@@ -119,7 +120,8 @@ class ActivationMeter:
         self._undecided: list[Verdict] = []
         self._forget_reference()
         self.bind()
-        if config.evaluator == "process" and config.reference != "device":
+        device = next(model.parameters()).device.type
+        if config.evaluator_for(device) == "process" and config.reference != "device":
             # A process takes seconds to start; the bootstrapping stage is time enough.
             self._evaluator = evaluator()
 

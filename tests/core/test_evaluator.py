@@ -21,7 +21,7 @@ import torch
 from core_nets import ResNet, mlp
 from torch import Tensor, nn
 
-from egeria_core import EvaluatorError
+from egeria_core import ControllerConfig, EvaluatorError
 from egeria_core.evaluator import InlineEvaluator, LoadGate, ProcessEvaluator, ThreadEvaluator
 from egeria_core.evaluator.base import Evaluator
 from egeria_core.evaluator.wire import receive, send
@@ -383,7 +383,7 @@ def test_a_model_of_the_script_is_judged_in_the_process(tmp_path: Path) -> None:
                 model = nn.Sequential(Layer(8, 8), nn.Tanh(), Layer(8, 8), nn.Tanh(), Layer(8, 2))
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
                 with FreezeController(model, optimizer, evaluate_every=1, bootstrap=None,
-                                      reference="fp32", cpu_load_limit=1.0) as controller:
+                                      evaluator="process", cpu_load_limit=1.0) as controller:
                     deadline = time.monotonic() + 60
                     while not controller.history.of("reading") and time.monotonic() < deadline:
                         loss = model(torch.randn(8, 8)).square().mean()
@@ -430,12 +430,25 @@ def test_captured_output_is_compared_when_it_is_asked_for() -> None:
         compare(reference, OutputItem(1, "plasticity", None))
 
 
+def test_auto_takes_a_process_only_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ControllerConfig(evaluate_every=1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert config.evaluator_for("cpu") == "thread"
+    assert config.evaluator_for("cuda") == "process"
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    assert config.evaluator_for("cpu") == "process"
+    inline = ControllerConfig(evaluate_every=1, evaluator="inline")
+    assert inline.evaluator_for("cuda") == "inline"
+
+
 def test_a_forgotten_controller_takes_its_process_along() -> None:
     from egeria_core import FreezeController
 
     model = mlp(8, 8, 8, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    controller = FreezeController(model, optimizer, evaluate_every=1, bootstrap=None)
+    controller = FreezeController(
+        model, optimizer, evaluate_every=1, bootstrap=None, evaluator="process"
+    )
     del controller
     gc.collect()
     wait_for(
