@@ -33,7 +33,7 @@ from egeria_cache.manifest import DamagedError
 
 __all__ = ["DATA_NAME", "IN_USE_NAME", "PAGE_BYTES", "GenerationFiles", "GoneError", "Totals"]
 
-DATA_NAME, IN_USE_NAME = "data.mdb", "in-use"
+DATA_NAME, LOCK_NAME, IN_USE_NAME = "data.mdb", "lock.mdb", "in-use"
 PAGE_BYTES = 4096
 TOTALS_KEY = META_PREFIX + b"totals"
 _TOTALS = struct.Struct("<QQddd")
@@ -125,13 +125,15 @@ class GenerationFiles:
             if files is not None and files.usable:
                 yield files
                 return
-            files = cls(directory, map_bytes=0, readonly=True)
+            files = cls(directory, map_bytes=0, readonly=True, inspecting=True)
             try:
                 yield files
             finally:
                 files._close_when_idle()
 
-    def __init__(self, directory: Path, *, map_bytes: int, readonly: bool) -> None:
+    def __init__(
+        self, directory: Path, *, map_bytes: int, readonly: bool, inspecting: bool = False
+    ) -> None:
         self.directory = directory
         self.readonly = readonly
         self.index = Membership()
@@ -147,7 +149,7 @@ class GenerationFiles:
         self._closed = threading.Event()
         self._place = (self._pid, os.path.realpath(directory))
         self._lock = threading.Lock()
-        self._in_use = _share(directory / IN_USE_NAME) if not readonly else None
+        self._in_use = _share(directory / IN_USE_NAME) if not inspecting else None
         try:
             # metasync=False may lose the last commit in a system crash, never the tree, at a
             # fifth of the cost; sync=False could lose the tree; writemap dies on a full disk.
@@ -156,6 +158,7 @@ class GenerationFiles:
                 map_size=max(map_bytes // PAGE_BYTES * PAGE_BYTES, 16 * PAGE_BYTES),
                 metasync=False, sync=True, readahead=False, max_readers=512, mode=0o600,
                 readonly=readonly, max_spare_txns=8,
+                lock=not readonly or os.access(directory / LOCK_NAME, os.W_OK),
             )  # fmt: skip
             self._identity = _identity(directory / DATA_NAME)
             self._load()
@@ -377,6 +380,25 @@ class GenerationFiles:
         return num_new
 
 
+class AbsentFiles(GenerationFiles):
+    """Stands for a generation that cannot be made here: holds nothing, takes nothing."""
+
+    def __init__(self, directory: Path, reason: str) -> None:
+        self.directory, self.readonly = directory, True
+        self.index, self.totals, self.template = Membership(), Totals(), None
+        self.reason_stopped = reason
+        self._closing = True
+
+    def stop(self, reason: str) -> bool:
+        return False
+
+    def release(self) -> None:
+        pass
+
+    def destroy(self, reason: str) -> bool:
+        return False
+
+
 def remove_directory(directory: Path) -> None:
     """Unlink a generation; readers of other processes keep their mapping until they close."""
     grave = directory.with_name(f".gone-{directory.name}-{os.getpid()}")
@@ -399,13 +421,16 @@ def in_use_elsewhere(directory: Path) -> bool:
 
 def _share(path: Path) -> int:
     """Hold a shared lock for as long as the process lives; the kernel drops it at any death."""
+    writable = os.access(path.parent, os.W_OK)
+    flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
     except FileNotFoundError as error:
         raise BeingRemovedError(str(path.parent)) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        os.utime(path)
+        if writable:
+            os.utime(path)
     except OSError as error:
         os.close(descriptor)
         raise BeingRemovedError(str(path.parent)) from error

@@ -190,7 +190,7 @@ class Generation:
         picked = np.flatnonzero(~self.contains(ids, variant=variant))
         if not len(picked):
             return self.alive
-        if not self.alive or self._writes_off or not self._writer.alive:
+        if not self.alive or self._writes_off or self._files.readonly or not self._writer.alive:
             self._count(dropped_writes=len(picked))
             if not self._writer.alive and self.alive:
                 self._warn("the cache's writer thread is dead")

@@ -2,8 +2,9 @@
 
 Answers for a whole batch from memory. One thread adds at a time, any number look up meanwhile
 without a lock: what they read is only ever replaced as a whole, or has bits set in place. A hash
-may match by chance (once in 400 look-ups at ten million samples); the record is then not found when
-it is read, which costs a miss and puts the key on a list of exceptions. It never errs the other way.
+may match by chance (once in 400 look-ups at ten million samples); the record is then not found
+when it is read, which costs a miss and puts the key on a list of exceptions. It never errs the
+other way.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class IntegerSet:
         """Return bool (B,)."""
         bits = self._bits
         if len(numbers) and numbers.min() >= 0 and numbers.max() < 8 * len(bits):
-            return (bits[numbers >> 3] >> (numbers & 7) & 1).astype(np.bool_)
+            return np.asarray(bits[numbers >> 3] >> (numbers & 7) & 1, np.bool_)
         places = numbers >> 3
         inside = (places >= 0) & (places < len(bits))
         places = np.where(inside, places, 0)

@@ -16,9 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "META_PREFIX", "SampleId", "decode_key", "encode_key", "encode_keys", "is_integer_key", "is_sample_key", "parse_integer_keys",
+    "META_PREFIX",
+    "SampleId",
+    "decode_key",
+    "encode_key",
+    "encode_keys",
+    "is_integer_key",
+    "is_sample_key",
+    "parse_integer_keys",
     "plain_integers",
-]  # fmt: skip
+]
 
 SampleId = int | str | tuple[Any, ...]
 """Hashable name of a sample: an integer, a text, or a tuple of these."""

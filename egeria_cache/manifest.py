@@ -23,7 +23,7 @@ __all__ = [
     "generation_name",
     "read_json",
     "write_json",
-]  # fmt: skip
+]
 
 FORMAT = 1
 """Version of everything on disk; a directory with a higher one is refused, never guessed at."""

@@ -20,8 +20,8 @@ from egeria_cache.files import DATA_NAME, GenerationFiles, GoneError, Totals, in
 from egeria_cache.keys import decode_key
 from egeria_cache.layout import Layout
 from egeria_cache.manifest import Manifest, read_json
+from egeria_cache.place import ROOT_NAME
 from egeria_cache.records import Record, open_record
-from egeria_cache.store import ROOT_NAME
 from egeria_cache.values import RecordError
 
 __all__ = [

@@ -6,7 +6,6 @@ disk: docs/format.md.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
@@ -28,6 +27,7 @@ from egeria_cache.errors import StoreError
 from egeria_cache.files import (
     DATA_NAME,
     PAGE_BYTES,
+    AbsentFiles,
     BeingRemovedError,
     GenerationFiles,
     in_use_elsewhere,
@@ -36,15 +36,13 @@ from egeria_cache.files import (
 from egeria_cache.generation import Generation
 from egeria_cache.keys import SampleId
 from egeria_cache.manifest import (
-    FORMAT,
     DamagedError,
     Manifest,
     canonical,
     differing_fields,
     generation_name,
-    read_json,
-    write_json,
 )
+from egeria_cache.place import claim_directory
 from egeria_cache.reader import BatchReader
 from egeria_cache.values import Value
 from egeria_cache.writer import Writer
@@ -54,7 +52,6 @@ __all__ = ["ActivationStore", "Generation", "StoreStats"]
 logger = logging.getLogger("egeria_cache.store")
 
 REMOVAL_WAIT_S = 10.0
-ROOT_NAME = "cache.json"
 ALONE = {"use": "alone"}
 """Fields of the generation behind the store's own put_batch and get_batch."""
 
@@ -131,7 +128,9 @@ class ActivationStore:
 
     def _start(self) -> None:
         config = self.config
-        _claim_directory(config.directory, config.limit_bytes)
+        self.writable = claim_directory(
+            config.directory, config.limit_bytes, force_network=config.force_network
+        )
         self._lock = threading.RLock()
         self._generations: dict[str, Generation] = {}
         self._finished: list[Generation] = []
@@ -179,7 +178,7 @@ class ActivationStore:
         while True:
             try:
                 return self._open(name, fields)
-            except BeingRemovedError as error:
+            except BeingRemovedError as error:  # noqa: PERF203 (a wait, not a hot loop)
                 # Its rename is imminent; no lock is shared with the remover, who must not wait.
                 if time.monotonic() > deadline:
                     raise StoreError(f"{error} is held by a process that removes it") from None
@@ -187,6 +186,8 @@ class ActivationStore:
 
     def _open(self, name: str, fields: Mapping[str, Any]) -> Generation:
         directory = self.config.directory / name
+        if not self.writable:
+            return self._make(*self._open_readonly(directory, fields))
         with self._budget.locked():
             try:
                 manifest, files = self._open_files(directory, fields)
@@ -197,6 +198,9 @@ class ActivationStore:
                 logger.warning("%s; it is removed and filled again", damage)
                 remove_directory(directory)
                 manifest, files = self._open_files(directory, fields)
+        return self._make(manifest, files)
+
+    def _make(self, manifest: Manifest, files: GenerationFiles) -> Generation:
         return Generation(
             manifest,
             files,
@@ -229,6 +233,16 @@ class ActivationStore:
                 raise BeingRemovedError(str(directory)) from None
         map_bytes = max(self.config.limit_bytes, 16 * PAGE_BYTES)
         return manifest, GenerationFiles.acquire(directory, map_bytes=map_bytes)
+
+    def _open_readonly(
+        self, directory: Path, fields: Mapping[str, Any]
+    ) -> tuple[Manifest, GenerationFiles]:
+        if not (directory / DATA_NAME).exists():
+            self._log_nearest(directory.name, fields)
+            return Manifest.new(fields), AbsentFiles(directory, "the directory is read-only")
+        return Manifest.read(directory), GenerationFiles.acquire(
+            directory, map_bytes=0, readonly=True
+        )
 
     def _log_nearest(self, name: str, fields: Mapping[str, Any]) -> None:
         """Say in one line why nothing stored can be reused."""
@@ -337,33 +351,3 @@ class ActivationStore:
 def _shut_down(writer: Writer, reader: BatchReader) -> None:
     writer.close(10.0)
     reader.close()
-
-
-def _write_root(root: Path, limit_bytes: int) -> None:
-    write_json(root, {"format": FORMAT, "created_by": "egeria", "limit_bytes": limit_bytes})
-
-
-def _claim_directory(directory: Path, limit_bytes: int) -> None:
-    """Create the directory, or check that it is a cache this release can read."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        root = directory / ROOT_NAME
-        if root.exists():
-            # The limit is noted for cache-inspect; it binds nobody.
-            if read_json(root).get("limit_bytes") != limit_bytes:
-                _write_root(root, limit_bytes)
-            return
-        foreign = sorted(path.name for path in directory.iterdir())
-        if foreign:
-            raise StoreError(
-                f"{directory} is no cache of Egeria: it holds {foreign[0]!r}; choose an empty or "
-                "new directory"
-            )
-        _write_root(root, limit_bytes)
-    except NotADirectoryError as error:
-        raise StoreError(f"{directory} is not a directory") from error
-    except FileExistsError as error:
-        raise StoreError(f"{directory} is a file, not a directory") from error
-    except OSError as error:
-        hint = "; check its owner and mode" if error.errno in (errno.EACCES, errno.EPERM) else ""
-        raise StoreError(f"{directory} cannot be written: {error.strerror}{hint}") from error

@@ -329,7 +329,7 @@ def test_a_generation_nobody_uses_makes_room_and_one_in_use_stays(directory):
 def test_a_flipped_bit_anywhere_gives_no_wrong_tensor_and_no_crash(num_flips, seed):
     with tempfile.TemporaryDirectory(dir=Path("/dev/shm")) as place:
         done = subprocess.run(
-            [sys.executable, Path(__file__).with_name("flipper.py"), place, f"{num_flips}", f"{seed}"],
+            [sys.executable, ROOT / "tests/store/flipper.py", place, str(num_flips), str(seed)],
             capture_output=True, text=True, check=False,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import egeria_cache.place as place_module
+from egeria_cache.errors import StoreError
+from egeria_cache.place import filesystem_type
+from egeria_cache.store import ActivationStore
+
+
+def mounts(*pairs):
+    return lambda all: [SimpleNamespace(mountpoint=path, fstype=kind) for path, kind in pairs]
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("/data/nfs/a/b", "nfs4"), ("/data/nfsother", "ext4"), ("/data/nfs", "nfs4"), ("/x", "xfs")],
+)
+def test_the_innermost_mount_decides_the_filesystem(monkeypatch, path, expected):
+    table = mounts(("/", "rootfs"), ("/", "xfs"), ("/data", "ext4"), ("/data/nfs", "nfs4"))
+    monkeypatch.setattr(place_module.psutil, "disk_partitions", table)
+    assert filesystem_type(path) == expected
+
+
+def test_a_network_filesystem_is_refused_unless_forced(directory, monkeypatch):
+    monkeypatch.setattr(place_module.psutil, "disk_partitions", mounts(("/", "nfs")))
+    with pytest.raises(StoreError, match=r"network filesystem \(nfs\).*force_network=True"):
+        ActivationStore(directory)
+    assert not directory.exists()
+    ActivationStore(directory, force_network=True).close()
+
+
+def test_mounts_that_cannot_be_listed_are_no_reason_to_refuse(directory, monkeypatch):
+    def fail(all):
+        raise OSError("no /proc")
+
+    monkeypatch.setattr(place_module.psutil, "disk_partitions", fail)
+    ActivationStore(directory).close()
+
+
+@pytest.fixture
+def read_only(directory, tmp_path):
+    with ActivationStore(directory, "1GB") as store:
+        store.put_batch([1, 2], torch.ones(2, 1000))
+    view = tmp_path / "view"
+    view.mkdir()
+    for options in (["--bind", directory, view], ["-o", "remount,ro,bind", view]):
+        if subprocess.run(["mount", *options], capture_output=True, check=False).returncode:
+            pytest.skip("a read-only mount needs root")
+    yield view
+    subprocess.run(["umount", "-l", view], check=True)
+
+
+def test_a_read_only_cache_is_served_and_not_written(read_only, caplog):
+    with ActivationStore(read_only, "2GB") as store:
+        assert store.get_batch([1, 2, 3])[1].tolist() == [True, True, False]
+        assert not store.put_batch([3], torch.ones(1, 1000))
+        assert not store.get_batch([3])[1].any()
+        new = store.open_generation({"not": "there"})
+        assert not new.alive
+        assert not new.put_batch([1], torch.ones(1))
+        assert not new.get_batch([1])[1].any()
+        new.void("test")
+        new.release()
+    warnings = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert len(warnings) == 1
+    assert "nothing is stored" in warnings[0]
+
+
+def test_a_cache_without_write_permission_is_served(directory, monkeypatch):
+    with ActivationStore(directory) as store:
+        store.put_batch([1], torch.ones(1, 10))
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
+    with ActivationStore(directory) as store:
+        assert store.get_batch([1])[1].all()
+        assert not store.put_batch([2], torch.ones(1, 10))
