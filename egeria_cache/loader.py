@@ -267,7 +267,7 @@ class _Pass:
             return self._tag(plan, missing)
         view, num_misses = entry.view, int((~entry.hit).sum())
         _, misses = flatten(missing, num_misses) if num_misses else (None, {})
-        if not entry.ready() or (num_misses and set(misses) != set(view.structure.paths)):
+        if not entry.ready() or (num_misses and not view.admits(misses)):
             self._cache.count_refetched(int(entry.hit.sum()))
             return self._tag(plan, self._load_here(plan))
         leaves: dict[str, Rows] = dict(misses)

@@ -263,10 +263,9 @@ class SkipEngine:
         self._refused.clear()
         self._num_rehearsals = 0
         self._watch, self._wait = None, _FIRST_WAIT
-        if len(kept) < len(before) or name is None:
-            self._held.release()
-            for recipe in kept:
-                self._held.extend(step.module for step in recipe.steps if not step.run)
+        self._held.release()
+        for recipe in kept:
+            self._held.extend(step.module for step in recipe.steps if not step.run)
         if name is None:
             self._hashes.forget()
         else:

@@ -16,7 +16,7 @@ from egeria_cache.batch import Batch
 from egeria_cache.plan import Plan
 from egeria_cache.samples import Task, load_samples
 from egeria_cache.seeds import SampleId
-from egeria_cache.structure import Rows, Structure, flatten, is_rows, merge_rows, take_rows
+from egeria_cache.structure import Structure, flatten, is_rows, take_rows
 
 __all__ = ["BatchContext", "LoaderSource"]
 
@@ -57,7 +57,7 @@ class LoaderSource:
         self._sample_id = sample_id or getattr(dataset, "sample_id", None)
         self._version = sample_version or getattr(dataset, "sample_version", None)
         self._fingerprint: str | None = None
-        self._is_proven = False
+        self._proven: set[tuple[Any, ...]] = set()
 
     def identify(self, indices: Sequence[Any]) -> list[SampleId]:
         """Return the samples' stable IDs.
@@ -79,45 +79,39 @@ class LoaderSource:
     def why_not_cacheable(self, batch: Batch) -> str | None:
         """Say why this loader's samples cannot be cached one by one; None if they can.
 
-        Loads two of the batch's samples again, together and one by one: they must come out as they
-        did in the batch, or the sample is not the same each time, or its collation depends on the
-        rest of the batch.
+        Samples of the batch are loaded again: they must come out as they did in the batch. Two of
+        them together suffice to see that a sample is the same each time; under a collate function
+        other than torch's own, every sample is collated alone, which shows whether it depends on
+        the rest of the batch. Repeated for batches whose rows have another shape.
         """
-        if self._is_proven:
-            return None
         for path, leaf in batch.leaves.items():
             if not is_rows(leaf, batch.size):
                 return f"leaf {path or 'of the batch'!r} does not hold one row per sample"
-        plan: Plan = batch.context.plan
-        some = np.zeros(batch.size, bool)
-        some[[0, -1]] = True
-        again = self._leaves(plan, some)
-        for path in batch.leaves:
-            if not _equal(take_rows(batch.leaves[path], some), again.get(path)):
-                return (
-                    f"leaf {path or 'of the batch'!r} of a sample is not the same when it is "
-                    "loaded again under the same seed, or its collation depends on the rest of "
-                    "the batch; draw random numbers from torch, numpy or random"
-                )
-        reason = self._why_not_collatable(plan, some, again)
-        self._is_proven = reason is None
-        return reason
-
-    def _why_not_collatable(
-        self, plan: Plan, some: np.ndarray, again: dict[str, Any]
-    ) -> str | None:
-        if self.collate is default_collate or some.sum() < 2:
+        shapes = tuple(rows.shape[1:] for rows in batch.leaves.values() if isinstance(rows, Tensor))
+        if shapes in self._proven or batch.absent is not None:
             return None
-        first, last = some.copy(), some.copy()
-        first[np.flatnonzero(some)[-1]] = last[np.flatnonzero(some)[0]] = False
-        one, other = self._leaves(plan, first), self._leaves(plan, last)
-        for path, rows in again.items():
-            merged = _try_merge(one.get(path), other.get(path))
-            if not _equal(merged, rows):
+        ends = sorted({0, batch.size - 1})
+        alone = self.collate is not default_collate
+        for rows in [[i] for i in range(batch.size)] if alone else [ends]:
+            differs = self._first_difference(batch, rows)
+            if differs is not None:
                 return (
-                    f"the collate_fn does not treat samples one by one: leaf {path!r} depends on "
-                    "the other samples of the batch"
+                    f"leaf {differs or 'of the batch'!r} of a sample is not the same when it is "
+                    "loaded again under the same seed"
+                    + (", or collated without the rest of its batch" if alone else "")
+                    + "; draw random numbers from torch, numpy or random, and pad to a fixed size"
                 )
+        self._proven.add(shapes)
+        return None
+
+    def _first_difference(self, batch: Batch, rows: list[int]) -> str | None:
+        """Load some rows again; return the path of the first leaf that comes out differently."""
+        mask = np.zeros(batch.size, bool)
+        mask[rows] = True
+        again = self._leaves(batch.context.plan, mask)
+        for path, leaf in batch.leaves.items():
+            if not _equal(take_rows(leaf, mask), again.get(path)):
+                return path
         return None
 
     def _leaves(self, plan: Plan, rows: np.ndarray) -> dict[str, Any]:
@@ -198,12 +192,3 @@ def _equal(left: Any, right: Any) -> bool:
             and bool(torch.equal(left.cpu().nan_to_num(), right.cpu().nan_to_num()))
         )
     return type(left) is type(right) and bool(left == right)
-
-
-def _try_merge(one: Rows | None, other: Rows | None) -> Rows | None:
-    if one is None or other is None:
-        return None
-    try:
-        return merge_rows(np.array([True, False]), one, other)
-    except (RuntimeError, ValueError, StopIteration):  # shapes differ: not row by row
-        return None

@@ -51,6 +51,13 @@ class View:
         """Whether the store itself still answers (it stops after trouble with the disk)."""
         return self.generation.alive
 
+    def admits(self, leaves: Mapping[str, Rows]) -> bool:
+        """Whether loaded leaves can stand beside stored ones: same paths, same shape of rows."""
+        return leaves.keys() == set(self.structure.paths) and all(
+            row.shape[1:] == leaves[path].shape[1:]  # type: ignore[union-attr]
+            for path, row in self.rows.items()
+        )
+
     def contains(self, ids: Sequence[Any], variant: int) -> np.ndarray:
         """Which samples are stored: bool, shape (B,)."""
         if not self.alive:

@@ -1,0 +1,285 @@
+"""Loaders in every state of use: nothing leaks, nothing hangs, every batch is right."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import threading
+
+import pytest
+import torch
+from nets import Images, freeze, make_net, sgd, train_steps
+from torch.nn import functional as F
+from torch.utils.data import DistributedSampler
+
+from egeria_cache import ActivationCache, EgeriaLoader
+from egeria_cache.batch import BatchTensor
+
+
+@pytest.fixture
+def frozen():
+    model = make_net()
+    freeze(model, "layer1")
+    return model
+
+
+def fill(model, cache, loader):
+    """One epoch that stores everything."""
+    model.train()
+    for images, _ in loader:
+        model(images)
+        cache.flush()
+
+
+def activations_of(model, loader):
+    """What the boundary returns for each target of a pass, in order."""
+    seen = []
+    handle = model.layer2.register_forward_pre_hook(
+        lambda module, args: seen.append(args[0].detach().clone())
+    )
+    for images, _ in loader:
+        model(images)
+    handle.remove()
+    return torch.cat(seen)
+
+
+@torch.no_grad()
+def prefix_of(model, images):
+    return model.layer1(torch.relu(model.stem(images)))
+
+
+def test_two_iterators_of_one_loader_alive_at_once_are_both_right(tmp_path, frozen):
+    data = Images(noise=0)
+    with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
+        loader = EgeriaLoader(data, 8, cache=cache)
+        fill(frozen, cache, loader)
+        expected = activations_of(frozen, loader)
+        layer1 = torch.cat([torch.relu(prefix_of(frozen, x)) for x in data.images.split(8)])
+        assert torch.equal(expected, layer1)
+        seen = []
+        handle = frozen.layer2.register_forward_pre_hook(
+            lambda module, args: seen.append(args[0].detach().clone())
+        )
+        for (left, _), (right, _) in zip(loader, loader, strict=True):
+            frozen(left)
+            frozen(right)
+        handle.remove()
+        assert torch.equal(torch.cat(seen[::2]), expected)
+        assert torch.equal(torch.cat(seen[1::2]), expected)
+        assert cache.stats().hits == 3 * 48
+
+
+def test_validation_skips_too_and_shares_nothing_with_training(tmp_path, frozen):
+    train_set, val_set = Images(48), Images(24, noise=0)
+    with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
+        train = EgeriaLoader(train_set, 8, shuffle=True, cache=cache)
+        val = EgeriaLoader(val_set, 8, cache=cache, name="val")
+        optimizer = sgd(frozen)
+        for _ in range(3):
+            train_steps(frozen, train, optimizer)
+            frozen.eval()
+            with torch.no_grad():
+                outputs = torch.cat([frozen(images) for images, _ in val])
+                expected = torch.cat([frozen(images) for images in val_set.images.split(8)])
+            assert torch.equal(outputs, expected)
+            cache.flush()
+        assert cache.stats().hits >= 2 * 48 + 2 * 24 - 16
+
+
+def test_a_loss_may_look_at_the_input_again(tmp_path, frozen):
+    """The image of a hit is loaded when the loop itself asks for it."""
+    data = Images(noise=0)
+    with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
+        loader = EgeriaLoader(data, 8, cache=cache)
+        for _ in range(2):
+            start = 0
+            for images, targets in loader:
+                F.cross_entropy(frozen(images), targets)
+                raw = data.images[start : start + 8]
+                assert torch.equal(images * 1.0 + 0, raw)
+                assert images.mean() == raw.mean()
+                start += 8
+            cache.flush()
+        assert cache.stats().refetched == 48
+
+
+def test_targets_of_hits_are_plain_tensors_of_the_same_type(tmp_path, frozen):
+    with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
+        loader = EgeriaLoader(Images(noise=0), 8, cache=cache)
+        expected = [targets.tolist() for _, targets in loader]
+        fill(frozen, cache, loader)
+        for (images, targets), values in zip(loader, expected, strict=True):
+            assert isinstance(images, BatchTensor)
+            assert type(targets) is torch.Tensor
+            assert targets.dtype == torch.int64
+            assert targets.tolist() == values
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_cache_closed_in_mid_epoch_leaves_an_ordinary_loader(tmp_path, frozen, workers):
+    data = Images(noise=0)
+    cache = ActivationCache(frozen, tmp_path, "layer1", gate="always")
+    loader = EgeriaLoader(data, 8, cache=cache, num_workers=workers)
+    fill(frozen, cache, loader)
+    frozen.eval()
+    outputs = []
+    for step, (images, _) in enumerate(loader):
+        if step == 2:
+            cache.close()
+        with torch.no_grad():
+            outputs.append(frozen(images))
+    with torch.no_grad():
+        expected = torch.cat([frozen(images) for images in data.images.split(8)])
+    torch.testing.assert_close(torch.cat(outputs), expected)
+    assert "forward" not in vars(frozen)
+
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_nothing_leaks(tmp_path, frozen, workers):
+    def use(directory):
+        with ActivationCache(frozen, directory, "layer1", gate="always") as cache:
+            loader = EgeriaLoader(Images(), 8, cache=cache, num_workers=workers)
+            fill(frozen, cache, loader)
+            for images, _ in loader:
+                frozen(images)
+                break
+            iterator = iter(loader)
+            next(iterator)
+            del iterator
+
+    use(tmp_path / "warm-up")
+    gc.collect()
+    before = threading.active_count(), open_files(), set(os.listdir("/dev/shm"))
+    for number in range(3):
+        use(tmp_path / str(number))
+    gc.collect()
+    assert threading.active_count() == before[0]
+    assert open_files() <= before[1]
+    assert set(os.listdir("/dev/shm")) <= before[2]
+    assert multiprocessing.active_children() == []
+
+
+def test_ctrl_c_in_the_dataset_stops_at_once_and_the_loader_can_be_used_again(tmp_path, frozen):
+    class Interrupted(Images):
+        armed = False
+
+        def __getitem__(self, index):
+            if self.armed and index == 20:
+                raise KeyboardInterrupt
+            return super().__getitem__(index)
+
+    data = Interrupted(noise=0)
+    with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
+        loader = EgeriaLoader(data, 8, cache=cache)
+        data.armed = True
+        seen = []
+
+        def interrupted_pass():
+            for images, _ in loader:
+                seen.append(frozen(images))
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupted_pass()
+        assert len(seen) == 2
+        data.armed = False
+        assert sum(len(images) for images, _ in loader) == 48
+
+
+def test_two_ranks_share_one_directory(tmp_path):
+    """Each rank trains on its part; the second run of both finds what the first stored."""
+    hits = []
+    for _ in range(2):
+        pairs = []
+        for rank in range(2):
+            model = make_net()
+            freeze(model, "layer1")
+            cache = ActivationCache(model, tmp_path, "layer1", gate="always")
+            sampler = DistributedSampler(range(48), 2, rank, shuffle=False)
+            loader = EgeriaLoader(Images(noise=0), 8, sampler=sampler, cache=cache)
+            pairs.append((model, cache, loader))
+            if rank == 0:
+                fill(model, cache, loader)
+                cache.close()
+        model, cache, loader = pairs[1]
+        fill(model, cache, loader)
+        hits.append([cache.stats().hits for _, cache, _ in pairs])
+        cache.close()
+    assert hits[0] == [0, 0]
+    assert hits[1][0] == hits[1][1] >= 16
+
+
+def use_in_child(loader, queue):
+    try:
+        loader.cache._store.contains([1])
+        queue.put("answered")
+    except Exception as error:
+        queue.put(f"{type(error).__name__}: {error}")
+
+
+def test_a_store_used_in_a_forked_child_says_what_to_do(tmp_path, frozen):
+    with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
+        loader = EgeriaLoader(Images(), 8, cache=cache)
+        fill(frozen, cache, loader)
+        context = multiprocessing.get_context("fork")
+        queue = context.SimpleQueue()
+        child = context.Process(target=use_in_child, args=(loader, queue))
+        child.start()
+        answer = queue.get()
+        child.join(30)
+        assert "fork" in answer or answer == "answered"
+        assert cache._store.stats().corrupt == 0
+
+
+class Ragged(Images):
+    """Images of two widths, in turn by `period`."""
+
+    def __init__(self, period):
+        super().__init__(noise=0)
+        self.period = period
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        return F.pad(image, (0, 2 * (index // self.period % 2))), target
+
+
+def pad_to_longest(samples):
+    width = max(image.shape[-1] for image, _ in samples)
+    images = [F.pad(image, (0, width - image.shape[-1])) for image, _ in samples]
+    return torch.stack(images), torch.stack([target for _, target in samples])
+
+
+def losses_of(model, loader, cache):
+    return [train_steps(model, loader, sgd(model), on_step=lambda _: cache.flush())[0]
+            for _ in range(3)]  # fmt: skip
+
+
+def test_batches_of_two_sizes_are_served_from_two_generations(tmp_path):
+    runs = []
+    for gate in ("always", "never"):
+        model = make_net()
+        freeze(model, "layer1")
+        with ActivationCache(model, tmp_path / gate, "layer1", gate=gate) as cache:
+            runs.append(losses_of(model, EgeriaLoader(Ragged(24), 8, cache=cache), cache))
+            assert cache.stats().hits == (2 * 48 if gate == "always" else 0)
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("period", [1, 3, 8])
+def test_padding_to_the_longest_of_the_batch_is_never_wrong(tmp_path, period, caplog):
+    runs = []
+    for gate in ("always", "never"):
+        model = make_net()
+        freeze(model, "layer1")
+        with ActivationCache(model, tmp_path / gate, "layer1", gate=gate) as cache:
+            loader = EgeriaLoader(
+                Ragged(period), 8, cache=cache, collate_fn=pad_to_longest, shuffle=True,
+                generator=torch.Generator().manual_seed(1),
+            )  # fmt: skip
+            runs.append(losses_of(model, loader, cache))
+    torch.testing.assert_close(*runs, rtol=1e-5, atol=1e-6)
+    assert caplog.text.count("collated without the rest of its batch") == 1
