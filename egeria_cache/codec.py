@@ -8,6 +8,7 @@ context must not be shared between threads (it segfaults), hence the class.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -32,6 +33,9 @@ _GROUPS: dict[int, tuple[tuple[int, int], ...]] = {
 }
 """Per element width: (bytes, bit position) of the planes, lowest first. The low planes are the
 mantissa's noise, so they are cut coarsely: fewer passes, and nothing lost."""
+
+_NO_ELEMENTS = {width: memoryview(bytes(8 * len(groups))) for width, groups in _GROUPS.items()}
+"""Planes of nothing: stand in for those of a damaged field."""
 
 _WORTH = 0.95
 """A plane is compressed if that leaves at most this part of it; else it is copied, far faster."""
@@ -110,18 +114,45 @@ class Coder:
         Raises:
             CodecError: The stored bytes are damaged, or hold another number of bytes.
         """
-        if codec == Codec.RAW:
-            if len(stored) != out.nbytes:
-                raise CodecError(f"{len(stored)} raw bytes where {out.nbytes} are promised")
-            out[:] = np.frombuffer(stored, np.uint8)
-        elif codec == Codec.ZSTD:
-            out[:] = self._expand(stored, out.nbytes)
-        elif codec == Codec.SPLIT and elements[0] in _GROUPS:
-            self._join(memoryview(stored), _numbers(out, elements[0]), elements)
-        elif codec == Codec.BITMAP and elements[0] in _GROUPS:
-            self._scatter(memoryview(stored), _numbers(out, elements[0]), elements)
-        else:
-            raise CodecError(f"unknown codec {codec}")
+        failed = self.decode_many([stored], codec, out[None], elements)
+        if failed:
+            raise failed[0]
+
+    def decode_many(
+        self, stored: Sequence[Any], codec: int, out: Bytes, elements: Elements
+    ) -> dict[int, CodecError]:
+        """Decode fields of one layout together: the passes over planes are then few and long.
+
+        Args:
+            stored: Encoded fields, N.
+            codec: Of all of them.
+            out: Shape (N, bytes), contiguous; filled.
+            elements: Of all of them.
+
+        Returns:
+            The positions that could not be decoded, and why; their rows are arbitrary.
+        """
+        width, _ = elements
+        if codec in (Codec.SPLIT, Codec.BITMAP) and width in _GROUPS:
+            views = [memoryview(one) for one in stored]
+            if codec == Codec.SPLIT:
+                counts = np.full(len(views), out.shape[1] // width)
+                return self._join(views, counts, _numbers(out.reshape(-1), width), elements)
+            return self._scatter(views, out, elements)
+        failed = {}
+        for position, one in enumerate(stored):
+            try:
+                if codec == Codec.RAW:
+                    if len(one) != out.shape[1]:
+                        raise CodecError(f"{len(one)} raw bytes, {out.shape[1]} promised")
+                    out[position] = np.frombuffer(one, np.uint8)
+                elif codec == Codec.ZSTD:
+                    out[position] = self._expand(one, out.shape[1])
+                else:
+                    raise CodecError(f"unknown codec {codec}")
+            except CodecError as error:
+                failed[position] = error
+        return failed
 
     # -- planes -----------------------------------------------------------------------------
 
@@ -142,49 +173,96 @@ class Coder:
             blocks.append(block)
         return struct.pack(f"<{len(heads)}Q", *heads) + b"".join(blocks)
 
-    def _join(self, stored: memoryview, out: npt.NDArray[Any], elements: Elements) -> None:
+    def _join(
+        self,
+        stored: Sequence[memoryview],
+        counts: npt.NDArray[np.int64],
+        out: npt.NDArray[Any],
+        elements: Elements,
+    ) -> dict[int, CodecError]:
+        """Fill `out` (1-d) with the elements of all fields, `counts` of each."""
         width, floating = elements
         groups = _GROUPS[width]
+        planes: list[list[Bytes]] = [[] for _ in groups]
+        failed = {}
+        for position, (view, count) in enumerate(zip(stored, counts.tolist(), strict=True)):
+            try:
+                blocks = self._blocks(view, count, groups)
+            except CodecError as error:
+                failed[position] = error
+                blocks = [np.zeros(count * size, np.uint8) for size, _ in groups]
+            for plane, block in zip(planes, blocks, strict=True):
+                plane.append(block)
+        whole = [
+            (parts[0] if len(parts) == 1 else np.concatenate(parts)).view(f"<u{size}")
+            for parts, (size, _) in zip(planes, groups, strict=True)
+        ]
+        joined = whole[-1]
+        for plane, (size, _) in zip(whole[-2::-1], groups[-2::-1], strict=True):
+            # Twice as wide at each step, so that the first passes are over few bytes.
+            joined = joined.astype(f"<u{2 * size}")
+            np.left_shift(joined, 8 * size, out=joined)
+            np.bitwise_or(joined, plane, out=joined)
+        if floating:
+            np.left_shift(joined, 8 * width - 1, out=out)
+            joined = joined >> 1 if joined is whole[-1] else np.right_shift(joined, 1, out=joined)
+            np.bitwise_or(out, joined, out=out)
+        else:
+            out[:] = joined
+        return failed
+
+    def _blocks(
+        self, stored: memoryview, count: int, groups: tuple[tuple[int, int], ...]
+    ) -> list[Bytes]:
+        """Return the planes of one field of `count` elements."""
         at = 8 * len(groups)
         if len(stored) < at:
             raise CodecError("planes cut short")
         heads = struct.unpack_from(f"<{len(groups)}Q", stored)
-        planes = []
+        blocks = []
         for head, (size, _) in zip(heads, groups, strict=True):
-            block = stored[at : at + (head >> 1)]
+            blocks.append(self._block(stored[at : at + (head >> 1)], head, count * size))
             at += head >> 1
-            plane = self._block(block, head, len(out) * size)
-            planes.append(plane.view(f"<u{size}"))
         if at != len(stored):
             raise CodecError("planes of another length than promised")
-        scratch = np.empty_like(out)
-        out[:] = planes[-1]
-        above = groups[-1][1]
-        for plane, (_, position) in zip(planes[-2::-1], groups[-2::-1], strict=True):
-            np.left_shift(out, above - position, out=out)
-            scratch[:] = plane
-            np.bitwise_or(out, scratch, out=out)
-            above = position
-        if floating:
-            np.left_shift(out, 8 * width - 1, out=scratch)
-            np.right_shift(out, 1, out=out)
-            np.bitwise_or(out, scratch, out=out)
+        return blocks
 
-    def _scatter(self, stored: memoryview, out: npt.NDArray[Any], elements: Elements) -> None:
-        if len(stored) < 16:
-            raise CodecError("bitmap cut short")
-        num_present, head = struct.unpack_from("<QQ", stored)
-        end = 16 + (head >> 1)
-        if num_present > len(out) or end > len(stored):
-            raise CodecError("a bitmap of more elements than the field has")
-        bitmap = self._block(stored[16:end], head, -(-len(out) // 8))
-        places = np.flatnonzero(np.unpackbits(bitmap, count=len(out)))
-        if len(places) != num_present:
-            raise CodecError("the bitmap holds another number of elements than promised")
-        values = np.empty(num_present, out.dtype)
-        self._join(stored[end:], values, elements)
-        out[:] = 0
-        out[places] = values
+    def _scatter(
+        self, stored: Sequence[memoryview], out: Bytes, elements: Elements
+    ) -> dict[int, CodecError]:
+        """Fill `out` (N, bytes) from bitmaps and the planes of what they mark."""
+        width, _ = elements
+        num_elements = out.shape[1] // width
+        bitmap_bytes = -(-num_elements // 8)
+        bitmaps = np.zeros((len(stored), bitmap_bytes), np.uint8)
+        promised = np.zeros(len(stored), np.int64)
+        rest, failed = [], {}
+        for position, view in enumerate(stored):
+            try:
+                if len(view) < 16:
+                    raise CodecError("bitmap cut short")
+                count, head = struct.unpack_from("<QQ", view)
+                end = 16 + (head >> 1)
+                if count > num_elements or end > len(view):
+                    raise CodecError("a bitmap of more elements than the field has")
+                bitmaps[position] = self._block(view[16:end], head, bitmap_bytes)
+                promised[position] = count
+                rest.append(view[end:])
+            except CodecError as error:
+                failed[position] = error
+                rest.append(_NO_ELEMENTS[width])
+        marks = np.unpackbits(bitmaps, axis=1, count=num_elements).view(np.bool_)
+        present = np.count_nonzero(marks, axis=1)
+        for position in np.flatnonzero(present != promised).tolist():
+            failed[position] = CodecError("the bitmap marks another number of elements")
+            marks[position], promised[position], rest[position] = False, 0, _NO_ELEMENTS[width]
+        numbers = _numbers(out.reshape(-1), width)
+        places = np.flatnonzero(marks)
+        values = np.empty(len(places), numbers.dtype)
+        failed.update(self._join(rest, promised, values, elements))
+        numbers[:] = 0
+        numbers[places] = values
+        return failed
 
     # -- zstd -------------------------------------------------------------------------------
 
