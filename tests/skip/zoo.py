@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -244,7 +243,6 @@ BUILDERS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "levit": pictures("Levit", size=64, image_size=64, hidden_sizes=[16, 32, 48],
                       num_attention_heads=[2, 2, 2], depths=[1, 1, 1], key_dim=[4, 4, 4],
                       patch_size=16),
-    "cvt": conv("Cvt", embed_dim=[8, 16, 16], num_heads=[1, 2, 2], depth=[1, 1, 3]),
     # CNNs
     "resnet": conv("ResNet", embedding_size=8, hidden_sizes=[8, 16, 24], depths=[1, 2, 1],
                    layer_type="basic"),
@@ -279,9 +277,68 @@ BUILDERS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
 }  # fmt: skip
 
 
-@functools.cache
-def names() -> list[str]:
-    return sorted(BUILDERS)
+BOUNDARIES: dict[str, tuple[str, ...]] = {
+    "albert": ("albert.encoder.albert_layer_groups.0.albert_layers.0",),
+    "ast": ("audio_spectrogram_transformer.layers.1",),
+    "bart": ("model.encoder.layers.1", "model.decoder.layers.1"),
+    "beit": ("beit.layers.1",),
+    "bert": ("bert.encoder.layer.1", "bert.embeddings"),
+    "big_bird": ("bert.encoder.layer.1",),
+    "bloom": ("transformer.h.1",),
+    "clip": ("text_model.encoder.layers.1", "vision_model.encoder.layers.1"),
+    "convbert": ("convbert.encoder.layer.1",),
+    "convnext": ("convnext.encoder.stages.1",),
+    "data2vec_audio": ("data2vec_audio.encoder.layers.1",),
+    "deberta_v2": ("deberta.encoder.layer.1",),
+    "deit": ("deit.layers.1",),
+    "dinov2": ("dinov2.encoder.layer.1",),
+    "distilbert": ("distilbert.transformer.layer.1",),
+    "dpt": ("dpt.encoder.layer.1", "neck.reassemble_stage.layers.1"),
+    "efficientnet": ("efficientnet.encoder.blocks.1",),
+    "electra": ("electra.encoder.layer.1",),
+    "falcon": ("transformer.h.1",),
+    "fnet": ("fnet.encoder.layer.1",),
+    "funnel": ("funnel.encoder.blocks.0.1",),
+    "gemma2": ("model.layers.1",),
+    "gpt2": ("transformer.h.1",),
+    "gpt_neo": ("transformer.h.1",),
+    "gpt_neox": ("gpt_neox.layers.1",),
+    "hubert": ("hubert.encoder.layers.1",),
+    "led": ("led.encoder.layers.1", "led.decoder.layers.1"),
+    "levit": ("levit.encoder.stages.1",),
+    "llama": ("model.layers.1", "model.layers.0.self_attn"),
+    "longformer": ("longformer.encoder.layer.1",),
+    "mamba": ("backbone.layers.1",),
+    "mistral": ("model.layers.1",),
+    "mixtral": ("model.layers.1",),
+    "mobilenet_v2": ("mobilenet_v2.layer.7",),
+    "mobilevit": ("mobilevit.encoder.layer.2", "segmentation_head.aspp.convs.2"),
+    "modernbert": ("model.layers.1",),
+    "mpnet": ("mpnet.encoder.layer.1",),
+    "nystromformer": ("nystromformer.encoder.layer.1",),
+    "opt": ("model.decoder.layers.1",),
+    "pegasus": ("model.encoder.layers.1", "model.decoder.layers.1"),
+    "phi": ("model.layers.1",),
+    "poolformer": ("poolformer.encoder.patch_embeddings.1",),
+    "pvt": ("pvt.encoder.patch_embeddings.0",),
+    "qwen2": ("model.layers.1",),
+    "regnet": ("regnet.encoder.stages.1",),
+    "resnet": ("resnet.encoder.stages.1", "resnet.embedder"),
+    "roberta": ("roberta.encoder.layer.1",),
+    "segformer": ("segformer.stages.1", "decode_head.linear_projections.1"),
+    "siglip": ("text_model.encoder.layers.1",),
+    "swin": ("swin.encoder.layers.0",),
+    "swinv2": ("swinv2.encoder.layers.0",),
+    "t5": ("encoder.block.1", "decoder.block.1"),
+    "vit": ("vit.layers.1", "vit.embeddings"),
+    "wav2vec2": ("wav2vec2.encoder.layers.1", "wav2vec2"),
+    "whisper": ("model.encoder.layers.1", "model.decoder.layers.1"),
+    "xlnet": ("transformer.layer.1",),
+    "xmod": ("roberta.encoder.layer.1",),
+}
+
+GLUE_IS_RANDOM = {"bart", "data2vec_audio", "hubert", "led", "pegasus", "wav2vec2"}
+"""Their encoders apply dropout, or drop whole layers, in code that is no module of the prefix."""
 
 
 def build(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
