@@ -162,6 +162,20 @@ def test_a_damaged_record_is_replaced_when_its_sample_comes_again(directory):
         assert assert_right(store, [1]).all()
 
 
+@pytest.mark.parametrize("codec", ["raw", "zstd", "split+zstd", "bitmap+split"])
+def test_a_batch_of_which_every_record_is_damaged_is_all_misses_and_all_counted(directory, codec):
+    with ActivationStore(directory, codec=codec) as store:
+        store.put_batch(range(5), rows(range(5)).relu())
+        store.flush(FLUSH_S)
+        (data,) = directory.glob("gen-*/data.mdb")
+    blob = data.read_bytes()
+    data.write_bytes(blob.replace(b"EG\x01\x01", b"EG\x01\x03"))
+    with ActivationStore(directory) as store:
+        assert not store.get_batch(range(5))[1].any()
+        assert store.stats().corrupt == 5
+        assert not store.contains(range(5)).any()
+
+
 def test_a_record_moved_to_another_samples_key_is_not_served(store):
     import lmdb
 
