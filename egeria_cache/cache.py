@@ -16,6 +16,8 @@ from egeria_cache.batch import Batch
 from egeria_cache.cut import Cut
 from egeria_cache.errors import BoundaryError, EgeriaError
 from egeria_cache.events import BoundaryMoved
+from egeria_cache.ledger import Ledger
+from egeria_cache.prefetch import PlannedEntry
 from egeria_cache.seeds import SampleId
 from egeria_cache.skip import SkipEngine
 from egeria_cache.source import BatchContext
@@ -47,8 +49,9 @@ class ActivationCache:
         codec: How records are compressed: "auto", "zstd", "raw", ...; see `docs/format.md`.
         ring_batches: Recent mini-batches that stay on the device, and how many are read ahead.
         audit_rate: Fraction of the hits that are recomputed from the raw sample and compared.
-        gate: "always" skips whatever can be skipped, "never" keeps the schedule of a cached run
-            (inference mode, augmentation variants) but computes everything, "auto" decides by cost.
+        gate: "auto" skips while training steps are measured to be faster for it, "always" skips
+            whatever can be skipped, "never" keeps the schedule of a cached run (inference mode,
+            augmentation variants) but computes everything.
 
     Raises:
         BoundaryError: The model has no such module, or it is trainable.
@@ -86,6 +89,9 @@ class ActivationCache:
         self._views: dict[str, list[View]] = {}
         self._uncacheable: dict[str, str] = {}
         self._waits: dict[str, int] = {}
+        self._ledgers: dict[tuple[str, str], Ledger] = {}
+        self._gated: dict[str, str] = {}
+        self._retired_bytes = [0, 0]
         self._closed = False
         self._engine = SkipEngine(model, self)
         self._engine.attach()
@@ -123,10 +129,20 @@ class ActivationCache:
         counts.corrupt = store.corrupt
         counts.num_samples = store.num_samples
         counts.bytes_on_disk = store.bytes_on_disk
-        counts.raw_bytes = store.raw_bytes
-        counts.stored_bytes = store.stored_bytes
+        counts.raw_bytes = store.raw_bytes + self._retired_bytes[0]
+        counts.stored_bytes = store.stored_bytes + self._retired_bytes[1]
+        counts.saved_s = sum(ledger.saved_s for ledger in self._ledgers.values())
+        counts.gate = "; ".join(
+            f"{name!r}: {self._gated.get(name) or ledger.verdict[1]}"
+            for (name, boundary), ledger in self._ledgers.items()
+            if boundary == self._boundary
+        )
         counts.limit_bytes = store.limit_bytes
         return counts
+
+    def report(self) -> str:
+        """Return `stats()` as text for people."""
+        return self.stats().report()
 
     def flush(self, timeout_s: float = 60.0) -> None:
         """Wait until what was handed to the writer is on disk."""
@@ -171,7 +187,9 @@ class ActivationCache:
         """Whether the next batch will show where the model is cut, and what is stored already."""
         if self._closed or self._boundary is None or self.gate == "never":
             return False
-        if loader_name in self._uncacheable or self.views(loader_name):
+        if loader_name in self._uncacheable or loader_name in self._gated:
+            return False
+        if self.views(loader_name):
             return False
         waits = self._waits[loader_name] = self._waits.get(loader_name, 0) + 1
         return waits <= MAX_WAITS
@@ -191,6 +209,35 @@ class ActivationCache:
         counts.miss_batches += num_hits == 0
         counts.partial_batches += 0 < num_hits < len(ids)
 
+    def note_step(
+        self, loader_name: str, seconds: float, num_samples: int, entry: PlannedEntry | None
+    ) -> None:
+        """Note what a whole training step cost, and stop skipping where it does not pay."""
+        views = self.views(loader_name)
+        if self._boundary is None or not views:
+            return
+        ledger = self._ledgers.setdefault((loader_name, self._boundary), Ledger())
+        if entry is None:
+            ledger.computed(seconds, num_samples)
+        elif entry.view is views[0] and entry.hit.all():
+            ledger.served(seconds, num_samples)
+        pays, why = ledger.verdict
+        if self.gate == "auto" and not pays:
+            self._gated[loader_name] = f"off: {why}"
+            log.info("loader %r is computed from now on: %s", loader_name, why)
+            self._void(lambda view: view.loader_name == loader_name, unlink=False)
+
+    def log_epoch(self, loader_name: str, epoch: int) -> None:
+        """Write one line at the end of an epoch, through `logging` at level INFO."""
+        if self._boundary is None or not log.isEnabledFor(logging.INFO):
+            return
+        stats = self.stats()
+        log.info(
+            "epoch %d of %r: boundary %s, %.0f %% hits so far, %.1f s saved, %.1f MB on disk%s",
+            epoch, loader_name, stats.boundary, 100 * stats.hit_rate, stats.saved_s,
+            stats.bytes_on_disk / 1e6, f"; not cached: {stats.why_not}" if stats.why_not else "",
+        )  # fmt: skip
+
     def count_refetched(self, num_samples: int) -> None:
         """Note samples that were planned as hits, and had to be loaded after all."""
         self._counts.refetched += num_samples
@@ -201,7 +248,7 @@ class ActivationCache:
         """The model was cut for this batch's loader: open the generation that belongs to it."""
         context: BatchContext = batch.context
         name = batch.loader_name
-        if self.gate == "never" or name in self._uncacheable:
+        if self.gate == "never" or name in self._uncacheable or name in self._gated:
             return
         try:
             reason = context.source.why_not_cacheable(batch)
@@ -224,6 +271,7 @@ class ActivationCache:
         )
         views = [view, *(old for old in self.views(name) if old.cut is not cut)]
         for retired in views[MAX_LIVE_VIEWS:]:
+            self._retire(retired)
             retired.generation.release()
         self._views[name] = views[:MAX_LIVE_VIEWS]
 
@@ -301,6 +349,7 @@ class ActivationCache:
         previous, self._boundary, self._set_by_hand = self._boundary, name, by_hand
         self._counts.why_not = None
         self._waits.clear()
+        self._gated.clear()
         if name is None:
             self._void(lambda view: True, unlink=not by_hand)
         self._engine.set_boundary(name)
@@ -315,11 +364,16 @@ class ActivationCache:
             if parameter.requires_grad:
                 raise BoundaryError.trainable(name, f"{name}.{parameter_name}")
 
+    def _retire(self, view: View) -> None:
+        self._retired_bytes[0] += view.generation.raw_bytes
+        self._retired_bytes[1] += view.generation.stored_bytes
+
     def _void(self, stale: Callable[[View], bool], *, unlink: bool) -> None:
         """Serve nothing from these views any more, wherever their batches are by now."""
         for name, views in self._views.items():
             for view in filter(stale, views):
                 view.is_void = True
+                self._retire(view)
                 self._counts.voided += 1
                 if unlink:
                     view.generation.void("the boundary was withdrawn")

@@ -9,6 +9,7 @@ would have given it, its tensors knowing their samples (`batch.py`).
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -213,6 +214,7 @@ class _Pass:
         loader._rest = None
         # The workers may start later, when the training loop has drawn numbers of its own.
         self._inner_generator = base
+        self._step: tuple[Plan, float] | None = None
         # Until the model has been cut, nobody knows what the store holds: the first batch is loaded
         # here, before anything is planned ahead.
         self._first_shows = cache is not None and cache.awaits(loader.name)
@@ -236,11 +238,14 @@ class _Pass:
         except StopIteration:
             self._progress.finished = True
             self._prefetcher.close()
+            if self._cache is not None:
+                self._cache.log_epoch(self._loader.name, self._progress.epoch)
             raise
         self._progress.yielded += 1
         return batch
 
     def _next(self) -> Any:
+        asked = self._note_step()
         if self._first_shows:
             self._first_shows = False
             first = self._planner.take_first()
@@ -256,7 +261,19 @@ class _Pass:
             if not isinstance(error, StopIteration):
                 self._planner.skip()
             raise
-        return self._assemble(self._planner.take(loaded.number), loaded.data)
+        plan = self._planner.take(loaded.number)
+        batch = self._assemble(plan, loaded.data)
+        self._step = plan, asked
+        return batch
+
+    def _note_step(self) -> float:
+        """Tell the cache what the step cost that ends with this call."""
+        now = time.perf_counter()
+        if self._step is not None and self._cache is not None:
+            plan, start = self._step
+            self._cache.note_step(self._loader.name, now - start, len(plan.ids), plan.entry)
+        self._step = None
+        return now
 
     def _assemble(self, plan: Plan, missing: Any) -> Any:
         """Return the batch: `missing` holds the collated misses (None if there are none)."""

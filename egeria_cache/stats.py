@@ -40,11 +40,15 @@ class CacheStats:
     bytes_on_disk: int = 0
     """Of the whole cache directory."""
     raw_bytes: int = 0
-    """Size of the stored samples before compression."""
+    """Size before compression of all samples stored or found so far, in every generation."""
     stored_bytes: int = 0
-    """Size of the stored samples after compression."""
+    """Their size after compression."""
     limit_bytes: int = 0
     """Hard bound on `bytes_on_disk`."""
+    saved_s: float = 0.0
+    """Training time saved so far, against computing the served samples; negative if lost."""
+    gate: str = ""
+    """Whether skipping goes on, and why, per loader."""
     why_not: str | None = None
     """Why nothing is cached at the moment, if so."""
 
@@ -58,3 +62,27 @@ class CacheStats:
     def compression_ratio(self) -> float:
         """Raw over stored size; 1 while nothing is stored."""
         return self.raw_bytes / self.stored_bytes if self.stored_bytes else 1.0
+
+    def report(self) -> str:
+        """Return the figures as lines for people."""
+        seen = self.hits + self.misses
+        lines = {
+            "boundary": self.boundary or "none",
+            "samples from the cache": f"{self.hits} of {seen} ({self.hit_rate:.0%})",
+            "batches whole / in part / computed": (
+                f"{self.hit_batches} / {self.partial_batches} / {self.miss_batches}"
+            ),
+            "training time saved": f"{self.saved_s:.1f} s",
+            "on disk": (
+                f"{self.bytes_on_disk / 1e6:.1f} of {self.limit_bytes / 1e6:.0f} MB, "
+                f"compressed {self.compression_ratio:.2f}x"
+            ),
+            "audited": f"{self.audited}, of which {self.audit_failures} differed",
+            "loaded after all": str(self.refetched),
+            "writes dropped": str(self.dropped_writes),
+            "corrupt records": str(self.corrupt),
+            "gate": self.gate or "no decision yet",
+            "not cached because": self.why_not or "",
+        }
+        width = max(map(len, lines))
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items() if value)
