@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from egeria_cache.chain import Op
 from egeria_cache.seeds import SampleId
 from egeria_cache.structure import Rows, merge_rows, take_rows
 
@@ -92,6 +93,10 @@ class Batch:
         """Bool mask of the rows whose dropped leaves were not loaded; None if all were."""
         return None if self._planned_entry is None else self._planned_entry.hit
 
+    def load_rows(self, rows: np.ndarray) -> Mapping[str, Rows]:
+        """Load the masked rows of all leaves from the dataset, as they were loaded before."""
+        return self._load_rows(rows)
+
     def load_absent(self, leaf: str) -> Rows:
         """Return the raw rows of `leaf` that were not loaded with the batch (loads them once)."""
         assert self.absent is not None, "every row was loaded with the batch"
@@ -121,7 +126,7 @@ class BatchTensor(Tensor):
 
     batch: Batch
     leaf: str
-    chain: tuple[_Op, ...]
+    chain: tuple[Op, ...]
     _data_version: int
 
     @staticmethod
@@ -169,7 +174,18 @@ class BatchTensor(Tensor):
         assert isinstance(rows, Tensor)
         return rows
 
-    def _apply(self, op: _Op) -> BatchTensor:
+    def rows(self, mask: np.ndarray, loaded: Mapping[str, Rows]) -> Tensor:
+        """Return the plain masked rows, after `chain`, without loading the others.
+
+        Args:
+            mask: Bool, shape (B,).
+            loaded: What `batch.load_rows(mask)` gave; used if this leaf's own rows are absent.
+        """
+        rows = take_rows(self.full(), mask)
+        assert isinstance(rows, Tensor)
+        return rows
+
+    def _apply(self, op: Op) -> BatchTensor:
         result = op.run(self.full())
         return _loaded(result, self.batch, self.leaf, (*self.chain, op))
 
@@ -187,7 +203,7 @@ class BatchTensor(Tensor):
                 return func(*args, **kwargs)
             first = args[0] if args else None
             if isinstance(first, BatchTensor) and first.intact:
-                op = _Op.record(func, args[1:], kwargs)
+                op = Op.record(func, args[1:], kwargs)
                 if op is not None:
                     return first._apply(op)
             return func(*unwrap(args), **unwrap(kwargs))
@@ -230,7 +246,17 @@ class _AbsentTensor(BatchTensor):
             return super().misses()
         return self._misses
 
-    def _apply(self, op: _Op) -> BatchTensor:
+    def rows(self, mask: np.ndarray, loaded: Mapping[str, Rows]) -> Tensor:
+        if self._full is not None:
+            return super().rows(mask, loaded)
+        rows = loaded[self.leaf]
+        assert isinstance(rows, Tensor)
+        rows = rows.to(self.device)
+        for op in self.chain:
+            rows = op.run(rows)
+        return rows
+
+    def _apply(self, op: Op) -> BatchTensor:
         if self._full is not None:
             return super()._apply(op)
         misses = None if self._misses is None else op.run(self._misses)
@@ -256,7 +282,7 @@ class _AbsentTensor(BatchTensor):
         return func(*unwrap(args), **unwrap(kwargs or {}))
 
 
-def _loaded(data: Tensor, batch: Batch, leaf: str, chain: tuple[_Op, ...]) -> BatchTensor:
+def _loaded(data: Tensor, batch: Batch, leaf: str, chain: tuple[Op, ...]) -> BatchTensor:
     tensor = data.as_subclass(BatchTensor)
     tensor.batch, tensor.leaf, tensor.chain = batch, leaf, chain
     tensor._data_version = data._version
@@ -267,7 +293,7 @@ def _absent(
     meta: Tensor,
     batch: Batch,
     leaf: str,
-    chain: tuple[_Op, ...],
+    chain: tuple[Op, ...],
     misses: Tensor | None,
     device: torch.device | None,
 ) -> BatchTensor:
@@ -292,93 +318,6 @@ def _with_layout(tensor: Tensor, like: Tensor) -> Tensor:
     return out.copy_(tensor)
 
 
-class _Op:
-    """One recorded operation on a leaf: pure, per sample, and without other tensors."""
-
-    __slots__ = ("args", "device", "func", "key", "kwargs")
-
-    def __init__(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        key: str,
-        device: torch.device | None,
-    ) -> None:
-        self.func, self.args, self.kwargs = func, args, kwargs
-        self.key, self.device = key, device
-
-    @classmethod
-    def record(
-        cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> _Op | None:
-        """Return the operation, or None if it is not one that may be repeated on other rows."""
-        if func in _MOVES:
-            return cls._move(func, args, kwargs)
-        if func not in _ARITHMETIC or not all(
-            isinstance(value, int | float) for value in (*args, *kwargs.values())
-        ):
-            return None
-        key = f"{func.__name__}{tuple(args)!r}{dict(sorted(kwargs.items())) or ''}"
-        return cls(func, tuple(args), kwargs, key=key, device=None)
-
-    @classmethod
-    def _move(
-        cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> _Op | None:
-        if func is not Tensor.to:
-            device = torch.device("cuda") if func is Tensor.cuda else None
-            device = torch.device("cpu") if func is Tensor.cpu else device
-            if func is Tensor.cuda and (args or kwargs.get("device") is not None):
-                where = args[0] if args else kwargs["device"]
-                device = torch.device("cuda", where) if isinstance(where, int) else where
-                device = torch.device(device) if isinstance(device, str) else device
-            text = f"{func.__name__}({kwargs.get('memory_format', '')})"
-            key = "" if func in _KEEPS_VALUES and not kwargs.get("memory_format") else text
-            return cls(func, tuple(args), kwargs, key=key, device=device)
-        if any(isinstance(value, BatchTensor) for value in (*args, *kwargs.values())):
-            return None
-        other = {k: v for k, v in kwargs.items() if k not in ("copy", "other")}
-        if "other" in kwargs:
-            args = (kwargs["other"], *args)
-        rest = args[:3] if len(args) > 3 else args
-        device, dtype, _, memory_format = torch._C._nn._parse_to(*rest, **other)
-        key = "".join(f"to({value})" for value in (dtype, memory_format) if value is not None)
-        return cls(func, tuple(args), kwargs, key=key, device=device)
-
-    def run(self, data: Tensor) -> Tensor:
-        """Apply the operation to some rows (or, without moving it, to a meta tensor)."""
-        if data.is_meta and self.func in _MOVES:
-            return self._run_meta(data)
-        result: Tensor = self.func(data, *self.args, **self.kwargs)
-        return result
-
-    def _run_meta(self, meta: Tensor) -> Tensor:
-        if self.func in _KEEPS_VALUES:
-            memory_format = self.kwargs.get("memory_format")
-            return meta if memory_format is None else meta.contiguous(memory_format=memory_format)
-        if self.func is not Tensor.to:
-            result: Tensor = self.func(meta, *self.args, **self.kwargs)
-            return result
-        kwargs = {k: v for k, v in self.kwargs.items() if k not in ("copy", "other")}
-        args = (self.kwargs["other"], *self.args) if "other" in self.kwargs else self.args
-        _, dtype, _, memory_format = torch._C._nn._parse_to(*args[:3], **kwargs)
-        meta = meta if dtype is None else meta.to(dtype)
-        return meta if memory_format is None else meta.to(memory_format=memory_format)
-
-
-_KEEPS_VALUES = {
-    Tensor.cuda, Tensor.cpu, Tensor.pin_memory, Tensor.contiguous, Tensor.clone, Tensor.detach,
-}  # fmt: skip
-_MOVES = _KEEPS_VALUES | {
-    Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.long, Tensor.int,
-}  # fmt: skip
-_ARITHMETIC = {
-    Tensor.add, Tensor.sub, Tensor.mul, Tensor.div, torch.add, torch.sub, torch.mul, torch.div,
-    Tensor.__add__, Tensor.__sub__, Tensor.__mul__, Tensor.__truediv__,
-    Tensor.__radd__, Tensor.__rmul__,
-}  # fmt: skip
 _PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "requires_grad", "is_leaf",
                "grad", "is_sparse", "_version")  # fmt: skip
 _ABOUT_THE_TENSOR = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {
