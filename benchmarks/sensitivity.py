@@ -1,0 +1,231 @@
+"""How much the controller's options matter: the paper's Figure 12 and Table 2 on a real task.
+
+Varies the evaluation interval n, the window W and the tolerance T around the guideline's values,
+the reference's precision, and whether one module or the whole model is the reference; each over
+several seeds. Accuracy, training time without a cache, and how much stayed trainable.
+
+    python benchmarks/sensitivity.py [--seeds 3] [--epochs 30]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import torch
+from digits_task import Outcome, Task, train
+from torch import Tensor, nn
+
+from egeria_core import FreezeController, find_layers, guideline_interval
+from egeria_core.hooks import Call, LayerTap, Probe
+from egeria_core.meter import ActivationMeter
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402
+
+RESULTS = Path(__file__).parent / "results"
+WINDOW, TOLERANCE = 10, 0.2
+
+
+class Front(nn.Module):
+    """The model up to one layer: what a whole-model reference runs to judge that layer."""
+
+    def __init__(self, model: nn.Module, boundary: str) -> None:
+        super().__init__()
+        self.model = model
+        self.boundary = boundary
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the boundary's output."""
+        caught: list[Tensor] = []
+        module = self.model.get_submodule(self.boundary)
+        handle = module.register_forward_hook(lambda m, args, output: caught.append(output))
+        try:
+            self.model(x)
+        finally:
+            handle.remove()
+        return caught[0]
+
+
+class _Root(nn.Module):
+    """Gives the meter, which looks modules up by name, the model's front under any name."""
+
+    def __init__(self, front: Front) -> None:
+        super().__init__()
+        self.front = front
+
+
+class WholeModelMeter(ActivationMeter):
+    """Judges the front layer by a snapshot of the whole model, as the paper does.
+
+    The same evaluator, schedule and comparison; only what is run again is another.
+    """
+
+    def bind(self) -> None:
+        """Hook the model itself: its input is the probe."""
+        names = [(name,) for name in self._layers.boundaries[:-1]]
+        if names == self._tapped:
+            return
+        self._tapped = names
+        self._bare = self._model
+        self._tap = _RootTap(self._bare, self._config.probe_rows)
+
+    def measure(self, step: int, frozen: int) -> None:
+        """As the one-module meter, on the model up to the front layer."""
+        if frozen < len(self._tapped):
+            self._model = _Root(Front(self._bare, self._tapped[frozen][0]))
+        super().measure(step, frozen)
+
+
+class _RootTap(LayerTap):
+    """Captures the input of the whole model."""
+
+    def __init__(self, model: nn.Module, rows: int) -> None:
+        super().__init__(model, [], num_rows=rows)
+        self._input: Tensor | None = None
+        self._handles.append(model.register_forward_pre_hook(self._note))
+
+    def _note(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if self._armed is not None and self._input is None and torch.is_grad_enabled():
+            self._input = args[0][: self.num_rows].clone()
+
+    def take(self) -> Probe | None:
+        """Return the model's input as a call of its front."""
+        x, self._input = self._input, None
+        super().take()
+        if x is None:
+            return None
+        return Probe([Call("front", (x,), {})], None, len(x), len(x), 0)
+
+
+class WholeModelController(FreezeController):
+    """`FreezeController` with the whole model as the reference."""
+
+    def _make_meter(self) -> Any:
+        from egeria_core.meter import make_evaluator
+
+        device = torch.device("cpu")
+        return WholeModelMeter(
+            self.model,
+            self._map,
+            self._every,
+            self.policy.measure,
+            self.config,
+            self.history,
+            lambda: make_evaluator(self.config, device),
+        )
+
+
+Maker = Callable[[nn.Module, torch.optim.Optimizer, int], Any]
+
+
+def maker(kind: type[FreezeController] = FreezeController, **changes: Any) -> Maker:
+    """Return a factory; `n_factor` scales the guideline's interval."""
+    factor = changes.pop("n_factor", 1.0)
+
+    def make(model: nn.Module, optimizer: torch.optim.Optimizer, total: int) -> Any:
+        interval = guideline_interval(total, len(find_layers(model)), WINDOW)
+        options = {
+            "evaluate_every": max(1, round(interval * factor)),
+            "window": WINDOW,
+            "tolerance": TOLERANCE,
+            "evaluator": "inline",
+            "reference": "fp32",
+        }
+        return kind(model, optimizer, **(options | changes))
+
+    return make
+
+
+def variants() -> dict[str, tuple[str, Maker | None]]:
+    """Return name -> (group, factory)."""
+    return {
+        "no freezing": ("baseline", None),
+        "guideline": ("baseline", maker()),
+        "n / 2": ("n", maker(n_factor=0.5)),
+        "n x 2": ("n", maker(n_factor=2.0)),
+        "W = 5": ("W", maker(window=5)),
+        "W = 20": ("W", maker(window=20)),
+        "T = 10 %": ("T", maker(tolerance=0.1)),
+        "T = 40 %": ("T", maker(tolerance=0.4)),
+        "bf16": ("precision", maker(reference="bf16")),
+        "int8": ("precision", maker(reference="int8")),
+        "fp32, refreshed as int8": ("precision", maker(refresh_every=WINDOW)),
+        "captured output": ("reading", maker(train_output="captured")),
+        "whole model": ("reading", maker(WholeModelController)),
+    }
+
+
+def describe(outcomes: list[Outcome]) -> dict[str, Any]:
+    """Return the figures of one variant over its seeds."""
+
+    def used(outcome: Outcome) -> list[str]:
+        if outcome.controller is None:
+            return []
+        return sorted({r["reference"] for r in outcome.controller.history.of("reading")})
+
+    return {
+        "accuracy": [round(outcome.accuracy, 4) for outcome in outcomes],
+        "seconds": [round(outcome.seconds, 2) for outcome in outcomes],
+        "controller_seconds": [round(outcome.controller_seconds, 2) for outcome in outcomes],
+        "mean_active": [round(outcome.mean_active, 3) for outcome in outcomes],
+        "moves": [outcome.schedule for outcome in outcomes],
+        "references": [used(outcome) for outcome in outcomes],
+    }
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    groups = list(dict.fromkeys(row["group"] for row in results.values()))
+    for index, group in enumerate(groups):
+        for name, row in results.items():
+            if row["group"] != group:
+                continue
+            x, y = mean(row["mean_active"]), mean(row["accuracy"]) * 100
+            spread = (max(row["accuracy"]) - min(row["accuracy"])) * 50
+            axes.errorbar(x, y, yerr=spread, fmt="o", color=f"C{index}", capsize=2)
+            axes.annotate(name, (x, y), fontsize=8, xytext=(5, 4), textcoords="offset points")
+    axes.set_xlabel("mean trainable part of the parameters (less is faster)")
+    axes.set_ylabel("test accuracy, % (mean and half range over the seeds)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--only", default="", help="comma-separated names of variants")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    task = Task(epochs=arguments.epochs)
+    wanted = [name for name in arguments.only.split(",") if name]
+    chosen = {k: v for k, v in variants().items() if not wanted or k in wanted}
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in chosen}
+    # Seeds outside, variants inside: what else the machine does falls on all variants alike.
+    for seed in range(arguments.seeds):
+        for name, (_, make) in chosen.items():
+            outcomes[name].append(train(task, seed, make))
+            print(seed, name, describe(outcomes[name][-1:]), flush=True)
+    results = {
+        name: {"group": chosen[name][0]} | describe(found) for name, found in outcomes.items()
+    }
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    report = {"task": vars(task) | {"drops": list(task.drops)}, "variants": results}
+    (arguments.output / "sensitivity.json").write_text(json.dumps(report, indent=1))
+    draw(results, arguments.output / "sensitivity.png")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
