@@ -172,8 +172,9 @@ class _ProbeRun(ReplayRun):
 
 def input_placeholder(leaf: Tensor, source: frozenset[Source], run: ReplayRun) -> Placeholder:
     """Stand for one of the model's inputs."""
-    meta = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-    return Placeholder.like(meta, leaf.device, source, run.scene)
+    with torch._C.DisableTorchFunctionSubclass():
+        meta = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+        return Placeholder.like(meta, leaf.device, source, run.scene)
 
 
 def _leaked(output: Any) -> list[Placeholder]:

@@ -60,6 +60,20 @@ class StepPlan:
     """Leaves that cross the boundary but do not depend on the samples."""
     draws: list[Draw] = field(default_factory=list)
     """Random numbers that it draws to no effect, drawn again so that later ones are the same."""
+    single: bool = False
+    """Whether the output is one leaf."""
+    _sources: list[frozenset[Source]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.single = self.spec.is_leaf()
+
+    def sources(self, index: int) -> list[frozenset[Source]]:
+        """Name the leaves of the output as step `index`."""
+        if not self._sources:
+            self._sources = [
+                frozenset({Source("step", self.name, index, j)}) for j in range(len(self.leaves))
+            ]
+        return self._sources
 
 
 @dataclass(slots=True, eq=False)
@@ -135,21 +149,22 @@ class Recipe:
         step = self.steps[index]
         metas = self._metas_at(batch_size)[index]
         leaves: list[Any] = []
+        sources = step.sources(index)
         for j, leaf in enumerate(step.leaves):
             if (index, j) in values:
                 leaves.append(values[index, j])
             elif j in step.constants:
-                leaves.append(step.constants[j])
+                leaves.append(step.constants[j].clone() if self.copies else step.constants[j])
             elif isinstance(leaf, TensorSpec):
                 meta = metas[j]
                 assert meta is not None
-                source = frozenset({Source("step", step.name, index, j)})
-                leaves.append(Placeholder.like(meta, leaf.device, source, scene))
+                leaves.append(Placeholder.like(meta, leaf.device, sources[j], scene))
             elif isinstance(leaf, Unavailable):
-                leaves.append(Unavailable(frozenset({Source("step", step.name, index, j)})))
+                leaves.append(Unavailable(sources[j]))
             else:
                 leaves.append(leaf)
-        return tree_unflatten(leaves, step.spec)
+        # Most modules return one tensor: there is nothing to put together.
+        return leaves[0] if step.single else tree_unflatten(leaves, step.spec)
 
     def _metas_at(self, batch_size: int) -> list[list[Tensor | None]]:
         metas = self._metas.get(batch_size)

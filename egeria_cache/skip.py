@@ -92,18 +92,20 @@ class SkipEngine:
         """Stand in for `model.forward`."""
         if self.boundary is None or self._busy:
             return self._forward(*unwrap(args), **unwrap(kwargs))
-        call = Invocation.of(args, kwargs)
+        # Shapes of tagged tensors are read often: not through their `__torch_function__`.
+        with torch._C.DisableTorchFunctionSubclass():
+            call = Invocation.of(args, kwargs)
+            key = () if call is None else call.key()
         if call is None:
             return self._forward(*unwrap(args), **unwrap(kwargs))
         self._busy = True
         try:
-            return self._cached(call)
+            return self._cached(call, key)
         finally:
             self._busy = False
 
-    def _cached(self, call: Invocation) -> Any:
+    def _cached(self, call: Invocation, key: tuple[Any, ...]) -> Any:
         self._compare_guards()
-        key = call.key()
         recipe = self._find(None, key, call)
         if recipe is None:
             return self._first(key, call)
@@ -202,7 +204,9 @@ class SkipEngine:
         """Enter at `source`'s cut; on the way capture `recipe`'s, if the boundary has moved on."""
         size = call.batch.size
         values = {
-            slot: source.tensor_spec(slot).from_rows(stored[name])
+            slot: source.tensor_spec(slot).from_rows(
+                stored[name].clone() if source.copies else stored[name]
+            )
             for name, slot in source.slots().items()
         }
         replay = ReplayRun(source, size, values)

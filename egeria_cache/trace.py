@@ -16,7 +16,7 @@ from egeria_cache.placeholder import innermost_module
 __all__ = ["Draw", "PrefixTrace", "known_tensors"]
 
 Named = tuple[str, nn.Module | None, Tensor]
-"""(qualified name, owner, tensor); the owner of a plain attribute is None."""
+"""(qualified name, owner, tensor)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def known_tensors(model: nn.Module) -> list[Named]:
         for key, value in module.__dict__.items():
             if key not in ("_parameters", "_buffers", "_modules"):
                 for tensor in _tensors(value):
-                    found.setdefault(id(tensor), (dot + key, None, tensor))
+                    found.setdefault(id(tensor), (dot + key, module, tensor))
     return list(found.values())
 
 
