@@ -14,7 +14,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from egeria_cache.files import IN_USE_NAME, PAGE_BYTES, in_use_elsewhere, remove_directory
+from egeria_cache.claims import IN_USE_NAME, in_use_elsewhere, remove_directory
+from egeria_cache.config import PAGE_BYTES
 
 __all__ = ["Budget", "BudgetBusyError", "directory_bytes", "generation_directories"]
 

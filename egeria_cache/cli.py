@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from egeria_cache.claims import in_use_elsewhere, remove_directory
 from egeria_cache.config import parse_size
 from egeria_cache.errors import StoreError
-from egeria_cache.files import in_use_elsewhere, remove_directory
 from egeria_cache.manifest import Manifest, differing_fields
 from egeria_cache.report import (
     CacheReport,

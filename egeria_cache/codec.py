@@ -193,11 +193,11 @@ class Coder:
                 blocks = [np.zeros(count * size, np.uint8) for size, _ in groups]
             for plane, block in zip(planes, blocks, strict=True):
                 plane.append(block)
-        whole = [
+        whole: list[npt.NDArray[Any]] = [
             (parts[0] if len(parts) == 1 else np.concatenate(parts)).view(f"<u{size}")
             for parts, (size, _) in zip(planes, groups, strict=True)
         ]
-        joined = whole[-1]
+        joined: npt.NDArray[Any] = whole[-1]
         for plane, (size, _) in zip(whole[-2::-1], groups[-2::-1], strict=True):
             # Twice as wide at each step, so that the first passes are over few bytes.
             joined = joined.astype(f"<u{2 * size}")

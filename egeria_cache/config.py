@@ -8,6 +8,9 @@ from pathlib import Path
 
 __all__ = ["CODECS", "STORAGE_DTYPES", "StoreConfig", "parse_size"]
 
+PAGE_BYTES = 4096
+"""Files are counted in whole pages, as the disk does."""
+
 CODECS = ("auto", "raw", "zstd", "split+zstd", "bitmap+split")
 """Names accepted as `codec`."""
 

@@ -1,4 +1,4 @@
-"""One generation's LMDB files, as this process holds them. The only module that touches LMDB.
+"""One generation's files, as this process holds them. The only module that touches LMDB.
 
 Any thread may read; the writer thread owns every write transaction. py-lmdb refuses a second open
 of the same files in one process, hence the registry: `GenerationFiles.acquire` hands out one
@@ -8,15 +8,12 @@ shared, counted object per directory. It must not cross fork(): every use checks
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import os
-import shutil
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,64 +21,32 @@ import lmdb
 import numpy as np
 import numpy.typing as npt
 
+from egeria_cache.claims import IN_USE_NAME, claim, identity, lock_alone, remove_directory
+from egeria_cache.config import PAGE_BYTES
 from egeria_cache.errors import StoreError
 from egeria_cache.index import Membership
-from egeria_cache.keys import META_PREFIX, SampleId
+from egeria_cache.keys import SampleId
 from egeria_cache.layout import Head
 from egeria_cache.lossy import LossyError
 from egeria_cache.manifest import DamagedError
+from egeria_cache.segment import ALIGNMENT, SEGMENT_NAME, Segment
+from egeria_cache.totals import TOTALS_KEY, Totals
 
-__all__ = ["DATA_NAME", "IN_USE_NAME", "PAGE_BYTES", "GenerationFiles", "GoneError", "Totals"]
+__all__ = ["DATA_NAME", "LOCATOR", "GenerationFiles", "GoneError", "Totals"]
 
-DATA_NAME, LOCK_NAME, IN_USE_NAME = "data.mdb", "lock.mdb", "in-use"
-PAGE_BYTES = 4096
-TOTALS_KEY = META_PREFIX + b"totals"
-_TOTALS = struct.Struct("<QQddd")
+DATA_NAME, LOCK_NAME = "data.mdb", "lock.mdb"
+LOCATOR = struct.Struct("<QQ")
+"""Where a record begins in the segment, and its length."""
 FIRST_SAMPLE_KEY = b"\x01"
 """Behind the store's own entries."""
 KEYS_PER_CHUNK = 65_536
 CLOSE_WAIT_S = 10.0
-_NODE_BYTES = 64
-"""Upper bound of what a record's entry costs in a leaf beyond key and inline data."""
-
-
-class BeingRemovedError(Exception):
-    """Another thread or process is just removing the generation; it can be made anew."""
+_ENTRY_BYTES = 512 + 64
+"""Upper bound of a record's entry in a leaf: the longest key, its locator, LMDB's own."""
 
 
 class GoneError(Exception):
     """The generation is void, closed, or its files are no longer there."""
-
-
-@dataclass(slots=True)
-class Totals:
-    """What the committed records hold; on disk in the same transaction as they."""
-
-    raw_bytes: int = 0
-    """Decoded."""
-    stored_bytes: int = 0
-    """Encoded, with headers, without LMDB's pages."""
-    error: LossyError = field(default_factory=LossyError)
-    """What lossy storage changed."""
-
-    @classmethod
-    def parse(cls, stored: Any) -> Totals:
-        """Read them back; all zero if missing or damaged: they are for people."""
-        if stored is None or len(stored) != _TOTALS.size:
-            return cls()
-        raw_bytes, stored_bytes, *error = _TOTALS.unpack(stored)
-        return cls(raw_bytes, stored_bytes, LossyError(*error))
-
-    def pack(self) -> bytes:
-        """Undo `parse`."""
-        error = self.error
-        return _TOTALS.pack(
-            self.raw_bytes,
-            self.stored_bytes,
-            error.squared_error,
-            error.squared_value,
-            error.largest,
-        )
 
 
 class GenerationFiles:
@@ -149,7 +114,7 @@ class GenerationFiles:
         self._closed = threading.Event()
         self._place = (self._pid, os.path.realpath(directory))
         self._lock = threading.Lock()
-        self._in_use = _share(directory / IN_USE_NAME) if not inspecting else None
+        self._in_use = claim(directory / IN_USE_NAME) if not inspecting else None
         try:
             # metasync=False may lose the last commit in a system crash, never the tree, at a
             # fifth of the cost; sync=False could lose the tree; writemap dies on a full disk.
@@ -160,7 +125,8 @@ class GenerationFiles:
                 readonly=readonly, max_spare_txns=8,
                 lock=not readonly or os.access(directory / LOCK_NAME, os.W_OK),
             )  # fmt: skip
-            self._identity = _identity(directory / DATA_NAME)
+            self._segment = Segment(directory / SEGMENT_NAME, readonly=readonly)
+            self._identity = identity(directory / DATA_NAME)
             self._load()
         except (lmdb.Error, OSError) as error:
             if self._in_use is not None:
@@ -192,7 +158,7 @@ class GenerationFiles:
         """Stop, and unlink the files unless another process uses them; True if unlinked."""
         self.stop(reason)
         self._close_when_idle(keep_lock=True)
-        alone = not self.readonly and _lock_alone(self._in_use)
+        alone = not self.readonly and lock_alone(self._in_use)
         if alone:
             remove_directory(self.directory)
         self._drop_lock()
@@ -213,6 +179,7 @@ class GenerationFiles:
         if os.getpid() != self._pid:
             return  # the parent's, not ours
         self._env.close()
+        self._segment.close()
         self._closed.set()
         with self._registry_lock:
             if self._registry.get(self._place) is self:
@@ -249,8 +216,8 @@ class GenerationFiles:
     # -- reading ----------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[lmdb.Transaction]:
-        """Give a read transaction; the buffers it returns live until it ends.
+    def reading(self) -> Iterator[Snapshot]:
+        """Give a consistent view of what is committed.
 
         Raises:
             GoneError: Void or closed.
@@ -267,7 +234,7 @@ class GenerationFiles:
                     env.set_mapsize(0)
                 transaction = env.begin(buffers=True)
             with transaction:
-                yield transaction
+                yield Snapshot(transaction, self._segment)
 
     def contains(self, ids: Sequence[SampleId], variant: int) -> npt.NDArray[np.bool_]:
         """Return bool (B,), from memory."""
@@ -288,26 +255,20 @@ class GenerationFiles:
         return max(entries - 1, 0)  # the totals are an entry too
 
     def chunks(self, num_records: int = 256) -> Iterator[list[tuple[bytes, memoryview]]]:
-        """Walk over all samples in key order; the buffers live until the next chunk.
+        """Walk over all samples in key order.
 
         Each chunk has its own transaction: a long one would keep a live writer from reusing pages.
         """
         after = FIRST_SAMPLE_KEY
         while True:
-            with self.reading() as transaction:
-                cursor = transaction.cursor()
-                chunk: list[tuple[bytes, memoryview]] = []
-                found = cursor.set_range(after)
-                while found and len(chunk) < num_records:
-                    key = bytes(cursor.key())
-                    if key <= after and chunk:
-                        return  # a damaged tree that leads in a circle
-                    chunk.append((key, memoryview(cursor.value())))
-                    found = cursor.next()
+            with self.reading() as snapshot:
+                chunk = snapshot.records_from(after, num_records)
                 if not chunk:
                     return
                 yield chunk
-                after = chunk[-1][0] + b"\x00"
+            if chunk[-1][0] < after:
+                return  # a damaged tree that leads in a circle
+            after = chunk[-1][0] + b"\x00"
 
     def _load(self) -> None:
         with self._env.begin() as transaction:
@@ -323,28 +284,24 @@ class GenerationFiles:
 
     def check_present(self) -> None:
         """Raise `GoneError` if the file was removed or replaced under us."""
-        if _identity(self.directory / DATA_NAME) != self._identity:
+        if identity(self.directory / DATA_NAME) != self._identity:
             raise GoneError(f"{self.directory} was removed while in use")
 
     def growth_bytes(self, records: Sequence[tuple[bytes, Any]]) -> npt.NDArray[np.int64]:
         """Return, shape (B + 1,), an upper bound of the file's growth if the first n are written.
 
-        Counts, per record, its overflow pages, or its share of leaves that split in half; and the
-        leaves and branches that copy-on-write duplicates.
+        Counts the records, and in LMDB's file the leaves that split in half and the leaves and
+        branches that copy-on-write duplicates.
         """
         with self._inside() as env:
             stat = env.stat()
-        sizes = np.array([0, *(len(record) for _, record in records)], np.int64)
-        pages = -(-(sizes + 16) // PAGE_BYTES)
-        inline = sizes + _NODE_BYTES < PAGE_BYTES // 2
-        # An inline record can split the leaf it falls into; a leaf is copied at most once.
-        pages[inline] = 0
+        sizes = np.cumsum([0, *(len(record) + ALIGNMENT for _, record in records)])
         numbers = np.arange(len(sizes))
+        # A leaf is copied at most once; each entry can split the leaf it falls into.
         copied = np.minimum(numbers, stat["leaf_pages"]) + np.minimum(numbers, stat["branch_pages"])
-        leaf_bytes = np.cumsum(np.where(inline, sizes, 0) + _NODE_BYTES)
-        split = np.minimum(numbers, 4 * leaf_bytes // PAGE_BYTES + 1)
+        split = np.minimum(numbers, 4 * _ENTRY_BYTES * numbers // PAGE_BYTES + 1)
         fixed = 2 * int(stat["depth"]) + 8
-        return np.asarray((np.cumsum(pages) + copied + 2 * split + fixed) * PAGE_BYTES)
+        return np.asarray(sizes + (copied + 2 * split + fixed) * PAGE_BYTES)
 
     def write(
         self,
@@ -352,24 +309,35 @@ class GenerationFiles:
         raw_bytes: int,
         error: LossyError | None = None,
     ) -> int:
-        """Commit the records in one transaction; return how many were new.
+        """Commit the records in one transaction; return how many were new. The caller holds the
+        directory's lock: no other process appends meanwhile.
 
         Raises:
             GoneError: Void, closed, or removed under us.
+            OSError: The disk is full, or fails.
             lmdb.Error: MapFullError, DiskError, ... nothing of the batch is stored then.
         """
         with self._inside() as env:
             self.check_present()
-            num_new = 0
             with env.begin(write=True) as transaction:
                 totals = Totals.parse(transaction.get(TOTALS_KEY))
-                for key, record in records:
-                    # What another process stored meanwhile is the same; what proved unreadable
-                    # is replaced.
-                    if transaction.put(key, record, overwrite=key in self._unreadable):
-                        num_new += 1
-                        totals.stored_bytes += len(record)
-                totals.raw_bytes += raw_bytes * num_new // max(len(records), 1)
+                # What another process stored meanwhile is the same; what proved unreadable is
+                # stored again.
+                new = [
+                    (key, record)
+                    for key, record in records
+                    if key in self._unreadable or transaction.get(key) is None
+                ]
+                size = self._segment.size
+                end = size if totals.end is None else min(totals.end, size)
+                buffers = [record for _, record in new]
+                # On disk before the transaction that makes them visible.
+                offsets = self._segment.append(end, buffers)
+                for (key, record), offset in zip(new, offsets, strict=True):
+                    transaction.put(key, LOCATOR.pack(offset, len(record)))
+                    totals.end = offset + len(record)
+                totals.stored_bytes += sum(map(len, buffers))
+                totals.raw_bytes += raw_bytes * len(new) // max(len(records), 1)
                 if error is not None:
                     totals.error.join(error)
                 transaction.put(TOTALS_KEY, totals.pack())
@@ -377,7 +345,40 @@ class GenerationFiles:
         with self._lock:
             self.index.add_keys([key for key, _ in records])
             self._unreadable.difference_update(key for key, _ in records)
-        return num_new
+        return len(new)
+
+
+class Snapshot:
+    """What was committed when a reader began; valid in the thread that began it."""
+
+    def __init__(self, transaction: lmdb.Transaction, segment: Segment) -> None:
+        self._transaction, self._segment = transaction, segment
+        self.locator: Callable[[bytes], Any] = transaction.get
+        """Key -> (offset, length) as `LOCATOR` packs them, or None."""
+        self.mapped = segment.mapped
+        """The segment, as far as it is mapped."""
+
+    def get(self, key: bytes) -> memoryview | None:
+        """Return a record's bytes, unchecked; None if there is no such sample, empty if what is
+        noted about it is damaged.
+        """
+        locator = self.locator(key)
+        return None if locator is None else self._view(locator)
+
+    def records_from(self, key: bytes, count: int) -> list[tuple[bytes, memoryview]]:
+        """Return up to `count` (key, record), in key order, from this key on."""
+        cursor = self._transaction.cursor()
+        if not cursor.set_range(key):
+            return []
+        return [
+            (bytes(found), self._view(locator))
+            for found, locator in itertools.islice(cursor.iternext(), count)
+        ]
+
+    def _view(self, locator: Any) -> memoryview:
+        if len(locator) != LOCATOR.size:
+            return memoryview(b"")
+        return self._segment.view(*LOCATOR.unpack(locator))
 
 
 class AbsentFiles(GenerationFiles):
@@ -397,59 +398,3 @@ class AbsentFiles(GenerationFiles):
 
     def destroy(self, reason: str) -> bool:
         return False
-
-
-def remove_directory(directory: Path) -> None:
-    """Unlink a generation; readers of other processes keep their mapping until they close."""
-    grave = directory.with_name(f".gone-{directory.name}-{os.getpid()}")
-    with contextlib.suppress(OSError):
-        directory.rename(grave)  # one step: nobody opens a half-removed generation
-    shutil.rmtree(grave, ignore_errors=True)
-
-
-def in_use_elsewhere(directory: Path) -> bool:
-    """Tell whether any live process, this one included, holds the generation."""
-    try:
-        descriptor = os.open(directory / IN_USE_NAME, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        return not _lock_alone(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _share(path: Path) -> int:
-    """Hold a shared lock for as long as the process lives; the kernel drops it at any death."""
-    writable = os.access(path.parent, os.W_OK)
-    flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
-    try:
-        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
-    except FileNotFoundError as error:
-        raise BeingRemovedError(str(path.parent)) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if writable:
-            os.utime(path)
-    except OSError as error:
-        os.close(descriptor)
-        raise BeingRemovedError(str(path.parent)) from error
-    return descriptor
-
-
-def _lock_alone(descriptor: int | None) -> bool:
-    if descriptor is None:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_dev, stat.st_ino

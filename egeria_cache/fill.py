@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import lmdb
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -17,6 +16,7 @@ import xxhash
 from torch import Tensor
 
 from egeria_cache.codec import Bytes, CodecError, Coder
+from egeria_cache.files import LOCATOR, Snapshot
 from egeria_cache.layout import CHECKSUM_BYTES, Head
 from egeria_cache.lossy import unpack
 from egeria_cache.records import Record, open_record
@@ -79,7 +79,7 @@ class Batch:
 
 
 def fill(
-    transaction: lmdb.Transaction,
+    snapshot: Snapshot,
     keys: Sequence[bytes],
     rows: npt.NDArray[np.int64],
     batch: Batch,
@@ -88,14 +88,14 @@ def fill(
     """Read the rows; what is not there or not intact is noted in the batch."""
     left = rows.tolist()
     if batch.plain:
-        left = _fill_plain(transaction, keys, left, batch)
+        left = _fill_plain(snapshot, keys, left, batch)
     size = sum(max(entry.num_bytes, 0) for entry in batch.head.layout.fields)
     per_chunk = max(1, CHUNK_BYTES // max(size, 1))
     remaining = iter(left)
     while chunk := list(itertools.islice(remaining, per_chunk)):
         records = {}
         for row in chunk:
-            value = transaction.get(keys[row])
+            value = snapshot.get(keys[row])
             if value is None:
                 batch.absent.append(keys[row])
                 continue
@@ -108,8 +108,8 @@ def fill(
                     batch.hit[row] = True
             except RecordError as error:
                 batch.corrupt.append((keys[row], str(error)))
-        for row, error in _decode_chunk(records, batch, coder).items():
-            batch.corrupt.append((keys[row], str(error)))
+        for row, problem in _decode_chunk(records, batch, coder).items():
+            batch.corrupt.append((keys[row], str(problem)))
             del records[row]
         batch.hit[list(records)] = True
 
@@ -125,7 +125,7 @@ def _decode_chunk(
             for row, record in records.items():
                 try:
                     column[row] = record.value(position)
-                except RecordError as error:  # noqa: PERF203
+                except RecordError as error:
                     failed[row] = error
             continue
         by_codec: dict[int, list[int]] = {}
@@ -154,7 +154,7 @@ def _decode_alone(record: Record, coder: Coder) -> dict[str, Value]:
 
 
 def _fill_plain(
-    transaction: lmdb.Transaction, keys: Sequence[bytes], rows: list[int], batch: Batch
+    snapshot: Snapshot, keys: Sequence[bytes], rows: list[int], batch: Batch
 ) -> list[int]:
     """Copy raw records of one tensor; return the rows that need a closer look.
 
@@ -165,22 +165,28 @@ def _fill_plain(
     assert target is not None
     num_bytes = size - start
     flat = target.reshape(-1).data
-    get, digest, seed = transaction.get, xxhash.xxh3_64_intdigest, batch.head.seed
+    locate, mapped, unpack_locator = snapshot.locator, snapshot.mapped, LOCATOR.unpack
+    digest, seed = xxhash.xxh3_64_intdigest, batch.head.seed
     template, large = batch.head_bytes, size >= PARALLEL_COPY_BYTES
     copied, found, promised, others = [], [], [], []
     for row in rows:
         key = keys[row]
-        value = get(key)
-        if value is None or len(value) != size or value[CHECKSUM_BYTES:start] != template:
+        locator = locate(key)
+        if locator is None or len(locator) != LOCATOR.size:
+            others.append(row)
+            continue
+        offset, length = unpack_locator(locator)
+        if length != size or mapped[offset + CHECKSUM_BYTES : offset + start] != template:
             others.append(row)
             continue
         part = flat[row * num_bytes : (row + 1) * num_bytes]
         if large:
-            target[row] = np.frombuffer(value, np.uint8, offset=start)  # releases the GIL
+            # NumPy releases the GIL while it copies.
+            target[row] = np.frombuffer(mapped[offset + start : offset + size], np.uint8)
         else:
-            part[:] = value[start:]
+            part[:] = mapped[offset + start : offset + size]
         found.append(digest(part, seed=seed ^ digest(key)))  # payload_seed(), inlined
-        promised.append(value[:CHECKSUM_BYTES])
+        promised.append(mapped[offset : offset + CHECKSUM_BYTES])
         copied.append(row)
     intact = np.array(found, "<u8") == np.frombuffer(b"".join(promised), "<u8")
     at = np.array(copied, np.int64)

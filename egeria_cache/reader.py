@@ -70,7 +70,8 @@ class BatchReader:
         """Return the wanted rows that are stored and intact; never raises for a bad record."""
         rows = np.flatnonzero(wanted)
         try:
-            template, corrupt = files.template, []
+            template = files.template
+            corrupt: list[tuple[bytes, str]] = []
             if template is None:
                 template, corrupt = _find_template(files, keys, rows)
             if template is None:
@@ -107,8 +108,8 @@ class BatchReader:
             return self._pool
 
     def _fill(self, files: GenerationFiles, keys: Sequence[bytes], rows: Any, batch: Batch) -> None:
-        with files.reading() as transaction:
-            fill(transaction, keys, rows, batch, self._coder())
+        with files.reading() as snapshot:
+            fill(snapshot, keys, rows, batch, self._coder())
 
     def _coder(self) -> Coder:
         coder: Coder | None = getattr(self._local, "coder", None)
@@ -143,9 +144,9 @@ def _find_template(
     without one, what is wrong with each.
     """
     corrupt = []
-    with files.reading() as transaction:
+    with files.reading() as snapshot:
         for row in rows:
-            value = transaction.get(keys[row])
+            value = snapshot.get(keys[row])
             if value is None:
                 files.forget(keys[row])
                 continue

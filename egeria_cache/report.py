@@ -14,14 +14,16 @@ from pathlib import Path
 import lmdb
 
 from egeria_cache.budget import directory_bytes, generation_directories, last_use
+from egeria_cache.claims import in_use_elsewhere
 from egeria_cache.codec import Coder
 from egeria_cache.errors import StoreError
-from egeria_cache.files import DATA_NAME, GenerationFiles, GoneError, Totals, in_use_elsewhere
+from egeria_cache.files import DATA_NAME, GenerationFiles, GoneError
 from egeria_cache.keys import decode_key
 from egeria_cache.layout import Layout
 from egeria_cache.manifest import Manifest, read_json
 from egeria_cache.place import ROOT_NAME
 from egeria_cache.records import Record, open_record
+from egeria_cache.totals import Totals
 from egeria_cache.values import RecordError
 
 __all__ = [

@@ -22,17 +22,10 @@ import numpy.typing as npt
 from torch import Tensor
 
 from egeria_cache.budget import Budget, generation_directories
-from egeria_cache.config import StoreConfig, parse_size
+from egeria_cache.claims import BeingRemovedError, in_use_elsewhere, remove_directory
+from egeria_cache.config import PAGE_BYTES, StoreConfig, parse_size
 from egeria_cache.errors import StoreError
-from egeria_cache.files import (
-    DATA_NAME,
-    PAGE_BYTES,
-    AbsentFiles,
-    BeingRemovedError,
-    GenerationFiles,
-    in_use_elsewhere,
-    remove_directory,
-)
+from egeria_cache.files import DATA_NAME, AbsentFiles, GenerationFiles
 from egeria_cache.generation import Generation
 from egeria_cache.keys import SampleId
 from egeria_cache.manifest import (
@@ -178,7 +171,7 @@ class ActivationStore:
         while True:
             try:
                 return self._open(name, fields)
-            except BeingRemovedError as error:  # noqa: PERF203 (a wait, not a hot loop)
+            except BeingRemovedError as error:
                 # Its rename is imminent; no lock is shared with the remover, who must not wait.
                 if time.monotonic() > deadline:
                     raise StoreError(f"{error} is held by a process that removes it") from None

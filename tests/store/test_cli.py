@@ -38,7 +38,7 @@ def ask_json(capsys, *argv):
 
 
 def damage_records(directory):
-    for data in directory.glob("gen-*/data.mdb"):
+    for data in directory.glob("gen-*/records.bin"):
         blob = bytearray(data.read_bytes())
         at = blob.find(b"EG\x01")
         blob[at + 60] ^= 4

@@ -132,7 +132,7 @@ def test_a_damaged_record_is_a_miss_counted_and_named_once(directory, caplog):
     with ActivationStore(directory, codec="raw") as store:
         store.put_batch([1, 2, 3], rows([1, 2, 3]))
         store.flush(FLUSH_S)
-        (data,) = directory.glob("gen-*/data.mdb")
+        (data,) = directory.glob("gen-*/records.bin")
     blob = bytearray(data.read_bytes())
     for one in (2, 3):
         at = blob.find(rows([one])[0].numpy().tobytes()[:2000])
@@ -151,7 +151,7 @@ def test_a_damaged_record_is_replaced_when_its_sample_comes_again(directory):
     with ActivationStore(directory, codec="raw") as store:
         store.put_batch([1], rows([1]))
         store.flush(FLUSH_S)
-        (data,) = directory.glob("gen-*/data.mdb")
+        (data,) = directory.glob("gen-*/records.bin")
     blob = bytearray(data.read_bytes())
     blob[blob.find(rows([1])[0].numpy().tobytes()[:2000]) + 100] ^= 1
     data.write_bytes(blob)
@@ -167,7 +167,7 @@ def test_a_batch_of_which_every_record_is_damaged_is_all_misses_and_all_counted(
     with ActivationStore(directory, codec=codec) as store:
         store.put_batch(range(5), rows(range(5)).relu())
         store.flush(FLUSH_S)
-        (data,) = directory.glob("gen-*/data.mdb")
+        (data,) = directory.glob("gen-*/records.bin")
     blob = data.read_bytes()
     data.write_bytes(blob.replace(b"EG\x01\x01", b"EG\x01\x03"))
     with ActivationStore(directory) as store:
