@@ -198,11 +198,11 @@ class Coder:
             for parts, (size, _) in zip(planes, groups, strict=True)
         ]
         joined: npt.NDArray[Any] = whole[-1]
-        for plane, (size, _) in zip(whole[-2::-1], groups[-2::-1], strict=True):
+        for lower, (size, _) in zip(whole[-2::-1], groups[-2::-1], strict=True):
             # Twice as wide at each step, so that the first passes are over few bytes.
             joined = joined.astype(f"<u{2 * size}")
             np.left_shift(joined, 8 * size, out=joined)
-            np.bitwise_or(joined, plane, out=joined)
+            np.bitwise_or(joined, lower, out=joined)
         if floating:
             np.left_shift(joined, 8 * width - 1, out=out)
             joined = joined >> 1 if joined is whole[-1] else np.right_shift(joined, 1, out=joined)
