@@ -13,6 +13,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ class HookClock:
             setattr(hooks_module._Hook, name, function)
 
     def take(self) -> float:
+        """Return the seconds since the last call."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
@@ -100,7 +102,7 @@ def step_cost(evaluator: str, reference: str, num_steps: int, every: int) -> dic
             start = time.perf_counter()
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images), targets)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             before = time.perf_counter()
             controller.step(loss)
@@ -176,7 +178,7 @@ def reference_speed(name: str, model: nn.Module, x: Tensor, repeats: int) -> lis
         reference.build([model], probe)
         build_s = time.perf_counter() - start
         with torch.no_grad():
-            forward_ms = best_ms(lambda reference=reference: reference.run(probe), repeats)
+            forward_ms = best_ms(partial(reference.run, probe), repeats)
         base = base or forward_ms
         rows.append(
             {

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-from digits import Digits, ResNet  # noqa: E402
+from digits import Digits, ResNet
 
-__all__ = ["Outcome", "Task", "train"]
+__all__ = ["Outcome", "ResNet", "Task", "load", "train"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def train(
             rows = order[step * task.batch_size : (step + 1) * task.batch_size]
             optimizer.zero_grad()
             loss = F.cross_entropy(model(augment(images[rows], generator)), targets[rows])
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             if controller is not None:
                 before = time.perf_counter()

@@ -12,9 +12,11 @@ correlation of the curves over the epochs, and the costs.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from egeria_core import find_layers, sp_loss
 from egeria_core.snapshot import copy_modules
 
 mpl.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib import pyplot as plt
 
 RESULTS = Path(__file__).parent / "results"
 PROBE_ROWS = 32
@@ -46,7 +48,8 @@ def pwcca_distance(x: Tensor, y: Tensor) -> float:
 def _basis(x: Tensor) -> Tensor:
     """Orthonormal basis of the columns, without directions that hold nothing."""
     u, s, _ = torch.linalg.svd(x, full_matrices=False)
-    return u[:, s > 1e-5 * s[0]]
+    kept: Tensor = u[:, s > 1e-5 * s[0]]
+    return kept
 
 
 def cka_distance(x: Tensor, y: Tensor) -> float:
@@ -111,7 +114,7 @@ def one_seed(task: Task, seed: int) -> dict[str, Any]:
         for kind in ("plasticity", "plasticity_whole_model", "pwcca", "cka")
     }
     _, final = activations(snapshots[-1], names, images)
-    for old, now in zip(snapshots, snapshots[1:], strict=False):
+    for old, now in itertools.pairwise(snapshots):
         inputs, probe_now = activations(now, names, rows)
         _, probe_old = activations(old, names, rows)
         _, act = activations(now, names, images)
@@ -142,6 +145,10 @@ def median_ms(function: Callable[[], Any], repeats: int = 15) -> float:
     return sorted(times)[len(times) // 2] * 1e3
 
 
+def _on_channels(distance: Callable[[Tensor, Tensor], float], pair: tuple[Tensor, Tensor]) -> float:
+    return distance(channels_last(pair[0]), channels_last(pair[1]))
+
+
 def costs(act: Any, final: Any, names: list[str]) -> dict[str, Any]:
     """Return the cost of one comparison of each layer, on the probe's rows and on the test set."""
     result: dict[str, Any] = {}
@@ -149,16 +156,10 @@ def costs(act: Any, final: Any, names: list[str]) -> dict[str, Any]:
         small = act[name][:PROBE_ROWS], final[name][:PROBE_ROWS]
         large = act[name], final[name]
         result[name] = {
-            "sp_ms": median_ms(lambda pair=small: sp_loss(*pair)),
-            "pwcca_same_rows_ms": median_ms(
-                lambda pair=small: pwcca_distance(*(channels_last(a) for a in pair))
-            ),
-            "pwcca_test_set_ms": median_ms(
-                lambda pair=large: pwcca_distance(*(channels_last(a) for a in pair)), 5
-            ),
-            "cka_test_set_ms": median_ms(
-                lambda pair=large: cka_distance(*(channels_last(a) for a in pair)), 5
-            ),
+            "sp_ms": median_ms(partial(sp_loss, *small)),
+            "pwcca_same_rows_ms": median_ms(partial(_on_channels, pwcca_distance, small)),
+            "pwcca_test_set_ms": median_ms(partial(_on_channels, pwcca_distance, large), 5),
+            "cka_test_set_ms": median_ms(partial(_on_channels, cka_distance, large), 5),
         }
     return result
 
@@ -171,8 +172,7 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
         for ours in ("plasticity", "plasticity_whole_model"):
             for theirs in ("pwcca", "cka"):
                 values = [
-                    spearman(run["curves"][ours][name], run["curves"][theirs][name])
-                    for run in runs
+                    spearman(run["curves"][ours][name], run["curves"][theirs][name]) for run in runs
                 ]
                 row[f"{ours}~{theirs}"] = [round(value, 3) for value in values]
         cost = {

@@ -25,7 +25,7 @@ from egeria_core.hooks import Call, LayerTap, Probe
 from egeria_core.meter import ActivationMeter
 
 mpl.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib import pyplot as plt
 
 RESULTS = Path(__file__).parent / "results"
 WINDOW, TOLERANCE = 10, 0.2
@@ -67,7 +67,7 @@ class WholeModelMeter(ActivationMeter):
 
     def bind(self) -> None:
         """Hook the model itself: its input is the probe."""
-        names = [(name,) for name in self._layers.boundaries[:-1]]
+        names: list[tuple[str, ...]] = [(name,) for name in self._layers.boundaries[:-1]]
         if names == self._tapped:
             return
         self._tapped = names

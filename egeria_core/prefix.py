@@ -66,10 +66,13 @@ class LayerMap:
         trace.close()
         self._trace = None
         self.training = self._model.training
-        if all(layer.boundary not in trace.returned for layer in self.layers):
-            log.warning(
-                "egeria: no layer of %s was seen in the first forward, so registration order is "
-                "taken for forward order; make the FreezeController before torch.compile",
+        # Inside compiled code nobody watches; what was seen around it would be a part at random.
+        compiled = any(m._compiled_call_impl is not None for m in self._model.modules())
+        if compiled or all(layer.boundary not in trace.returned for layer in self.layers):
+            log.log(
+                logging.INFO if compiled else logging.WARNING,
+                "egeria: the layers of %s were not seen in the first forward (is it compiled?), so "
+                "registration order is taken for forward order",
                 type(self._model).__name__,
             )
             return
