@@ -61,6 +61,14 @@ class BoundaryError(EgeriaError):
         )
 
     @classmethod
+    def compiled_whole(cls, boundary: str) -> BoundaryError:
+        """The model is one compiled graph: there is no place to enter it."""
+        return cls(
+            f"the model is compiled as a whole, so it cannot be entered at {boundary!r}; compile "
+            "its blocks instead (`for block in model.blocks: block.compile()`)"
+        )
+
+    @classmethod
     def never_called(cls, boundary: str) -> BoundaryError:
         """The forward does not call the boundary (a container, or an unused module)."""
         return cls(

@@ -13,6 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from egeria_cache.cut import Cut, Step, TensorSpec
 from egeria_cache.errors import BoundaryError
 from egeria_cache.guards import PrefixGuard
+from egeria_cache.invocation import Invocation, plain
 from egeria_cache.placeholder import Escape, Placeholder, Scene, Source
 from egeria_cache.trace import Draw, Named
 
@@ -117,6 +118,35 @@ class Recipe:
     def modules(self) -> list[nn.Module]:
         """The distinct modules of the steps."""
         return list({id(step.module): step.module for step in self.steps}.values())
+
+    def fits(self, call: Invocation) -> bool:
+        """Whether the inputs and modes are those that it was proved with."""
+        if tuple(module.training for module in self.ancestors) != self.modes:
+            return False
+        for position, known in self.leaf_names.items():
+            leaf = call.tagged.get(position)
+            if leaf is None:
+                if position not in self.kept or position in self.entered:
+                    return False
+            elif (leaf.leaf, leaf.chain_key) != known:
+                return False
+        return all(torch.equal(plain(call.leaves[i]), value) for i, value in self.pinned.items())
+
+    def lies_beyond(self, name: str) -> bool:
+        """Whether its boundary comes after the module `name`, or contains it."""
+        return name.startswith(self.boundary + ".") or any(
+            step.name == name or name.startswith(step.name + ".") for step in self.steps[:-1]
+        )
+
+    def skipped_modules(self) -> list[tuple[str, nn.Module]]:
+        """Return every module that does not run on a hit, at any depth, with its name."""
+        modules = {
+            id(module): module
+            for step in self.steps
+            if not step.run
+            for module in step.module.modules()
+        }
+        return [(self.names.get(i, ""), module) for i, module in modules.items()]
 
     def surrounds(self, module: nn.Module) -> bool:
         """Whether the boundary is called from within `module`, which may be a step as well."""

@@ -6,30 +6,28 @@ The whole way of a batch through the model is `SkipEngine.forward`. How a cut is
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from egeria_cache import passes
 from egeria_cache.address import address, prefix_tensors
+from egeria_cache.attach import AttachedForward, inner_model
 from egeria_cache.batch import Batch, Entry, unwrap
-from egeria_cache.calls import intercept
+from egeria_cache.calls import is_compiled
 from egeria_cache.cut import Cut, merge
 from egeria_cache.errors import BoundaryError
 from egeria_cache.frozen import FrozenPrefix
 from egeria_cache.guards import ContentHash, PrefixGuard
-from egeria_cache.invocation import Invocation, plain
-from egeria_cache.placeholder import Source
-from egeria_cache.probe import input_placeholder
-from egeria_cache.recipe import CaptureRun, PrefixDone, Recipe, ReplayRun, Unavailable
+from egeria_cache.invocation import Invocation
+from egeria_cache.recipe import Recipe
 from egeria_cache.rehearsal import Rehearsal
-from egeria_cache.state import RandomState
 
 __all__ = ["SkipEngine", "SkipHost"]
 
@@ -71,7 +69,9 @@ class SkipEngine:
     """
 
     def __init__(self, model: nn.Module, host: SkipHost) -> None:
-        self.model = _inner(model)
+        self.model = inner_model(model)
+        self._attached: AttachedForward | None = None
+        self._compiled = is_compiled(model)
         self.host = host
         self.boundary: str | None = None
         self.cut: Cut | None = None
@@ -159,18 +159,12 @@ class SkipEngine:
         return outcome.result
 
     def _miss(self, recipe: Recipe, call: Invocation) -> Any:
-        """Every row is computed; what crosses the boundary is captured on the way."""
-        capture = CaptureRun(recipe, call.batch.size)
-        args, kwargs = call.plain()
-        started = time.perf_counter()
-        with intercept(recipe.modules, capture):
-            output = self._forward(*args, **kwargs)
-        self.host.note("full", time.perf_counter() - started, call.batch.size)
-        rows = capture.rows()
-        if rows is not None and recipe.cut is not None:
-            self.host.captured(call.batch, recipe.cut, None, rows)
-        elif capture.deviation is not None:
-            self._refuse(call.key(), BoundaryError.another_way(recipe.boundary, capture.deviation))
+        """Compute every row, and hand what crosses the boundary to the host."""
+        with self._noting("full", call.batch.size):
+            output, capture = passes.full(self._forward, recipe, call)
+        self._captured(recipe, call, None, capture.rows())
+        if capture.deviation is not None:
+            self._refuse(recipe.key, BoundaryError.another_way(recipe.boundary, capture.deviation))
         return output
 
     def _complete(
@@ -178,73 +172,49 @@ class SkipEngine:
     ) -> dict[str, Tensor]:
         """Run the prefix on the misses alone, and merge the rows in order."""
         missing = ~entry.hit
-        num_missing = int(missing.sum())
-        capture = CaptureRun(source, num_missing, stop=True)
-        args, kwargs = call.rows(missing)
-        generators = RandomState.now() if source.draws else None
-        started = time.perf_counter()
-        try:
-            with intercept(source.modules, capture):
-                self._forward(*args, **kwargs)
-        except PrefixDone:
-            pass
-        if generators is not None:
-            generators.restore()  # the replay draws what the whole forward would
-        self.host.note("prefix", time.perf_counter() - started, num_missing)
-        fresh = capture.rows()
-        if fresh is None:
-            raise BoundaryError.never_called(source.boundary)
-        if source.boundary == self.boundary and source.cut is not None:
-            self.host.captured(call.batch, source.cut, missing, fresh)
+        with self._noting("prefix", int(missing.sum())):
+            fresh = passes.prefix(self._forward, source, call, missing)
+        if source.boundary == self.boundary:
+            self._captured(source, call, missing, fresh)
         return {name: merge(entry.hit, stored[name], fresh[name]) for name in fresh}
 
     def _replay(
         self, source: Recipe, recipe: Recipe, call: Invocation, stored: Mapping[str, Tensor]
     ) -> Any:
-        """Enter at `source`'s cut; on the way capture `recipe`'s, if the boundary has moved on."""
-        size = call.batch.size
-        values = {
-            slot: source.tensor_spec(slot).from_rows(
-                stored[name].clone() if source.copies else stored[name]
-            )
-            for name, slot in source.slots().items()
-        }
-        replay = ReplayRun(source, size, values)
-        capture = CaptureRun(recipe, size) if source is not recipe else None
-        args, kwargs = call.rebuild(lambda i, leaf: _input(source, replay, i, leaf))
-        before = _Undo(source)
+        """Enter at `source`'s cut; an older one than `recipe`'s fills the newer one on the way."""
+        with self._noting("replay", call.batch.size):
+            output, rows = passes.replay(self._forward, source, recipe, call, stored)
+        self._captured(recipe, call, None, rows)
+        return output
+
+    def _captured(
+        self,
+        recipe: Recipe,
+        call: Invocation,
+        mask: np.ndarray | None,
+        rows: dict[str, Tensor] | None,
+    ) -> None:
+        if rows is not None and recipe.cut is not None:
+            self.host.captured(call.batch, recipe.cut, mask, rows)
+
+    @contextmanager
+    def _noting(self, kind: str, rows: int) -> Iterator[None]:
         started = time.perf_counter()
-        try:
-            with intercept(*_handler(source, replay, recipe, capture)):
-                output = self._forward(*args, **kwargs)
-        except BoundaryError:
-            before.restore()
-            raise
-        finally:
-            replay.scene.finished = True
-        self.host.note("replay", time.perf_counter() - started, size)
-        if capture is not None and recipe.cut is not None:
-            rows = capture.rows()
-            if rows is not None:
-                self.host.captured(call.batch, recipe.cut, None, rows)
-        return _hide(output, source.opaque_outputs) if source.opaque_outputs else output
+        yield
+        self.host.note(kind, time.perf_counter() - started, rows)
 
     # ---- the boundary -------------------------------------------------------------------------
 
     def attach(self) -> None:
         """Take over `model.forward`. The model's `state_dict`, copies and pickles stay plain."""
-        attached = _AttachedForward(self, self.model, self.model.__dict__.get("forward"))
-        self._forward = self.model.forward
-        self.model.__dict__["forward"] = attached
+        self._attached = AttachedForward(self.model, self.forward)
+        self._forward = self._attached.attach()
 
     def detach(self) -> None:
         """Give the model its own forward back, and let the prefix go. Idempotent."""
         self.set_boundary(None)
-        attached = self.model.__dict__.get("forward")
-        if isinstance(attached, _AttachedForward) and attached.engine is self:
-            del self.model.__dict__["forward"]
-            if attached.before is not None:
-                self.model.__dict__["forward"] = attached.before
+        if self._attached is not None:
+            self._attached.detach()
 
     def set_boundary(self, name: str | None) -> None:
         """Name the last frozen module.
@@ -259,7 +229,7 @@ class SkipEngine:
             return
         name = name if name is None else self._resolve(name)
         before = self._all()
-        kept = [r for r in before if name is not None and not _lies_beyond(r, name)]
+        kept = [r for r in before if name is not None and not r.lies_beyond(name)]
         self._recipes.clear()
         for recipe in kept:
             self._recipes.setdefault(recipe.key, []).append(recipe)
@@ -272,8 +242,10 @@ class SkipEngine:
             self._held.extend(step.module for step in recipe.steps if not step.run)
         if name is None:
             self._hashes.forget()
-        else:
-            self._held.extend([self.model.get_submodule(name)])
+            return
+        self._held.extend([self.model.get_submodule(name)])
+        if self._compiled or is_compiled(self.model):
+            self.host.refused(BoundaryError.compiled_whole(name))
 
     def knows(self, cut: Cut) -> bool:
         """Whether batches may still enter at this cut."""
@@ -292,7 +264,7 @@ class SkipEngine:
         """Return the recipe for calls like this one, at `cut` or else at the present boundary."""
         for recipe in self._recipes.get(key, ()):
             wanted = recipe.boundary == self.boundary if cut is None else recipe.cut is cut
-            if wanted and _fits(recipe, call):
+            if wanted and recipe.fits(call):
                 return recipe
         return None
 
@@ -317,7 +289,7 @@ class SkipEngine:
 
     def _publish(self, recipe: Recipe, call: Invocation) -> Cut:
         tensors = prefix_tensors(recipe)
-        recipe.guard = guard = PrefixGuard(tensors, _skipped_modules(recipe))
+        recipe.guard = guard = PrefixGuard(tensors, recipe.skipped_modules())
         dropped = {call.tagged[i].leaf for i in call.tagged if i not in recipe.kept}
         kept = {call.tagged[i].leaf for i in recipe.kept}
         recipe.cut = self.cut = Cut(
@@ -363,28 +335,6 @@ class SkipEngine:
         return self._forward(*args, **kwargs)
 
 
-class _AttachedForward:
-    """The instance's `forward`; a copy or a pickle of the model gets its plain forward back."""
-
-    def __init__(self, engine: SkipEngine, model: nn.Module, before: Any) -> None:
-        self.engine = engine
-        self.model = model
-        self.before = before
-        # Signature of the model's own forward: trainers look at it to choose columns.
-        self.__wrapped__ = model.forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self.__wrapped__(*args, **kwargs)
-        return self.engine.forward(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self.before is not None:
-            return _same, (self.before,)
-        # While the copy is built its instance dict is empty: this finds its class's forward.
-        return getattr, (self.model, "forward")
-
-
 def _frozen_now(model: nn.Module) -> PrefixGuard:
     """Watch all that looks frozen at present."""
     return PrefixGuard(
@@ -394,97 +344,3 @@ def _frozen_now(model: nn.Module) -> PrefixGuard:
         for key, tensor in slot.items()
         if tensor is not None and not tensor.requires_grad
     )
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-class _Undo:
-    """Takes back what an abandoned replay did: random draws, and writes to active buffers."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self._rng = torch.get_rng_state()
-        self._buffers = [(buffer, buffer.clone()) for buffer in recipe.mutable]
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._rng)
-        with torch.no_grad():
-            for buffer, copy in self._buffers:
-                buffer.copy_(copy)
-
-
-def _input(source: Recipe, replay: ReplayRun, position: int, leaf: Tensor) -> Tensor:
-    if position in source.kept or position not in source.leaf_names:
-        result: Tensor = plain(leaf)
-        return result
-    name = source.leaf_names[position][0]
-    return input_placeholder(leaf, frozenset({Source("leaf", name, position)}), replay)
-
-
-def _handler(
-    source: Recipe, replay: ReplayRun, recipe: Recipe, capture: CaptureRun | None
-) -> tuple[list[nn.Module], Callable[..., Any]]:
-    """Route calls to the replay, and around it to the capture of a later boundary."""
-    if capture is None:
-        return source.modules, replay
-    old, new = set(map(id, source.modules)), set(map(id, recipe.modules))
-
-    def handle(module: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
-        if id(module) in old:
-            original = functools.partial(replay, module, original)
-        if id(module) in new:
-            return capture(module, original, *args, **kwargs)
-        return original(*args, **kwargs)
-
-    both = {id(m): m for m in (*source.modules, *recipe.modules)}
-    return list(both.values()), handle
-
-
-def _fits(recipe: Recipe, call: Invocation) -> bool:
-    """Whether the inputs are those that the recipe was proved with."""
-    if tuple(module.training for module in recipe.ancestors) != recipe.modes:
-        return False
-    for position, known in recipe.leaf_names.items():
-        leaf = call.tagged.get(position)
-        if leaf is None:
-            if position not in recipe.kept or position in recipe.entered:
-                return False
-        elif (leaf.leaf, leaf.chain_key) != known:
-            return False
-    return all(
-        torch.equal(plain(call.leaves[position]), value)
-        for position, value in recipe.pinned.items()
-    )
-
-
-def _lies_beyond(recipe: Recipe, name: str) -> bool:
-    """Whether the recipe's boundary comes after the module `name`."""
-    return any(
-        step.name == name or name.startswith(step.name + ".") for step in recipe.steps[:-1]
-    ) or name.startswith(recipe.boundary + ".")
-
-
-def _skipped_modules(recipe: Recipe) -> list[tuple[str, nn.Module]]:
-    modules = {
-        id(module): module
-        for step in recipe.steps
-        if not step.run
-        for module in step.module.modules()
-    }
-    return [(recipe.names.get(i, ""), module) for i, module in modules.items()]
-
-
-def _hide(output: Any, opaque: frozenset[int]) -> Any:
-    leaves, spec = tree_flatten(output)
-    hidden = Unavailable(frozenset({Source("step", "a skipped module")}))
-    return tree_unflatten([hidden if i in opaque else x for i, x in enumerate(leaves)], spec)
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    """Look through wrappers that call the model as it is."""
-    while type(model).__name__ == "DistributedDataParallel":
-        inner = model.module
-        assert isinstance(inner, nn.Module)
-        model = inner
-    return model

@@ -1,0 +1,65 @@
+"""Stand in for a model's `forward`, and leave no trace in its copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["AttachedForward", "inner_model"]
+
+
+class AttachedForward:
+    """The instance's `forward`; a copy or a pickle of the model gets its plain forward back.
+
+    Args:
+        model: Takes this object as its `forward`.
+        forward: What is called instead.
+    """
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
+        self.model = model
+        self._forward = forward
+        self._before = model.__dict__.get("forward")
+        # Signature of the model's own forward: trainers look at it to choose columns.
+        self.__wrapped__ = model.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; a compiler that traces us sees the plain forward."""
+        if torch.compiler.is_compiling():
+            return self.__wrapped__(*args, **kwargs)
+        return self._forward(*args, **kwargs)
+
+    def attach(self) -> Callable[..., Any]:
+        """Take the place of the model's forward, and return it."""
+        self.model.__dict__["forward"] = self
+        return self.__wrapped__
+
+    def detach(self) -> None:
+        """Put back what was there, unless someone else has taken the place since."""
+        if self.model.__dict__.get("forward") is self:
+            del self.model.__dict__["forward"]
+            if self._before is not None:
+                self.model.__dict__["forward"] = self._before
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._before is not None:
+            return _same, (self._before,)
+        # While the copy is built its instance dict is empty: this finds its class's forward.
+        return getattr, (self.model, "forward")
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """Look through wrappers that call the model as it is."""
+    names = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
+    while type(model).__name__ in names:
+        inner = getattr(model, names[type(model).__name__])
+        assert isinstance(inner, nn.Module)
+        model = inner
+    return model

@@ -1,0 +1,198 @@
+"""The small rooms under the skip: placeholders, rows, comparisons, guards."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from egeria_cache.compare import difference, same_content, tolerance
+from egeria_cache.cut import TensorSpec, merge
+from egeria_cache.errors import BoundaryError
+from egeria_cache.guards import ContentHash, PrefixGuard
+from egeria_cache.placeholder import Escape, Placeholder, Scene, Source
+from egeria_cache.recipe import Unavailable
+
+
+@pytest.fixture
+def stand():
+    scene = Scene({}, frozenset())
+
+    def make(*shape, dtype=torch.float32):
+        meta = torch.empty(shape, dtype=dtype, device="meta")
+        source = frozenset({Source("step", "stem", 0, 0)})
+        return Placeholder.like(meta, torch.device("cpu"), source, scene)
+
+    return make
+
+
+def test_arithmetic_on_placeholders_is_arithmetic_on_shapes(stand):
+    out = torch.cat([stand(4, 3) @ torch.randn(3, 5), torch.zeros(2, 5)]).to(torch.bfloat16)
+    assert isinstance(out, Placeholder)
+    assert (tuple(out.shape), out.dtype, out.device.type) == ((6, 5), torch.bfloat16, "cpu")
+    assert {source.name for source in out.sources} == {"stem"}
+    assert "stem" in repr(out)
+
+
+def test_what_depends_on_the_shape_alone_is_real(stand):
+    for make in (torch.zeros_like, torch.ones_like, lambda p: p.new_full((2,), 7)):
+        assert not isinstance(make(stand(4, 3)), Placeholder)
+    assert torch.equal(torch.ones_like(stand(4, 3)), torch.ones(4, 3))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda p: p.sum().item(), lambda p: bool(p.any()), lambda p: p.numpy(),
+        lambda p: p.tolist(), lambda p: p.data_ptr(), lambda p: p.nonzero(), lambda p: p[p > 0],
+        copy.deepcopy, pickle.dumps, lambda p: torch.zeros(4, 3).add_(p),
+        lambda p: torch.zeros(4, 3).__setitem__(0, p[0]), lambda p: p.unsqueeze_(0),
+        lambda p: __import__("numpy").asarray(p),
+    ],
+)  # fmt: skip
+def test_whoever_needs_the_value_of_a_placeholder_is_stopped(stand, use):
+    with pytest.raises(BoundaryError, match="stem"):
+        use(stand(4, 3))
+
+
+def test_writing_into_a_placeholder_adds_the_writers_sources(stand):
+    target = stand(4, 3)
+    other = Placeholder.like(
+        target.meta, target.device, frozenset({Source("leaf", "x")}), target.scene
+    )
+    target.add_(other)
+    assert {source.name for source in target.sources} == {"stem", "x"}
+
+
+def test_an_unavailable_object_gives_no_attribute():
+    gone = Unavailable(frozenset({Source("step", "layer1")}))
+    for use in (lambda: gone.key_cache, lambda: gone[0], lambda: len(gone), lambda: list(gone)):
+        with pytest.raises(Escape, match="layer1"):
+            use()
+
+
+def permuted(*order):
+    return lambda t: t.permute(order).contiguous().permute(*map(order.index, range(len(order))))
+
+
+@pytest.mark.parametrize("num_per_sample", [1, 3])
+@pytest.mark.parametrize("batch_dim", [0, 1, 2])
+@pytest.mark.parametrize(
+    "layout", [lambda t: t, permuted(0, 2, 1), permuted(2, 1, 0), permuted(1, 2, 0)]
+)
+def test_rows_come_back_with_the_values_and_strides_they_had(batch_dim, num_per_sample, layout):
+    shape = [5, 6, 7]
+    shapes = []
+    for size in (4, 3):
+        shape[batch_dim] = size * num_per_sample
+        shapes.append(tuple(shape))
+    a, b = (layout(torch.randn(s)) for s in shapes)
+    spec = TensorSpec.of(a, 4, b, 3)
+    assert spec is not None
+    assert spec.batch_dim == batch_dim
+    rows = spec.to_rows(a, 4).contiguous()
+    assert rows.shape[0] == 4
+    assert tuple(rows.shape[1:]) == spec.row.shape
+    back = spec.from_rows(rows)
+    assert torch.equal(back, a)
+    assert back.stride() == a.stride()
+    for i in range(4):
+        index = torch.arange(i * num_per_sample, (i + 1) * num_per_sample)
+        assert torch.equal(rows[i].sort().values.sum(), rows[i].sort().values.sum())
+        torch.testing.assert_close(rows[i].sum(), a.index_select(batch_dim, index).sum())
+
+
+def test_a_shape_that_follows_the_data_is_no_row():
+    assert TensorSpec.of(torch.zeros(4, 4), 4, torch.zeros(3, 3), 3) is None
+    assert TensorSpec.of(torch.zeros(5), 4, torch.zeros(3), 3) is None
+    assert TensorSpec.of(torch.zeros(4), 4, torch.zeros(3, dtype=torch.int64), 3) is None
+
+
+def test_the_batch_is_not_mistaken_for_another_dimension_of_its_size():
+    spec = TensorSpec.of(torch.zeros(1, 4, 4), 4, torch.zeros(1, 4, 4), 3)
+    assert spec is not None
+    assert spec.batch_dim is None
+
+
+def test_merge_interleaves_in_order():
+    hit = torch.tensor([True, False, False, True]).numpy()
+    merged = merge(hit, torch.tensor([[0.0], [3.0]]), torch.tensor([[1.0], [2.0]]))
+    assert merged.flatten().tolist() == [0, 1, 2, 3]
+
+
+def test_differences_are_relative_and_strict_where_they_must_be():
+    a = torch.tensor([1.0, 1000.0])
+    assert difference(a, a) == 0
+    assert difference(a, a + 1e-3) == pytest.approx(1e-6, rel=0.1)
+    assert difference(a, a[:1]) == float("inf")
+    assert difference(a, torch.tensor([1.0, float("nan")])) == float("inf")
+    nan = torch.tensor([1.0, float("nan"), float("inf")])
+    assert difference(nan, nan.clone()) == 0
+    assert difference(torch.tensor([1, 2]), torch.tensor([1, 3])) == float("inf")
+    assert tolerance(torch.zeros(1, dtype=torch.int64)) == 0
+    assert tolerance(torch.zeros(1, dtype=torch.bfloat16)) > tolerance(torch.zeros(1))
+
+
+def test_objects_are_compared_by_what_they_hold():
+    class Cache:
+        def __init__(self, *layers):
+            self.layers = list(layers)
+
+    assert same_content(Cache(torch.ones(2), {"a": 1}), Cache(torch.ones(2), {"a": 1}))
+    assert not same_content(Cache(torch.ones(2)), Cache(torch.zeros(2)))
+    assert not same_content(Cache(torch.ones(2)), Cache())
+    assert not same_content(1, 1.0)
+
+
+def test_the_guard_sees_every_kind_of_change_by_name():
+    def watch():
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval().requires_grad_(False)
+        tensors = [
+            (f"{name}.{key}", module, tensor)
+            for name, module in model.named_modules()
+            for slot in (module._parameters, module._buffers)
+            for key, tensor in slot.items()
+        ]
+        return model, PrefixGuard(tensors, list(model.named_modules()))
+
+    model, guard = watch()
+    assert guard.changed() is None
+    model[0].weight.add_(1)
+    assert "'0.weight'" in guard.changed()
+    guard.renew()
+    assert guard.changed() is None
+    model[1].running_mean.data[0] += 1e-3  # moves no version counter
+    assert "content" in guard.changed()
+    model, guard = watch()
+    model[0].weight.data = model[0].weight.data.clone()
+    assert "'0.weight'" in guard.changed()
+    model, guard = watch()
+    model[1].running_var = torch.ones(4)
+    assert "'1.running_var'" in guard.changed()
+    model, guard = watch()
+    model[1] = nn.BatchNorm1d(4).eval()
+    assert "'1'" in guard.changed()
+    model, guard = watch()
+    model[1].train()
+    assert "inference mode" in guard.changed()
+
+
+def test_not_a_number_in_a_weight_is_no_change():
+    weight = torch.full((4,), float("nan"))
+    guard = PrefixGuard([("weight", None, weight)])
+    assert guard.changed() is None
+
+
+def test_content_hashes_follow_content_not_identity():
+    hashes = ContentHash()
+    a, b = torch.arange(4.0), torch.arange(4.0)
+    assert hashes.of(a) == hashes.of(b)
+    before = hashes.of(a)
+    a.add_(1)
+    assert hashes.of(a) != before
+    assert hashes.of(b.bfloat16()) != hashes.of(b)
+    assert hashes.of(b.view(2, 2)) != hashes.of(b)
+    assert hashes.of_all([("x", b)]) != hashes.of_all([("y", b)])
