@@ -158,40 +158,42 @@ def _fill_plain(
 ) -> list[int]:
     """Copy raw records of one tensor; return the rows that need a closer look.
 
-    Per record: one look-up, one comparison of the head, one copy, one hash. The hash is taken of
-    the copy: it is still in the core's own cache, and it checks the copy too.
+    Heads are compared for the whole batch at once; then per record there is one copy and one hash.
+    The hash is taken of the copy: it is still in the core's own cache, and it checks the copy too.
     """
     (target,), start, size = batch.targets, batch.head.num_bytes, batch.head.record_bytes
     assert target is not None
-    num_bytes = size - start
-    flat = target.reshape(-1).data
-    locate, mapped, unpack_locator = snapshot.locator, snapshot.mapped, LOCATOR.unpack
+    locate = snapshot.locator
+    locators = [locate(keys[row]) or b"" for row in rows]
+    if set(map(len, locators)) != {LOCATOR.size}:
+        return rows
+    table = np.frombuffer(b"".join(locators), "<u8").reshape(-1, 2)
+    mapped = np.frombuffer(snapshot.mapped, np.uint8)
+    # Unsigned: a damaged offset is large, never negative.
+    if not (table[:, 1] == size).all() or not (table[:, 0] <= len(mapped) - size).all():
+        return rows
+    places = table[:, 0].astype(np.int64)
+    heads = mapped[places[:, None] + np.arange(start)]
+    template = np.frombuffer(batch.head_bytes, np.uint8)
+    alike = (heads[:, CHECKSUM_BYTES:] == template).all(1)
+    promised = heads[:, :CHECKSUM_BYTES].copy().view("<u8")[:, 0]
+    flat, source, num_bytes = target.reshape(-1).data, snapshot.mapped, size - start
     digest, seed = xxhash.xxh3_64_intdigest, batch.head.seed
-    template, large = batch.head_bytes, size >= PARALLEL_COPY_BYTES
-    copied, found, promised, others = [], [], [], []
-    for row in rows:
-        key = keys[row]
-        locator = locate(key)
-        if locator is None or len(locator) != LOCATOR.size:
-            others.append(row)
-            continue
-        offset, length = unpack_locator(locator)
-        if length != size or mapped[offset + CHECKSUM_BYTES : offset + start] != template:
-            others.append(row)
-            continue
-        part = flat[row * num_bytes : (row + 1) * num_bytes]
-        if large:
+    found = []
+    if size >= PARALLEL_COPY_BYTES:
+        for row, place in zip(rows, places.tolist(), strict=True):
             # NumPy releases the GIL while it copies.
-            target[row] = np.frombuffer(mapped[offset + start : offset + size], np.uint8)
-        else:
-            part[:] = mapped[offset + start : offset + size]
-        found.append(digest(part, seed=seed ^ digest(key)))  # payload_seed(), inlined
-        promised.append(mapped[offset : offset + CHECKSUM_BYTES])
-        copied.append(row)
-    intact = np.array(found, "<u8") == np.frombuffer(b"".join(promised), "<u8")
-    at = np.array(copied, np.int64)
+            target[row] = mapped[place + start : place + size]
+            found.append(digest(target[row].data, seed ^ digest(keys[row])))  # payload_seed()
+    else:
+        for row, place in zip(rows, places.tolist(), strict=True):
+            part = flat[row * num_bytes : (row + 1) * num_bytes]
+            part[:] = source[place + start : place + size]
+            found.append(digest(part, seed ^ digest(keys[row])))  # payload_seed()
+    intact = alike & (np.array(found, "<u8") == promised)
+    at = np.array(rows, np.int64)
     batch.hit[at[intact]] = True
-    return [*others, *at[~intact].tolist()]
+    return at[~intact].tolist()  # type: ignore[no-any-return]
 
 
 def assemble(batch: Batch) -> dict[str, Tensor | list[Any]]:
