@@ -74,6 +74,7 @@ class SkipEngine:
         self._compiled = is_compiled(model)
         self.host = host
         self.boundary: str | None = None
+        self.frozen: str | None = None
         self.cut: Cut | None = None
         self._forward: Callable[..., Any] = self.model.forward
         self._recipes: dict[tuple[Any, ...], list[Recipe]] = {}
@@ -216,8 +217,13 @@ class SkipEngine:
         if self._attached is not None:
             self._attached.detach()
 
-    def set_boundary(self, name: str | None) -> None:
-        """Name the last frozen module.
+    def set_boundary(self, name: str | None, *, frozen: str | None = None) -> None:
+        """Name the module to cut at: the last frozen one, or an earlier one.
+
+        Args:
+            name: Where to cut; None: compute everything.
+            frozen: The last frozen module if that is not `name`: what lies between stays in
+                inference mode, though it is computed.
 
         Moving forward keeps what was proved: activations of an earlier cut stay right, and serve as
         entries. Moving back, or to None, voids every cut that lies beyond.
@@ -225,7 +231,8 @@ class SkipEngine:
         Raises:
             BoundaryError: The model has no such module.
         """
-        if name == self.boundary:
+        frozen = frozen or name
+        if (name, frozen) == (self.boundary, self.frozen):
             return
         name = name if name is None else self._resolve(name)
         before = self._all()
@@ -233,11 +240,13 @@ class SkipEngine:
         self._recipes.clear()
         for recipe in kept:
             self._recipes.setdefault(recipe.key, []).append(recipe)
-        self.boundary, self.cut = name, None
+        same_prefix = frozen is not None and frozen == self.frozen
+        self.boundary, self.frozen, self.cut = name, frozen, None
         self._refused.clear()
         self._num_rehearsals = 0
         self._watch, self._wait = None, _FIRST_WAIT
-        self._held.release()
+        if not same_prefix:
+            self._held.release()
         for recipe in kept:
             self._held.extend(step.module for step in recipe.steps if not step.run)
         if name is None:

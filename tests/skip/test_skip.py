@@ -190,6 +190,32 @@ def test_moving_back_voids_the_later_cut_and_goes_on_from_the_earlier():
     assert not harness.model.block1.training
 
 
+def test_cutting_before_the_frozen_boundary_keeps_what_lies_between_in_inference_mode():
+    harness = make("block2", ("stem", "block1", "block2"))
+    assert_same_run(harness, call, BATCHES)
+    harness.engine.set_boundary("block1", frozen="block2")
+    harness.model.train()
+    assert not harness.model.block2.training
+    step(harness.model, call, harness.batch(range(8)))
+    assert harness.engine.cut.boundary == "block1"
+    harness.engine.set_boundary(None, frozen="block2")
+    harness.model.train()
+    assert not harness.model.block2.training
+    harness.engine.set_boundary(None)
+    harness.model.train()
+    assert harness.model.block2.training
+
+
+def test_the_profile_of_a_cut_tells_what_each_module_costs_and_gives():
+    harness = make("block2", ("stem", "block1", "block2"))
+    step(harness.model, call, harness.batch(range(8)))
+    profile = harness.engine.cut.profile
+    assert [part.name for part in profile] == ["stem", "block1", "block2"]
+    assert [part.row_bytes for part in profile] == [8 * 8 * 8 * 4] * 3
+    times = [part.seconds_per_sample for part in profile]
+    assert 0 < times[0] < times[1] < times[2]
+
+
 def test_withdrawing_the_boundary_gives_the_model_back():
     harness = make()
     assert_same_run(harness, call, BATCHES)
