@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,53 @@ def test_alone_nothing_is_exchanged() -> None:
     assert ranks.is_first
     assert ranks.agree(3.0) == 3.0
     assert ranks.share(verdicts, 1) is verdicts
+
+
+@pytest.fixture
+def alone_in_a_group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("options", [{}, OPTIONS["bucket_view"], OPTIONS["static_graph"]])
+def test_a_rebuilt_wrapper_reduces_what_is_trainable(
+    alone_in_a_group: None, options: dict[str, Any]
+) -> None:
+    ddp = DistributedDataParallel(make_model(), **options)
+    counter = {"calls": 0}
+    ddp.register_comm_hook(counter, halve)
+    x, y = batch(0, 8)
+    for trainable in (True, False, True):
+        for parameter in ddp.module[0].parameters():
+            parameter.requires_grad_(trainable)
+            parameter.grad = None
+        rebuild(ddp)
+        calls = counter["calls"]
+        for _ in range(2):
+            F.cross_entropy(ddp(x.flatten(1)), y).backward()
+        assert counter["calls"] > calls
+        assert (ddp.module[0].weight.grad is not None) is trainable
+        names = [n for n, _ in ddp.named_parameters()]
+        assert len(names) == 8, "the wrapper and its names stay"
+
+
+def test_verdicts_travel_as_numbers(alone_in_a_group: None) -> None:
+    from egeria_core.distributed import _row, _verdict
+
+    ranks = Ranks(DistributedDataParallel(make_model()))
+    assert ranks.agree(0.25) == 0.25
+    assert ranks.share([], 0) == []
+    verdicts = [Verdict(7, 1, 0.5), Verdict(8, 1, None, (0.1, None))]
+    assert ranks.share(verdicts, 1) == verdicts
+    for verdict in verdicts:
+        again = _verdict(_row(verdict, 2))
+        assert (again.step, again.layer, again.value) == (
+            verdict.step,
+            verdict.layer,
+            verdict.value,
+        )
+    assert _verdict(_row(verdicts[1], 2)).values == (0.1, None)
 
 
 def test_a_pytorch_without_the_internals_is_a_clear_error() -> None:

@@ -141,22 +141,20 @@ def test_a_resumed_run_rebuilds_a_quantised_reference(reference: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("reference", ["fp32", "int8"])
 def test_every_family_freezes_and_its_frozen_weights_stay(family: str, reference: str) -> None:
-    run = Run(family, tolerance=1e6, reference=reference, layers=None)
-    run.train(range(40))
+    run = Run(family, tolerance=1e6, reference=reference, evaluate_every=1)
+    run.train(range(26))
     frozen = run.controller.num_frozen
     assert frozen >= 2
     assert not run.controller.history.of("evaluator_lost")
     assert not run.controller.history.of("tap_silent")
     before = {n: p.detach().clone() for n, p in run.model.named_parameters() if not p.requires_grad}
-    buffers = {n: b.clone() for n, b in run.model.named_buffers()}
     front = run.controller.boundary
     run.controller.close()
-    run.train(range(40, 42), drop_at=100)
-    if run.controller.boundary == front:
-        for name, value in before.items():
-            assert torch.equal(run.model.get_parameter(name), value), name
+    run.train(range(26, 28))
+    assert run.controller.boundary == front
+    for name, value in before.items():
+        assert torch.equal(run.model.get_parameter(name), value), name
     assert before
-    assert buffers is not None
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -168,9 +166,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("mode", ["plain", "accumulate", "bf16", "scaler"])
+@pytest.mark.parametrize(
+    ("name", "set_to_none", "mode"),
+    [(name, False, "plain") for name in OPTIMIZERS]
+    + [("adamw", True, mode) for mode in ("plain", "accumulate", "bf16", "scaler")]
+    + [("momentum", False, mode) for mode in ("accumulate", "bf16", "scaler")],
+)
 def test_frozen_weights_do_not_move_by_one_bit(name: str, set_to_none: bool, mode: str) -> None:
     torch.manual_seed(0)
     model = ResNet()

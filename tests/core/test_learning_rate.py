@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from egeria_core import Periodic, TenfoldDrop, WarmRestart
+from egeria_core.learning_rate import parse_rule
+
+
+def test_rules_go_by_name_or_as_objects() -> None:
+    assert isinstance(parse_rule("tenfold_drop"), TenfoldDrop)
+    assert isinstance(parse_rule("warm_restart"), WarmRestart)
+    rule = Periodic(5)
+    assert parse_rule(rule) is rule
+    with pytest.raises(ValueError, match="tenfold_drop, warm_restart"):
+        parse_rule("never")
+
+
+def test_periodic_unfreezes_at_the_end_of_each_period() -> None:
+    rule = Periodic(4)
+    assert [step for step in range(1, 10) if rule.should_unfreeze(step, (0.1,), 1)] == [4, 8]
+    assert not rule.should_unfreeze(4, (0.1,), 0)
+    rule.load_state_dict(rule.state_dict())
+
+
+@pytest.mark.parametrize("make", [TenfoldDrop, WarmRestart])
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_a_resumed_rule_answers_as_the_uninterrupted_one(
+    make: type[TenfoldDrop] | type[WarmRestart], cut: int
+) -> None:
+    rates = [0.1, 0.08, 0.05, 0.02, 0.01, 0.1, 0.06, 0.02, 0.01, 0.005, 0.1, 0.01]
+    frozen = [0, 0, 1, 1, 2, 2, 0, 1, 1, 2, 2, 2]
+
+    def answers(rule: TenfoldDrop | WarmRestart, part: slice) -> list[bool]:
+        pairs = list(zip(rates, frozen, strict=True))[part]
+        return [rule.should_unfreeze(i, (lr,), count) for i, (lr, count) in enumerate(pairs)]
+
+    expected = answers(make(), slice(None))
+    assert any(expected)
+    first, second = make(), make()
+    answers(first, slice(0, cut))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert answers(second, slice(cut, None)) == expected[cut:]
+
+
+def test_a_group_without_a_rate_has_no_drop() -> None:
+    rule = TenfoldDrop()
+    rule.should_unfreeze(1, (0.1, 0.0), 0)
+    assert not rule.should_unfreeze(2, (0.05, 0.0), 1)
+    assert rule.should_unfreeze(3, (0.01, 0.5), 1)
+
+
+@pytest.mark.parametrize(("make", "value"), [(TenfoldDrop, 1.0), (WarmRestart, 1.0), (Periodic, 0)])
+def test_options_out_of_range_are_refused(make: type, value: float) -> None:
+    with pytest.raises(ValueError, match=r"must"):
+        make(value)
