@@ -70,6 +70,7 @@ class RingMachine(RuleBasedStateMachine):
         self.next_batch = 0
         self.released = 0
         self.live: dict[int, list[int]] = {}
+        self.pinned: dict[int, list[int]] = {}
 
     @rule(keys=st.sets(st.integers(0, 30), min_size=1, max_size=8))
     def load(self, keys):
@@ -83,11 +84,12 @@ class RingMachine(RuleBasedStateMachine):
             {"a": torch.stack([row_of(k) for k in missing]) if missing else torch.empty(0, 2, 3)},
             [(f"label {key}",) for key in missing],
         )
-        needed = set().union(*(set(k) for b, k in self.live.items() if b >= self.released), keys)
+        held = [k for b, k in (self.live | self.pinned).items() if b >= self.released]
         if placed:
             self.live[batch] = keys
         else:
-            assert len(needed) > self.num_slots
+            assert len(set(keys).union(*held)) > self.num_slots
+            self.pinned[batch] = [k for k, there in zip(keys, resident, strict=True) if there]
 
     @rule(ahead=st.integers(0, 3))
     def release(self, ahead):
