@@ -92,6 +92,7 @@ def fill(
     size = sum(max(entry.num_bytes, 0) for entry in batch.head.layout.fields)
     per_chunk = max(1, CHUNK_BYTES // max(size, 1))
     remaining = iter(left)
+    like = batch.head, batch.head_bytes
     while chunk := list(itertools.islice(remaining, per_chunk)):
         records = {}
         for row in chunk:
@@ -100,8 +101,8 @@ def fill(
                 batch.absent.append(keys[row])
                 continue
             try:
-                record = open_record(keys[row], value)
-                if record.layout == batch.head.layout:
+                record = open_record(keys[row], value, like)
+                if record.layout is batch.head.layout or record.layout == batch.head.layout:
                     records[row] = record
                 else:
                     batch.odd[row] = _decode_alone(record, coder)

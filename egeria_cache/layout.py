@@ -24,6 +24,7 @@ __all__ = [
     "FieldLayout",
     "Head",
     "Layout",
+    "head_with_lengths",
     "pack_head",
     "parse_head",
     "payload_seed",
@@ -130,16 +131,33 @@ def parse_head(value: memoryview) -> Head:
     end = _PREFIX.size + 8 * num_fields + layout_bytes
     if layout_bytes > MAX_LAYOUT_BYTES or end > len(value):
         raise RecordError("the head exceeds the record")
-    lengths = struct.unpack_from(f"<{num_fields}Q", value, _PREFIX.size)
     layout = _parse_layout(bytes(value[end - layout_bytes : end]), num_fields)
+    lengths = struct.unpack_from(f"<{num_fields}Q", value, _PREFIX.size)
+    seed = xxhash.xxh3_64_intdigest(value[CHECKSUM_BYTES:end])
+    return _bounded(layout, lengths, end, seed, len(value))
+
+
+def head_with_lengths(head: Head, head_bytes: bytes, at: int, record_bytes: int) -> Head:
+    """Return a head of the same layout with the lengths found at `at`.
+
+    Raises:
+        RecordError: They contradict the length of the record.
+    """
+    lengths = struct.unpack_from(f"<{len(head.stored)}Q", head_bytes, at)
+    seed = xxhash.xxh3_64_intdigest(head_bytes)
+    return _bounded(head.layout, lengths, head.num_bytes, seed, record_bytes)
+
+
+def _bounded(
+    layout: Layout, lengths: Sequence[int], end: int, seed: int, record_bytes: int
+) -> Head:
     stored = tuple((length >> 56, length & _LENGTH_MASK) for length in lengths)
-    record_bytes = end + sum(size for _, size in stored)
-    if record_bytes != len(value):
-        raise RecordError(f"a record of {record_bytes} bytes in an entry of {len(value)}")
+    promised = end + sum(size for _, size in stored)
+    if promised != record_bytes:
+        raise RecordError(f"a record of {promised} bytes in an entry of {record_bytes}")
     for field, (codec, size) in zip(layout.fields, stored, strict=True):
         if codec == Codec.RAW and field.num_bytes not in (-1, size):
             raise RecordError(f"field {field.name!r} has {size} bytes, not {field.num_bytes}")
-    seed = xxhash.xxh3_64_intdigest(value[CHECKSUM_BYTES:end])
     return Head(layout, stored, end, record_bytes, seed)
 
 

@@ -18,6 +18,7 @@ from egeria_cache.layout import (
     FieldLayout,
     Head,
     Layout,
+    head_with_lengths,
     pack_head,
     parse_head,
     payload_seed,
@@ -46,6 +47,8 @@ class Rows:
             for value in self.fields.values()
         )
 
+
+_CHECKSUM = struct.Struct("<Q")
 
 Encoded = list[tuple[bytes, Any]]
 """(key, record) per row; the record is any buffer."""
@@ -213,24 +216,35 @@ class Record:
         return unpack(packed, field.shape, field.dtype, field.storage)[0]
 
 
-def open_record(key: bytes, value: Any) -> Record:
+def open_record(key: bytes, value: Any, like: tuple[Head, memoryview] | None = None) -> Record:
     """Check a record against its own sizes and its checksum; decode nothing yet.
 
     Args:
         key: The key it was found under.
         value: Its bytes, any buffer.
+        like: Another record's head, parsed and as stored; one that only differs in lengths is not
+            parsed again, which is most of the work on a small record.
 
     Raises:
         RecordError: Damaged, cut short, of another version, or another sample's.
     """
     view = memoryview(value)
-    head = parse_head(view)
-    (expected,) = struct.unpack_from("<Q", view)
-    seed = payload_seed(head.seed, key)
-    if xxhash.xxh3_64_intdigest(view[head.num_bytes :], seed=seed) != expected:
+    head = (_head_like(view, *like) if like is not None else None) or parse_head(view)
+    (expected,) = _CHECKSUM.unpack_from(view)
+    at = head.num_bytes
+    if xxhash.xxh3_64_intdigest(view[at:], payload_seed(head.seed, key)) != expected:
         raise RecordError("the checksum does not match")
-    at, payload = head.num_bytes, []
+    payload = []
     for _, size in head.stored:
         payload.append(view[at : at + size])
         at += size
     return Record(head, tuple(payload))
+
+
+def _head_like(view: memoryview, head: Head, head_bytes: memoryview) -> Head | None:
+    """Return the record's head if all of it but the lengths is the same as another one's."""
+    found = bytes(view[CHECKSUM_BYTES : head.num_bytes])
+    fixed, lengths_end = 8, 8 + 8 * len(head.stored)
+    if found[:fixed] != head_bytes[:fixed] or found[lengths_end:] != head_bytes[lengths_end:]:
+        return None
+    return head_with_lengths(head, found, fixed, len(view))
