@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,7 @@ class Prefetcher:
         self._pin_memory = pin_memory
         self._rings: dict[View, Ring] = {}
         self._interned: dict[SampleId, int] = {}
+        self._numbers = count(1 << 61)
         self._closed = False
 
     def start(self, entry: PlannedEntry) -> None:
@@ -99,7 +101,7 @@ class Prefetcher:
 
     def release_before(self, number: int) -> None:
         """Batches before `number` were used; the most recent ones stay resident."""
-        for ring in self._rings.values():
+        for ring in list(self._rings.values()):  # readers add to it
             ring.release_before(number - self.window)
 
     def close(self) -> None:
@@ -153,7 +155,8 @@ class Prefetcher:
     def _key(self, sample_id: SampleId) -> int:
         if isinstance(sample_id, int) and 0 <= sample_id < 1 << 61:
             return sample_id
-        return self._interned.setdefault(sample_id, (1 << 61) + len(self._interned))
+        # Readers run side by side: a number drawn twice would give one sample another's rows.
+        return self._interned.setdefault(sample_id, next(self._numbers))
 
 
 def _names(tensors: dict[str, Any]) -> list[str]:
