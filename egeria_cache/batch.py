@@ -81,6 +81,7 @@ class Batch:
         self._load_rows = load_rows
         self._planned_entry = entry
         self._loaded: Mapping[str, Rows] | None = None
+        self._versions = {p: t._version for p, t in leaves.items() if isinstance(t, Tensor)}
 
     @property
     def entry(self) -> Entry | None:
@@ -105,9 +106,14 @@ class Batch:
         return self._loaded[leaf]
 
     def rows_of(self, leaf: str, rows: np.ndarray | None) -> Rows | None:
-        """Return `leaf` for the masked rows (None: all) without loading anything, if it can be."""
+        """Return `leaf` for the masked rows (None: all), as it was yielded.
+
+        None if that would take loading it, or if the loop has changed it in place since.
+        """
         values = self.leaves.get(leaf)
         if values is None:
+            return None
+        if isinstance(values, Tensor) and values._version != self._versions[leaf]:
             return None
         if len(values) == self.size:
             return values if rows is None else take_rows(values, rows)

@@ -116,6 +116,20 @@ def test_targets_of_hits_are_plain_tensors_of_the_same_type(tmp_path, frozen):
             assert targets.tolist() == values
 
 
+def test_targets_changed_in_place_are_not_stored_with_the_change(tmp_path, frozen):
+    data = Images(noise=0)
+    with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
+        loader = EgeriaLoader(data, 8, cache=cache)
+        for _ in range(3):
+            seen = []
+            for images, targets in loader:
+                targets += 1  # before the model sees the batch
+                frozen(images)
+                seen.append(targets)
+            cache.flush()
+            assert torch.equal(torch.cat(seen), data.targets + 1)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_cache_closed_in_mid_epoch_leaves_an_ordinary_loader(tmp_path, frozen, workers):
     data = Images(noise=0)
