@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,6 +36,7 @@ from egeria_cache.structure import Rows, Structure, flatten, is_rows, merge_rows
 
 if TYPE_CHECKING:
     from egeria_cache.cache import ActivationCache
+    from egeria_cache.view import View
 
 __all__ = ["EgeriaLoader"]
 
@@ -185,7 +186,12 @@ class _TaskSource:
 
 
 class _Pass:
-    """One pass over an `EgeriaLoader`: what `iter(loader)` returns."""
+    """One pass over an `EgeriaLoader`: what `iter(loader)` returns.
+
+    Nothing that it makes may refer back to it or to the loader. A cycle would leave its end to the
+    garbage collector, which clears the queues' weak references first: DataLoader's workers are then
+    not told to stop, and each costs its time-out of five seconds.
+    """
 
     def __init__(
         self, loader: EgeriaLoader[Any], progress: Progress, base: torch.Generator
@@ -202,11 +208,11 @@ class _Pass:
         self._planner = Planner(
             iter(loader._index_sampler),
             loader.source.identify,
-            lambda: () if cache is None else cache.views(loader.name),
+            partial(_views, cache, loader.name),
             self._prefetcher,
             variant=progress.variant,
             seed=loader.seed,
-            look_ahead=self._look_ahead,
+            look_ahead=partial(_look_ahead, cache, loader.name),
             first_number=progress.yielded,
         )
         if progress.drew_base_seed and loader._rest is None:
@@ -333,7 +339,7 @@ class _Pass:
             variant=plan.variant,
             loader_name=self._loader.name,
             leaves=leaves,
-            load_rows=partial(self._load_rows, plan),
+            load_rows=partial(_load_rows, self._cache, self._loader.source, plan),
             entry=plan.entry,
             context=context,
         )
@@ -343,19 +349,6 @@ class _Pass:
         return self._loader.source.load(
             plan.subtask(np.ones(len(plan.ids), bool), self._loader.seed)
         )
-
-    def _load_rows(self, plan: Plan, rows: np.ndarray) -> Mapping[str, Rows]:
-        """Load some rows of a batch that was yielded without them."""
-        assert self._cache is not None
-        self._cache.count_refetched(int(rows.sum()))
-        data = self._loader.source.load(plan.subtask(rows, self._loader.seed))
-        return flatten(data, int(rows.sum()))[1]
-
-    def _look_ahead(self) -> int:
-        """How many batches to plan ahead: none while nothing can be read, as DataLoader does."""
-        if self._cache is None or not self._cache.views(self._loader.name):
-            return 0
-        return self._cache.ring_batches
 
     def _start_workers(self) -> Iterator[Loaded]:
         loader = self._loader
@@ -369,6 +362,24 @@ class _Pass:
         tasks, inner = loader._persistent
         tasks.planner = self._planner
         return iter(inner)
+
+
+def _views(cache: ActivationCache | None, name: str) -> Sequence[View]:
+    return () if cache is None else cache.views(name)
+
+
+def _look_ahead(cache: ActivationCache | None, name: str) -> int:
+    """How many batches to plan ahead: none while nothing can be read, as DataLoader does."""
+    return cache.ring_batches if cache is not None and cache.views(name) else 0
+
+
+def _load_rows(
+    cache: ActivationCache | None, source: LoaderSource, plan: Plan, rows: np.ndarray
+) -> Mapping[str, Rows]:
+    """Load some rows of a batch that was yielded without them."""
+    if cache is not None:
+        cache.count_refetched(int(rows.sum()))
+    return flatten(source.load(plan.subtask(rows, source.seed)), int(rows.sum()))[1]
 
 
 def _wrap(rows: Any, batch: Batch, path: str) -> Any:

@@ -66,11 +66,10 @@ class LoaderSource:
             TypeError: An ID is not an int, a string, or a tuple of them.
         """
         named = indices if self._sample_id is None else [self._sample_id(i) for i in indices]
-        ids = [_as_sample_id(value) for value in named]
-        if self._version is None:
-            return ids
-        versions = [_as_sample_id(self._version(i)) for i in indices]
-        return list(zip(ids, versions, strict=True))
+        if self._version is not None:
+            versions = [self._version(i) for i in indices]
+            named = list(zip(named, versions, strict=True))
+        return [v if type(v) in (int, str) else _as_sample_id(v) for v in named]
 
     def load(self, task: Task) -> Any:
         """Load and collate samples in this process, each under its own seed."""
@@ -157,7 +156,11 @@ def _as_sample_id(value: Any) -> SampleId:
     if isinstance(value, str):
         return value
     if isinstance(value, tuple):
-        return tuple(_as_sample_id(part) for part in value)
+        parts = tuple(_as_sample_id(part) for part in value)
+        # The store knows flat tuples. A nested one (a tuple with a version, say) goes as its text;
+        # so does any tuple that begins like such a text, so that no two IDs become one.
+        nested = any(isinstance(part, tuple) for part in parts) or parts[:1] == ("",)
+        return ("", repr(parts)) if nested else parts
     if isinstance(value, int | np.integer) or (isinstance(value, Tensor) and value.dim() == 0):
         return int(value)
     raise TypeError(

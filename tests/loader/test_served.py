@@ -1,0 +1,462 @@
+"""Every way to draw and name samples, served from the cache: as without it, to the last loss."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import weakref
+
+import pytest
+import torch
+from nets import Images, freeze, make_net, sgd, train_steps
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
+
+from egeria_cache import ActivationCache, EgeriaLoader
+from egeria_cache.keys import encode_keys
+
+NUM_SAMPLES = 48
+
+
+def train(directory, *, gate="always", epochs=3, data=None, limit="1GB", on_step=None, **kwargs):
+    """A frozen run from a fixed start: its losses and the cache's counts."""
+    model = make_net()
+    freeze(model, "layer1")
+    with ActivationCache(model, directory, "layer1", gate=gate, limit=limit) as cache:
+        loader = EgeriaLoader(
+            Images() if data is None else data, **({"batch_size": 8} | kwargs), cache=cache, seed=3
+        )
+        torch.manual_seed(5)
+
+        def after(step):
+            cache.flush()
+            if on_step is not None:
+                on_step(step, cache)
+
+        losses, _ = train_steps(model, loader, sgd(model), epochs, after)
+        return losses, cache.stats()
+
+
+def close(left, right):
+    torch.testing.assert_close(torch.tensor(left), torch.tensor(right), rtol=1e-5, atol=1e-6)
+
+
+class Keyed(Images):
+    """Indexed by its keys alone, as a data set of files or records is."""
+
+    def __init__(self, keys):
+        super().__init__()
+        self.at = {key: i for i, key in enumerate(keys)}
+
+    def __getitem__(self, key):
+        return super().__getitem__(self.at[key])
+
+
+KEYS = {
+    "strings": [f"n{i % 5}/image-{i:03}.jpg" for i in range(NUM_SAMPLES)],
+    "tuples": [("scene", i // 8, (i % 8, "left")) for i in range(NUM_SAMPLES)],
+    "negative": [-1 - i for i in range(NUM_SAMPLES)],
+    "huge": [(1 << 61) + i for i in range(NUM_SAMPLES)],
+    "mixed": [str(i) if i % 2 else i for i in range(NUM_SAMPLES)],
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", KEYS)
+def test_keys_of_every_kind_are_served(tmp_path, kind, workers):
+    if workers and kind != "tuples":
+        pytest.skip("one kind of key is enough with workers")
+    settings = {"data": Keyed(KEYS[kind]), "sampler": KEYS[kind], "num_workers": workers}
+    losses, stats = train(tmp_path / "a", **settings)
+    assert losses == train(tmp_path / "b", gate="never", **settings)[0]
+    assert (stats.hits, stats.misses) == (2 * NUM_SAMPLES, NUM_SAMPLES)
+
+
+def test_names_given_to_indices_are_served_from_a_reordered_list(tmp_path):
+    class Named(Images):
+        order = list(range(NUM_SAMPLES))
+        fingerprint = "the same files"
+
+        def __getitem__(self, index):
+            return super().__getitem__(self.order[index])
+
+        def sample_id(self, index):
+            return f"file-{self.order[index]}"
+
+    train(tmp_path, data=Named(), epochs=1)
+    reordered = Named()
+    reordered.order = reordered.order[::-1]
+    losses, stats = train(tmp_path, data=reordered, epochs=1)
+    assert stats.hits == NUM_SAMPLES - 8  # the first batch shows what the store holds
+    assert losses == train(tmp_path / "other", data=reordered, epochs=1, gate="never")[0]
+
+
+def test_an_edited_sample_is_a_miss_and_the_others_are_hits(tmp_path):
+    class Edited(Images):
+        fingerprint = "the same folder"
+        versions = [0] * NUM_SAMPLES
+
+        def sample_version(self, index):
+            return self.versions[index]
+
+    train(tmp_path, data=Edited(), epochs=1)
+    edited = Edited()
+    edited.versions = [1 if index == 20 else 0 for index in range(NUM_SAMPLES)]
+    edited.images[20] += 1
+    losses, stats = train(tmp_path, data=edited, epochs=2)
+    assert stats.misses == 8 + 1
+    close(losses, train(tmp_path / "other", data=edited, epochs=2, gate="never")[0])
+
+
+def replacing():
+    weights = torch.arange(1.0, NUM_SAMPLES + 1)
+    return {
+        "replacement": {"sampler": RandomSampler(range(NUM_SAMPLES), True, 64)},
+        "weighted": {"sampler": WeightedRandomSampler(weights, 64)},
+        "one sample alone": {"sampler": [7] * 32},
+        "batches": {
+            "batch_size": 1,
+            "batch_sampler": BatchSampler(RandomSampler(range(NUM_SAMPLES), True, 64), 8, False),
+        },
+    }
+
+
+@pytest.mark.parametrize("kind", replacing())
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samplers_with_replacement_are_served(tmp_path, kind, workers):
+    if workers and kind != "replacement":
+        pytest.skip("one sampler is enough with workers")
+    losses, stats = train(tmp_path / "a", num_workers=workers, **replacing()[kind])
+    computed, _ = train(tmp_path / "b", gate="never", num_workers=workers, **replacing()[kind])
+    close(losses, computed)
+    assert stats.hits > stats.misses
+
+
+def prune(directory):
+    """Another process clears the cache away."""
+    code = (
+        "import shutil, sys, pathlib\n[shutil.rmtree(p) for p in map(pathlib.Path, sys.argv[1:])]"
+    )
+    paths = [str(path) for path in directory.glob("gen-*")]
+    assert paths
+    subprocess.run([sys.executable, "-c", code, *paths], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("at", [4, 9])
+def test_a_generation_removed_by_another_process_costs_nothing_but_hits(tmp_path, at, workers):
+    def on_step(step, cache):
+        if step == at:
+            prune(tmp_path / "a")
+
+    settings = {"num_workers": workers, "shuffle": True}
+    losses, _ = train(tmp_path / "a", on_step=on_step, **settings)
+    close(losses, train(tmp_path / "b", gate="never", **settings)[0])
+
+
+def test_a_generation_cleared_by_the_inspector_while_a_loader_runs_is_left_alone(tmp_path):
+    answers = []
+
+    def on_step(step, cache):
+        if step == 9:
+            answers.append(
+                subprocess.run(
+                    [sys.executable, "-c", "from egeria_cache.cli import main; main()",
+                     str(tmp_path / "a"), "clear", "--yes"],
+                    timeout=60, capture_output=True, text=True,
+                )
+            )  # fmt: skip
+
+    losses, stats = train(tmp_path / "a", on_step=on_step)
+    assert losses == train(tmp_path / "b", gate="never")[0]
+    assert "in use" in answers[0].stdout + answers[0].stderr, answers[0]
+    assert stats.hits == 2 * NUM_SAMPLES
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_limit_reached_in_mid_epoch_gives_mixed_batches(tmp_path, workers):
+    directory = tmp_path / "whole"
+    train(directory, epochs=1)
+    whole = sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
+    limit = whole * 3 // 4
+    settings = {"num_workers": workers, "shuffle": True}
+    losses, stats = train(tmp_path / "a", limit=limit, **settings)
+    close(losses, train(tmp_path / "b", gate="never", **settings)[0])
+    assert stats.bytes_on_disk <= limit
+    assert stats.hits + stats.misses == 3 * NUM_SAMPLES
+
+
+def shared_memory(pids):
+    """What these processes have left in shared memory; torch puts the maker's ID in the name."""
+    return [name for name in os.listdir("/dev/shm") for pid in pids if f"_{pid}_" in name]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_iterator_collected_with_batches_in_flight_leaves_nothing_behind(
+    tmp_path, frozen, persistent
+):
+    model = make_net()
+    freeze(model, "layer1")
+    threads, pids = threading.active_count(), {os.getpid()}
+    with ActivationCache(model, tmp_path, gate="always") as cache:
+        if frozen:
+            cache.set_boundary("layer1")
+        loader = EgeriaLoader(
+            Images(), 8, cache=cache, num_workers=2, prefetch_factor=2,
+            persistent_workers=persistent,
+        )  # fmt: skip
+        for _ in range(3):
+            iterator = iter(loader)
+            for _ in range(2):
+                model(next(iterator)[0])
+            pids |= {child.pid for child in multiprocessing.active_children()}
+            cache.flush()
+            del iterator
+            gc.collect()
+        outputs = [model(images) for images, _ in loader]
+        assert sum(map(len, outputs)) == NUM_SAMPLES
+        assert len(multiprocessing.active_children()) == (2 if persistent else 0)
+        del loader
+        gc.collect()
+    assert multiprocessing.active_children() == []
+    assert threading.active_count() == threads
+    assert len(pids) > 2
+    assert shared_memory(pids) == []
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"num_workers": 1, "persistent_workers": True}])
+def test_a_pass_ends_with_its_last_reference(tmp_path, kwargs):
+    """Left to the garbage collector, DataLoader's workers are stopped by time-outs alone."""
+    model = make_net()
+    freeze(model, "layer1")
+    gc.collect()
+    gc.disable()
+    try:
+        with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
+            for _ in range(2):
+                loader = EgeriaLoader(Images(), 8, cache=cache, **kwargs)
+                iterator = iter(loader)
+                for _ in range(3):
+                    images, _ = next(iterator)
+                    model(images)
+                    cache.flush()
+                ends = weakref.ref(iterator), weakref.ref(loader)
+                del iterator
+                assert ends[0]() is None
+                del loader
+                assert ends[1]() is None
+                assert images.shape == (8, 1, 10, 10)
+        assert multiprocessing.active_children() == []
+    finally:
+        gc.enable()
+
+
+NESTED = [("a", 1, 2), (("a", 1), 2), ("a", (1, 2)), ("", "('a', 1)"), (("", "('a', 1)"), 2),
+          ("", "(('a', 1), 2)"), ("",), ("", ""), "", "('a', 1)"]  # fmt: skip
+
+
+def test_no_two_ids_become_one():
+    loader = EgeriaLoader(Images(), sample_id=NESTED.__getitem__, seed=0)
+    ids = loader.source.identify(range(len(NESTED)))
+    assert len(set(ids)) == len(NESTED)
+    assert len(set(encode_keys(ids))) == len(NESTED)
+    assert ids[0] == NESTED[0]
+
+
+class Killed(Images):
+    """A worker that loads sample 20 dies."""
+
+    def __getitem__(self, index):
+        if index == 20 and torch.utils.data.get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+class Stuck(Images):
+    """Sample 20 takes for ever."""
+
+    def __getitem__(self, index):
+        while index == 20 and torch.utils.data.get_worker_info() is not None:
+            time.sleep(0.1)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    ("data", "kwargs", "match"),
+    [
+        (Killed, {}, r"DataLoader worker \(pid\(?s?\)? .*(killed by signal|exited unexpectedly)"),
+        (Stuck, {"timeout": 1}, "DataLoader timed out after 1 seconds"),
+    ],
+)
+def test_a_dead_or_stuck_worker_gives_dataloaders_own_error(tmp_path, data, kwargs, match):
+    model = make_net()
+    freeze(model, "layer1")
+    with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
+        loaders = [
+            DataLoader(data(), 8, num_workers=1, **kwargs),
+            EgeriaLoader(data(), 8, num_workers=1, cache=cache, **kwargs),
+        ]
+        for loader in loaders:
+
+            def use(loader=loader):
+                for images, _ in loader:
+                    model(images)
+
+            with pytest.raises(RuntimeError, match=match):
+                use()
+    gc.collect()
+    assert multiprocessing.active_children() == []
+
+
+def test_hits_are_served_although_their_workers_would_die(tmp_path):
+    train(tmp_path, epochs=1, data=Killed())
+    dying = Killed()
+    losses, stats = train(tmp_path, epochs=1, data=dying, num_workers=1)
+    assert stats.hits == NUM_SAMPLES - 8
+    assert losses == train(tmp_path / "other", epochs=1, gate="never", data=Images())[0]
+
+
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_other_ways_to_start_workers_are_served_the_same(tmp_path, context):
+    settings = {"num_workers": 1, "multiprocessing_context": context, "persistent_workers": True}
+    losses, stats = train(tmp_path / "a", epochs=2, **settings)
+    assert losses == train(tmp_path / "b", gate="never", epochs=2)[0]
+    assert stats.hits == NUM_SAMPLES
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="pins")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_asking_for_pinned_memory_without_a_device_warns_as_dataloader_does(tmp_path, workers):
+    data = Images()
+
+    def warned(use):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            use()
+        return {str(w.message) for w in caught if "pin" in str(w.message)}
+
+    plain = warned(lambda: list(DataLoader(data, 8, pin_memory=True, num_workers=workers)))
+    results = []
+    settings = {"pin_memory": True, "num_workers": workers, "data": data}
+    served = warned(lambda: results.append(train(tmp_path / "a", **settings)))
+    assert served == plain
+    assert results[0][0] == train(tmp_path / "b", gate="never", data=data)[0]
+    assert results[0][1].hits == 2 * NUM_SAMPLES
+
+
+class Uneven(Images):
+    """The first samples take longest, so that later batches are ready before."""
+
+    def __getitem__(self, index):
+        if index < 8:
+            time.sleep(0.02)
+        return super().__getitem__(index)
+
+
+def test_batches_out_of_order_are_each_right(tmp_path):
+    data = Uneven(noise=0)
+    model = make_net()
+    freeze(model, "layer1")
+    model.eval()
+    with torch.no_grad():
+        expected = model(data.images)
+    by_image = {tuple(image.flatten().tolist()): i for i, image in enumerate(data.images)}
+    with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
+        loader = EgeriaLoader(data, 8, cache=cache, num_workers=2, in_order=False)
+        for epoch in range(3):
+            seen = []
+            for images, targets in loader:
+                with torch.no_grad():
+                    outputs = model(images)
+                rows = [by_image[tuple(image.flatten().tolist())] for image in images + 0]
+                torch.testing.assert_close(outputs, expected[rows])
+                assert torch.equal(targets, data.targets[rows])
+                seen += rows
+                cache.flush()
+            assert sorted(seen) == list(range(NUM_SAMPLES)), epoch
+        assert cache.stats().hits >= NUM_SAMPLES
+
+
+def _collate_pairs(samples, scale):
+    images, targets = torch.utils.data.default_collate(samples)
+    return {"x": images * scale, "y": targets, "names": [f"t{int(t)}" for t in targets]}
+
+
+def test_a_batch_of_another_type_comes_back_with_hits_as_it_was(tmp_path):
+    model = make_net()
+    freeze(model, "layer1")
+    collate = functools.partial(_collate_pairs, scale=2.0)
+    with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
+        loader = EgeriaLoader(Images(), 8, cache=cache, collate_fn=collate, seed=3)
+        epochs = []
+        for _ in range(3):
+            epoch = []
+            for batch in loader:
+                model(batch["x"])
+                epoch.append((batch["y"].tolist(), batch["names"], list(batch)))
+                cache.flush()
+            epochs.append(epoch)
+        assert epochs[0] == epochs[1] == epochs[2]
+        assert cache.stats().hits == 2 * NUM_SAMPLES
+
+
+class Augmented(Dataset):
+    """Images through an albumentations 2.x pipeline, which has random generators of its own."""
+
+    def __init__(self, transform):
+        self.images = Images(noise=0)
+        self.transform = transform
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        image, target = self.images[index]
+        image = self.transform(image=image.permute(1, 2, 0).numpy())["image"]
+        return torch.from_numpy(image.copy()).reshape(1, 10, 10), target
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_albumentations_draw_from_the_samples_own_seed(tmp_path, workers, monkeypatch):
+    monkeypatch.setenv("NO_ALBUMENTATIONS_UPDATE", "1")
+    albumentations = pytest.importorskip("albumentations", minversion="2")
+    data = Augmented(
+        albumentations.Compose(
+            [
+                albumentations.HorizontalFlip(p=0.5),
+                albumentations.RandomBrightnessContrast(p=0.5),
+                albumentations.OneOf([albumentations.RandomRotate90(), albumentations.Transpose()]),
+            ]
+        )
+    )
+    settings = {"data": data, "num_workers": workers, "augmentation_variants": 2, "epochs": 4}
+    losses, stats = train(tmp_path / "a", **settings)
+    assert losses == train(tmp_path / "b", gate="never", **(settings | {"num_workers": 0}))[0]
+    assert stats.hits == 2 * NUM_SAMPLES
+    assert stats.why_not is None
+    varied = [torch.cat([x for x, _ in EgeriaLoader(data, 8, seed=s)]) for s in (0, 0, 1)]
+    assert torch.equal(varied[0], varied[1])
+    assert not torch.equal(varied[0], varied[2])
+
+
+def test_the_directory_of_a_removed_cache_may_be_used_again(tmp_path):
+    train(tmp_path / "a", epochs=1)
+    shutil.rmtree(tmp_path / "a")
+    losses, stats = train(tmp_path / "a", epochs=2)
+    assert stats.hits == NUM_SAMPLES
+    assert losses == train(tmp_path / "b", epochs=2, gate="never")[0]
