@@ -209,7 +209,11 @@ def main() -> None:
                     f"  {one['auto_is_faster_by']:8.2f} {one['raw_is_faster_by']:8.2f}"
                 )
     RESULTS.mkdir(exist_ok=True)
-    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    machine = {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+    }
     settings = {"samples": options.samples, "rounds": options.rounds, "batch": BATCH}
     content = {"machine": machine, "settings": settings, "results": report}
     (RESULTS / "store.json").write_text(json.dumps(content, indent=2) + "\n")
