@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +125,11 @@ class Rehearsal:
             state.restore()
             after.restore()
         return outcome
+
+    def hold(self) -> None:
+        """Only take the prefix into inference mode."""
+        with suppress(BoundaryError):
+            self._discover()
 
     def _discover(self) -> Recorder:
         """Record the calls with the prefix in inference mode, as it will be from now on."""

@@ -81,6 +81,8 @@ class SkipEngine:
         self._refused: set[tuple[Any, ...]] = set()
         self._num_rehearsals = 0
         self._held = FrozenPrefix()
+        self._is_held = False
+        """Whether all that runs before the boundary is known to be in inference mode."""
         self._hashes = ContentHash()
         self._watch: PrefixGuard | None = None
         self._wait = _FIRST_WAIT
@@ -127,10 +129,13 @@ class SkipEngine:
 
     def _first(self, key: tuple[Any, ...], call: Invocation) -> Any:
         """Prove a cut on this batch; whatever comes of it, return the plain result."""
-        args, kwargs = call.plain()
-        if key in self._refused or not self._ready():
-            return self._forward(*args, **kwargs)
         assert self.boundary is not None
+        if key in self._refused or not self._ready():
+            if not self._is_held:
+                Rehearsal(self.model, self._forward, self.boundary, call, self._held).hold()
+                self._is_held = True
+            args, kwargs = call.plain()
+            return self._forward(*args, **kwargs)
         alike = [r for r in self._recipes.get(key, ()) if r.boundary == self.boundary]
         restless = [recipe for recipe in alike if recipe.pinned]
         if len(restless) > 1:
@@ -141,12 +146,14 @@ class SkipEngine:
                 "and changes from call to call"
             )
             self._refuse(key, BoundaryError.impure(self.boundary, what))
+            args, kwargs = call.plain()
             return self._forward(*args, **kwargs)
         self._num_rehearsals += 1
         rehearsal = Rehearsal(
             self.model, self._forward, self.boundary, call, self._held, known=alike
         )
         outcome = rehearsal.run()
+        self._is_held = True
         recipe = outcome.recipe
         if recipe is None:
             self._refused.add(key)
@@ -247,6 +254,7 @@ class SkipEngine:
         self._watch, self._wait = None, _FIRST_WAIT
         if not same_prefix:
             self._held.release()
+            self._is_held = False
         for recipe in kept:
             self._held.extend(step.module for step in recipe.steps if not step.run)
         if name is None:

@@ -303,6 +303,22 @@ def test_a_batchnorm_put_back_into_training_mode_is_noticed_and_held_again():
     assert_same_run(harness, call, BATCHES * 2)
 
 
+def test_the_prefix_is_held_while_a_new_cut_has_to_wait():
+    harness = make()
+    assert_same_run(harness, call, BATCHES)
+    scale(harness.model)
+    for name in ("block2", "block3"):  # one move right after the other: no batch between them
+        harness.model.get_submodule(name).requires_grad_(False).train()
+        harness.engine.set_boundary(name)
+    harness.model.train()
+    before = harness.model.block2[1].running_mean.clone()
+    step(harness.model, call, harness.batch(range(8)))
+    assert harness.host.changes
+    assert harness.engine.cut is None
+    assert torch.equal(harness.model.block2[1].running_mean, before)
+    assert not harness.model.block2.training
+
+
 def test_weights_that_keep_moving_are_given_up_with_growing_patience():
     harness = make()
     num_rehearsals = 0
