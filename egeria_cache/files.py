@@ -41,6 +41,10 @@ FIRST_SAMPLE_KEY = b"\x01"
 """Behind the store's own entries."""
 KEYS_PER_CHUNK = 65_536
 CLOSE_WAIT_S = 10.0
+_SLACK_BYTES = 136 * 1024
+"""Kept behind the last page of LMDB's file. Within a page LMDB follows 16-bit offsets and lengths
+without a check; damaged ones lead up to twice 64 KiB on, and must not lead off the end of the map,
+which would be a SIGBUS. A hole: it takes no blocks, but is counted."""
 _ENTRY_BYTES = 512 + 64
 """Upper bound of a record's entry in a leaf: the longest key, its locator, LMDB's own."""
 
@@ -127,6 +131,8 @@ class GenerationFiles:
             )  # fmt: skip
             self._segment = Segment(directory / SEGMENT_NAME, readonly=readonly)
             self._identity = identity(directory / DATA_NAME)
+            if not readonly:
+                self._pad()
             self._load()
         except (lmdb.Error, OSError) as error:
             if self._in_use is not None:
@@ -287,6 +293,13 @@ class GenerationFiles:
         if identity(self.directory / DATA_NAME) != self._identity:
             raise GoneError(f"{self.directory} was removed while in use")
 
+    def _pad(self) -> None:
+        path = self.directory / DATA_NAME
+        needed = (int(self._env.info()["last_pgno"]) + 1) * PAGE_BYTES + _SLACK_BYTES
+        with contextlib.suppress(OSError):  # a full disk; the next commit tries again
+            if path.stat().st_size < needed:
+                os.truncate(path, needed)
+
     def growth_bytes(self, records: Sequence[tuple[bytes, Any]]) -> npt.NDArray[np.int64]:
         """Return, shape (B + 1,), an upper bound of the file's growth if the first n are written.
 
@@ -341,6 +354,7 @@ class GenerationFiles:
                 if error is not None:
                     totals.error.join(error)
                 transaction.put(TOTALS_KEY, totals.pack())
+            self._pad()
             self.totals = totals
         with self._lock:
             self.index.add_keys([key for key, _ in records])
