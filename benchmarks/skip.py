@@ -124,6 +124,12 @@ class MemoryHost:
         """Remember the rows."""
         self.rows = {name: tensor.clone() for name, tensor in tensors.items()}
 
+    def audited(self, batch: Batch, entry: object) -> None:
+        """Audit nothing."""
+
+    def audit_failed(self, batch: Batch, rows: np.ndarray, finding: str) -> None:
+        """Not called: nothing is audited."""
+
     def prefix_changed(self, reason: str) -> None:
         """Cannot happen here."""
         raise RuntimeError(reason)

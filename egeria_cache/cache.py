@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from egeria_cache.batch import Batch
+from egeria_cache.batch import Batch, Entry
 from egeria_cache.cut import Cut
 from egeria_cache.errors import BoundaryError, EgeriaError
 from egeria_cache.events import BoundaryMoved
+from egeria_cache.gate import Costs, Decision, choose
 from egeria_cache.ledger import Ledger
 from egeria_cache.prefetch import PlannedEntry
 from egeria_cache.seeds import SampleId
@@ -92,6 +94,8 @@ class ActivationCache:
         self._ledgers: dict[tuple[str, str], Ledger] = {}
         self._gated: dict[str, str] = {}
         self._retired_bytes = [0, 0]
+        self._earlier: Decision | None = None
+        self._random = random.Random(0)
         self._closed = False
         self._engine = SkipEngine(model, self)
         self._engine.attach()
@@ -216,6 +220,12 @@ class ActivationCache:
         views = self.views(loader_name)
         if self._boundary is None or not views:
             return
+        if self._earlier is not None:
+            decision, self._earlier = self._earlier, None
+            log.info("cut before the frozen boundary: %s", decision.reason)
+            self._engine.set_boundary(decision.boundary, frozen=self._boundary)
+            self._void(lambda view: not self._engine.knows(view.cut), unlink=False)
+            return
         ledger = self._ledgers.setdefault((loader_name, self._boundary), Ledger())
         if entry is None:
             ledger.computed(seconds, num_samples)
@@ -259,6 +269,8 @@ class ActivationCache:
         if reason is not None:
             self._leave_uncached(name, reason)
             return
+        if self.gate == "auto":
+            self._consider(cut)
         view = View(
             loader_name=name,
             cut=cut,
@@ -274,6 +286,15 @@ class ActivationCache:
             self._retire(retired)
             retired.generation.release()
         self._views[name] = views[:MAX_LIVE_VIEWS]
+
+    def _consider(self, cut: Cut) -> None:
+        """Look for a module before the boundary whose output is so much smaller that it pays.
+
+        Whether skipping pays at all is measured (`ledger.py`), not assumed.
+        """
+        decision = choose(cut.profile, Costs()) if cut.profile else None
+        if decision is not None and decision.boundary not in (None, cut.boundary):
+            self._earlier = decision
 
     def captured(
         self, batch: Batch, cut: Cut, rows: np.ndarray | None, tensors: dict[str, Tensor]
@@ -315,11 +336,34 @@ class ActivationCache:
                 return False
         return True
 
-    def _leave_uncached(self, loader_name: str, reason: str) -> None:
+    def _leave_uncached(self, loader_name: str, reason: str, *, unlink: bool = False) -> None:
         """Cache nothing for this loader, and say why, once."""
         self._uncacheable[loader_name] = self._counts.why_not = reason
         log.warning("loader %r is not cached: %s", loader_name, reason)
-        self._void(lambda view: view.loader_name == loader_name, unlink=False)
+        self._void(lambda view: view.loader_name == loader_name, unlink=unlink)
+
+    def audited(self, batch: Batch, entry: Entry) -> np.ndarray | None:
+        """Choose `audit_rate` of the hits, at random, to be recomputed from the raw sample."""
+        hits = np.flatnonzero(entry.hit)
+        count = min(len(hits), int(self.audit_rate * len(hits) + self._random.random()))
+        if not count:
+            return None
+        rows = np.zeros(batch.size, bool)
+        rows[self._random.sample(hits.tolist(), count)] = True
+        self._counts.audited += count
+        return rows
+
+    def audit_failed(self, batch: Batch, rows: np.ndarray, finding: str) -> None:
+        """What is stored is not what the prefix computes: void it, and cache nothing more."""
+        ids = [sample_id for sample_id, is_one in zip(batch.ids, rows, strict=True) if is_one]
+        self._counts.audit_failures += 1
+        log.error(
+            "AUDIT FAILED for loader %r: %s, among the samples %s (variant %d). What was stored is "
+            "void, training goes on uncached. Was a sample edited without its sample_version, or "
+            "does it differ each time it is loaded?",
+            batch.loader_name, finding, ids, batch.variant,
+        )  # fmt: skip
+        self._leave_uncached(batch.loader_name, f"an audit failed: {finding}", unlink=True)
 
     def prefix_changed(self, reason: str) -> None:
         """A weight of the prefix moved behind our back: nothing stored may be served any more.
@@ -350,6 +394,7 @@ class ActivationCache:
         self._counts.why_not = None
         self._waits.clear()
         self._gated.clear()
+        self._earlier = None
         if name is None:
             self._void(lambda view: True, unlink=not by_hand)
         self._engine.set_boundary(name)
@@ -376,7 +421,7 @@ class ActivationCache:
                 self._retire(view)
                 self._counts.voided += 1
                 if unlink:
-                    view.generation.void("the boundary was withdrawn")
+                    view.generation.void("its activations are stale")
                 else:
                     view.generation.release()
             self._views[name] = [view for view in views if not view.is_void]

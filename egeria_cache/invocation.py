@@ -79,6 +79,19 @@ class Invocation:
 
         return self.rebuild(swap)
 
+    def reload(self, mask: np.ndarray) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return (args, kwargs) of the masked rows, loaded from the dataset again."""
+        size, loaded = self.batch.size, self.batch.load_rows(mask)
+
+        def swap(position: int, leaf: Any) -> Any:
+            if position in self.tagged:
+                with torch.inference_mode(False):
+                    return leaf.rows(mask, loaded)
+            whole = plain(leaf)
+            return take_rows(whole, mask) if whole.dim() and whole.shape[0] == size else whole
+
+        return self.rebuild(swap)
+
     def key(self) -> tuple[Any, ...]:
         """What must be equal for two calls to be served by the same recipe."""
         size = self.batch.size

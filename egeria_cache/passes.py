@@ -33,14 +33,22 @@ def full(forward: Forward, recipe: Recipe, call: Invocation) -> tuple[Any, Captu
         return forward(*args, **kwargs), capture
 
 
-def prefix(forward: Forward, source: Recipe, call: Invocation, missing: np.ndarray) -> Rows:
+def prefix(
+    forward: Forward,
+    source: Recipe,
+    call: Invocation,
+    rows: np.ndarray,
+    inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+) -> Rows:
     """Run the prefix on the masked rows alone, and leave the model where the boundary returns.
+
+    `inputs` are the arguments for these rows; by default the rows that the batch's entry misses.
 
     Raises:
         BoundaryError: The model took another way this time.
     """
-    capture = CaptureRun(source, int(missing.sum()), stop=True)
-    args, kwargs = call.rows(missing)
+    capture = CaptureRun(source, int(rows.sum()), stop=True)
+    args, kwargs = inputs or call.rows(rows)
     generators = RandomState.now() if source.draws else None
     try:
         with intercept(source.modules, capture):

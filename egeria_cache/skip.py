@@ -21,6 +21,7 @@ from egeria_cache.address import address, prefix_tensors
 from egeria_cache.attach import AttachedForward, inner_model
 from egeria_cache.batch import Batch, Entry, unwrap
 from egeria_cache.calls import is_compiled
+from egeria_cache.compare import difference, tolerance
 from egeria_cache.cut import Cut, merge
 from egeria_cache.errors import BoundaryError
 from egeria_cache.frozen import FrozenPrefix
@@ -49,6 +50,12 @@ class SkipHost(Protocol):
         self, batch: Batch, cut: Cut, rows: np.ndarray | None, tensors: dict[str, Tensor]
     ) -> None:
         """Fresh activations of the masked rows (None: all); nobody changes the tensors later."""
+
+    def audited(self, batch: Batch, entry: Entry) -> np.ndarray | None:
+        """Which of the hits to recompute from the raw sample: bool, shape (B,); None for none."""
+
+    def audit_failed(self, batch: Batch, rows: np.ndarray, finding: str) -> None:
+        """A stored activation is not what the prefix computes; nothing of it was served."""
 
     def prefix_changed(self, reason: str) -> None:
         """The prefix is not what it was: everything stored is void. Nothing stale was served."""
@@ -121,6 +128,9 @@ class SkipEngine:
         except LookupError:
             return self._miss(recipe, call)
         try:
+            if not self._audit(source, call, entry, stored):
+                args, kwargs = call.plain()
+                return self._forward(*args, **kwargs)
             if not entry.hit.all():
                 stored = self._complete(source, call, entry, stored)
             return self._replay(source, recipe, call, stored)
@@ -174,6 +184,25 @@ class SkipEngine:
         if capture.deviation is not None:
             self._refuse(recipe.key, BoundaryError.another_way(recipe.boundary, capture.deviation))
         return output
+
+    def _audit(
+        self, source: Recipe, call: Invocation, entry: Entry, stored: Mapping[str, Tensor]
+    ) -> bool:
+        """Recompute a few hits from their raw samples; False if one is not what was stored."""
+        mask = self.host.audited(call.batch, entry)
+        if mask is None:
+            return True
+        fresh = passes.prefix(self._forward, source, call, mask, call.reload(mask))
+        rows = torch.from_numpy(np.flatnonzero(mask[entry.hit]))
+        for name, computed in fresh.items():
+            error = difference(computed, stored[name][rows.to(computed.device)])
+            if error > tolerance(computed):
+                finding = (
+                    f"{name} at {source.boundary!r} differs by {error:.3g} of its largest value"
+                )
+                self.host.audit_failed(call.batch, mask, finding)
+                return False
+        return True
 
     def _complete(
         self, source: Recipe, call: Invocation, entry: Entry, stored: Mapping[str, Tensor]

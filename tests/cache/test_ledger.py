@@ -8,6 +8,7 @@ import pytest
 from nets import Images, freeze, make_net, sgd, train_steps
 
 from egeria_cache import ActivationCache, EgeriaLoader
+from egeria_cache.gate import Decision
 from egeria_cache.ledger import Ledger
 
 
@@ -66,3 +67,27 @@ def test_an_epoch_ends_with_one_line(tmp_path, caplog):
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("epoch")]
     assert len(lines) == 3
     assert "epoch 2 of 'train': boundary layer1, 67 % hits so far" in lines[2]
+
+
+def test_an_earlier_cut_is_taken_when_the_cost_model_says_so(tmp_path, monkeypatch):
+    def earlier(steps, costs, mode="auto"):
+        names = [step.name for step in steps]
+        assert names[-1] in ("layer2", "stem")
+        return Decision("stem", 1e-3, "a smaller output")
+
+    monkeypatch.setattr("egeria_cache.cache.choose", earlier)
+    results = []
+    for gate in ("auto", "never"):
+        model = make_net()
+        freeze(model, "layer2")
+        with ActivationCache(model, tmp_path / gate, "layer2", gate=gate) as cache:
+            monkeypatch.setattr(Ledger, "verdict", property(lambda self: (True, "goes on")))
+            loader = EgeriaLoader(Images(), 8, shuffle=True, cache=cache, seed=3)
+            results.append(
+                train_steps(model, loader, sgd(model), 4, on_step=lambda _: cache.flush())[0]
+            )
+            assert cache.boundary == "layer2"
+            if gate == "auto":
+                assert cache.stats().hits >= 2 * 48
+                assert {v.cut.boundary for v in cache.views("train")} == {"stem"}
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
