@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-__all__ = ["SampleId", "preserved_rng", "sample_seed", "seed_rngs"]
+__all__ = ["SampleId", "preserved_rng", "sample_seed", "seed_rngs", "seed_torch"]
 
 SampleId = int | str | tuple  # type: ignore[type-arg]
 """What identifies a sample: an int, a string, or a (nested) tuple of them."""
@@ -44,6 +44,11 @@ def seed_rngs(seed: int) -> None:
     """
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
+    seed_torch(seed)
+
+
+def seed_torch(seed: int) -> None:
+    """Seed torch's default generator (CPU)."""
     torch.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
 
 

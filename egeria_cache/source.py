@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 from egeria_cache.batch import Batch
 from egeria_cache.plan import Plan
-from egeria_cache.samples import Task, load_samples
+from egeria_cache.samples import SampleLoader, Task
 from egeria_cache.seeds import SampleId
 from egeria_cache.structure import Structure, flatten, is_rows, take_rows
 
@@ -50,6 +50,7 @@ class LoaderSource:
     ) -> None:
         """Describe a loader; see `EgeriaLoader` for the arguments."""
         self.dataset = dataset
+        self._samples = SampleLoader(dataset)
         self.collate = collate
         self.name = name
         self.seed = seed
@@ -65,6 +66,8 @@ class LoaderSource:
         Raises:
             TypeError: An ID is not an int, a string, or a tuple of them.
         """
+        if self._sample_id is None and self._version is None and set(map(type, indices)) == {int}:
+            return list(indices) if type(indices) is not list else indices
         named = indices if self._sample_id is None else [self._sample_id(i) for i in indices]
         if self._version is not None:
             versions = [self._version(i) for i in indices]
@@ -73,7 +76,7 @@ class LoaderSource:
 
     def load(self, task: Task) -> Any:
         """Load and collate samples in this process, each under its own seed."""
-        return self.collate(load_samples(self.dataset, task))
+        return self.collate(self._samples.load(task))
 
     def why_not_cacheable(self, batch: Batch) -> str | None:
         """Say why this loader's samples cannot be cached one by one; None if they can.
@@ -146,7 +149,7 @@ class LoaderSource:
         indices = sorted({0, length // 2, length - 1}) if length else []
         try:
             task = Task(-1, indices, self.identify(indices), 0, self.seed)
-            samples = load_samples(self.dataset, task)
+            samples = self._samples.load(task)
         except Exception:  # not indexed by 0..n-1, say: the class and length have to do
             return text
         return f"{text}:{_digest(samples)}"

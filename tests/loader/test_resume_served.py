@@ -1,4 +1,4 @@
-"""A frozen run that is interrupted and resumed: the losses and the hits of the uninterrupted one."""
+"""A frozen run interrupted and resumed: losses and hits of the uninterrupted one."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_keys_of_every_kind_are_served(tmp_path, kind, workers):
 
 def test_names_given_to_indices_are_served_from_a_reordered_list(tmp_path):
     class Named(Images):
-        order = list(range(NUM_SAMPLES))
+        order = tuple(range(NUM_SAMPLES))
         fingerprint = "the same files"
 
         def __getitem__(self, index):
@@ -108,7 +108,7 @@ def test_names_given_to_indices_are_served_from_a_reordered_list(tmp_path):
 def test_an_edited_sample_is_a_miss_and_the_others_are_hits(tmp_path):
     class Edited(Images):
         fingerprint = "the same folder"
-        versions = [0] * NUM_SAMPLES
+        versions = (0,) * NUM_SAMPLES
 
         def sample_version(self, index):
             return self.versions[index]
