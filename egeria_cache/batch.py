@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from egeria_cache.chain import Op
+from egeria_cache.chain import Op, outside_inference_mode
 from egeria_cache.seeds import SampleId
 from egeria_cache.structure import Rows, merge_rows, take_rows
 
@@ -204,7 +204,7 @@ class BatchTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass(), outside_inference_mode():
             if func in _ABOUT_THE_TENSOR:
                 return func(*args, **kwargs)
             first = args[0] if args else None
@@ -212,7 +212,9 @@ class BatchTensor(Tensor):
                 op = Op.record(func, args[1:], kwargs)
                 if op is not None:
                     return first._apply(op)
-            return func(*unwrap(args), **unwrap(kwargs))
+            args, kwargs = unwrap(args), unwrap(kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.full().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -339,6 +341,11 @@ def _is_batch_tensor(value: Any) -> TypeGuard[BatchTensor]:
 
 def unwrap(tree: Any) -> Any:
     """Return `tree` with every `BatchTensor` replaced by its plain data, loaded where needed."""
+    with outside_inference_mode():
+        return _unwrap(tree)
+
+
+def _unwrap(tree: Any) -> Any:
     return tree_map(lambda leaf: leaf.full() if _is_batch_tensor(leaf) else leaf, tree)
 
 

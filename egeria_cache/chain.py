@@ -6,13 +6,24 @@ move, a cast, a change of layout, arithmetic with plain numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Op"]
+__all__ = ["Op", "outside_inference_mode"]
+
+
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Make ordinary tensors, also where inference mode is on: those have a version counter."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    else:
+        yield
 
 _KEEPS_VALUES = {
     Tensor.cuda, Tensor.cpu, Tensor.pin_memory, Tensor.contiguous, Tensor.clone, Tensor.detach,

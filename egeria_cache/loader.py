@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from egeria_cache.batch import Batch, BatchTensor
+from egeria_cache.chain import outside_inference_mode
 from egeria_cache.plan import Plan, Planner
 from egeria_cache.prefetch import Prefetcher
 from egeria_cache.resume import Progress, ResumableLoader, draw_base_seed
@@ -240,7 +241,8 @@ class _Pass:
     def __next__(self) -> Any:
         """Plan, load the misses, yield: A to E of `docs/architecture.md`."""
         try:
-            batch = self._next()
+            with outside_inference_mode():
+                batch = self._next()
         except StopIteration:
             self._progress.finished = True
             self._prefetcher.close()

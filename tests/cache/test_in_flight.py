@@ -302,3 +302,19 @@ def test_padding_to_the_longest_of_the_batch_is_never_wrong(tmp_path, period, ca
             runs.append(losses_of(model, loader, cache))
     torch.testing.assert_close(*runs, rtol=1e-5, atol=1e-6)
     assert caplog.text.count("collated without the rest of its batch") == 1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_validation_in_inference_mode_skips_too(tmp_path, frozen, workers):
+    data = Images(24, noise=0)
+    frozen.eval()
+    with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
+        loader = EgeriaLoader(data, 8, cache=cache, name="val", num_workers=workers)
+        with torch.no_grad():
+            expected = torch.cat([frozen(images) for images in data.images.split(8)])
+        for _ in range(3):
+            with torch.inference_mode():
+                outputs = torch.cat([frozen(images.float() * 1.0) for images, _ in loader])
+            assert torch.equal(outputs, expected)
+            cache.flush()
+        assert cache.stats().hits >= 48 - 8
