@@ -159,7 +159,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
             # Its advice on the arguments was given when this loader was made.
             warnings.simplefilter("ignore")
             return DataLoader(
-                SeededDataset(self.dataset),  # type: ignore[arg-type]
+                SeededDataset(self.source.samples),  # type: ignore[arg-type]
                 batch_sampler=tasks,
                 num_workers=self.num_workers,
                 collate_fn=CollateLoaded(self.collate_fn),  # type: ignore[arg-type]

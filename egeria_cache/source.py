@@ -50,7 +50,7 @@ class LoaderSource:
     ) -> None:
         """Describe a loader; see `EgeriaLoader` for the arguments."""
         self.dataset = dataset
-        self._samples = SampleLoader(dataset)
+        self.samples = SampleLoader(dataset)
         self.collate = collate
         self.name = name
         self.seed = seed
@@ -76,7 +76,7 @@ class LoaderSource:
 
     def load(self, task: Task) -> Any:
         """Load and collate samples in this process, each under its own seed."""
-        return self.collate(self._samples.load(task))
+        return self.collate(self.samples.load(task))
 
     def why_not_cacheable(self, batch: Batch) -> str | None:
         """Say why this loader's samples cannot be cached one by one; None if they can.
@@ -149,7 +149,7 @@ class LoaderSource:
         indices = sorted({0, length // 2, length - 1}) if length else []
         try:
             task = Task(-1, indices, self.identify(indices), 0, self.seed)
-            samples = self._samples.load(task)
+            samples = self.samples.load(task)
         except Exception:  # not indexed by 0..n-1, say: the class and length have to do
             return text
         return f"{text}:{_digest(samples)}"
