@@ -1,9 +1,9 @@
 """Storage-backed activation cache and data loader for networks with a frozen front.
 
-    cache = ActivationCache(model, "runs/cache", boundary="layer3")
-    loader = EgeriaLoader(dataset, batch_size=128, shuffle=True, cache=cache)
-    for images, targets in loader:
-        loss = criterion(model(images), targets)   # the frozen front is skipped on a hit
+cache = ActivationCache(model, "runs/cache", boundary="layer3")
+loader = EgeriaLoader(dataset, batch_size=128, shuffle=True, cache=cache)
+for images, targets in loader:
+    loss = criterion(model(images), targets)   # the frozen front is skipped on a hit
 """
 
 from __future__ import annotations

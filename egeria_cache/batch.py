@@ -217,7 +217,7 @@ class BatchTensor(Tensor):
             return func(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.full().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.full().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.full().clone()

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from egeria_cache.accounts import Accounts
 from egeria_cache.batch import Batch, Entry
 from egeria_cache.cut import Cut
 from egeria_cache.errors import BoundaryError, EgeriaError
 from egeria_cache.events import BoundaryMoved
 from egeria_cache.gate import Costs, Decision, choose
-from egeria_cache.ledger import Ledger
 from egeria_cache.prefetch import PlannedEntry
 from egeria_cache.seeds import SampleId
 from egeria_cache.skip import SkipEngine
@@ -32,7 +32,10 @@ __all__ = ["ActivationCache"]
 
 log = logging.getLogger("egeria")
 NUM_READERS = 2
-MAX_LIVE_VIEWS = 2
+MAX_LIVE_BOUNDARIES = 2
+"""What was stored two moves ago is not read any more: the last move has filled anew from it."""
+MAX_LIVE_VIEWS = 16
+"""Of one loader: a generation per boundary and shape of its batches."""
 MAX_WAITS = 3
 
 
@@ -85,15 +88,13 @@ class ActivationCache:
         self.gate = gate
         self._store = ActivationStore(directory, limit=limit, codec=codec)
         self._readers: ThreadPoolExecutor | None = None
-        self._counts = CacheStats()
+        self._accounts = Accounts()
+        self._counts = self._accounts.counts
         self._boundary: str | None = None
         self._set_by_hand = True
         self._views: dict[str, list[View]] = {}
         self._uncacheable: dict[str, str] = {}
         self._waits: dict[str, int] = {}
-        self._ledgers: dict[tuple[str, str], Ledger] = {}
-        self._gated: dict[str, str] = {}
-        self._retired_bytes = [0, 0]
         self._earlier: Decision | None = None
         self._random = random.Random(0)
         self._closed = False
@@ -127,22 +128,7 @@ class ActivationCache:
 
     def stats(self) -> CacheStats:
         """Return the counts so far."""
-        store, counts = self._store.stats(), self._counts
-        counts.boundary = self._boundary
-        counts.dropped_writes = store.dropped_writes
-        counts.corrupt = store.corrupt
-        counts.num_samples = store.num_samples
-        counts.bytes_on_disk = store.bytes_on_disk
-        counts.raw_bytes = store.raw_bytes + self._retired_bytes[0]
-        counts.stored_bytes = store.stored_bytes + self._retired_bytes[1]
-        counts.saved_s = sum(ledger.saved_s for ledger in self._ledgers.values())
-        counts.gate = "; ".join(
-            f"{name!r}: {self._gated.get(name) or ledger.verdict[1]}"
-            for (name, boundary), ledger in self._ledgers.items()
-            if boundary == self._boundary
-        )
-        counts.limit_bytes = store.limit_bytes
-        return counts
+        return self._accounts.stats(self._store, self._boundary)
 
     def report(self) -> str:
         """Return `stats()` as text for people."""
@@ -191,7 +177,7 @@ class ActivationCache:
         """Whether the next batch will show where the model is cut, and what is stored already."""
         if self._closed or self._boundary is None or self.gate == "never":
             return False
-        if loader_name in self._uncacheable or loader_name in self._gated:
+        if loader_name in self._uncacheable or loader_name in self._accounts.gated:
             return False
         if self.views(loader_name):
             return False
@@ -205,13 +191,7 @@ class ActivationCache:
 
     def count_batch(self, ids: Sequence[SampleId], hit: np.ndarray | None) -> None:
         """Note what a yielded batch consists of."""
-        num_hits = 0 if hit is None else int(hit.sum())
-        counts = self._counts
-        counts.hits += num_hits
-        counts.misses += len(ids) - num_hits
-        counts.hit_batches += num_hits == len(ids)
-        counts.miss_batches += num_hits == 0
-        counts.partial_batches += 0 < num_hits < len(ids)
+        self._accounts.batch(len(ids), hit)
 
     def note_step(
         self, loader_name: str, seconds: float, num_samples: int, entry: PlannedEntry | None
@@ -226,14 +206,9 @@ class ActivationCache:
             self._engine.set_boundary(decision.boundary, frozen=self._boundary)
             self._void(lambda view: not self._engine.knows(view.cut), unlink=False)
             return
-        ledger = self._ledgers.setdefault((loader_name, self._boundary), Ledger())
-        if entry is None:
-            ledger.computed(seconds, num_samples)
-        elif entry.view is views[0] and entry.hit.all():
-            ledger.served(seconds, num_samples)
-        pays, why = ledger.verdict
-        if self.gate == "auto" and not pays:
-            self._gated[loader_name] = f"off: {why}"
+        why = self._accounts.step(views[0], self._boundary, seconds, num_samples, entry)
+        if why is not None and self.gate == "auto":
+            self._accounts.gated[loader_name] = f"off: {why}"
             log.info("loader %r is computed from now on: %s", loader_name, why)
             self._void(lambda view: view.loader_name == loader_name, unlink=False)
 
@@ -258,7 +233,7 @@ class ActivationCache:
         """The model was cut for this batch's loader: open the generation that belongs to it."""
         context: BatchContext = batch.context
         name = batch.loader_name
-        if self.gate == "never" or name in self._uncacheable or name in self._gated:
+        if self.gate == "never" or name in self._uncacheable or name in self._accounts.gated:
             return
         try:
             reason = context.source.why_not_cacheable(batch)
@@ -282,10 +257,12 @@ class ActivationCache:
             device=_device_of(self.model),
         )
         views = [view, *(old for old in self.views(name) if old.cut is not cut)]
-        for retired in views[MAX_LIVE_VIEWS:]:
-            self._retire(retired)
+        boundaries = list(dict.fromkeys(one.cut.boundary for one in views))[:MAX_LIVE_BOUNDARIES]
+        kept = [one for one in views if one.cut.boundary in boundaries][:MAX_LIVE_VIEWS]
+        for retired in [one for one in views if one not in kept]:
+            self._accounts.retire(retired)
             retired.generation.release()
-        self._views[name] = views[:MAX_LIVE_VIEWS]
+        self._views[name] = kept
 
     def _consider(self, cut: Cut) -> None:
         """Look for a module before the boundary whose output is so much smaller that it pays.
@@ -381,7 +358,8 @@ class ActivationCache:
         log.warning("training goes on uncached: %s", error)
 
     def note(self, kind: str, seconds: float, rows: int) -> None:
-        """Timings of the engine."""
+        """The model was called with a batch (its cost is taken by whole steps: `ledger.py`)."""
+        self._accounts.model_called()
 
     # ---- moves --------------------------------------------------------------------------------
 
@@ -393,7 +371,7 @@ class ActivationCache:
         previous, self._boundary, self._set_by_hand = self._boundary, name, by_hand
         self._counts.why_not = None
         self._waits.clear()
-        self._gated.clear()
+        self._accounts.gated.clear()
         self._earlier = None
         if name is None:
             self._void(lambda view: True, unlink=not by_hand)
@@ -409,16 +387,12 @@ class ActivationCache:
             if parameter.requires_grad:
                 raise BoundaryError.trainable(name, f"{name}.{parameter_name}")
 
-    def _retire(self, view: View) -> None:
-        self._retired_bytes[0] += view.generation.raw_bytes
-        self._retired_bytes[1] += view.generation.stored_bytes
-
     def _void(self, stale: Callable[[View], bool], *, unlink: bool) -> None:
         """Serve nothing from these views any more, wherever their batches are by now."""
         for name, views in self._views.items():
             for view in filter(stale, views):
                 view.is_void = True
-                self._retire(view)
+                self._accounts.retire(view)
                 self._counts.voided += 1
                 if unlink:
                     view.generation.void("its activations are stale")

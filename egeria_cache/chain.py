@@ -25,6 +25,7 @@ def outside_inference_mode() -> Iterator[None]:
     else:
         yield
 
+
 _KEEPS_VALUES = {
     Tensor.cuda, Tensor.cpu, Tensor.pin_memory, Tensor.contiguous, Tensor.clone, Tensor.detach,
 }  # fmt: skip

@@ -138,7 +138,7 @@ class ContentProbe:
     def _device_changed(self) -> bool:
         done, self._pending = self._pending, []
         for verdict, event in done:
-            event.synchronize()  # type: ignore[no-untyped-call]
+            event.synchronize()
             if bool(verdict):
                 return True
         for dtype, views in self._device.items():

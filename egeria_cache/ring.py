@@ -131,11 +131,7 @@ class Ring:
         self._owned: OrderedDict[int, set[int]] = OrderedDict()
         self._owner: dict[int, int] = {}
         self._oldest_needed = 0
-        self._stream = (
-            torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            if device.type == "cuda"
-            else None
-        )
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ready: dict[int, Any] = {}
         self._last_gather: Any = None
 

@@ -64,7 +64,7 @@ class SkipHost(Protocol):
         """The model cannot be cut here; if this returns, the engine goes on uncached."""
 
     def note(self, kind: str, seconds: float, rows: int) -> None:
-        """Time of a "prefix", a "replay" or a "full" forward."""
+        """Time of a "prefix", a "replay" or a "full" forward; "called" once for every batch."""
 
 
 class SkipEngine:
@@ -115,6 +115,7 @@ class SkipEngine:
             self._busy = False
 
     def _cached(self, call: Invocation, key: tuple[Any, ...]) -> Any:
+        self.host.note("called", 0.0, call.batch.size)
         self._compare_guards()
         recipe = self._find(None, key, call)
         if recipe is None:

@@ -31,7 +31,7 @@ class RandomState:
     @classmethod
     def now(cls) -> RandomState:
         """Copy the present states."""
-        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         return cls(
             torch.get_rng_state(),
             tuple(torch.cuda.get_rng_state_all()) if cuda else (),

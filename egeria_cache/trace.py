@@ -39,7 +39,7 @@ class _Like:
     device: torch.device
 
 
-class PrefixTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class PrefixTrace(TorchDispatchMode):
     """Note which of the model's tensors are read, and every draw of random numbers.
 
     Args:
@@ -48,7 +48,7 @@ class PrefixTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, known: Sequence[Named], names: Mapping[int, str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._names = names
         self._drawing: dict[str, str | None] = {}
         self._known = {_address(named[2]): named for named in known if named[2].numel()}
@@ -138,7 +138,7 @@ def _address(tensor: Tensor) -> Any:
 
 
 def _generators() -> list[Tensor]:
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if cuda else ())]
 
 

@@ -32,7 +32,7 @@ def to_host(
         return dict(fields), None
     device = devices.pop()
     with _streams_lock:
-        stream = _streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        stream = _streams.setdefault(device, torch.cuda.Stream(device))
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         moved: dict[str, Tensor | Sequence[Any]] = {
@@ -41,7 +41,7 @@ def to_host(
             else [_copy(item, stream) if isinstance(item, Tensor) else item for item in value]
             for name, value in fields.items()
         }
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()
         event.record(stream)
     return moved, event
 

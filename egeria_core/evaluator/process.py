@@ -181,9 +181,9 @@ class ProcessEvaluator:
 
 def _copies_done() -> _Ready:
     """Return an event that fires when the copies started so far have arrived on the host."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_initialized():
         return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event()
     event.record()
     return event
 

@@ -64,9 +64,7 @@ class DynamicInt8Reference:
 
         root = nn.ModuleList(copy.deepcopy(list(modules)))
         with _quantization():
-            quantize_dynamic(  # type: ignore[no-untyped-call]
-                root, {nn.Linear: per_channel_dynamic_qconfig}, inplace=True
-            )
+            quantize_dynamic(root, {nn.Linear: per_channel_dynamic_qconfig}, inplace=True)
         self._modules = list(root)
         if not any("quantized" in type(m).__module__ for m in root.modules()):
             raise EvaluatorError("no linear layer to quantise")

@@ -91,3 +91,18 @@ def test_an_earlier_cut_is_taken_when_the_cost_model_says_so(tmp_path, monkeypat
                 assert cache.stats().hits >= 2 * 48
                 assert {v.cut.boundary for v in cache.views("train")} == {"stem"}
     assert results[0] == pytest.approx(results[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_a_model_that_is_never_called_with_the_batches_is_pointed_out_once(
+    tmp_path, caplog, called
+):
+    model = make_net()
+    freeze(model, "layer1")
+    with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
+        loader = EgeriaLoader(Images(), 1, cache=cache)
+        for _ in range(3):
+            for images, _ in loader:
+                if called:
+                    model(images)
+    assert caplog.text.count("64 batches were yielded and the model was not called") == (not called)

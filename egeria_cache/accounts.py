@@ -1,0 +1,100 @@
+"""What a cache has done so far: counts, time saved, and whether skipping pays."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from egeria_cache.ledger import Ledger
+from egeria_cache.prefetch import PlannedEntry
+from egeria_cache.stats import CacheStats
+from egeria_cache.store import ActivationStore
+from egeria_cache.view import View
+
+__all__ = ["Accounts"]
+
+log = logging.getLogger("egeria")
+
+MAX_UNSEEN = 64
+"""Batches that may be yielded without the model having been called, before that is said."""
+
+
+class Accounts:
+    """Keeps one cache's figures. Used from the training thread."""
+
+    def __init__(self) -> None:
+        """Start at zero."""
+        self.counts = CacheStats()
+        self.gated: dict[str, str] = {}
+        """Loaders for which skipping did not pay under this boundary, and why."""
+        self._ledgers: dict[tuple[str, str], Ledger] = {}
+        self._retired_bytes = [0, 0]
+        self._num_unseen = 0
+
+    def batch(self, num_samples: int, hit: np.ndarray | None) -> None:
+        """Note what a yielded batch consists of."""
+        num_hits = 0 if hit is None else int(hit.sum())
+        self.counts.hits += num_hits
+        self.counts.misses += num_samples - num_hits
+        self.counts.hit_batches += num_hits == num_samples
+        self.counts.miss_batches += num_hits == 0
+        self.counts.partial_batches += 0 < num_hits < num_samples
+        self._num_unseen += 1
+        if self._num_unseen == MAX_UNSEEN:
+            log.warning(
+                "%d batches were yielded and the model was not called with any of them, so nothing "
+                "is cached. Is the whole model compiled? Compile its blocks instead "
+                "(block.compile()), and give it the loader's batches as they come",
+                MAX_UNSEEN,
+            )
+
+    def model_called(self) -> None:
+        """Note that the model was called with a batch."""
+        self._num_unseen = 0
+
+    def step(
+        self,
+        view: View,
+        boundary: str,
+        seconds: float,
+        num_samples: int,
+        entry: PlannedEntry | None,
+    ) -> str | None:
+        """Note what a whole training step cost; say why skipping does not pay, if so."""
+        ledger = self._ledgers.setdefault((view.loader_name, boundary), Ledger())
+        if entry is None:
+            ledger.computed(seconds, num_samples)
+        elif entry.view is view and entry.hit.all():
+            ledger.served(seconds, num_samples)
+        pays, why = ledger.verdict
+        return None if pays else why
+
+    def retire(self, view: View) -> None:
+        """Keep the size of what a view held, now that it is given up."""
+        self._retired_bytes[0] += view.generation.raw_bytes
+        self._retired_bytes[1] += view.generation.stored_bytes
+
+    def stats(self, store: ActivationStore, boundary: str | None) -> CacheStats:
+        """Return all figures as they are now."""
+        on_disk = store.stats()
+        decisions: Sequence[str] = [
+            f"{name!r}: {self.gated.get(name) or ledger.verdict[1]}"
+            for (name, at), ledger in self._ledgers.items()
+            if at == boundary
+        ]
+        return replace(
+            self.counts,
+            boundary=boundary,
+            dropped_writes=on_disk.dropped_writes,
+            corrupt=on_disk.corrupt,
+            num_samples=on_disk.num_samples,
+            bytes_on_disk=on_disk.bytes_on_disk,
+            raw_bytes=on_disk.raw_bytes + self._retired_bytes[0],
+            stored_bytes=on_disk.stored_bytes + self._retired_bytes[1],
+            limit_bytes=on_disk.limit_bytes,
+            saved_s=sum(ledger.saved_s for ledger in self._ledgers.values()),
+            gate="; ".join(decisions),
+        )
