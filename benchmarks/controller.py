@@ -102,7 +102,7 @@ def step_cost(evaluator: str, reference: str, num_steps: int, every: int) -> dic
             start = time.perf_counter()
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images), targets)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             before = time.perf_counter()
             controller.step(loss)

@@ -100,7 +100,7 @@ def train(
             rows = order[step * task.batch_size : (step + 1) * task.batch_size]
             optimizer.zero_grad()
             loss = F.cross_entropy(model(augment(images[rows], generator)), targets[rows])
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             if controller is not None:
                 before = time.perf_counter()

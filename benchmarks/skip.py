@@ -161,7 +161,7 @@ def train_step(
 
     def step() -> None:
         optimizer.zero_grad()
-        F.cross_entropy(run(), y).backward()  # type: ignore[no-untyped-call]
+        F.cross_entropy(run(), y).backward()
         optimizer.step()
 
     return step
