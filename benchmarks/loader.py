@@ -33,8 +33,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import Dataset
 
-from benchmarks.loader_peers import CONTESTANTS, Cheap, Expensive, MissingPeerError, make
+sys.path.insert(0, str(Path(__file__).parent))
+from loader_peers import CONTESTANTS, Cheap, Expensive, MissingPeerError, make
+
 from egeria_cache import ActivationCache, EgeriaLoader
 
 RESULTS = Path(__file__).parent / "results"
@@ -80,7 +83,7 @@ def load(loader: Any) -> None:
 def train(loader: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for images, targets in loader:
         optimizer.zero_grad()
-        F.cross_entropy(model(images), targets).backward()  # type: ignore[no-untyped-call]
+        F.cross_entropy(model(images), targets).backward()
         optimizer.step()
 
 
@@ -200,7 +203,7 @@ def first_batch(data: Any, directory: Path, workers: int, rounds: int) -> dict[s
 # -- ten million samples, in a process of their own --------------------------------------------
 
 
-class Numbers:
+class Numbers(Dataset[tuple[Tensor, int]]):
     """As many samples as one likes, that cost no memory."""
 
     def __init__(self, length: int) -> None:

@@ -173,7 +173,7 @@ def _litdata(data: Any, directory: Path, workers: int) -> Any:
                 "LitData reads its own files, which would have to be written first"
             )
         is_cheap = isinstance(data, Cheap)
-        raw: Any = data.images if is_cheap else data.files
+        raw: Any = data.images if isinstance(data, Cheap) else data.files
         chosen: Callable[[int], Any] = _Pick(raw)
         litdata.optimize(
             fn=chosen, inputs=list(range(len(data))), output_dir=str(directory), num_workers=1,

@@ -62,7 +62,7 @@ def warm_up(data: Any, seed: int) -> ResNet:
     torch.manual_seed(seed)
     model = ResNet(num_blocks=1, width=8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
-    loader = EgeriaLoader(data, 64, shuffle=True, seed=seed)
+    loader: Any = EgeriaLoader(data, 64, shuffle=True, seed=seed)
     for _ in range(WARM_EPOCHS):
         train_epoch(model, loader, optimizer)
     return model
@@ -79,7 +79,7 @@ def train_frozen(
     gate = "never" if variants is None else "always"
     torch.manual_seed(seed)
     with ActivationCache(model, directory, "layer2", gate=gate) as cache:
-        loader = EgeriaLoader(
+        loader: Any = EgeriaLoader(
             data, 64, shuffle=True, cache=cache, seed=seed,
             augmentation_variants=epochs if variants is None else variants,
         )  # fmt: skip

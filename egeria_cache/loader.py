@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from egeria_cache.batch import Batch, BatchTensor
 from egeria_cache.chain import outside_inference_mode
@@ -73,7 +73,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Dataset[T_co],
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         sampler: Any = None,
@@ -102,8 +102,9 @@ class EgeriaLoader(ResumableLoader[T_co]):
             raise ValueError(f"augmentation_variants must be >= 1, got {augmentation_variants}")
         if cache is not None and not isinstance(dataset, IterableDataset):
             _check_sized(dataset)
+        sized: Any = dataset
         if shuffle and sampler is None and batch_sampler is None and _has_length(dataset):
-            sampler, shuffle = LeanRandomSampler(dataset, generator=generator), None
+            sampler, shuffle = LeanRandomSampler(sized, generator=generator), None
         super().__init__(
             dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn,
             pin_memory, drop_last, timeout, worker_init_fn, multiprocessing_context, generator,
