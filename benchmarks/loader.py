@@ -298,13 +298,16 @@ def plot(report: dict[str, Any], path: Path) -> None:
         for column, what in enumerate(("loading", "training")):
             rows = report[kind][what]
             axis = axes[row][column]
-            ratios = [rows[name]["ratio"] for name in rows]
+            ratios = [report[kind]["parity"][what].get(name, rows[name])["ratio"] for name in rows]
             colours = ["tab:green" if "Egeria" in name else "tab:grey" for name in rows]
             bars = axis.barh(list(rows), ratios, color=colours)
             axis.bar_label(bars, padding=3, fontsize=8)
             axis.axvline(1, color="black", linewidth=0.8)
             axis.invert_yaxis()
             axis.margins(x=0.15)
+            if what == "loading":
+                axis.set_xscale("log")
+                axis.set_xlim(0.5, 250)
             axis.set_title(f"{what} epoch, {kind} data set", fontsize=10)
             axis.tick_params(labelsize=8)
     axes[1][0].set_xlabel("time / DataLoader's (less is better)")
