@@ -161,7 +161,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
         if key == "accuracy":
             axis.set_ylim(min(values) - 3, 100)
     for axis in axes:
-        axis.set_xlabel("cached versions of each sample")
+        axis.set_xlabel("versions of each sample; fresh: uncached")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -186,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             start = warm_up(data, seed)
             starts.append(dict(zip(("accuracy", "test_loss"), test(start), strict=True)))
             for variants in VARIANTS:
-                name = "fresh, uncached" if variants is None else str(variants)
+                name = "fresh" if variants is None else str(variants)
                 run = train_frozen(
                     copy.deepcopy(start), data, variants, options.epochs, seed,
                     Path(text) / f"{seed}-{variants}",

@@ -189,15 +189,12 @@ def test_a_generation_cleared_by_the_inspector_while_a_loader_runs_is_left_alone
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_limit_reached_in_mid_epoch_gives_mixed_batches(tmp_path, workers):
-    directory = tmp_path / "whole"
-    train(directory, epochs=1)
-    whole = sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
-    limit = whole * 3 // 4
-    settings = {"num_workers": workers, "shuffle": True}
-    losses, stats = train(tmp_path / "a", limit=limit, **settings)
+    settings = {"num_workers": workers, "shuffle": True, "epochs": 2, "data": Images(240)}
+    losses, stats = train(tmp_path / "a", limit=300_000, **settings)
     close(losses, train(tmp_path / "b", gate="never", **settings)[0])
-    assert stats.bytes_on_disk <= limit
-    assert stats.hits + stats.misses == 3 * NUM_SAMPLES
+    assert stats.bytes_on_disk <= 300_000
+    assert stats.partial_batches > 0
+    assert 0 < stats.hits < 240
 
 
 def shared_memory(pids):
@@ -234,7 +231,12 @@ def test_an_iterator_collected_with_batches_in_flight_leaves_nothing_behind(
         del loader
         gc.collect()
     assert multiprocessing.active_children() == []
-    assert threading.active_count() == threads
+    deadline = time.monotonic() + 30
+    while (
+        threading.active_count() > threads
+    ):  # threads that feed DataLoader's queues are not joined
+        assert time.monotonic() < deadline, threading.enumerate()
+        time.sleep(0.01)
     assert len(pids) > 2
     assert shared_memory(pids) == []
 
@@ -307,18 +309,15 @@ def test_a_dead_or_stuck_worker_gives_dataloaders_own_error(tmp_path, data, kwar
     model = make_net()
     freeze(model, "layer1")
     with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
-        loaders = [
-            DataLoader(data(), 8, num_workers=1, **kwargs),
-            EgeriaLoader(data(), 8, num_workers=1, cache=cache, **kwargs),
-        ]
-        for loader in loaders:
+        loader = EgeriaLoader(data(), 8, num_workers=1, cache=cache, **kwargs)
 
-            def use(loader=loader):
-                for images, _ in loader:
-                    model(images)
+        def use():
+            for images, _ in loader:
+                model(images)
 
-            with pytest.raises(RuntimeError, match=match):
-                use()
+        with pytest.raises(RuntimeError, match=match):
+            use()
+        del loader, use
     gc.collect()
     assert multiprocessing.active_children() == []
 
