@@ -127,6 +127,10 @@ class MemoryHost:
     def audited(self, batch: Batch, entry: object) -> None:
         """Audit nothing."""
 
+    def audit_leaves(self, batch: Batch, rows: np.ndarray, loaded: object) -> bool:
+        """Not called: nothing is audited."""
+        return True
+
     def audit_failed(self, batch: Batch, rows: np.ndarray, finding: str) -> None:
         """Not called: nothing is audited."""
 

@@ -35,13 +35,16 @@ class Accounts:
         self._num_unseen = 0
 
     def batch(self, num_samples: int, hit: np.ndarray | None) -> None:
-        """Note what a yielded batch consists of."""
+        """Note what a batch consists of: yielded without hits, or served with some."""
         num_hits = 0 if hit is None else int(hit.sum())
         self.counts.hits += num_hits
         self.counts.misses += num_samples - num_hits
         self.counts.hit_batches += num_hits == num_samples
         self.counts.miss_batches += num_hits == 0
         self.counts.partial_batches += 0 < num_hits < num_samples
+
+    def yielded(self) -> None:
+        """Note that a batch was yielded which the model should see."""
         self._num_unseen += 1
         if self._num_unseen == MAX_UNSEEN:
             log.warning(
@@ -81,7 +84,7 @@ class Accounts:
         """Return all figures as they are now."""
         on_disk = store.stats()
         decisions: Sequence[str] = [
-            f"{name!r}: {self.gated.get(name) or ledger.verdict[1]}"
+            f"{name.rpartition('#')[0]!r}: {self.gated.get(name) or ledger.verdict[1]}"
             for (name, at), ledger in self._ledgers.items()
             if at == boundary
         ]

@@ -117,7 +117,8 @@ class Batch:
             return None
         if len(values) == self.size:
             return values if rows is None else take_rows(values, rows)
-        assert self.absent is not None
+        if self.absent is None:
+            return None
         loaded = ~self.absent
         if rows is None or (rows & ~loaded).any():
             return None
@@ -191,6 +192,11 @@ class BatchTensor(Tensor):
         assert isinstance(rows, Tensor)
         return rows
 
+    def _let_go(self) -> None:
+        """Trust the data no more: it may now be written to without its version telling."""
+        self._data_version = -1
+        self.batch._versions[self.leaf] = -1
+
     def _apply(self, op: Op) -> BatchTensor:
         result = op.run(self.full())
         return _loaded(result, self.batch, self.leaf, (*self.chain, op))
@@ -214,7 +220,10 @@ class BatchTensor(Tensor):
                     return first._apply(op)
             args, kwargs = unwrap(args), unwrap(kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+        if func in _GIVES_THE_MEMORY and isinstance(first, BatchTensor):
+            first._let_go()
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.full().__reduce_ex__(protocol)
@@ -247,7 +256,9 @@ class _AbsentTensor(BatchTensor):
 
     @property
     def intact(self) -> bool:
-        return self._full is None or self._full._version == self._data_version
+        if self._full is None:
+            return self._data_version >= 0
+        return self._full._version == self._data_version
 
     def misses(self) -> Tensor:
         if self._misses is None:
@@ -326,6 +337,10 @@ def _with_layout(tensor: Tensor, like: Tensor) -> Tensor:
     return out.copy_(tensor)
 
 
+_GIVES_THE_MEMORY = {
+    Tensor.numpy, Tensor.__array__, Tensor.data.__get__, Tensor.data_ptr,  # type: ignore[attr-defined]
+    Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__,
+}  # fmt: skip
 _PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "requires_grad", "is_leaf",
                "grad", "is_sparse", "_version")  # fmt: skip
 _ABOUT_THE_TENSOR = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {

@@ -81,6 +81,9 @@ class Budget:
                     time.sleep(0.002)  # flock has no timed wait
             yield
         finally:
+            # Closing is not enough: a worker forked meanwhile has a duplicate that keeps the lock.
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
     def used_bytes(self) -> int:

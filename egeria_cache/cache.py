@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from egeria_cache.accounts import Accounts
 from egeria_cache.batch import Batch, Entry
+from egeria_cache.compare import same_rows
 from egeria_cache.cut import Cut
 from egeria_cache.errors import BoundaryError, EgeriaError
 from egeria_cache.events import BoundaryMoved
@@ -190,8 +192,12 @@ class ActivationCache:
         return views[0].cut.tagged if views else None
 
     def count_batch(self, ids: Sequence[SampleId], hit: np.ndarray | None) -> None:
-        """Note what a yielded batch consists of."""
+        """Note what a batch consists of: yielded without hits, or served with some."""
         self._accounts.batch(len(ids), hit)
+
+    def count_yielded(self) -> None:
+        """Note that a batch was yielded which the model should see."""
+        self._accounts.yielded()
 
     def note_step(
         self, loader_name: str, seconds: float, num_samples: int, entry: PlannedEntry | None
@@ -209,7 +215,7 @@ class ActivationCache:
         why = self._accounts.step(views[0], self._boundary, seconds, num_samples, entry)
         if why is not None and self.gate == "auto":
             self._accounts.gated[loader_name] = f"off: {why}"
-            log.info("loader %r is computed from now on: %s", loader_name, why)
+            log.info("loader %r is computed from now on: %s", _name(loader_name), why)
             self._void(lambda view: view.loader_name == loader_name, unlink=False)
 
     def log_epoch(self, loader_name: str, epoch: int) -> None:
@@ -239,8 +245,8 @@ class ActivationCache:
             reason = context.source.why_not_cacheable(batch)
             if reason is None:
                 generation = self._store.open_generation({**cut.fields, **context.source.fields})
-        except (EgeriaError, OSError) as error:
-            reason = str(error)
+        except Exception as error:  # of the data set's or the collate function's own, too
+            reason = str(error) if isinstance(error, EgeriaError) else repr(error)
         if reason is not None:
             self._leave_uncached(name, reason)
             return
@@ -283,7 +289,9 @@ class ActivationCache:
         mask = np.ones(batch.size, bool) if rows is None else rows
         ids = [sample_id for sample_id, use in zip(batch.ids, mask, strict=True) if use]
         new = ~view.contains(ids, batch.variant)
-        if not new.any():
+        if not new.all() and not view.is_checked:
+            self._check_reopened(view, batch, mask, ids, tensors)
+        if not new.any() or not view.alive:
             return
         wanted = mask.copy()
         wanted[mask] = new
@@ -316,8 +324,22 @@ class ActivationCache:
     def _leave_uncached(self, loader_name: str, reason: str, *, unlink: bool = False) -> None:
         """Cache nothing for this loader, and say why, once."""
         self._uncacheable[loader_name] = self._counts.why_not = reason
-        log.warning("loader %r is not cached: %s", loader_name, reason)
+        log.warning("loader %r is not cached: %s", _name(loader_name), reason)
         self._void(lambda view: view.loader_name == loader_name, unlink=unlink)
+
+    def _check_reopened(
+        self, view: View, batch: Batch, rows: np.ndarray, ids: list[SampleId],
+        tensors: Mapping[str, Tensor],
+    ) -> None:  # fmt: skip
+        """Compare the first rows that a generation of an earlier run already holds with ours."""
+        kept = {path: batch.rows_of(path, rows) for path in view.kept}
+        stored, found = view.generation.get_batch(ids, variant=batch.variant)
+        view.is_checked = bool(found.any())
+        fresh = record(tensors, {p: r for p, r in kept.items() if r is not None})
+        for name in fresh.keys() & stored.keys():
+            if not same_rows(take_rows(stored[name], found), take_rows(fresh[name], found)):
+                self.audit_failed(batch, rows, f"{name} is not what an earlier run stored")
+                return
 
     def audited(self, batch: Batch, entry: Entry) -> np.ndarray | None:
         """Choose `audit_rate` of the hits, at random, to be recomputed from the raw sample."""
@@ -330,6 +352,13 @@ class ActivationCache:
         self._counts.audited += count
         return rows
 
+    def audit_leaves(self, batch: Batch, rows: np.ndarray, loaded: Mapping[str, Any]) -> bool:
+        """Compare stored labels and the like with what was loaded again."""
+        path = batch.context.source.first_difference(batch, rows, loaded)
+        if path is not None:
+            self.audit_failed(batch, rows, f"leaf {path!r} of the batch is not what was stored")
+        return path is None
+
     def audit_failed(self, batch: Batch, rows: np.ndarray, finding: str) -> None:
         """What is stored is not what the prefix computes: void it, and cache nothing more."""
         ids = [sample_id for sample_id, is_one in zip(batch.ids, rows, strict=True) if is_one]
@@ -338,7 +367,7 @@ class ActivationCache:
             "AUDIT FAILED for loader %r: %s, among the samples %s (variant %d). What was stored is "
             "void, training goes on uncached. Was a sample edited without its sample_version, or "
             "does it differ each time it is loaded?",
-            batch.loader_name, finding, ids, batch.variant,
+            _name(batch.loader_name), finding, ids, batch.variant,
         )  # fmt: skip
         self._leave_uncached(batch.loader_name, f"an audit failed: {finding}", unlink=True)
 
@@ -404,3 +433,8 @@ class ActivationCache:
 def _device_of(model: nn.Module) -> torch.device:
     tensor = next(model.parameters(), None)
     return torch.device("cpu") if tensor is None else tensor.device
+
+
+def _name(key: str) -> str:
+    """Return the name that the user gave a loader (`LoaderSource.key` tells it from others)."""
+    return key.rpartition("#")[0]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["difference", "same_content", "tolerance"]
+__all__ = ["difference", "same_content", "same_rows", "tolerance"]
 
 # Relative to the largest value. Kernels choose their blocking by the batch size, so the same sample
 # in another batch differs in its last bits; what really depends on its neighbours differs by more.
@@ -71,3 +71,10 @@ def same_content(a: Any, b: Any, *, depth: int = 8) -> bool:
         return bool(a == b)
     except Exception:
         return False
+
+
+def same_rows(a: Any, b: Any) -> bool:
+    """Whether two sets of rows, tensors or values, agree within the tolerance of their dtype."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return difference(a.to(b.device), b) <= tolerance(b)
+    return list(a) == list(b)

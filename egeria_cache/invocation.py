@@ -79,9 +79,11 @@ class Invocation:
 
         return self.rebuild(swap)
 
-    def reload(self, mask: np.ndarray) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return (args, kwargs) of the masked rows, loaded from the dataset again."""
-        size, loaded = self.batch.size, self.batch.load_rows(mask)
+    def again(
+        self, mask: np.ndarray, loaded: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return (args, kwargs) of the masked rows, from what was loaded again for them."""
+        size = self.batch.size
 
         def swap(position: int, leaf: Any) -> Any:
             if position in self.tagged:

@@ -177,14 +177,14 @@ class EgeriaLoader(ResumableLoader[T_co]):
 
 
 class _TaskSource:
-    """Batch sampler of the inner DataLoader: the tasks of the pass that is running."""
+    """Batch sampler of the inner DataLoader: the tasks of the pass that began last."""
 
     def __init__(self) -> None:
-        self.planner: Planner | None = None
+        self.serves: tuple[Planner, Prefetcher, Progress] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        assert self.planner is not None
-        return iter(self.planner)
+        assert self.serves is not None
+        return iter(self.serves[0])
 
 
 class _Pass:
@@ -210,11 +210,11 @@ class _Pass:
         self._planner = Planner(
             iter(loader._index_sampler),
             loader.source.identify,
-            partial(_views, cache, loader.name),
+            partial(_views, cache, loader.source.key),
             self._prefetcher,
             variant=progress.variant,
             seed=loader.seed,
-            look_ahead=partial(_look_ahead, cache, loader.name),
+            look_ahead=partial(_look_ahead, cache, loader.source.key),
             first_number=progress.yielded,
         )
         if progress.drew_base_seed and loader._rest is None:
@@ -225,7 +225,7 @@ class _Pass:
         self._step: tuple[Plan, float] | None = None
         # Until the model has been cut, nobody knows what the store holds: the first batch is loaded
         # here, before anything is planned ahead.
-        self._first_shows = cache is not None and cache.awaits(loader.name)
+        self._first_shows = cache is not None and cache.awaits(loader.source.key)
         self._inner = None if self._first_shows else self._start_workers()
 
     def __iter__(self) -> _Pass:
@@ -263,11 +263,15 @@ class _Pass:
             return self._tag(first, self._load_here(first))
         if self._inner is None:
             self._inner = self._start_workers()
+        if self._loader._persistent is not None and self._loader._persistent[0].serves is not None:
+            # Persistent workers serve the pass that began last; older ones go on with it, as they
+            # do under DataLoader.
+            self._planner, self._prefetcher, self._progress = self._loader._persistent[0].serves
         self._planner.top_up()
         try:
             loaded = next(self._inner)
         except Exception as error:
-            if not isinstance(error, StopIteration):
+            if not isinstance(error, StopIteration) and self._loader.in_order:
                 self._planner.skip()
             raise
         plan = self._planner.take(loaded.number)
@@ -280,7 +284,7 @@ class _Pass:
         now = time.perf_counter()
         if self._step is not None and self._cache is not None:
             plan, start = self._step
-            self._cache.note_step(self._loader.name, now - start, len(plan.ids), plan.entry)
+            self._cache.note_step(self._loader.source.key, now - start, len(plan.ids), plan.entry)
         self._step = None
         return now
 
@@ -308,7 +312,8 @@ class _Pass:
         for path in view.dropped:
             whole = view.rows[path].expand(batch.size, *view.rows[path].shape[1:]).contiguous()
             tagged[path] = BatchTensor.without_data(whole, batch, path, misses.get(path))
-        self._cache.count_batch(plan.ids, entry.hit)
+        entry.on_load = partial(self._cache.count_batch, plan.ids, entry.hit)
+        self._cache.count_yielded()
         return view.structure.rebuild(tagged)
 
     def _tag(self, plan: Plan, data: Any) -> Any:
@@ -319,12 +324,13 @@ class _Pass:
         plan.entry = None
         structure, leaves = flatten(data, len(plan.ids))
         batch = self._batch(plan, leaves, structure, {})
-        only = self._cache.tagged_leaves(self._loader.name)
+        only = self._cache.tagged_leaves(self._loader.source.key)
         tagged = {
             path: _wrap(rows, batch, path) if only is None or path in only else rows
             for path, rows in leaves.items()
         }
         self._cache.count_batch(plan.ids, None)
+        self._cache.count_yielded()
         return structure.rebuild(tagged)
 
     def _batch(
@@ -340,7 +346,7 @@ class _Pass:
         return Batch(
             ids=plan.ids,
             variant=plan.variant,
-            loader_name=self._loader.name,
+            loader_name=self._loader.source.key,
             leaves=leaves,
             load_rows=partial(_load_rows, self._cache, self._loader.source, plan),
             entry=plan.entry,
@@ -357,13 +363,13 @@ class _Pass:
         loader = self._loader
         if not loader.persistent_workers:
             tasks = _TaskSource()
-            tasks.planner = self._planner
+            tasks.serves = self._planner, self._prefetcher, self._progress
             return iter(loader._inner_loader(tasks, self._inner_generator))
         if loader._persistent is None:
             tasks = _TaskSource()
             loader._persistent = tasks, loader._inner_loader(tasks, self._inner_generator)
         tasks, inner = loader._persistent
-        tasks.planner = self._planner
+        tasks.serves = self._planner, self._prefetcher, self._progress
         return iter(inner)
 
 

@@ -127,7 +127,9 @@ class Planner:
 
     def take(self, number: int) -> Plan:
         """Return the plan of that number, which is the next one unless order does not matter."""
-        plan = next(plan for plan in self._planned if plan.number == number)
+        plan = next((plan for plan in self._planned if plan.number == number), None)
+        if plan is None:
+            raise RuntimeError(f"batch {number} came without having been planned")
         self._planned.remove(plan)
         self._prefetcher.release_before(number)
         return plan

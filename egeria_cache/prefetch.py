@@ -6,7 +6,7 @@ that either has its rows or says that it has not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from itertools import count
 from typing import Any
@@ -35,6 +35,8 @@ class PlannedEntry:
         self.view, self.number, self.variant, self.hit = view, number, variant, hit
         self.ids = [sample_id for sample_id, is_hit in zip(ids, hit, strict=True) if is_hit]
         self.kept: dict[str, Rows] = {}
+        self.on_load: Callable[[], None] | None = None
+        """Called when the rows are used for the first time."""
         self._reading: Future[bool] | None = None
         self._ring: Ring | None = None
         self._keys: Tensor | None = None
@@ -61,6 +63,13 @@ class PlannedEntry:
 
     def load(self) -> dict[str, Tensor]:
         """Return the hits' activations by name, in row order, on the model's device."""
+        rows = self._load()
+        if self.on_load is not None:
+            self.on_load()
+            self.on_load = None
+        return rows
+
+    def _load(self) -> dict[str, Tensor]:
         if not self.alive:
             raise LookupError("the generation was voided")
         if self._rows is not None:

@@ -191,6 +191,8 @@ class Ring:
             if self._stream is None:
                 slots = self._table.lookup(keys)
                 return {name: slab.index_select(0, slots) for name, slab in self.slabs.items()}
+            if not all(key in self._slot_of for key in keys.tolist()):
+                raise LookupError(f"a row of batch {batch} is no longer in the ring")
             current = torch.cuda.current_stream(self.device)
             current.wait_event(self._ready[batch])
             slots = self._table.lookup(keys.to(self.device, non_blocking=True))
@@ -208,8 +210,10 @@ class Ring:
     def _adopt(self, batch: int, key: int) -> bool:
         if key not in self._slot_of:
             return False
+        # Readers run side by side: a key stays with the latest batch that needs it.
+        latest = max(batch, self._owner[key])
         self._owned[self._owner[key]].discard(key)
-        self._own(batch, key)
+        self._own(latest, key)
         return True
 
     def _own(self, batch: int, key: int) -> None:

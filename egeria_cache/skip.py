@@ -54,6 +54,9 @@ class SkipHost(Protocol):
     def audited(self, batch: Batch, entry: Entry) -> np.ndarray | None:
         """Which of the hits to recompute from the raw sample: bool, shape (B,); None for none."""
 
+    def audit_leaves(self, batch: Batch, rows: np.ndarray, loaded: Mapping[str, Any]) -> bool:
+        """Whether the stored leaves of these rows (labels, masks) are what was loaded again."""
+
     def audit_failed(self, batch: Batch, rows: np.ndarray, finding: str) -> None:
         """A stored activation is not what the prefix computes; nothing of it was served."""
 
@@ -193,7 +196,10 @@ class SkipEngine:
         mask = self.host.audited(call.batch, entry)
         if mask is None:
             return True
-        fresh = passes.prefix(self._forward, source, call, mask, call.reload(mask))
+        loaded = call.batch.load_rows(mask)
+        if not self.host.audit_leaves(call.batch, mask, loaded):
+            return False
+        fresh = passes.prefix(self._forward, source, call, mask, call.again(mask, loaded))
         rows = torch.from_numpy(np.flatnonzero(mask[entry.hit]))
         for name, computed in fresh.items():
             error = difference(computed, stored[name][rows.to(computed.device)])

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from egeria_cache.batch import Batch
+from egeria_cache.fingerprint import fingerprint, same_bytes
 from egeria_cache.plan import Plan
 from egeria_cache.samples import SampleLoader, Task
 from egeria_cache.seeds import SampleId
 from egeria_cache.structure import Structure, flatten, is_rows, take_rows
 
 __all__ = ["BatchContext", "LoaderSource"]
+
+_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class LoaderSource:
         self.name = name
         self.seed = seed
         self.variants = variants
+        self.key = f"{name}#{next(_NUMBERS)}"
+        """Tells this loader from all others, also from those of the same name."""
         self._sample_id = sample_id or getattr(dataset, "sample_id", None)
         self._version = sample_version or getattr(dataset, "sample_version", None)
         self._fingerprint: str | None = None
@@ -70,7 +74,7 @@ class LoaderSource:
             return list(indices) if type(indices) is not list else indices
         named = indices if self._sample_id is None else [self._sample_id(i) for i in indices]
         if self._version is not None:
-            versions = [self._version(i) for i in indices]
+            versions = [str(self._version(i)) for i in indices]
             named = list(zip(named, versions, strict=True))
         return [v if type(v) in (int, str) else _as_sample_id(v) for v in named]
 
@@ -103,7 +107,28 @@ class LoaderSource:
                     + (", or collated without the rest of its batch" if alone else "")
                     + "; draw random numbers from torch, numpy or random, and pad to a fixed size"
                 )
+        if alone and batch.size == 1 and not self._collates_rows(batch):
+            return "the collate_fn does not give one row per sample"
         self._proven.add(shapes)
+        return None
+
+    def _collates_rows(self, batch: Batch) -> bool:
+        """Collate the only sample of a batch twice: every leaf must have two rows then."""
+        plan: Plan = batch.context.plan
+        samples = self.samples.load(plan.subtask(np.ones(1, bool), self.seed))
+        twice = flatten(self.collate(samples + samples), 2)[1]
+        return twice.keys() == batch.leaves.keys() and all(
+            is_rows(leaf, 2) for leaf in twice.values()
+        )
+
+    def first_difference(
+        self, batch: Batch, mask: np.ndarray, loaded: Mapping[str, Any]
+    ) -> str | None:
+        """Compare rows that were loaded again with what the batch holds of them; name a leaf."""
+        for path, again in loaded.items():
+            held = batch.rows_of(path, mask)
+            if held is not None and not _equal(held, again):
+                return path
         return None
 
     def _first_difference(self, batch: Batch, rows: list[int]) -> str | None:
@@ -131,28 +156,16 @@ class LoaderSource:
 
     @property
     def fingerprint(self) -> str:
-        """What tells this dataset from another: its class, length, and a few of its samples.
-
-        A dataset that knows better offers a `fingerprint` attribute or method of its own.
-        """
+        """What tells this data set and its collation from another: see `fingerprint.py`."""
         if self._fingerprint is None:
-            self._fingerprint = self._make_fingerprint()
+            self._fingerprint = fingerprint(
+                self.dataset,
+                self.collate,
+                lambda indices: self.samples.load(
+                    Task(-1, indices, self.identify(indices), 0, self.seed)
+                ),
+            )
         return self._fingerprint
-
-    def _make_fingerprint(self) -> str:
-        own = getattr(self.dataset, "fingerprint", None)
-        if own is not None:
-            return str(own() if callable(own) else own)
-        kind = type(self.dataset)
-        length = len(self.dataset)
-        text = f"{kind.__module__}.{kind.__qualname__}[{length}]"
-        indices = sorted({0, length // 2, length - 1}) if length else []
-        try:
-            task = Task(-1, indices, self.identify(indices), 0, self.seed)
-            samples = self.samples.load(task)
-        except Exception:  # not indexed by 0..n-1, say: the class and length have to do
-            return text
-        return f"{text}:{_digest(samples)}"
 
 
 def _as_sample_id(value: Any) -> SampleId:
@@ -172,29 +185,7 @@ def _as_sample_id(value: Any) -> SampleId:
     )
 
 
-def _digest(samples: list[Any]) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for sample in samples:
-        _, leaves = flatten(sample, -1)
-        for path, leaf in leaves.items():
-            digest.update(path.encode())
-            if isinstance(leaf, Tensor | np.ndarray):
-                array = leaf.detach().cpu().contiguous() if isinstance(leaf, Tensor) else leaf
-                if isinstance(array, Tensor):
-                    array = (
-                        array.view(-1).view(torch.uint8).numpy() if array.numel() else np.empty(0)
-                    )
-                digest.update(np.ascontiguousarray(array).tobytes())
-            elif isinstance(leaf, str | bytes | int | float | bool | type(None)):
-                digest.update(repr(leaf).encode())
-    return digest.hexdigest()
-
-
 def _equal(left: Any, right: Any) -> bool:
     if isinstance(left, Tensor) and isinstance(right, Tensor):
-        return (
-            left.shape == right.shape
-            and left.dtype == right.dtype
-            and bool(torch.equal(left.cpu().nan_to_num(), right.cpu().nan_to_num()))
-        )
+        return same_bytes(left, right)
     return type(left) is type(right) and bool(left == right)

@@ -48,7 +48,7 @@ class PrefixTrace(TorchDispatchMode):
     """
 
     def __init__(self, known: Sequence[Named], names: Mapping[int, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
         self._drawing: dict[str, str | None] = {}
         self._known = {_address(named[2]): named for named in known if named[2].numel()}

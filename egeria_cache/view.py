@@ -40,6 +40,8 @@ class View:
     device: torch.device
     """Where the activations are wanted."""
     is_void: bool = False
+    is_checked: bool = False
+    """Whether rows that were found in it have been compared with computed ones."""
 
     @property
     def alive(self) -> bool:

@@ -58,6 +58,9 @@ class FakeHost:
     def audited(self, batch, entry):
         return None
 
+    def audit_leaves(self, batch, rows, loaded):
+        return True
+
     def audit_failed(self, batch, rows, finding):
         raise AssertionError(finding)
 
