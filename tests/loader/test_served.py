@@ -311,7 +311,7 @@ def test_a_dead_or_stuck_worker_gives_dataloaders_own_error(tmp_path, data, kwar
     with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
         loader = EgeriaLoader(data(), 8, num_workers=1, cache=cache, **kwargs)
 
-        def use():
+        def use(loader=loader):
             for images, _ in loader:
                 model(images)
 
