@@ -45,6 +45,8 @@ __all__ = ["ActivationStore", "Generation", "StoreStats"]
 logger = logging.getLogger("egeria_cache.store")
 
 REMOVAL_WAIT_S = 10.0
+EMPTY_GENERATION_BYTES = 256 * 1024
+"""More than a new generation takes before its first record: LMDB's pages, the hole behind them."""
 ALONE = {"use": "alone"}
 """Fields of the generation behind the store's own put_batch and get_batch."""
 
@@ -218,6 +220,10 @@ class ActivationStore:
                 raise DamagedError(f"{directory} holds other fields than its name says")
         else:
             self._log_nearest(directory.name, fields)
+            if self._budget.make_room(EMPTY_GENERATION_BYTES) < EMPTY_GENERATION_BYTES:
+                why = f"the limit of {self.config.limit_bytes} bytes has no room for another one"
+                logger.warning("%s is not made, nothing is stored in it: %s", directory.name, why)
+                return Manifest.new(fields), AbsentFiles(directory, why)
             directory.mkdir(mode=0o700, exist_ok=True)
             manifest = Manifest.new(fields)
             try:

@@ -79,8 +79,8 @@ def test_a_new_version_is_a_new_sample():
     names = ["a", "b"]
     loader = EgeriaLoader(Files(names, {"a": 1, "b": 1}), seed=0)
     edited = EgeriaLoader(Files(names, {"a": 1, "b": 2}), seed=0)
-    assert loader.source.identify([0, 1]) == [("a", 1), ("b", 1)]
-    assert edited.source.identify([0, 1]) == [("a", 1), ("b", 2)]
+    assert loader.source.identify([0, 1]) == [("a", "1"), ("b", "1")]
+    assert edited.source.identify([0, 1]) == [("a", "1"), ("b", "2")]
 
 
 def test_callables_go_before_the_datasets_methods():

@@ -350,6 +350,8 @@ def eager_backend():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's own
 @pytest.mark.parametrize("how", ["wrap", "in_place"])
 def test_regional_compilation(how, eager_backend):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     harness, boundary = images()
     model = harness.model
     for name in ("stem", "layer1", "layer2", "layer3"):

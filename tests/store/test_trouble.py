@@ -299,10 +299,13 @@ def test_two_processes_write_and_read_one_generation(directory):
 
 def test_two_processes_together_stay_within_the_limit(directory):
     code = """
-        import sys, torch
+        import pathlib, sys, time, torch
         from egeria_cache.store import ActivationStore
         with ActivationStore(sys.argv[1], limit="3MB", codec="raw") as store:
             generation = store.open_generation({"process": sys.argv[2]})
+            pathlib.Path(f"{sys.argv[1]}.ready{sys.argv[2]}").touch()
+            while not all(pathlib.Path(f"{sys.argv[1]}.ready{n}").exists() for n in range(2)):
+                time.sleep(0.01)  # neither may fill the directory before both are in it
             for start in range(0, 400, 8):
                 generation.put_batch(range(start, start + 8), torch.zeros(8, 5000))
                 store.flush(30)
@@ -397,3 +400,15 @@ def test_a_spawned_process_gets_its_own_handle_by_pickle(store):
 def _answer(store, answers):
     answers.put(store.contains([1, 2]).tolist())
     store.close()
+
+
+@pytest.mark.parametrize("limit", [1, 20_000, 95_232, 200_000, 300_000, 600_000])
+def test_a_limit_however_small_is_never_exceeded(tmp_path, limit):
+    with ActivationStore(tmp_path, limit=limit, codec="raw") as store:
+        for number in range(3):
+            generation = store.open_generation({"number": number})
+            for start in range(0, 64, 8):
+                generation.put_batch(range(start, start + 8), torch.randn(8, 500))
+                store.flush(timeout_s=30)
+                used = store.stats().bytes_on_disk
+                assert used <= max(limit, 16_384)  # the directory and its description
