@@ -62,7 +62,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     """Run one benchmark in a process of its own; return its exit code."""
     paths = [str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+    command = [sys.executable, str(HERE / f"{name}.py"), *arguments]
     return subprocess.run(command, env=environment, cwd=HERE.parent, check=False).returncode
 
 

@@ -1,6 +1,6 @@
 """EgeriaLoader beside DataLoader, StatefulDataLoader, LitData and Grain; all in one run.
 
-    python -m benchmarks.loader [--samples 768] [--rounds 7] [--json] [--quick]
+    python benchmarks/loader.py [--samples 768] [--rounds 7] [--json] [--quick]
 
 Epochs are taken in turns, round by round, and a ratio is the median over the rounds of one
 contestant's epoch to DataLoader's of the same round, so that a busy machine disturbs all alike.
@@ -244,7 +244,7 @@ def measure_large(num_samples: int, skipped: dict[str, str]) -> dict[str, Any]:
     """Run `probe` for each contestant in a process of its own."""
     results = {}
     for name in PROBED:
-        command = [sys.executable, "-m", "benchmarks.loader", "--probe", name, "--samples",
+        command = [sys.executable, __file__, "--probe", name, "--samples",
                    str(num_samples)]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         if done.returncode:

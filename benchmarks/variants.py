@@ -1,6 +1,6 @@
 """What K augmented versions of each sample cost in the cache, and what they bring.
 
-    python -m benchmarks.variants [--seeds 3] [--epochs 32] [--json] [--quick]
+    python benchmarks/variants.py [--seeds 3] [--epochs 32] [--json] [--quick]
 
 Handwritten digits, a small ResNet, few training images, so that augmentation matters. The network
 trains as a whole first; then two thirds of it are frozen, and the rest trains on with K = 1, 4, 16
