@@ -90,11 +90,13 @@ class LoaderSource:
         other than torch's own, every sample is collated alone, which shows whether it depends on
         the rest of the batch. Repeated for batches whose rows have another shape.
         """
+        if batch.absent is not None:
+            return None  # it has hits, so batches like it were proved before
         for path, leaf in batch.leaves.items():
             if not is_rows(leaf, batch.size):
                 return f"leaf {path or 'of the batch'!r} does not hold one row per sample"
         shapes = tuple(rows.shape[1:] for rows in batch.leaves.values() if isinstance(rows, Tensor))
-        if shapes in self._proven or batch.absent is not None:
+        if shapes in self._proven:
             return None
         ends = sorted({0, batch.size - 1})
         alone = self.collate is not default_collate

@@ -139,3 +139,13 @@ def test_another_backbone_does_not_see_the_first_ones_activations(tmp_path):
         loader = EgeriaLoader(Images(), 8, shuffle=True, cache=cache, seed=3)
         train_steps(model, loader, sgd(model))
         assert cache.stats().hits == 0
+
+
+def test_a_boundary_that_moves_at_a_mixed_batch_is_followed(tmp_path):
+    """Half of the samples are stored when the boundary moves on; the next batches are mixed."""
+    settings = {"moves": {3: "layer1", 8: "layer2"}, "epochs": 4, "boundary": "stem"}
+    cached = run(tmp_path / "a", gate="always", **settings)
+    computed = run(tmp_path / "b", gate="never", **settings)
+    assert cached[3].partial_batches > 0
+    assert cached[3].why_not is None
+    torch.testing.assert_close(cached[0], computed[0], rtol=1e-5, atol=1e-6)
