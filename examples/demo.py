@@ -157,7 +157,12 @@ def run_egeria(
     with (
         ActivationCache(model, directory, limit="1GB", gate=gate) as cache,
         FreezeController(
-            model, optimizer, cache, policy, evaluate_every=settings.evaluate_every
+            model,
+            optimizer,
+            cache,
+            policy,
+            evaluate_every=settings.evaluate_every,
+            evaluator="inline",  # freezes at the same steps in every run
         ) as controller,
     ):
         loaders = (
