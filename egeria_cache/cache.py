@@ -166,9 +166,15 @@ class ActivationCache:
 
     @property
     def readers(self) -> ThreadPoolExecutor:
-        """The threads that read ahead, shared by all loaders."""
+        """The threads that read ahead, shared by all loaders.
+
+        Each computes on one core: a team of OpenMP threads per reader would crowd the cores, and
+        slow every kernel of the training thread for the rest of the run.
+        """
         if self._readers is None:
-            self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="egeria-read")
+            self._readers = ThreadPoolExecutor(
+                NUM_READERS, "egeria-read", initializer=torch.set_num_threads, initargs=(1,)
+            )
         return self._readers
 
     def views(self, loader_name: str) -> Sequence[View]:

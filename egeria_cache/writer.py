@@ -113,6 +113,7 @@ class Writer:
                 logger.warning("the cache's writer did not stop within %.0f s", timeout_s)
 
     def _run(self) -> None:
+        torch.set_num_threads(1)  # a team of OpenMP threads here would crowd the training thread
         try:
             while (job := self._next()) is not None:
                 try:

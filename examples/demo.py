@@ -45,7 +45,7 @@ class Settings:
     seed: int = 0
     target: float = 0.97
     """Test accuracy whose time is reported."""
-    evaluate_every: int = 2
+    evaluate_every: int = 4
     """Steps between two looks at the front layer."""
     blocks: int = 3
     size: int = 16
