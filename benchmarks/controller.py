@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_environment import environment
 from digits_task import ResNet
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -234,7 +234,7 @@ def main(argv: list[str] | None = None) -> int:
     for row in speeds:
         print(json.dumps(row), flush=True)
     report = {
-        "machine": {"cpus": os.cpu_count(), "threads": 1, "torch": torch.__version__},
+        "environment": environment(seeds=1),
         "paper": {"reference_overhead": 0.015, "int8_speedup": 3.59},
         "step": steps,
         "references": speeds,

@@ -36,6 +36,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 sys.path.insert(0, str(Path(__file__).parent))
+from bench_environment import environment
 from loader_peers import CONTESTANTS, Cheap, Expensive, MissingPeerError, make
 
 from egeria_cache import ActivationCache, EgeriaLoader
@@ -334,7 +335,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.quick:
         options.samples, options.rounds, options.large = 256, 3, 1_000_000
     skipped: dict[str, str] = {}
-    report: dict[str, Any] = {"samples": options.samples, "rounds": options.rounds,
+    report: dict[str, Any] = {"environment": environment(), "samples": options.samples,
+                              "rounds": options.rounds,
                               "load_average": os.getloadavg()[0]}  # fmt: skip
     with tempfile.TemporaryDirectory() as text:
         kinds: dict[str, Any] = {"cheap": Cheap(4 * options.samples),

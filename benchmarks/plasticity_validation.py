@@ -22,6 +22,7 @@ from typing import Any
 
 import matplotlib as mpl
 import torch
+from bench_environment import environment
 from digits_task import Task, load, train
 from torch import Tensor, nn
 
@@ -214,6 +215,7 @@ def main(argv: list[str] | None = None) -> int:
     table = summarise(runs)
     arguments.output.mkdir(parents=True, exist_ok=True)
     report = {
+        "environment": environment(arguments.seeds),
         "task": vars(task) | {"drops": list(task.drops)},
         "accuracy": [run["accuracy"] for run in runs],
         "layers": table,

@@ -17,6 +17,7 @@ from typing import Any
 
 import matplotlib as mpl
 import torch
+from bench_environment import environment
 from digits_task import Outcome, Task, train
 from torch import Tensor, nn
 
@@ -221,7 +222,11 @@ def main(argv: list[str] | None = None) -> int:
         name: {"group": chosen[name][0]} | describe(found) for name, found in outcomes.items()
     }
     arguments.output.mkdir(parents=True, exist_ok=True)
-    report = {"task": vars(task) | {"drops": list(task.drops)}, "variants": results}
+    report = {
+        "environment": environment(arguments.seeds),
+        "task": vars(task) | {"drops": list(task.drops)},
+        "variants": results,
+    }
     (arguments.output / "sensitivity.json").write_text(json.dumps(report, indent=1))
     draw(results, arguments.output / "sensitivity.png")
     return 0

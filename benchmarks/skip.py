@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench_environment import environment
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -304,7 +305,12 @@ def main() -> None:
             print("  ".join(f"{value!s:>15}" for value in row.values()))
         print()
     RESULTS.mkdir(exist_ok=True)
-    report = {"threads": options.threads, "rounds": options.rounds, "hits": hits, "idle": idle}
+    report = {
+        "environment": environment(),
+        "rounds": options.rounds,
+        "hits": hits,
+        "idle": idle,
+    }
     (RESULTS / "skip.json").write_text(json.dumps(report, indent=2) + "\n")
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import tempfile
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench_environment import environment
 from store_contestants import BATCH, CONTESTANTS, BareLmdb, Contestant, Egeria, EgeriaRaw
 from torch import Tensor, nn
 
@@ -209,13 +209,8 @@ def main() -> None:
                     f"  {one['auto_is_faster_by']:8.2f} {one['raw_is_faster_by']:8.2f}"
                 )
     RESULTS.mkdir(exist_ok=True)
-    machine = {
-        "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-    }
     settings = {"samples": options.samples, "rounds": options.rounds, "batch": BATCH}
-    content = {"machine": machine, "settings": settings, "results": report}
+    content = {"environment": environment(), "settings": settings, "results": report}
     (RESULTS / "store.json").write_text(json.dumps(content, indent=2) + "\n")
     draw(report, RESULTS / "store.png")
 

@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from torch.utils.data import Subset
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from bench_environment import environment
 from digits import Digits, ResNet
 
 from egeria_cache import ActivationCache, EgeriaLoader
@@ -193,6 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )  # fmt: skip
                 runs.setdefault(name, []).append(run)
     report = {
+        "environment": environment(options.seeds),
         "num_samples": options.samples,
         "epochs": options.epochs,
         "seeds": options.seeds,
