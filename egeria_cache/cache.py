@@ -28,6 +28,7 @@ from egeria_cache.source import BatchContext
 from egeria_cache.stats import CacheStats
 from egeria_cache.store import ActivationStore
 from egeria_cache.structure import take_rows
+from egeria_cache.threads import compute_on_one_core
 from egeria_cache.view import View, record
 
 __all__ = ["ActivationCache"]
@@ -166,14 +167,10 @@ class ActivationCache:
 
     @property
     def readers(self) -> ThreadPoolExecutor:
-        """The threads that read ahead, shared by all loaders.
-
-        Each computes on one core: a team of OpenMP threads per reader would crowd the cores, and
-        slow every kernel of the training thread for the rest of the run.
-        """
+        """The threads that read ahead, shared by all loaders."""
         if self._readers is None:
             self._readers = ThreadPoolExecutor(
-                NUM_READERS, "egeria-read", initializer=torch.set_num_threads, initargs=(1,)
+                NUM_READERS, "egeria-read", initializer=compute_on_one_core
             )
         return self._readers
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from egeria_cache.records import Rows
+from egeria_cache.threads import compute_on_one_core
 
 __all__ = ["Job", "Writer"]
 
@@ -113,7 +114,7 @@ class Writer:
                 logger.warning("the cache's writer did not stop within %.0f s", timeout_s)
 
     def _run(self) -> None:
-        torch.set_num_threads(1)  # a team of OpenMP threads here would crowd the training thread
+        compute_on_one_core()
         try:
             while (job := self._next()) is not None:
                 try:

@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import suppress
 
+from egeria_cache.threads import compute_on_one_core
 from egeria_core.errors import EvaluatorError
 from egeria_core.evaluator.base import POLL_S, QUEUE_LENGTH
 from egeria_core.judge import InputItem, OutputItem, ReferenceRunner, Verdict, compare
@@ -31,6 +32,7 @@ class ThreadEvaluator:
         self._thread.start()
 
     def _work(self) -> None:
+        compute_on_one_core()
         while not self._stop.is_set():
             try:
                 item, training = self._items.get(timeout=POLL_S)
