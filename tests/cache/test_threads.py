@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+
 from egeria_cache.threads import compute_on_one_core
 
 
