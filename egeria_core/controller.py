@@ -88,6 +88,7 @@ class FreezeController:
             self._listeners.insert(0, cache.on_boundary_moved)
         self._freezer = Freezer()
         self._frozen = 0
+        self._tied: set[tuple[str, str]] = set()
         self._step = 0
         self._schedule: list[tuple[int, str | None]] = []
         self._loss_sum: Tensor | float = 0.0
@@ -295,11 +296,24 @@ class FreezeController:
         return f"{what} by {type(self.policy).__name__}" + (f": {why}" if why else "")
 
     def _freeze_to(self, frozen: int) -> None:
-        prefix = self._map.prefix(self._map.boundaries[frozen - 1])
+        boundary = self._map.boundaries[frozen - 1]
+        self._warn_of_tied(boundary)
+        prefix = self._map.prefix(boundary)
         self._freezer.freeze(
             (self.model.get_parameter(name) for name in prefix.parameters),
             (self.model.get_submodule(name) for name in prefix.modules),
         )
+
+    def _warn_of_tied(self, boundary: str) -> None:
+        """Say once which active weights stop training because they are tied to frozen ones."""
+        tied = [pair for pair in self._map.tied(boundary) if pair not in self._tied]
+        self._tied.update(tied)
+        for mine, theirs in tied:
+            log.warning(
+                "egeria: %s, frozen with everything up to %s, is the same tensor as %s, which is "
+                "still active: that stops training too. Untie the two if it should go on",
+                mine, boundary, theirs,
+            )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next decisions depend on: plain containers, numbers and CPU tensors.

@@ -81,6 +81,10 @@ def find_layers(
         layers = [Layer((unit.name,), unit.num_parameters) for unit in units]
     else:
         layers = _balance(units, num_layers)
+    while len(layers) > 1 and layers[-1].num_parameters == 0:
+        # A head that is tied to the embedding: with all before it frozen, nothing would train.
+        *layers, before, head = layers
+        layers.append(Layer(before.modules + head.modules, before.num_parameters))
     if len(layers) < 2:
         raise LayerError(
             f"{type(model).__name__} has {len(layers)} layer(s) "

@@ -97,6 +97,23 @@ class LayerMap:
             return Prefix(modules, tuple(dict.fromkeys(owned)))
         return self.prefixes[boundary]
 
+    def tied(self, boundary: str) -> list[tuple[str, str]]:
+        """Return the parameters in front of `boundary` that an active module uses as well.
+
+        As pairs of names of one tensor: in the prefix, and in the active part (a language model's
+        embedding, and its head).
+        """
+        prefix = self.prefix(boundary)
+        mine = {id(self._model.get_parameter(name)): name for name in prefix.parameters}
+        inside = set(prefix.modules)
+        return [
+            (mine[id(parameter)], name)
+            for name, parameter in self._model.named_parameters(remove_duplicate=False)
+            if id(parameter) in mine
+            and name.rpartition(".")[0] not in inside
+            and name != mine[id(parameter)]
+        ]
+
     def close(self) -> None:
         """Take the watching hooks off; idempotent."""
         if self._trace is not None:

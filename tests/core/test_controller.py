@@ -131,3 +131,38 @@ def test_watching_without_freezing_leaves_the_losses_untouched() -> None:
 def test_a_schedule_needs_a_length_or_an_interval() -> None:
     with pytest.raises(ValueError, match="total_steps"):
         make(evaluate_every=None)
+
+
+class TiedModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.block = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.embed(x)).relu())
+
+
+def test_a_head_tied_to_the_frozen_embedding_is_named_once_and_something_still_trains(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    model = TiedModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with FreezeController(
+        model, optimizer, policy=StaticPolicy([(1, "embed")]), layers=["embed", "block", "head"]
+    ) as controller:
+        assert controller.layers == ["embed", "head"]  # "block" and "head" together
+        for _ in range(4):
+            x = torch.randint(0, 11, (4, 5))
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x).flatten(0, 1), x.flatten())
+            loss.backward()
+            optimizer.step()
+            controller.step(loss)
+    said = [record.message for record in caplog.records if "same tensor" in record.message]
+    assert len(said) == 1
+    assert "embed.weight" in said[0]
+    assert "head.weight" in said[0]
