@@ -19,11 +19,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from egeria_cache.claims import in_use_elsewhere, remove_directory
 from egeria_cache.config import parse_size
 from egeria_cache.errors import StoreError
 from egeria_cache.manifest import Manifest, differing_fields
+from egeria_cache.plan_command import plan
 from egeria_cache.report import (
     CacheReport,
     GenerationReport,
@@ -32,6 +34,7 @@ from egeria_cache.report import (
     survey,
     verify,
 )
+from egeria_cache.words import age, print_json, size
 
 __all__ = ["main"]
 
@@ -40,14 +43,15 @@ HEALTHY, DAMAGED, BAD_ARGUMENTS = 0, 1, 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit code."""
-    parser = _parser()
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        options = parser.parse_args(argv)
-    except SystemExit as stop:  # argparse has printed help (0) or the mistake (2)
-        return int(stop.code or 0)
-    try:
+        if arguments[:1] == ["plan"]:  # there is no cache yet; one of that name is ./plan
+            return plan(arguments[1:])
+        options = _parser().parse_args(arguments)
         command: Callable[[argparse.Namespace, CacheReport], int] = options.run
         return command(options, survey(options.directory))
+    except SystemExit as stop:  # argparse has printed help (0) or the mistake (2)
+        return int(stop.code or 0)
     except (StoreError, ValueError) as error:
         print(f"cache-inspect: {error}", file=sys.stderr)
         return BAD_ARGUMENTS
@@ -60,7 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cache-inspect",
         description="Show, check and clean a cache directory.",
-        epilog="exit codes: 0 healthy, 1 damaged, 2 bad arguments",
+        epilog="Before any training, instead of DIR: plan MODEL_FACTORY --data DATASET_FACTORY "
+        "measures what a cache would bring (see plan --help). "
+        "Exit codes: 0 healthy, 1 damaged, 2 bad arguments.",
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="the cache's directory")
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
@@ -87,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     prune = command("prune", _prune, "remove unused generations; only shows them without --yes")
     prune.add_argument("--older-than", metavar="DAYS", type=float, help="last used before then")
     prune.add_argument("--to-size", metavar="SIZE", help="oldest use first, until it fits ('50GB')")
+    prune.add_argument("--unused", action="store_true", help="all that no live process holds")
     prune.add_argument("--damaged", action="store_true", help="those that cannot be opened")
     prune.add_argument("--yes", action="store_true", help="remove them")
     clear = command("clear", _clear, "remove all generations; only shows them without --yes")
@@ -99,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _list(options: argparse.Namespace, report: CacheReport) -> int:
     if options.json:
-        _print_json(_as_json(report))
+        print_json(_as_json(report))
     else:
         columns = ("generation", "boundary", "samples", "on disk", "ratio", "codec", "age", "used")
         table = Table(*columns, box=None, header_style="bold")
@@ -108,22 +115,22 @@ def _list(options: argparse.Namespace, report: CacheReport) -> int:
         for one in report.generations:
             table.add_row(
                 one.name,
-                one.boundary or "-",
+                Text(one.boundary or "-"),
                 f"{one.num_samples:,}",
-                _size(one.bytes_on_disk),
+                size(one.bytes_on_disk),
                 "-" if one.ratio is None else f"{one.ratio:.2f}",
-                f"[red]damaged: {one.damage}" if one.damage else one.codec or "-",
-                _age(one.created),
-                "now" if one.in_use else _age(one.last_used) + " ago",
+                Text(f"damaged: {one.damage}", "red") if one.damage else Text(one.codec or "-"),
+                age(one.created),
+                "now" if one.in_use else age(one.last_used) + " ago",
             )
         console = Console()
         if report.generations:
             console.print(table)
         limit = report.limit_bytes
-        of_limit = f" of {_size(limit)} ({report.bytes_on_disk / limit:.0%})" if limit else ""
+        of_limit = f" of {size(limit)} ({report.bytes_on_disk / limit:.0%})" if limit else ""
         count = len(report.generations)
         console.print(
-            f"{count} generation{'s' * (count != 1)}, {_size(report.bytes_on_disk)}{of_limit}",
+            f"{count} generation{'s' * (count != 1)}, {size(report.bytes_on_disk)}{of_limit}",
             highlight=False,
         )
     return HEALTHY if report.healthy else DAMAGED
@@ -134,7 +141,7 @@ def _show(options: argparse.Namespace, report: CacheReport) -> int:
     path = report.directory / one.name
     manifest, inside = Manifest.read(path), contents(path)
     if options.json:
-        _print_json(
+        print_json(
             {
                 **_generation_json(one),
                 "fields": dict(manifest.fields),
@@ -143,10 +150,10 @@ def _show(options: argparse.Namespace, report: CacheReport) -> int:
         )
         return DAMAGED if "damaged" in inside.codecs else HEALTHY
     console = Console(highlight=False)
-    sizes = f"{_size(one.bytes_on_disk)} on disk, {_size(one.raw_bytes)} decoded"
+    sizes = f"{size(one.bytes_on_disk)} on disk, {size(one.raw_bytes)} decoded"
     ratio = "" if one.ratio is None else f", ratio {one.ratio:.2f}"
     console.print(f"[bold]{one.name}[/]  {one.num_samples:,} records, {sizes}{ratio}")
-    console.print(f"created {_age(one.created)} ago, in use: {'yes' if one.in_use else 'no'}")
+    console.print(f"created {age(one.created)} ago, in use: {'yes' if one.in_use else 'no'}")
     if one.lossy_error:
         console.print(f"lossy: relative error {one.lossy_error:.2e} (root mean square)")
     for title, pairs in (
@@ -162,7 +169,7 @@ def _show(options: argparse.Namespace, report: CacheReport) -> int:
     most = max((count for *_, count in inside.histogram), default=1)
     for low, high, count in inside.histogram:
         bar = "█" * math.ceil(40 * count / most)
-        console.print(f"  {_size(low):>9} - {_size(high):>9}  {count:>10,}  {bar}")
+        console.print(f"  {size(low):>9} - {size(high):>9}  {count:>10,}  {bar}")
     return DAMAGED if "damaged" in inside.codecs else HEALTHY
 
 
@@ -190,7 +197,7 @@ def _verify(options: argparse.Namespace, report: CacheReport) -> int:
     if options.json:
         found = [dataclasses.asdict(each) for each in damage]
         records = sum(one.num_samples for one in chosen)
-        _print_json({"healthy": not damage, "records": records, "damage": found})
+        print_json({"healthy": not damage, "records": records, "damage": found})
     else:
         for each in damage:
             print(f"{each.generation}: sample {each.sample}: {each.reason}")
@@ -205,7 +212,7 @@ def _diff(options: argparse.Namespace, report: CacheReport) -> int:
     one, other = (Manifest.read(report.directory / name).fields for name in names)
     differing = differing_fields(one, other)
     if options.json:
-        _print_json(
+        print_json(
             {field: dict(zip(names, pair, strict=True)) for field, pair in differing.items()}
         )
         return HEALTHY
@@ -214,18 +221,20 @@ def _diff(options: argparse.Namespace, report: CacheReport) -> int:
         return HEALTHY
     table = Table("field", *names, box=None, header_style="bold")
     for field, pair in differing.items():
-        table.add_row(field, *(json.dumps(value) for value in pair))
+        # As Text: in markup, "[true]" would be a style.
+        table.add_row(Text(field), *(Text(json.dumps(value)) for value in pair))
     Console().print(table)
     return HEALTHY
 
 
 def _prune(options: argparse.Namespace, report: CacheReport) -> int:
-    if options.older_than is None and options.to_size is None and not options.damaged:
-        raise ValueError("prune needs --older-than, --to-size or --damaged; or use clear")
+    chosen = (options.unused, options.damaged, options.older_than, options.to_size)
+    if not any(one not in (None, False) for one in chosen):
+        raise ValueError("prune needs --older-than, --to-size, --unused or --damaged")
     unused = sorted(
         (one for one in report.generations if not one.in_use), key=lambda one: one.last_used
     )
-    doomed = [one for one in unused if options.damaged and one.damage]
+    doomed = [one for one in unused if options.unused or (options.damaged and one.damage)]
     if options.older_than is not None:
         before = time.time() - 86_400 * options.older_than
         doomed += [one for one in unused if one.last_used < before and one not in doomed]
@@ -258,14 +267,14 @@ def _remove(
             outcome[one.name] = "would be removed"
     sizes = {one.name: one.bytes_on_disk for one in doomed}
     if options.json:
-        _print_json(
+        print_json(
             {name: {"outcome": text, "bytes": sizes[name]} for name, text in outcome.items()}
         )
         return HEALTHY
     for name, text in outcome.items():
-        print(f"{name}  {_size(sizes[name]):>9}  {text}")
+        print(f"{name}  {size(sizes[name]):>9}  {text}")
     freed = sum(sizes[name] for name, text in outcome.items() if "removed" in text)
-    print(f"{_size(freed)} {'freed' if options.yes else 'would be freed; add --yes to do it'}")
+    print(f"{size(freed)} {'freed' if options.yes else 'would be freed; add --yes to do it'}")
     return HEALTHY
 
 
@@ -288,25 +297,3 @@ def _generation_json(one: GenerationReport) -> dict[str, Any]:
         for name, value in dataclasses.asdict(one).items()
     }
     return {**known, "ratio": one.ratio}
-
-
-def _print_json(content: Any) -> None:
-    print(json.dumps(content, indent=2))
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(num_bytes) < 1000:
-            return f"{num_bytes:.3g} {unit}" if unit != "B" else f"{num_bytes:.0f} B"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
-
-
-def _age(since: float) -> str:
-    seconds = time.time() - since
-    if not seconds >= 0:
-        return "?"
-    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"

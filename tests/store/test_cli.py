@@ -146,6 +146,26 @@ def test_prune_by_age_takes_only_what_was_not_used_since(filled, capsys):
     assert len(list(filled.glob("gen-*"))) == 1
 
 
+def test_prune_of_the_unused_takes_all_that_no_process_holds(filled, capsys):
+    with ActivationStore(filled) as store:
+        used = store.open_generation({"boundary": "layer1", "mode": "train"})
+        _, outcome = ask_json(capsys, filled, "prune", "--unused")
+        assert [one["outcome"] for one in outcome.values()] == ["would be removed"]
+        ask(capsys, filled, "prune", "--unused", "--yes")
+        assert [path.name for path in filled.glob("gen-*")] == [used.name]
+
+
+def test_fields_that_look_like_markup_are_shown_as_they_are(directory, capsys):
+    with ActivationStore(directory) as store:
+        names = [store.open_generation({"[b]": value}).name for value in ([True], ["[/x]"])]
+    _, shown = ask(capsys, directory, "diff", *names)
+    assert "[b]" in shown.out
+    assert "[true]" in shown.out
+    assert '["[/x]"]' in shown.out
+    for name in names:
+        assert ask(capsys, directory, "show", name)[0] == 0
+
+
 def test_prune_and_clear_leave_what_is_in_use(filled, capsys):
     with ActivationStore(filled) as store:
         used = store.open_generation({"boundary": "layer1", "mode": "train"})

@@ -1,0 +1,111 @@
+"""What a cache would bring at a boundary: measured figures, and what follows from them. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["Forecast", "Prospect"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prospect:
+    """One boundary. Seconds and bytes are per sample, but for `prove_s`."""
+
+    boundary: str
+    refused: str | None = None
+    """Why the engine would not cut here; everything else is nought then."""
+    raw_bytes: float = 0.0
+    """Decoded, with the leaves that a hit needs besides (labels, masks)."""
+    stored_bytes: float = 0.0
+    codec: str | None = None
+    forward_s: float = 0.0
+    """Forward and loss with the prefix frozen, without a cache."""
+    served_forward_s: float = 0.0
+    step_s: float = 0.0
+    """Forward, loss, backward and optimizer step with the prefix frozen, without a cache."""
+    served_step_s: float = 0.0
+    read_s: float = 0.0
+    """Reading and decoding, which threads do beside the training."""
+    write_s: float = 0.0
+    """Encoding and writing, likewise."""
+    prove_s: float = 0.0
+    """Once: by how much the first batch takes longer."""
+    cut_at: str | None = None
+    """Where `gate="auto"` would cut if everything up to `boundary` is frozen: perhaps before it;
+    None if it sees nothing to gain."""
+
+    @property
+    def forward_skipped(self) -> float:
+        """Share of the forward that a hit saves; below 0 if it costs."""
+        return 1 - self.served_forward_s / self.forward_s if self.forward_s else 0.0
+
+    @property
+    def step_skipped(self) -> float:
+        """Share of the whole step with a frozen prefix that a hit saves."""
+        return 1 - self.served_step_s / self.step_s if self.step_s else 0.0
+
+    @property
+    def saved_s(self) -> float:
+        """What serving a sample saves, with its reading counted in full."""
+        return self.step_s - self.served_step_s - self.read_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
+    """All boundaries of a model, front first."""
+
+    model: str
+    device: str
+    batch_size: int
+    num_measured: int
+    """Samples that were measured with."""
+    num_samples: int
+    """Of the whole data set."""
+    variants: int
+    """Augmented versions of each that would be cached."""
+    limit_bytes: int | None
+    """Of the planned cache."""
+    load_s: float
+    """Time to load a sample in one process. A hit saves that, too; it is not counted, since
+    workers may hide it."""
+    prospects: tuple[Prospect, ...]
+
+    def set_bytes(self, one: Prospect) -> float:
+        """Bytes on disk of all samples in all variants."""
+        return one.stored_bytes * self.num_samples * self.variants
+
+    def fits(self, one: Prospect) -> float:
+        """Part of them that the limit has room for: the others are computed in every epoch."""
+        size = self.set_bytes(one)
+        return 1.0 if self.limit_bytes is None or not size else min(1.0, self.limit_bytes / size)
+
+    def break_even_epoch(self, one: Prospect) -> int | None:
+        """Return the epoch, from 1, at whose end the cache has paid for itself; None: never.
+
+        Proving, writing and reading count in full, as if nothing of them were hidden behind the
+        training. Each of the first `variants` epochs computes and writes; the later ones read.
+        """
+        stored = self.num_samples * self.fits(one)
+        gain_s = stored * one.saved_s
+        if one.refused is not None or gain_s <= 0:
+            return None
+        spent_s = one.prove_s + self.variants * stored * one.write_s
+        return self.variants + max(1, math.ceil(spent_s / gain_s))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values, those that follow included."""
+        content = asdict(self)
+        content["prospects"] = [
+            {
+                **asdict(one),
+                "forward_skipped": one.forward_skipped,
+                "step_skipped": one.step_skipped,
+                "set_bytes": self.set_bytes(one),
+                "fits": self.fits(one),
+                "break_even_epoch": self.break_even_epoch(one),
+            }
+            for one in self.prospects
+        ]
+        return content

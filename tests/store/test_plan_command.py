@@ -1,0 +1,251 @@
+"""`cache-inspect plan`: what it measures, what the engine refuses, and what it says of mistakes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+
+import plan_zoo
+import pytest
+import torch
+
+import egeria_cache.forecast as forecast_module
+from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
+from egeria_cache.candidates import candidates
+from egeria_cache.cli import main
+from egeria_cache.forecast import Settings, forecast
+from egeria_cache.prospect import Forecast, Prospect
+
+SMALL = ("--batch-size", "4", "--samples", "8", "--device", "cpu")
+CNN = ["relu", "layer1.0", "pool", "layer2.0", "layer2.1"]
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch):
+    monkeypatch.setattr(forecast_module, "ENOUGH_S", 0.0)
+
+
+def ask(capsys, *argv):
+    code = main(["plan", *SMALL, *map(str, argv)])
+    return code, capsys.readouterr()
+
+
+def ask_json(capsys, *argv):
+    code, shown = ask(capsys, *argv, "--json")
+    assert code == 0, shown.err
+    return json.loads(shown.out)
+
+
+def test_candidates_are_the_blocks_in_forward_order_cut_where_least_crosses():
+    model = plan_zoo.cnn()
+    found = candidates(model, lambda: model(torch.randn(2, 1, 8, 8)))
+    assert [one.boundary for one in found] == CNN
+    frozen = [set(one.parameters) for one in found]
+    assert frozen[0] == {"conv1.weight", "conv1.bias", "bn1.weight", "bn1.bias"}
+    assert all(one <= other for one, other in itertools.pairwise(frozen))
+    assert not any(name.startswith("head") for name in frozen[-1])
+
+
+def test_a_parameter_of_the_model_itself_freezes_with_what_is_made_from_it():
+    model = plan_zoo.transformer()
+    found = candidates(model, lambda: model(torch.zeros(2, 6, dtype=torch.long)))
+    assert [one.boundary for one in found] == ["embed", "blocks.0", "blocks.1", "blocks.2"]
+    assert ["token" in one.parameters for one in found] == [False, True, True, True]
+
+
+def test_candidates_leave_the_model_as_it_was():
+    model = plan_zoo.cnn()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    candidates(model, lambda: model(torch.randn(2, 1, 8, 8)))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert "forward" not in model.layer1[0].__dict__
+
+
+def test_a_cnn_is_measured_at_every_boundary(capsys):
+    report = ask_json(capsys, "plan_zoo:cnn", "--data", "plan_zoo:Images", "--variants", "2")
+    prospects = report["prospects"]
+    assert [one["boundary"] for one in prospects] == CNN
+    assert all(one["refused"] is None for one in prospects)
+    label = 8
+    pixels = [64, 64, 16, 16, 16]
+    assert [one["raw_bytes"] for one in prospects] == [4 * 4 * n + label for n in pixels]
+    for one in prospects:
+        assert one["codec"] in ("raw", "zstd", "split+zstd", "bitmap+split")
+        assert one["set_bytes"] == pytest.approx(one["stored_bytes"] * 40 * 2)
+        assert 0 < one["forward_s"] < one["step_s"]
+        assert 0 < one["served_forward_s"] < one["served_step_s"]
+        assert one["read_s"] > 0
+        assert one["write_s"] > 0
+        assert one["step_skipped"] == pytest.approx(1 - one["served_step_s"] / one["step_s"])
+    assert report["num_samples"] == 40
+    assert report["num_measured"] == 8
+    assert report["load_s"] > 0
+
+
+def test_a_transformer_with_a_loss_of_its_own_is_measured(capsys):
+    report = ask_json(capsys, "plan_zoo:transformer", "--data", "plan_zoo:Texts")
+    by_name = {one["boundary"]: one for one in report["prospects"]}
+    assert list(by_name) == ["embed", "blocks.0", "blocks.1", "blocks.2"]
+    assert all(one["refused"] is None for one in by_name.values())
+    # Six embedded tokens, or seven with the class token; the loader's other leaves go along.
+    assert by_name["embed"]["raw_bytes"] == 6 * 8 * 4 + 2 * 8
+    assert by_name["blocks.1"]["raw_bytes"] == 7 * 8 * 4 + 2 * 8
+
+
+def test_a_step_of_ones_own_and_boundaries_of_ones_own(capsys):
+    report = ask_json(
+        capsys, "plan_zoo:transformer", "--data", "plan_zoo:Texts", "--step",
+        "plan_zoo:logits_only", "--boundaries", r"blocks\.[12]|head", "--autocast", "bfloat16",
+    )  # fmt: skip
+    assert [one["boundary"] for one in report["prospects"]] == ["blocks.1", "blocks.2"]
+
+
+def test_a_loaders_collate_function_is_used_and_its_refusal_is_told(capsys):
+    report = ask_json(
+        capsys, "plan_zoo:cnn", "--data", "plan_zoo:collated", "--step", "plan_zoo:step",
+        "--boundaries", "pool",
+    )  # fmt: skip
+    (one,) = report["prospects"]
+    assert one["refused"] is not None
+
+
+def test_the_engines_refusal_is_told_in_its_own_words(capsys, tmp_path):
+    code, shown = ask(capsys, "plan_zoo:Mixing", "--data", "plan_zoo:Images")
+    assert code == 0
+    model = plan_zoo.Mixing()
+    model.a.requires_grad_(False)
+    model.b.requires_grad_(False)
+    with ActivationCache(model, tmp_path / "cache", "b") as cache:
+        loader = EgeriaLoader(plan_zoo.Images(), 4, cache=cache)
+        with pytest.raises(BoundaryError, match="mixes the samples") as refusal:
+            model(next(iter(loader))[0])
+    reason = str(refusal.value).split("largest")[0]
+    assert reason in shown.out
+    a, b = (line for line in shown.out.splitlines() if line.startswith((" a ", " b ")))
+    assert "refused" in b
+    assert "refused" not in a
+    assert "\x1b" not in shown.out
+
+
+def test_data_that_differs_at_every_look_is_refused_as_in_training(capsys):
+    report = ask_json(capsys, "plan_zoo:cnn", "--data", "plan_zoo:Restless", "--boundaries", "relu")
+    assert "not the same when it is loaded again" in report["prospects"][0]["refused"]
+
+
+def test_the_model_and_the_disk_are_left_as_they_were(tmp_path):
+    model = plan_zoo.cnn()
+    model.conv1.weight.requires_grad_(False)
+    weights = {name: value.clone() for name, value in model.named_parameters()}
+    settings = Settings(batch_size=4, num_samples=8, scratch=tmp_path, boundaries="layer1|layer2")
+    found = forecast(model, plan_zoo.Images(), settings)
+    assert [one.refused for one in found.prospects] == [None, None]
+    assert not list(tmp_path.iterdir())
+    for name, value in model.named_parameters():
+        assert torch.equal(value, weights[name])
+        assert value.grad is None
+        assert value.requires_grad == (name != "conv1.weight")
+    assert "forward" not in model.__dict__
+    assert all(module.training for module in model.modules())
+
+
+def outlook(one, *, num_samples=100, variants=1, limit_bytes=None):
+    return Forecast(
+        model="M", device="cpu", batch_size=1, num_measured=1, num_samples=num_samples,
+        variants=variants, limit_bytes=limit_bytes, load_s=0.0, prospects=(one,),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("figures", "more", "expected"),
+    [
+        # 100 samples, 1 s saved each: writing for 100 s is won back in the epoch after it.
+        ({"write_s": 1.0}, {}, 2),
+        ({"write_s": 0.0}, {}, 2),
+        ({"write_s": 1.01}, {}, 3),
+        ({"write_s": 5.0, "read_s": 0.5}, {}, 11),
+        ({"write_s": 1.0, "prove_s": 1.0}, {}, 3),
+        # Each of three variants is written in an epoch of its own.
+        ({"write_s": 1.0}, {"variants": 3}, 6),
+        # Half of it fits: half is written, half is saved, the proof costs the same.
+        ({"write_s": 1.0, "prove_s": 75.0}, {}, 3),
+        ({"write_s": 1.0, "prove_s": 75.0}, {"limit_bytes": 500}, 4),
+        ({"read_s": 1.0}, {}, None),
+        ({"served_step_s": 3.0}, {}, None),
+        ({"refused": "no"}, {}, None),
+    ],
+)
+def test_the_break_even_epoch_wins_everything_back(figures, more, expected):
+    one = Prospect(
+        **{"boundary": "b", "step_s": 2.0, "served_step_s": 1.0, "stored_bytes": 10.0, **figures}
+    )
+    assert outlook(one, **more).break_even_epoch(one) == expected
+
+
+def test_the_part_of_the_set_that_fits_is_told(capsys):
+    one = Prospect(boundary="b", stored_bytes=10.0)
+    assert outlook(one, limit_bytes=500).fits(one) == 0.5
+    assert outlook(one, limit_bytes=5000).fits(one) == 1.0
+    code, shown = ask(
+        capsys,
+        "plan_zoo:cnn",
+        "--data",
+        "plan_zoo:Images",
+        "--boundaries",
+        "pool",
+        "--limit",
+        "1kB",
+    )
+    assert code == 0
+    assert "% fits)" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["plan_zoo"], ["MODEL_FACTORY 'plan_zoo'", "package.module:callable"]),
+        (["plan_zoo:"], ["package.module:callable"]),
+        (["no_such_module:cnn"], ["no module 'no_such_module'", "run from the directory"]),
+        (["plan_zoo:cn"], ["has no 'cn'", "'cnn'"]),
+        (["plan_zoo:number"], ["int", "cannot be called"]),
+        (["plan_zoo:fails"], ["KeyError: 'the weights'", "plan_zoo.py, line"]),
+        (["plan_zoo:Images"], ["returned a Images", "torch.nn.Module"]),
+        (["plan_zoo:cnn", "--data", "plan_zoo:Stream"], ["Stream", "map-style"]),
+        (["plan_zoo:transformer"], ["Transformer cannot be trained on", "[4, 1, 8, 8]", "--step"]),
+        (["plan_zoo:cnn", "--data", "plan_zoo:Texts"], ["takes images", "--step"]),
+        (["plan_zoo:cnn", "--boundaries", "nothing"], ["'nothing'", "layer1.0"]),
+        (["plan_zoo:cnn", "--boundaries", "("], ["regular expression"]),
+        (["plan_zoo:cnn", "--device", "abacus"], ["--device 'abacus'"]),
+        (["plan_zoo:cnn", "--limit", "much"], ["much"]),
+        (["plan_zoo:cnn", "--variants", "0"], ["variants must be at least 1"]),
+        ([], ["MODEL_FACTORY"]),
+    ],
+)  # fmt: skip
+def test_mistakes_exit_2_and_say_what_to_do(capsys, argv, words):
+    data = [] if "--data" in argv else ["--data", "plan_zoo:Images"]
+    code, shown = ask(capsys, *argv, *data)
+    assert code == 2
+    assert all(word in shown.err for word in words), shown.err
+
+
+def test_a_module_that_fails_while_it_is_imported_is_named_with_its_line(
+    tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "half_made.py").write_text("import torch\n\n1 / 0\n")
+    (tmp_path / "needy.py").write_text("import not_installed_here\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    code, shown = ask(capsys, "half_made:cnn", "--data", "plan_zoo:Images")
+    assert code == 2
+    assert "ZeroDivisionError" in shown.err
+    assert "half_made.py, line 3" in shown.err
+    code, shown = ask(capsys, "needy:cnn", "--data", "plan_zoo:Images")
+    assert code == 2
+    assert "imports 'not_installed_here', which is not installed" in shown.err
+
+
+def test_help_exits_0_and_a_cache_called_plan_is_reached_by_its_path(capsys, tmp_path):
+    assert main(["plan", "--help"]) == 0
+    assert "MODEL_FACTORY" in capsys.readouterr().out
+    assert main([str(tmp_path / "plan")]) == 2
+    assert "is not a directory" in capsys.readouterr().err
