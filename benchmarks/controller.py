@@ -1,4 +1,4 @@
-"""What the controller costs: `step`, with the evaluator at work, and the references' speed.
+"""What the controller costs: `step`, the evaluator at work beside it, and the references' speed.
 
     python benchmarks/controller.py [--steps 400]
 
@@ -130,6 +130,68 @@ def step_cost(evaluator: str, reference: str, num_steps: int, every: int) -> dic
     }
 
 
+class Trainer:
+    """A small ResNet that trains on random images, in bursts that can be interleaved."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(0)
+        self._model = ResNet(num_blocks=3, width=16)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.1)
+        self._images, self._targets = torch.randn(64, 1, 16, 16), torch.randint(0, 10, (64,))
+        self.controller: FreezeController | None = None
+        if options:
+            self.controller = FreezeController(
+                self._model, self._optimizer, bootstrap=None, tolerance=1e-9, cpu_load_limit=1.0,
+                **options,
+            )  # fmt: skip
+
+    def burst(self, num_steps: int) -> float:
+        """Take so many training steps; return their seconds."""
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            self._optimizer.zero_grad()
+            loss = F.cross_entropy(self._model(self._images), self._targets)
+            loss.backward()
+            self._optimizer.step()
+            if self.controller is not None:
+                self.controller.step(loss)
+        return time.perf_counter() - start
+
+
+def slowdown(every: int, rounds: int) -> list[dict[str, Any]]:
+    """Let each kind of evaluator work beside a training on all cores; compare with none.
+
+    Bursts of steps alternate between the trainings; medians of the ratios of one round.
+    """
+    kinds = ("inline", "thread", "process")
+    trainers = {"none": Trainer()} | {
+        kind: Trainer(evaluator=kind, evaluate_every=every) for kind in kinds
+    }
+    bursts: dict[str, list[float]] = {kind: [] for kind in trainers}
+    for trainer in trainers.values():
+        trainer.burst(every * 3)
+    for _ in range(rounds):
+        for kind, trainer in trainers.items():
+            bursts[kind].append(trainer.burst(max(16, every)))
+    rows = []
+    for kind in kinds:
+        controller = trainers[kind].controller
+        assert controller is not None
+        ratios = sorted(a / b for a, b in zip(bursts[kind], bursts["none"], strict=True))
+        rows.append(
+            {
+                "evaluator": kind,
+                "evaluate_every": every,
+                "cores": torch.get_num_threads(),
+                "slowdown": round(ratios[len(ratios) // 2], 3),
+                "readings": len(controller.history.of("reading")),
+                "dropped": len(controller.history.of("dropped")),
+            }
+        )
+        controller.close()
+    return rows
+
+
 class Bert(nn.Module):
     """BERT-base's encoder blocks, four of them, on hidden states of shape (B, T, 768)."""
 
@@ -210,6 +272,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args(argv)
+    slower = []
+    for every in (2, 16):
+        slower += slowdown(every, rounds=max(3, arguments.steps // 20))
+    for row in slower:
+        print(json.dumps(row), flush=True)
     # One core trains, the other is the evaluator's.
     torch.set_num_threads(1)
     steps = []
@@ -237,6 +304,7 @@ def main(argv: list[str] | None = None) -> int:
         "environment": environment(seeds=1),
         "paper": {"reference_overhead": 0.015, "int8_speedup": 3.59},
         "step": steps,
+        "slowdown": slower,
         "references": speeds,
     }
     arguments.output.mkdir(parents=True, exist_ok=True)
