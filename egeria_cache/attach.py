@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from egeria_cache.front import ForwardSlot
+
 __all__ = ["AttachedForward", "inner_model"]
 
 
-class AttachedForward:
+class AttachedForward(ForwardSlot):
     """The instance's `forward`; a copy or a pickle of the model gets its plain forward back.
 
     Args:
@@ -20,11 +22,8 @@ class AttachedForward:
     """
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
-        self.model = model
+        super().__init__(model)
         self._forward = forward
-        self._before = model.__dict__.get("forward")
-        # Signature of the model's own forward: trainers look at it to choose columns.
-        self.__wrapped__ = model.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; a compiler that traces us sees the plain forward."""
@@ -32,23 +31,27 @@ class AttachedForward:
             return self.__wrapped__(*args, **kwargs)
         return self._forward(*args, **kwargs)
 
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own forward."""
+        return self.__wrapped__(*args, **kwargs)
+
     def attach(self) -> Callable[..., Any]:
         """Take the place of the model's forward, and return it."""
-        self.model.__dict__["forward"] = self
-        return self.__wrapped__
+        self.module.__dict__["forward"] = self
+        return self.plain
 
     def detach(self) -> None:
         """Put back what was there, unless someone else has taken the place since."""
-        if self.model.__dict__.get("forward") is self:
-            del self.model.__dict__["forward"]
-            if self._before is not None:
-                self.model.__dict__["forward"] = self._before
+        if self.module.__dict__.get("forward") is self:
+            del self.module.__dict__["forward"]
+            if self.before is not None:
+                self.module.__dict__["forward"] = self.before
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._before is not None:
-            return _same, (self._before,)
+        if self.before is not None:
+            return _same, (self.before,)
         # While the copy is built its instance dict is empty: this finds its class's forward.
-        return getattr, (self.model, "forward")
+        return getattr, (self.module, "forward")
 
 
 def _same(value: Any) -> Any:

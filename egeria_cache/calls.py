@@ -74,10 +74,15 @@ class Recorder:
     """Write down the order in which modules are called and return."""
 
     keep_outputs: bool = False
+    watch: Callable[[], Any] | None = None
+    """Gives the state of the random generators, to find whose own code draws."""
+    drew: dict[int, int] = field(default_factory=dict)
+    """Call -> how many calls had returned when its own code first drew; -1 is the model itself."""
     calls: list[CallRecord] = field(default_factory=list)
     _open: list[int] = field(default_factory=list)
     _num_ended: int = 0
     _started: float = field(default_factory=time.perf_counter)
+    _random: Any = None
 
     def __call__(
         self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
@@ -85,18 +90,32 @@ class Recorder:
         """Handle one call."""
         index = len(self.calls)
         parent = self._open[-1] if self._open else -1
+        self._look(parent)
         record = CallRecord(module, parent, tuple(self._open))
         self.calls.append(record)
         self._open.append(index)
         try:
             output = original(*args, **kwargs)
         finally:
+            self._look(index)
             self._open.pop()
         record.end, self._num_ended = self._num_ended, self._num_ended + 1
         record.seconds = time.perf_counter() - self._started
         if self.keep_outputs:
             record.output = output
         return output
+
+    def begin(self) -> None:
+        """Note the random state before the model's own code runs."""
+        self._look(-1)
+
+    def _look(self, running: int) -> None:
+        """Compare the random state with that at the last call or return."""
+        if self.watch is None:
+            return
+        before, self._random = self._random, self.watch()
+        if before is not None and not before.equals(self._random):
+            self.drew.setdefault(running, self._num_ended)
 
     def before(self, last: int) -> tuple[list[CallRecord], list[CallRecord]]:
         """Split what ran before call `last` returned: (whole steps in order, the calls around it).
@@ -112,3 +131,17 @@ class Recorder:
             if 0 <= call.end <= end and (call.parent == -1 or call.parent in around)
         ]
         return steps, [self.calls[i] for i in sorted(around)]
+
+    def drawing_around(self, last: int, model: nn.Module) -> list[nn.Module]:
+        """Return the modules around call `last` whose own code draws before it returns.
+
+        Those that are called more than once are left out: where are they frozen?
+        """
+        end = self.calls[last].end
+        calls = [(-1, model), *((i, self.calls[i].module) for i in self.calls[last].stack)]
+        return [
+            module
+            for i, module in calls
+            if self.drew.get(i, end + 1) <= end
+            and sum(call.module is module for call in self.calls) <= (i >= 0)
+        ]

@@ -5,7 +5,7 @@ statistics then move, and every stored activation is stale. `FrozenPrefix` gives
 holds a `train` of its own, which notes what was asked for and leaves the module in inference mode.
 It is an ordinary picklable attribute: a copy of the model (`copy.deepcopy`, `torch.save`) is held
 like the original, just as it keeps `requires_grad=False`; `FrozenPrefix.thaw(copy)` lets it go.
-`state_dict` never sees it.
+`state_dict` never sees it. Code of the modules around the boundary is held by `front.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from types import TracebackType
 
 from torch import nn
+
+from egeria_cache.front import AroundForward, hold_around, let_go_around, thaw_around
 
 __all__ = ["FrozenPrefix"]
 
@@ -64,6 +66,8 @@ class FrozenPrefix:
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
         self._modules: dict[int, nn.Module] = {}
+        self._boundary: nn.Module | None = None
+        self._around: dict[int, tuple[nn.Module, AroundForward]] = {}
         self.extend(modules)
 
     def extend(self, modules: Iterable[nn.Module], *, recurse: bool = True) -> None:
@@ -86,8 +90,37 @@ class FrozenPrefix:
                 module.training = False
                 self._modules[id(module)] = module
 
+    def extend_around(self, boundary: nn.Module, modules: Iterable[nn.Module]) -> bool:
+        """Hold the own code of modules, without what is below them, until `boundary` returns.
+
+        Args:
+            boundary: The last frozen module. Those held for another one are let go.
+            modules: Modules that are running when the boundary returns, and whose own code before
+                that draws random numbers.
+
+        Returns:
+            Whether one was not held before.
+        """
+        if boundary is not self._boundary:
+            self._let_go_around()
+            self._boundary = boundary
+        before = len(self._around)
+        for module in modules:
+            if id(module) not in self._around:
+                around = hold_around(module, boundary)
+                if around is not None:
+                    self._around[id(module)] = module, around
+        return len(self._around) > before
+
+    def _let_go_around(self) -> None:
+        for module, around in self._around.values():
+            assert self._boundary is not None
+            let_go_around(module, around, self._boundary)
+        self._around, self._boundary = {}, None
+
     def release(self) -> None:
         """Let every module go; may be called twice."""
+        self._let_go_around()
         modules, self._modules = self._modules, {}
         for module in modules.values():
             held = _held(module)
@@ -104,6 +137,7 @@ class FrozenPrefix:
             held = _held(module)
             if held is not None:
                 held.let_go()
+            thaw_around(module)
 
     def __contains__(self, module: object) -> bool:
         return id(module) in self._modules

@@ -59,6 +59,7 @@ class Rehearsal:
         boundary: Qualified name of the last frozen module.
         call: The first batch.
         held: Takes the prefix into inference mode.
+        frozen: The last frozen module, where that is not `boundary`.
         known: Recipes for the same inputs in other modes (training, evaluation).
     """
 
@@ -69,6 +70,7 @@ class Rehearsal:
         boundary: str,
         call: Invocation,
         held: FrozenPrefix,
+        frozen: str | None = None,
         known: Sequence[Recipe] = (),
     ) -> None:
         self.model = model
@@ -76,6 +78,7 @@ class Rehearsal:
         self.boundary = boundary
         self.call = call
         self.held = held
+        self.frozen = frozen or boundary
         self.known = known
         self.names = {id(module): name for name, module in model.named_modules()}
         self.args, self.kwargs = call.plain()
@@ -134,16 +137,39 @@ class Rehearsal:
     def _discover(self) -> Recorder:
         """Record the calls with the prefix in inference mode, as it will be from now on."""
         for _ in range(3):
-            recorder = Recorder()
+            recorder = Recorder(watch=RandomState.now)
             with stashed(self.model), intercept(patchable(self.model), recorder):
+                recorder.begin()
                 self.forward(*self.args, **self.kwargs)
+            if self._was_dropped(recorder):
+                continue
             steps, _ = recorder.before(self._boundary_call(recorder))
             skipped = [step.module for step in steps if not trainable(step.module)]
             moved = any(m.training for module in skipped for m in module.modules())
             self.held.extend(skipped)
-            if not moved:
+            if not (self._hold_around(recorder) or moved):
                 break
         return recorder
+
+    def _was_dropped(self, recorder: Recorder) -> bool:
+        """Whether the boundary may have been left out at random; what did so is now held."""
+        module = self.model.get_submodule(self.boundary)
+        if any(call.module is module for call in recorder.calls):
+            return False
+        drawing = [-1, *range(len(recorder.calls))]
+        candidates = [recorder.calls[i].module if i >= 0 else self.model for i in drawing
+                      if i in recorder.drew]  # fmt: skip
+        around = [m for m in candidates if m.training and any(n is module for n in m.modules())]
+        return self.held.extend_around(self.model.get_submodule(self.frozen), around)
+
+    def _hold_around(self, recorder: Recorder) -> bool:
+        """Hold code before the last frozen module that draws; return whether it was not yet."""
+        module = self.model.get_submodule(self.frozen)
+        calls = [i for i, call in enumerate(recorder.calls) if call.module is module]
+        if not calls or any(recorder.calls[i].end < 0 for i in calls):
+            return False
+        drawing = recorder.drawing_around(calls[0], self.model)
+        return self.held.extend_around(module, [m for m in drawing if m.training])
 
     def _boundary_call(self, recorder: Recorder) -> int:
         """Choose the last call before which nothing trainable ran; else the very last."""

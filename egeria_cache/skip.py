@@ -146,7 +146,9 @@ class SkipEngine:
         assert self.boundary is not None
         if key in self._refused or not self._ready():
             if not self._is_held:
-                Rehearsal(self.model, self._forward, self.boundary, call, self._held).hold()
+                Rehearsal(
+                    self.model, self._forward, self.boundary, call, self._held, self.frozen
+                ).hold()
                 self._is_held = True
             args, kwargs = call.plain()
             return self._forward(*args, **kwargs)
@@ -164,7 +166,7 @@ class SkipEngine:
             return self._forward(*args, **kwargs)
         self._num_rehearsals += 1
         rehearsal = Rehearsal(
-            self.model, self._forward, self.boundary, call, self._held, known=alike
+            self.model, self._forward, self.boundary, call, self._held, self.frozen, known=alike
         )
         outcome = rehearsal.run()
         self._is_held = True
@@ -274,10 +276,10 @@ class SkipEngine:
         Raises:
             BoundaryError: The model has no such module.
         """
-        frozen = frozen or name
+        name = None if name is None else self._resolve(name)
+        frozen = name if frozen is None else self._resolve(frozen)
         if (name, frozen) == (self.boundary, self.frozen):
             return
-        name = name if name is None else self._resolve(name)
         before = self._all()
         kept = [r for r in before if name is not None and not r.lies_beyond(name)]
         self._recipes.clear()

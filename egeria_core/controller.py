@@ -303,6 +303,9 @@ class FreezeController:
             (self.model.get_parameter(name) for name in prefix.parameters),
             (self.model.get_submodule(name) for name in prefix.modules),
         )
+        self._freezer.freeze_around(
+            self.model.get_submodule(boundary), map(self.model.get_submodule, prefix.around)
+        )
 
     def _warn_of_tied(self, boundary: str) -> None:
         """Say once which active weights stop training because they are tied to frozen ones."""

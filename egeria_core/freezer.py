@@ -2,7 +2,8 @@
 
 Frozen means three things: no gradient is asked for (`requires_grad`), none is lying around (`grad`
 is None: with a zero tensor there, momentum and weight decay would still move the weight), and
-BatchNorm and Dropout are in inference mode through every `model.train()`. The optimizer's parameter
+BatchNorm and Dropout are in inference mode through every `model.train()`, also dropout in the code
+of a module around the boundary, as far as it runs before it. The optimizer's parameter
 groups are never touched, so its state and the learning-rate schedule go on as if nothing happened.
 """
 
@@ -43,6 +44,11 @@ class Freezer:
             self._prefix = FrozenPrefix(modules)
         else:
             self._prefix.extend(modules)
+
+    def freeze_around(self, boundary: nn.Module, modules: Iterable[nn.Module]) -> None:
+        """Freeze the own code of these modules, up to where `boundary` returns in them."""
+        if self._prefix is not None:
+            self._prefix.extend_around(boundary, modules)
 
     def release(self) -> None:
         """Make all of it trainable again and restore the modules' modes; idempotent."""

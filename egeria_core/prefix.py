@@ -23,6 +23,8 @@ class Prefix:
 
     modules: tuple[str, ...]
     parameters: tuple[str, ...]
+    around: tuple[str, ...] = ()
+    """Modules still running then, whose own code before that draws random numbers (dropout)."""
 
 
 class LayerMap:
@@ -86,7 +88,11 @@ class LayerMap:
                 names[id(p)] for p in trace.parameters_before(layer.boundary) if id(p) in names
             ]
             owned = [names[id(p)] for p in _own_parameters(self._model, modules)]
-            self.prefixes[layer.boundary] = Prefix(modules, tuple(dict.fromkeys(owned + behind)))
+            self.prefixes[layer.boundary] = Prefix(
+                modules,
+                tuple(dict.fromkeys(owned + behind)),
+                tuple(trace.drawing_around(layer.boundary)),
+            )
 
     def prefix(self, boundary: str) -> Prefix:
         """Return what is in front of `boundary`, itself included."""
@@ -126,7 +132,7 @@ class LayerMap:
             "training": self.training,
             "layers": [[list(layer.modules), layer.num_parameters] for layer in self.layers],
             "prefixes": {
-                name: [list(prefix.modules), list(prefix.parameters)]
+                name: [list(prefix.modules), list(prefix.parameters), list(prefix.around)]
                 for name, prefix in self.prefixes.items()
             },
         }
@@ -140,8 +146,7 @@ class LayerMap:
         self.training = state["training"]
         self.layers = [Layer(tuple(modules), size) for modules, size in state["layers"]]
         self.prefixes = {
-            name: Prefix(tuple(modules), tuple(parameters))
-            for name, (modules, parameters) in state["prefixes"].items()
+            name: Prefix(*map(tuple, parts)) for name, parts in state["prefixes"].items()
         }
 
 

@@ -7,9 +7,12 @@ front of it, and so is every parameter that its output was made from.
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -35,6 +38,12 @@ class ForwardTrace:
         self.started: dict[str, int] = {}
         self.returned: dict[str, int] = {}
         self.parameters: dict[str, list[Tensor]] = {}
+        self.drew: dict[str, int] = {}
+        """When a module in training mode first drew random numbers in its own code."""
+        self._starts: Counter[str] = Counter()
+        self._open: list[str] = []
+        self._stacks: dict[str, tuple[int, tuple[str, ...]]] = {}
+        self._random: Any = None
         self._seen: set[Any] = set()
         for name, module in model.named_modules():
             hooks = _Watch(self, name)
@@ -44,21 +53,38 @@ class ForwardTrace:
     def before(self, name: str) -> None:
         """Note the first start of a module."""
         if self._live():
+            self._look()
             self._clock += 1
             self.started.setdefault(name, self._clock)
+            self._starts[name] += 1
+            self._open.append(name)
 
     def after(self, name: str, output: object) -> None:
         """Note the last return of a module, and what a candidate's output was made from."""
         if not self._live() or name not in self.started:
             return
+        self._look()
         self._clock += 1
         self.returned[name] = self._clock
+        if name in self._open:
+            while self._open.pop() != name:  # one that was left by an exception
+                pass
+        if name in self._candidates:
+            self._stacks.setdefault(name, (self._clock, tuple(self._open)))
         if name in self._candidates:
             # Nodes seen for an earlier boundary are skipped: each boundary lists what it adds.
             found = parameters_behind(output, self._seen)
             self.parameters[name] = self.parameters.get(name, []) + found
         if name == "":
             self.complete = True
+
+    def _look(self) -> None:
+        """Compare the random generators with the last look: does the running module's code draw?"""
+        before, self._random = self._random, _random_state()
+        if before is not None and before != self._random and self._open:
+            running = self._open[-1]
+            if self._model.get_submodule(running).training:
+                self.drew.setdefault(running, self._clock)
 
     def _live(self) -> bool:
         return not self.complete and torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -70,6 +96,16 @@ class ForwardTrace:
             name
             for name, at in self.started.items()
             if at < end and not self._encloses(name, boundary)
+        ]
+
+    def drawing_around(self, boundary: str) -> list[str]:
+        """Names of the modules around `boundary` whose own code draws before it returns.
+
+        Those that are called more than once are left out: where are they frozen?
+        """
+        end, around = self._stacks.get(boundary, (0, ()))
+        return [
+            name for name in around if self.drew.get(name, end) < end and self._starts[name] == 1
         ]
 
     def _encloses(self, name: str, boundary: str) -> bool:
@@ -114,6 +150,18 @@ class _Watch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Watch, (None, self._name)
+
+
+def _random_state() -> tuple[Any, ...]:
+    """Return the states of the generators that a forward may draw from, for comparison."""
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    generators = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if cuda else ())]
+    name, key, *rest = np.random.get_state()
+    return (
+        *(state.numpy().tobytes() for state in generators),
+        random.getstate(),
+        (name, np.asarray(key).tobytes(), *rest),
+    )
 
 
 def parameters_behind(output: object, seen: set[Any] | None = None) -> list[Tensor]:

@@ -116,11 +116,6 @@ class PythonNoise(Base):
         return self.finish(self.middle(self.early(x) * random.random()))
 
 
-class GlueDropout(Base):
-    def forward(self, x):
-        return self.finish(self.middle(F.dropout(self.early(x), 0.5, self.training)))
-
-
 class Stateful(Base):
     def __init__(self):
         super().__init__()
@@ -179,8 +174,8 @@ class HalfBatch(Base):
 
 @pytest.mark.parametrize(
     "cls",
-    [BatchMean, InBatchPrefix, Similarities, Noise, PythonNoise, GlueDropout, Stateful, Recurrent,
-     Counter, BranchOnBatch, BranchInside, HalfBatch],
+    [BatchMean, InBatchPrefix, Similarities, Noise, PythonNoise, Stateful, Recurrent, Counter,
+     BranchOnBatch, BranchInside, HalfBatch],
 )  # fmt: skip
 def test_a_prefix_that_is_no_function_of_the_sample_is_refused(cls):
     refused(cls, "middle")

@@ -337,8 +337,20 @@ BOUNDARIES: dict[str, tuple[str, ...]] = {
     "xmod": ("roberta.encoder.layer.1",),
 }
 
-GLUE_IS_RANDOM = {"bart", "data2vec_audio", "hubert", "led", "pegasus", "wav2vec2"}
-"""Their encoders apply dropout, or drop whole layers, in code that is no module of the prefix."""
+RANDOM_AROUND: dict[tuple[str, str], tuple[str, ...]] = {
+    ("bart", "model.encoder.layers.1"): ("model.encoder",),
+    ("bart", "model.decoder.layers.1"): ("model.decoder",),
+    ("data2vec_audio", "data2vec_audio.encoder.layers.1"): ("data2vec_audio.encoder",),
+    ("hubert", "hubert.encoder.layers.1"): ("hubert.encoder",),
+    ("led", "led.encoder.layers.1"): ("led.encoder",),
+    ("led", "led.decoder.layers.1"): ("led.decoder",),
+    ("pegasus", "model.encoder.layers.1"): ("model.encoder",),
+    ("pegasus", "model.decoder.layers.1"): ("model.decoder",),
+    ("wav2vec2", "wav2vec2.encoder.layers.1"): ("wav2vec2.encoder",),
+    ("whisper", "model.encoder.layers.1"): ("model.encoder",),
+    ("whisper", "model.decoder.layers.1"): ("model.decoder",),
+}
+"""Modules whose own code applies dropout, or drops whole layers, before the boundary returns."""
 
 
 def build(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
