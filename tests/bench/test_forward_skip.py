@@ -1,0 +1,103 @@
+"""The benchmark of the paper's models: they are what was published, and a cell runs end to end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+sys.path.append(BENCHMARKS)  # at the end: some of them are named like modules of others
+
+import forward_skip  # noqa: E402
+from forward_skip_cells import Bench, measure  # noqa: E402
+from forward_skip_tasks import ALL, Shape, Task  # noqa: E402
+
+from egeria_cache import ActivationCache, EgeriaLoader  # noqa: E402
+
+PUBLISHED = {
+    "ResNet-50": (25_557_032, 25_557_032),
+    "MobileNetV2": (3_504_872, 3_504_872),
+    "ResNet-56": (850_000, 860_000),
+    "DeepLabv3": (42_004_074, 42_004_074),
+    "Transformer-Base": (61_000_000, 65_000_000),
+    "Transformer-Tiny": (2_400_000, 2_600_000),
+    "BERT-Base": (109_482_240 - 590_592, 109_482_240),  # with and without the pooler
+}
+
+
+def small(task: Task) -> Shape:
+    images = {"ResNet-50": 32, "MobileNetV2": 32, "ResNet-56": 16, "DeepLabv3": 33}
+    return Shape(batch_size=2, size=images.get(task.name, 40))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_model_has_the_published_number_of_parameters(name):
+    with torch.device("meta"):
+        model = ALL[name].build()
+    least, most = PUBLISHED[name]
+    assert least <= sum(p.numel() for p in model.parameters()) <= most
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_layers_run_in_the_order_they_are_named(name):
+    with torch.device("meta"):
+        model = ALL[name].build()
+    layers = model.layers
+    assert [n for n, _ in model.named_modules() if n in set(layers)] == layers
+    stops = list(ALL[name].boundaries(model).values())
+    assert stops == sorted(set(stops))
+    assert 0 < stops[0] <= stops[-1] < len(layers)
+
+
+@pytest.mark.parametrize("name", sorted(set(ALL) - {"Transformer-Base"}))  # tiny, they are alike
+def test_hits_at_every_boundary_train_like_the_frozen_model(name, tmp_path):
+    task = ALL[name]
+    bench = Bench.make(task, small(task), torch.device("cpu"), 1, False, task.tiny)
+    for boundary, stop in task.boundaries(bench.model).items():
+        bench.model.freeze(stop)
+        losses: list[float] = []
+        with ActivationCache(bench.model, tmp_path / boundary, boundary, gate="always") as cache:
+            loader = EgeriaLoader(bench.samples, 2, cache=cache)
+            for _ in range(2):
+                torch.manual_seed(1)  # the dropout of what is trained
+                for batch in loader:
+                    loss = task.loss(bench.model(*bench.inputs(batch)), *batch[task.num_inputs :])
+                    losses.append(loss.item())
+                cache.flush()
+            stats = cache.stats()
+        assert stats.hits == len(bench.samples)
+        half = len(losses) // 2
+        assert losses[half:] == pytest.approx(losses[:half], rel=1e-4)
+
+
+def test_a_cell_is_measured_end_to_end(tmp_path):
+    task = ALL["Transformer-Tiny"]
+    bench = Bench.make(task, small(task), torch.device("cpu"), 1, False, task.tiny)
+    cell = measure(bench, "decoder.0", 3, tmp_path)
+    assert cell["all_hits"]
+    assert cell["raw_bytes"] == 2 * 40 * 16 * 4  # two tensors cross: memory, and decoder states
+    assert cell["codecs"]["raw"]["bytes"] >= cell["raw_bytes"]
+    model = {"model": task.name, "data_set": "-", "cells": [cell]}
+    report = {"models": [model]}
+    report["summary"] = forward_skip.summary(report)
+    forward_skip.show(report)
+    forward_skip.plot(report, tmp_path / "plot.png")
+    json.dumps(report)
+
+
+def test_a_boundary_is_a_percentage_or_a_layer():
+    task = ALL["BERT-Base"]
+    with torch.device("meta"):
+        model = task.build()
+
+    def chosen(*boundary):
+        options = type("Options", (), {"boundary": boundary, "quick": False})
+        return forward_skip.chosen(task, model, options)
+
+    assert chosen("25", "blocks.7") == {"blocks.2": 3, "blocks.7": 8}
+    with pytest.raises(SystemExit, match="no layer 'encoder'"):
+        chosen("encoder")
