@@ -210,11 +210,10 @@ class _Pass:
         self._planner = Planner(
             iter(loader._index_sampler),
             loader.source.identify,
-            partial(_views, cache, loader.source.key),
+            partial(_outlook, cache, loader.source.key),
             self._prefetcher,
             variant=progress.variant,
             seed=loader.seed,
-            look_ahead=partial(_look_ahead, cache, loader.source.key),
             first_number=progress.yielded,
         )
         if progress.drew_base_seed and loader._rest is None:
@@ -242,7 +241,10 @@ class _Pass:
     def __next__(self) -> Any:
         """Plan, load the misses, yield: A to E of `docs/architecture.md`."""
         try:
-            with outside_inference_mode():
+            if torch.is_inference_mode_enabled():
+                with outside_inference_mode():
+                    batch = self._next()
+            else:
                 batch = self._next()
         except StopIteration:
             self._progress.finished = True
@@ -274,6 +276,7 @@ class _Pass:
             if not isinstance(error, StopIteration) and self._loader.in_order:
                 self._planner.skip()
             raise
+        self._loader.source.samples.drawn = loaded.drawn
         plan = self._planner.take(loaded.number)
         batch = self._assemble(plan, loaded.data)
         self._step = plan, asked
@@ -373,13 +376,11 @@ class _Pass:
         return iter(inner)
 
 
-def _views(cache: ActivationCache | None, name: str) -> Sequence[View]:
-    return () if cache is None else cache.views(name)
-
-
-def _look_ahead(cache: ActivationCache | None, name: str) -> int:
-    """How many batches to plan ahead: none while nothing can be read, as DataLoader does."""
-    return cache.ring_batches if cache is not None and cache.views(name) else 0
+def _outlook(cache: ActivationCache | None, name: str) -> tuple[Sequence[View], bool]:
+    """Return what can be read at the moment, and whether samples that draw nothing are seeded."""
+    if cache is None:
+        return (), True
+    return ((), False) if cache.boundary is None else (cache.views(name), True)
 
 
 def _load_rows(

@@ -29,10 +29,13 @@ class Plan:
     entry: PlannedEntry | None
     """Where the hits enter the model; None if every sample is to be loaded."""
 
+    seeds_all: bool = True
+    """See `Task.seeds_all`."""
+
     def task(self, seed: int | None) -> Task:
         """Return the samples that DataLoader's workers have to load: the misses."""
         if self.entry is None:
-            return Task(self.number, self.indices, self.ids, self.variant, seed)
+            return Task(self.number, self.indices, self.ids, self.variant, seed, self.seeds_all)
         return self.subtask(~self.entry.hit, seed)
 
     def subtask(self, rows: np.ndarray, seed: int | None) -> Task:
@@ -74,12 +77,11 @@ class Planner:
         self,
         index_batches: Iterator[Sequence[Any]],
         identify: Callable[[Sequence[Any]], list[SampleId]],
-        views: Callable[[], Sequence[View]],
+        outlook: Callable[[], tuple[Sequence[View], bool]],
         prefetcher: Prefetcher,
         *,
         variant: int,
         seed: int | None,
-        look_ahead: Callable[[], int],
         first_number: int = 0,
     ) -> None:
         """Plan the batches of one epoch.
@@ -87,50 +89,59 @@ class Planner:
         Args:
             index_batches: What the batch sampler draws.
             identify: Indices -> sample IDs.
-            views: The generations that can be read at the moment, deepest first.
+            outlook: Returns the generations that can be read at the moment, deepest first, and
+                `Task.seeds_all`.
             prefetcher: Reads the hits of plans that come near.
             variant: This epoch's augmented version.
             seed: The run's augmentation seed.
-            look_ahead: How many batches to plan beyond the one to be yielded, at the moment.
             first_number: Number of the first batch.
         """
         self._index_batches = index_batches
         self._identify = identify
-        self._views = views
+        self._outlook = outlook
         self._prefetcher = prefetcher
         self._variant = variant
         self._seed = seed
-        self._look_ahead = look_ahead
         self._next_number = first_number
         self._planned: deque[Plan] = deque()
         self._undispatched: deque[Plan] = deque()
 
     def __iter__(self) -> Iterator[Task]:
         """Yield tasks in order, planning as far ahead as the consumer asks."""
-        while self._undispatched or self._draw():
+        while self._undispatched or self._draw(*self._outlook()):
             yield self._undispatched.popleft().task(self._seed)
 
     def take_first(self) -> Plan | None:
         """Return the next plan without handing its task to the workers (None at the end)."""
-        if not self._undispatched and not self._draw():
+        if not self._undispatched and not self._draw(*self._outlook()):
             return None
         self._planned.popleft()
         return self._undispatched.popleft()
 
     def top_up(self) -> None:
-        """Plan up to the look-ahead, and begin to read the hits of the plans that come next."""
-        while len(self._planned) <= self._look_ahead() and self._draw():
+        """Plan ahead, and begin to read the hits of the plans that come next.
+
+        While nothing can be read, nothing is drawn that DataLoader would not draw.
+        """
+        views, seeds_all = self._outlook()
+        window = self._prefetcher.window if views else 0
+        while len(self._planned) <= window and self._draw(views, seeds_all):
             pass
-        for plan in islice(self._planned, self._prefetcher.window + 1):
+        if not views:
+            return
+        for plan in islice(self._planned, window + 1):
             if plan.entry is not None:
                 self._prefetcher.start(plan.entry)
 
     def take(self, number: int) -> Plan:
         """Return the plan of that number, which is the next one unless order does not matter."""
-        plan = next((plan for plan in self._planned if plan.number == number), None)
-        if plan is None:
-            raise RuntimeError(f"batch {number} came without having been planned")
-        self._planned.remove(plan)
+        if self._planned and self._planned[0].number == number:
+            plan = self._planned.popleft()
+        else:
+            plan = next((plan for plan in self._planned if plan.number == number), None)
+            if plan is None:
+                raise RuntimeError(f"batch {number} came without having been planned")
+            self._planned.remove(plan)
         self._prefetcher.release_before(number)
         return plan
 
@@ -139,14 +150,14 @@ class Planner:
         if self._planned:
             self._planned.popleft()
 
-    def _draw(self) -> bool:
+    def _draw(self, views: Sequence[View], seeds_all: bool) -> bool:
         indices = next(self._index_batches, None)
         if indices is None:
             return False
         indices = list(indices)
         ids = self._identify(indices)
-        entry = best_entry(self._views(), self._next_number, ids, self._variant)
-        plan = Plan(self._next_number, indices, ids, self._variant, entry)
+        entry = best_entry(views, self._next_number, ids, self._variant) if views else None
+        plan = Plan(self._next_number, indices, ids, self._variant, entry, seeds_all)
         self._next_number += 1
         self._planned.append(plan)
         self._undispatched.append(plan)

@@ -2,21 +2,18 @@
 
 The inner DataLoader gets one `Task` per batch: the samples to load, which may be none. The dataset
 and the collate function are wrapped so that the user's own see exactly what they would see under a
-plain DataLoader; only the global random generators are seeded before each sample.
+plain DataLoader; only the global random generators that are drawn from are seeded for each sample.
 """
 
 from __future__ import annotations
 
-import ctypes
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch.utils.data import get_worker_info
 
-from egeria_cache.seeds import SampleId, preserved_rng, sample_seed, seed_rngs, seed_torch
+from egeria_cache.generators import GENERATORS
+from egeria_cache.seeds import SampleId, sample_seed
 
 __all__ = [
     "CollateLoaded",
@@ -27,9 +24,6 @@ __all__ = [
     "Task",
     "load_samples",
 ]
-
-_NUM_WATCHED = 8
-_MT19937_BYTES = 625 * 4  # 624 words and the position in them
 
 
 class Task(NamedTuple):
@@ -43,6 +37,9 @@ class Task(NamedTuple):
     variant: int
     seed: int | None
     """The run's augmentation seed; None leaves the random generators alone."""
+    seeds_all: bool = True
+    """Whether torch's generator is seeded also for samples that were not seen to draw from it: they
+    may read its seed (`torch.initial_seed()`). Not while nothing is frozen, for it takes time."""
 
 
 class Loaded(NamedTuple):
@@ -51,6 +48,8 @@ class Loaded(NamedTuple):
     number: int
     data: Any
     """The collated batch; None where the task held no samples."""
+    drawn: frozenset[str]
+    """Which of `GENERATORS` the data set draws from, as far as is known."""
 
 
 def load_samples(dataset: Any, task: Task) -> list[Any]:
@@ -61,10 +60,10 @@ def load_samples(dataset: Any, task: Task) -> list[Any]:
 class SampleLoader:
     """Loads a dataset's samples, each under its own stateless seed.
 
-    Seeding `random` and NumPy takes longer than a cheap sample. So a dataset whose first samples
-    did not draw from them is loaded without, and what it draws nevertheless is noticed at the end
-    of the batch: the batch is then loaded again, seeded, and so are all that follow. torch's
-    generator is always seeded: that is cheap, and its seed can be read without drawing.
+    Seeding takes longer than a cheap sample. So only the generators are seeded that a sample was
+    seen to draw from; the others are watched, sample by sample in the first batch, and batch by
+    batch from then on. When one has moved, what was loaded is dropped and loaded again, seeded: the
+    result does not depend on when drawing is noticed.
 
     The global generators are restored afterwards only in the main process: a worker's are its own.
     """
@@ -72,83 +71,84 @@ class SampleLoader:
     def __init__(self, dataset: Any) -> None:
         """Load from `dataset`, in this process."""
         self.dataset = dataset
-        self._draws: bool | None = None  # from `random` or NumPy; None: not known yet
+        self.drawn: frozenset[str] = frozenset()
+        """Which of `GENERATORS` samples were seen to draw from."""
+        self._is_first = True
 
-    def load(self, task: Task) -> list[Any]:
-        """Return the task's samples in order."""
+    def load(self, task: Task) -> Any:
+        """Return the task's samples in order: a list, or what `__getitems__` gives instead."""
         if task.seed is None:
-            return _get_batch(self.dataset, list(task.indices))
-        in_main = get_worker_info() is None
-        if self._draws is False and not any(True for _ in _seedable(self.dataset)):
-            samples = self._load_undrawn(task, in_main)
-            if samples is not None:
-                return samples
-        if not in_main:
-            return self._load_seeded(task)
-        with preserved_rng():
-            return self._load_seeded(task)
-
-    def _load_undrawn(self, task: Task, in_main: bool) -> list[Any] | None:
-        """Load without seeding `random` and NumPy; None, with nothing changed, if it draws."""
-        numpy: Any = np.random.get_state()
-        python, words = random.getstate(), _numpy_words()
-        if words is None or numpy[3]:  # drawing the normal deviate that is kept moves no word
-            return None
-        torch_state = torch.default_generator.get_state() if in_main else None
-        single = getattr(self.dataset, "__getitems__", None) is None
-        samples: list[Any] = []
-        error = None
-        try:
-            for index, seed in zip(task.indices, _seeds(task), strict=True):
-                seed_torch(seed)
-                samples += [self.dataset[index]] if single else _get_batch(self.dataset, [index])
-        except Exception as caught:
-            error = caught
-        finally:
-            if torch_state is not None:
-                torch.default_generator.set_state(torch_state)
-            self._draws = words != _numpy_words() or python != random.getstate()
-            if self._draws:
-                random.setstate(python)
-                np.random.set_state(numpy)
-        if self._draws:
-            return None
-        if error is not None:
-            raise error
-        return samples
-
-    def _load_seeded(self, task: Task) -> list[Any]:
-        samples: list[Any] = []
+            return _get_batch(self.dataset, task.indices)
         transforms = list(_seedable(self.dataset))
-        draws, watched = self._draws, 0
-        for index, seed in zip(task.indices, _seeds(task), strict=True):
-            seed_rngs(seed)
-            for transform in transforms:
-                transform.set_random_seed(seed & 0xFFFFFFFF)
-            watches = not draws and watched < _NUM_WATCHED  # watching costs 50 us a sample
-            before = (_numpy_words(), random.getstate()) if watches else None
-            samples.extend(_get_batch(self.dataset, [index]))
-            if before is not None:
-                draws = before[0] is None or before != (_numpy_words(), random.getstate())
-                self._draws, watched = draws, watched + 1
+        if self._is_first and task.indices:
+            self._is_first = False
+            samples: list[Any] = []
+            for one in _singly(task):
+                found = self._load(one, transforms)
+                if not isinstance(found, list):
+                    break
+                samples += found
+            else:
+                return samples
+        return self._load(task, transforms)
+
+    def _load(self, task: Task, transforms: list[Any]) -> Any:
+        """Load, and load again as long as samples draw from a generator that was not seeded."""
+        while True:
+            seeds = self.drawn | {"torch"} if task.seeds_all else self.drawn
+            before = {
+                name: generator.look()
+                for name, generator in GENERATORS.items()
+                if name not in seeds
+            }
+            error, samples = None, None
+            try:
+                samples = self._load_seeded(task, before, transforms)
+            except Exception as caught:
+                error = caught
+            if not self._moved(before):
+                if error is not None:
+                    raise error
+                return samples
+
+    def _moved(self, before: Mapping[str, bytes | None]) -> bool:
+        """Note which of the watched generators were drawn from, and put them back."""
+        moved = False
+        for name, look in before.items():
+            if look is not None and GENERATORS[name].look() != look:
+                GENERATORS[name].put_back(look)
+                self.drawn, moved = self.drawn | {name}, True
+        return moved
+
+    def _load_seeded(
+        self, task: Task, watched: Mapping[str, bytes | None], transforms: list[Any]
+    ) -> Any:
+        generators = [g for name, g in GENERATORS.items() if watched.get(name) is None]
+        if not generators and not transforms:
+            return _get_batch(self.dataset, task.indices)
+        saved = [g.save() for g in generators] if get_worker_info() is None else []
+        samples: list[Any] = []
+        try:
+            for one in _singly(task):
+                assert task.seed is not None
+                seed = sample_seed(task.seed, one.ids[0], task.variant)
+                for generator in generators:
+                    generator.seed(seed)
+                for transform in transforms:
+                    transform.set_random_seed(seed & 0xFFFFFFFF)
+                found = _get_batch(self.dataset, one.indices)
+                if not isinstance(found, list):  # a batch of its own kind, not to be put together
+                    return _get_batch(self.dataset, task.indices)
+                samples += found
+        finally:
+            for generator, state in zip(generators, saved, strict=False):
+                generator.restore(state)
         return samples
 
 
-def _seeds(task: Task) -> Iterator[int]:
-    assert task.seed is not None
-    for sample_id in task.ids:
-        yield sample_seed(task.seed, sample_id, task.variant)
-
-
-def _numpy_words() -> bytes | None:
-    """Return the words of NumPy's global Mersenne twister; None for another generator.
-
-    They are read in place: `np.random.get_state` takes 50 us, this takes one.
-    """
-    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if type(generator) is not np.random.MT19937:
-        return None
-    return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+def _singly(task: Task) -> Iterator[Task]:
+    for index, sample_id in zip(task.indices, task.ids, strict=True):
+        yield task._replace(indices=[index], ids=[sample_id])
 
 
 def _seedable(dataset: Any) -> Iterator[Any]:
@@ -160,14 +160,14 @@ def _seedable(dataset: Any) -> Iterator[Any]:
     while dataset is not None:
         attributes = getattr(dataset, "__dict__", {})
         for value in attributes.values():
-            if callable(getattr(value, "set_random_seed", None)):
+            if hasattr(type(value), "set_random_seed"):  # of the type: a tensor would search long
                 yield value
         dataset = attributes.get("dataset")
 
 
-def _get_batch(dataset: Any, indices: list[Any]) -> list[Any]:
+def _get_batch(dataset: Any, indices: Sequence[Any]) -> Any:
     if getattr(dataset, "__getitems__", None):
-        return list(dataset.__getitems__(indices))
+        return dataset.__getitems__(list(indices))
     return [dataset[index] for index in indices]
 
 
@@ -179,8 +179,9 @@ class SeededDataset:
         self.dataset = samples.dataset
         self._samples = samples
 
-    def __getitems__(self, task: Task) -> tuple[int, list[Any]]:
-        return task.number, self._samples.load(task)
+    def __getitems__(self, task: Task) -> Loaded:
+        samples = self._samples.load(task) if task.indices else None
+        return Loaded(task.number, samples, self._samples.drawn)
 
 
 class CollateLoaded:
@@ -190,10 +191,10 @@ class CollateLoaded:
         """Wrap `collate`."""
         self.collate = collate
 
-    def __call__(self, loaded: tuple[int, list[Any]]) -> Loaded:
+    def __call__(self, loaded: Loaded) -> Loaded:
         """Collate what `SeededDataset` gave."""
-        number, samples = loaded
-        return Loaded(number, self.collate(samples) if samples else None)
+        number, samples, drawn = loaded
+        return Loaded(number, None if samples is None else self.collate(samples), drawn)
 
 
 class SeededWorkerInit:

@@ -8,14 +8,8 @@ an activation cacheable at all: the same key must always mean the same input.
 from __future__ import annotations
 
 import hashlib
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-import numpy as np
-import torch
-
-__all__ = ["SampleId", "preserved_rng", "sample_seed", "seed_rngs", "seed_torch"]
+__all__ = ["SampleId", "sample_seed"]
 
 SampleId = int | str | tuple  # type: ignore[type-arg]
 """What identifies a sample: an int, a string, or a (nested) tuple of them."""
@@ -34,35 +28,3 @@ def sample_seed(seed: int, sample_id: SampleId, variant: int = 0) -> int:
     """
     text = f"{seed}|{variant}|{sample_id!r}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
-
-
-def seed_rngs(seed: int) -> None:
-    """Seed `random`, NumPy's global state and torch's default generator (CPU).
-
-    torch's default generator is seeded directly: `torch.manual_seed` also reaches for every
-    accelerator's generator and costs about fifty times as much.
-    """
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    seed_torch(seed)
-
-
-def seed_torch(seed: int) -> None:
-    """Seed torch's default generator (CPU)."""
-    torch.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
-
-
-@contextmanager
-def preserved_rng() -> Iterator[None]:
-    """Restore the three global generators on exit, whatever was drawn or seeded inside."""
-    python, numpy, torch_state = (
-        random.getstate(),
-        np.random.get_state(),
-        torch.default_generator.get_state(),
-    )
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.default_generator.set_state(torch_state)

@@ -96,7 +96,10 @@ class LoaderSource:
             if not is_rows(leaf, batch.size):
                 return f"leaf {path or 'of the batch'!r} does not hold one row per sample"
         shapes = tuple(rows.shape[1:] for rows in batch.leaves.values() if isinstance(rows, Tensor))
-        if shapes in self._proven:
+        # What was loaded before the boundary was set has a proof of its own: it was not seeded for
+        # a sample that reads torch's seed without drawing.
+        kind = (batch.context.plan.seeds_all, shapes)
+        if kind in self._proven:
             return None
         ends = sorted({0, batch.size - 1})
         alone = self.collate is not default_collate
@@ -111,7 +114,7 @@ class LoaderSource:
                 )
         if alone and batch.size == 1 and not self._collates_rows(batch):
             return "the collate_fn does not give one row per sample"
-        self._proven.add(shapes)
+        self._proven.add(kind)
         return None
 
     def _collates_rows(self, batch: Batch) -> bool:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from egeria_cache.generators import preserved, seed_all
 from egeria_cache.loader import EgeriaLoader
-from egeria_cache.seeds import preserved_rng, sample_seed, seed_rngs
+from egeria_cache.seeds import sample_seed
 
 
 class Augmented(Dataset):
@@ -110,8 +111,8 @@ def test_preserved_rng_restores_after_an_exception():
     before = torch.default_generator.get_state(), random.getstate()
 
     def draw_and_fail():
-        with preserved_rng():
-            seed_rngs(3)
+        with preserved():
+            seed_all(3)
             torch.rand(3)
             raise KeyError
 

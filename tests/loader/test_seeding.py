@@ -7,11 +7,12 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import Dataset
 
-from egeria_cache import EgeriaLoader, sample_seed
+from egeria_cache import ActivationCache, EgeriaLoader, sample_seed
+from egeria_cache.generators import preserved, seed_all
 from egeria_cache.samples import SampleLoader, Task
-from egeria_cache.seeds import preserved_rng, seed_rngs
 
 DRAWS = {
     "nothing": lambda: 0.0,
@@ -40,9 +41,9 @@ class Sometimes(Dataset):
 
 def expected(kind, first, epoch=0):
     values = []
-    with preserved_rng():
+    with preserved():
         for index in range(24):
-            seed_rngs(sample_seed(7, index, epoch))
+            seed_all(sample_seed(7, index, epoch))
             values.append((float(index), DRAWS[kind]() if index >= first else -1.0))
     return values
 
@@ -68,7 +69,7 @@ def test_what_a_sample_draws_is_its_own_wherever_drawing_begins(kind, first, wor
 @pytest.mark.parametrize("kind", DRAWS)
 def test_the_training_loops_own_generators_are_left_alone(kind, first, keeps_a_normal_deviate):
     def drawn(use):
-        seed_rngs(3)
+        seed_all(3)
         if keeps_a_normal_deviate:
             np.random.randn()
         use()
@@ -85,12 +86,45 @@ def test_the_training_loops_own_generators_are_left_alone(kind, first, keeps_a_n
     assert drawn(load) == drawn(lambda: None)
 
 
-def test_a_sample_is_loaded_again_only_where_drawing_is_found_late():
-    for first, loaded in ((0, 24), (24, 24), (9, 24 + 4)):
-        data = Sometimes(random.random, first)
-        np.random.seed(0)
-        list(EgeriaLoader(data, 4, seed=7))
-        assert data.num_loaded == loaded
+@pytest.mark.parametrize(("first", "again"), [(0, 1), (2, 1), (9, 4), (24, 0)])
+def test_samples_are_loaded_again_only_where_drawing_is_noticed(first, again):
+    """One sample of the first batch, or one whole batch later on."""
+    data = Sometimes(random.random, first)
+    loader = EgeriaLoader(data, 4, seed=7)
+    for _ in range(3):
+        list(loader)
+    assert data.num_loaded == 3 * 24 + again
+
+
+@pytest.mark.parametrize("kind", ["random", "numpy", "torch", "nothing"])
+def test_what_workers_see_drawn_is_known_in_the_next_epoch(kind):
+    loader = EgeriaLoader(Sometimes(DRAWS[kind], 9), 4, seed=7, num_workers=2)
+    list(loader)
+    assert loader.source.samples.drawn == ({kind} if kind in ("random", "numpy") else frozenset())
+    assert rows(loader) == expected(kind, 9, epoch=1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("first", [0, 3, 9])
+@pytest.mark.parametrize("kind", ["random", "numpy", "normal", "torch"])
+def test_while_nothing_is_frozen_samples_draw_what_they_always_draw(tmp_path, kind, first, workers):
+    np.random.seed(0)  # NumPy now keeps no normal deviate
+    with ActivationCache(nn.Linear(1, 1), tmp_path) as cache:
+        data = Sometimes(DRAWS[kind], first)
+        loader = EgeriaLoader(data, 4, cache=cache, seed=7, num_workers=workers)
+        for epoch in range(2):
+            assert rows(loader) == expected(kind, first, epoch)
+        kind = "numpy" if kind == "normal" else kind
+        assert loader.source.samples.drawn == {kind}
+
+
+def test_while_nothing_is_frozen_a_data_set_that_draws_nothing_is_not_seeded(tmp_path):
+    """It may see the seed of the training loop's own generator, as it would under DataLoader."""
+    torch.manual_seed(12)
+    with ActivationCache(nn.Linear(1, 1), tmp_path) as cache:
+        loader = EgeriaLoader(Sometimes(DRAWS["torch's seed"], 0), 4, cache=cache, seed=7)
+        assert {drawn for _, drawn in rows(loader)} == {12.0}
+    assert rows(EgeriaLoader(loader.dataset, 4, seed=7)) == expected("torch's seed", 0)
 
 
 class Failing(Sometimes):
