@@ -53,7 +53,7 @@ class _Python:
             return None
         offset = _python_offset()
         if offset is not None:
-            return ctypes.string_at(id(random._inst) + offset, 4 * (_WORDS + 1))  # type: ignore[attr-defined]
+            return ctypes.string_at(id(random._inst) + offset, 4 * (_WORDS + 1))
         return _python_words()
 
     def put_back(self, look: bytes) -> None:
@@ -79,9 +79,9 @@ def _python_words() -> bytes:
 def _python_offset() -> int | None:
     """Where CPython keeps the words in its object; None if they are not found there."""
     offset, num_bytes = object.__basicsize__, 4 * (_WORDS + 1)
-    if type(random._inst).__basicsize__ < offset + num_bytes:  # type: ignore[attr-defined]
+    if type(random._inst).__basicsize__ < offset + num_bytes:
         return None
-    found = ctypes.string_at(id(random._inst) + offset, num_bytes)  # type: ignore[attr-defined]
+    found = ctypes.string_at(id(random._inst) + offset, num_bytes)
     return offset if found == _python_words() else None
 
 
@@ -99,7 +99,7 @@ class _NumPy:
         words = ctypes.string_at(generator.ctypes.state_address, 4 * (_WORDS + 1))
         if words != self._without_deviate:
             # Only a draw, which moves the words, makes a deviate to keep: no need to ask again.
-            if np.random.get_state(legacy=False)["has_gauss"]:  # type: ignore[call-overload]
+            if np.random.get_state(legacy=False)["has_gauss"]:
                 return None
             self._without_deviate = words
         return words

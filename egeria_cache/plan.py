@@ -135,13 +135,10 @@ class Planner:
 
     def take(self, number: int) -> Plan:
         """Return the plan of that number, which is the next one unless order does not matter."""
-        if self._planned and self._planned[0].number == number:
-            plan = self._planned.popleft()
-        else:
-            plan = next((plan for plan in self._planned if plan.number == number), None)
-            if plan is None:
-                raise RuntimeError(f"batch {number} came without having been planned")
-            self._planned.remove(plan)
+        plan = next((plan for plan in self._planned if plan.number == number), None)
+        if plan is None:
+            raise RuntimeError(f"batch {number} came without having been planned")
+        self._planned.remove(plan)
         self._prefetcher.release_before(number)
         return plan
 

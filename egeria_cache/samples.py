@@ -52,7 +52,7 @@ class Loaded(NamedTuple):
     """Which of `GENERATORS` the data set draws from, as far as is known."""
 
 
-def load_samples(dataset: Any, task: Task) -> list[Any]:
+def load_samples(dataset: Any, task: Task) -> Any:
     """Return the task's raw samples, each loaded under its own stateless seed."""
     return SampleLoader(dataset).load(task)
 
