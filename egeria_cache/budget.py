@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from egeria_cache.claims import IN_USE_NAME, in_use_elsewhere, remove_directory
+from egeria_cache.claims import IN_USE_NAME, clear_graves, in_use_elsewhere, remove_directory
 from egeria_cache.config import PAGE_BYTES
 
 __all__ = ["Budget", "BudgetBusyError", "directory_bytes", "generation_directories"]
@@ -96,6 +96,9 @@ class Budget:
         Removes unused generations, oldest use first, while less than `needed_bytes` is free.
         """
         free = self.limit_bytes - self.used_bytes()
+        if free < needed_bytes:
+            clear_graves(self.directory)
+            free = self.limit_bytes - self.used_bytes()
         if free < needed_bytes and self._evict_unused:
             for path in sorted(generation_directories(self.directory), key=last_use):
                 if in_use_elsewhere(path):

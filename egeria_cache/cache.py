@@ -60,6 +60,7 @@ class ActivationCache:
         gate: "auto" skips while training steps are measured to be faster for it, "always" skips
             whatever can be skipped, "never" keeps the schedule of a cached run (inference mode,
             augmentation variants) but computes everything.
+        force_network: Use a network filesystem all the same; one host at a time may.
 
     Raises:
         BoundaryError: The model has no such module, or it is trainable.
@@ -78,6 +79,7 @@ class ActivationCache:
         ring_batches: int = 5,
         audit_rate: float = 0.001,
         gate: str = "auto",
+        force_network: bool = False,
     ) -> None:
         if ring_batches < 1:
             raise ValueError(f"ring_batches must be at least 1, got {ring_batches}")
@@ -89,7 +91,9 @@ class ActivationCache:
         self.ring_batches = ring_batches
         self.audit_rate = audit_rate
         self.gate = gate
-        self._store = ActivationStore(directory, limit=limit, codec=codec)
+        self._store = ActivationStore(
+            directory, limit=limit, codec=codec, force_network=force_network
+        )
         self._readers: ThreadPoolExecutor | None = None
         self._accounts = Accounts()
         self._counts = self._accounts.counts

@@ -8,12 +8,14 @@ import contextlib
 import fcntl
 import os
 import shutil
+import time
 from pathlib import Path
 
 __all__ = [
     "IN_USE_NAME",
     "BeingRemovedError",
     "claim",
+    "clear_graves",
     "identity",
     "in_use_elsewhere",
     "lock_alone",
@@ -21,6 +23,8 @@ __all__ = [
 ]
 
 IN_USE_NAME = "in-use"
+GRAVE = ".gone-"
+"""What a generation is renamed to, before its files are unlinked one by one."""
 
 
 class BeingRemovedError(Exception):
@@ -29,10 +33,16 @@ class BeingRemovedError(Exception):
 
 def remove_directory(directory: Path) -> None:
     """Unlink a generation; readers of other processes keep their mapping until they close."""
-    grave = directory.with_name(f".gone-{directory.name}-{os.getpid()}")
+    grave = directory.with_name(f"{GRAVE}{directory.name}-{os.getpid()}-{time.time_ns():x}")
     with contextlib.suppress(OSError):
         directory.rename(grave)  # one step: nobody opens a half-removed generation
     shutil.rmtree(grave, ignore_errors=True)
+
+
+def clear_graves(directory: Path) -> None:
+    """Finish removals that a kill interrupted: what is left of them counts against the limit."""
+    for grave in directory.glob(f"{GRAVE}*"):
+        shutil.rmtree(grave, ignore_errors=True)
 
 
 def in_use_elsewhere(directory: Path) -> bool:

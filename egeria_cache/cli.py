@@ -7,6 +7,7 @@ may look at a cache that a live run is writing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -21,7 +22,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from egeria_cache.claims import in_use_elsewhere, remove_directory
+from egeria_cache.budget import Budget, BudgetBusyError
+from egeria_cache.claims import clear_graves, in_use_elsewhere, remove_directory
 from egeria_cache.config import parse_size
 from egeria_cache.errors import StoreError
 from egeria_cache.manifest import Manifest, differing_fields
@@ -50,14 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(arguments)
         command: Callable[[argparse.Namespace, CacheReport], int] = options.run
         return command(options, survey(options.directory))
-    except SystemExit as stop:  # argparse has printed help (0) or the mistake (2)
-        return int(stop.code or 0)
-    except (StoreError, ValueError) as error:
-        print(f"cache-inspect: {error}", file=sys.stderr)
-        return BAD_ARGUMENTS
     except BrokenPipeError:  # the reader of our output has seen enough
         sys.stderr.close()
         return HEALTHY
+    except SystemExit as stop:  # argparse has printed help (0) or the mistake (2)
+        return int(stop.code or 0)
+    except (StoreError, ValueError, OSError, BudgetBusyError) as error:
+        print(f"cache-inspect: {error}", file=sys.stderr)
+        return BAD_ARGUMENTS
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -177,7 +179,7 @@ def _verify(options: argparse.Namespace, report: CacheReport) -> int:
     chosen = report.generations
     if options.generation is not None:
         chosen = (find_generation(report, options.generation),)
-    damage = []
+    damage, records = [], 0
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -190,18 +192,21 @@ def _verify(options: argparse.Namespace, report: CacheReport) -> int:
         for one in chosen:
             task = progress.add_task(one.name, total=one.num_samples)
 
+            checked = 0
+
             def advance(done: int, total: int, task: Any = task) -> None:
+                nonlocal checked
+                checked = done  # of a live run, perhaps more than were there at first
                 progress.update(task, completed=done, total=total)
 
             damage += list(verify(report.directory / one.name, advance))
+            records += checked
     if options.json:
         found = [dataclasses.asdict(each) for each in damage]
-        records = sum(one.num_samples for one in chosen)
         print_json({"healthy": not damage, "records": records, "damage": found})
     else:
         for each in damage:
             print(f"{each.generation}: sample {each.sample}: {each.reason}")
-        records = sum(one.num_samples for one in chosen)
         verdict = f"{len(damage)} damaged" if damage else "all intact"
         print(f"{records:,} records in {len(chosen)} generations: {verdict}")
     return DAMAGED if damage else HEALTHY
@@ -256,15 +261,20 @@ def _remove(
 ) -> int:
     """Remove the generations, or only list them; one that a live process uses always stays."""
     outcome = {}
-    for one in doomed:
-        path = report.directory / one.name
-        if in_use_elsewhere(path):
-            outcome[one.name] = "in use, stays"
-        elif options.yes:
-            remove_directory(path)
-            outcome[one.name] = "removed"
-        else:
-            outcome[one.name] = "would be removed"
+    budget = Budget(report.directory, 0, evict_unused=False)
+    # The lock keeps a run from opening what is being removed; looking needs none.
+    with budget.locked() if options.yes else contextlib.nullcontext():
+        for one in doomed:
+            path = report.directory / one.name
+            if in_use_elsewhere(path):
+                outcome[one.name] = "in use, stays"
+            elif options.yes:
+                remove_directory(path)
+                outcome[one.name] = "still there" if path.exists() else "removed"
+            else:
+                outcome[one.name] = "would be removed"
+        if options.yes:
+            clear_graves(report.directory)
     sizes = {one.name: one.bytes_on_disk for one in doomed}
     if options.json:
         print_json(
@@ -273,7 +283,7 @@ def _remove(
         return HEALTHY
     for name, text in outcome.items():
         print(f"{name}  {size(sizes[name]):>9}  {text}")
-    freed = sum(sizes[name] for name, text in outcome.items() if "removed" in text)
+    freed = sum(sizes[name] for name, text in outcome.items() if text.endswith("removed"))
     print(f"{size(freed)} {'freed' if options.yes else 'would be freed; add --yes to do it'}")
     return HEALTHY
 

@@ -8,6 +8,8 @@ shared, counted object per directory. It must not cross fork(): every use checks
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import itertools
 import os
 import struct
@@ -70,6 +72,7 @@ class GenerationFiles:
         deadline = time.monotonic() + CLOSE_WAIT_S
         while True:
             with cls._registry_lock:
+                _watch_forks()
                 files = cls._registry.get(place)
                 if files is None or files._closed.is_set():
                     files = cls(directory, map_bytes=map_bytes, readonly=readonly)
@@ -360,6 +363,21 @@ class GenerationFiles:
             self.index.add_keys([key for key, _ in records])
             self._unreadable.difference_update(key for key, _ in records)
         return len(new)
+
+
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_abandon)
+
+
+def _abandon() -> None:
+    """In a forked child: let no environment of the parent's ever be freed here.
+
+    Freeing one (at the interpreter's exit, say) would give up the parent's reader slots in the lock
+    file that both have mapped; its next read would fail, or its pages be used again.
+    """
+    for files in GenerationFiles._registry.values():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(files._env))
 
 
 class Snapshot:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -104,12 +106,19 @@ def generation_name(fields: Mapping[str, Any]) -> str:
 def differing_fields(
     ours: Mapping[str, Any], theirs: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return, per field that differs, (our value, their value); None where it is absent."""
-    return {
-        name: (ours.get(name), theirs.get(name))
-        for name in sorted({*ours, *theirs})
-        if (name in ours) != (name in theirs) or ours.get(name) != theirs.get(name)
-    }
+    """Return, per field that differs, (our value, their value); None where it is absent.
+
+    Of fields that hold fields, only those inside that differ: "tensors.layer1.shape".
+    """
+    differing: dict[str, tuple[Any, Any]] = {}
+    for name in sorted({*ours, *theirs}):
+        one, other = ours.get(name), theirs.get(name)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            inside = differing_fields(one, other)
+            differing.update({f"{name}.{inner}": pair for inner, pair in inside.items()})
+        elif (name in ours) != (name in theirs) or one != other:
+            differing[name] = one, other
+    return differing
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -137,9 +146,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write beside, flush to disk, and rename over: a reader sees the old or the new one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        json.dump(content, file, indent=2, sort_keys=True)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    beside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
+    try:
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(content, file, indent=2, sort_keys=True)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise

@@ -49,7 +49,11 @@ def claim_directory(directory: Path, limit_bytes: int, *, force_network: bool) -
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if root.exists():
             return _join(root, limit_bytes)
-        foreign = sorted(path.name for path in directory.iterdir())
+        # A beginning by another process, or by one that was killed, is not foreign.
+        names = sorted(path.name for path in directory.iterdir())
+        if ROOT_NAME in names:
+            return _join(root, limit_bytes)
+        foreign = [name for name in names if not name.startswith(f".{ROOT_NAME}.")]
         if foreign:
             raise StoreError(
                 f"{directory} is no cache of Egeria: it holds {foreign[0]!r}; choose an empty or "

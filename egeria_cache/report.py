@@ -23,6 +23,7 @@ from egeria_cache.layout import Layout
 from egeria_cache.manifest import Manifest, read_json
 from egeria_cache.place import ROOT_NAME
 from egeria_cache.records import Record, open_record
+from egeria_cache.segment import SEGMENT_NAME
 from egeria_cache.totals import Totals
 from egeria_cache.values import RecordError
 
@@ -151,10 +152,12 @@ def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> It
         progress: Called with (records done, records in all).
     """
     coder, done = Coder(), 0
+    if _is_unfinished(path):
+        return
     try:
         Manifest.read(path)
         with GenerationFiles.inspecting(path) as files:
-            total = files.num_samples()
+            total = files.num_samples()  # at first: a live run adds to them
             for chunk in files.chunks():
                 for key, value in chunk:
                     done += 1
@@ -163,8 +166,8 @@ def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> It
                     except RecordError as error:
                         yield Damage(path.name, _sample(key), str(error))
                 if progress is not None:
-                    progress(done, total)
-            if done != total:
+                    progress(done, max(done, total))
+            if not total <= done <= files.num_samples():
                 yield Damage(path.name, "?", f"{done} records found, {total} counted")
     except (StoreError, lmdb.Error, GoneError) as error:
         yield Damage(path.name, "?", str(error))
@@ -202,9 +205,10 @@ def _glance(path: Path) -> GenerationReport:
     boundary = codec = damage = None
     created, num_samples, totals = math.nan, 0, Totals()
     try:
-        manifest = Manifest.read(path)
-        boundary, codec, created = manifest.fields.get("boundary"), manifest.codec, manifest.created
-        if (path / DATA_NAME).exists():
+        if not _is_unfinished(path):
+            manifest = Manifest.read(path)
+            boundary, codec = manifest.fields.get("boundary"), manifest.codec
+            created = manifest.created
             with GenerationFiles.inspecting(path) as files:
                 num_samples, totals = files.num_samples(), files.totals
     except (StoreError, lmdb.Error, GoneError) as error:
@@ -223,6 +227,11 @@ def _glance(path: Path) -> GenerationReport:
         in_use_elsewhere(path),
         damage,
     )
+
+
+def _is_unfinished(path: Path) -> bool:
+    """Whether its making was cut short before it could hold anything: nothing is damaged then."""
+    return not (path / DATA_NAME).exists() and not (path / SEGMENT_NAME).exists()
 
 
 def _decode(record: Record, coder: Coder) -> None:

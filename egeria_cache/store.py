@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from egeria_cache.budget import Budget, generation_directories
+from egeria_cache.budget import Budget, BudgetBusyError, generation_directories
 from egeria_cache.claims import BeingRemovedError, in_use_elsewhere, remove_directory
 from egeria_cache.config import PAGE_BYTES, StoreConfig, parse_size
 from egeria_cache.errors import StoreError
@@ -178,6 +178,16 @@ class ActivationStore:
                 if time.monotonic() > deadline:
                     raise StoreError(f"{error} is held by a process that removes it") from None
                 time.sleep(0.001)
+            except BudgetBusyError as error:
+                raise StoreError(
+                    f"{name} cannot be opened: {error} by another process for too long; is one "
+                    "stopped (SIGSTOP, a debugger)?"
+                ) from None
+            except OSError as error:
+                raise StoreError(
+                    f"{self.config.directory / name} cannot be opened: {error.strerror}; is the "
+                    "disk full, or was the directory removed?"
+                ) from error
 
     def _open(self, name: str, fields: Mapping[str, Any]) -> Generation:
         directory = self.config.directory / name

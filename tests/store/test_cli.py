@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -200,3 +201,89 @@ def test_the_tool_runs_from_a_checkout_and_prints_no_colour_into_a_pipe(filled):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
+
+
+WRITER = """
+    import sys, torch
+    from egeria_cache.store import ActivationStore
+    torch.set_num_threads(1)
+    with ActivationStore(sys.argv[1], codec="zstd") as store:
+        for start in range(0, 10**6, 4):
+            store.put_batch(range(start, start + 4), torch.randn(4, 300))
+            store.flush(30)
+            print("go", flush=True)
+"""
+
+
+def test_a_cache_that_another_process_is_writing_can_be_looked_at_and_is_healthy(directory, capsys):
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(WRITER), directory],
+        stdout=subprocess.PIPE, text=True,
+    ) as run:  # fmt: skip
+        assert run.stdout.readline() == "go\n"
+        counts = []
+        for _ in range(10):
+            code, report = ask_json(capsys, directory)
+            assert code == 0
+            (one,) = report["generations"]
+            assert one["in_use"]
+            code, report = ask_json(capsys, directory, "show", "gen")
+            assert code == 0
+            code, report = ask_json(capsys, directory, "verify")
+            assert (code, report["damage"]) == (0, [])
+            counts.append(report["records"])
+            for _ in range(8):
+                run.stdout.readline()
+        code, outcome = ask_json(capsys, directory, "clear", "--yes")
+        assert [one["outcome"] for one in outcome.values()] == ["in use, stays"]
+        run.kill()
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]
+
+
+def test_a_generation_whose_making_was_cut_short_is_empty_and_not_damaged(directory, capsys):
+    ActivationStore(directory).close()
+    (directory / "gen-0123456789ab").mkdir()
+    code, report = ask_json(capsys, directory)
+    assert code == 0
+    assert report["generations"][0]["num_samples"] == 0
+    assert ask(capsys, directory)[0] == 0
+    assert ask(capsys, directory, "verify")[0] == 0
+
+
+def test_what_an_interrupted_removal_left_behind_is_cleared(filled, capsys):
+    for path in filled.glob("gen-*"):
+        path.rename(filled / f".gone-{path.name}-1")
+    assert ask(capsys, filled, "clear", "--yes")[0] == 0
+    assert not list(filled.glob(".gone-*"))
+
+
+def test_a_terminal_gets_a_progress_bar_and_colours(filled):
+    code = """
+        import os, pty, sys
+        child, terminal = pty.fork()
+        if child == 0:
+            os.environ.update(TERM="xterm-256color", COLUMNS="120")
+            os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+        while True:
+            try:
+                some = os.read(terminal, 4096)
+            except OSError:  # the other end is closed
+                break
+            if not some:
+                break
+            sys.stdout.buffer.write(some)
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    done = subprocess.run(
+        [
+            sys.executable, "-c", textwrap.dedent(code), ROOT / "tools" / "cache-inspect",
+            filled, "verify",
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert "━" in done.stdout
+    assert "5/5" in done.stdout
+    assert "\x1b[" in done.stdout
+    assert "8 records in 2 generations: all intact" in done.stdout

@@ -3,12 +3,14 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import egeria_cache.place as place_module
+from egeria_cache import ActivationCache
 from egeria_cache.errors import StoreError
 from egeria_cache.place import filesystem_type
 from egeria_cache.store import ActivationStore
@@ -34,6 +36,40 @@ def test_a_network_filesystem_is_refused_unless_forced(directory, monkeypatch):
         ActivationStore(directory)
     assert not directory.exists()
     ActivationStore(directory, force_network=True).close()
+
+
+def test_a_beginning_that_was_cut_short_is_no_foreign_file(directory):
+    directory.mkdir()
+    (directory / ".cache.json.4711-1").write_text("{")
+    ActivationStore(directory).close()
+    assert (directory / "cache.json").exists()
+
+
+def test_a_new_directory_may_be_claimed_by_several_at_once(tmp_path):
+    for turn in range(20):
+        barrier, errors = threading.Barrier(4), []
+
+        def claim(place, barrier=barrier, errors=errors):
+            barrier.wait()
+            try:
+                place_module.claim_directory(place, 10**6, force_network=False)
+            except StoreError as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=claim, args=(tmp_path / str(turn),)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        assert [path.name for path in (tmp_path / str(turn)).iterdir()] == ["cache.json"]
+
+
+def test_a_cache_on_a_network_filesystem_may_be_forced(directory, monkeypatch):
+    monkeypatch.setattr(place_module.psutil, "disk_partitions", mounts(("/", "nfs")))
+    with pytest.raises(StoreError, match="force_network=True"):
+        ActivationCache(torch.nn.Linear(2, 2), directory)
+    ActivationCache(torch.nn.Linear(2, 2), directory, force_network=True).close()
 
 
 def test_mounts_that_cannot_be_listed_are_no_reason_to_refuse(directory, monkeypatch):

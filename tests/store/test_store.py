@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from egeria_cache.errors import StoreError
+from egeria_cache.files import GenerationFiles
 from egeria_cache.store import ActivationStore
 
 FLUSH_S = 30
@@ -95,6 +96,30 @@ def test_a_new_generation_says_in_one_line_which_field_differs(store, caplog):
     (line,) = [record.getMessage() for record in caplog.records]
     assert "'weights': 'abc' -> 'xyz'" in line
     assert "boundary" not in line
+
+
+def test_of_fields_within_fields_only_what_differs_is_said(store, caplog):
+    tensors = {f"act{n}": {"shape": [64, 56, 56], "dtype": "torch.float32"} for n in range(4)}
+    store.open_generation({"tensors": tensors})
+    other = {**tensors, "act3": {"shape": [64, 28, 28], "dtype": "torch.float32"}}
+    with caplog.at_level(logging.INFO, "egeria_cache.store"):
+        store.open_generation({"tensors": other})
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "'tensors.act3.shape': [64, 56, 56] -> [64, 28, 28]" in line
+    assert "dtype" not in line
+
+
+def test_membership_is_answered_without_touching_the_disk(store, directory, monkeypatch):
+    ids = [1, -5, 10**15, "a", ("b", 2)]
+    generation = store.open_generation({"a": 1})
+    generation.put_batch(ids, rows(range(5)))
+    store.flush(FLUSH_S)
+
+    def fail(self):
+        raise AssertionError("LMDB was entered")
+
+    monkeypatch.setattr(GenerationFiles, "_inside", fail)
+    assert generation.contains([*ids, 2, "c"]).tolist() == [True] * 5 + [False] * 2
 
 
 def test_a_void_generation_serves_nothing_and_gives_its_space_back(store, directory):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import multiprocessing
@@ -20,7 +21,12 @@ import numpy as np
 import pytest
 import torch
 
+import egeria_cache.budget as budget_module
+from egeria_cache.budget import Budget
+from egeria_cache.cli import main
 from egeria_cache.errors import StoreError
+from egeria_cache.manifest import generation_name
+from egeria_cache.report import verify
 from egeria_cache.store import ActivationStore
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,6 +116,49 @@ def test_a_directory_removed_under_us_ends_in_misses(store, directory, caplog):
     assert store.stats().dropped_writes == 2
     warnings = [one for one in caplog.records if one.levelno >= logging.WARNING]
     assert len(warnings) == 1
+
+
+def test_opening_in_a_directory_that_was_removed_is_a_store_error(store, directory):
+    store.put_batch([1], rows([1]))
+    store.flush(FLUSH_S)
+    shutil.rmtree(directory)
+    with pytest.raises(StoreError, match="was the directory removed"):
+        store.open_generation({"another": "boundary"})
+    assert store.stats().bytes_on_disk <= 4096
+
+
+def test_a_directory_whose_lock_is_held_too_long_is_a_store_error(store, directory, monkeypatch):
+    monkeypatch.setattr(budget_module, "LOCK_WAIT_S", 0.05)
+    with Budget(directory, 1, evict_unused=False).locked(), pytest.raises(StoreError, match="long"):
+        store.open_generation({"a": 1})
+    assert store.open_generation({"a": 1}).alive
+
+
+@pytest.mark.parametrize("stage", ["nothing", "root", "generation"])
+def test_a_disk_that_was_full_leaves_a_directory_that_works_once_there_is_room(small_disk, stage):
+    place, ballast = small_disk / "cache", small_disk / "ballast"
+    if stage != "nothing":
+        ActivationStore(place).close()
+    if stage == "generation":
+        with ActivationStore(place) as store:
+            store.put_batch([7], rows([7]))
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    with contextlib.suppress(StoreError), ActivationStore(place) as store:
+        with contextlib.suppress(StoreError):
+            store.open_generation({"a": 1})
+        store.put_batch([1], rows([1]))
+        store.flush(FLUSH_S)
+        assert_right(store, [1, 7])
+    ballast.unlink()
+    for path in place.glob("gen-*"):
+        assert list(verify(path)) == []
+    with ActivationStore(place) as store:
+        assert store.open_generation({"a": 1}).alive
+        assert store.put_batch([2], rows([2]))
+        assert store.flush(FLUSH_S)
+        assert assert_right(store, [2, 7]).tolist() == [True, stage == "generation"]
 
 
 def test_a_dead_writer_drops_writes_and_still_reads(store, monkeypatch, caplog):
@@ -217,6 +266,34 @@ def test_a_store_used_across_fork_says_what_to_do(store):
     assert store.get_batch([1])[1].all()
 
 
+def test_a_forked_child_that_exits_takes_nothing_from_its_parent(directory):
+    code = """
+        import gc, os, sys, torch
+        from egeria_cache.store import ActivationStore
+        torch.set_num_threads(1)
+        store = ActivationStore(sys.argv[1])
+        store.put_batch([1], torch.ones(1, 10))
+        assert store.flush(30) and store.get_batch([1])[1].all()
+        for way in ("exit", "close", "collect"):
+            child = os.fork()
+            if child == 0:
+                if way == "close":
+                    store.close()
+                if way == "collect":
+                    del store
+                    gc.collect()
+                sys.exit(0)  # the interpreter frees what it holds
+            os.waitpid(child, 0)
+            assert store.get_batch([1])[1].all(), way
+        store.put_batch([2], torch.ones(1, 10))
+        assert store.flush(30) and store.get_batch([2])[1].all()
+        print("trained on")
+    """
+    child = run_python(code, directory, stderr=subprocess.PIPE)
+    out, err = child.communicate(timeout=DEADLINE_S)
+    assert out == "trained on\n", err
+
+
 NURSERY = """
     import os, sys, torch
     from egeria_cache.store import ActivationStore
@@ -252,16 +329,21 @@ def test_kill_9_loses_nothing_that_was_flushed_and_needs_no_repair(tmp_path, num
         nursery.stdin.write(f"{directory} {('raw', 'zstd')[kill % 2]}\n")
         nursery.stdin.flush()
         pid, committed, wanted = None, 0, 8 * int(rng.integers(1, 6))
+        if kill % 4 == 3:
+            wanted = 0  # the kill lands while the directory and its files are being made
         while pid is None or committed < wanted:
             word, *rest = nursery.stdout.readline().split()
             if word == "pid":
                 pid = int(rest[0])
             else:
                 committed = int(word)
-        time.sleep(rng.random() * 0.01)  # the kill lands anywhere in the next transactions
+        # The kill lands anywhere in the next transactions.
+        time.sleep(rng.random() * (0.01 if wanted else 0.03))
         os.kill(pid, signal.SIGKILL)
         while (line := nursery.stdout.readline()) != "dead\n":
             committed = int(line)
+        for path in directory.glob("gen-*"):
+            assert list(verify(path)) == []
         with ActivationStore(directory) as store:
             hit = assert_right(store, range(committed + 64))
             assert hit[:committed].all()
@@ -295,6 +377,105 @@ def test_two_processes_write_and_read_one_generation(directory):
         got, hit = store.get_batch(range(800))
         assert hit.all()
         assert (got == torch.arange(800.0)[:, None]).all()
+
+
+HOLDER = """
+    import sys, torch
+    from egeria_cache.store import ActivationStore
+    torch.set_num_threads(1)
+    with ActivationStore(sys.argv[1], limit="2MB", codec="raw") as store:
+        generation = store.open_generation({"name": "held"})
+        generation.put_batch(range(30), torch.zeros(30, 5000))
+        store.flush(30)
+        print("holding", flush=True)
+        sys.stdin.readline()
+"""
+
+
+def test_a_generation_of_another_live_process_stays_and_goes_when_that_is_killed(directory):
+    holder = run_python(HOLDER, directory, stdin=subprocess.PIPE)
+    assert holder.stdout.readline() == "holding\n"
+    with ActivationStore(directory, limit="2MB", codec="raw") as store:
+        generation = store.open_generation({"name": "new"})
+        generation.put_batch(range(80), torch.ones(80, 5000))
+        store.flush(FLUSH_S)
+        before = generation.num_samples
+        assert 30 < before < 75
+        holder.kill()
+        holder.communicate(timeout=DEADLINE_S)
+        assert (directory / generation_name({"name": "held"})).exists()
+    with ActivationStore(directory, limit="2MB", codec="raw") as store:
+        generation = store.open_generation({"name": "new"})
+        generation.put_batch(range(80), torch.ones(80, 5000))
+        store.flush(FLUSH_S)
+        assert generation.num_samples == 80
+        assert not (directory / generation_name({"name": "held"})).exists()
+        assert store.stats().bytes_on_disk <= 2_000_000
+
+
+def test_a_sweep_with_a_cleaner_beside_it_serves_nothing_wrong_and_does_not_hang(directory):
+    code = """
+        import sys, torch
+        from egeria_cache.store import ActivationStore
+        torch.set_num_threads(1)
+        rng = torch.Generator().manual_seed(int(sys.argv[2]))
+        with ActivationStore(sys.argv[1], limit="1MB", codec="raw") as store:
+            for turn in range(60):
+                number = int(torch.randint(4, (), generator=rng))
+                generation = store.open_generation({"boundary": number})
+                ids = torch.randperm(40, generator=rng)[:8].tolist()
+                want = torch.stack([torch.full((1000,), 100.0 * number + one) for one in ids])
+                generation.put_batch(ids, want)
+                if turn % 3 == 0:
+                    store.flush(30)
+                got, hit = generation.get_batch(ids)
+                for row in hit.nonzero()[0].tolist():
+                    assert torch.equal(got[row], want[row]), (number, ids[row])
+                if turn % 7 == 0:
+                    generation.void("unfrozen")
+                elif turn % 2 == 0:
+                    generation.release()
+                assert store.stats().bytes_on_disk <= 1_000_000
+        print("done")
+    """
+    children = [run_python(code, directory, seed, stderr=subprocess.PIPE) for seed in range(2)]
+    while any(child.poll() is None for child in children):
+        if (directory / "cache.json").exists():
+            assert main([str(directory), "clear", "--yes", "--json"]) == 0
+        time.sleep(0.02)
+    for child in children:
+        out, err = child.communicate(timeout=DEADLINE_S)
+        assert out == "done\n", err
+
+
+def test_an_interrupted_removal_does_not_eat_the_limit_for_ever(directory):
+    with ActivationStore(directory, limit="2MB", codec="raw") as store:
+        generation = store.open_generation({"a": 1})
+        generation.put_batch(range(60), torch.zeros(60, 5000))
+    (directory / generation.name).rename(directory / f".gone-{generation.name}-1")
+    with ActivationStore(directory, limit="2MB", codec="raw") as store:
+        generation = store.open_generation({"b": 1})
+        generation.put_batch(range(60), torch.zeros(60, 5000))
+        store.flush(FLUSH_S)
+        assert generation.num_samples == 60
+
+
+@pytest.mark.parametrize("part", [0.25, 0.5, 0.75])
+def test_a_limit_for_a_part_of_the_samples_gives_that_part_of_hits(directory, part):
+    """An LRU would give 3, 15 and 40 %: it evicts what is needed next."""
+    num_samples, row_bytes = 400, 20_000
+    limit = int(part * num_samples * row_bytes) + 300_000
+    rng = np.random.default_rng(0)
+    with ActivationStore(directory, limit=limit, codec="raw") as store:
+        for epoch in range(3):
+            num_hits = 0
+            for ids in rng.permutation(num_samples).reshape(-1, 20):
+                hit = store.contains(ids)
+                num_hits += int(hit.sum())
+                store.put_batch(ids, torch.zeros(len(ids), row_bytes, dtype=torch.uint8))
+                store.flush(FLUSH_S)
+            if epoch:
+                assert part - 0.02 <= num_hits / num_samples <= part + 0.05
 
 
 def test_two_processes_together_stay_within_the_limit(directory):
