@@ -41,7 +41,7 @@ def call(model, batch):
 
 
 def freeze_prefix(model, boundary, data):
-    """Freeze all that runs before `boundary` returns; return the modules around it."""
+    """Freeze all that runs before `boundary` returns; return the names of those around it."""
     recorder = Recorder()
     with intercept(patchable(model), recorder), torch.no_grad():
         torch.manual_seed(0)
@@ -52,7 +52,8 @@ def freeze_prefix(model, boundary, data):
     for record in steps:
         record.module.requires_grad_(False)
     FrozenPrefix(record.module for record in steps)
-    return [model, *(record.module for record in around)]
+    names = {id(module): name for name, module in model.named_modules()}
+    return ["", *(names[id(record.module)] for record in around)]
 
 
 def hold_by_hooks(model, boundary, around):
@@ -87,13 +88,11 @@ def freeze_named(model, boundary, data):
 def run(name, boundary):
     """Train an epoch of misses and two of hits beside a plain copy; return the harness."""
     model, data = zoo.build(name)
-    around = [model.get_submodule(a) for a in zoo.RANDOM_AROUND.get((name, boundary), ())]
-    freeze_prefix(model, boundary, data)
+    around = freeze_prefix(model, boundary, data)
     freeze_named(model, boundary, data)
     assert any(p.requires_grad for p in model.parameters())
     plain = copy.deepcopy(model)
-    names = {id(module): key for key, module in model.named_modules()}
-    hold_by_hooks(plain, boundary, [plain.get_submodule(names[id(m)]) for m in around])
+    hold_by_hooks(plain, boundary, [plain.get_submodule(key) for key in around])
     harness = Harness(model, data)
     harness.engine.set_boundary(boundary)
     for n, ids in enumerate(BATCHES * 3):

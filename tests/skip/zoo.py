@@ -274,6 +274,69 @@ BUILDERS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     # two towers
     "clip": clip(),
     "siglip": clip("Siglip"),
+    # not looked at while the engine was made; layers dropped at random where the model can
+    "roformer": classify("RoFormer", embedding_size=D),
+    "deberta": classify("Deberta", relative_attention=True, pos_att_type=["p2c", "c2p"]),
+    "canine": classify(
+        "Canine", num_hash_functions=2, num_hash_buckets=16, downsampling_rate=2,
+        upsampling_kernel_size=2, local_transformer_stride=4,
+    ),
+    "perceiver": _of(
+        "PerceiverConfig", "PerceiverForSequenceClassification",
+        {"vocab_size": V, "num_latents": 8, "d_latents": D, "d_model": D, "num_blocks": 1,
+         "num_self_attends_per_block": 2, "num_self_attention_heads": H,
+         "num_cross_attention_heads": H, "max_position_embeddings": T, "num_labels": 3},
+        lambda: {"inputs": tokens(), "attention_mask": mask(), "labels": labels()},
+    ),
+    "flaubert": _of(
+        "FlaubertConfig", "FlaubertForSequenceClassification",
+        {"vocab_size": V, "emb_dim": D, "n_layers": L, "n_heads": H, "num_labels": 3,
+         "max_position_embeddings": 64, "layerdrop": 0.2},
+        lambda: text(labels=labels()),
+    ),
+    "biogpt": causal("BioGpt"),
+    "gemma3": _of(
+        "Gemma3TextConfig", "Gemma3ForCausalLM",
+        {**DECODER, "head_dim": 8, "sliding_window": 8},
+        lambda: (lambda batch: {**batch, "labels": batch["input_ids"]})(text()),
+    ),
+    "qwen3": causal("Qwen3", head_dim=8),
+    "olmoe": causal("Olmoe", num_experts=4, num_experts_per_tok=2, intermediate_size=32),
+    "hrm_text": causal("HrmText"),
+    "mamba2": _of(
+        "Mamba2Config", "Mamba2ForCausalLM",
+        {"vocab_size": V, "hidden_size": D, "num_hidden_layers": L, "state_size": 4,
+         "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 4},
+        lambda: (lambda ids: {"input_ids": ids, "labels": ids})(tokens()),
+    ),
+    "mbart": seq2seq("MBart", encoder_layerdrop=0.2, decoder_layerdrop=0.2),
+    "marian": seq2seq("Marian", "MarianMTModel", decoder_vocab_size=V),
+    "blenderbot": seq2seq("Blenderbot"),
+    "longt5": _of(
+        "LongT5Config", "LongT5ForConditionalGeneration",
+        {"vocab_size": V, "d_model": D, "d_kv": 8, "d_ff": 37, "num_layers": L, "num_heads": H,
+         "decoder_start_token_id": 0, "local_radius": 3},
+        lambda: text(labels=tokens(9)),
+    ),
+    "convnextv2": conv("ConvNextV2", hidden_sizes=[8, 16, 24, 32], depths=[1, 2, 1, 1],
+                       drop_path_rate=0.2),
+    "bit": conv("Bit", embedding_size=8, hidden_sizes=[8, 16, 24], depths=[1, 2, 1], num_groups=4),
+    "wavlm": waves("WavLM", layerdrop=0.2),
+    "blip": _of(
+        "BlipConfig", "BlipForImageTextRetrieval",
+        {"text_config": {**TEXT, "max_position_embeddings": T, "encoder_hidden_size": D,
+                         "projection_dim": 16, "bos_token_id": 1, "eos_token_id": 2,
+                         "sep_token_id": 2},
+         "vision_config": VISION, "projection_dim": 16, "image_text_hidden_size": 16},
+        lambda: {"input_ids": tokens(), "attention_mask": mask(), "pixel_values": image()},
+    ),
+    "lxmert": _of(
+        "LxmertConfig", "LxmertForQuestionAnswering",
+        {**TEXT, "num_qa_labels": 3, "l_layers": 2, "x_layers": 2, "r_layers": 2,
+         "visual_feat_dim": 8},
+        lambda: {**text(), "visual_feats": torch.randn(N, 4, 8, generator=_G),
+                 "visual_pos": torch.rand(N, 4, 4, generator=_G), "labels": labels()},
+    ),
 }  # fmt: skip
 
 
@@ -335,23 +398,28 @@ BOUNDARIES: dict[str, tuple[str, ...]] = {
     "whisper": ("model.encoder.layers.1", "model.decoder.layers.1"),
     "xlnet": ("transformer.layer.1",),
     "xmod": ("roberta.encoder.layer.1",),
+} | {
+    "biogpt": ("biogpt.layers.1",),
+    "bit": ("bit.encoder.stages.1",),
+    "blenderbot": ("model.encoder.layers.1", "model.decoder.layers.1"),
+    "blip": ("vision_model.encoder.layers.1",),
+    "canine": ("canine.chars_to_molecules",),
+    "convnextv2": ("convnextv2.encoder.stages.1",),
+    "deberta": ("deberta.encoder.layer.0.attention",),
+    "flaubert": ("transformer.ffns.0", "transformer.layer_norm2.1"),
+    "gemma3": ("model.layers.1",),
+    "hrm_text": ("model.L_module.layers.1",),
+    "longt5": ("decoder.block.1",),
+    "lxmert": ("lxmert.encoder.x_layers.0",),
+    "mamba2": ("backbone.layers.1",),
+    "marian": ("model.decoder.layers.1",),
+    "mbart": ("model.encoder.layers.1", "model.decoder.layers.1"),
+    "olmoe": ("model.layers.1",),
+    "perceiver": ("perceiver.encoder.self_attends.0",),
+    "qwen3": ("model.layers.0.self_attn",),
+    "roformer": ("roformer.embeddings",),
+    "wavlm": ("wavlm.encoder.layers.1",),
 }
-
-RANDOM_AROUND: dict[tuple[str, str], tuple[str, ...]] = {
-    ("bart", "model.encoder.layers.1"): ("model.encoder",),
-    ("bart", "model.decoder.layers.1"): ("model.decoder",),
-    ("data2vec_audio", "data2vec_audio.encoder.layers.1"): ("data2vec_audio.encoder",),
-    ("hubert", "hubert.encoder.layers.1"): ("hubert.encoder",),
-    ("led", "led.encoder.layers.1"): ("led.encoder",),
-    ("led", "led.decoder.layers.1"): ("led.decoder",),
-    ("pegasus", "model.encoder.layers.1"): ("model.encoder",),
-    ("pegasus", "model.decoder.layers.1"): ("model.decoder",),
-    ("wav2vec2", "wav2vec2.encoder.layers.1"): ("wav2vec2.encoder",),
-    ("whisper", "model.encoder.layers.1"): ("model.encoder",),
-    ("whisper", "model.decoder.layers.1"): ("model.decoder",),
-}
-"""Modules whose own code applies dropout, or drops whole layers, before the boundary returns."""
-
 
 def build(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return the model (training mode, seeded) and its data: dropout 0.1 as configured."""
