@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,9 @@ from egeria_cache.front import ForwardSlot
 
 __all__ = ["AttachedForward", "inner_model"]
 
+_NUMBERS = itertools.count()
+_ATTACHED: weakref.WeakValueDictionary[int, AttachedForward] = weakref.WeakValueDictionary()
+
 
 class AttachedForward(ForwardSlot):
     """The instance's `forward`; a copy or a pickle of the model gets its plain forward back.
@@ -19,15 +24,25 @@ class AttachedForward(ForwardSlot):
     Args:
         model: Takes this object as its `forward`.
         forward: What is called instead.
+        on_traced: Called when a compiler traces the whole model, which then runs without us.
     """
 
-    def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        on_traced: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(model)
         self._forward = forward
+        self.on_traced = on_traced
+        self._number = next(_NUMBERS)
+        _ATTACHED[self._number] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; a compiler that traces us sees the plain forward."""
         if torch.compiler.is_compiling():
+            _report(self._number)
             return self.__wrapped__(*args, **kwargs)
         return self._forward(*args, **kwargs)
 
@@ -52,6 +67,15 @@ class AttachedForward(ForwardSlot):
             return _same, (self.before,)
         # While the copy is built its instance dict is empty: this finds its class's forward.
         return getattr, (self.module, "forward")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _report(number: int) -> bool:
+    """Run while a compiler traces, and leave nothing in its graph."""
+    attached = _ATTACHED.get(number)
+    if attached is not None:
+        attached.on_traced()
+    return True
 
 
 def _same(value: Any) -> Any:

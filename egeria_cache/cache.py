@@ -23,7 +23,7 @@ from egeria_cache.events import BoundaryMoved
 from egeria_cache.gate import Costs, Decision, choose
 from egeria_cache.prefetch import PlannedEntry
 from egeria_cache.seeds import SampleId
-from egeria_cache.skip import SkipEngine
+from egeria_cache.skip import MAX_CHAINS, SkipEngine
 from egeria_cache.source import BatchContext
 from egeria_cache.stats import CacheStats
 from egeria_cache.store import ActivationStore
@@ -249,7 +249,7 @@ class ActivationCache:
         if self.gate == "never" or name in self._uncacheable or name in self._accounts.gated:
             return
         try:
-            reason = context.source.why_not_cacheable(batch)
+            reason = self._restless(name, cut) or context.source.why_not_cacheable(batch)
             if reason is None:
                 generation = self._store.open_generation({**cut.fields, **context.source.fields})
         except Exception as error:  # of the data set's or the collate function's own, too
@@ -276,6 +276,19 @@ class ActivationCache:
             self._accounts.retire(retired)
             retired.generation.release()
         self._views[name] = kept
+
+    def _restless(self, loader_name: str, cut: Cut) -> str | None:
+        """Say so if the loop does something else to every batch: nothing stored would come back."""
+        cuts = [cut, *(v.cut for v in self.views(loader_name) if v.cut.boundary == cut.boundary)]
+        chains = list(dict.fromkeys(_operations(one) for one in cuts))
+        if len(chains) <= MAX_CHAINS:
+            return None
+        shown = ", ".join(repr("; ".join(chain)) for chain in chains[:3])
+        return (
+            f"the loop changes its batches before the model in more than {MAX_CHAINS} ways ({shown}"
+            ", ...), so that what is stored would not be asked for again; do it after the boundary,"
+            " or in the dataset"
+        )
 
     def _consider(self, cut: Cut) -> None:
         """Look for a module before the boundary whose output is so much smaller that it pays.
@@ -395,7 +408,11 @@ class ActivationCache:
 
     def note(self, kind: str, seconds: float, rows: int) -> None:
         """The model was called with a batch (its cost is taken by whole steps: `ledger.py`)."""
-        self._accounts.model_called()
+        if kind != "compiled":
+            self._accounts.model_called()
+        elif self._boundary is not None and self._counts.why_not is None:
+            self._counts.why_not = str(BoundaryError.compiled_whole(self._boundary))
+            log.warning("training goes on uncached: %s", self._counts.why_not)
 
     # ---- moves --------------------------------------------------------------------------------
 
@@ -440,6 +457,11 @@ class ActivationCache:
 def _device_of(model: nn.Module) -> torch.device:
     tensor = next(model.parameters(), None)
     return torch.device("cpu") if tensor is None else tensor.device
+
+
+def _operations(cut: Cut) -> tuple[str, ...]:
+    """Return what the loop did to each of the model's inputs since the loader."""
+    return tuple(leaf["operations"] for leaf in cut.fields["inputs"].values())
 
 
 def _name(key: str) -> str:

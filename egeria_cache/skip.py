@@ -36,6 +36,8 @@ log = logging.getLogger("egeria")
 
 _MAX_RECIPES = 16
 """Signatures of calls (shapes, modes, plain arguments) proved per boundary."""
+MAX_CHAINS = 4
+"""Different operations on a loader's batches before the model; with more, they never repeat."""
 _FIRST_WAIT = 2
 """Batches during which the prefix must be still after it changed; doubles each time."""
 
@@ -67,7 +69,10 @@ class SkipHost(Protocol):
         """The model cannot be cut here; if this returns, the engine goes on uncached."""
 
     def note(self, kind: str, seconds: float, rows: int) -> None:
-        """Time of a "prefix", a "replay" or a "full" forward; "called" once for every batch."""
+        """Time of a "prefix", a "replay" or a "full" forward; "called" once for every batch.
+
+        "compiled": the whole model is compiled, and what is compiled runs without being cached.
+        """
 
 
 class SkipEngine:
@@ -82,6 +87,7 @@ class SkipEngine:
         self.model = inner_model(model)
         self._attached: AttachedForward | None = None
         self._compiled = is_compiled(model)
+        self._is_traced = False
         self.host = host
         self.boundary: str | None = None
         self.frozen: str | None = None
@@ -153,6 +159,10 @@ class SkipEngine:
             args, kwargs = call.plain()
             return self._forward(*args, **kwargs)
         alike = [r for r in self._recipes.get(key, ()) if r.boundary == self.boundary]
+        if len({tuple(r.leaf_names.items()) for r in alike}) > MAX_CHAINS:
+            self._refused.add(key)  # the host has said so
+            args, kwargs = call.plain()
+            return self._forward(*args, **kwargs)
         restless = [recipe for recipe in alike if recipe.pinned]
         if len(restless) > 1:
             paths = call.paths()
@@ -253,8 +263,14 @@ class SkipEngine:
 
     def attach(self) -> None:
         """Take over `model.forward`. The model's `state_dict`, copies and pickles stay plain."""
-        self._attached = AttachedForward(self.model, self.forward)
+        self._attached = AttachedForward(self.model, self.forward, self._traced)
         self._forward = self._attached.attach()
+
+    def _traced(self) -> None:
+        """The whole model is being compiled since we were attached: its calls pass us by."""
+        self._is_traced = True
+        if self.boundary is not None:
+            self.host.note("compiled", 0.0, 0)
 
     def detach(self) -> None:
         """Give the model its own forward back, and let the prefix go. Idempotent."""
@@ -301,6 +317,8 @@ class SkipEngine:
         self._held.extend([self.model.get_submodule(name)])
         if self._compiled or is_compiled(self.model):
             self.host.refused(BoundaryError.compiled_whole(name))
+        elif self._is_traced:
+            self.host.note("compiled", 0.0, 0)
 
     def knows(self, cut: Cut) -> bool:
         """Whether batches may still enter at this cut."""

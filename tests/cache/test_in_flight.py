@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import multiprocessing
 import os
@@ -13,7 +14,7 @@ from nets import Images, freeze, make_net, sgd, train_steps
 from torch.nn import functional as F
 from torch.utils.data import DistributedSampler
 
-from egeria_cache import ActivationCache, EgeriaLoader
+from egeria_cache import ActivationCache, EgeriaLoader, FrozenPrefix
 from egeria_cache.batch import BatchTensor
 
 
@@ -318,3 +319,41 @@ def test_validation_in_inference_mode_skips_too(tmp_path, frozen, workers):
             assert torch.equal(outputs, expected)
             cache.flush()
         assert cache.stats().hits >= 48 - 8
+
+
+@pytest.mark.parametrize("num_scales", [4, 5])
+def test_a_loop_that_scales_every_batch_differently_is_left_uncached(tmp_path, num_scales, caplog):
+    """Each scale is another activation; a few are kept apart, many never come back."""
+    model = make_net()
+    freeze(model, "layer1")
+    plain = copy.deepcopy(model)
+    FrozenPrefix([plain.stem, plain.layer1])
+    data = Images(32, noise=0)
+    with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
+        loader = EgeriaLoader(data, 8, cache=cache)
+        for epoch in range(3):
+            for i, (images, _) in enumerate(loader):
+                scale = 1 + (4 * epoch + i) % num_scales
+                expected = plain(data.images[8 * i : 8 * i + 8] * float(scale))
+                assert torch.allclose(model(images * float(scale)), expected, atol=1e-5)
+            cache.flush()
+        why = cache.stats().why_not
+    if num_scales == 4:
+        assert why is None
+    else:
+        assert "in more than 4 ways" in why
+        assert "mul(5.0,)" in why
+        assert caplog.text.count("in more than 4 ways") == 1
+
+
+def test_a_model_compiled_as_a_whole_is_pointed_out_at_its_first_batch(tmp_path, caplog):
+    torch._dynamo.reset()
+    model = make_net()
+    freeze(model, "layer1")
+    with ActivationCache(model, tmp_path, "layer1") as cache:
+        compiled = torch.compile(model, backend="eager")
+        for images, _ in EgeriaLoader(Images(16), 8, cache=cache):
+            compiled(images)
+            assert "compile its blocks instead" in cache.stats().why_not
+    assert caplog.text.count("compile its blocks instead") == 1
+    torch._dynamo.reset()

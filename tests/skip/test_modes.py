@@ -402,6 +402,26 @@ def test_a_model_compiled_as_a_whole_is_refused_and_runs_on(how, eager_backend):
         torch.testing.assert_close(ours[0], theirs[0])
 
 
+@pytest.mark.parametrize("how", ["wrapper", "in_place"])
+def test_a_model_compiled_after_attaching_runs_on_and_says_so_at_the_first_batch(
+    how, eager_backend
+):
+    harness, boundary = images()
+    harness.engine.set_boundary(boundary)
+    plain = copy.deepcopy(harness.model)
+    if how == "wrapper":
+        model = torch.compile(harness.model, backend=eager_backend)
+    else:
+        model = harness.model
+        model.compile(backend=eager_backend)
+    for n, ids in enumerate(BATCHES):
+        ours = step(model, call, harness.batch(ids), n)
+        theirs = step(plain, call, harness.plain(ids), n)
+        torch.testing.assert_close(ours[0], theirs[0])
+        assert ("compiled", 0) in harness.host.notes
+    assert harness.host.num_loads == 0
+
+
 # ---- wrapped models ---------------------------------------------------------------------------
 
 

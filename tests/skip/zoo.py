@@ -421,6 +421,7 @@ BOUNDARIES: dict[str, tuple[str, ...]] = {
     "wavlm": ("wavlm.encoder.layers.1",),
 }
 
+
 def build(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return the model (training mode, seeded) and its data: dropout 0.1 as configured."""
     torch.manual_seed(0)
