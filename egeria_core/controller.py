@@ -87,6 +87,7 @@ class FreezeController:
         if cache is not None:
             self._listeners.insert(0, cache.on_boundary_moved)
         self._freezer = Freezer()
+        self._untold: list[BoundaryMoved] = []
         self._frozen = 0
         self._tied: set[tuple[str, str]] = set()
         self._step = 0
@@ -193,6 +194,7 @@ class FreezeController:
         if self._frozen:
             # Frozen before any forward was seen, by guess: complete it.
             self._freeze_to(self._frozen)
+        self._tell()
 
     def _bootstrapped(self, loss: Tensor | float | None, due: bool) -> bool:
         """Return whether the bootstrapping stage is over."""
@@ -288,8 +290,19 @@ class FreezeController:
             total_parameters=sum(p.numel() for p in self.model.parameters()),
         )
         log.info("egeria: step %d: boundary %s (%s)", event.step, event.boundary, event.reason)
-        for listener in self._listeners:
-            listener(event)
+        self._untold.append(event)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Publish what has moved.
+
+        Only once the layers are settled: a cache that knew earlier would run the model again
+        inside the first forward, which is the one that is watched for them.
+        """
+        while self._untold and self._map.resolved:
+            event = self._untold.pop(0)
+            for listener in self._listeners:
+                listener(event)
 
     def _reason(self, what: str) -> str:
         why = getattr(self.policy, "reason", "")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from core_nets import ResNet, batch
 from torch import nn
+from torch.utils.data import TensorDataset
 
+from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_core import BoundaryMoved, FreezeController, StaticPolicy
 
 
@@ -75,6 +78,33 @@ def test_frozen_weights_and_statistics_do_not_move_by_one_bit() -> None:
         assert torch.equal(model.state_dict()[name], value), name
     assert all(p.grad is None for p in model.layer2.parameters())
     assert model.layer3[0].conv1.weight.grad is not None
+
+
+def test_a_cache_that_is_cut_in_the_first_forward_does_not_blur_the_layers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = ResNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    static = StaticPolicy({0: "layer2.1"})
+    with ActivationCache(model, tmp_path, gate="always") as cache:
+        controller = FreezeController(
+            model, optimizer, cache, static, layers=r"layer\d\.\d|fc", total_steps=4
+        )
+        x, y = batch(0)
+        loader = EgeriaLoader(TensorDataset(x, y), len(x) // 2, cache=cache)
+        model.train()
+        for _ in range(2):
+            for images, targets in loader:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(images), targets)
+                loss.backward()
+                optimizer.step()
+                controller.step(loss)
+        trainable = {n.split(".")[0] for n, p in model.named_parameters() if p.requires_grad}
+        assert trainable == {"layer3", "fc"}
+        assert cache.boundary == controller.boundary == "layer2.1"
+        cache.flush()
+        assert cache.stats().misses > 0
+        controller.close()
 
 
 def test_an_unfreeze_gives_everything_back() -> None:
