@@ -1,0 +1,177 @@
+"""Tables for people and the two plots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["plot", "show"]
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print one table per task, and the figures against their targets."""
+    console = Console(width=150)
+    for task in report["tasks"].values():
+        if task.get("summary") is not None:
+            console.print(_task_table(task))
+            for line in task["findings"]:
+                console.print("  " + line, highlight=False)
+            console.print()
+    for sweep in report["sweeps"].values():
+        if sweep.get("summary") is not None:
+            console.print(_sweep_table(sweep))
+    table = Table(title="against the targets")
+    for column in ("figure", "target", "measured", "to the relaxed metric", "reached"):
+        table.add_column(column, justify="left" if column == "figure" else "right")
+    for row in report["verdicts"]:
+        relaxed = "" if row["relaxed"] is None else f"{row['relaxed']:.2f}x"
+        table.add_row(
+            row["what"], f"{row['target']:.2f}x", f"{row['measured']:.2f}x", relaxed, row["reached"]
+        )
+    console.print(table)
+
+
+def _task_table(task: dict[str, Any]) -> Table:
+    summary = task["summary"]
+    targets = summary["targets"]
+    accuracy = task["metric"] == "accuracy"
+
+    def metric(value: float) -> str:
+        return f"{100 * value:.2f}" if accuracy else f"{value:.3f}"
+
+    title = (
+        f"{task['title']}: target {metric(targets['strict'])}, relaxed "
+        f"{metric(targets['relaxed'])} ({'accuracy, %' if accuracy else 'loss, bits'})"
+    )
+    table = Table(title=title)
+    for column in (
+        "method", "final", "± std", "time, s", "speed-up", "CPU", "to target, s", "speed-up",
+        "(range)", "reached", "relaxed", "frozen fwd", "params", "hits", "MB",
+    ):  # fmt: skip
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for name, row in summary["methods"].items():
+        reach, relaxed = row["time_to_strict"], row["time_to_relaxed"]
+        table.add_row(
+            name,
+            metric(row["final"]["mean"]),
+            metric(row["final"]["std"]),
+            f"{row['seconds']['median']:.1f}",
+            f"{row['total_speedup']['median']:.2f}x",
+            f"{row['total_cpu_speedup']['median']:.2f}x",
+            "-" if reach["seconds"] is None else f"{reach['seconds']['median']:.1f}",
+            f"{reach['speedup']['median']:.2f}x",
+            f"{reach['speedup']['least']:.2f}-{reach['speedup']['most']:.2f}",
+            f"{reach['reached']}/{len(row['seeds'])}",
+            f"{relaxed['speedup']['median']:.2f}x",
+            f"{row['frozen_forward']:.0%}",
+            f"{row['frozen_parameters']:.0%}",
+            f"{row['hit_rate']:.0%}",
+            f"{row['bytes_on_disk'] / 1e6:.1f}",
+        )
+    stopped = summary.get("plain_stopped")
+    if stopped is not None:
+        final = stopped["final"]
+        table.add_row("plain, stopped then", metric(final["mean"]), metric(final["std"]))
+    return table
+
+
+def _sweep_table(sweep: dict[str, Any]) -> Table:
+    summary = sweep["summary"]
+    table = Table(title=f"{sweep['title']} (frozen up to {sweep['boundary']})")
+    for column in ("", "all eight, s", "best accuracy, %", "first run", "later runs", "all"):
+        table.add_column(column, justify="right" if column else "left")
+    table.add_row(
+        "uncached",
+        f"{summary['uncached_s']['median']:.1f}",
+        f"{100 * summary['best_uncached']['mean']:.2f}",
+    )
+    table.add_row(
+        f"one cache, {summary['bytes_on_disk'] / 1e6:.1f} MB",
+        f"{summary['cached_s']['median']:.1f}",
+        f"{100 * summary['best_cached']['mean']:.2f}",
+        *(
+            f"{summary[key]['median']:.2f}x"
+            for key in ("first_run_speedup", "later_run_speedup", "speedup")
+        ),
+    )
+    return table
+
+
+def plot(report: dict[str, Any], curves: Path, bars: Path) -> None:
+    """Draw the metric over training time, and the speed-ups."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tasks = {name: t for name, t in report["tasks"].items() if t.get("summary") is not None}
+    if not tasks:
+        return
+    figure, axes = plt.subplots(2, 2, figsize=(13, 9), squeeze=False)
+    for axis, (name, task) in zip(axes.flat, tasks.items(), strict=False):
+        _draw_curves(axis, name, task)
+    for axis in list(axes.flat)[len(tasks) :]:
+        axis.axis("off")
+    figure.tight_layout()
+    figure.savefig(curves, dpi=110)
+    plt.close(figure)
+
+    figure, axes = plt.subplots(1, len(tasks) + 1, figsize=(4 * len(tasks) + 4, 4.5), squeeze=False)
+    for axis, (name, task) in zip(axes.flat, tasks.items(), strict=False):
+        rows = {n: r for n, r in task["summary"]["methods"].items() if n != "plain"}
+        _draw_bars(
+            axis,
+            f"{name}: time to plain's metric",
+            {n: row["time_to_strict"]["speedup"] for n, row in rows.items()},
+        )
+    sweeps = {n: s["summary"]["speedup"] for n, s in report["sweeps"].items() if s.get("summary")}
+    _draw_bars(axes.flat[-1], "sweeps of eight", sweeps)
+    figure.tight_layout()
+    figure.savefig(bars, dpi=110)
+    plt.close(figure)
+
+
+def _draw_curves(axis: Any, name: str, task: dict[str, Any]) -> None:
+    scale = 100 if task["metric"] == "accuracy" else 1
+    seen = []
+    for index, method in enumerate(task["summary"]["methods"]):
+        run = next(run for run in task["runs"] if run["method"] == method)
+        _, seconds, metrics = zip(*run["curve"], strict=True)
+        own = method.startswith("egeria")
+        axis.plot(
+            seconds,
+            [scale * m for m in metrics],
+            label=method,
+            color="black" if method == "plain" else f"C{index % 10}",
+            linewidth=2.2 if own else 1,
+            linestyle="-" if own or method == "plain" else "--",
+        )
+        seen.append(scale * metrics[-1])
+    target = scale * task["summary"]["targets"]["strict"]
+    axis.axhline(target, color="grey", linewidth=0.8, linestyle=":")
+    room = max(0.02 * abs(target), 1.5 * (max(seen) - min(seen)))
+    axis.set_ylim(min(*seen, target) - room, max(*seen, target) + room)
+    axis.set_title(f"{name}, seed {task['runs'][0]['seed']}", fontsize=10)
+    axis.set_xlabel("training time, s")
+    axis.set_ylabel("accuracy, %" if scale == 100 else "loss, bits")
+    axis.legend(fontsize=7)
+
+
+def _draw_bars(axis: Any, title: str, speedups: dict[str, dict[str, float]]) -> None:
+    names = list(speedups)
+    values = [speedups[name]["median"] for name in names]
+    low = [speedups[name]["median"] - speedups[name]["least"] for name in names]
+    high = [speedups[name]["most"] - speedups[name]["median"] for name in names]
+    own = {name for name in names if name.startswith("egeria") or name.startswith("sweep")}
+    colours = ["tab:green" if name in own else "tab:grey" for name in names]
+    bars = axis.barh(names, values, xerr=(low, high) if names else None, color=colours)
+    labels = [f"{value:.2f}x" if value else "not reached" for value in values]
+    axis.bar_label(bars, labels=labels, padding=3, fontsize=8)
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.invert_yaxis()
+    axis.margins(x=0.25)
+    axis.set_title(title, fontsize=9)
+    axis.tick_params(labelsize=8)

@@ -1,0 +1,154 @@
+"""Figures from finished runs: pure functions, so that given records give known numbers."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["summarise_sweep", "summarise_task", "targets_of", "time_to"]
+
+Record = dict[str, Any]
+
+
+def targets_of(
+    finals: Sequence[float], *, higher: bool, resolution: float, relaxed: float
+) -> dict[str, float]:
+    """Return the metrics to be reached, from plain's final ones over the seeds.
+
+    `strict`: plain's mean, less one standard deviation over the seeds (one validation sample where
+    that is more). `relaxed`: less `relaxed`, absolute for an accuracy, relative for a loss.
+    """
+    mean = statistics.mean(finals)
+    spread = max(statistics.stdev(finals) if len(finals) > 1 else 0.0, resolution)
+    if higher:
+        return {"strict": mean - spread, "relaxed": mean - max(relaxed, spread)}
+    return {"strict": mean + spread, "relaxed": mean + max(relaxed * mean, spread)}
+
+
+def time_to(curve: Sequence[Sequence[float]], target: float, *, higher: bool) -> float | None:
+    """Return the training time of the first evaluation that reached a metric; None if none did."""
+    for _, seconds, metric in curve:
+        if (metric >= target - 1e-9) if higher else (metric <= target + 1e-9):
+            return seconds
+    return None
+
+
+def _stopped(curve: Sequence[Sequence[float]], seconds: float) -> float | None:
+    """Return the metric at the last evaluation within this time; None before the first."""
+    return next((metric for _, at, metric in reversed(curve) if at <= seconds), None)
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {
+        "median": statistics.median(values),
+        "mean": statistics.mean(values),
+        "std": statistics.stdev(values) if len(values) > 1 else 0.0,
+        "least": min(values),
+        "most": max(values),
+    }
+
+
+def summarise_task(
+    records: Sequence[Record], *, higher: bool, resolution: float, relaxed: float
+) -> dict[str, Any] | None:
+    """Return targets and, per method, figures over its seeds; None without a plain run.
+
+    Ratios are to the plain run of the same seed, and medians over the seeds. A seed in which a
+    method misses the target counts as a speed-up of 0; a seed in which plain misses it counts
+    plain's whole time.
+    """
+    plain = {r["seed"]: r for r in records if r["method"] == "plain"}
+    if not plain:
+        return None
+    finals = [record["curve"][-1][2] for record in plain.values()]
+    targets = targets_of(finals, higher=higher, resolution=resolution, relaxed=relaxed)
+    methods: dict[str, Any] = {}
+    for name in dict.fromkeys(record["method"] for record in records):
+        runs = [r for r in records if r["method"] == name and r["seed"] in plain]
+        if runs:
+            methods[name] = _method(runs, plain, targets, higher=higher)
+    cached = [r for r in records if r["method"] == "egeria+cache" and r["seed"] in plain]
+    stopped = [_stopped(plain[r["seed"]]["curve"], r["seconds"]) for r in cached]
+    result: dict[str, Any] = {"targets": targets, "methods": methods}
+    if cached and None not in stopped:
+        result["plain_stopped"] = {"final": _spread([m for m in stopped if m is not None])}
+    return result
+
+
+def _method(
+    runs: Sequence[Record],
+    plain: dict[int, Record],
+    targets: dict[str, float],
+    *,
+    higher: bool,
+) -> dict[str, Any]:
+    pairs = [(run, plain[run["seed"]]) for run in runs]
+    row: dict[str, Any] = {
+        "seeds": [run["seed"] for run in runs],
+        "final": _spread([run["curve"][-1][2] for run in runs]),
+        "best": _spread([(max if higher else min)(c[2] for c in run["curve"]) for run in runs]),
+        "seconds": _spread([run["seconds"] for run in runs]),
+        "total_speedup": _spread([own["seconds"] / run["seconds"] for run, own in pairs]),
+        "total_cpu_speedup": _spread(
+            [own["cpu_seconds"] / run["cpu_seconds"] for run, own in pairs]
+        ),
+        "frozen_forward": statistics.mean(run["frozen_forward"] for run in runs),
+        "frozen_parameters": statistics.mean(run["frozen_parameters"] for run in runs),
+        "hit_rate": statistics.mean(
+            run["hits"] / (run["steps"] * run["batch_size"]) for run in runs
+        ),
+        "bytes_on_disk": max(run["bytes_on_disk"] for run in runs),
+        "phases": {
+            phase: statistics.median(run["phases"][phase] for run in runs)
+            for phase in runs[0]["phases"]
+        },
+    }
+    for kind, target in targets.items():
+        times = [time_to(run["curve"], target, higher=higher) for run in runs]
+        reached = [seconds for seconds in times if seconds is not None]
+        ratios = []
+        for seconds, (_, own) in zip(times, pairs, strict=True):
+            theirs = time_to(own["curve"], target, higher=higher) or own["seconds"]
+            ratios.append(0.0 if seconds is None else theirs / seconds)
+        row[f"time_to_{kind}"] = {
+            "reached": len(reached),
+            "seconds": _spread(reached) if reached else None,
+            "speedup": _spread(ratios),
+        }
+    return row
+
+
+def summarise_sweep(records: Sequence[Record]) -> dict[str, Any] | None:
+    """Return the sweep's figures over the seeds that have both; None without any."""
+    uncached = {r["seed"]: r for r in records if r["method"] == "uncached"}
+    cached = {r["seed"]: r for r in records if r["method"] == "cached"}
+    seeds = sorted(uncached.keys() & cached.keys())
+    if not seeds:
+        return None
+    pairs = [(uncached[seed], cached[seed]) for seed in seeds]
+    return {
+        "seeds": seeds,
+        "speedup": _spread([a["seconds"] / b["seconds"] for a, b in pairs]),
+        "cpu_speedup": _spread([a["cpu_seconds"] / b["cpu_seconds"] for a, b in pairs]),
+        "uncached_s": _spread([a["seconds"] for a, _ in pairs]),
+        "cached_s": _spread([b["seconds"] for _, b in pairs]),
+        "first_run_speedup": _spread([a["each_s"][0] / b["each_s"][0] for a, b in pairs]),
+        "later_run_speedup": _spread(
+            [sum(a["each_s"][1:]) / sum(b["each_s"][1:]) for a, b in pairs]
+        ),
+        "best_uncached": _spread([max(a["finals"]) for a, _ in pairs]),
+        "best_cached": _spread([max(b["finals"]) for _, b in pairs]),
+        "hits": [b["hits"] for _, b in pairs],
+        "misses": [b["misses"] for _, b in pairs],
+        "bytes_on_disk": max(b["bytes_on_disk"] for _, b in pairs),
+        "phases_uncached": _phases([a for a, _ in pairs]),
+        "phases_cached": _phases([b for _, b in pairs]),
+    }
+
+
+def _phases(records: Sequence[Record]) -> dict[str, float]:
+    return {
+        name: statistics.median(record["phases"][name] for record in records)
+        for name in records[0]["phases"]
+    }

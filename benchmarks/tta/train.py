@@ -1,0 +1,218 @@
+"""One training run, measured: the same loop for every method.
+
+The clock runs while the run trains, and stands still while it is evaluated: making the cache and
+the controller, waiting for the cache's writer at the end of each epoch, and everything that the
+freezing costs are in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
+
+from egeria_cache import ActivationCache, EgeriaLoader
+from tta.methods import Method
+from tta.tasks import Problem, Task, loss_of, make_optimizer, make_schedule
+
+__all__ = ["Clock", "Run", "evaluate", "forward_shares", "train"]
+
+PHASES = ("data", "forward", "backward", "update", "control", "flush")
+
+
+@dataclass
+class Clock:
+    """Wall and CPU seconds (of all threads) while it runs, and where they went."""
+
+    wall: float = 0.0
+    cpu: float = 0.0
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    _last: float = 0.0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Count what happens inside."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        self._last = wall
+        yield
+        self.wall += time.perf_counter() - wall
+        self.cpu += time.process_time() - cpu
+
+    def lap(self, phase: str) -> None:
+        """Everything since the last lap belongs to this phase."""
+        now = time.perf_counter()
+        self.phases[phase] += now - self._last
+        self._last = now
+
+
+@dataclass
+class Run:
+    """What one run measured. Times are seconds, sizes bytes."""
+
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    steps: int = 0
+    curve: list[tuple[float, float, float]] = field(default_factory=list)
+    """(epoch, training time, metric) at each evaluation."""
+    frozen_parameters: float = 0.0
+    """Mean over the steps of the frozen part of the parameters."""
+    frozen_forward: float = 0.0
+    """Mean over the steps of the part of a forward's arithmetic that lies in frozen layers."""
+    schedule: list[tuple[int, str | None]] = field(default_factory=list)
+    hits: int = 0
+    misses: int = 0
+    bytes_on_disk: int = 0
+    gate: str = ""
+    phases: dict[str, float] = field(default_factory=dict)
+    load_average: float = 0.0
+    """Of the machine when the run began."""
+    losses: list[float] = field(default_factory=list, repr=False)
+    """Per step."""
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, problem: Problem, metric: str) -> float:
+    """Return the accuracy, or the loss in bits, on the validation set."""
+    was_training = model.training
+    model.eval()
+    total = 0.0
+    for inputs, targets in zip(problem.inputs.split(256), problem.targets.split(256), strict=True):
+        output = model(inputs)
+        if metric == "accuracy":
+            total += float((output.argmax(-1) == targets).float().mean()) * len(inputs)
+        else:
+            total += float(loss_of(output, targets)) / math.log(2) * len(inputs)
+    model.train(was_training)
+    return total / len(problem.inputs)
+
+
+def forward_shares(model: nn.Module, inputs: Tensor) -> dict[str, float]:
+    """Return, for each module, the part of a forward's arithmetic that is done when it returns."""
+    model = copy.deepcopy(model).eval()
+    done: dict[str, int] = {}
+    counter = FlopCounterMode(display=False)
+    for name, module in model.named_modules():
+        module.register_forward_hook(
+            lambda m, args, out, name=name: done.update({name: counter.get_total_flops()})
+        )
+    with counter, torch.no_grad():
+        model(inputs)
+    return {name: count / done[""] for name, count in done.items() if name}
+
+
+def train(
+    task: Task,
+    method: Method,
+    seed: int,
+    directory: Path,
+    *,
+    problem: Problem,
+    gate: str = "auto",
+    cache_directory: Path | None = None,
+) -> Run:
+    """Train once.
+
+    Args:
+        task: Data, model and schedule.
+        method: What freezes, and whether it is cached.
+        seed: Of the order and the augmentation; `problem` has the seed of the weights.
+        directory: Where a cached run's activations live, in a directory of their own.
+        problem: Its model is trained.
+        gate: The cache's.
+        cache_directory: Shared by several runs, instead of one in `directory`.
+    """
+    run = Run(load_average=round(os.getloadavg()[0], 2))
+    model = problem.model
+    shares = forward_shares(model, problem.inputs[:2])
+    clock = Clock()
+    torch.manual_seed(seed)
+    with contextlib.ExitStack() as stack:
+        with clock.running():
+            optimizer = make_optimizer(task, model)
+            cache: ActivationCache | None = None
+            where = cache_directory or directory / f"cache-{os.getpid()}-{method.name}-{seed}"
+            if method.cached:
+                cache = ActivationCache(model, where, limit="4GB", gate=gate)
+                stack.callback(cache.close)
+            loader = _loader(task, problem, seed, cache)
+            controller = method.control(task, model, optimizer, cache, len(loader))
+            if controller is not None:
+                stack.callback(controller.close)
+        total = task.epochs * len(loader)
+        schedule = make_schedule(task, optimizer, total)
+        every = max(1, len(loader) // task.evaluations)
+        sizes = {name: p.numel() for name, p in model.named_parameters()}
+        for epoch in range(task.epochs):
+            model.train()
+            batches = iter(loader)
+            for start in range(0, len(loader), every):
+                with clock.running():
+                    for _ in range(start, min(start + every, len(loader))):
+                        inputs, targets = next(batches)
+                        clock.lap("data")
+                        loss = loss_of(model(inputs), targets)
+                        clock.lap("forward")
+                        optimizer.zero_grad()
+                        loss.backward()
+                        clock.lap("backward")
+                        optimizer.step()
+                        schedule.step()
+                        clock.lap("update")
+                        run.frozen_forward += _share(controller, shares) / total
+                        run.frozen_parameters += _frozen(model, sizes) / total
+                        if controller is not None:
+                            controller.step(loss)
+                        run.losses.append(loss.item())
+                        clock.lap("control")
+                    if cache is not None:
+                        cache.flush()
+                        clock.lap("flush")
+                part = min(start + every, len(loader)) / len(loader)
+                metric = evaluate(model, problem, task.metric)
+                run.curve.append((epoch + part, clock.wall, metric))
+            with clock.running():
+                for _ in batches:  # the loader's own end of the epoch
+                    raise AssertionError("the loader is longer than its length")
+        if controller is not None:
+            run.schedule = controller.schedule()
+        if cache is not None:
+            stats = cache.stats()
+            run.hits, run.misses, run.gate = stats.hits, stats.misses, stats.gate
+            run.bytes_on_disk = stats.bytes_on_disk
+    run.seconds, run.cpu_seconds, run.phases = clock.wall, clock.cpu, clock.phases
+    run.steps = total
+    return run
+
+
+def _loader(task: Task, problem: Problem, seed: int, cache: ActivationCache | None) -> Any:
+    """Return the loader: DataLoader itself where nothing is cached."""
+    generator = torch.Generator().manual_seed(seed)
+    if cache is None:
+        return DataLoader(
+            problem.train, task.batch_size, shuffle=True, drop_last=True, generator=generator
+        )
+    return EgeriaLoader(
+        problem.train, task.batch_size, shuffle=True, drop_last=True, generator=generator,
+        cache=cache, seed=0, augmentation_variants=task.variants,
+    )  # fmt: skip
+
+
+def _share(controller: Any, shares: dict[str, float]) -> float:
+    boundary = None if controller is None else controller.boundary
+    return 0.0 if boundary is None else shares[boundary]
+
+
+def _frozen(model: nn.Module, sizes: dict[str, int]) -> float:
+    frozen = sum(sizes[name] for name, p in model.named_parameters() if not p.requires_grad)
+    return frozen / sum(sizes.values())

@@ -1,0 +1,168 @@
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+
+
+@pytest.fixture(autouse=True)
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    threads, log = torch.get_num_threads(), logging.getLogger("egeria")
+    level = log.level
+    yield
+    log.setLevel(level)
+    torch.set_num_threads(threads)
+
+
+def tiny():
+    from tta.tasks import TASKS, quick
+
+    task = quick(TASKS["digits"])
+    return replace(task, epochs=3, samples=80, batch_size=16, variants=1)
+
+
+def record(method, seed, seconds, final, **changes):
+    """A run of four evaluations, of which the last two have the final metric."""
+    curve = [(e + 1, seconds * (e + 1) / 4, final - (0.5, 0.25, 0, 0)[e]) for e in range(4)]
+    fields = {
+        "task": "digits", "method": method, "seed": seed, "fingerprint": "f", "curve": curve,
+        "seconds": seconds, "cpu_seconds": seconds / 2, "steps": 10, "batch_size": 4, "hits": 0,
+        "frozen_forward": 0.0, "frozen_parameters": 0.0, "bytes_on_disk": 0,
+        "phases": dict.fromkeys(("data", "forward", "backward", "update", "control", "flush"), 1.0),
+    }  # fmt: skip
+    return fields | changes
+
+
+def test_known_runs_give_known_medians_spreads_and_speedups():
+    from tta.summary import summarise_task
+
+    finals = (0.90, 0.94, 0.98)
+    runs = [record("plain", seed, 8.0, final) for seed, final in enumerate(finals)]
+    runs += [
+        record("egeria+cache", 0, 4.0, 0.95, hits=20, bytes_on_disk=7),
+        record("egeria+cache", 1, 2.0, 0.93, hits=30, bytes_on_disk=9),
+        record("egeria+cache", 2, 4.0, 0.70),
+    ]
+    summary = summarise_task(runs, higher=True, resolution=0.001, relaxed=0.1)
+    assert summary["targets"]["strict"] == pytest.approx(0.94 - 0.04)
+    assert summary["targets"]["relaxed"] == pytest.approx(0.84)
+    row = summary["methods"]["egeria+cache"]
+    assert row["seconds"]["median"] == 4.0
+    assert row["final"]["median"] == 0.93
+    assert row["final"]["std"] == pytest.approx(0.0193**0.5)
+    assert row["total_speedup"]["median"] == row["total_cpu_speedup"]["median"] == 2.0
+    # Each seed against its own plain run, third evaluation against third; one seed never gets there
+    reach = row["time_to_strict"]
+    assert reach["reached"] == 2
+    assert (reach["speedup"]["least"], reach["speedup"]["median"]) == (0.0, 2.0)
+    assert reach["speedup"]["most"] == 4.0
+    assert reach["seconds"]["median"] == pytest.approx((3.0 + 1.5) / 2)
+    assert row["hit_rate"] == pytest.approx((0.5 + 0.75 + 0) / 3)
+    assert row["bytes_on_disk"] == 9
+    # Plain stopped after 4, 2 and 4 s of 8: its second, first and second evaluation.
+    assert summary["plain_stopped"]["final"]["median"] == pytest.approx(0.65)
+
+
+def test_a_loss_is_reached_from_above():
+    from tta.summary import targets_of, time_to
+
+    targets = targets_of([2.0, 2.2], higher=False, resolution=0.0, relaxed=0.1)
+    assert targets["strict"] == pytest.approx(2.1 + 0.1414214)
+    assert targets["relaxed"] == pytest.approx(2.31)
+    curve = [(1, 5.0, 3.0), (2, 9.0, 2.2)]
+    assert time_to(curve, 2.2, higher=False) == 9.0
+    assert time_to(curve, 2.1, higher=False) is None
+
+
+def test_a_sweep_is_compared_as_a_whole():
+    from tta.summary import summarise_sweep
+
+    phases = {"phases": {"data": 1.0}, "cpu_seconds": 1.0, "bytes_on_disk": 5, "misses": [1, 0]}
+    runs = [
+        {"method": "uncached", "seed": 0, "seconds": 8.0, "each_s": [4, 4], "finals": [1, 2],
+         "hits": [0, 0], **phases},
+        {"method": "cached", "seed": 0, "seconds": 3.0, "each_s": [2, 1], "finals": [1, 2],
+         "hits": [1, 2], **phases},
+        {"method": "cached", "seed": 1, "seconds": 3.0, "each_s": [2, 1], "finals": [1, 2],
+         "hits": [1, 2], **phases},
+    ]  # fmt: skip
+    summary = summarise_sweep(runs)
+    assert summary["seeds"] == [0]
+    assert summary["speedup"]["median"] == pytest.approx(8 / 3)
+    assert (summary["first_run_speedup"]["median"], summary["later_run_speedup"]["median"]) == (
+        2,
+        4,
+    )
+
+
+def test_a_cut_off_line_loses_one_run_and_no_other(tmp_path):
+    from tta.work import Work
+
+    path = tmp_path / "runs.jsonl"
+    work = Work(path)
+    work.add(record("plain", 0, 1.0, 1.0))
+    with path.open("a") as file:
+        file.write('{"task": "dig')
+    Work(path).add(record("plain", 1, 2.0, 1.0))
+    again = Work(path)
+    assert again.find("digits", "plain", 0, "f")["seconds"] == 1.0
+    assert again.find("digits", "plain", 1, "f")["seconds"] == 2.0
+    assert again.find("digits", "plain", 0, "other settings") is None
+
+
+def test_a_cached_run_has_the_losses_of_the_computed_one(tmp_path):
+    from tta.methods import METHODS
+    from tta.train import train
+
+    task = replace(tiny(), epochs=4, static_start=0.0)
+    losses, hits = [], []
+    for gate in ("always", "never"):
+        run = train(
+            task, METHODS["static+cache"], 0, tmp_path / gate,
+            problem=task.make(task, 0, tmp_path), gate=gate,
+        )  # fmt: skip
+        losses.append(run.losses)
+        hits.append(run.hits)
+    assert hits[0] > 0
+    assert hits[1] == 0
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_runs_end_to_end_and_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
+    import time_to_accuracy as benchmark
+    from tta.tasks import TASKS
+
+    eager = {"evaluate_every": 1, "window": 2, "tolerance": 100.0, "bootstrap": None}
+    monkeypatch.setitem(TASKS, "digits", replace(tiny(), plasticity=eager))
+    monkeypatch.setattr(benchmark, "RESULTS", tmp_path / "results")
+    command = ["--task", "digits", "--method", "plain", "linear", "egeria+cache", "--seeds", "1",
+               "--work", str(tmp_path / "work"), "--json"]  # fmt: skip
+    assert benchmark.main(command) == 0
+    report = json.loads(capsys.readouterr().out)
+    rows = report["tasks"]["digits"]["summary"]["methods"]
+    assert list(rows) == ["plain", "linear", "egeria+cache"]
+    assert rows["plain"]["total_speedup"]["median"] == 1.0
+    assert rows["linear"]["frozen_forward"] > 0
+    assert rows["egeria+cache"]["frozen_forward"] > 0
+    assert rows["egeria+cache"]["bytes_on_disk"] > 0
+    assert not report["tasks"]["digits"]["complete"]
+
+    monkeypatch.setattr(benchmark, "train", None)  # nothing is trained again
+    assert benchmark.main([*command[:-1], "--render"]) == 0
+    assert "egeria+cache" in capsys.readouterr().out
+    assert (tmp_path / "results" / "time_to_accuracy.json").exists()
+    assert (tmp_path / "results" / "time_to_accuracy.png").exists()
+
+
+def test_each_seed_begins_with_another_method_and_ends_with_the_shortened_one():
+    from time_to_accuracy import rotated
+
+    names = ["plain", "shortened", "static", "egeria"]
+    orders = [rotated(names, seed) for seed in range(3)]
+    assert {order[0] for order in orders} == {"plain", "static", "egeria"}
+    assert all(order[-1] == "shortened" and set(order) == set(names) for order in orders)
