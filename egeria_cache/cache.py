@@ -61,6 +61,9 @@ class ActivationCache:
             whatever can be skipped, "never" keeps the schedule of a cached run (inference mode,
             augmentation variants) but computes everything.
         force_network: Use a network filesystem all the same; one host at a time may.
+        dropout: What dropout layers of the frozen prefix do in training mode: "off", they pass
+            their input on; "stateless", they drop what seed, sample and variant decide, so that
+            each sample has `augmentation_variants` masks.
 
     Raises:
         BoundaryError: The model has no such module, or it is trainable.
@@ -80,6 +83,7 @@ class ActivationCache:
         audit_rate: float = 0.001,
         gate: str = "auto",
         force_network: bool = False,
+        dropout: str = "off",
     ) -> None:
         if ring_batches < 1:
             raise ValueError(f"ring_batches must be at least 1, got {ring_batches}")
@@ -87,6 +91,8 @@ class ActivationCache:
             raise ValueError(f"audit_rate must be in [0, 1], got {audit_rate}")
         if gate not in ("auto", "always", "never"):
             raise ValueError(f"gate must be 'auto', 'always' or 'never', got {gate!r}")
+        if dropout not in ("off", "stateless"):
+            raise ValueError(f"dropout must be 'off' or 'stateless', got {dropout!r}")
         self.model = model
         self.ring_batches = ring_batches
         self.audit_rate = audit_rate
@@ -105,7 +111,7 @@ class ActivationCache:
         self._earlier: Decision | None = None
         self._random = random.Random(0)
         self._closed = False
-        self._engine = SkipEngine(model, self)
+        self._engine = SkipEngine(model, self, stateless_dropout=dropout == "stateless")
         self._engine.attach()
         try:
             self.set_boundary(boundary)

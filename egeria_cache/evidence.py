@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from egeria_cache import dropout
 from egeria_cache.calls import CallRecord, intercept, is_compiled
 from egeria_cache.errors import BoundaryError
 from egeria_cache.invocation import Invocation, plain
@@ -127,7 +128,7 @@ def recompute(
     with torch.inference_mode(False), torch.enable_grad():
         args, kwargs = evidence.call.rebuild(swap)
         try:
-            with intercept(evidence.modules, run), trace or nullcontext():
+            with intercept(evidence.modules, run), trace or nullcontext(), dropout.only(rows):
                 evidence.forward(*args, **kwargs)
         except PrefixDone:
             pass

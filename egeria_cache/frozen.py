@@ -17,7 +17,7 @@ from torch import nn
 
 from egeria_cache.front import AroundForward, hold_around, let_go_around, thaw_around
 
-__all__ = ["FrozenPrefix"]
+__all__ = ["FrozenPrefix", "mode_asked_for"]
 
 
 class _HeldTrain:
@@ -50,6 +50,12 @@ class _HeldTrain:
 def _held(module: nn.Module) -> _HeldTrain | None:
     train = module.__dict__.get("train")
     return train if isinstance(train, _HeldTrain) else None
+
+
+def mode_asked_for(module: nn.Module) -> bool:
+    """Whether the module would be in training mode if nobody held it."""
+    held = _held(module)
+    return module.training if held is None else held.wanted
 
 
 class FrozenPrefix:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from egeria_cache import dropout
 from egeria_cache.calls import intercept
 from egeria_cache.errors import BoundaryError
 from egeria_cache.invocation import Invocation, plain
@@ -51,7 +52,7 @@ def prefix(
     args, kwargs = inputs or call.rows(rows)
     generators = RandomState.now() if source.draws else None
     try:
-        with intercept(source.modules, capture):
+        with intercept(source.modules, capture), dropout.only(np.flatnonzero(rows).tolist()):
             forward(*args, **kwargs)
     except PrefixDone:
         pass

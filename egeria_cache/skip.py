@@ -23,6 +23,7 @@ from egeria_cache.batch import Batch, Entry, unwrap
 from egeria_cache.calls import is_compiled
 from egeria_cache.compare import difference, tolerance
 from egeria_cache.cut import Cut, merge
+from egeria_cache.dropout import StatelessDropout, counting_calls
 from egeria_cache.errors import BoundaryError
 from egeria_cache.frozen import FrozenPrefix
 from egeria_cache.guards import ContentHash, PrefixGuard
@@ -81,9 +82,12 @@ class SkipEngine:
     Args:
         model: The model, possibly wrapped by DistributedDataParallel.
         host: Who keeps the activations.
+        stateless_dropout: Whether dropout in the frozen prefix stays active: see `dropout.py`.
     """
 
-    def __init__(self, model: nn.Module, host: SkipHost) -> None:
+    def __init__(
+        self, model: nn.Module, host: SkipHost, *, stateless_dropout: bool = False
+    ) -> None:
         self.model = inner_model(model)
         self._attached: AttachedForward | None = None
         self._compiled = is_compiled(model)
@@ -97,6 +101,7 @@ class SkipEngine:
         self._refused: set[tuple[Any, ...]] = set()
         self._num_rehearsals = 0
         self._held = FrozenPrefix()
+        self._dropout = StatelessDropout(self.model, self._held) if stateless_dropout else None
         self._is_held = False
         """Whether all that runs before the boundary is known to be in inference mode."""
         self._hashes = ContentHash()
@@ -119,7 +124,10 @@ class SkipEngine:
             return self._forward(*unwrap(args), **unwrap(kwargs))
         self._busy = True
         try:
-            return self._cached(call, key)
+            if self._dropout is None:
+                return self._cached(call, key)
+            with self._dropout.serving(call.batch):
+                return self._cached(call, (*key, self._dropout.key()))
         finally:
             self._busy = False
 
@@ -180,6 +188,8 @@ class SkipEngine:
         )
         outcome = rehearsal.run()
         self._is_held = True
+        if outcome.recipe is not None and self._dropout is not None and self._dropout.error:
+            outcome.recipe, outcome.error = None, self._dropout.error
         recipe = outcome.recipe
         if recipe is None:
             self._refused.add(key)
@@ -265,6 +275,8 @@ class SkipEngine:
         """Take over `model.forward`. The model's `state_dict`, copies and pickles stay plain."""
         self._attached = AttachedForward(self.model, self.forward, self._traced)
         self._forward = self._attached.attach()
+        if self._dropout is not None:
+            self._forward = counting_calls(self._forward)
 
     def _traced(self) -> None:
         """The whole model is being compiled since we were attached: its calls pass us by."""
@@ -365,12 +377,14 @@ class SkipEngine:
         recipe.guard = guard = PrefixGuard(tensors, recipe.skipped_modules())
         dropped = {call.tagged[i].leaf for i in call.tagged if i not in recipe.kept}
         kept = {call.tagged[i].leaf for i in recipe.kept}
+        skipped = recipe.skipped_modules()
+        dropped_at_random = {} if self._dropout is None else self._dropout.fields(skipped)
         recipe.cut = self.cut = Cut(
             boundary=recipe.boundary,
             tensors={n: recipe.tensor_spec(slot).row for n, slot in recipe.slots().items()},
             dropped=frozenset(dropped - kept),
             tagged=frozenset(dropped | kept),
-            fields=address(recipe, call, tensors, self._hashes),
+            fields=address(recipe, call, tensors, self._hashes) | dropped_at_random,
             profile=recipe.profile,
             changed=guard.changed,
         )
