@@ -48,7 +48,7 @@ def clear_graves(directory: Path) -> None:
 def in_use_elsewhere(directory: Path) -> bool:
     """Tell whether any live process, this one included, holds the generation."""
     try:
-        descriptor = os.open(directory / IN_USE_NAME, os.O_RDWR)
+        descriptor = os.open(directory / IN_USE_NAME, os.O_RDONLY)  # the disk may be read-only
     except OSError:
         return False
     try:

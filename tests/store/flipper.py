@@ -1,7 +1,7 @@
-"""Flip bits in a cache's files, and use each damaged copy in a child process of its own.
+"""Flip bits in a cache's files, and use each damaged copy in a child process.
 
-python flipper.py DIRECTORY NUM_FLIPS SEED: prints a JSON count of outcomes. A child that dies of a
-signal, hangs, raises, or reads a wrong tensor is a failure and its flip is listed.
+python flipper.py DIRECTORY NUM_FLIPS SEED: prints a JSON count of outcomes. A flip of which the
+child dies by a signal, hangs, raises, or reads a wrong tensor is a failure, and is listed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from egeria_cache.store import ActivationStore
 
 FIELDS = {"use": "flips", "boundary": "layer1"}
 NUM_SAMPLES = 60
+FLIPS_PER_CHILD = 25
 
 
 def truth(sample: int) -> dict[str, torch.Tensor]:
@@ -79,49 +81,90 @@ def use(directory: Path, codecs: Sequence[str]) -> str:
         return outcome
 
 
+@dataclass(frozen=True)
+class Flip:
+    path: Path
+    """Relative to the cache's directory."""
+    at: int
+    bit: int
+
+
+def draw_flips(original: Path, num_flips: int, seed: int) -> list[Flip]:
+    """Half of the flips anywhere, half in the trees' pages and small files, which are few."""
+    rng = random.Random(seed)
+    files = [path for path in original.rglob("*") if path.is_file() and path.stat().st_size]
+    weights = [path.stat().st_size for path in files]
+    flips = []
+    for number in range(num_flips):
+        path = rng.choices(files, weights)[0] if number % 2 else rng.choice(files)
+        at = rng.randrange(path.stat().st_size)
+        if number % 4 == 0 and path.name == "data.mdb":
+            at = at // 4096 * 4096 + rng.randrange(128)
+        flips.append(Flip(path.relative_to(original), at, rng.randrange(8)))
+    return flips
+
+
+def try_one(original: Path, copy: Path, flip: Flip) -> str:
+    """Use a copy with this bit flipped; of the generations only the one it is in is needed."""
+    inside = flip.path.parent.name
+    codecs = {generation_name({**FIELDS, "codec": codec}): [codec] for codec in CODECS}
+    unused = {name for name in codecs if inside in codecs and name != inside}
+    shutil.copytree(original, copy, ignore=lambda _, names: unused & {*names})
+    with (copy / flip.path).open("r+b") as file:
+        file.seek(flip.at)
+        (byte,) = file.read(1)
+        file.seek(flip.at)
+        file.write(bytes([byte ^ 1 << flip.bit]))
+    try:
+        signal.alarm(60)
+        return use(copy, codecs.get(inside, CODECS))
+    except BaseException:
+        return "raised " + traceback.format_exc()
+    finally:
+        signal.alarm(0)
+        shutil.rmtree(copy, ignore_errors=True)
+
+
+def try_in_a_child(directory: Path, flips: Sequence[Flip]) -> list[str]:
+    """Return the flips' outcomes up to the first that kills the child, that one included.
+
+    One child tries several: to fork a process that has torch loaded costs more than a flip.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        for flip in flips:
+            answer = try_one(directory / "original", directory / "copy", flip)
+            os.write(writing, json.dumps(answer[-3000:]).encode() + b"\n")
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        answers = [json.loads(line) for line in pipe]
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        answers.append(f"signal {os.WTERMSIG(status)}")
+        shutil.rmtree(directory / "copy", ignore_errors=True)
+    assert answers
+    return answers
+
+
 def run(directory: Path, num_flips: int, seed: int) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
-    rng = random.Random(seed)
-    original = directory / "original"
-    fill(original)
-    files = [path for path in original.rglob("*") if path.is_file() and path.stat().st_size]
-    touched = {generation_name({**FIELDS, "codec": codec}): [codec] for codec in CODECS}
-    weights = [path.stat().st_size for path in files]
+    fill(directory / "original")
+    flips = draw_flips(directory / "original", num_flips, seed)
     outcomes: collections.Counter[str] = collections.Counter()
-    failures = []
-    for flip in range(num_flips):
-        # Half of the flips anywhere, half in the trees' pages and small files, which are few.
-        path = rng.choices(files, weights)[0] if flip % 2 else rng.choice(files)
-        blob = bytearray(path.read_bytes())
-        at = rng.randrange(len(blob))
-        if flip % 4 == 0 and path.name == "data.mdb":
-            at = at // 4096 * 4096 + rng.randrange(128)
-        bit = rng.randrange(8)
-        blob[at] ^= 1 << bit
-        copy = directory / "copy"
-        shutil.copytree(original, copy)
-        (copy / path.relative_to(original)).write_bytes(blob)
-        reading, writing = os.pipe()
-        child = os.fork()
-        if child == 0:
-            signal.alarm(60)
-            try:
-                answer = use(copy, touched.get(path.parent.name, CODECS))
-            except BaseException:
-                answer = "raised " + traceback.format_exc()
-            os.write(writing, answer.encode()[-4000:])
-            os._exit(0)
-        os.close(writing)
-        _, status = os.waitpid(child, 0)
-        answer = os.read(reading, 5000).decode()
-        os.close(reading)
-        if os.WIFSIGNALED(status):
-            answer = f"signal {os.WTERMSIG(status)}"
-        outcomes[answer.split(maxsplit=1)[0]] += 1
-        if answer not in ("intact", "missed", "refused"):
-            failures.append([str(path.relative_to(original)), at, bit, answer])
-        shutil.rmtree(copy, ignore_errors=True)
+    failures, done = [], 0
+    while done < num_flips:
+        answers = try_in_a_child(directory, flips[done : done + FLIPS_PER_CHILD])
+        for flip, answer in zip(flips[done:], answers, strict=False):
+            outcomes[answer.split(maxsplit=1)[0]] += 1
+            if answer not in ("intact", "missed", "refused"):
+                failures.append([str(flip.path), flip.at, flip.bit, answer])
+        done += len(answers)
+        if done % 500 < len(answers):
+            print(f"{done} flips: {dict(outcomes)}", file=sys.stderr, flush=True)
     print(json.dumps({"outcomes": outcomes, "failures": failures}))
 
 
