@@ -30,7 +30,7 @@ class Accounts:
         self.counts = CacheStats()
         self.gated: dict[str, str] = {}
         """Loaders for which skipping did not pay under this boundary, and why."""
-        self._ledgers: dict[tuple[str, str], Ledger] = {}
+        self._ledgers: dict[tuple[str, str, str], Ledger] = {}
         self._retired_bytes = [0, 0]
         self._num_unseen = 0
 
@@ -62,31 +62,53 @@ class Accounts:
         self,
         view: View,
         boundary: str,
+        frozen: str,
         seconds: float,
         num_samples: int,
         entry: PlannedEntry | None,
     ) -> str | None:
-        """Note what a whole training step cost; say why skipping does not pay, if so."""
-        ledger = self._ledgers.setdefault((view.loader_name, boundary), Ledger())
+        """Note what a whole training step cost; say why skipping does not pay, if so.
+
+        Args:
+            view: Where the loader's batches enter now.
+            boundary: The boundary as the user named it.
+            frozen: The last frozen module, as the model names it.
+            seconds: From one request for a batch to the next.
+            num_samples: Of the batch.
+            entry: Its hits; None if it was computed whole.
+        """
+        at_frozen = self._ledger(view.loader_name, boundary, frozen)
+        ledger = self._ledger(view.loader_name, boundary, view.cut.boundary)
+        if ledger is not at_frozen and not ledger.has_computed:
+            ledger.inherit(at_frozen)
         if entry is None:
             ledger.computed(seconds, num_samples)
         elif entry.view is view and entry.hit.all():
             ledger.served(seconds, num_samples)
         pays, why = ledger.verdict
-        return None if pays else why
+        if not pays:
+            return why
+        return ledger.worse_than(at_frozen) if ledger is not at_frozen else None
+
+    def was_served(self, view: View, boundary: str) -> bool:
+        """Whether enough whole steps were served from this view's cut to know what they cost."""
+        return self._ledger(view.loader_name, boundary, view.cut.boundary).is_served_enough
+
+    def _ledger(self, loader_name: str, boundary: str, cut: str) -> Ledger:
+        return self._ledgers.setdefault((loader_name, boundary, cut), Ledger())
 
     def retire(self, view: View) -> None:
         """Keep the size of what a view held, now that it is given up."""
         self._retired_bytes[0] += view.generation.raw_bytes
         self._retired_bytes[1] += view.generation.stored_bytes
 
-    def stats(self, store: ActivationStore, boundary: str | None) -> CacheStats:
+    def stats(self, store: ActivationStore, boundary: str | None, gate: str = "") -> CacheStats:
         """Return all figures as they are now."""
         on_disk = store.stats()
         decisions: Sequence[str] = [
-            f"{name.rpartition('#')[0]!r}: {self.gated.get(name) or ledger.verdict[1]}"
-            for (name, at), ledger in self._ledgers.items()
-            if at == boundary
+            f"{name.rpartition('#')[0]!r} at {cut!r}: {self.gated.get(name) or ledger.verdict[1]}"
+            for (name, at, cut), ledger in self._ledgers.items()
+            if at == boundary and ledger.has_any
         ]
         return replace(
             self.counts,
@@ -99,5 +121,5 @@ class Accounts:
             stored_bytes=on_disk.stored_bytes + self._retired_bytes[1],
             limit_bytes=on_disk.limit_bytes,
             saved_s=sum(ledger.saved_s for ledger in self._ledgers.values()),
-            gate="; ".join(decisions),
+            gate="; ".join(filter(None, (gate, *decisions))),
         )

@@ -77,7 +77,7 @@ def address(
             }
             for name, slot in recipe.slots().items()
         },
-        "device": recipe.tensor_spec(next(iter(recipe.slots().values()))).device.type,
+        "device": recipe.device.type,
         "torch": torch.__version__.partition("+")[0],
     }
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import random
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,7 +22,7 @@ from egeria_cache.compare import same_rows
 from egeria_cache.cut import Cut
 from egeria_cache.errors import BoundaryError, EgeriaError
 from egeria_cache.events import BoundaryMoved
-from egeria_cache.gate import Costs, Decision, choose
+from egeria_cache.gate import CostMeter, Gate
 from egeria_cache.prefetch import PlannedEntry
 from egeria_cache.seeds import SampleId
 from egeria_cache.skip import MAX_CHAINS, SkipEngine
@@ -108,7 +110,11 @@ class ActivationCache:
         self._views: dict[str, list[View]] = {}
         self._uncacheable: dict[str, str] = {}
         self._waits: dict[str, int] = {}
-        self._earlier: Decision | None = None
+        on_host = _device_of(model).type == "cpu"
+        self._meter = CostMeter(max_overlap=0.5 if on_host else 0.95)
+        self._cut_choice = Gate(self._meter)
+        self._trial: Future[Any] | None = None
+        self._stored: deque[tuple[View, list[SampleId], int]] = deque(maxlen=4)
         self._random = random.Random(0)
         self._closed = False
         self._engine = SkipEngine(model, self, stateless_dropout=dropout == "stateless")
@@ -141,7 +147,7 @@ class ActivationCache:
 
     def stats(self) -> CacheStats:
         """Return the counts so far."""
-        return self._accounts.stats(self._store, self._boundary)
+        return self._accounts.stats(self._store, self._boundary, str(self._cut_choice))
 
     def report(self) -> str:
         """Return `stats()` as text for people."""
@@ -219,17 +225,32 @@ class ActivationCache:
         views = self.views(loader_name)
         if self._boundary is None or not views:
             return
-        if self._earlier is not None:
-            decision, self._earlier = self._earlier, None
-            log.info("cut before the frozen boundary: %s", decision.reason)
-            self._engine.set_boundary(decision.boundary, frozen=self._boundary)
-            self._void(lambda view: not self._engine.knows(view.cut), unlink=False)
+        view, frozen = views[0], self._engine.frozen
+        assert frozen is not None
+        if entry is not None and entry.hit.any():
+            self._meter.read(entry.read_s, entry.num_read, entry.cut.row_bytes)
+            self._meter.waited(entry.waited_s, int(entry.hit.sum()))
+        why = self._accounts.step(view, self._boundary, frozen, seconds, num_samples, entry)
+        if self.gate != "auto":
             return
-        why = self._accounts.step(views[0], self._boundary, seconds, num_samples, entry)
-        if why is not None and self.gate == "auto":
+        if why is not None and self._cut_choice.undo(why):
+            self._cut_at(None, why)
+        elif why is not None:
             self._accounts.gated[loader_name] = f"off: {why}"
             log.info("loader %r is computed from now on: %s", _name(loader_name), why)
             self._void(lambda view: view.loader_name == loader_name, unlink=False)
+        elif view.cut.boundary == frozen:
+            was_served = self._accounts.was_served(view, self._boundary)
+            earlier = self._cut_choice.look(view.cut.profile, was_served=was_served)
+            if earlier is not None:
+                self._cut_at(earlier, str(self._cut_choice))
+
+    def _cut_at(self, earlier: str | None, why: str) -> None:
+        """Enter the model before the frozen boundary, or at it again."""
+        log.info("the model is cut at %s: %s", earlier or "the frozen boundary", why)
+        self._engine.set_boundary(earlier or self._engine.frozen, frozen=self._engine.frozen)
+        self._void(lambda view: not self._engine.knows(view.cut), unlink=False)
+        self._waits.clear()
 
     def log_epoch(self, loader_name: str, epoch: int) -> None:
         """Write one line at the end of an epoch, through `logging` at level INFO."""
@@ -263,8 +284,6 @@ class ActivationCache:
         if reason is not None:
             self._leave_uncached(name, reason)
             return
-        if self.gate == "auto":
-            self._consider(cut)
         view = View(
             loader_name=name,
             cut=cut,
@@ -296,15 +315,6 @@ class ActivationCache:
             " or in the dataset"
         )
 
-    def _consider(self, cut: Cut) -> None:
-        """Look for a module before the boundary whose output is so much smaller that it pays.
-
-        Whether skipping pays at all is measured (`ledger.py`), not assumed.
-        """
-        decision = choose(cut.profile, Costs()) if cut.profile else None
-        if decision is not None and decision.boundary not in (None, cut.boundary):
-            self._earlier = decision
-
     def captured(
         self, batch: Batch, cut: Cut, rows: np.ndarray | None, tensors: dict[str, Tensor]
     ) -> None:
@@ -327,7 +337,22 @@ class ActivationCache:
         if not new.all():
             ids = [sample_id for sample_id, use in zip(ids, new, strict=True) if use]
             tensors = {name: take_rows(values, new) for name, values in tensors.items()}  # type: ignore[misc]
+        started = time.perf_counter()
         view.generation.put_batch(ids, record(tensors, kept), variant=batch.variant)  # type: ignore[arg-type]
+        self._meter.wrote(time.perf_counter() - started, len(ids) * cut.row_bytes)
+        self._try_reading(view, ids, batch.variant)
+
+    def _try_reading(self, view: View, ids: list[SampleId], variant: int) -> None:
+        """Measure reading before the first hits come: a reader reads back what was stored."""
+        if self.gate != "auto" or self._meter.is_enough or self._cut_choice.is_settled:
+            return
+        if self._trial is not None and self._trial.done():
+            done, self._trial = self._trial, None
+            if done.exception() is None and done.result() is not None:
+                self._meter.read(*done.result())
+        self._stored.append((view, ids, variant))
+        if self._trial is None and self._stored[0][0].alive:
+            self._trial = self.readers.submit(_time_read, *self._stored[0])
 
     def _fits(self, view: View, batch: Batch) -> bool:
         """Whether the batch's rows look like those the view was opened with; if not, never again.
@@ -414,7 +439,9 @@ class ActivationCache:
 
     def note(self, kind: str, seconds: float, rows: int) -> None:
         """The model was called with a batch (its cost is taken by whole steps: `ledger.py`)."""
-        if kind != "compiled":
+        if kind == "front":
+            self._meter.computed(str(self._engine.boundary), seconds, rows)
+        elif kind != "compiled":
             self._accounts.model_called()
         elif self._boundary is not None and self._counts.why_not is None:
             self._counts.why_not = str(BoundaryError.compiled_whole(self._boundary))
@@ -431,7 +458,7 @@ class ActivationCache:
         self._counts.why_not = None
         self._waits.clear()
         self._accounts.gated.clear()
-        self._earlier = None
+        self._cut_choice.reset()
         if name is None:
             self._void(lambda view: True, unlink=not by_hand)
         self._engine.set_boundary(name)
@@ -463,6 +490,15 @@ class ActivationCache:
 def _device_of(model: nn.Module) -> torch.device:
     tensor = next(model.parameters(), None)
     return torch.device("cpu") if tensor is None else tensor.device
+
+
+def _time_read(view: View, ids: list[SampleId], variant: int) -> tuple[float, int, int] | None:
+    """Return the seconds, samples and bytes per sample of one read; None if it is not there yet."""
+    started = time.perf_counter()
+    _, found = view.generation.get_batch(ids, variant=variant)
+    if not found.all():
+        return None
+    return time.perf_counter() - started, len(ids), view.cut.row_bytes
 
 
 def _operations(cut: Cut) -> tuple[str, ...]:

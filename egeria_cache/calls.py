@@ -8,7 +8,6 @@ cannot keep the module from running).
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -64,8 +63,6 @@ class CallRecord:
     """Indices of the calls open around it, outermost first."""
     end: int = -1
     """Position in the order of returns; -1 while open."""
-    seconds: float = 0.0
-    """From the start of the recording until it returned."""
     output: Any = None
 
 
@@ -81,7 +78,6 @@ class Recorder:
     calls: list[CallRecord] = field(default_factory=list)
     _open: list[int] = field(default_factory=list)
     _num_ended: int = 0
-    _started: float = field(default_factory=time.perf_counter)
     _random: Any = None
 
     def __call__(
@@ -100,7 +96,6 @@ class Recorder:
             self._look(index)
             self._open.pop()
         record.end, self._num_ended = self._num_ended, self._num_ended + 1
-        record.seconds = time.perf_counter() - self._started
         if self.keep_outputs:
             record.output = output
         return output

@@ -36,6 +36,8 @@ class Evidence:
     ancestors: list[nn.Module]
     outputs: list[Any]
     """Per step, as it stood when the boundary returned."""
+    seconds: list[float]
+    """Per step, from the model's start until it returned."""
     result: Any
     """The user's."""
     rng_before: RandomState

@@ -39,6 +39,37 @@ class Ledger:
             self.saved_s += num_samples * statistics.median(self._computed) - seconds
 
     @property
+    def has_computed(self) -> bool:
+        """Whether a computed step was noted."""
+        return bool(self._computed)
+
+    @property
+    def has_any(self) -> bool:
+        """Whether any step was noted."""
+        return bool(self._computed or self._served)
+
+    @property
+    def is_served_enough(self) -> bool:
+        """Whether a median of served steps means something."""
+        return len(self._served) >= _MIN_HITS
+
+    def worse_than(self, other: Ledger) -> str | None:
+        """Say so if being served costs more here than at another cut."""
+        if not (self.is_served_enough and other.is_served_enough):
+            return None
+        here, there = statistics.median(self._served), statistics.median(other._served)
+        if here <= there:
+            return None
+        return (
+            f"a sample costs {here * 1e6:.0f} us there, {there * 1e6:.0f} us served at the frozen "
+            "boundary"
+        )
+
+    def inherit(self, other: Ledger) -> None:
+        """Take over what computed steps cost: that does not depend on the cut."""
+        self._computed.extend(other._computed)
+
+    @property
     def verdict(self) -> tuple[bool, str]:
         """Whether to go on skipping, and why."""
         if len(self._served) < _MIN_HITS or len(self._computed) < _MIN_COMPUTED:

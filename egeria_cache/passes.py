@@ -31,6 +31,7 @@ def full(forward: Forward, recipe: Recipe, call: Invocation) -> tuple[Any, Captu
     capture = CaptureRun(recipe, call.batch.size)
     args, kwargs = call.plain()
     with intercept(recipe.modules, capture):
+        capture.begin()
         return forward(*args, **kwargs), capture
 
 

@@ -6,6 +6,7 @@ that either has its rows or says that it has not.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from itertools import count
@@ -37,6 +38,8 @@ class PlannedEntry:
         self.kept: dict[str, Rows] = {}
         self.on_load: Callable[[], None] | None = None
         """Called when the rows are used for the first time."""
+        self.read_s, self.num_read, self.waited_s = 0.0, 0, 0.0
+        """What reading cost a reader thread, for how many samples, and the training thread."""
         self._reading: Future[bool] | None = None
         self._ring: Ring | None = None
         self._keys: Tensor | None = None
@@ -56,14 +59,19 @@ class PlannedEntry:
         """Wait until the rows are there. False if they could not be read, or became stale."""
         if self._reading is None:
             return False
+        started = time.perf_counter()
         try:
             return self._reading.result(timeout=READ_TIMEOUT_S) and self.alive
         except Exception:  # a dead reader or a closed cache: the samples are loaded instead
             return False
+        finally:
+            self.waited_s += time.perf_counter() - started
 
     def load(self) -> dict[str, Tensor]:
         """Return the hits' activations by name, in row order, on the model's device."""
+        started = time.perf_counter()
         rows = self._load()
+        self.waited_s += time.perf_counter() - started
         if self.on_load is not None:
             self.on_load()
             self.on_load = None
@@ -129,9 +137,11 @@ class Prefetcher:
         wanted = [i for i, there in enumerate(resident) if not there]
         tensors: dict[str, Any] = {}
         if wanted:
+            started = time.perf_counter()
             tensors, found = entry.view.generation.get_batch(
                 [ids[i] for i in wanted], variant=entry.variant, pin_memory=self._pin_memory
             )
+            entry.read_s, entry.num_read = time.perf_counter() - started, len(wanted)
             if not found.all():
                 return False
         kept = _kept_rows(tensors, entry.view.kept, len(wanted))

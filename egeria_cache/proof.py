@@ -215,10 +215,10 @@ def _note_draws(recipe: Recipe, trace: PrefixTrace | None) -> None:
 def _profile(evidence: Evidence, recipe: Recipe) -> tuple[Step, ...]:
     """Return what each step cost and gave: where else the model might be cut."""
     steps = []
-    for record, step in zip(evidence.steps, recipe.steps, strict=True):
+    for seconds, step in zip(evidence.seconds, recipe.steps, strict=True):
         specs = [leaf for leaf in step.leaves if isinstance(leaf, TensorSpec)]
         num_bytes = sum(spec.row.num_bytes for spec in specs if spec.batch_dim is not None)
-        steps.append(Step(step.name, record.seconds / evidence.size, num_bytes))
+        steps.append(Step(step.name, seconds / evidence.size, num_bytes))
     steps[-1] = Step(
         steps[-1].name,
         steps[-1].seconds_per_sample,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -168,6 +169,11 @@ class Recipe:
         assert isinstance(spec, TensorSpec)
         return spec
 
+    @property
+    def device(self) -> torch.device:
+        """Where the cached tensors are."""
+        return self.tensor_spec(next(iter(self.slots().values()))).device
+
     def scene(self) -> Scene:
         """Begin a run on placeholders."""
         return Scene(self.names, frozenset(map(id, self.ancestors)))
@@ -224,6 +230,9 @@ class CaptureRun:
         self.batch_size = batch_size
         self.stop = stop
         self.deviation: str | None = None
+        self.front_s: float | None = None
+        """From `begin` until the boundary returned, as the host sees it."""
+        self._started = time.perf_counter()
         self._taken: dict[Slot, Tensor] = {}
         self._rows: dict[str, Tensor] | None = None
         self._position = 0
@@ -250,11 +259,16 @@ class CaptureRun:
         self._keep(step, output)
         self._position += 1
         if self._position == len(steps):
+            self.front_s = time.perf_counter() - self._started
             if not self.deviation:
                 self._rows = self._finish()
             if self.stop:
                 raise PrefixDone
         return output
+
+    def begin(self) -> None:
+        """The model is called now."""
+        self._started = time.perf_counter()
 
     def rows(self) -> dict[str, Tensor] | None:
         """Return the cut's tensors as rows; None if the model took another way this time."""

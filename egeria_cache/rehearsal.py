@@ -14,6 +14,7 @@ The model is run a few times more on that batch, and left as it was:
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -94,6 +95,7 @@ class Rehearsal:
         plain_run = _PlainRun(steps, ancestors, self.names, self.boundary)
         before = RandomState.now()
         with intercept(distinct(step.module for step in steps), plain_run):
+            plain_run.begin()
             result = self.forward(*self.args, **self.kwargs)
         outcome, after, state = Outcome(result), RandomState.now(), ModelState(self.model)
         try:
@@ -108,6 +110,7 @@ class Rehearsal:
                 steps=steps,
                 ancestors=ancestors,
                 outputs=plain_run.outputs,
+                seconds=plain_run.seconds,
                 result=result,
                 rng_before=before,
                 rng_after=after,
@@ -203,7 +206,19 @@ class _PlainRun:
         self._boundary = boundary
         self._inside = False
         self.outputs: list[Any] = []
+        self.seconds: list[float] = []
+        """From the model's start until each step returned."""
+        self._started = 0.0
         self.error: BoundaryError | None = None
+
+    def begin(self) -> None:
+        """The model is called now."""
+        self._started = self._now()
+
+    def _now(self) -> float:
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     def __call__(
         self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
@@ -232,6 +247,7 @@ class _PlainRun:
         finally:
             self._inside = False
         self.outputs.append(output)
+        self.seconds.append(self._now() - self._started)
         if last:
             # Copies, as things stand now: the active part may write into what it is given.
             self.outputs = tree_map(_copied, self.outputs)

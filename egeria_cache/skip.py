@@ -72,6 +72,8 @@ class SkipHost(Protocol):
     def note(self, kind: str, seconds: float, rows: int) -> None:
         """Time of a "prefix", a "replay" or a "full" forward; "called" once for every batch.
 
+        "front": from the model's start until the boundary returned, of a full forward.
+
         "compiled": the whole model is compiled, and what is compiled runs without being cached.
         """
 
@@ -206,6 +208,9 @@ class SkipEngine:
         """Compute every row, and hand what crosses the boundary to the host."""
         with self._noting("full", call.batch.size):
             output, capture = passes.full(self._forward, recipe, call)
+        on_host = recipe.cut is not None and recipe.device.type == "cpu"
+        if on_host and capture.front_s is not None:  # elsewhere the device runs behind the host
+            self.host.note("front", capture.front_s, call.batch.size)
         self._captured(recipe, call, None, capture.rows())
         if capture.deviation is not None:
             self._refuse(recipe.key, BoundaryError.another_way(recipe.boundary, capture.deviation))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
-from nets import Images, freeze, make_net, sgd, train_steps
+import torch
+from nets import Images, Net, freeze, make_net, sgd, train_steps
+from torch import nn
 
 from egeria_cache import ActivationCache, EgeriaLoader
-from egeria_cache.gate import Decision
+from egeria_cache.cut import Step
+from egeria_cache.gate import CostMeter, Costs
 from egeria_cache.ledger import Ledger
 
 
@@ -69,28 +73,89 @@ def test_an_epoch_ends_with_one_line(tmp_path, caplog):
     assert "epoch 2 of 'train': boundary layer1, 67 % hits so far" in lines[2]
 
 
-def test_an_earlier_cut_is_taken_when_the_cost_model_says_so(tmp_path, monkeypatch):
-    def earlier(steps, costs, mode="auto"):
-        names = [step.name for step in steps]
-        assert names[-1] in ("layer2", "stem")
-        return Decision("stem", 1e-3, "a smaller output")
+class Expanding(Net):
+    """The last frozen part makes sixteen numbers of each."""
 
-    monkeypatch.setattr("egeria_cache.cache.choose", earlier)
+    def __init__(self):
+        super().__init__()
+        self.layer2 = nn.Conv2d(4, 64, 1)
+        self.layer3 = nn.Sequential(nn.Conv2d(64, 8, 3), nn.BatchNorm2d(8))
+
+
+def dear(meter):
+    """Reading a byte costs more than computing it."""
+    return Costs(fetch_s_per_byte=1.0, fetch_s_per_sample=0.0)
+
+
+def expanding():
+    torch.manual_seed(0)
+    model = Expanding()
+    freeze(model, "layer2")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("verdict", "boundary"), [((True, "goes on"), "layer1"), ((False, "it was slower"), "layer2")]
+)
+def test_an_activation_that_grew_is_cut_before_it_grew_and_whole_steps_confirm(
+    tmp_path, monkeypatch, verdict, boundary
+):
+    """Costs are given, not measured; the losses are those of a run that skips nothing."""
+    monkeypatch.setattr(CostMeter, "costs", property(dear))
+    monkeypatch.setattr(
+        CostMeter, "profile",
+        lambda meter, steps: [replace(s, seconds_per_sample=2e4 if s.name == "layer1" else 1e4)
+                              for s in steps],
+    )  # fmt: skip
     results = []
     for gate in ("auto", "never"):
-        model = make_net()
-        freeze(model, "layer2")
+        model = expanding()
         with ActivationCache(model, tmp_path / gate, "layer2", gate=gate) as cache:
-            monkeypatch.setattr(Ledger, "verdict", property(lambda self: (True, "goes on")))
-            loader = EgeriaLoader(Images(), 8, shuffle=True, cache=cache, seed=3)
+            judged = {"done": False}
+
+            def judge(ledger, judged=judged, cache=cache):
+                """At the earlier cut, once: `verdict`; else go on."""
+                if cache._cut_choice.earlier and ledger.is_served_enough:
+                    judged["done"] = True
+                    return verdict
+                return True, "goes on"
+
+            monkeypatch.setattr(Ledger, "verdict", property(judge))
+            loader = EgeriaLoader(Images(96), 8, shuffle=True, cache=cache, seed=3)
+            torch.manual_seed(1)
             results.append(
-                train_steps(model, loader, sgd(model), 4, on_step=lambda _: cache.flush())[0]
+                train_steps(model, loader, sgd(model), 6, on_step=lambda _: cache.flush())[0]
             )
             assert cache.boundary == "layer2"
             if gate == "auto":
-                assert cache.stats().hits >= 2 * 48
-                assert {v.cut.boundary for v in cache.views(loader.source.key)} == {"stem"}
+                assert judged["done"]
+                assert cache.views(loader.source.key)[0].cut.boundary == boundary
+                assert cache.stats().hits >= 3 * 96
+                text = cache.stats().gate
+                assert "'train' at 'layer1'" in text
+                if verdict[0]:
+                    assert "'layer1', before the frozen boundary 'layer2', saves" in text
+                else:
+                    assert "gone back from 'layer1': it was slower" in text
+                assert text in cache.report()
     assert results[0] == pytest.approx(results[1], rel=1e-5)
+
+
+def test_costs_are_measured_while_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(Ledger, "verdict", property(lambda self: (True, "goes on")))
+    model = make_net()
+    freeze(model, "layer1")
+    with ActivationCache(model, tmp_path, "layer1") as cache:
+        loader = EgeriaLoader(Images(96), 8, cache=cache)
+        train_steps(model, loader, sgd(model), 2, on_step=lambda _: cache.flush())
+        costs, meter = cache._meter.costs, cache._meter
+        assert meter.num_reads > 3
+        assert costs.fetch_s_per_byte > 0
+        assert costs.write_s_per_byte > 0
+        (step,) = meter.profile([Step("layer1", 1.0, 100)])
+        assert 0 < step.seconds_per_sample < 1.0
+        assert "reads: " in cache.stats().gate
+        assert "s per GB" in cache.report()
 
 
 @pytest.mark.parametrize("called", [False, True])
