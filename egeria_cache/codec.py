@@ -1,4 +1,4 @@
-"""Bytes of one field -> fewer bytes, and back, losslessly. Pure; one `Coder` per thread.
+"""Bytes of fields -> fewer bytes, and back, losslessly. Pure; one `Coder` per thread.
 
 No single codec wins (measured in docs/format.md): zstd for anything with repetitions, split planes
 for dense floats, a bitmap of the zeros before the split for activations behind a ReLU. A zstd
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -16,29 +17,18 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-__all__ = ["Bytes", "Codec", "CodecError", "Coder", "Elements"]
+from egeria_cache.gather import Bytes, Places, Scratch, Source, copy_parts
+from egeria_cache.planes import GROUPS, Elements, cut, expand, join, numbers_of, rank
 
-Bytes = npt.NDArray[np.uint8]
-Elements = tuple[int, bool]
-"""Width of one element in bytes, and whether it is a floating-point number."""
+__all__ = ["Bytes", "Codec", "CodecError", "Coder", "Elements"]
 
 SMALL_BYTES = 256
 """Fields below this stay raw: a label gains nothing from a codec."""
 
-_GROUPS: dict[int, tuple[tuple[int, int], ...]] = {
-    1: ((1, 0),),
-    2: ((1, 0), (1, 8)),
-    4: ((2, 0), (1, 16), (1, 24)),
-    8: ((4, 0), (2, 32), (1, 48), (1, 56)),
-}
-"""Per element width: (bytes, bit position) of the planes, lowest first. The low planes are the
-mantissa's noise, so they are cut coarsely: fewer passes, and nothing lost."""
-
-_NO_ELEMENTS = {width: memoryview(bytes(8 * len(groups))) for width, groups in _GROUPS.items()}
-"""Planes of nothing: stand in for those of a damaged field."""
-
 _WORTH = 0.95
 """A plane is compressed if that leaves at most this part of it; else it is copied, far faster."""
+
+_BITMAP_HEAD_BYTES = 16
 
 
 class Codec(IntEnum):
@@ -85,18 +75,19 @@ class Coder:
             )
         )
         self._decompressor = zstandard.ZstdDecompressor()
+        self._scratch = Scratch()
 
     def encode(self, data: Bytes, codec: Codec, elements: Elements) -> tuple[Codec, Any]:
         """Return (codec used, buffer); raw where the codec saves nothing."""
         if codec is Codec.RAW or data.nbytes < SMALL_BYTES:
             return Codec.RAW, data
         width, _ = elements
-        if codec is Codec.ZSTD or width not in _GROUPS:
+        if codec is Codec.ZSTD or width not in GROUPS:
             codec, packed = Codec.ZSTD, self._general.compress(data.data)
         elif codec is Codec.SPLIT:
-            packed = self._split(_numbers(data, width), elements)
+            packed = self._split(numbers_of(data, width), elements)
         else:
-            numbers = _numbers(data, width)
+            numbers = numbers_of(data, width)
             present = numbers != 0  # of the bits: -0.0 is no zero
             bitmap, flag = self._shrink(np.packbits(present).data, self._general)
             packed = b"".join(
@@ -114,17 +105,24 @@ class Coder:
         Raises:
             CodecError: The stored bytes are damaged, or hold another number of bytes.
         """
-        failed = self.decode_many([stored], codec, out[None], elements)
-        if failed:
-            raise failed[0]
+        starts, sizes = np.zeros(1, np.int64), np.array([len(stored)], np.int64)
+        self._decode(Source.of(stored), starts, sizes, codec, out[None], elements)
 
     def decode_many(
-        self, stored: Sequence[Any], codec: int, out: Bytes, elements: Elements
+        self,
+        source: Source,
+        starts: Places,
+        sizes: Places,
+        codec: int,
+        out: Bytes,
+        elements: Elements,
     ) -> dict[int, CodecError]:
-        """Decode fields of one layout together: the passes over planes are then few and long.
+        """Decode fields of one layout together: the passes are then few and long.
 
         Args:
-            stored: Encoded fields, N.
+            source: Where the encoded fields lie.
+            starts: Of each of them, shape (N,).
+            sizes: Of each of them, shape (N,); all of it within the source.
             codec: Of all of them.
             out: Shape (N, bytes), contiguous; filled.
             elements: Of all of them.
@@ -132,39 +130,123 @@ class Coder:
         Returns:
             The positions that could not be decoded, and why; their rows are arbitrary.
         """
-        width, _ = elements
-        if codec in (Codec.SPLIT, Codec.BITMAP) and width in _GROUPS:
-            views = [memoryview(one) for one in stored]
-            if codec == Codec.SPLIT:
-                counts = np.full(len(views), out.shape[1] // width)
-                return self._join(views, counts, _numbers(out.reshape(-1), width), elements)
-            return self._scatter(views, out, elements)
-        failed = {}
-        for position, one in enumerate(stored):
-            try:
-                if codec == Codec.RAW:
-                    if len(one) != out.shape[1]:
-                        raise CodecError(f"{len(one)} raw bytes, {out.shape[1]} promised")
-                    out[position] = np.frombuffer(one, np.uint8)
-                elif codec == Codec.ZSTD:
-                    out[position] = self._expand(one, out.shape[1])
-                else:
-                    raise CodecError(f"unknown codec {codec}")
-            except CodecError as error:
-                failed[position] = error
+        failed: dict[int, CodecError] = {}
+        try:
+            self._decode(source, starts, sizes, codec, out, elements)
+        except CodecError:
+            for at in range(len(starts)):
+                row = slice(at, at + 1)
+                try:
+                    self._decode(source, starts[row], sizes[row], codec, out[row], elements)
+                except CodecError as error:
+                    failed[at] = error
         return failed
 
-    # -- planes -----------------------------------------------------------------------------
+    # -- decoding ---------------------------------------------------------------------------
+
+    def _decode(
+        self,
+        source: Source,
+        starts: Places,
+        sizes: Places,
+        codec: int,
+        out: Bytes,
+        elements: Elements,
+    ) -> None:
+        if not len(starts):
+            return
+        num_bytes, (width, _) = out.shape[1], elements
+        if codec == Codec.RAW:
+            if (sizes != num_bytes).any():
+                raise CodecError(f"{sizes.tolist()[0]} raw bytes, {num_bytes} promised")
+            out[:] = source.rows(starts, num_bytes)
+        elif codec == Codec.ZSTD:
+            promised = np.full(len(starts), num_bytes)
+            unpacked = self._expand(source.slices(starts, sizes), promised)
+            copy_parts(unpacked, promised.tolist(), out.reshape(-1))
+        elif codec == Codec.SPLIT and width in GROUPS:
+            counts = np.full(len(starts), num_bytes // width)
+            blocks = _planes(source, starts, sizes, counts, width)
+            numbers = numbers_of(out.reshape(-1), width)
+            join(self._unpack(source, blocks), numbers, elements, self._scratch)
+        elif codec == Codec.BITMAP and width in GROUPS:
+            self._scatter(source, starts, sizes, out, elements)
+        else:
+            raise CodecError(f"unknown codec {codec}")
+
+    def _scatter(
+        self, source: Source, starts: Places, sizes: Places, out: Bytes, elements: Elements
+    ) -> None:
+        """Fill `out` (N, bytes) from bitmaps and the planes of what they mark."""
+        width, _ = elements
+        num_elements = out.shape[1] // width
+        if not num_elements or (sizes < _BITMAP_HEAD_BYTES).any():
+            raise CodecError("bitmap cut short")
+        heads = source.words(starts, 2)
+        lengths = heads[:, 1] >> 1
+        if (heads[:, 0] > num_elements).any() or (lengths + _BITMAP_HEAD_BYTES > sizes).any():
+            raise CodecError("a bitmap of more elements than the field has")
+        counts, ends = heads[:, 0].astype(np.int64), _BITMAP_HEAD_BYTES + lengths.astype(np.int64)
+        promised = np.full(len(starts), -(-num_elements // 8))
+        bitmap = _Blocks.of(starts + _BITMAP_HEAD_BYTES, heads[:, 1], promised)
+        planes = _planes(source, starts + ends, sizes - ends, counts, width)
+        bitmaps, *joined = self._unpack(source, [bitmap, *planes])
+        scratch = self._scratch
+        ranks, marked = rank(bitmaps.reshape(len(starts), -1), num_elements, scratch)
+        if (marked != counts).any():
+            raise CodecError("the bitmap marks another number of elements")
+        numbers = numbers_of(out.reshape(-1), width)
+        values = scratch.array("values", 1 + int(counts.sum()), numbers.dtype)
+        values[0] = 0
+        join(joined, values[1:], elements, scratch)
+        expand(ranks, values, numbers)
+
+    def _unpack(self, source: Source, kinds: Sequence[_Blocks]) -> list[Bytes]:
+        """Return, per kind, its blocks of all records, unpacked, one behind the other.
+
+        All that is compressed goes through zstd in one call, which holds no GIL.
+        """
+        frames: list[Any] = []
+        for kind in kinds:
+            frames += source.slices(kind.starts[kind.packed], kind.sizes[kind.packed])
+        promised = np.concatenate([kind.promised[kind.packed] for kind in kinds])
+        unpacked = iter(self._expand(frames, promised))
+        whole: list[Bytes] = []
+        for kind in kinds:
+            parts: list[Any] = source.slices(kind.starts, kind.sizes)
+            for at in np.flatnonzero(kind.packed).tolist():
+                parts[at] = next(unpacked)
+            name = f"blocks {len(whole)}"
+            whole.append(self._scratch.joined(name, parts, kind.promised.tolist()))
+        return whole
+
+    def _expand(self, frames: list[Any], promised: Places) -> list[Any]:
+        """Unpack zstd frames to exactly the promised sizes, which bound what is allocated."""
+        if not frames:  # zstandard would divide by zero
+            return []
+        if (promised <= 0).any():  # it would believe the frame instead
+            raise CodecError("a zstd frame of nothing")
+        sizes: Any = promised.astype("<u8").tobytes()
+        try:
+            # One thread: starting a second one takes longer than it saves, and batches are
+            # divided among the store's own threads already.
+            unpacked: Any = self._decompressor.multi_decompress_to_buffer(
+                frames, decompressed_sizes=sizes, threads=1
+            )
+        except (zstandard.ZstdError, ValueError) as error:
+            raise CodecError(f"not what was promised: {error}") from None
+        parts = [unpacked[position] for position in range(len(unpacked))]
+        if len(parts) != len(frames):
+            raise CodecError("zstd frames that hold several fields")
+        return parts
+
+    # -- encoding ---------------------------------------------------------------------------
 
     def _split(self, numbers: npt.NDArray[Any], elements: Elements) -> bytes:
-        width, floating = elements
-        if floating:  # sign to the lowest bit: the exponent then fills the highest plane alone
-            numbers = (numbers << 1) | (numbers >> (8 * width - 1))
+        planes = cut(numbers, elements)
         heads, blocks = [], []
-        groups = _GROUPS[width]
-        for size, position in groups:
-            plane = (numbers >> position).astype(f"<u{size}")
-            highest = floating and (size, position) == groups[-1]
+        for plane in planes:
+            highest = elements[1] and plane is planes[-1]
             block, flag = self._shrink(
                 plane.data.cast("B") if len(plane) else b"",
                 self._entropy if highest else self._general,
@@ -172,99 +254,6 @@ class Coder:
             heads.append(len(block) << 1 | flag)
             blocks.append(block)
         return struct.pack(f"<{len(heads)}Q", *heads) + b"".join(blocks)
-
-    def _join(
-        self,
-        stored: Sequence[memoryview],
-        counts: npt.NDArray[np.int64],
-        out: npt.NDArray[Any],
-        elements: Elements,
-    ) -> dict[int, CodecError]:
-        """Fill `out` (1-d) with the elements of all fields, `counts` of each."""
-        width, floating = elements
-        groups = _GROUPS[width]
-        planes: list[list[Bytes]] = [[] for _ in groups]
-        failed = {}
-        for position, (view, count) in enumerate(zip(stored, counts.tolist(), strict=True)):
-            try:
-                blocks = self._blocks(view, count, groups)
-            except CodecError as error:
-                failed[position] = error
-                blocks = [np.zeros(count * size, np.uint8) for size, _ in groups]
-            for plane, block in zip(planes, blocks, strict=True):
-                plane.append(block)
-        whole: list[npt.NDArray[Any]] = [
-            (parts[0] if len(parts) == 1 else np.concatenate(parts)).view(f"<u{size}")
-            for parts, (size, _) in zip(planes, groups, strict=True)
-        ]
-        joined: npt.NDArray[Any] = whole[-1]
-        for lower, (size, _) in zip(whole[-2::-1], groups[-2::-1], strict=True):
-            # Twice as wide at each step, so that the first passes are over few bytes.
-            joined = joined.astype(f"<u{2 * size}")
-            np.left_shift(joined, 8 * size, out=joined)
-            np.bitwise_or(joined, lower, out=joined)
-        if floating:
-            np.left_shift(joined, 8 * width - 1, out=out)
-            joined = joined >> 1 if joined is whole[-1] else np.right_shift(joined, 1, out=joined)
-            np.bitwise_or(out, joined, out=out)
-        else:
-            out[:] = joined
-        return failed
-
-    def _blocks(
-        self, stored: memoryview, count: int, groups: tuple[tuple[int, int], ...]
-    ) -> list[Bytes]:
-        """Return the planes of one field of `count` elements."""
-        at = 8 * len(groups)
-        if len(stored) < at:
-            raise CodecError("planes cut short")
-        heads = struct.unpack_from(f"<{len(groups)}Q", stored)
-        blocks = []
-        for head, (size, _) in zip(heads, groups, strict=True):
-            blocks.append(self._block(stored[at : at + (head >> 1)], head, count * size))
-            at += head >> 1
-        if at != len(stored):
-            raise CodecError("planes of another length than promised")
-        return blocks
-
-    def _scatter(
-        self, stored: Sequence[memoryview], out: Bytes, elements: Elements
-    ) -> dict[int, CodecError]:
-        """Fill `out` (N, bytes) from bitmaps and the planes of what they mark."""
-        width, _ = elements
-        num_elements = out.shape[1] // width
-        bitmap_bytes = -(-num_elements // 8)
-        bitmaps = np.zeros((len(stored), bitmap_bytes), np.uint8)
-        promised = np.zeros(len(stored), np.int64)
-        rest, failed = [], {}
-        for position, view in enumerate(stored):
-            try:
-                if len(view) < 16:
-                    raise CodecError("bitmap cut short")
-                count, head = struct.unpack_from("<QQ", view)
-                end = 16 + (head >> 1)
-                if count > num_elements or end > len(view):
-                    raise CodecError("a bitmap of more elements than the field has")
-                bitmaps[position] = self._block(view[16:end], head, bitmap_bytes)
-                promised[position] = count
-                rest.append(view[end:])
-            except CodecError as error:
-                failed[position] = error
-                rest.append(_NO_ELEMENTS[width])
-        marks = np.unpackbits(bitmaps, axis=1, count=num_elements).view(np.bool_)
-        present = np.count_nonzero(marks, axis=1)
-        for position in np.flatnonzero(present != promised).tolist():
-            failed[position] = CodecError("the bitmap marks another number of elements")
-            marks[position], promised[position], rest[position] = False, 0, _NO_ELEMENTS[width]
-        numbers = _numbers(out.reshape(-1), width)
-        places = np.flatnonzero(marks)
-        values = np.empty(len(places), numbers.dtype)
-        failed.update(self._join(rest, promised, values, elements))
-        numbers[:] = 0
-        numbers[places] = values
-        return failed
-
-    # -- zstd -------------------------------------------------------------------------------
 
     def _shrink(self, block: Any, compressor: zstandard.ZstdCompressor) -> tuple[Any, int]:
         """Return (block, 1) compressed if worth it, else (block, 0)."""
@@ -274,25 +263,45 @@ class Coder:
                 return packed, 1
         return block, 0
 
-    def _block(self, block: memoryview, head: int, num_bytes: int) -> Bytes:
-        if head & 1:
-            return self._expand(block, num_bytes)
-        if len(block) != num_bytes:
-            raise CodecError(f"{len(block)} bytes where {num_bytes} are promised")
-        return np.frombuffer(block, np.uint8)
 
-    def _expand(self, stored: Any, num_bytes: int) -> Bytes:
-        try:
-            # The frame states its size; asking first bounds what may be allocated.
-            if zstandard.frame_content_size(stored) != num_bytes:
-                raise CodecError(f"a zstd frame of another size than {num_bytes} bytes")
-            unpacked = self._decompressor.decompress(stored, max_output_size=num_bytes)
-        except zstandard.ZstdError as error:
-            raise CodecError(str(error)) from None
-        if len(unpacked) != num_bytes:
-            raise CodecError(f"{len(unpacked)} bytes decoded, {num_bytes} promised")
-        return np.frombuffer(unpacked, np.uint8)
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """The same part of each of N records: one plane, or the bitmap."""
+
+    starts: Places
+    sizes: Places
+    packed: npt.NDArray[np.bool_]
+    """By zstd."""
+    promised: Places
+    """Bytes when unpacked."""
+
+    @classmethod
+    def of(cls, starts: Places, heads: npt.NDArray[np.uint64], promised: Places) -> _Blocks:
+        """Read the length and flag of each.
+
+        Raises:
+            CodecError: One that is not compressed has another size than it should.
+        """
+        sizes, packed = (heads >> 1).astype(np.int64), (heads & 1).astype(np.bool_)
+        if (sizes[~packed] != promised[~packed]).any():
+            raise CodecError("a plane of another size than promised")
+        return cls(starts, sizes, packed, promised)
 
 
-def _numbers(data: Bytes, width: int) -> npt.NDArray[Any]:
-    return data.view(f"<u{width}")
+def _planes(
+    source: Source, starts: Places, sizes: Places, counts: Places, width: int
+) -> list[_Blocks]:
+    """Find the planes of fields of `counts` elements each."""
+    groups = GROUPS[width]
+    at = 8 * len(groups)
+    if (sizes < at).any():
+        raise CodecError("planes cut short")
+    heads = source.words(starts, len(groups))
+    lengths = heads >> 1
+    if (lengths > sizes[:, None]).any() or (lengths.sum(1) + at != sizes).any():
+        raise CodecError("planes of another length than promised")
+    blocks, begins = [], starts + at
+    for position, (size, _) in enumerate(groups):
+        blocks.append(_Blocks.of(begins, heads[:, position], size * counts))
+        begins = begins + lengths[:, position].astype(np.int64)
+    return blocks

@@ -15,7 +15,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,6 +39,8 @@ __all__ = ["DATA_NAME", "LOCATOR", "GenerationFiles", "GoneError", "Totals"]
 DATA_NAME, LOCK_NAME = "data.mdb", "lock.mdb"
 LOCATOR = struct.Struct("<QQ")
 """Where a record begins in the segment, and its length."""
+_NOWHERE = LOCATOR.pack(2**64 - 1, 0)
+"""Stands for a damaged one."""
 FIRST_SAMPLE_KEY = b"\x01"
 """Behind the store's own entries."""
 KEYS_PER_CHUNK = 65_536
@@ -385,16 +387,35 @@ class Snapshot:
 
     def __init__(self, transaction: lmdb.Transaction, segment: Segment) -> None:
         self._transaction, self._segment = transaction, segment
-        self.locator: Callable[[bytes], Any] = transaction.get
-        """Key -> (offset, length) as `LOCATOR` packs them, or None."""
-        self.mapped = segment.mapped
-        """The segment, as far as it is mapped."""
+        self.source = segment.source()
+        """The records, as far as they were written when last asked for."""
+
+    def locate(self, keys: Sequence[bytes]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint64]]:
+        """Return which of the keys are there, and of those, shape (N, 2), where their records begin
+        and how long they are; both as noted, which damage may have changed.
+        """
+        get, size = self._transaction.get, LOCATOR.size
+        locators: list[Any] = [get(key) for key in keys]
+        found = np.ones(len(keys), np.bool_)
+        try:
+            joined = b"".join(locators)
+        except TypeError:  # not all of them are there
+            found = np.array([locator is not None for locator in locators])
+            locators = [locator for locator in locators if locator is not None]
+            joined = b"".join(locators)
+        if len(joined) != size * len(locators):  # damaged: what it is now fails its record's check
+            joined = b"".join(one if len(one) == size else _NOWHERE for one in locators)
+        places = np.frombuffer(joined, "<u8").reshape(-1, 2)
+        if len(places):
+            # A record committed after the file was mapped lies behind the map's end.
+            self.source = self._segment.source(int(places.sum(1).max()))
+        return found, places
 
     def get(self, key: bytes) -> memoryview | None:
         """Return a record's bytes, unchecked; None if there is no such sample, empty if what is
         noted about it is damaged.
         """
-        locator = self.locator(key)
+        locator = self._transaction.get(key)
         return None if locator is None else self._view(locator)
 
     def records_from(self, key: bytes, count: int) -> list[tuple[bytes, memoryview]]:
@@ -410,7 +431,10 @@ class Snapshot:
     def _view(self, locator: Any) -> memoryview:
         if len(locator) != LOCATOR.size:
             return memoryview(b"")
-        return self._segment.view(*LOCATOR.unpack(locator))
+        start, size = LOCATOR.unpack(locator)
+        if start + size > len(self.source.data):
+            self.source = self._segment.source(start + size)
+        return self.source.view[start : start + size]
 
 
 class AbsentFiles(GenerationFiles):

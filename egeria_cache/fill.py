@@ -4,7 +4,6 @@ rows; nothing here knows of threads otherwise.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +14,19 @@ import torch
 import xxhash
 from torch import Tensor
 
-from egeria_cache.codec import Bytes, CodecError, Coder
-from egeria_cache.files import LOCATOR, Snapshot
-from egeria_cache.layout import CHECKSUM_BYTES, Head
+from egeria_cache.codec import Codec, CodecError, Coder
+from egeria_cache.files import Snapshot
+from egeria_cache.gather import Bytes, Places, Source
+from egeria_cache.layout import (
+    CHECKSUM_BYTES,
+    PREFIX_BYTES,
+    FieldLayout,
+    Head,
+    split_lengths,
+)
 from egeria_cache.lossy import unpack
-from egeria_cache.records import Record, open_record
-from egeria_cache.values import RecordError, Value
+from egeria_cache.records import open_record, plain_value
+from egeria_cache.values import RecordError
 
 __all__ = ["PARALLEL_COPY_BYTES", "Batch", "assemble", "fill"]
 
@@ -28,8 +34,8 @@ HUGE_PAGES_BYTES = 4 * 2**20
 PARALLEL_COPY_BYTES = 128 * 1024
 """Raw records from this size on are copied by several threads, with the GIL released. Below it the
 hand-over of the GIL costs more than the copy."""
-CHUNK_BYTES = 256 * 1024
-"""Decoded bytes that are worked on at a time: few passes, all within a core's own cache."""
+CHUNK_BYTES = 2**20
+"""Decoded bytes that are worked on at a time: few passes, and the temporaries are bounded."""
 
 
 @dataclass(slots=True)
@@ -40,32 +46,47 @@ class Batch:
     """Of the first intact record; the others usually have the same."""
     head_bytes: memoryview
     """The same, as stored, behind the checksum."""
-    columns: list[Tensor | list[Any]]
-    """Per field: its values, or its bytes as stored, uint8 (B, bytes)."""
-    targets: list[Bytes | None]
+    num_rows: int
+    pin_memory: bool
     hit: npt.NDArray[np.bool_]
+    columns: list[Tensor | list[Any]] = field(default_factory=list)
+    """Per field: its values, or its bytes as stored, uint8 (B, bytes)."""
+    targets: list[Bytes | None] = field(default_factory=list)
+    """The columns of tensors, as arrays."""
     odd: dict[int, dict[str, Any]] = field(default_factory=dict)
     corrupt: list[tuple[bytes, str]] = field(default_factory=list)
     absent: list[bytes] = field(default_factory=list)
 
     @classmethod
-    def allocate(
-        cls, head: Head, head_bytes: memoryview, num_rows: int, *, pin_memory: bool
-    ) -> Batch:
-        """Make room for rows like this head's, which must have passed its checksum: it says how
-        much memory to take.
+    def begin(cls, head: Head, head_bytes: memoryview, num_rows: int, *, pin_memory: bool) -> Batch:
+        """Expect rows like this head's, which must have passed its checksum: it says how much
+        memory to take.
         """
-        columns: list[Tensor | list[Any]] = []
-        targets: list[Bytes | None] = []
-        for entry in head.layout.fields:
+        return cls(head, head_bytes, num_rows, pin_memory, np.zeros(num_rows, np.bool_))
+
+    def make_room(self) -> None:
+        """Allocate what the rows are decoded into, if that was not done; in one thread."""
+        if self.columns:
+            return
+        for entry in self.head.layout.fields:
             if entry.dtype is None:
-                columns.append([None] * num_rows)
-                targets.append(None)
-                continue
-            packed = _allocate(num_rows, entry.num_bytes, pin_memory=pin_memory)
-            columns.append(packed)
-            targets.append(packed.numpy())
-        return cls(head, head_bytes, columns, targets, np.zeros(num_rows, np.bool_))
+                self.columns.append([None] * self.num_rows)
+                self.targets.append(None)
+            else:
+                packed = _allocate(self.num_rows, entry.num_bytes, pin_memory=self.pin_memory)
+                self.columns.append(packed)
+                self.targets.append(packed.numpy())
+
+    def take(self, rows: npt.NDArray[np.int64], copied: Bytes) -> Bytes:
+        """Place rows of the only field, and return the whole; all rows are taken as they are."""
+        if len(rows) == self.num_rows and not self.pin_memory:
+            self.columns, self.targets = [torch.from_numpy(copied)], [copied]
+            return copied
+        self.make_room()
+        (target,) = self.targets
+        assert target is not None
+        target[rows] = copied
+        return target
 
     @property
     def parallel(self) -> bool:
@@ -75,7 +96,8 @@ class Batch:
     @property
     def plain(self) -> bool:
         """One raw tensor a record: copied by the shortest loop."""
-        return self.head.raw and len(self.targets) == 1 and self.targets[0] is not None
+        fields = self.head.layout.fields
+        return self.head.raw and len(fields) == 1 and fields[0].dtype is not None
 
 
 def fill(
@@ -86,115 +108,218 @@ def fill(
     coder: Coder,
 ) -> None:
     """Read the rows; what is not there or not intact is noted in the batch."""
-    left = rows.tolist()
+    found, places = snapshot.locate([keys[row] for row in rows.tolist()])
+    if not found.all():
+        batch.absent.extend(keys[row] for row in rows[~found].tolist())
+        rows = rows[found]
     if batch.plain:
-        left = _fill_plain(snapshot, keys, left, batch)
-    size = sum(max(entry.num_bytes, 0) for entry in batch.head.layout.fields)
-    per_chunk = max(1, CHUNK_BYTES // max(size, 1))
-    remaining = iter(left)
-    like = batch.head, batch.head_bytes
-    while chunk := list(itertools.islice(remaining, per_chunk)):
-        records = {}
-        for row in chunk:
-            value = snapshot.get(keys[row])
-            if value is None:
-                batch.absent.append(keys[row])
-                continue
-            try:
-                record = open_record(keys[row], value, like)
-                if record.layout is batch.head.layout or record.layout == batch.head.layout:
-                    records[row] = record
-                else:
-                    batch.odd[row] = _decode_alone(record, coder)
-                    batch.hit[row] = True
-            except RecordError as error:
-                batch.corrupt.append((keys[row], str(error)))
-        for row, problem in _decode_chunk(records, batch, coder).items():
-            batch.corrupt.append((keys[row], str(problem)))
-            del records[row]
-        batch.hit[list(records)] = True
+        left = _fill_plain(snapshot.source, keys, rows, places, batch)
+        rows, places = rows[left], places[left]
+    if len(rows):
+        batch.make_room()
+        records, others = _find_alike(snapshot.source, rows, places, batch)
+        damaged = _fill_alike(records, keys, batch, coder)
+        for row in [*others, *damaged]:
+            _fill_one(snapshot, keys[row], row, batch, coder)
 
 
-def _decode_chunk(
-    records: dict[int, Record], batch: Batch, coder: Coder
-) -> dict[int, RecordError | CodecError]:
+def _fill_plain(
+    source: Source,
+    keys: Sequence[bytes],
+    rows: npt.NDArray[np.int64],
+    places: npt.NDArray[np.uint64],
+    batch: Batch,
+) -> npt.NDArray[np.int64]:
+    """Copy raw records of one tensor; return the positions that need a closer look.
+
+    Heads are compared for the whole batch at once; then per record there is one hash. It is taken
+    of the copy: that is still in the core's cache, and it checks the copy too.
+    """
+    start, size = batch.head.num_bytes, batch.head.record_bytes
+    total = len(source.data)
+    # Unsigned: a damaged offset is large, never negative.
+    if total < size or (places[:, 1] != size).any() or (places[:, 0] > total - size).any():
+        return np.arange(len(rows))
+    starts, num_bytes = places[:, 0].astype(np.int64), size - start
+    if num_bytes >= PARALLEL_COPY_BYTES:
+        (target,) = batch.targets
+        assert target is not None
+        for row, place in zip(rows.tolist(), starts.tolist(), strict=True):
+            # NumPy releases the GIL while it copies.
+            target[row] = source.data[place + start : place + size]
+    else:
+        target = batch.take(rows, source.rows(starts + start, num_bytes))
+    heads = source.rows(starts, start)
+    alike = (heads[:, CHECKSUM_BYTES:] == np.frombuffer(batch.head_bytes, np.uint8)).all(1)
+    promised = heads[:, :CHECKSUM_BYTES].copy().view("<u8")[:, 0]
+    flat, digest, seed = target.reshape(-1).data, xxhash.xxh3_64_intdigest, batch.head.seed
+    found = [
+        digest(flat[at : at + num_bytes], seed ^ digest(keys[row]))  # payload_seed()
+        for row, at in zip(rows.tolist(), (rows * num_bytes).tolist(), strict=True)
+    ]
+    intact = alike & (np.array(found, np.uint64) == promised)
+    batch.hit[rows[intact]] = True
+    return np.flatnonzero(~intact)
+
+
+@dataclass(slots=True)
+class _Records:
+    """N records whose heads are like the batch's."""
+
+    source: Source
+    rows: npt.NDArray[np.int64]
+    """Of the batch."""
+    starts: Places
+    """Of each record."""
+    sizes: Places
+    """Of each record."""
+    heads: Bytes
+    """Shape (N, bytes of the head)."""
+    codecs: npt.NDArray[np.uint64]
+    """Shape (N, fields)."""
+    stored: Places
+    """Encoded bytes, shape (N, fields)."""
+
+    def only(self, chosen: npt.NDArray[np.bool_]) -> _Records:
+        """Return some of them."""
+        if chosen.all():
+            return self
+        return _Records(
+            self.source,
+            self.rows[chosen],
+            self.starts[chosen],
+            self.sizes[chosen],
+            self.heads[chosen],
+            self.codecs[chosen],
+            self.stored[chosen],
+        )
+
+
+def _find_alike(
+    source: Source,
+    rows: npt.NDArray[np.int64],
+    places: npt.NDArray[np.uint64],
+    batch: Batch,
+) -> tuple[_Records, list[int]]:
+    """Return the records whose heads are the batch's but for checksum and lengths, and the rows
+    that are left. Sizes are bounded; no checksum is verified yet.
+    """
+    fields = batch.head.layout.fields
+    start, total = batch.head.num_bytes, len(source.data)
+    # Unsigned: a damaged offset is large, never negative.
+    within = (places[:, 1] <= total) & (places[:, 1] >= start)
+    within &= places[:, 0] <= total - np.where(within, places[:, 1], 0)
+    left = rows[~within].tolist()
+    rows, starts, sizes = rows[within], *places[within].astype(np.int64).T
+    source.touch(starts, sizes)
+    heads = source.rows(starts, start)
+    lengths = slice(PREFIX_BYTES, PREFIX_BYTES + 8 * len(fields))
+    same = heads[:, CHECKSUM_BYTES:] == np.frombuffer(batch.head_bytes, np.uint8)
+    same[:, PREFIX_BYTES - CHECKSUM_BYTES :][:, : 8 * len(fields)] = True
+    codecs, stored = split_lengths(np.ascontiguousarray(heads[:, lengths]).view("<u8"))
+    promised = np.array([field.num_bytes for field in fields])
+    bounded = (codecs != Codec.RAW) | (promised < 0) | (stored == promised)
+    alike = same.all(1) & bounded.all(1) & (stored.sum(1) + start == sizes)
+    left += rows[~alike].tolist()
+    return _Records(source, rows, starts, sizes, heads, codecs, stored).only(alike), left
+
+
+def _fill_alike(records: _Records, keys: Sequence[bytes], batch: Batch, coder: Coder) -> list[int]:
+    """Verify and decode, everything for all records at once but for a hash each; return the rows
+    whose checksum does not match.
+    """
+    if not len(records.rows):
+        return []
+    promised = records.heads[:, :CHECKSUM_BYTES].copy().view("<u8")[:, 0]
+    intact = _hashes(records, keys, batch) == promised
+    damaged: list[int] = records.rows[~intact].tolist()
+    records = records.only(intact)
+    failed = _decode(records, batch, coder)
+    batch.corrupt.extend((keys[row], str(error)) for row, error in failed.items())
+    batch.hit[records.rows] = True
+    batch.hit[list(failed)] = False
+    return damaged
+
+
+def _hashes(records: _Records, keys: Sequence[bytes], batch: Batch) -> npt.NDArray[np.uint64]:
+    """Return what the checksums should be."""
+    start, digest, view = batch.head.num_bytes, xxhash.xxh3_64_intdigest, records.source.view
+    heads = records.heads.reshape(-1).data  # of which each hash is a seed; see payload_seed()
+    found, at = [], 0
+    places = zip(
+        records.rows.tolist(), records.starts.tolist(), records.sizes.tolist(), strict=True
+    )
+    for row, place, size in places:
+        seed = digest(heads[at + CHECKSUM_BYTES : at + start]) ^ digest(keys[row])
+        found.append(digest(view[place + start : place + size], seed))
+        at += start
+    return np.array(found, np.uint64)
+
+
+def _decode(records: _Records, batch: Batch, coder: Coder) -> dict[int, RecordError | CodecError]:
     """Decode records of the batch's layout, field by field; return the rows that failed."""
     failed: dict[int, RecordError | CodecError] = {}
+    starts = records.starts + batch.head.num_bytes
     for position, (target, column) in enumerate(zip(batch.targets, batch.columns, strict=True)):
+        sizes, codecs = records.stored[:, position], records.codecs[:, position]
         if target is None:
             assert isinstance(column, list)
-            for row, record in records.items():
+            texts = records.source.slices(starts, sizes)
+            for row, codec, text in zip(records.rows.tolist(), codecs.tolist(), texts, strict=True):
                 try:
-                    column[row] = record.value(position)
+                    column[row] = plain_value(codec, text)
                 except RecordError as error:
                     failed[row] = error
-            continue
-        by_codec: dict[int, list[int]] = {}
-        for row, record in records.items():
-            by_codec.setdefault(record.head.stored[position][0], []).append(row)
-        elements = batch.head.layout.fields[position].elements
-        for codec, rows in by_codec.items():
-            first, end = rows[0], rows[-1] + 1
+        else:
+            failed |= _decode_tensors(
+                records, starts, sizes, codecs, target, batch.head.layout.fields[position], coder
+            )
+        starts = starts + sizes
+    return failed
+
+
+def _decode_tensors(
+    records: _Records,
+    starts: Places,
+    sizes: Places,
+    codecs: npt.NDArray[np.uint64],
+    target: Bytes,
+    field: FieldLayout,
+    coder: Coder,
+) -> dict[int, CodecError]:
+    """Decode one field of all records into their rows of the target; return those that failed."""
+    failed: dict[int, CodecError] = {}
+    num_rows = max(1, CHUNK_BYTES // max(field.num_bytes, 1))
+    for codec in np.unique(codecs).tolist():
+        of_codec = np.flatnonzero(codecs == codec)
+        for begin in range(0, len(of_codec), num_rows):
+            chosen = of_codec[begin : begin + num_rows]
+            rows = records.rows[chosen]
+            first, end = int(rows[0]), int(rows[-1]) + 1
             adjacent = end - first == len(rows)
             out = target[first:end] if adjacent else np.empty_like(target[: len(rows)])
-            stored = [records[row].payload[position] for row in rows]
-            for place, problem in coder.decode_many(stored, codec, out, elements).items():
-                failed[rows[place]] = problem
+            problems = coder.decode_many(
+                records.source, starts[chosen], sizes[chosen], codec, out, field.elements
+            )
+            failed |= {int(rows[at]): error for at, error in problems.items()}
             if not adjacent:
                 target[rows] = out
     return failed
 
 
-def _decode_alone(record: Record, coder: Coder) -> dict[str, Value]:
-    return {
-        entry.name: record.value(position)
-        if entry.dtype is None
-        else record.tensor(position, coder)
-        for position, entry in enumerate(record.layout.fields)
-    }
-
-
-def _fill_plain(
-    snapshot: Snapshot, keys: Sequence[bytes], rows: list[int], batch: Batch
-) -> list[int]:
-    """Copy raw records of one tensor; return the rows that need a closer look.
-
-    Heads are compared for the whole batch at once; then per record there is one copy and one hash.
-    The hash is taken of the copy: it is still in the core's own cache, and it checks the copy too.
-    """
-    (target,), start, size = batch.targets, batch.head.num_bytes, batch.head.record_bytes
-    assert target is not None
-    locate = snapshot.locator
-    locators = [locate(keys[row]) or b"" for row in rows]
-    if set(map(len, locators)) != {LOCATOR.size}:
-        return rows
-    table = np.frombuffer(b"".join(locators), "<u8").reshape(-1, 2)
-    mapped = np.frombuffer(snapshot.mapped, np.uint8)
-    # Unsigned: a damaged offset is large, never negative.
-    if not (table[:, 1] == size).all() or not (table[:, 0] <= len(mapped) - size).all():
-        return rows
-    places = table[:, 0].astype(np.int64)
-    heads = mapped[places[:, None] + np.arange(start)]
-    template = np.frombuffer(batch.head_bytes, np.uint8)
-    alike = (heads[:, CHECKSUM_BYTES:] == template).all(1)
-    promised = heads[:, :CHECKSUM_BYTES].copy().view("<u8")[:, 0]
-    flat, source, num_bytes = target.reshape(-1).data, snapshot.mapped, size - start
-    digest, seed = xxhash.xxh3_64_intdigest, batch.head.seed
-    found = []
-    if size >= PARALLEL_COPY_BYTES:
-        for row, place in zip(rows, places.tolist(), strict=True):
-            # NumPy releases the GIL while it copies.
-            target[row] = mapped[place + start : place + size]
-            found.append(digest(target[row].data, seed ^ digest(keys[row])))  # payload_seed()
-    else:
-        for row, place in zip(rows, places.tolist(), strict=True):
-            part = flat[row * num_bytes : (row + 1) * num_bytes]
-            part[:] = source[place + start : place + size]
-            found.append(digest(part, seed ^ digest(keys[row])))  # payload_seed()
-    intact = alike & (np.array(found, "<u8") == promised)
-    at = np.array(rows, np.int64)
-    batch.hit[at[intact]] = True
-    return at[~intact].tolist()  # type: ignore[no-any-return]
+def _fill_one(snapshot: Snapshot, key: bytes, row: int, batch: Batch, coder: Coder) -> None:
+    """Read a record of another layout, or say what is wrong with it."""
+    try:
+        record = open_record(key, snapshot.get(key) or b"")
+        batch.odd[row] = {
+            entry.name: record.value(position)
+            if entry.dtype is None
+            else record.tensor(position, coder)
+            for position, entry in enumerate(record.layout.fields)
+        }
+        batch.hit[row] = True
+    except RecordError as error:
+        batch.corrupt.append((key, str(error)))
 
 
 def assemble(batch: Batch) -> dict[str, Tensor | list[Any]]:

@@ -1,7 +1,7 @@
 """The head of a record: which fields, how stored, how long. Pure.
 
-The heads of a batch's raw records are the same bytes but for the checksum, so they are parsed once
-and then only compared. Byte for byte: docs/format.md.
+The heads of a batch's records are the same bytes but for checksum and lengths, so one is parsed and
+the others are only compared. Byte for byte: docs/format.md.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 
@@ -21,19 +23,20 @@ from egeria_cache.values import RecordError
 __all__ = [
     "CHECKSUM_BYTES",
     "DTYPES",
+    "PREFIX_BYTES",
     "FieldLayout",
     "Head",
     "Layout",
-    "head_with_lengths",
     "pack_head",
     "parse_head",
     "payload_seed",
+    "split_lengths",
 ]
 
 MAGIC, VERSION = b"EG", 1
 _PREFIX = struct.Struct("<Q2sBBI")
 """Checksum, magic, version, number of fields, bytes of layout."""
-CHECKSUM_BYTES = 8
+CHECKSUM_BYTES, PREFIX_BYTES = 8, _PREFIX.size
 MAX_NDIM, MAX_LAYOUT_BYTES = 32, 64 * 1024
 MAX_FIELD_BYTES = 1 << 40
 _LENGTH_MASK = (1 << 56) - 1
@@ -137,15 +140,11 @@ def parse_head(value: memoryview) -> Head:
     return _bounded(layout, lengths, end, seed, len(value))
 
 
-def head_with_lengths(head: Head, head_bytes: bytes, at: int, record_bytes: int) -> Head:
-    """Return a head of the same layout with the lengths found at `at`.
-
-    Raises:
-        RecordError: They contradict the length of the record.
-    """
-    lengths = struct.unpack_from(f"<{len(head.stored)}Q", head_bytes, at)
-    seed = xxhash.xxh3_64_intdigest(head_bytes)
-    return _bounded(head.layout, lengths, head.num_bytes, seed, record_bytes)
+def split_lengths(
+    lengths: npt.NDArray[np.uint64],
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+    """Return (codecs, stored bytes) of the numbers behind the prefix."""
+    return lengths >> np.uint64(56), (lengths & np.uint64(_LENGTH_MASK)).astype(np.int64)
 
 
 def _bounded(

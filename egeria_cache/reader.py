@@ -77,7 +77,9 @@ class BatchReader:
             if template is None:
                 self._forget(files, [], corrupt)
                 return Fetched(False, {}, np.zeros(len(keys), np.bool_), len(corrupt))
-            batch = Batch.allocate(*template, len(keys), pin_memory=pin_memory)
+            batch = Batch.begin(*template, len(keys), pin_memory=pin_memory)
+            if batch.parallel:
+                batch.make_room()
             parts = self._split(rows) if batch.parallel else [rows]
             if len(parts) > 1:
                 pool = self._threads()
@@ -89,6 +91,7 @@ class BatchReader:
                 self._fill(files, keys, rows, batch)
         except GoneError:
             return Fetched(False, {}, np.zeros(len(keys), np.bool_))
+        batch.make_room()
         fields = assemble(batch)
         self._forget(files, batch.absent, batch.corrupt)
         if not files.usable:  # became void while we were reading

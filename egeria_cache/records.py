@@ -18,7 +18,6 @@ from egeria_cache.layout import (
     FieldLayout,
     Head,
     Layout,
-    head_with_lengths,
     pack_head,
     parse_head,
     payload_seed,
@@ -26,7 +25,7 @@ from egeria_cache.layout import (
 from egeria_cache.lossy import LossyError, Storage, pack, unpack
 from egeria_cache.values import RecordError, Value, decode_value, encode_value
 
-__all__ = ["Encoded", "Record", "Rows", "encode_rows", "open_record"]
+__all__ = ["Encoded", "Record", "Rows", "encode_rows", "open_record", "plain_value"]
 
 # -- writing ---------------------------------------------------------------------------------
 
@@ -203,9 +202,7 @@ class Record:
 
     def value(self, position: int) -> Value:
         """Decode one field that is no tensor."""
-        if self.head.stored[position][0] != Codec.RAW:
-            raise RecordError("a scalar or text with a codec")
-        return decode_value(bytes(self.payload[position]))
+        return plain_value(self.head.stored[position][0], self.payload[position])
 
     def tensor(self, position: int, coder: Coder) -> Tensor:
         """Decode one tensor field into a tensor of its own."""
@@ -216,20 +213,18 @@ class Record:
         return unpack(packed, field.shape, field.dtype, field.storage)[0]
 
 
-def open_record(key: bytes, value: Any, like: tuple[Head, memoryview] | None = None) -> Record:
+def open_record(key: bytes, value: Any) -> Record:
     """Check a record against its own sizes and its checksum; decode nothing yet.
 
     Args:
         key: The key it was found under.
         value: Its bytes, any buffer.
-        like: Another record's head, parsed and as stored; one that only differs in lengths is not
-            parsed again, which is most of the work on a small record.
 
     Raises:
         RecordError: Damaged, cut short, of another version, or another sample's.
     """
     view = memoryview(value)
-    head = (_head_like(view, *like) if like is not None else None) or parse_head(view)
+    head = parse_head(view)
     (expected,) = _CHECKSUM.unpack_from(view)
     at = head.num_bytes
     if xxhash.xxh3_64_intdigest(view[at:], payload_seed(head.seed, key)) != expected:
@@ -241,10 +236,12 @@ def open_record(key: bytes, value: Any, like: tuple[Head, memoryview] | None = N
     return Record(head, tuple(payload))
 
 
-def _head_like(view: memoryview, head: Head, head_bytes: memoryview) -> Head | None:
-    """Return the record's head if all of it but the lengths is the same as another one's."""
-    found = bytes(view[CHECKSUM_BYTES : head.num_bytes])
-    fixed, lengths_end = 8, 8 + 8 * len(head.stored)
-    if found[:fixed] != head_bytes[:fixed] or found[lengths_end:] != head_bytes[lengths_end:]:
-        return None
-    return head_with_lengths(head, found, fixed, len(view))
+def plain_value(codec: int, stored: memoryview) -> Value:
+    """Decode a field that is no tensor.
+
+    Raises:
+        RecordError: It is none.
+    """
+    if codec != Codec.RAW:
+        raise RecordError("a scalar or text with a codec")
+    return decode_value(bytes(stored))

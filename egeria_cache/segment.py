@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from egeria_cache.gather import Source
+
 __all__ = ["SEGMENT_NAME", "Segment"]
 
 SEGMENT_NAME = "records.bin"
@@ -30,8 +32,7 @@ class Segment:
         flags = os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT
         self._descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
         self._lock = threading.Lock()
-        self.mapped = memoryview(b"")
-        """What is mapped now; a record committed later lies behind its end."""
+        self._mapped = Source.of(b"")
         self._map()
 
     @property
@@ -39,13 +40,16 @@ class Segment:
         """Bytes of the file."""
         return os.fstat(self._descriptor).st_size
 
-    def view(self, offset: int, length: int) -> memoryview:
-        """Return a record's bytes, empty if the file ends before them. They stay valid for as long
-        as the caller holds them.
+    def source(self, end: int = 0) -> Source:
+        """Return what can be read now, through `end` if the file is as long. It stays valid for as
+        long as the caller holds it.
+
+        What another process cut off the file is not part of it: to read there would be a SIGBUS.
         """
-        if offset + length > len(self.mapped):
-            self._map()
-        return self.mapped[offset : offset + length] if length > 0 <= offset else memoryview(b"")
+        mapped, size = self._mapped, self.size
+        if len(mapped.data) < end <= size:
+            mapped = self._map()
+        return mapped if len(mapped.data) <= size else Source.of(mapped.view[:size])
 
     def append(self, end: int, buffers: Sequence[Any]) -> list[int]:
         """Write the buffers behind `end`, flush them to disk, and return where each begins.
@@ -73,19 +77,18 @@ class Segment:
         """Close the file; views that are still held keep their memory."""
         with self._lock:
             descriptor, self._descriptor = self._descriptor, -1
-            self.mapped = memoryview(b"")
+            self._mapped = Source.of(b"")
         if descriptor >= 0:
             os.close(descriptor)
 
-    def _map(self) -> None:
+    def _map(self) -> Source:
         """Map the whole file as it is now. Rare: records are read epochs after they are written."""
         with self._lock:
-            if self._descriptor < 0:
-                return
-            size = self.size
-            if size > len(self.mapped):
+            size = self.size if self._descriptor >= 0 else 0
+            if size > len(self._mapped.data):
                 mapping = mmap.mmap(self._descriptor, size, prot=mmap.PROT_READ)
-                self.mapped = memoryview(mapping)
+                self._mapped = Source.of(mapping)
+            return self._mapped
 
     def _write_all(self, buffers: Sequence[Any], at: int) -> int:
         """Write despite short writes; return how many bytes."""
