@@ -26,7 +26,7 @@ from egeria_cache.budget import Budget, BudgetBusyError
 from egeria_cache.claims import clear_graves, in_use_elsewhere, remove_directory
 from egeria_cache.config import parse_size
 from egeria_cache.errors import StoreError
-from egeria_cache.manifest import Manifest, differing_fields
+from egeria_cache.manifest import DamagedError, Manifest, differing_fields
 from egeria_cache.plan_command import plan
 from egeria_cache.report import (
     CacheReport,
@@ -57,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return HEALTHY
     except SystemExit as stop:  # argparse has printed help (0) or the mistake (2)
         return int(stop.code or 0)
+    except DamagedError as error:
+        print(f"cache-inspect: {error}", file=sys.stderr)
+        return DAMAGED
     except (StoreError, ValueError, OSError, BudgetBusyError) as error:
         print(f"cache-inspect: {error}", file=sys.stderr)
         return BAD_ARGUMENTS

@@ -138,7 +138,7 @@ class GenerationFiles:
             self._identity = identity(directory / DATA_NAME)
             if not readonly:
                 self._pad()
-            self._load()
+            self._load(keys=not inspecting)
         except (lmdb.Error, OSError) as error:
             if self._in_use is not None:
                 os.close(self._in_use)
@@ -281,13 +281,13 @@ class GenerationFiles:
                 return  # a damaged tree that leads in a circle
             after = chunk[-1][0] + b"\x00"
 
-    def _load(self) -> None:
+    def _load(self, *, keys: bool) -> None:
         with self._env.begin() as transaction:
             stored = transaction.get(TOTALS_KEY)
             cursor = transaction.cursor()
-            found = cursor.set_range(FIRST_SAMPLE_KEY)
-            keys = cursor.iternext(values=False) if found else iter(())
-            while chunk := list(itertools.islice(keys, KEYS_PER_CHUNK)):
+            found = keys and cursor.set_range(FIRST_SAMPLE_KEY)
+            stored_keys = cursor.iternext(values=False) if found else iter(())
+            while chunk := list(itertools.islice(stored_keys, KEYS_PER_CHUNK)):
                 self.index.add_keys(chunk)
         self.totals = Totals.parse(stored)
 

@@ -39,6 +39,9 @@ _PREFIX = struct.Struct("<Q2sBBI")
 CHECKSUM_BYTES, PREFIX_BYTES = 8, _PREFIX.size
 MAX_NDIM, MAX_LAYOUT_BYTES = 32, 64 * 1024
 MAX_FIELD_BYTES = 1 << 40
+MAX_RATIO_BITS = 22
+"""zstd stores a block of 128 KiB in four bytes at best, a byte of a bitmap stands for 64 bytes of
+zeros at most: 2^21 together. A field that claims twice that is refused before room is made."""
 _LENGTH_MASK = (1 << 56) - 1
 
 _DTYPE_NAMES = (
@@ -157,6 +160,8 @@ def _bounded(
     for field, (codec, size) in zip(layout.fields, stored, strict=True):
         if codec == Codec.RAW and field.num_bytes not in (-1, size):
             raise RecordError(f"field {field.name!r} has {size} bytes, not {field.num_bytes}")
+        if field.num_bytes > size << MAX_RATIO_BITS:
+            raise RecordError(f"field {field.name!r}: {size} bytes for {field.num_bytes}")
     return Head(layout, stored, end, record_bytes, seed)
 
 

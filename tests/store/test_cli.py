@@ -120,6 +120,13 @@ def test_a_generation_that_cannot_be_opened_exits_1(filled, capsys):
     assert ask(capsys, filled, "verify")[0] == 1
 
 
+def test_a_damaged_description_of_the_cache_exits_1(filled, capsys):
+    (filled / "cache.json").write_text("{]")
+    code, shown = ask(capsys, filled, "verify")
+    assert code == 1
+    assert "is not JSON" in shown.err
+
+
 def test_diff_shows_the_fields_that_differ(filled, capsys):
     _, report = ask_json(capsys, filled)
     names = [one["name"] for one in report["generations"]]

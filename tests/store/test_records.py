@@ -210,6 +210,27 @@ def test_a_zstd_frame_that_claims_gigabytes_is_refused_before_anything_is_alloca
         CODER.decode_into(bomb, Codec.ZSTD, np.empty(64, np.uint8), (1, False))
 
 
+@pytest.mark.parametrize("codec", [1, 2, 3])
+def test_a_head_that_claims_terabytes_is_refused_before_anything_is_allocated(codec):
+    layout = struct.pack("<BHBBB", 1, 5, 8, 0, 1) + b"value" + struct.pack("<Q", 2**38)
+    layout += bytes(-len(layout) % 8)
+    stored = bytes(1000)
+    length = codec << 56 | len(stored)
+    head = struct.pack("<Q2sBBIQ", 0, b"EG", 1, 1, len(layout), length) + layout
+    with pytest.raises(RecordError, match="1000 bytes for 1099511627776"):
+        parse_head(memoryview(head + stored))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64])
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_most_compressible_tensor_of_all_is_not_taken_for_a_bomb(codec, dtype):
+    zeros = torch.zeros(1, 2**23, dtype=dtype)
+    ((key, record),) = encode_rows(
+        encode_keys([5]), [0], Rows(True, {"value": zeros}), codec, CODER
+    )
+    assert torch.equal(open_record(key, record).tensor(0, CODER), zeros[0])
+
+
 def relu(count=64, size=4096):
     generator = torch.Generator().manual_seed(0)
     return torch.randn(count, size, generator=generator).relu()

@@ -134,6 +134,25 @@ def test_a_directory_whose_lock_is_held_too_long_is_a_store_error(store, directo
     assert store.open_generation({"a": 1}).alive
 
 
+def test_a_lock_held_too_long_costs_the_batch_and_not_the_training(
+    store, directory, monkeypatch, caplog
+):
+    monkeypatch.setattr(budget_module, "LOCK_WAIT_S", 0.05)
+    store.put_batch([1], rows([1]))
+    store.flush(FLUSH_S)
+    with Budget(directory, 1, evict_unused=False).locked():
+        for one in (2, 3):
+            store.put_batch([one], rows([one]))
+            assert store.flush(FLUSH_S)
+        assert assert_right(store, [1, 2, 3]).tolist() == [True, False, False]
+    assert store.stats().dropped_writes == 2
+    (warning,) = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert "cache.lock is held" in warning
+    store.put_batch([2], rows([2]))
+    assert store.flush(FLUSH_S)
+    assert assert_right(store, [2]).all()
+
+
 @pytest.mark.parametrize("stage", ["nothing", "root", "generation"])
 def test_a_disk_that_was_full_leaves_a_directory_that_works_once_there_is_room(small_disk, stage):
     place, ballast = small_disk / "cache", small_disk / "ballast"
