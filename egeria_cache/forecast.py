@@ -183,6 +183,8 @@ class _Trial:
         (kept,) = survey(scratch / "cache").generations
         generation, ids = views[0].generation, loader.source.identify(self.indices)
         rows, _ = generation.get_batch(ids[: self.batch_size])
+        read_s = self._read_s(generation, ids)
+        costs = Costs(fetch_s_per_byte=read_s * kept.num_samples / max(kept.raw_bytes, 1))
         return Prospect(
             boundary=place.boundary,
             raw_bytes=kept.raw_bytes / kept.num_samples,
@@ -192,10 +194,10 @@ class _Trial:
             served_forward_s=served_forward_s,
             step_s=step_s,
             served_step_s=served_step_s,
-            read_s=self._read_s(generation, ids),
+            read_s=read_s,
             write_s=self._write_s(rows, kept.codec or self.settings.codec, scratch / "again"),
             prove_s=max(first_s - step_s * self.batch_size, 0.0),
-            cut_at=choose(views[0].cut.profile, Costs()).boundary,
+            cut_at=choose(views[0].cut.profile, costs).boundary,
         )
 
     def _train(self, batches: Any, optimizer: torch.optim.Optimizer) -> list[tuple[float, float]]:
