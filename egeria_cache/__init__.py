@@ -13,6 +13,7 @@ from egeria_cache.errors import BoundaryError, EgeriaError, StoreError
 from egeria_cache.events import BoundaryMoved
 from egeria_cache.frozen import FrozenPrefix
 from egeria_cache.loader import EgeriaLoader
+from egeria_cache.samplers import ShardAffineSampler
 from egeria_cache.seeds import sample_seed
 from egeria_cache.stats import CacheStats
 from egeria_cache.store import ActivationStore
@@ -26,6 +27,7 @@ __all__ = [
     "EgeriaError",
     "EgeriaLoader",
     "FrozenPrefix",
+    "ShardAffineSampler",
     "StoreError",
     "sample_seed",
 ]

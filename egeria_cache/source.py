@@ -106,12 +106,7 @@ class LoaderSource:
         for rows in [[i] for i in range(batch.size)] if alone else [ends]:
             differs = self._first_difference(batch, rows)
             if differs is not None:
-                return (
-                    f"leaf {differs or 'of the batch'!r} of a sample is not the same when it is "
-                    "loaded again under the same seed"
-                    + (", or collated without the rest of its batch" if alone else "")
-                    + "; draw random numbers from torch, numpy or random, and pad to a fixed size"
-                )
+                return self._why(batch, *differs, alone)
         if alone and batch.size == 1 and not self._collates_rows(batch):
             return "the collate_fn does not give one row per sample"
         self._proven.add(kind)
@@ -136,14 +131,32 @@ class LoaderSource:
                 return path
         return None
 
-    def _first_difference(self, batch: Batch, rows: list[int]) -> str | None:
-        """Load some rows again; return the path of the first leaf that comes out differently."""
+    def _why(self, batch: Batch, path: str, once: Any, again: Any, alone: bool) -> str:
+        """Say what makes a leaf come out differently, and what to do."""
+        leaf = f"leaf {path or 'of the batch'!r} of a sample"
+        if not alone or self._first_difference(batch, list(range(batch.size))) is not None:
+            return (
+                f"{leaf} is not the same when it is loaded again under the same seed; draw random "
+                "numbers in the data set, from torch, numpy or random (not in the collate_fn)"
+            )
+        how = ""
+        if isinstance(once, Tensor) and isinstance(again, Tensor):
+            there, here = tuple(once.shape[1:]), tuple(again.shape[1:])
+            how = f", of shape {there} there and {here} alone" if there != here else ""
+        return (
+            f"{leaf} depends on the rest of its batch{how}: the collate_fn pads to the longest of "
+            "the batch, or mixes samples; pad every sample to one fixed length in the data set, "
+            "and mix after the boundary"
+        )
+
+    def _first_difference(self, batch: Batch, rows: list[int]) -> tuple[str, Any, Any] | None:
+        """Load rows again; return the first leaf that differs: its path, as it was, as it is."""
         mask = np.zeros(batch.size, bool)
         mask[rows] = True
         again = self._leaves(batch.context.plan, mask)
         for path, leaf in batch.leaves.items():
             if not _equal(take_rows(leaf, mask), again.get(path)):
-                return path
+                return path, leaf, again.get(path)
         return None
 
     def _leaves(self, plan: Plan, rows: np.ndarray) -> dict[str, Any]:
