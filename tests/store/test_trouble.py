@@ -398,6 +398,27 @@ def test_two_processes_write_and_read_one_generation(directory):
         assert (got == torch.arange(800.0)[:, None]).all()
 
 
+def test_a_process_with_a_smaller_limit_reads_on_when_another_grows_the_index(directory):
+    code = """
+        import sys, torch
+        from egeria_cache.store import ActivationStore
+        with ActivationStore(sys.argv[1], "500MB", codec="raw") as store:
+            for start in range(100, 60_100, 20_000):
+                store.put_batch(range(start, start + 20_000), torch.zeros(20_000, 2))
+                assert store.flush(30)
+    """
+    with ActivationStore(directory, "1MB", codec="raw") as store:
+        store.put_batch(range(10), rows(range(10)))
+        store.flush(FLUSH_S)
+        run_python(code, directory).communicate(timeout=DEADLINE_S)
+        (tree,) = directory.glob("gen-*/data.mdb")
+        assert tree.stat().st_size > 1_000_000  # beyond this process's map
+        assert assert_right(store, range(12)).tolist() == [True] * 10 + [False] * 2
+        store.put_batch([11], rows([11]))  # there is no room, by this process's limit
+        assert store.flush(FLUSH_S)
+        assert assert_right(store, range(12)).sum() == 10
+
+
 HOLDER = """
     import sys, torch
     from egeria_cache.store import ActivationStore
