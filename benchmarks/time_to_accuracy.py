@@ -84,7 +84,8 @@ def run_one_sweep(
     """Train the eight runs of one sweep, unless the working file has them."""
     task = sweep_task(name, small=small)
     if work.find(name, method, seed, task.fingerprint()) is None:
-        record = run_sweep(task, cached=method == "cached", seed=seed, directory=directory)
+        cached, settings = method == "cached", 3 if small else 8
+        record = run_sweep(task, cached=cached, seed=seed, directory=directory, settings=settings)
         key = {"task": name, "method": method, "seed": seed, "fingerprint": task.fingerprint()}
         work.add(key | record)
 

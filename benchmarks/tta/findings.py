@@ -78,6 +78,7 @@ def _overheads(row: dict[str, Any], methods: dict[str, Any]) -> str:
     """Name what a cached run spends beside its arithmetic, as parts of its own time."""
     total = row["seconds"]["median"]
     costs = {
+        f"proving {row['moves']:.0f} cut(s)": row["phases"]["cut"],
         "waiting for batches": row["phases"]["data"],
         "the controller": row["phases"]["control"],
         "waiting for the writer": row["phases"]["flush"],
@@ -85,5 +86,6 @@ def _overheads(row: dict[str, Any], methods: dict[str, Any]) -> str:
         - (1 - row["frozen_forward"]) * methods["plain"]["phases"]["forward"],
     }
     worst = sorted(costs.items(), key=lambda item: -item[1])[:3]
+    behind = f"; {row['background_cpu']:.0%} of its CPU time is the cache's threads"
     named = [f"{what} {seconds / total:.0%}" for what, seconds in worst if seconds > 0.01 * total]
-    return ", ".join(named) if named else "backward passes of a different mix of layers"
+    return (", ".join(named) or "nothing that was measured alone") + behind

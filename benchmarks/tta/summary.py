@@ -99,6 +99,10 @@ def _method(
             run["hits"] / (run["steps"] * run["batch_size"]) for run in runs
         ),
         "bytes_on_disk": max(run["bytes_on_disk"] for run in runs),
+        "moves": statistics.median(len(run["schedule"]) for run in runs),
+        "background_cpu": statistics.median(
+            run["background_cpu_seconds"] / run["cpu_seconds"] for run in runs
+        ),
         "phases": {
             phase: statistics.median(run["phases"][phase] for run in runs)
             for phase in runs[0]["phases"]

@@ -28,7 +28,7 @@ from tta.tasks import Problem, Task, loss_of, make_optimizer, make_schedule
 
 __all__ = ["Clock", "Run", "evaluate", "forward_shares", "train"]
 
-PHASES = ("data", "forward", "backward", "update", "control", "flush")
+PHASES = ("data", "cut", "forward", "backward", "update", "control", "flush")
 
 
 @dataclass
@@ -37,17 +37,20 @@ class Clock:
 
     wall: float = 0.0
     cpu: float = 0.0
+    own_cpu: float = 0.0
+    """Of the training thread alone."""
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     _last: float = 0.0
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Count what happens inside."""
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall, cpu, own = time.perf_counter(), time.process_time(), time.thread_time()
         self._last = wall
         yield
         self.wall += time.perf_counter() - wall
         self.cpu += time.process_time() - cpu
+        self.own_cpu += time.thread_time() - own
 
     def lap(self, phase: str) -> None:
         """Everything since the last lap belongs to this phase."""
@@ -62,6 +65,8 @@ class Run:
 
     seconds: float = 0.0
     cpu_seconds: float = 0.0
+    background_cpu_seconds: float = 0.0
+    """Of the threads beside the training thread: readers, writer, compression."""
     steps: int = 0
     curve: list[tuple[float, float, float]] = field(default_factory=list)
     """(epoch, training time, metric) at each evaluation."""
@@ -75,6 +80,8 @@ class Run:
     bytes_on_disk: int = 0
     gate: str = ""
     phases: dict[str, float] = field(default_factory=dict)
+    """Of the training thread. `cut`: the forwards of the two steps after a boundary moved, in which
+    a cache proves where the model can be cut."""
     load_average: float = 0.0
     """Of the machine when the run began."""
     losses: list[float] = field(default_factory=list, repr=False)
@@ -162,7 +169,8 @@ def train(
                         inputs, targets = next(batches)
                         clock.lap("data")
                         loss = loss_of(model(inputs), targets)
-                        clock.lap("forward")
+                        moved = controller is not None and _moved(controller, len(run.losses))
+                        clock.lap("cut" if moved and cache is not None else "forward")
                         optimizer.zero_grad()
                         loss.backward()
                         clock.lap("backward")
@@ -191,6 +199,7 @@ def train(
             run.hits, run.misses, run.gate = stats.hits, stats.misses, stats.gate
             run.bytes_on_disk = stats.bytes_on_disk
     run.seconds, run.cpu_seconds, run.phases = clock.wall, clock.cpu, clock.phases
+    run.background_cpu_seconds = max(0.0, clock.cpu - clock.own_cpu)
     run.steps = total
     return run
 
@@ -211,6 +220,12 @@ def _loader(task: Task, problem: Problem, seed: int, cache: ActivationCache | No
 def _share(controller: Any, shares: dict[str, float]) -> float:
     boundary = None if controller is None else controller.boundary
     return 0.0 if boundary is None else shares[boundary]
+
+
+def _moved(controller: Any, step: int) -> bool:
+    """Whether the boundary has moved to a module within the last two steps."""
+    moves = controller.schedule()
+    return bool(moves) and moves[-1][1] is not None and step - moves[-1][0] < 2
 
 
 def _frozen(model: nn.Module, sizes: dict[str, int]) -> float:

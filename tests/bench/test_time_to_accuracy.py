@@ -7,6 +7,7 @@ import pytest
 import torch
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+PHASES = ("data", "cut", "forward", "backward", "update", "control", "flush")
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +34,8 @@ def record(method, seed, seconds, final, **changes):
         "task": "digits", "method": method, "seed": seed, "fingerprint": "f", "curve": curve,
         "seconds": seconds, "cpu_seconds": seconds / 2, "steps": 10, "batch_size": 4, "hits": 0,
         "frozen_forward": 0.0, "frozen_parameters": 0.0, "bytes_on_disk": 0,
-        "phases": dict.fromkeys(("data", "forward", "backward", "update", "control", "flush"), 1.0),
+        "schedule": [], "background_cpu_seconds": 0.0,
+        "phases": dict.fromkeys(PHASES, 1.0),
     }  # fmt: skip
     return fields | changes
 
