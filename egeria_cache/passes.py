@@ -16,7 +16,6 @@ from egeria_cache.calls import intercept
 from egeria_cache.errors import BoundaryError
 from egeria_cache.invocation import Invocation, plain
 from egeria_cache.placeholder import Source
-from egeria_cache.probe import input_placeholder
 from egeria_cache.recipe import CaptureRun, PrefixDone, Recipe, ReplayRun, Unavailable
 from egeria_cache.state import RandomState
 
@@ -83,7 +82,7 @@ def replay(
         )
         for name, slot in source.slots().items()
     }
-    run = ReplayRun(source, size, values)
+    run = ReplayRun(source, size, values, proven=True)
     capture = CaptureRun(recipe, size) if source is not recipe else None
     args, kwargs = call.rebuild(lambda i, leaf: _input(source, run, i, leaf))
     undo = _Undo(source)
@@ -105,21 +104,19 @@ class _Undo:
 
     def __init__(self, recipe: Recipe) -> None:
         self._rng = torch.get_rng_state()
-        self._buffers = [(buffer, buffer.clone()) for buffer in recipe.mutable]
+        self._recipe = recipe
+        recipe.save_buffers()
 
     def restore(self) -> None:
         torch.set_rng_state(self._rng)
-        with torch.no_grad():
-            for buffer, copy in self._buffers:
-                buffer.copy_(copy)
+        self._recipe.put_back_buffers()
 
 
 def _input(source: Recipe, replay: ReplayRun, position: int, leaf: Tensor) -> Tensor:
     if position in source.kept or position not in source.leaf_names:
         result: Tensor = plain(leaf)
         return result
-    name = source.leaf_names[position][0]
-    return input_placeholder(leaf, frozenset({Source("leaf", name, position)}), replay)
+    return source.input_placeholder(position, leaf, replay.scene)
 
 
 def _handler(

@@ -99,6 +99,13 @@ class Placeholder(Tensor):
         tensor.meta, tensor.sources, tensor.scene = meta, sources, scene
         return tensor
 
+    @staticmethod
+    def of(leaf: Tensor, sources: frozenset[Source], scene: Scene) -> Placeholder:
+        """Stand for a tensor that is there, or would be."""
+        with torch._C.DisableTorchFunctionSubclass():
+            meta = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+            return Placeholder.like(meta, leaf.device, sources, scene)
+
     # Straight to the dispatcher: a placeholder has no use for a look at the Python function.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

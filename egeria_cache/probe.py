@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -22,7 +21,7 @@ from egeria_cache.invocation import plain
 from egeria_cache.placeholder import Escape, Placeholder, Source, placeholders
 from egeria_cache.recipe import Recipe, ReplayRun, Slot, Unavailable
 
-__all__ = ["Prober", "input_placeholder"]
+__all__ = ["Prober"]
 
 _MAX_PROBES = 200
 
@@ -80,7 +79,7 @@ class Prober:
                 return plain(leaf)
             kind = "leaf" if position in self.evidence.call.tagged else "argument"
             source = frozenset({Source(kind, self._paths[position], position)})
-            return input_placeholder(leaf, source, run)
+            return Placeholder.of(leaf, source, run.scene)
 
         return self.evidence.call.rebuild(swap)
 
@@ -168,13 +167,6 @@ class _ProbeRun(ReplayRun):
         parameter = self._prober.evidence.trained_by(tensor)
         if parameter is not None:
             raise BoundaryError.trainable(self.recipe.boundary, parameter)
-
-
-def input_placeholder(leaf: Tensor, source: frozenset[Source], run: ReplayRun) -> Placeholder:
-    """Stand for one of the model's inputs."""
-    with torch._C.DisableTorchFunctionSubclass():
-        meta = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-        return Placeholder.like(meta, leaf.device, source, run.scene)
 
 
 def _leaked(output: Any) -> list[Placeholder]:

@@ -114,6 +114,10 @@ class Recipe:
     mutable: list[Tensor] = field(default_factory=list)
     """Buffers that the active part writes to: put back if a replay has to be abandoned."""
     _metas: dict[int, list[list[Tensor | None]]] = field(default_factory=dict)
+    _stage: Scene | None = None
+    _stand_ins: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    _inputs: dict[tuple[Any, ...], Placeholder] = field(default_factory=dict)
+    _saved: list[tuple[list[Tensor], list[Tensor]]] = field(default_factory=list)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -178,20 +182,78 @@ class Recipe:
         """Begin a run on placeholders."""
         return Scene(self.names, frozenset(map(id, self.ancestors)))
 
+    def stage(self) -> Scene:
+        """Begin a run on placeholders that are made once and used by every hit.
+
+        Nothing is left of a run but its placeholders, which have no content; making them anew cost
+        more than calling the skipped modules.
+        """
+        if self._stage is None:
+            self._stage = self.scene()
+        self._stage.after_boundary = self._stage.finished = False
+        return self._stage
+
+    def input_placeholder(self, position: int, leaf: Tensor, scene: Scene) -> Placeholder:
+        """Stand for one of the model's inputs on a hit."""
+        with torch._C.DisableTorchFunctionSubclass():
+            key = (position, leaf.shape, leaf.stride())
+        found = self._inputs.get(key)
+        if found is None or found.scene is not scene:
+            source = frozenset({Source("leaf", self.leaf_names[position][0], position)})
+            found = Placeholder.of(leaf, source, scene)
+            if len(self._inputs) > 64:
+                self._inputs.clear()
+            self._inputs[key] = found
+        return found
+
+    def save_buffers(self) -> None:
+        """Remember what the active part may write to, until `put_back_buffers`."""
+        if not self._saved and self.mutable:
+            by_type: dict[Any, list[Tensor]] = {}
+            for buffer in self.mutable:
+                by_type.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+            with torch.inference_mode(False), torch.no_grad():
+                self._saved = [(some, [b.clone() for b in some]) for some in by_type.values()]
+        with torch.no_grad():
+            for buffers, copies in self._saved:
+                torch._foreach_copy_(copies, buffers)
+
+    def put_back_buffers(self) -> None:
+        """Undo what a run wrote to buffers."""
+        with torch.no_grad():
+            for buffers, copies in self._saved:
+                torch._foreach_copy_(buffers, copies)
+
+    def hit_output(
+        self, index: int, batch_size: int, scene: Scene, values: Mapping[Slot, Tensor]
+    ) -> Any:
+        """Build what step `index` returns on a hit, from placeholders made once."""
+        step = self.steps[index]
+        leaves = self._stand_ins.get((index, batch_size))
+        if leaves is None:
+            leaves = self._leaves(index, batch_size, scene)
+            if len(self._stand_ins) > 16 * len(self.steps):
+                self._stand_ins.clear()
+            self._stand_ins[index, batch_size] = leaves
+        if step.cached or step.constants:
+            leaves = self._with_values(index, leaves, values)
+        return leaves[0] if step.single else tree_unflatten(leaves, step.spec)
+
     def output(
         self, index: int, batch_size: int, scene: Scene, values: Mapping[Slot, Tensor]
     ) -> Any:
-        """Build what step `index` returns on a hit."""
+        """Build what step `index` returns in a run on placeholders."""
+        leaves = self._with_values(index, self._leaves(index, batch_size, scene), values)
+        # Most modules return one tensor: there is nothing to put together.
         step = self.steps[index]
-        metas = self._metas_at(batch_size)[index]
-        leaves: list[Any] = []
-        sources = step.sources(index)
+        return leaves[0] if step.single else tree_unflatten(leaves, step.spec)
+
+    def _leaves(self, index: int, batch_size: int, scene: Scene) -> list[Any]:
+        """Return what stands for the leaves of a step's output where nothing was stored."""
+        step, leaves = self.steps[index], list[Any]()
+        metas, sources = self._metas_at(batch_size)[index], step.sources(index)
         for j, leaf in enumerate(step.leaves):
-            if (index, j) in values:
-                leaves.append(values[index, j])
-            elif j in step.constants:
-                leaves.append(step.constants[j].clone() if self.copies else step.constants[j])
-            elif isinstance(leaf, TensorSpec):
+            if isinstance(leaf, TensorSpec):
                 meta = metas[j]
                 assert meta is not None
                 leaves.append(Placeholder.like(meta, leaf.device, sources[j], scene))
@@ -199,8 +261,19 @@ class Recipe:
                 leaves.append(Unavailable(sources[j]))
             else:
                 leaves.append(leaf)
-        # Most modules return one tensor: there is nothing to put together.
-        return leaves[0] if step.single else tree_unflatten(leaves, step.spec)
+        return leaves
+
+    def _with_values(
+        self, index: int, leaves: list[Any], values: Mapping[Slot, Tensor]
+    ) -> list[Any]:
+        """Put stored values and constants in their places."""
+        step, leaves = self.steps[index], list(leaves)
+        for j in range(len(leaves)):
+            if (index, j) in values:
+                leaves[j] = values[index, j]
+            elif j in step.constants:
+                leaves[j] = step.constants[j].clone() if self.copies else step.constants[j]
+        return leaves
 
     def _metas_at(self, batch_size: int) -> list[list[Tensor | None]]:
         metas = self._metas.get(batch_size)
@@ -308,11 +381,19 @@ class CaptureRun:
 class ReplayRun:
     """Handler for a forward that enters at the cut: skipped modules return what is stored."""
 
-    def __init__(self, recipe: Recipe, batch_size: int, values: Mapping[Slot, Tensor]) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        batch_size: int,
+        values: Mapping[Slot, Tensor],
+        *,
+        proven: bool = False,
+    ) -> None:
         self.recipe = recipe
         self.batch_size = batch_size
         self.values = values
-        self.scene = recipe.scene()
+        self.scene = recipe.stage() if proven else recipe.scene()
+        self._output = recipe.hit_output if proven else recipe.output
         self._position = 0
         self._inside = False
 
@@ -340,7 +421,7 @@ class ReplayRun:
             self.skipping(index, args, kwargs)
             for draw in step.draws:
                 draw.again()
-            output = self.recipe.output(index, self.batch_size, self.scene, self.values)
+            output = self._output(index, self.batch_size, self.scene, self.values)
         self._position += 1
         self.scene.after_boundary = self._position == len(steps)
         return output

@@ -140,7 +140,10 @@ class SkipEngine:
         if recipe is None:
             return self._first(key, call)
         entry = call.batch.entry
-        source = None if entry is None else self._find(entry.cut, key, call)
+        source: Recipe | None = None
+        if entry is not None:
+            is_same = entry.cut is recipe.cut
+            source = recipe if is_same else self._find(entry.cut, key, call)
         if entry is None or source is None:
             return self._miss(recipe, call)
         try:
