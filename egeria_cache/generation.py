@@ -204,13 +204,13 @@ class Generation:
             self._count(dropped_writes=len(picked))
         return accepted
 
-    def commit(self, job: Job) -> None:
-        """Encode and store a batch; called by the writer thread alone."""
-        num_rows = len(job.picked)
+    def commit(self, jobs: Sequence[Job]) -> None:
+        """Encode and store batches in one transaction; called by the writer thread alone."""
+        num_rows = sum(len(job.picked) for job in jobs)
         num_written = 0
         try:
             if self.alive and not self._writes_off:
-                num_written = self._commit(job)
+                num_written = self._commit(jobs)
         except lmdb.MapFullError:
             self._writes_off = "the size limit is reached"
         except GoneError as gone:
@@ -224,24 +224,44 @@ class Generation:
         finally:
             self._count(writes=num_written, dropped_writes=num_rows - num_written)
 
-    def _commit(self, job: Job) -> int:
-        if job.ready is not None:
-            job.ready.synchronize()
-        codec = self._codec if self._codec is not None else self._choose_codec(job)
-        error = LossyError()
-        records = encode_rows(
-            job.keys, job.picked, job.rows, codec, self._coder, self._storage, error
-        )
-        if not job.unchanged():
-            self._warn("a tensor was changed after put_batch and before it was stored; not stored")
+    def _commit(self, jobs: Sequence[Job]) -> int:
+        records: dict[bytes, Any] = {}
+        num_encoded, raw_bytes, error = 0, 0, LossyError()
+        for job in jobs:
+            try:
+                encoded = self._encode(job, error)
+            except (TypeError, ValueError, RuntimeError) as problem:  # of this batch alone
+                self._warn(f"a batch cannot be stored: {problem}")
+                continue
+            before = len(records)
+            for key, record in encoded:  # a sample that waited twice is stored once
+                records.setdefault(key, record)
+            num_encoded += len(encoded)
+            raw_bytes += job.num_bytes * (len(records) - before) // max(len(job.keys), 1)
+        if not records:
             return 0
-        raw_bytes = job.rows.num_bytes() * len(records) // max(len(job.keys), 1)
         with self._budget.locked():
-            num_stored = self._admit(records, raw_bytes, error)
+            num_stored = self._admit(list(records.items()), raw_bytes, error)
         if num_stored < len(records):
             self._writes_off = "the size limit is reached"
             logger.info("%s: the size limit is reached; new samples are not stored", self.name)
-        return num_stored
+            return num_stored
+        return num_encoded
+
+    def _encode(self, job: Job, error: LossyError) -> Encoded:
+        """Return the records of a batch; none if it was changed meanwhile."""
+        if job.ready is not None:
+            job.ready.synchronize()
+        codec = self._codec if self._codec is not None else self._choose_codec(job)
+        changed = LossyError()
+        records = encode_rows(
+            job.keys, job.picked, job.rows, codec, self._coder, self._storage, changed
+        )
+        if not job.unchanged():
+            self._warn("a tensor was changed after put_batch and before it was stored; not stored")
+            return []
+        error.join(changed)
+        return records
 
     def _admit(self, records: Encoded, raw_bytes: int, error: LossyError) -> int:
         """Commit as many of the records as surely fit; return how many."""

@@ -1,4 +1,4 @@
-"""The one thread that encodes and commits: bounded queue, one transaction per batch.
+"""The one thread that encodes and commits: bounded queue, one transaction for what waits in it.
 
 Owned by its store, which starts and closes it. It never blocks a caller: what does not fit is
 dropped and counted. It never raises into training: an error stops its generation, with one warning.
@@ -24,13 +24,17 @@ __all__ = ["Job", "Writer"]
 
 logger = logging.getLogger("egeria_cache.store")
 
+GROUP_BYTES = 32 * 2**20
+"""Batches that wait are committed together, up to this size: a commit costs two flushes of the disk
+however small it is. Nothing waits for a group to fill."""
+
 
 @dataclass(slots=True)
 class Job:
     """One batch on its way to disk."""
 
     target: Any
-    """The generation; its `commit(job)` runs on the writer thread."""
+    """The generation; its `commit(jobs)` runs on the writer thread."""
     keys: Sequence[bytes]
     picked: Sequence[int]
     rows: Rows
@@ -116,11 +120,11 @@ class Writer:
     def _run(self) -> None:
         compute_on_one_core()
         try:
-            while (job := self._next()) is not None:
+            while jobs := self._next():
                 try:
-                    job.target.commit(job)
+                    jobs[0].target.commit(jobs)
                 finally:
-                    del job
+                    del jobs
                     with self._changed:
                         self._busy = False
                         self._changed.notify_all()
@@ -128,13 +132,20 @@ class Writer:
             self._died = True
             logger.exception("the cache's writer thread died; nothing more is stored in this run")
 
-    def _next(self) -> Job | None:
+    def _next(self) -> list[Job]:
+        """Return what waits for one generation, in order; nothing when it is time to stop."""
         with self._changed:
             while not self._jobs:
                 if self._stopping:
-                    return None
+                    return []
                 self._changed.wait(1.0)
-            job = self._jobs.popleft()
-            self._waiting_bytes -= job.num_bytes
+            jobs = [self._jobs.popleft()]
+            num_bytes = jobs[0].num_bytes
+            while self._jobs and self._jobs[0].target is jobs[0].target:
+                num_bytes += self._jobs[0].num_bytes
+                if num_bytes > GROUP_BYTES:
+                    break
+                jobs.append(self._jobs.popleft())
+            self._waiting_bytes -= sum(job.num_bytes for job in jobs)
             self._busy = True
-            return job
+            return jobs

@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -10,7 +11,10 @@ import torch
 
 from egeria_cache.errors import StoreError
 from egeria_cache.files import GenerationFiles
+from egeria_cache.keys import encode_keys
+from egeria_cache.records import Rows
 from egeria_cache.store import ActivationStore
+from egeria_cache.writer import Job, Writer
 
 FLUSH_S = 30
 
@@ -284,3 +288,49 @@ def test_the_limit_is_never_exceeded_and_is_filled_well(directory, num_bytes):
         on_disk = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
         assert 0.5 * limit < on_disk <= limit
         assert store.stats().dropped_writes > 0
+
+
+class Blocked:
+    """A generation whose first commit waits."""
+
+    def __init__(self):
+        self.started, self.go, self.groups = threading.Event(), threading.Event(), []
+
+    def commit(self, jobs):
+        self.groups.append([job.keys for job in jobs])
+        self.started.set()
+        assert self.go.wait(FLUSH_S)
+
+
+def job(target, name, num_bytes=1):
+    return Job(target, [name], [0], Rows(True, {}), [], num_bytes)
+
+
+def test_batches_that_waited_are_committed_together_in_order_and_per_generation():
+    one, other = Blocked(), Blocked()
+    other.go.set()
+    writer = Writer(queue_batches=16, queue_bytes=2**40)
+    assert writer.submit(job(one, "a"))
+    assert one.started.wait(FLUSH_S)
+    for target, name, size in ((one, "b", 1), (one, "c", 1), (other, "d", 1), (one, "e", 2**30),
+                               (one, "f", 1)):  # fmt: skip
+        assert writer.submit(job(target, name, size))
+    one.go.set()
+    assert writer.flush(FLUSH_S)
+    writer.close(FLUSH_S)
+    assert one.groups == [[["a"]], [["b"], ["c"]], [["e"]], [["f"]]]
+    assert other.groups == [[["d"]]]
+
+
+def test_a_batch_that_cannot_be_stored_does_not_take_those_it_waited_with_along(store, caplog):
+    generation = store.open_generation({"use": "group"})
+    fields = [{"value": rows([1])}, {"value": [object()]}, {"value": rows([1])}]
+    jobs = [
+        Job(generation, encode_keys([one]), [0], Rows(True, field), [], 64)
+        for one, field in zip([1, 2, 1], fields, strict=True)
+    ]
+    generation.commit(jobs)
+    assert generation.contains([1, 2]).tolist() == [True, False]
+    assert (generation.num_samples, generation.raw_bytes) == (1, 64)
+    assert (generation.counts.writes, generation.counts.dropped_writes) == (2, 1)
+    assert "cannot be stored" in caplog.text
