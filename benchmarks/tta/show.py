@@ -51,7 +51,8 @@ def _task_table(task: dict[str, Any]) -> Table:
         "method", "final", "± std", "time, s", "speed-up", "CPU", "to target, s", "speed-up",
         "(range)", "reached", "relaxed", "frozen fwd", "params", "hits", "MB",
     ):  # fmt: skip
-        table.add_column(column, justify="left" if column == "method" else "right")
+        is_name = column == "method"
+        table.add_column(column, justify="left" if is_name else "right", no_wrap=is_name)
     for name, row in summary["methods"].items():
         reach, relaxed = row["time_to_strict"], row["time_to_relaxed"]
         table.add_row(
@@ -74,7 +75,7 @@ def _task_table(task: dict[str, Any]) -> Table:
     stopped = summary.get("plain_stopped")
     if stopped is not None:
         final = stopped["final"]
-        table.add_row("plain, stopped then", metric(final["mean"]), metric(final["std"]))
+        table.add_row("plain stopped", metric(final["mean"]), metric(final["std"]))
     return table
 
 

@@ -78,7 +78,8 @@ class Task:
     variants: int = 1
     """Augmented versions of each sample that the cache keeps."""
     plasticity: dict[str, Any] = field(default_factory=dict)
-    """`FreezeController`'s options for Egeria; n, W and T among them."""
+    """`FreezeController`'s options for Egeria and Skip-Conv; n, W and T among them. On a short
+    schedule few, large layers: each move makes a cache prove a new cut and fill anew."""
     relaxed: float = 0.01
     """The relaxed target: the metric may be worse by this (absolute accuracy, relative loss)."""
 
@@ -262,7 +263,8 @@ TASKS = {
             static_boundary="layer2.2",
             variants=1,
             plasticity={
-                "evaluate_every": 1,
+                "num_layers": 3,
+                "evaluate_every": 2,
                 "window": 4,
                 "tolerance": 0.4,
                 "bootstrap": None,
@@ -288,6 +290,7 @@ TASKS = {
             pretrain_epochs=2,
             static_boundary="blocks.3",
             plasticity={
+                "num_layers": 4,
                 "evaluate_every": 2,
                 "window": 6,
                 "tolerance": 0.3,
