@@ -118,6 +118,26 @@ class Planner:
         self._planned.popleft()
         return self._undispatched.popleft()
 
+    def take_task(self) -> Task | None:
+        """Return the next batch as a task, past all planning: only while `is_idle`.
+
+        None at the end.
+        """
+        indices = next(self._index_batches, None)
+        if indices is None:
+            return None
+        indices, number = list(indices), self._next_number
+        self._next_number += 1
+        seeds_all = self._outlook()[1]
+        return Task(
+            number, indices, self._identify(indices), self._variant, self._seed, seeds_all
+        )  # fmt: skip
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is planned beyond what was taken."""
+        return not self._planned
+
     def top_up(self) -> None:
         """Plan ahead, and begin to read the hits of the plans that come next.
 
