@@ -259,8 +259,7 @@ class _Pass:
     def _next(self) -> Any:
         asked = self._note_step()
         if self._loads_here and self._planner.is_idle and self._is_unfrozen():
-            if not torch.autograd._profiler_enabled():  # a profile shows DataLoader's own events
-                return self._load_at_once()
+            return self._load_at_once()
         if self._first_shows:
             self._first_shows = False
             first = self._planner.take_first()
@@ -287,6 +286,8 @@ class _Pass:
         return batch
 
     def _is_unfrozen(self) -> bool:
+        if torch.autograd._profiler_enabled():
+            return False  # a profile is to show DataLoader's own events
         return self._cache is None or self._cache.boundary is None
 
     def _load_at_once(self) -> Any:
