@@ -67,6 +67,21 @@ def test_writing_into_a_placeholder_adds_the_writers_sources(stand):
     assert {source.name for source in target.sources} == {"stem", "x"}
 
 
+def test_an_operator_on_equal_shapes_is_worked_out_once(stand):
+    """And its second result stands for the second operand, with its own sources."""
+    one, two = stand(4, 3), stand(4, 3)
+    first, second = one.relu(), two.relu()
+    assert first is not second
+    assert second.meta is first.meta
+    assert second.sources == two.sources
+    assert one.reshape(3, 4).shape == (3, 4)
+    assert two.reshape(2, 6).shape == (2, 6)
+    assert one.t().relu().stride() != one.relu().stride()
+    with pytest.raises(Escape):
+        first.unsqueeze_(0)
+    assert second.meta.shape == two.relu().shape == (4, 3)
+
+
 def test_an_unavailable_object_gives_no_attribute():
     gone = Unavailable(frozenset({Source("step", "layer1")}))
     for use in (lambda: gone.key_cache, lambda: gone[0], lambda: len(gone), lambda: list(gone)):
