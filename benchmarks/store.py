@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -209,7 +210,13 @@ def main() -> None:
                     f"  {one['auto_is_faster_by']:8.2f} {one['raw_is_faster_by']:8.2f}"
                 )
     RESULTS.mkdir(exist_ok=True)
-    settings = {"samples": options.samples, "rounds": options.rounds, "batch": BATCH}
+    settings = {
+        "command": " ".join(["python", *sys.argv]),
+        "samples": options.samples,
+        "rounds": options.rounds,
+        "batch": BATCH,
+        "seed": 0,
+    }
     content = {"environment": environment(), "settings": settings, "results": report}
     (RESULTS / "store.json").write_text(json.dumps(content, indent=2) + "\n")
     draw(report, RESULTS / "store.png")

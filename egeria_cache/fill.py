@@ -77,17 +77,6 @@ class Batch:
                 self.columns.append(packed)
                 self.targets.append(packed.numpy())
 
-    def take(self, rows: npt.NDArray[np.int64], copied: Bytes) -> Bytes:
-        """Place rows of the only field, and return the whole; all rows are taken as they are."""
-        if len(rows) == self.num_rows and not self.pin_memory:
-            self.columns, self.targets = [torch.from_numpy(copied)], [copied]
-            return copied
-        self.make_room()
-        (target,) = self.targets
-        assert target is not None
-        target[rows] = copied
-        return target
-
     @property
     def parallel(self) -> bool:
         """Decoding it by several threads pays."""
@@ -141,22 +130,22 @@ def _fill_plain(
     if total < size or (places[:, 1] != size).any() or (places[:, 0] > total - size).any():
         return np.arange(len(rows))
     starts, num_bytes = places[:, 0].astype(np.int64), size - start
-    if num_bytes >= PARALLEL_COPY_BYTES:
-        (target,) = batch.targets
-        assert target is not None
-        for row, place in zip(rows.tolist(), starts.tolist(), strict=True):
-            # NumPy releases the GIL while it copies.
-            target[row] = source.data[place + start : place + size]
-    else:
-        target = batch.take(rows, source.rows(starts + start, num_bytes))
+    batch.make_room()
+    (target,) = batch.targets
+    assert target is not None
     heads = source.rows(starts, start)
     alike = (heads[:, CHECKSUM_BYTES:] == np.frombuffer(batch.head_bytes, np.uint8)).all(1)
     promised = heads[:, :CHECKSUM_BYTES].copy().view("<u8")[:, 0]
     flat, digest, seed = target.reshape(-1).data, xxhash.xxh3_64_intdigest, batch.head.seed
-    found = [
-        digest(flat[at : at + num_bytes], seed ^ digest(keys[row]))  # payload_seed()
-        for row, at in zip(rows.tolist(), (rows * num_bytes).tolist(), strict=True)
-    ]
+    found = []
+    # Copied all at once, the hash would read what has left the core's cache: a third slower.
+    for row, place in zip(rows.tolist(), (starts + start).tolist(), strict=True):
+        part = flat[row * num_bytes : (row + 1) * num_bytes]
+        if num_bytes >= PARALLEL_COPY_BYTES:  # NumPy releases the GIL while it copies
+            target[row] = source.data[place : place + num_bytes]
+        else:
+            part[:] = source.view[place : place + num_bytes]
+        found.append(digest(part, seed ^ digest(keys[row])))  # payload_seed()
     intact = alike & (np.array(found, np.uint64) == promised)
     batch.hit[rows[intact]] = True
     return np.flatnonzero(~intact)
