@@ -17,7 +17,8 @@ from tta.train import train
 
 __all__ = ["SWEEPS", "run_sweep", "sweep_task"]
 
-RATES = (0.003, 0.01, 0.03, 0.1)
+RATES = {"sweep-head": (0.01, 0.03, 0.1, 0.3), "sweep-stage": (0.003, 0.01, 0.03, 0.1)}
+"""A head alone needs larger steps, and more of them."""
 DECAYS = (0.0, 1e-2)
 SWEEPS = {"sweep-head": "layer3", "sweep-stage": "layer2.2"}
 """Name -> the last frozen module."""
@@ -34,14 +35,15 @@ def sweep_task(name: str, *, small: bool = False) -> Task:
     layers = r"conv1|bn1|layer1|layer2\.\d|layer3|head"
     if name == "sweep-head":
         layers = r"conv1|bn1|layer\d|head"
-    return replace(task, title=TITLES[name], static_boundary=SWEEPS[name], layers=layers)
+        task = replace(task, epochs=2 * task.epochs)
+    return replace(task, name=name, title=TITLES[name], static_boundary=SWEEPS[name], layers=layers)
 
 
 def run_sweep(
     task: Task, *, cached: bool, seed: int, directory: Path, settings: int = 8
 ) -> dict[str, Any]:
     """Train with each of the settings, one after the other; return what they took and reached."""
-    grid = [(lr, decay) for decay in DECAYS for lr in RATES][:settings]
+    grid = [(lr, decay) for decay in DECAYS for lr in RATES[task.name]][:settings]
     method = METHODS["static+cache" if cached else "static"]
     runs = []
     with tempfile.TemporaryDirectory(dir=directory, prefix="sweep-") as shared:

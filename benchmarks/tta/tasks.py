@@ -175,7 +175,7 @@ def _source_finetune(task: Task, seed: int, directory: Path) -> Problem:
 
 def _pretrained(task: Task, directory: Path, build: Callable[[], Any], data: Dataset[Any]) -> Any:
     """Return a model trained on `data`; once per directory, the same for all seeds and methods."""
-    words = (task.name, task.about, task.pretrain_epochs, task.samples, torch.__version__)
+    words = (task.about, task.pretrain_epochs, task.samples, torch.__version__)
     path = directory / f"pretrained-{hashlib.sha256(repr(words).encode()).hexdigest()[:12]}.pt"
     torch.manual_seed(1234)
     model = build()
