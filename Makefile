@@ -1,10 +1,10 @@
-# make setup | demo | test | lint | bench. Every target makes the environment first if it is missing.
+# make setup | demo | test | lint | bench | report. Every target makes the environment first if it is missing.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.egeria-ready
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test lint bench report clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -29,6 +29,9 @@ lint: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks
+
+report: setup
+	$(BIN)/python -m benchmarks.report
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info

@@ -1,0 +1,220 @@
+"""README says what the results' files say, and the page shows all of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from benchmarks.report.__main__ import main
+from benchmarks.report.page import render
+from benchmarks.report.parts import bytes_, number, seconds, verdict
+from benchmarks.report.readme import BEGIN, END, block, replaced
+from benchmarks.report.sections import KNOWN, read_sections
+from benchmarks.report.words import where
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+ENVIRONMENT = {
+    "command": "python benchmarks/x.py --seeds 3", "date": "2026-11-20T10:00:00", "cpu": "A chip",
+    "cpus": 2, "threads": 1, "torch": "2.13.0", "python": "3.11.7", "seeds": [0, 1, 2],
+}  # fmt: skip
+CELL = {
+    "boundary": "layer2.3", "share": 0.45, "step_s": {"full": 1.5}, "frozen_vs_full": 0.7,
+    "hit_vs_full": 0.5, "oracle_vs_full": 0.48, "hit_vs_oracle": 1.08, "stored_bytes": 3e5,
+    "stored_vs_input": 2.1, "data_set_bytes": 3.9e11, "break_even_epoch": None,
+    "gate": {"skips": True, "right": False},
+}  # fmt: skip
+FORWARD_SKIP = {
+    "models": [
+        {"model": "ResNet-50", "batch_size": 16, "environment": ENVIRONMENT,
+         "cells": [CELL, CELL | {"share": 0.7, "hit_vs_oracle": 1.01, "break_even_epoch": 2.5}]}
+    ]
+}  # fmt: skip
+SPREAD = {"median": 1.2, "mean": 1.25, "std": 0.1, "least": 1.1, "most": 1.4}
+REACH = {"reached": 2, "seconds": SPREAD, "speedup": SPREAD}
+TIME_TO_ACCURACY = {
+    "environment": ENVIRONMENT,
+    "tasks": {
+        "digits": {
+            "title": "Digits", "metric": "accuracy", "findings": ["static: at most 1.30x"],
+            "summary": {
+                "methods": {
+                    "egeria+cache": {
+                        "seeds": [0, 1, 2], "final": SPREAD, "seconds": SPREAD,
+                        "total_speedup": SPREAD, "frozen_forward": 0.4, "hit_rate": 0.3,
+                        "bytes_on_disk": 12_000_000, "time_to_strict": REACH,
+                        "time_to_relaxed": REACH,
+                    }
+                },
+                "plain_stopped": {"final": SPREAD},
+            },
+        },
+        "text": {"title": "Text", "summary": None},
+    },
+    "sweeps": {
+        "digits-sweep": {
+            "title": "Sweep",
+            "summary": dict.fromkeys(
+                ("uncached_s", "cached_s", "speedup", "best_uncached", "best_cached"), SPREAD
+            ) | {"bytes_on_disk": 1000, "seeds": [0]},
+        }
+    },
+    "verdicts": [
+        {"what": "digits: egeria+cache", "target": 1.43, "measured": 1.2, "relaxed": 1.5,
+         "reached": "2 of 3 seeds"},
+        {"what": "eight runs", "target": 4.0, "measured": 4.5, "relaxed": None, "reached": "1"},
+    ],
+}  # fmt: skip
+DEMO = {
+    "environment": ENVIRONMENT | {"seeds": [0]}, "settings": {"target": 0.97}, "hits": 31_416,
+    "misses": 5_391, "bytes_on_disk": 36_600_000, "largest_loss_difference": 0.0,
+    "runs": [
+        {"name": name, "seconds": time, "seconds_to_target": None, "final_accuracy": 0.9944,
+         "mean_frozen": 0.3}
+        for name, time in (("plain PyTorch", 37.0), ("Egeria", 31.2))
+    ],
+}  # fmt: skip
+
+
+def sections_of(directory, **files):
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    return {section.name: section for section in read_sections(directory)}
+
+
+def test_readme_is_what_the_results_say():
+    text = (ROOT / "README.md").read_text()
+    assert replaced(ROOT / "README.md", block(read_sections(RESULTS))) == text, "run make report"
+
+
+def test_every_known_file_is_shown_by_its_own_section():
+    for section in read_sections(RESULTS):
+        if section.name not in KNOWN:
+            continue
+        assert section.tables, section.name
+        assert not any("another form" in finding for finding in section.findings), section.name
+        for table in section.tables:
+            assert {len(row) for row in table.rows} == {len(table.columns)}, table.title
+
+
+class Page(HTMLParser):
+    """Checks that tags are closed in order, and collects what refers to elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.references = [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "img", "link", "br"):
+            self.open.append(tag)
+        self.references += [value for key, value in attrs if key in ("src", "href")]
+        assert tag not in ("script", "link", "iframe")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_refers_to_nothing_else():
+    sections = read_sections(RESULTS)
+    text = render(sections, RESULTS)
+    page = Page()
+    page.feed(text)
+    assert page.open == []
+    anchors = {f"#{section.name}" for section in sections}
+    assert anchors <= set(page.references)
+    assert all(r.startswith(("#", "data:image/png;base64,")) for r in page.references)
+    images = [r for r in page.references if r.startswith("data:")]
+    assert len(images) == len(list(RESULTS.glob("*.png")))
+    assert "url(" not in text
+    assert "@import" not in text
+
+
+def test_missed_targets_are_called_missed(tmp_path):
+    found = sections_of(
+        tmp_path, forward_skip=FORWARD_SKIP, time_to_accuracy=TIME_TO_ACCURACY, demo=DEMO
+    )
+    text = block(list(found.values()))
+    assert "target at most 1.05x, measured 1.080x (ResNet-50 at layer2.3, the worst of 2): " in text
+    assert "**missed**" in text
+    assert "right in 0 of 2" in text
+    assert "| digits: egeria+cache | at least 1.43x | 1.20x | **missed** | 1.50x |" in text
+    assert "| eight runs | at least 4.00x | 4.50x | met | - |" in text
+    assert "31,416 of 36,807 samples came from the cache (36.6 MB)" in text
+    assert "`python benchmarks/x.py --seeds 3`: A chip, 2 CPUs, 1 thread, torch 2.13.0" in text
+    assert "2026-11-20, seeds 0-2" in text
+    page = render(list(found.values()), tmp_path)
+    assert "<strong>missed</strong>" in page
+    assert "plain, stopped at egeria+cache" in page
+
+
+def test_small_models_make_way_for_real_ones(tmp_path):
+    shutil.copy(RESULTS / "skip.json", tmp_path)
+    assert "The cost of a hit" in block(list(sections_of(tmp_path).values()))
+    found = sections_of(tmp_path, forward_skip=FORWARD_SKIP)
+    assert "The cost of a hit" not in block(list(found.values()))
+    assert "The cost of a hit" in render(list(found.values()), tmp_path)
+
+
+def test_files_of_any_form_are_shown(tmp_path):
+    found = sections_of(
+        tmp_path,
+        something={"rows": [{"a": 1, "b": {"c": 2.5}}], "named": {"x": {"v": 1}}, "single": "<b>"},
+        a_list=[1, 2],
+        empty={},
+        skip={"hits": "moved"},
+    )
+    assert [t.title for t in found["something"].tables] == ["", "rows", "named"]
+    assert found["something"].tables[1].columns == ["a", "b c"]
+    assert "another form than expected" in found["skip"].findings[0]
+    assert block(list(found.values())).strip() == ""
+    page = render(list(found.values()), tmp_path)
+    assert "&lt;b&gt;" in page
+    Page().feed(page)
+
+
+def test_a_directory_without_results_gives_an_empty_block(tmp_path):
+    assert block(read_sections(tmp_path)).strip() == ""
+
+
+def test_the_command_writes_both_and_checks(tmp_path, capsys):
+    readme, output = tmp_path / "README.md", tmp_path / "out" / "report.html"
+    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    (tmp_path / "demo.json").write_text(json.dumps(DEMO))
+    flags = ["--readme", str(readme), "--results", str(tmp_path), "--output", str(output)]
+    assert main([*flags, "--check"]) == 1
+    assert "run make report" in capsys.readouterr().err
+    assert not output.exists()
+    assert main(flags) == 0
+    assert main([*flags, "--check"]) == 0
+    text = readme.read_text()
+    assert text.startswith(f"before\n{BEGIN}\n")
+    assert text.endswith(f"{END}\nafter\n")
+    assert "The demo" in output.read_text()
+    readme.write_text("no markers")
+    with pytest.raises(ValueError, match="each once"):
+        main(flags)
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (number(1234567), "1,234,567"),
+        (number(0.123456), "0.123"),
+        (number(12.3456), "12.3"),
+        (number(2.4e-9), "2.40e-09"),
+        (number(None), "-"),
+        (seconds(0.00123), "1.23 ms"),
+        (seconds(2e-6), "2.00 us"),
+        (bytes_(1.5e9), "1.50 GB"),
+        (verdict("x", 1.051, most=1.05), "x: target at most 1.05x, measured 1.051x: **missed**."),
+        (verdict("x", 4.5, least=4), "x: target at least 4x, measured 4.500x: met."),
+        (where({}), "hardware, versions and date were not recorded"),
+        (where({"cpu_count": 2, "seed": 0}), "2 CPUs, date not recorded, seed 0"),
+    ],
+)
+def test_figures_are_written_for_people(made, text):
+    assert made == text
