@@ -137,7 +137,7 @@ class Slow(Dataset):
 
     def __getitem__(self, index):
         if index >= 8:
-            time.sleep(0.3)
+            time.sleep(2)  # a batch of these takes far longer than the interrupt
         return torch.tensor(index)
 
 
