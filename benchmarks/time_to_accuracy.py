@@ -93,6 +93,8 @@ def run_one_sweep(
 def render(options: argparse.Namespace, work: Work) -> dict[str, Any]:
     """Return the report of all finished runs under the present settings."""
     report: dict[str, Any] = {"environment": environment(options.seeds), "tasks": {}, "sweeps": {}}
+    command: str = report["environment"]["command"]
+    report["environment"]["command"] = command.replace(" --render", "")
     for name, task in options.tasks.items():
         found = (
             work.find(name, method, seed, task.fingerprint())

@@ -154,7 +154,8 @@ def _draw_curves(axis: Any, name: str, task: dict[str, Any]) -> None:
     target = scale * task["summary"]["targets"]["strict"]
     axis.axhline(target, color="grey", linewidth=0.8, linestyle=":")
     room = max(0.02 * abs(target), 1.5 * (max(seen) - min(seen)))
-    axis.set_ylim(min(*seen, target) - room, max(*seen, target) + room)
+    top = max(*seen, target) + room
+    axis.set_ylim(min(*seen, target) - room, min(top, 100.2) if scale == 100 else top)
     axis.set_title(f"{name}, seed {task['runs'][0]['seed']}", fontsize=10)
     axis.set_xlabel("training time, s")
     axis.set_ylabel("accuracy, %" if scale == 100 else "loss, bits")
@@ -166,7 +167,7 @@ def _draw_bars(axis: Any, title: str, speedups: dict[str, dict[str, float]]) -> 
     values = [speedups[name]["median"] for name in names]
     low = [speedups[name]["median"] - speedups[name]["least"] for name in names]
     high = [speedups[name]["most"] - speedups[name]["median"] for name in names]
-    own = {name for name in names if name.startswith("egeria") or name.startswith("sweep")}
+    own = {name for name in names if name.startswith(("egeria", "sweep")) or "+cache" in name}
     colours = ["tab:green" if name in own else "tab:grey" for name in names]
     bars = axis.barh(names, values, xerr=(low, high) if names else None, color=colours)
     labels = [f"{value:.2f}x" if value else "not reached" for value in values]

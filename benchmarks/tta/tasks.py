@@ -133,11 +133,11 @@ def make_schedule(
 
 
 def _digits_scratch(task: Task, seed: int, directory: Path) -> Problem:
-    images, targets = digits(12, range(10), train=True)
+    images, targets = digits(16, range(10), train=True)
     torch.manual_seed(seed)
-    model = ResNet(num_blocks=3, width=8)
+    model = ResNet(num_blocks=3, width=16)
     train = Crops(images[: task.samples], targets[: task.samples], padding=1)
-    return Problem(model, train, *digits(12, range(10), train=False))
+    return Problem(model, train, *digits(16, range(10), train=False))
 
 
 def _digits_finetune(task: Task, seed: int, directory: Path) -> Problem:
@@ -205,20 +205,20 @@ TASKS = {
         Task(
             name="digits",
             title="digits, ResNet-20 from scratch",
-            about="ResNet-20 of width 8 on 12x12 digits, pad and crop by a pixel; static: half of "
+            about="ResNet-20 of width 16 on 16x16 digits, pad and crop by a pixel; static: half of "
             "the schedule, then everything up to the end of stage 2 (two thirds of the compute, "
             "a quarter of the weights). The rate falls by a cosine: where it falls in steps, the "
-            "paper's rule unfreezes everything at each, and 570 steps are too few to freeze anew.",
+            "paper's rule unfreezes everything at each, and 342 steps are too few to freeze anew.",
             make=_digits_scratch,
-            epochs=30,
+            epochs=18,
             batch_size=72,
             lr=0.1,
             schedule="cosine",
             static_boundary="layer2.2",
             static_start=0.5,
-            variants=2,
+            variants=3,
             plasticity={
-                "evaluate_every": 3,
+                "evaluate_every": 2,
                 "window": 10,
                 "tolerance": 0.2,
                 "unfreeze_rule": "warm_restart",
