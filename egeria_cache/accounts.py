@@ -66,6 +66,7 @@ class Accounts:
         seconds: float,
         num_samples: int,
         entry: PlannedEntry | None,
+        is_control: bool,
     ) -> str | None:
         """Note what a whole training step cost; say why skipping does not pay, if so.
 
@@ -76,19 +77,24 @@ class Accounts:
             seconds: From one request for a batch to the next.
             num_samples: Of the batch.
             entry: Its hits; None if it was computed whole.
+            is_control: It could have been served.
         """
         at_frozen = self._ledger(view.loader_name, boundary, frozen)
         ledger = self._ledger(view.loader_name, boundary, view.cut.boundary)
         if ledger is not at_frozen and not ledger.has_computed:
             ledger.inherit(at_frozen)
         if entry is None:
-            ledger.computed(seconds, num_samples)
+            ledger.computed(seconds, num_samples, is_control=is_control)
         elif entry.view is view and entry.hit.all():
             ledger.served(seconds, num_samples)
         pays, why = ledger.verdict
         if not pays:
             return why
         return ledger.worse_than(at_frozen) if ledger is not at_frozen else None
+
+    def wants_control(self, view: View, boundary: str) -> bool:
+        """Whether a batch that this view could serve whole should be computed, for comparison."""
+        return self._ledger(view.loader_name, boundary, view.cut.boundary).wants_control()
 
     def was_served(self, view: View, boundary: str) -> bool:
         """Whether enough whole steps were served from this view's cut to know what they cost."""

@@ -218,8 +218,20 @@ class ActivationCache:
         """Note that a batch was yielded which the model should see."""
         self._accounts.yielded()
 
+    def wants_control(self, entry: PlannedEntry) -> bool:
+        """Whether a batch of hits should be computed all the same, to know what that costs."""
+        if self.gate != "auto" or self._boundary is None or not entry.hit.all():
+            return False
+        return self._accounts.wants_control(entry.view, self._boundary)
+
     def note_step(
-        self, loader_name: str, seconds: float, num_samples: int, entry: PlannedEntry | None
+        self,
+        loader_name: str,
+        seconds: float,
+        num_samples: int,
+        entry: PlannedEntry | None,
+        *,
+        is_control: bool = False,
     ) -> None:
         """Note what a whole training step cost, and stop skipping where it does not pay."""
         views = self.views(loader_name)
@@ -230,7 +242,9 @@ class ActivationCache:
         if entry is not None and entry.hit.any():
             self._meter.read(entry.read_s, entry.num_read, entry.cut.row_bytes)
             self._meter.waited(entry.waited_s, int(entry.hit.sum()))
-        why = self._accounts.step(view, self._boundary, frozen, seconds, num_samples, entry)
+        why = self._accounts.step(
+            view, self._boundary, frozen, seconds, num_samples, entry, is_control
+        )
         if self.gate != "auto":
             return
         if why is not None and self._cut_choice.undo(why):

@@ -2,20 +2,28 @@
 
 The gate believes measurements alone. A step is taken from one request for a batch to the next:
 waiting, forward, backward and optimizer together, so that it holds on a device that runs behind the
-host, and whatever the dataset costs. Medians over recent steps, per sample.
+host, and whatever the dataset costs.
+
+A batch of misses costs more than it would without a cache, since it is captured and written. So a
+few batches that could be served are computed all the same, for comparison: the controls. Their
+results are what would have been served.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Iterable
 
 __all__ = ["Ledger"]
 
 _RECENT = 64
 _MIN_HITS, _MIN_COMPUTED = 16, 4
-_WORTH = 1.05
-"""Skipping goes on while a served sample costs less than this multiple of a computed one."""
+_NUM_CONTROLS = 6
+_BETWEEN_CONTROLS = 4
+"""Batches; a control is loaded beside batches that are served, as it would be without a cache."""
+_OUTLIER = 8.0
+"""Steps of more than so many medians count as that many: someone saved a checkpoint."""
 
 
 class Ledger:
@@ -24,40 +32,54 @@ class Ledger:
     def __init__(self) -> None:
         """Start without experience."""
         self._computed: deque[float] = deque(maxlen=_RECENT)
+        self._controls: deque[float] = deque(maxlen=_RECENT)
         self._served: deque[float] = deque(maxlen=_RECENT)
+        self._num_planned = 0
         self.saved_s = 0.0
         """Time saved so far, against computing every served sample; negative if it was lost."""
 
-    def computed(self, seconds: float, num_samples: int) -> None:
-        """Note a batch that was loaded and computed whole."""
-        self._computed.append(seconds / num_samples)
+    def computed(self, seconds: float, num_samples: int, *, is_control: bool = False) -> None:
+        """Note a batch that was loaded and computed whole, and captured unless it is a control."""
+        (self._controls if is_control else self._computed).append(seconds / num_samples)
 
     def served(self, seconds: float, num_samples: int) -> None:
         """Note a batch that was served whole."""
         self._served.append(seconds / num_samples)
-        if self._computed:
-            self.saved_s += num_samples * statistics.median(self._computed) - seconds
+        if self.has_computed:
+            self.saved_s += num_samples * self._computed_s - seconds
+
+    def wants_control(self) -> bool:
+        """Whether the batch that is planned now, all of it hits, should be computed instead."""
+        if not self._served or len(self._controls) >= _NUM_CONTROLS:
+            return False
+        self._num_planned += 1
+        return self._num_planned % _BETWEEN_CONTROLS == 0
+
+    @property
+    def _computed_s(self) -> float:
+        """What a computed sample costs; at most, as long as there are too few controls."""
+        return _mean(self._controls if len(self._controls) >= _MIN_COMPUTED else self._computed)
 
     @property
     def has_computed(self) -> bool:
         """Whether a computed step was noted."""
-        return bool(self._computed)
+        return bool(self._computed or len(self._controls) >= _MIN_COMPUTED)
 
     @property
     def has_any(self) -> bool:
         """Whether any step was noted."""
-        return bool(self._computed or self._served)
+        return bool(self._computed or self._controls or self._served)
 
     @property
     def is_served_enough(self) -> bool:
-        """Whether a median of served steps means something."""
+        """Whether a mean of served steps means something."""
         return len(self._served) >= _MIN_HITS
 
     def worse_than(self, other: Ledger) -> str | None:
         """Say so if being served costs more here than at another cut."""
         if not (self.is_served_enough and other.is_served_enough):
             return None
-        here, there = statistics.median(self._served), statistics.median(other._served)
+        here, there = _mean(self._served), _mean(other._served)
         if here <= there:
             return None
         return (
@@ -68,14 +90,23 @@ class Ledger:
     def inherit(self, other: Ledger) -> None:
         """Take over what computed steps cost: that does not depend on the cut."""
         self._computed.extend(other._computed)
+        self._controls.extend(other._controls)
 
     @property
     def verdict(self) -> tuple[bool, str]:
         """Whether to go on skipping, and why."""
-        if len(self._served) < _MIN_HITS or len(self._computed) < _MIN_COMPUTED:
+        num_computed = max(len(self._computed), len(self._controls))
+        if len(self._served) < _MIN_HITS or num_computed < _MIN_COMPUTED:
             return True, "skipping until there is enough to compare"
-        served, computed = statistics.median(self._served), statistics.median(self._computed)
+        served, computed = _mean(self._served), self._computed_s
         text = (
             f"a sample costs {served * 1e6:.0f} us from the cache, {computed * 1e6:.0f} us computed"
         )
-        return served < _WORTH * computed, text
+        return served < computed, text
+
+
+def _mean(values: Iterable[float]) -> float:
+    """Mean, for the first step of an epoch waits for its rows; but without outliers."""
+    values = list(values)
+    most = _OUTLIER * statistics.median(values)
+    return statistics.fmean(min(value, most) for value in values)

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from egeria_cache.batch import Batch, BatchTensor
 from egeria_cache.chain import outside_inference_mode
 from egeria_cache.plan import Plan, Planner
-from egeria_cache.prefetch import Prefetcher
+from egeria_cache.prefetch import PlannedEntry, Prefetcher
 from egeria_cache.resume import Progress, ResumableLoader, draw_base_seed
 from egeria_cache.samplers import LeanRandomSampler
 from egeria_cache.samples import (
@@ -212,6 +212,7 @@ class _Pass:
             loader.source.identify,
             partial(_outlook, cache, loader.source.key),
             self._prefetcher,
+            wants_control=partial(_wants_control, cache),
             variant=progress.variant,
             seed=loader.seed,
             first_number=progress.yielded,
@@ -307,7 +308,10 @@ class _Pass:
         now = time.perf_counter()
         if self._step is not None and self._cache is not None:
             plan, start = self._step
-            self._cache.note_step(self._loader.source.key, now - start, len(plan.ids), plan.entry)
+            self._cache.note_step(
+                self._loader.source.key, now - start, len(plan.ids), plan.entry,
+                is_control=plan.is_control,
+            )  # fmt: skip
         self._step = None
         return now
 
@@ -401,6 +405,10 @@ def _outlook(cache: ActivationCache | None, name: str) -> tuple[Sequence[View], 
     if cache is None:
         return (), True
     return ((), False) if cache.boundary is None else (cache.views(name), True)
+
+
+def _wants_control(cache: ActivationCache | None, entry: PlannedEntry) -> bool:
+    return cache is not None and cache.wants_control(entry)
 
 
 def _load_rows(

@@ -31,6 +31,8 @@ class Plan:
 
     seeds_all: bool = True
     """See `Task.seeds_all`."""
+    is_control: bool = False
+    """It could be served, and is computed to know what that costs."""
 
     def task(self, seed: int | None) -> Task:
         """Return the samples that DataLoader's workers have to load: the misses."""
@@ -80,6 +82,7 @@ class Planner:
         outlook: Callable[[], tuple[Sequence[View], bool]],
         prefetcher: Prefetcher,
         *,
+        wants_control: Callable[[PlannedEntry], bool] = lambda entry: False,
         variant: int,
         seed: int | None,
         first_number: int = 0,
@@ -92,6 +95,7 @@ class Planner:
             outlook: Returns the generations that can be read at the moment, deepest first, and
                 `Task.seeds_all`.
             prefetcher: Reads the hits of plans that come near.
+            wants_control: Whether a batch is to be computed although this would serve it.
             variant: This epoch's augmented version.
             seed: The run's augmentation seed.
             first_number: Number of the first batch.
@@ -100,6 +104,7 @@ class Planner:
         self._identify = identify
         self._outlook = outlook
         self._prefetcher = prefetcher
+        self._wants_control = wants_control
         self._variant = variant
         self._seed = seed
         self._next_number = first_number
@@ -174,7 +179,10 @@ class Planner:
         indices = list(indices)
         ids = self._identify(indices)
         entry = best_entry(views, self._next_number, ids, self._variant) if views else None
-        plan = Plan(self._next_number, indices, ids, self._variant, entry, seeds_all)
+        is_control = entry is not None and self._wants_control(entry)
+        if is_control:
+            entry = None
+        plan = Plan(self._next_number, indices, ids, self._variant, entry, seeds_all, is_control)
         self._next_number += 1
         self._planned.append(plan)
         self._undispatched.append(plan)

@@ -25,8 +25,10 @@ def ledger_of(computed, served, num_served=20):
     return ledger
 
 
-@pytest.mark.parametrize(("served", "pays"), [(0.1, True), (1.0, True), (1.04, True), (1.1, False)])
-def test_skipping_pays_while_a_served_sample_costs_no_more(served, pays):
+@pytest.mark.parametrize(
+    ("served", "pays"), [(0.1, True), (0.97, True), (1.04, False), (2.0, False)]
+)
+def test_skipping_pays_while_a_served_sample_costs_less(served, pays):
     assert ledger_of(1.0, served).verdict[0] is pays
 
 
@@ -37,9 +39,54 @@ def test_without_experience_skipping_goes_on():
 
 def test_a_few_slow_steps_do_not_decide():
     ledger = ledger_of(1.0, 0.5, num_served=60)
-    for _ in range(20):
+    for _ in range(4):
         ledger.served(1000, 8)
     assert ledger.verdict[0]
+
+
+def test_the_first_step_of_each_epoch_counts():
+    ledger = ledger_of(1.0, 0.9, num_served=20)
+    for _ in range(4):
+        ledger.served(3 * 8, 8)
+    assert not ledger.verdict[0]
+
+
+def test_controls_tell_what_a_computed_step_costs_without_capture():
+    ledger = ledger_of(2.0, 1.0)
+    assert ledger.verdict[0]
+    planned = [ledger.wants_control() for _ in range(40)]
+    assert sum(planned) == 10
+    assert not any(a and b for a, b in zip(planned, planned[1:], strict=False))
+    for _ in range(6):
+        ledger.computed(0.5 * 8, 8, is_control=True)
+    assert not ledger.wants_control()
+    assert not ledger.verdict[0]
+    assert "500000 us computed" in ledger.verdict[1]
+
+
+def test_nothing_is_computed_for_comparison_before_something_was_served():
+    assert not any(Ledger().wants_control() for _ in range(9))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_controls_are_computed_and_change_nothing(tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(Ledger, "verdict", property(lambda self: (True, "goes on")))
+    losses, misses = [], []
+    for gate in ("always", "auto", "never"):
+        model = make_net()
+        freeze(model, "layer1")
+        with ActivationCache(model, tmp_path / gate, "layer1", gate=gate) as cache:
+            loader = EgeriaLoader(
+                Images(96), 8, shuffle=True, cache=cache, seed=3, num_workers=workers,
+                generator=torch.Generator().manual_seed(5),
+            )  # fmt: skip
+            losses.append(
+                train_steps(model, loader, sgd(model), 5, on_step=lambda _: cache.flush())[0]
+            )
+            misses.append(cache.stats().misses)
+    assert losses[0] == losses[1] == losses[2]
+    assert misses[0] == 96
+    assert 96 + 6 * 8 <= misses[1] <= 96 + 10 * 8  # some more are planned before the sixth is timed
 
 
 def test_saved_time_is_the_difference_to_computing():
