@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import replace
 
@@ -56,7 +57,7 @@ def test_controls_tell_what_a_computed_step_costs_without_capture():
     assert ledger.verdict[0]
     planned = [ledger.wants_control() for _ in range(40)]
     assert sum(planned) == 10
-    assert not any(a and b for a, b in zip(planned, planned[1:], strict=False))
+    assert not any(a and b for a, b in itertools.pairwise(planned))
     for _ in range(6):
         ledger.computed(0.5 * 8, 8, is_control=True)
     assert not ledger.wants_control()
