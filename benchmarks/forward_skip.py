@@ -272,10 +272,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         suffix = "" if options.device == "cpu" else "_" + torch.device(options.device).type
         path = RESULTS / f"forward_skip{suffix}.json"
     names = options.model or (QUICK if options.quick else ALL)
-    models = {m["model"]: m for m in known(path) if m["model"] not in names}
+    models: dict[str, Any] = {}
     for name in names:
         models[name] = run_model(ALL[name], options, environment(options, words))
         gc.collect()
+        models = {m["model"]: m for m in known(path)} | models
         report = {"models": [models[name] for name in ALL if name in models]}
         report["summary"] = summary(report)
         if path is not None:

@@ -149,6 +149,7 @@ ALL: dict[str, Task] = {
             loss=F.cross_entropy,
             cpu=Shape(batch_size=4, size=224),
             cuda=Shape(batch_size=128, size=224),
+            rounds=3,
             **IMAGENET,  # type: ignore[arg-type]
         ),
         Task(
@@ -160,6 +161,7 @@ ALL: dict[str, Task] = {
             loss=F.cross_entropy,
             cpu=Shape(batch_size=4, size=224),
             cuda=Shape(batch_size=128, size=224),
+            rounds=3,
             **IMAGENET,  # type: ignore[arg-type]
         ),
         Task(
@@ -169,7 +171,7 @@ ALL: dict[str, Task] = {
             sample=image_and_class(10),
             num_inputs=1,
             loss=F.cross_entropy,
-            cpu=Shape(batch_size=64, size=32),
+            cpu=Shape(batch_size=128, size=32),
             cuda=Shape(batch_size=128, size=32),
             data_set="CIFAR-10",
             num_samples=50_000,
@@ -224,7 +226,7 @@ ALL: dict[str, Task] = {
             sample=question,
             num_inputs=3,
             loss=span_loss,
-            cpu=Shape(batch_size=2, size=384),
+            cpu=Shape(batch_size=1, size=384),
             cuda=Shape(batch_size=32, size=384),
             data_set="SQuAD 1.1",
             num_samples=88_000,
