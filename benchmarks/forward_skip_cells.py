@@ -93,6 +93,8 @@ class Bench:
         samples = Samples(task, shape, NUM_BATCHES * shape.batch_size)
         order = Around(NUM_BATCHES, shape.batch_size).batches
         batches = [default_collate([samples[i] for i in ids]) for ids in order]
+        if device.type == "cuda":
+            batches = [[part.pin_memory() for part in batch] for batch in batches]
         inputs = [tuple(part.to(device) for part in batch[: task.num_inputs]) for batch in batches]
         calibrate(model, inputs[:2])
         full = copy.deepcopy(model)
@@ -154,6 +156,10 @@ def measure(bench: Bench, boundary: str, stop: int, directory: Path) -> dict[str
        model alone, in pairs.
     2. In rounds, one step each of: full, frozen, all hits, oracle; each in turns.
     3. In a cache of its own, a plain training loop with gate="auto", until the gate has decided.
+
+    A step that stores waits until all is on disk, and a hit until the reading ahead is done: what
+    is overlapped in training is paid in full here. `write_extra_s` is an upper bound, and so is
+    `break_even_epoch`, 1 + (what the first epoch pays) / (what every later one saves).
     """
     bench.model.freeze(stop)
     optimizer = bench.task.optimizer(bench.model)

@@ -159,7 +159,7 @@ ALL: dict[str, Task] = {
             sample=image_and_class(10),
             num_inputs=1,
             loss=F.cross_entropy,
-            cpu=Shape(batch_size=4, size=224),
+            cpu=Shape(batch_size=8, size=224),
             cuda=Shape(batch_size=128, size=224),
             rounds=3,
             **IMAGENET,  # type: ignore[arg-type]
