@@ -265,7 +265,9 @@ def _store(section: Section, report: Report) -> None:
         names = [k for k, v in first.items() if not isinstance(v, dict | list)]
         columns = ["", *(name.replace("_", " ") for name in names)]
         section.tables.append(Table(title=kind, columns=columns, rows=rows))
-    section.findings = [verdict(*one, least=least) for *one, least in _store_targets(kinds)]
+    section.findings = [
+        verdict(what, measured, least=least) for what, measured, least in _store_targets(kinds)
+    ]
 
 
 def _store_targets(kinds: Report) -> list[tuple[str, float, float]]:
