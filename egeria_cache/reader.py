@@ -21,6 +21,7 @@ from egeria_cache.fill import Batch, assemble, fill
 from egeria_cache.keys import decode_key
 from egeria_cache.layout import CHECKSUM_BYTES, Head
 from egeria_cache.records import open_record
+from egeria_cache.threads import compute_on_one_core
 from egeria_cache.values import RecordError
 
 __all__ = ["BatchReader", "Fetched"]
@@ -107,7 +108,9 @@ class BatchReader:
     def _threads(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._num_threads, "egeria-decode")
+                self._pool = ThreadPoolExecutor(
+                    self._num_threads, "egeria-decode", initializer=compute_on_one_core
+                )
             return self._pool
 
     def _fill(self, files: GenerationFiles, keys: Sequence[bytes], rows: Any, batch: Batch) -> None:
