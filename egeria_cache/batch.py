@@ -210,6 +210,9 @@ class BatchTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # inside it nothing is cached; nor may its graph break
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass(), outside_inference_mode():
             if func in _ABOUT_THE_TENSOR:
                 return func(*args, **kwargs)

@@ -137,15 +137,16 @@ def test_two_hundred_training_steps_end_where_the_uncached_run_ends(make, precis
 
 
 @pytest.mark.parametrize("make", [make, make_tokens], ids=["conv", "transformer"])
-def test_autocast_gives_the_same_numbers(make):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_gives_the_same_numbers(make, dtype):
     def autocast_call(model, batch):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=dtype):
             return call(model, batch)
 
     harness = make()
     assert_same_run(harness, autocast_call, BATCHES * 3)
     assert_skipped(harness)
-    assert harness.engine.cut.fields["autocast"] == [["cpu", "torch.bfloat16"]]
+    assert harness.engine.cut.fields["autocast"] == [["cpu", str(dtype)]]
     assert_same_run(harness, call, BATCHES)  # another precision: another cut
     assert len(harness.host.stored) == 2
 
@@ -402,18 +403,19 @@ def test_a_model_compiled_as_a_whole_is_refused_and_runs_on(how, eager_backend):
         torch.testing.assert_close(ours[0], theirs[0])
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("how", ["wrapper", "in_place"])
 def test_a_model_compiled_after_attaching_runs_on_and_says_so_at_the_first_batch(
-    how, eager_backend
+    how, fullgraph, eager_backend
 ):
     harness, boundary = images()
     harness.engine.set_boundary(boundary)
     plain = copy.deepcopy(harness.model)
     if how == "wrapper":
-        model = torch.compile(harness.model, backend=eager_backend)
+        model = torch.compile(harness.model, backend=eager_backend, fullgraph=fullgraph)
     else:
         model = harness.model
-        model.compile(backend=eager_backend)
+        model.compile(backend=eager_backend, fullgraph=fullgraph)
     for n, ids in enumerate(BATCHES):
         ours = step(model, call, harness.batch(ids), n)
         theirs = step(plain, call, harness.plain(ids), n)
