@@ -18,7 +18,7 @@ from egeria_core.errors import EvaluatorError
 from egeria_core.hooks import Probe
 from egeria_core.plasticity import sp_loss
 from egeria_core.policies.base import Measure
-from egeria_core.reference import ReferenceChain, run_layer
+from egeria_core.reference import RandomNumbersApart, ReferenceChain, run_layer
 from egeria_core.snapshot import Weights, copy_between, copy_modules, load_weights
 
 __all__ = [
@@ -100,6 +100,7 @@ class ReferenceRunner:
         self._present: list[nn.Module] = []
         self._past: list[nn.Module] = []
         self._layer: int | None = None
+        self._apart = RandomNumbersApart()
 
     def run(self, item: InputItem) -> ReferenceItem:
         """Run the reference on the probe, then refresh it if it is time.
@@ -108,6 +109,10 @@ class ReferenceRunner:
             EvaluatorError: The layer's structure never arrived.
             Exception: Whatever the layer's own code raises.
         """
+        with self._apart:
+            return self._run(item)
+
+    def _run(self, item: InputItem) -> ReferenceItem:
         start = time.perf_counter()
         if item.modules is not None:
             self._present = item.modules
@@ -142,7 +147,8 @@ class ReferenceRunner:
     def heed(self, verdict: Verdict) -> None:
         """Let a reading tell whether the reference is precise enough for it."""
         if verdict.value is not None and verdict.layer == self._layer:
-            note = self._chain.heed(verdict.value)
+            with self._apart:
+                note = self._chain.heed(verdict.value)
             if note is not None:
                 verdict.notes.append(note)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
+import torch
+
 from egeria_core.errors import EvaluatorError
 from egeria_core.judge import (
     InputItem,
@@ -33,10 +35,14 @@ class InlineEvaluator:
 
     def submit(self, item: InputItem, training: OutputItem) -> bool:
         """Run the reference now."""
+        # The runner draws from generators of its own, as far as operators take one.
+        generator = torch.get_rng_state()
         try:
             self._waiting.append((self._runner.run(item), training))
         except Exception as error:  # any model code may run here
             raise EvaluatorError(f"{type(error).__name__}: {error}") from error
+        finally:
+            torch.set_rng_state(generator)
         return True
 
     def poll(self) -> list[Verdict]:

@@ -196,3 +196,54 @@ def test_a_head_tied_to_the_frozen_embedding_is_named_once_and_something_still_t
     assert len(said) == 1
     assert "embed.weight" in said[0]
     assert "head.weight" in said[0]
+
+
+class Drawing(nn.Module):
+    """Draws in inference mode too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand(()) + torch.empty(()).uniform_() + torch.randn(2, device="cpu").sum()
+        return x + 1e-6 * noise
+
+
+def drawing() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(1, 8, 3), Drawing(), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(8, 8, 3), Drawing(), nn.ReLU()),
+        nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)),
+    )
+
+
+@pytest.mark.parametrize("kind", ["inline", "thread"])
+@pytest.mark.parametrize("reference", ["int8", "fp32"])
+@pytest.mark.parametrize("make", [ResNet, drawing])
+def test_references_leave_the_generators_of_the_training_alone(make, reference, kind) -> None:
+    states = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        controller = None
+        if watched:
+            controller = FreezeController(
+                model, optimizer, evaluate_every=1, window=3, tolerance=1e-9, bootstrap=None,
+                evaluator=kind, reference=reference,
+            )  # fmt: skip
+        states.append([])
+        for step in range(5):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            if controller is not None:
+                controller.step(loss)
+                if kind == "thread":
+                    controller.state_dict()  # waits for the evaluation in flight
+            states[-1].append(torch.get_rng_state())
+        if controller is not None:
+            assert controller.history.of("reading")
+        if controller is not None:
+            controller.close()
+    assert all(map(torch.equal, *states))
