@@ -141,8 +141,18 @@ class Slow(Dataset):
         return torch.tensor(index)
 
 
+@pytest.fixture
+def interruptible():
+    """A process started in a shell's background ignores SIGINT from its beginning."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-def test_ctrl_c_interrupts_a_loader_that_waits_and_leaves_nothing_behind(tmp_path, workers):
+def test_ctrl_c_interrupts_a_loader_that_waits_and_leaves_nothing_behind(
+    tmp_path, workers, interruptible
+):
     def interrupt():
         os.kill(os.getpid(), signal.SIGINT)
 
