@@ -18,6 +18,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
 import time
@@ -94,7 +95,10 @@ def render(options: argparse.Namespace, work: Work) -> dict[str, Any]:
     """Return the report of all finished runs under the present settings."""
     report: dict[str, Any] = {"environment": environment(options.seeds), "tasks": {}, "sweeps": {}}
     command: str = report["environment"]["command"]
-    report["environment"]["command"] = command.replace(" --render", "")
+    report["environment"]["command"] = re.sub(
+        r" --render| --(work|note) ('[^']*'|\S+)", "", command
+    )
+    report["environment"]["note"] = options.note
     for name, task in options.tasks.items():
         found = (
             work.find(name, method, seed, task.fingerprint())
@@ -185,6 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1, help="of torch, in the training thread")
     parser.add_argument("--work", type=Path, default=WORK, help="where finished runs are kept")
     parser.add_argument("--render", action="store_true", help="measure nothing")
+    parser.add_argument("--note", default="", help="about the machine; kept with the results")
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
     parser.add_argument("--quick", action="store_true", help="smaller, and write no results")
     options = parser.parse_args(argv)

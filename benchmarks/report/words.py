@@ -30,6 +30,7 @@ def where(environment: dict[str, Any]) -> str:
         str(environment["date"])[:24].partition("T")[0] if environment.get("date") else
         "date not recorded",
         _seeds(_first(environment, "seeds", "seed")),
+        str(environment.get("note") or ""),
     ]  # fmt: skip
     return ", ".join(filter(None, parts))
 
