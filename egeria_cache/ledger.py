@@ -34,6 +34,7 @@ class Ledger:
         self._computed: deque[float] = deque(maxlen=_RECENT)
         self._controls: deque[float] = deque(maxlen=_RECENT)
         self._served: deque[float] = deque(maxlen=_RECENT)
+        self._baseline_s: float | None = None
         self._num_planned = 0
         self.saved_s = 0.0
         """Time saved so far, against computing every served sample; negative if it was lost."""
@@ -41,6 +42,7 @@ class Ledger:
     def computed(self, seconds: float, num_samples: int, *, is_control: bool = False) -> None:
         """Note a batch that was loaded and computed whole, and captured unless it is a control."""
         (self._controls if is_control else self._computed).append(seconds / num_samples)
+        self._baseline_s = None
 
     def served(self, seconds: float, num_samples: int) -> None:
         """Note a batch that was served whole."""
@@ -58,7 +60,10 @@ class Ledger:
     @property
     def _computed_s(self) -> float:
         """What a computed sample costs; at most, as long as there are too few controls."""
-        return _mean(self._controls if len(self._controls) >= _MIN_COMPUTED else self._computed)
+        if self._baseline_s is None:  # asked for with every served step, and rarely another
+            enough = len(self._controls) >= _MIN_COMPUTED
+            self._baseline_s = _mean(self._controls if enough else self._computed)
+        return self._baseline_s
 
     @property
     def has_computed(self) -> bool:
@@ -91,6 +96,7 @@ class Ledger:
         """Take over what computed steps cost: that does not depend on the cut."""
         self._computed.extend(other._computed)
         self._controls.extend(other._controls)
+        self._baseline_s = None
 
     @property
     def verdict(self) -> tuple[bool, str]:
