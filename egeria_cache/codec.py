@@ -28,6 +28,9 @@ SMALL_BYTES = 256
 _WORTH = 0.95
 """A plane is compressed if that leaves at most this part of it; else it is copied, far faster."""
 
+_BITMAP_WORTH = 0.5
+"""The same for a bitmap: it is a thirty-second part of what it stands for, or a sixteenth."""
+
 _BITMAP_HEAD_BYTES = 16
 
 
@@ -89,7 +92,7 @@ class Coder:
         else:
             numbers = numbers_of(data, width)
             present = numbers != 0  # of the bits: -0.0 is no zero
-            bitmap, flag = self._shrink(np.packbits(present).data, self._general)
+            bitmap, flag = self._shrink(np.packbits(present).data, self._general, _BITMAP_WORTH)
             packed = b"".join(
                 (
                     struct.pack("<QQ", int(present.sum()), len(bitmap) << 1 | flag),
@@ -255,11 +258,13 @@ class Coder:
             blocks.append(block)
         return struct.pack(f"<{len(heads)}Q", *heads) + b"".join(blocks)
 
-    def _shrink(self, block: Any, compressor: zstandard.ZstdCompressor) -> tuple[Any, int]:
+    def _shrink(
+        self, block: Any, compressor: zstandard.ZstdCompressor, worth: float = _WORTH
+    ) -> tuple[Any, int]:
         """Return (block, 1) compressed if worth it, else (block, 0)."""
         if len(block) >= SMALL_BYTES:
             packed = compressor.compress(block)
-            if len(packed) <= _WORTH * len(block):
+            if len(packed) <= worth * len(block):
                 return packed, 1
         return block, 0
 

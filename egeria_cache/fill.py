@@ -4,9 +4,9 @@ rows; nothing here knows of threads otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,14 +28,23 @@ from egeria_cache.lossy import unpack
 from egeria_cache.records import open_record, plain_value
 from egeria_cache.values import RecordError
 
-__all__ = ["PARALLEL_COPY_BYTES", "Batch", "assemble", "fill"]
+__all__ = ["PARALLEL_COPY_BYTES", "Batch", "Spread", "assemble", "fill"]
+
+T = TypeVar("T")
 
 HUGE_PAGES_BYTES = 4 * 2**20
 PARALLEL_COPY_BYTES = 128 * 1024
 """Raw records from this size on are copied by several threads, with the GIL released. Below it the
 hand-over of the GIL costs more than the copy."""
-CHUNK_BYTES = 2**20
+CHUNK_BYTES = 2 * 2**20
 """Decoded bytes that are worked on at a time: few passes, and the temporaries are bounded."""
+
+
+class Spread(Protocol):
+    """See `fill`."""
+
+    def __call__(self, work: Callable[[slice, Coder], T], count: int, num_bytes: int, /) -> list[T]:
+        """Return what the calls of `work` return."""
 
 
 @dataclass(slots=True)
@@ -65,7 +74,7 @@ class Batch:
         return cls(head, head_bytes, num_rows, pin_memory, np.zeros(num_rows, np.bool_))
 
     def make_room(self) -> None:
-        """Allocate what the rows are decoded into, if that was not done; in one thread."""
+        """Allocate what the rows are decoded into, if that was not done."""
         if self.columns:
             return
         for entry in self.head.layout.fields:
@@ -78,9 +87,9 @@ class Batch:
                 self.targets.append(packed.numpy())
 
     @property
-    def parallel(self) -> bool:
-        """Decoding it by several threads pays."""
-        return not self.head.raw or self.head.record_bytes >= PARALLEL_COPY_BYTES
+    def row_bytes(self) -> int:
+        """Bytes of a row, decoded, as far as the head tells."""
+        return sum(max(entry.num_bytes, 0) for entry in self.head.layout.fields)
 
     @property
     def plain(self) -> bool:
@@ -94,22 +103,31 @@ def fill(
     keys: Sequence[bytes],
     rows: npt.NDArray[np.int64],
     batch: Batch,
-    coder: Coder,
+    spread: Spread,
 ) -> None:
-    """Read the rows; what is not there or not intact is noted in the batch."""
+    """Read the rows; what is not there or not intact is noted in the batch.
+
+    Args:
+        snapshot: Where to look.
+        keys: Of all rows of the batch.
+        rows: The wanted ones.
+        batch: Filled.
+        spread: Calls a function of (part, coder) for parts that together are `range(count)`, in as
+            many threads as pay for so many bytes, and returns what the calls return.
+    """
     found, places = snapshot.locate([keys[row] for row in rows.tolist()])
     if not found.all():
         batch.absent.extend(keys[row] for row in rows[~found].tolist())
         rows = rows[found]
+    batch.make_room()
     if batch.plain:
-        left = _fill_plain(snapshot.source, keys, rows, places, batch)
+        left = _fill_plain(snapshot.source, keys, rows, places, batch, spread)
         rows, places = rows[left], places[left]
     if len(rows):
-        batch.make_room()
         records, others = _find_alike(snapshot.source, rows, places, batch)
-        damaged = _fill_alike(records, keys, batch, coder)
+        damaged = _fill_alike(records, keys, batch, spread)
         for row in [*others, *damaged]:
-            _fill_one(snapshot, keys[row], row, batch, coder)
+            _fill_one(snapshot, keys[row], row, batch)
 
 
 def _fill_plain(
@@ -118,6 +136,7 @@ def _fill_plain(
     rows: npt.NDArray[np.int64],
     places: npt.NDArray[np.uint64],
     batch: Batch,
+    spread: Spread,
 ) -> npt.NDArray[np.int64]:
     """Copy raw records of one tensor; return the positions that need a closer look.
 
@@ -130,23 +149,28 @@ def _fill_plain(
     if total < size or (places[:, 1] != size).any() or (places[:, 0] > total - size).any():
         return np.arange(len(rows))
     starts, num_bytes = places[:, 0].astype(np.int64), size - start
-    batch.make_room()
     (target,) = batch.targets
     assert target is not None
     heads = source.rows(starts, start)
     alike = (heads[:, CHECKSUM_BYTES:] == np.frombuffer(batch.head_bytes, np.uint8)).all(1)
     promised = heads[:, :CHECKSUM_BYTES].copy().view("<u8")[:, 0]
     flat, digest, seed = target.reshape(-1).data, xxhash.xxh3_64_intdigest, batch.head.seed
-    found = []
-    # Copied all at once, the hash would read what has left the core's cache: a third slower.
-    for row, place in zip(rows.tolist(), (starts + start).tolist(), strict=True):
-        part = flat[row * num_bytes : (row + 1) * num_bytes]
-        if num_bytes >= PARALLEL_COPY_BYTES:  # NumPy releases the GIL while it copies
-            target[row] = source.data[place : place + num_bytes]
-        else:
-            part[:] = source.view[place : place + num_bytes]
-        found.append(digest(part, seed ^ digest(keys[row])))  # payload_seed()
-    intact = alike & (np.array(found, np.uint64) == promised)
+    free = num_bytes >= PARALLEL_COPY_BYTES
+
+    def copy(part: slice, _: Coder) -> list[int]:
+        found = []
+        # Copied all at once, the hash would read what has left the core's cache: a third slower.
+        for row, place in zip(rows[part].tolist(), (starts[part] + start).tolist(), strict=True):
+            copied = flat[row * num_bytes : (row + 1) * num_bytes]
+            if free:  # NumPy releases the GIL while it copies
+                target[row] = source.data[place : place + num_bytes]
+            else:
+                copied[:] = source.view[place : place + num_bytes]
+            found.append(digest(copied, seed ^ digest(keys[row])))  # payload_seed()
+        return found
+
+    hashes = spread(copy, len(rows), num_bytes * len(rows) if free else 0)
+    intact = alike & (np.array([one for part in hashes for one in part], np.uint64) == promised)
     batch.hit[rows[intact]] = True
     return np.flatnonzero(~intact)
 
@@ -169,10 +193,8 @@ class _Records:
     stored: Places
     """Encoded bytes, shape (N, fields)."""
 
-    def only(self, chosen: npt.NDArray[np.bool_]) -> _Records:
+    def __getitem__(self, chosen: slice | npt.NDArray[np.bool_]) -> _Records:
         """Return some of them."""
-        if chosen.all():
-            return self
         return _Records(
             self.source,
             self.rows[chosen],
@@ -210,23 +232,34 @@ def _find_alike(
     bounded = (codecs != Codec.RAW) | (promised < 0) | (stored == promised)
     alike = same.all(1) & bounded.all(1) & (stored.sum(1) + start == sizes)
     left += rows[~alike].tolist()
-    return _Records(source, rows, starts, sizes, heads, codecs, stored).only(alike), left
+    records = _Records(source, rows, starts, sizes, heads, codecs, stored)
+    return records if alike.all() else records[alike], left
 
 
-def _fill_alike(records: _Records, keys: Sequence[bytes], batch: Batch, coder: Coder) -> list[int]:
-    """Verify and decode, everything for all records at once but for a hash each; return the rows
+def _fill_alike(
+    records: _Records, keys: Sequence[bytes], batch: Batch, spread: Spread
+) -> list[int]:
+    """Verify, then decode, everything for many records at once but for a hash each; return the rows
     whose checksum does not match.
     """
-    if not len(records.rows):
-        return []
-    promised = records.heads[:, :CHECKSUM_BYTES].copy().view("<u8")[:, 0]
-    intact = _hashes(records, keys, batch) == promised
-    damaged: list[int] = records.rows[~intact].tolist()
-    records = records.only(intact)
-    failed = _decode(records, batch, coder)
-    batch.corrupt.extend((keys[row], str(error)) for row, error in failed.items())
-    batch.hit[records.rows] = True
-    batch.hit[list(failed)] = False
+
+    def fill_part(part: slice, coder: Coder) -> tuple[list[int], dict[int, Any]]:
+        mine = records[part]
+        promised = mine.heads[:, :CHECKSUM_BYTES].copy().view("<u8")[:, 0]
+        intact = _hashes(mine, keys, batch) == promised
+        damaged: list[int] = mine.rows[~intact].tolist()
+        if damaged:
+            mine = mine[intact]
+        batch.hit[mine.rows] = True
+        failed = _decode(mine, batch, coder)
+        batch.hit[list(failed)] = False
+        return damaged, failed
+
+    count = len(records.rows)
+    damaged = []
+    for some, failed in spread(fill_part, count, count * batch.row_bytes):
+        damaged += some
+        batch.corrupt.extend((keys[row], str(error)) for row, error in failed.items())
     return damaged
 
 
@@ -296,14 +329,14 @@ def _decode_tensors(
     return failed
 
 
-def _fill_one(snapshot: Snapshot, key: bytes, row: int, batch: Batch, coder: Coder) -> None:
+def _fill_one(snapshot: Snapshot, key: bytes, row: int, batch: Batch) -> None:
     """Read a record of another layout, or say what is wrong with it."""
     try:
         record = open_record(key, snapshot.get(key) or b"")
         batch.odd[row] = {
             entry.name: record.value(position)
             if entry.dtype is None
-            else record.tensor(position, coder)
+            else record.tensor(position, Coder())
             for position, entry in enumerate(record.layout.fields)
         }
         batch.hit[row] = True

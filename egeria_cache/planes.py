@@ -86,10 +86,15 @@ def rank(
     else:
         marks = np.unpackbits(bitmaps.reshape(-1))
     dtype = np.int32 if len(marks) < 2**31 else np.int64
-    ranks = scratch.array("ranks", len(marks), dtype)
-    np.cumsum(marks, dtype=dtype, out=ranks)
+    # Of one dtype: while it converts in a running sum, NumPy keeps the GIL.
+    wide, ranks = (
+        scratch.array("marks", len(marks), dtype),
+        scratch.array("ranks", len(marks), dtype),
+    )
+    wide[:] = marks
+    np.cumsum(wide, out=ranks)
     counts = np.diff(ranks[num_elements - 1 :: num_elements], prepend=0)
-    np.multiply(ranks, marks.view(np.int8), out=ranks)
+    np.multiply(ranks, wide, out=ranks)
     return ranks, counts
 
 

@@ -4,12 +4,13 @@ but the threads; any number of callers at a time.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,10 @@ __all__ = ["BatchReader", "Fetched"]
 
 logger = logging.getLogger("egeria_cache.store")
 
-MIN_ROWS_PER_THREAD = 8
+T = TypeVar("T")
+
+MIN_BYTES_PER_THREAD = 512 * 1024
+"""Decoding less takes about as long as waking a thread."""
 
 
 @dataclass(slots=True)
@@ -79,17 +83,8 @@ class BatchReader:
                 self._forget(files, [], corrupt)
                 return Fetched(False, {}, np.zeros(len(keys), np.bool_), len(corrupt))
             batch = Batch.begin(*template, len(keys), pin_memory=pin_memory)
-            if batch.parallel:
-                batch.make_room()
-            parts = self._split(rows) if batch.parallel else [rows]
-            if len(parts) > 1:
-                pool = self._threads()
-                others = [pool.submit(self._fill, files, keys, part, batch) for part in parts[1:]]
-                self._fill(files, keys, parts[0], batch)
-                for other in others:
-                    other.result()
-            else:
-                self._fill(files, keys, rows, batch)
+            with files.reading() as snapshot:
+                fill(snapshot, keys, rows, batch, self._spread)
         except GoneError:
             return Fetched(False, {}, np.zeros(len(keys), np.bool_))
         batch.make_room()
@@ -101,9 +96,17 @@ class BatchReader:
 
     # -- parts ------------------------------------------------------------------------------
 
-    def _split(self, rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-        parts = min(self._num_threads, max(1, len(rows) // MIN_ROWS_PER_THREAD))
-        return np.array_split(rows, parts)
+    def _spread(self, work: Callable[[slice, Coder], T], count: int, num_bytes: int) -> list[T]:
+        """Call `work` for parts of `range(count)`, in threads if so many bytes are worth it."""
+
+        def call(part: tuple[int, int]) -> T:
+            return work(slice(*part), self._coder())
+
+        num_parts = max(1, min(self._num_threads, count, num_bytes // MIN_BYTES_PER_THREAD))
+        ends = [count * part // num_parts for part in range(num_parts + 1)]
+        mine, *others = itertools.pairwise(ends)
+        futures = [self._threads().submit(call, part) for part in others]
+        return [call(mine), *(future.result() for future in futures)]
 
     def _threads(self) -> ThreadPoolExecutor:
         with self._lock:
@@ -112,10 +115,6 @@ class BatchReader:
                     self._num_threads, "egeria-decode", initializer=compute_on_one_core
                 )
             return self._pool
-
-    def _fill(self, files: GenerationFiles, keys: Sequence[bytes], rows: Any, batch: Batch) -> None:
-        with files.reading() as snapshot:
-            fill(snapshot, keys, rows, batch, self._coder())
 
     def _coder(self) -> Coder:
         coder: Coder | None = getattr(self._local, "coder", None)
