@@ -140,8 +140,9 @@ def _fill_plain(
 ) -> npt.NDArray[np.int64]:
     """Copy raw records of one tensor; return the positions that need a closer look.
 
-    Heads are compared for the whole batch at once; then per record there is one hash. It is taken
-    of the copy: that is still in the core's cache, and it checks the copy too.
+    Per record there is one hash, seeded with the head that all of them should have: the checksum of
+    a record with another head does not match. It is taken of the copy: that is still in the core's
+    cache, and it checks the copy too.
     """
     start, size = batch.head.num_bytes, batch.head.record_bytes
     total = len(source.data)
@@ -151,9 +152,7 @@ def _fill_plain(
     starts, num_bytes = places[:, 0].astype(np.int64), size - start
     (target,) = batch.targets
     assert target is not None
-    heads = source.rows(starts, start)
-    alike = (heads[:, CHECKSUM_BYTES:] == np.frombuffer(batch.head_bytes, np.uint8)).all(1)
-    promised = heads[:, :CHECKSUM_BYTES].copy().view("<u8")[:, 0]
+    promised = source.words(starts, 1)[:, 0]
     flat, digest, seed = target.reshape(-1).data, xxhash.xxh3_64_intdigest, batch.head.seed
     free = num_bytes >= PARALLEL_COPY_BYTES
 
@@ -170,7 +169,7 @@ def _fill_plain(
         return found
 
     hashes = spread(copy, len(rows), num_bytes * len(rows) if free else 0)
-    intact = alike & (np.array([one for part in hashes for one in part], np.uint64) == promised)
+    intact = np.array([one for part in hashes for one in part], np.uint64) == promised
     batch.hit[rows[intact]] = True
     return np.flatnonzero(~intact)
 

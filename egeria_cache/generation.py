@@ -22,7 +22,7 @@ from egeria_cache.budget import Budget, BudgetBusyError
 from egeria_cache.choice import choose_codec
 from egeria_cache.codec import Codec, Coder
 from egeria_cache.files import GenerationFiles, GoneError
-from egeria_cache.keys import SampleId, encode_keys
+from egeria_cache.keys import SampleId, encode_keys, plain_integers
 from egeria_cache.lossy import LossyError, Storage
 from egeria_cache.manifest import Manifest
 from egeria_cache.reader import BatchReader
@@ -141,6 +141,8 @@ class Generation:
             tensors), and the mask of rows found. Rows not found are zeros, or None in a list. A
             bare tensor if that was put; an empty dict if nothing was found.
         """
+        numbers: Any = plain_integers(ids)  # converted once
+        ids = ids if numbers is None else numbers
         wanted = self.contains(ids, variant=variant)
         missed = np.zeros(len(ids), np.bool_)
         if not wanted.any():
