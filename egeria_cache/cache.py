@@ -292,7 +292,10 @@ class ActivationCache:
         try:
             reason = self._restless(name, cut) or context.source.why_not_cacheable(batch)
             if reason is None:
-                generation = self._store.open_generation({**cut.fields, **context.source.fields})
+                generation = self._store.open_generation(
+                    {**cut.fields, **context.source.fields},
+                    num_expected=len(context.source.dataset) * context.source.variants,
+                )
         except Exception as error:  # of the data set's or the collate function's own, too
             reason = str(error) if isinstance(error, EgeriaError) else repr(error)
         if reason is not None:

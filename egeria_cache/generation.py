@@ -36,6 +36,9 @@ __all__ = ["Generation", "GenerationCounts"]
 logger = logging.getLogger("egeria_cache.store")
 
 LITTLE_SPACE_BYTES = 16 * 2**20
+SMALL_BYTES = 256 * 2**20
+"""A generation that takes no more than this, nor an eighth of the limit, is not worth compressing:
+it stays in the page cache, and is read in a fraction of the time that decoding takes."""
 BARE = "value"
 """Name under which a bare tensor is stored."""
 
@@ -64,6 +67,7 @@ class Generation:
         budget: Budget,
         codec: str,
         storage: Storage = None,
+        num_expected: int = 0,
     ) -> None:
         self._manifest = manifest
         self._files = files
@@ -72,6 +76,7 @@ class Generation:
         self._codec: Codec | None = None if codec == "auto" else Codec.named(codec)
         self._coder = Coder()
         self._storage = storage
+        self._num_expected = num_expected
         self._lock = threading.Lock()
         self._released = False
         self._writes_off: str | None = None
@@ -284,10 +289,14 @@ class Generation:
 
     def _choose_codec(self, job: Job) -> Codec:
         """Decide once, from the first batch, and note it in the manifest."""
-        self._codec, trials = choose_codec(
-            job.keys, job.picked, job.rows, self._coder, self._storage
-        )
-        logger.info("%s: codec %s, of %s", self.name, self._codec.label, trials)
+        expected = self._num_expected * job.num_bytes // max(len(job.keys), 1)
+        if 0 < expected <= min(SMALL_BYTES, self._budget.limit_bytes // 8):
+            self._codec, trials = Codec.RAW, f"{expected / 1e6:.0f} MB for all samples are few"
+        else:
+            self._codec, trials = choose_codec(
+                job.keys, job.picked, job.rows, self._coder, self._storage
+            )
+        logger.info("%s: codec %s: %s", self.name, self._codec.label, trials)
         self._manifest = replace(self._manifest, codec=self._codec.label)
         with contextlib.suppress(OSError):
             self._manifest.write(self._files.directory)

@@ -141,12 +141,13 @@ class ActivationStore:
 
     # -- generations ------------------------------------------------------------------------
 
-    def open_generation(self, fields: Mapping[str, Any]) -> Generation:
+    def open_generation(self, fields: Mapping[str, Any], *, num_expected: int = 0) -> Generation:
         """Return the generation these fields describe, opened or newly made.
 
         Args:
             fields: Plain JSON values; together they must determine every stored byte. The same
                 fields name the same directory, in any process.
+            num_expected: How many records it will hold, for `codec="auto"`; 0: not known.
 
         Raises:
             StoreError: The fields are no JSON, or the directory cannot be used.
@@ -164,15 +165,15 @@ class ActivationStore:
             if known is not None:
                 self._finished.append(known)
                 known.release()
-            generation = self._open_or_make(name, fields)
+            generation = self._open_or_make(name, fields, num_expected)
             self._generations[name] = generation
             return generation
 
-    def _open_or_make(self, name: str, fields: Mapping[str, Any]) -> Generation:
+    def _open_or_make(self, name: str, fields: Mapping[str, Any], num_expected: int) -> Generation:
         deadline = time.monotonic() + REMOVAL_WAIT_S
         while True:
             try:
-                return self._open(name, fields)
+                return self._make(*self._open(name, fields), num_expected)
             except BeingRemovedError as error:
                 # Its rename is imminent; no lock is shared with the remover, who must not wait.
                 if time.monotonic() > deadline:
@@ -189,23 +190,22 @@ class ActivationStore:
                     "disk full, or was the directory removed?"
                 ) from error
 
-    def _open(self, name: str, fields: Mapping[str, Any]) -> Generation:
+    def _open(self, name: str, fields: Mapping[str, Any]) -> tuple[Manifest, GenerationFiles]:
         directory = self.config.directory / name
         if not self.writable:
-            return self._make(*self._open_readonly(directory, fields))
+            return self._open_readonly(directory, fields)
         with self._budget.locked():
             try:
-                manifest, files = self._open_files(directory, fields)
+                return self._open_files(directory, fields)
             except DamagedError as damage:
                 if in_use_elsewhere(directory):
                     raise
                 # It is only a cache: what cannot be opened is removed and filled again.
                 logger.warning("%s; it is removed and filled again", damage)
                 remove_directory(directory)
-                manifest, files = self._open_files(directory, fields)
-        return self._make(manifest, files)
+                return self._open_files(directory, fields)
 
-    def _make(self, manifest: Manifest, files: GenerationFiles) -> Generation:
+    def _make(self, manifest: Manifest, files: GenerationFiles, num_expected: int) -> Generation:
         return Generation(
             manifest,
             files,
@@ -214,6 +214,7 @@ class ActivationStore:
             budget=self._budget,
             codec=self.config.codec,
             storage=self.config.storage_dtype,
+            num_expected=num_expected,
         )
 
     def _open_files(
