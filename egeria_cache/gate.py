@@ -38,17 +38,11 @@ class Costs:
     """Part of the fetching that runs while the device computes, in [0, 1]."""
     write_s_per_byte: float = 0.0
     """Capture and hand-over to the writer, once for each sample that is stored."""
-    sample_s: float = 0.0
-    """Time to produce a raw sample, which a hit does not need either; overlapped the same way."""
-    free_bytes_per_sample: float = float("inf")
-    """Room left under the byte limit, divided by the number of samples."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap <= 1:
             raise ValueError(f"overlap must be in [0, 1], got {self.overlap}")
-        parts = (self.fetch_s_per_byte, self.fetch_s_per_sample, self.write_s_per_byte,
-                 self.sample_s)  # fmt: skip
-        if min(parts) < 0:
+        if min(self.fetch_s_per_byte, self.fetch_s_per_sample, self.write_s_per_byte) < 0:
             raise ValueError("costs must not be negative")
 
     def fetch_s(self, num_bytes: int) -> float:
@@ -218,38 +212,25 @@ class Gate:
         return f"{self._undone or self._decision.reason} ({self.meter})"
 
 
-def choose(
-    steps: Sequence[Step], costs: Costs, mode: str = "auto", *, refill_s: float = 0.0
-) -> Decision:
+def choose(steps: Sequence[Step], costs: Costs, *, refill_s: float = 0.0) -> Decision:
     """Choose among the modules that returned before the frozen boundary did.
 
     Args:
         steps: `Cut.profile`, in execution order; the last one is the frozen boundary.
         costs: Costs per sample.
-        mode: "auto" chooses by cost, "always" takes the last step, "never" none.
         refill_s: By how much another cut than the last must be better, per sample.
 
     Raises:
-        ValueError: Unknown mode, or no steps.
+        ValueError: No steps.
     """
-    if mode not in ("auto", "always", "never"):
-        raise ValueError(f"gate must be 'auto', 'always' or 'never', got {mode!r}")
     if not steps:
         raise ValueError("there is no module to choose from")
-    if mode == "never":
-        return Decision(None, 0.0, "gate='never'")
     last = steps[-1]
-    if mode == "always":
-        return Decision(last.name, _saving(last, costs), "gate='always'")
-    fitting = [step for step in steps if 0 < step.row_bytes <= costs.free_bytes_per_sample]
-    if not fitting:
-        return Decision(
-            None, 0.0,
-            f"a sample needs {last.row_bytes} bytes and the limit leaves "
-            f"{costs.free_bytes_per_sample:.0f}",
-        )  # fmt: skip
-    best = max(fitting, key=lambda step: _saving(step, costs))
-    if best is not last and last in fitting:
+    possible = [step for step in steps if step.row_bytes > 0]
+    if not possible:
+        return Decision(None, 0.0, "nothing that a store could keep crosses any boundary")
+    best = max(possible, key=lambda step: _saving(step, costs))
+    if best is not last and last in possible:
         # Another cut is filled anew, so it must be better by more than noise.
         gain = _saving(best, costs) - _saving(last, costs)
         best = best if gain > max(refill_s, _MIN_GAIN * last.seconds_per_sample) else last
@@ -268,6 +249,5 @@ def choose(
 
 
 def _saving(step: Step, costs: Costs) -> float:
-    hidden = (1 - costs.overlap) * costs.sample_s
     written = costs.write_s_per_byte * step.row_bytes / _EPOCHS
-    return step.seconds_per_sample + hidden - costs.fetch_s(step.row_bytes) - written
+    return step.seconds_per_sample - costs.fetch_s(step.row_bytes) - written

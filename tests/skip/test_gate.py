@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from egeria_cache.cut import Step
@@ -34,36 +36,18 @@ def test_nothing_is_cut_while_the_front_is_cheap():
     assert "100 us" in decision.reason
 
 
-def test_work_of_the_loader_counts_as_saved():
-    slow = Costs(fetch_s_per_byte=1e-9, overlap=0.0, sample_s=0.01)
-    assert choose(STEPS[:1], slow).boundary == "stem"
-
-
-def test_what_does_not_fit_under_the_limit_is_not_chosen():
-    decision = choose(STEPS, Costs(fetch_s_per_byte=0.0, free_bytes_per_sample=150_000))
-    assert decision.boundary == "layer2"
-    decision = choose(STEPS[:2], Costs(free_bytes_per_sample=1_000))
-    assert decision.boundary is None
-    assert "200000 bytes" in decision.reason
-
-
-@pytest.mark.parametrize(("mode", "boundary"), [("always", "layer2"), ("never", None)])
-def test_the_user_may_decide(mode, boundary):
-    costs = Costs(fetch_s_per_byte=1.0) if mode == "always" else FREE
-    decision = choose(STEPS, costs, mode)
-    assert decision.boundary == boundary
-    assert mode in decision.reason
+def test_what_has_no_rows_is_not_chosen():
+    assert choose([replace(STEPS[0], row_bytes=0), STEPS[1]], FREE).boundary == STEPS[1].name
+    assert choose([replace(STEPS[0], row_bytes=0)], FREE).boundary is None
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match="sometimes"):
-        choose(STEPS, FREE, "sometimes")
     with pytest.raises(ValueError, match="module"):
         choose([], FREE)
     with pytest.raises(ValueError, match="overlap"):
         Costs(overlap=2.0)
     with pytest.raises(ValueError, match="negative"):
-        Costs(sample_s=-1.0)
+        Costs(write_s_per_byte=-1.0)
 
 
 # ---- measured costs ---------------------------------------------------------------------------
