@@ -36,17 +36,19 @@ SAME = 0.05
 
 
 class Samples(Dataset[Sample]):
-    """Synthetic samples in memory."""
+    """A few synthetic samples in memory, as often as the real set has samples: how many will come
+    is part of what `codec="auto"` decides by."""
 
     def __init__(self, task: Task, shape: Shape, count: int) -> None:
         generator = torch.Generator().manual_seed(0)
         self.rows = [task.sample(shape.size, generator) for _ in range(count)]
+        self._length = task.num_samples
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return self._length
 
     def __getitem__(self, index: int) -> Sample:
-        return self.rows[index]
+        return self.rows[index % len(self.rows)]
 
 
 class Around:
@@ -325,7 +327,7 @@ def compression(
 ) -> tuple[int, dict[str, dict[str, float]]]:
     """Store some captured activations with each codec; raw bytes a sample, and per codec."""
     view = cache.views(loader.source.key)[0]
-    ids = list(range(min(16, len(bench.samples))))
+    ids = list(range(min(16, len(bench.samples.rows))))
     read, _ = view.generation.get_batch(ids, variant=0)
     rows = {name: value for name, value in read.items() if name.startswith(ACTIVATION)}
     raw = sum(value.nbytes for value in rows.values()) // len(ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import time
 from collections import deque
@@ -36,7 +37,10 @@ from egeria_cache.view import View, record
 __all__ = ["ActivationCache"]
 
 log = logging.getLogger("egeria")
-NUM_READERS = 2
+NUM_READERS = 1 if (os.cpu_count() or 1) <= 4 else 2
+"""A second one hides a slow disk, but where cores are few it takes the interpreter from training:
+on two of them, small steps took half as long again. Large batches are decoded by several threads
+either way."""
 MAX_LIVE_BOUNDARIES = 2
 """What was stored two moves ago is not read any more: the last move has filled anew from it."""
 MAX_LIVE_VIEWS = 16
