@@ -28,7 +28,7 @@ from egeria_cache.lossy import unpack
 from egeria_cache.records import open_record, plain_value
 from egeria_cache.values import RecordError
 
-__all__ = ["PARALLEL_COPY_BYTES", "Batch", "Spread", "assemble", "fill"]
+__all__ = ["Batch", "Spread", "assemble", "fill"]
 
 T = TypeVar("T")
 
@@ -87,8 +87,10 @@ class Batch:
                 self.targets.append(packed.numpy())
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of a row, decoded, as far as the head tells."""
+    def shared_bytes(self) -> int:
+        """Bytes of a row, decoded, on which several threads may work; none of small raw ones."""
+        if self.head.raw and self.head.record_bytes < PARALLEL_COPY_BYTES:
+            return 0
         return sum(max(entry.num_bytes, 0) for entry in self.head.layout.fields)
 
     @property
@@ -154,7 +156,7 @@ def _fill_plain(
     assert target is not None
     promised = source.words(starts, 1)[:, 0]
     flat, digest, seed = target.reshape(-1).data, xxhash.xxh3_64_intdigest, batch.head.seed
-    free = num_bytes >= PARALLEL_COPY_BYTES
+    free = batch.shared_bytes > 0
 
     def copy(part: slice, _: Coder) -> list[int]:
         found = []
@@ -168,7 +170,7 @@ def _fill_plain(
             found.append(digest(copied, seed ^ digest(keys[row])))  # payload_seed()
         return found
 
-    hashes = spread(copy, len(rows), num_bytes * len(rows) if free else 0)
+    hashes = spread(copy, len(rows), len(rows) * batch.shared_bytes)
     intact = np.array([one for part in hashes for one in part], np.uint64) == promised
     batch.hit[rows[intact]] = True
     return np.flatnonzero(~intact)
@@ -256,7 +258,7 @@ def _fill_alike(
 
     count = len(records.rows)
     damaged = []
-    for some, failed in spread(fill_part, count, count * batch.row_bytes):
+    for some, failed in spread(fill_part, count, count * batch.shared_bytes):
         damaged += some
         batch.corrupt.extend((keys[row], str(error)) for row, error in failed.items())
     return damaged

@@ -229,6 +229,21 @@ def test_a_limit_that_is_no_positive_size_is_refused(directory, limit):
         ActivationStore(directory, limit)
 
 
+@pytest.mark.parametrize(
+    ("num_expected", "limit", "is_raw"),
+    [(0, "1GB", False), (1000, "1GB", True), (10**6, "1GB", False), (1000, "20MB", False)],
+    ids=["unknown", "few", "many", "few, but much of the limit"],
+)
+def test_auto_does_not_compress_what_will_be_small(directory, num_expected, limit, is_raw):
+    batch = torch.zeros(8, 1024)
+    with ActivationStore(directory, limit) as store:
+        generation = store.open_generation({"a": 1}, num_expected=num_expected)
+        generation.put_batch(range(8), batch)
+        store.flush(FLUSH_S)
+        assert (generation.stored_bytes > batch.nbytes) == is_raw
+        assert torch.equal(generation.get_batch(range(8))[0], batch)
+
+
 def test_unknown_codecs_and_storage_dtypes_are_refused_with_the_known_ones(directory):
     with pytest.raises(ValueError, match="codec must be one of auto"):
         ActivationStore(directory, codec="gzip")
