@@ -61,7 +61,7 @@ def test_hits_at_every_boundary_train_like_the_frozen_model(name, tmp_path):
         bench.model.freeze(stop)
         losses: list[float] = []
         with ActivationCache(bench.model, tmp_path / boundary, boundary, gate="always") as cache:
-            loader = EgeriaLoader(bench.samples, 2, cache=cache)
+            loader = EgeriaLoader(bench.samples.rows, 2, cache=cache)
             for _ in range(2):
                 torch.manual_seed(1)  # the dropout of what is trained
                 for batch in loader:
@@ -69,7 +69,7 @@ def test_hits_at_every_boundary_train_like_the_frozen_model(name, tmp_path):
                     losses.append(loss.item())
                 cache.flush()
             stats = cache.stats()
-        assert stats.hits == len(bench.samples)
+        assert stats.hits == len(bench.samples.rows)
         half = len(losses) // 2
         assert losses[half:] == pytest.approx(losses[:half], rel=1e-4)
 
