@@ -61,7 +61,7 @@ class ActivationCache:
         boundary: Qualified name of the last frozen module; None while nothing is frozen.
         limit: Hard bound on the directory's size: bytes, or text such as "100GB".
         codec: How records are compressed: "auto", "zstd", "raw", ...; see `docs/format.md`.
-        ring_batches: Recent mini-batches that stay on the device, and how many are read ahead.
+        ring_batches: How many mini-batches are read ahead; as many recent ones stay on a device.
         audit_rate: Fraction of the hits that are recomputed from the raw sample and compared.
         gate: "auto" skips while training steps are measured to be faster for it, "always" skips
             whatever can be skipped, "never" keeps the schedule of a cached run (inference mode,

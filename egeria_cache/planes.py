@@ -87,10 +87,8 @@ def rank(
         marks = np.unpackbits(bitmaps.reshape(-1))
     dtype = np.int32 if len(marks) < 2**31 else np.int64
     # Of one dtype: while it converts in a running sum, NumPy keeps the GIL.
-    wide, ranks = (
-        scratch.array("marks", len(marks), dtype),
-        scratch.array("ranks", len(marks), dtype),
-    )
+    wide = scratch.array("marks", len(marks), dtype)
+    ranks = scratch.array("ranks", len(marks), dtype)
     wide[:] = marks
     np.cumsum(wide, out=ranks)
     counts = np.diff(ranks[num_elements - 1 :: num_elements], prepend=0)

@@ -1,4 +1,4 @@
-"""From the plan to the ring: activations are read, verified and placed ahead of their need.
+"""From the plan to the rows: activations are read, verified and placed ahead of their need.
 
 Reading happens on the cache's reader threads; what is handed to the training thread is an `Entry`
 that either has its rows or says that it has not.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -68,7 +69,13 @@ class PlannedEntry:
             self.waited_s += time.perf_counter() - started
 
     def load(self) -> dict[str, Tensor]:
-        """Return the hits' activations by name, in row order, on the model's device."""
+        """Return the hits' activations by name, in row order, on the model's device.
+
+        They are the caller's own: the next call returns others.
+
+        Raises:
+            LookupError: They became stale, or can no longer be read.
+        """
         started = time.perf_counter()
         rows = self._load()
         self.waited_s += time.perf_counter() - started
@@ -80,22 +87,23 @@ class PlannedEntry:
     def _load(self) -> dict[str, Tensor]:
         if not self.alive:
             raise LookupError("the generation was voided")
-        if self._rows is not None:
-            return self._rows
-        assert self._ring is not None, "load() before ready()"
-        assert self._keys is not None
-        try:
-            return self._ring.gather(self.number, self._keys)
-        except LookupError:
-            # Held back for longer than the ring remembers: read it again.
-            tensors, found = self.view.generation.get_batch(self.ids, variant=self.variant)
-            if not found.all():
-                raise
-            return _activations(tensors, self.view.device)
+        rows, self._rows = self._rows, None
+        if rows is not None:
+            return rows
+        if self._ring is not None:
+            assert self._keys is not None
+            with suppress(LookupError):
+                return self._ring.gather(self.number, self._keys)
+        # Served before, and perhaps written to by the loop since; or held back for longer than the
+        # ring remembers: read again.
+        tensors, found = self.view.generation.get_batch(self.ids, variant=self.variant)
+        if not found.all():
+            raise LookupError("the rows can no longer be read")
+        return _activations(tensors, self.view.device)
 
 
 class Prefetcher:
-    """Reads planned batches into the ring of one pass over a loader. Owned by that pass."""
+    """Reads planned batches for one pass over a loader, and owns its ring, where there is one."""
 
     def __init__(self, executor: Executor | None, ring_batches: int, pin_memory: bool) -> None:
         """Prefetch on the threads of `executor`, with a ring of `ring_batches` recent batches."""

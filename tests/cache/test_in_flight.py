@@ -35,6 +35,37 @@ def fill(model, cache, loader):
         cache.flush()
 
 
+class Exposed(torch.nn.Module):
+    """Returns what crosses the boundary beside its logits, as models with features do."""
+
+    def __init__(self):
+        super().__init__()
+        self.front, self.head = torch.nn.Linear(6, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        features = self.front(x)
+        return features, self.head(features)
+
+
+def test_what_the_loop_writes_into_a_features_output_does_not_reach_the_next_forward(tmp_path):
+    torch.manual_seed(0)
+    model, data = Exposed().train(), torch.randn(8, 6)
+    model.front.requires_grad_(False)
+    with ActivationCache(model, tmp_path, "front", gate="always", audit_rate=0) as cache:
+        loader = EgeriaLoader(torch.utils.data.TensorDataset(data), 4, cache=cache)
+        for _ in range(3):
+            for number, (x,) in enumerate(loader):
+                plain = torch.nn.functional.linear(
+                    data[4 * number : 4 * number + 4], model.front.weight, model.front.bias
+                )
+                kept = [model(x)[0] for _ in range(2)]
+                kept[0].zero_()
+                torch.testing.assert_close(kept[1], plain)
+                torch.testing.assert_close(model(x)[0], plain)
+            cache.flush()
+        assert cache.stats().hits == 16
+
+
 def activations_of(model, loader):
     """What the boundary returns for each target of a pass, in order."""
     seen = []
