@@ -34,7 +34,7 @@ from egeria_cache.manifest import DamagedError
 from egeria_cache.segment import ALIGNMENT, SEGMENT_NAME, Segment
 from egeria_cache.totals import TOTALS_KEY, Totals
 
-__all__ = ["DATA_NAME", "LOCATOR", "GenerationFiles", "GoneError", "Totals"]
+__all__ = ["DATA_NAME", "LOCATOR", "GenerationFiles", "GoneError", "Totals", "is_unfinished"]
 
 DATA_NAME, LOCK_NAME = "data.mdb", "lock.mdb"
 LOCATOR = struct.Struct("<QQ")
@@ -55,6 +55,18 @@ _ENTRY_BYTES = 512 + 64
 
 class GoneError(Exception):
     """The generation is void, closed, or its files are no longer there."""
+
+
+def is_unfinished(directory: Path) -> bool:
+    """Whether a generation's making was cut short before it could hold anything."""
+    return not any(_num_bytes(directory / name) for name in (DATA_NAME, SEGMENT_NAME))
+
+
+def _num_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 class GenerationFiles:
@@ -124,7 +136,13 @@ class GenerationFiles:
         self._place = (self._pid, os.path.realpath(directory))
         self._lock = threading.Lock()
         self._in_use = claim(directory / IN_USE_NAME) if not inspecting else None
+        opened = contextlib.ExitStack()
+        if self._in_use is not None:
+            opened.callback(os.close, self._in_use)
         try:
+            # Before LMDB's file: a making that is cut short leaves no tree without its records.
+            self._segment = Segment(directory / SEGMENT_NAME, readonly=readonly)
+            opened.callback(self._segment.close)
             # metasync=False may lose the last commit in a system crash, never the tree, at a
             # fifth of the cost; sync=False could lose the tree; writemap dies on a full disk.
             self._env = lmdb.open(
@@ -134,14 +152,13 @@ class GenerationFiles:
                 readonly=readonly, max_spare_txns=8,
                 lock=not readonly or os.access(directory / LOCK_NAME, os.W_OK),
             )  # fmt: skip
-            self._segment = Segment(directory / SEGMENT_NAME, readonly=readonly)
+            opened.callback(self._env.close)
             self._identity = identity(directory / DATA_NAME)
             if not readonly:
                 self._pad()
             self._load(keys=not inspecting)
         except (lmdb.Error, OSError) as error:
-            if self._in_use is not None:
-                os.close(self._in_use)
+            opened.close()
             raise DamagedError(f"cannot open {directory}: {error}") from error
 
     # -- life -------------------------------------------------------------------------------

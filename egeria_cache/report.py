@@ -17,13 +17,12 @@ from egeria_cache.budget import directory_bytes, generation_directories, last_us
 from egeria_cache.claims import in_use_elsewhere
 from egeria_cache.codec import Coder
 from egeria_cache.errors import StoreError
-from egeria_cache.files import DATA_NAME, GenerationFiles, GoneError
+from egeria_cache.files import GenerationFiles, GoneError, is_unfinished
 from egeria_cache.keys import decode_key
 from egeria_cache.layout import Layout
 from egeria_cache.manifest import Manifest, read_json
 from egeria_cache.place import ROOT_NAME
 from egeria_cache.records import Record, open_record
-from egeria_cache.segment import SEGMENT_NAME
 from egeria_cache.totals import Totals
 from egeria_cache.values import RecordError
 
@@ -152,7 +151,7 @@ def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> It
         progress: Called with (records done, records in all).
     """
     coder, done = Coder(), 0
-    if _is_unfinished(path):
+    if is_unfinished(path):
         return
     try:
         Manifest.read(path)
@@ -205,7 +204,7 @@ def _glance(path: Path) -> GenerationReport:
     boundary = codec = damage = None
     created, num_samples, totals = math.nan, 0, Totals()
     try:
-        if not _is_unfinished(path):
+        if not is_unfinished(path):
             manifest = Manifest.read(path)
             boundary, codec = manifest.fields.get("boundary"), manifest.codec
             created = manifest.created
@@ -227,11 +226,6 @@ def _glance(path: Path) -> GenerationReport:
         in_use_elsewhere(path),
         damage,
     )
-
-
-def _is_unfinished(path: Path) -> bool:
-    """Whether its making was cut short before it could hold anything: nothing is damaged then."""
-    return not (path / DATA_NAME).exists() and not (path / SEGMENT_NAME).exists()
 
 
 def _decode(record: Record, coder: Coder) -> None:

@@ -25,7 +25,7 @@ from egeria_cache.budget import Budget, BudgetBusyError, generation_directories
 from egeria_cache.claims import BeingRemovedError, in_use_elsewhere, remove_directory
 from egeria_cache.config import PAGE_BYTES, StoreConfig, parse_size
 from egeria_cache.errors import StoreError
-from egeria_cache.files import DATA_NAME, AbsentFiles, GenerationFiles
+from egeria_cache.files import AbsentFiles, GenerationFiles, is_unfinished
 from egeria_cache.generation import Generation
 from egeria_cache.keys import SampleId
 from egeria_cache.manifest import (
@@ -220,11 +220,11 @@ class ActivationStore:
     def _open_files(
         self, directory: Path, fields: Mapping[str, Any]
     ) -> tuple[Manifest, GenerationFiles]:
-        if (directory / DATA_NAME).exists():
+        if not is_unfinished(directory):
             try:
                 manifest = Manifest.read(directory)
             except StoreError:
-                if not (directory / DATA_NAME).exists():
+                if is_unfinished(directory):
                     raise BeingRemovedError(str(directory)) from None
                 raise
             if manifest.fields != fields:
@@ -247,7 +247,7 @@ class ActivationStore:
     def _open_readonly(
         self, directory: Path, fields: Mapping[str, Any]
     ) -> tuple[Manifest, GenerationFiles]:
-        if not (directory / DATA_NAME).exists():
+        if is_unfinished(directory):
             self._log_nearest(directory.name, fields)
             return Manifest.new(fields), AbsentFiles(directory, "the directory is read-only")
         return Manifest.read(directory), GenerationFiles.acquire(

@@ -26,7 +26,7 @@ from egeria_cache.budget import Budget
 from egeria_cache.cli import main
 from egeria_cache.errors import StoreError
 from egeria_cache.manifest import generation_name
-from egeria_cache.report import verify
+from egeria_cache.report import survey, verify
 from egeria_cache.store import ActivationStore
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -369,6 +369,73 @@ def test_kill_9_loses_nothing_that_was_flushed_and_needs_no_repair(tmp_path, num
             assert assert_right(store, [10**6]).all()
         shutil.rmtree(directory)
     nursery.communicate(timeout=DEADLINE_S)
+
+
+def test_a_kill_at_each_file_that_is_made_leaves_nothing_damaged(tmp_path):
+    code = """
+        import os, signal, sys, torch
+        from egeria_cache.store import ActivationStore
+        torch.set_num_threads(1)
+
+        def die_at(last, directory):
+            def hook(event, args):
+                nonlocal last
+                if event in ("open", "os.mkdir", "os.rename") and directory in str(args[0]):
+                    last -= 1
+                    if last < 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+            sys.addaudithook(hook)
+
+        for last in range(1000):
+            directory = f"{sys.argv[1]}/{last}"
+            child = os.fork()
+            if child == 0:
+                die_at(last, directory)
+                with ActivationStore(directory) as store:
+                    store.put_batch([0], torch.ones(1, 10))
+                    store.flush(30)
+                os._exit(0)
+            if os.waitpid(child, 0)[1] == 0:
+                break
+        print(last)
+    """
+    out, _ = run_python(code, tmp_path).communicate(timeout=DEADLINE_S)
+    num_kills = int(out)
+    assert num_kills > 5
+    for directory in map(tmp_path.joinpath, map(str, range(num_kills))):
+        assert_nothing_is_damaged(directory)
+
+
+@pytest.mark.parametrize("made", [[], ["records.bin"], ["records.bin", "lock.mdb", "data.mdb"]])
+def test_a_generation_whose_files_are_still_empty_is_not_damaged(directory, made):
+    with ActivationStore(directory) as store:
+        store.put_batch([0], rows([0]))
+        assert store.flush(FLUSH_S)
+    (generation,) = directory.glob("gen-*")
+    for name in ("records.bin", "lock.mdb", "data.mdb"):
+        (generation / name).unlink()
+        if name in made:
+            (generation / name).touch()
+    assert survey(directory).generations[0].damage is None
+    assert_nothing_is_damaged(directory)
+
+
+def test_records_that_were_deleted_are_damage(directory):
+    with ActivationStore(directory) as store:
+        store.put_batch([0], rows([0]))
+        assert store.flush(FLUSH_S)
+    (generation,) = directory.glob("gen-*")
+    (generation / "records.bin").unlink()
+    assert len(list(verify(generation))) == 1
+
+
+def assert_nothing_is_damaged(directory):
+    for path in directory.glob("gen-*"):
+        assert list(verify(path)) == []
+    with ActivationStore(directory) as store:
+        assert store.put_batch([1], rows([1]))
+        assert store.flush(FLUSH_S)
+        assert assert_right(store, [1]).all()
 
 
 def test_two_processes_write_and_read_one_generation(directory):
