@@ -39,8 +39,8 @@ __all__ = ["DATA_NAME", "LOCATOR", "GenerationFiles", "GoneError", "Totals", "is
 DATA_NAME, LOCK_NAME = "data.mdb", "lock.mdb"
 LOCATOR = struct.Struct("<QQ")
 """Where a record begins in the segment, and its length."""
-_NOWHERE = LOCATOR.pack(2**64 - 1, 0)
-"""Stands for a damaged one."""
+_NOWHERE = bytes(LOCATOR.size)
+"""Stands for one that is absent or damaged: no record is empty."""
 FIRST_SAMPLE_KEY = b"\x01"
 """Behind the store's own entries."""
 KEYS_PER_CHUNK = 65_536
@@ -219,9 +219,8 @@ class GenerationFiles:
         if descriptor is not None:
             os.close(descriptor)
 
-    @contextlib.contextmanager
-    def _inside(self) -> Iterator[lmdb.Environment]:
-        """Hold the environment open; the last one to leave closes it if asked meanwhile."""
+    def _enter(self) -> lmdb.Environment:
+        """Hold the environment open until `_leave`."""
         if os.getpid() != self._pid:
             raise StoreError(
                 f"{self.directory} was opened before fork(), and LMDB must not be used across it; "
@@ -232,14 +231,23 @@ class GenerationFiles:
             if not self.usable:
                 raise GoneError(self.reason_stopped or "closed")
             self._num_inside += 1
+        return self._env
+
+    def _leave(self) -> None:
+        """The last one to leave closes the environment if asked meanwhile."""
+        with self._lock:
+            self._num_inside -= 1
+            last = self._closing and self._num_inside == 0
+        if last:
+            self._close_env()
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[lmdb.Environment]:
+        env = self._enter()
         try:
-            yield self._env
+            yield env
         finally:
-            with self._lock:
-                self._num_inside -= 1
-                last = self._closing and self._num_inside == 0
-            if last:
-                self._close_env()
+            self._leave()
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -250,7 +258,8 @@ class GenerationFiles:
         Raises:
             GoneError: Void or closed.
         """
-        with self._inside() as env:
+        env = self._enter()
+        try:
             try:
                 transaction = env.begin(buffers=True)
             except lmdb.MapResizedError:
@@ -263,6 +272,8 @@ class GenerationFiles:
                 transaction = env.begin(buffers=True)
             with transaction:
                 yield Snapshot(transaction, self._segment)
+        finally:
+            self._leave()
 
     def contains(self, ids: Sequence[SampleId], variant: int) -> npt.NDArray[np.bool_]:
         """Return bool (B,), from memory."""
@@ -270,11 +281,15 @@ class GenerationFiles:
             return np.zeros(len(ids), np.bool_)
         return self.index.contains(ids, variant)
 
-    def forget(self, key: bytes) -> None:
-        """Answer False for this key until it is written again: its record cannot be read."""
+    def forget(self, key: bytes) -> bool:
+        """Answer False for this key until it is written again: its record cannot be read. Return
+        whether that is news.
+        """
         with self._lock:
+            known = key in self._unreadable
             self.index.deny(key)
             self._unreadable.add(key)
+        return not known
 
     def num_samples(self) -> int:
         """Records committed, by LMDB's own count."""
@@ -407,26 +422,25 @@ class Snapshot:
         self.source = segment.source()
         """The records, as far as they were written when last asked for."""
 
-    def locate(self, keys: Sequence[bytes]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint64]]:
-        """Return which of the keys are there, and of those, shape (N, 2), where their records begin
-        and how long they are; both as noted, which damage may have changed.
+    def locate(self, keys: Sequence[bytes]) -> tuple[npt.NDArray[np.uint64], list[int]]:
+        """Return, shape (N, 2), where the records begin and how long they are, as noted, which
+        damage may have changed; and the positions of the keys that are not there.
         """
-        get, size = self._transaction.get, LOCATOR.size
-        locators: list[Any] = [get(key) for key in keys]
-        found = np.ones(len(keys), np.bool_)
+        locators: list[Any] = list(map(self._transaction.get, keys))
+        absent = []
         try:
             joined = b"".join(locators)
-        except TypeError:  # not all of them are there
-            found = np.array([locator is not None for locator in locators])
-            locators = [locator for locator in locators if locator is not None]
+        except TypeError:
+            absent = [row for row, locator in enumerate(locators) if locator is None]
+            locators = [_NOWHERE if locator is None else locator for locator in locators]
             joined = b"".join(locators)
-        if len(joined) != size * len(locators):  # damaged: what it is now fails its record's check
-            joined = b"".join(one if len(one) == size else _NOWHERE for one in locators)
-        places = np.frombuffer(joined, "<u8").reshape(-1, 2)
-        if len(places):
-            # A record committed after the file was mapped lies behind the map's end.
-            self.source = self._segment.source(int(places.sum(1).max()))
-        return found, places
+        if len(joined) != LOCATOR.size * len(keys):  # a damaged one fails its record's check
+            joined = b"".join(one if len(one) == LOCATOR.size else _NOWHERE for one in locators)
+        return np.frombuffer(joined, "<u8").reshape(-1, 2), absent
+
+    def reach(self, places: npt.NDArray[np.uint64]) -> None:
+        """Let `source` reach so far: what was committed after the file was mapped lies behind."""
+        self.source = self._segment.source(int(places.sum(1).max()))
 
     def get(self, key: bytes) -> memoryview | None:
         """Return a record's bytes, unchecked; None if there is no such sample, empty if what is

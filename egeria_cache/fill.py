@@ -32,7 +32,6 @@ __all__ = ["Batch", "Spread", "assemble", "fill"]
 
 T = TypeVar("T")
 
-HUGE_PAGES_BYTES = 4 * 2**20
 PARALLEL_COPY_BYTES = 128 * 1024
 """Raw records from this size on are copied by several threads, with the GIL released. Below it the
 hand-over of the GIL costs more than the copy."""
@@ -64,7 +63,6 @@ class Batch:
     """The columns of tensors, as arrays."""
     odd: dict[int, dict[str, Any]] = field(default_factory=dict)
     corrupt: list[tuple[bytes, str]] = field(default_factory=list)
-    absent: list[bytes] = field(default_factory=list)
 
     @classmethod
     def begin(cls, head: Head, head_bytes: memoryview, num_rows: int, *, pin_memory: bool) -> Batch:
@@ -100,80 +98,86 @@ class Batch:
         return self.head.raw and len(fields) == 1 and fields[0].dtype is not None
 
 
-def fill(
-    snapshot: Snapshot,
-    keys: Sequence[bytes],
-    rows: npt.NDArray[np.int64],
-    batch: Batch,
-    spread: Spread,
-) -> None:
-    """Read the rows; what is not there or not intact is noted in the batch.
+def fill(snapshot: Snapshot, keys: Sequence[bytes], batch: Batch, spread: Spread) -> list[int]:
+    """Read the rows; what is not intact is noted in the batch. Return the rows that are absent.
 
     Args:
         snapshot: Where to look.
-        keys: Of all rows of the batch.
-        rows: The wanted ones.
+        keys: Of the rows.
         batch: Filled.
         spread: Calls a function of (part, coder) for parts that together are `range(count)`, in as
             many threads as pay for so many bytes, and returns what the calls return.
     """
-    found, places = snapshot.locate([keys[row] for row in rows.tolist()])
-    if not found.all():
-        batch.absent.extend(keys[row] for row in rows[~found].tolist())
-        rows = rows[found]
+    places, absent = snapshot.locate(keys)
+    if len(absent) == len(keys):
+        return absent
     batch.make_room()
+    left: Sequence[int] = range(len(keys))
     if batch.plain:
-        left = _fill_plain(snapshot.source, keys, rows, places, batch, spread)
-        rows, places = rows[left], places[left]
-    if len(rows):
-        records, others = _find_alike(snapshot.source, rows, places, batch)
+        left = _fill_plain(snapshot.source, keys, places, batch, spread)
+    if len(left) > len(absent):
+        rows = np.setdiff1d(left, absent) if absent else np.array(left)
+        snapshot.reach(places[rows])
+        records, others = _find_alike(snapshot.source, rows, places[rows], batch)
         damaged = _fill_alike(records, keys, batch, spread)
         for row in [*others, *damaged]:
             _fill_one(snapshot, keys[row], row, batch)
+    return absent
 
 
 def _fill_plain(
     source: Source,
     keys: Sequence[bytes],
-    rows: npt.NDArray[np.int64],
     places: npt.NDArray[np.uint64],
     batch: Batch,
     spread: Spread,
-) -> npt.NDArray[np.int64]:
-    """Copy raw records of one tensor; return the positions that need a closer look.
+) -> list[int]:
+    """Copy raw records of one tensor; return the rows that need a closer look.
+
+    A plain loop: in training the processor has forgotten this code from one batch to the next, and
+    each NumPy function that it must fetch again takes as long as several records here.
 
     Per record there is one hash, seeded with the head that all of them should have: the checksum of
     a record with another head does not match. It is taken of the copy: that is still in the core's
     cache, and it checks the copy too.
     """
     start, size = batch.head.num_bytes, batch.head.record_bytes
-    total = len(source.data)
-    # Unsigned: a damaged offset is large, never negative.
-    if total < size or (places[:, 1] != size).any() or (places[:, 0] > total - size).any():
-        return np.arange(len(rows))
-    starts, num_bytes = places[:, 0].astype(np.int64), size - start
+    last, num_bytes = len(source.data) - size, size - start
+    if last < 0:
+        return list(range(len(keys)))
+    try:  # one pass, with the GIL released: this is what waits for the disk
+        promised = source.first_words(places[:, 0]).tolist()
+    except IndexError:  # damaged, or committed after the file was mapped
+        return list(range(len(keys)))
     (target,) = batch.targets
     assert target is not None
-    promised = source.words(starts, 1)[:, 0]
     flat, digest, seed = target.reshape(-1).data, xxhash.xxh3_64_intdigest, batch.head.seed
-    free = batch.shared_bytes > 0
+    free, data, view = batch.shared_bytes > 0, source.data, source.view
 
     def copy(part: slice, _: Coder) -> list[int]:
-        found = []
-        # Copied all at once, the hash would read what has left the core's cache: a third slower.
-        for row, place in zip(rows[part].tolist(), (starts[part] + start).tolist(), strict=True):
-            copied = flat[row * num_bytes : (row + 1) * num_bytes]
-            if free:  # NumPy releases the GIL while it copies
-                target[row] = source.data[place : place + num_bytes]
+        left = []
+        row = part.start
+        for key, (place, stored), checksum in zip(
+            keys[part], places[part].tolist(), promised[part], strict=True
+        ):
+            if stored == size and place <= last:
+                copied = flat[row * num_bytes : (row + 1) * num_bytes]
+                if free:  # NumPy releases the GIL while it copies
+                    target[row] = data[place + start : place + size]
+                else:
+                    copied[:] = view[place + start : place + size]
+                if digest(copied, seed ^ digest(key)) != checksum:  # payload_seed()
+                    left.append(row)
             else:
-                copied[:] = source.view[place : place + num_bytes]
-            found.append(digest(copied, seed ^ digest(keys[row])))  # payload_seed()
-        return found
+                left.append(row)
+            row += 1
+        return left
 
-    hashes = spread(copy, len(rows), len(rows) * batch.shared_bytes)
-    intact = np.array([one for part in hashes for one in part], np.uint64) == promised
-    batch.hit[rows[intact]] = True
-    return np.flatnonzero(~intact)
+    left = [row for part in spread(copy, len(keys), len(keys) * batch.shared_bytes) for row in part]
+    batch.hit.fill(True)
+    if left:
+        batch.hit[left] = False
+    return left
 
 
 @dataclass(slots=True)
@@ -358,7 +362,7 @@ def assemble(batch: Batch) -> dict[str, Tensor | list[Any]]:
         if set(values) != set(names):
             batch.hit[row] = False
             del batch.odd[row]
-    if not batch.odd and batch.hit.all():
+    if not batch.odd and np.count_nonzero(batch.hit) == batch.num_rows:
         return dict(zip(names, columns, strict=True))
     missing = torch.from_numpy(np.flatnonzero(~batch.hit))
     fields: dict[str, Tensor | list[Any]] = {}
@@ -385,9 +389,9 @@ def assemble(batch: Batch) -> dict[str, Tensor | list[Any]]:
 
 
 def _allocate(num_rows: int, num_bytes: int, *, pin_memory: bool) -> Tensor:
-    """Return uninitialised bytes; many of them on huge pages, which NumPy asks for and torch does
+    """Return uninitialised bytes. NumPy asks for huge pages where there are many, and torch does
     not: first-touch faults of small pages cost as much as the copy itself.
     """
-    if pin_memory or num_rows * num_bytes < HUGE_PAGES_BYTES:
-        return torch.empty((num_rows, num_bytes), dtype=torch.uint8, pin_memory=pin_memory)
+    if pin_memory:
+        return torch.empty((num_rows, num_bytes), dtype=torch.uint8, pin_memory=True)
     return torch.from_numpy(np.empty((num_rows, num_bytes), np.uint8))

@@ -63,6 +63,12 @@ class Source:
         """Read little-endian numbers of 8 bytes from any place; shape (N, count)."""
         return self.rows(starts, _WORD_BYTES * count).view("<u8")
 
+    def first_words(self, starts: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        """Read a number of 8 bytes from each place, rounded down to a multiple of 8; shape (N,)."""
+        words = self.data[: len(self.data) // _WORD_BYTES * _WORD_BYTES].view("<u8")
+        found: npt.NDArray[np.uint64] = words[starts >> np.uint64(3)]
+        return found
+
     def touch(self, starts: Places, sizes: Places) -> None:
         """Bring the pieces into memory, with the GIL released while the disk is read."""
         if not len(starts):

@@ -22,7 +22,7 @@ from egeria_cache.budget import Budget, BudgetBusyError
 from egeria_cache.choice import choose_codec
 from egeria_cache.codec import Codec, Coder
 from egeria_cache.files import GenerationFiles, GoneError
-from egeria_cache.keys import SampleId, encode_keys, plain_integers
+from egeria_cache.keys import SampleId, encode_keys
 from egeria_cache.lossy import LossyError, Storage
 from egeria_cache.manifest import Manifest
 from egeria_cache.reader import BatchReader
@@ -146,21 +146,16 @@ class Generation:
             tensors), and the mask of rows found. Rows not found are zeros, or None in a list. A
             bare tensor if that was put; an empty dict if nothing was found.
         """
-        numbers: Any = plain_integers(ids)  # converted once
-        ids = ids if numbers is None else numbers
-        wanted = self.contains(ids, variant=variant)
-        missed = np.zeros(len(ids), np.bool_)
-        if not wanted.any():
+        if not self.alive:
             self._count(misses=len(ids))
-            return {}, missed
+            return {}, np.zeros(len(ids), np.bool_)
         try:
-            keys = encode_keys(ids, variant)
-            fetched = self._reader.read(self._files, keys, wanted, pin_memory=pin_memory)
+            fetched = self._reader.read(self._files, ids, variant, pin_memory=pin_memory)
         except (lmdb.Error, OSError, MemoryError) as error:
             self._stop(f"cannot be read: {error}")
             self._count(misses=len(ids))
-            return {}, missed
-        num_hits = int(fetched.hit.sum())
+            return {}, np.zeros(len(ids), np.bool_)
+        num_hits = int(np.count_nonzero(fetched.hit))
         self._count(hits=num_hits, misses=len(ids) - num_hits, corrupt=fetched.num_corrupt)
         if not num_hits:
             return {}, fetched.hit

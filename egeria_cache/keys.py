@@ -77,13 +77,13 @@ def plain_integers(ids: Sequence[SampleId]) -> npt.NDArray[np.int64] | None:
 
 
 def encode_keys(ids: Sequence[SampleId], variant: int = 0) -> list[bytes]:
-    """Return the keys of a batch; a batch of integers is encoded as one array."""
-    numbers = plain_integers(ids)
-    if numbers is None:
-        return [encode_key(sample_id, variant) for sample_id in ids]
-    head = _INT + struct.pack(">I", variant)
-    packed = (numbers.view(np.uint64) ^ np.uint64(_SIGN)).astype(">u8").tobytes()
-    return [head + packed[start : start + 8] for start in range(0, len(packed), 8)]
+    """Return the keys of a batch."""
+    plain: Any = ids.tolist() if isinstance(ids, np.ndarray) else ids
+    head, pack = _INT + struct.pack(">I", variant), struct.Struct(">Q").pack
+    try:
+        return [head + pack(one + _SIGN) for one in plain]
+    except (TypeError, ValueError, OverflowError, struct.error):  # not all are integers of 64 bits
+        return [encode_key(sample_id, variant) for sample_id in plain]
 
 
 def parse_integer_keys(

@@ -19,7 +19,7 @@ from torch import Tensor
 from egeria_cache.codec import Coder
 from egeria_cache.files import GenerationFiles, GoneError
 from egeria_cache.fill import Batch, assemble, fill
-from egeria_cache.keys import decode_key
+from egeria_cache.keys import SampleId, decode_key, encode_keys
 from egeria_cache.layout import CHECKSUM_BYTES, Head
 from egeria_cache.records import open_record
 from egeria_cache.threads import compute_on_one_core
@@ -67,32 +67,33 @@ class BatchReader:
     def read(
         self,
         files: GenerationFiles,
-        keys: Sequence[bytes],
-        wanted: npt.NDArray[np.bool_],
+        ids: Sequence[SampleId],
+        variant: int,
         *,
         pin_memory: bool,
     ) -> Fetched:
-        """Return the wanted rows that are stored and intact; never raises for a bad record."""
-        rows = np.flatnonzero(wanted)
+        """Return the samples that are stored and intact; never raises for a bad record."""
+        keys = encode_keys(ids, variant)
         try:
             template = files.template
             corrupt: list[tuple[bytes, str]] = []
             if template is None:
-                template, corrupt = _find_template(files, keys, rows)
+                template, corrupt = _find_template(files, keys)
             if template is None:
-                self._forget(files, [], corrupt)
-                return Fetched(False, {}, np.zeros(len(keys), np.bool_), len(corrupt))
+                num_corrupt = self._forget(files, corrupt)
+                return Fetched(False, {}, np.zeros(len(keys), np.bool_), num_corrupt)
             batch = Batch.begin(*template, len(keys), pin_memory=pin_memory)
             with files.reading() as snapshot:
-                fill(snapshot, keys, rows, batch, self._spread)
+                absent = fill(snapshot, keys, batch, self._spread)
+            if absent:
+                _forget_absent(files, ids, variant, keys, absent)
         except GoneError:
             return Fetched(False, {}, np.zeros(len(keys), np.bool_))
-        batch.make_room()
-        fields = assemble(batch)
-        self._forget(files, batch.absent, batch.corrupt)
+        fields = assemble(batch) if batch.columns else {}
+        num_corrupt = self._forget(files, batch.corrupt)
         if not files.usable:  # became void while we were reading
             batch.hit[:] = False
-        return Fetched(batch.head.layout.bare, fields, batch.hit, len(batch.corrupt))
+        return Fetched(batch.head.layout.bare, fields, batch.hit, num_corrupt)
 
     # -- parts ------------------------------------------------------------------------------
 
@@ -122,14 +123,12 @@ class BatchReader:
             coder = self._local.coder = Coder()
         return coder
 
-    def _forget(
-        self, files: GenerationFiles, absent: list[bytes], corrupt: list[tuple[bytes, str]]
-    ) -> None:
-        for key in absent:
-            files.forget(key)
-        for key, message in corrupt:
-            files.forget(key)
+    def _forget(self, files: GenerationFiles, corrupt: list[tuple[bytes, str]]) -> int:
+        """Note the damaged records; return how many were not known to be."""
+        news = [(key, message) for key, message in corrupt if files.forget(key)]
+        for key, message in news:
             self._report(files, key, message)
+        return len(news)
 
     def _report(self, files: GenerationFiles, key: bytes, message: str) -> None:
         place = str(files.directory)
@@ -143,23 +142,38 @@ class BatchReader:
 
 
 def _find_template(
-    files: GenerationFiles, keys: Sequence[bytes], rows: npt.NDArray[np.int64]
+    files: GenerationFiles, keys: Sequence[bytes]
 ) -> tuple[tuple[Head, memoryview] | None, list[tuple[bytes, str]]]:
-    """Return the head of the first intact record among the rows, and note it for later batches;
+    """Return the head of the first intact record among the keys', and note it for later batches;
     without one, what is wrong with each.
     """
     corrupt = []
     with files.reading() as snapshot:
-        for row in rows:
-            value = snapshot.get(keys[row])
+        for key in keys:
+            value = snapshot.get(key)
             if value is None:
-                files.forget(keys[row])
                 continue
             try:
-                head = open_record(keys[row], value).head
+                head = open_record(key, value).head
             except RecordError as error:
-                corrupt.append((keys[row], str(error)))
+                corrupt.append((key, str(error)))
                 continue
             files.template = head, memoryview(bytes(value[CHECKSUM_BYTES : head.num_bytes]))
             return files.template, []
     return None, corrupt
+
+
+def _forget_absent(
+    files: GenerationFiles,
+    ids: Sequence[SampleId],
+    variant: int,
+    keys: Sequence[bytes],
+    absent: list[int],
+) -> None:
+    """Correct the index where it takes a sample that was not found for one that is stored."""
+    claimed = files.contains([ids[row] for row in absent], variant)
+    if claimed.any():
+        with files.reading() as snapshot:  # anew: it may have been stored meanwhile
+            for row in itertools.compress(absent, claimed.tolist()):
+                if snapshot.get(keys[row]) is None:
+                    files.forget(keys[row])
