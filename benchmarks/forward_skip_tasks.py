@@ -55,7 +55,7 @@ class Task:
     """Trained by AdamW; the others by SGD with momentum."""
     shares: tuple[float, ...] = (0.25, 0.5, 0.75)
     """Which part of the layers lies before a boundary."""
-    rounds: int = 5
+    rounds: int = 11
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return an optimizer of all that is not frozen."""
@@ -149,7 +149,7 @@ ALL: dict[str, Task] = {
             loss=F.cross_entropy,
             cpu=Shape(batch_size=4, size=224),
             cuda=Shape(batch_size=128, size=224),
-            rounds=3,
+            rounds=7,
             **IMAGENET,  # type: ignore[arg-type]
         ),
         Task(
@@ -161,7 +161,7 @@ ALL: dict[str, Task] = {
             loss=F.cross_entropy,
             cpu=Shape(batch_size=8, size=224),
             cuda=Shape(batch_size=128, size=224),
-            rounds=3,
+            rounds=7,
             **IMAGENET,  # type: ignore[arg-type]
         ),
         Task(
@@ -193,7 +193,7 @@ ALL: dict[str, Task] = {
             # The last one in the fourth stage: two tensors cross, as the auxiliary head reads
             # the third.
             shares=(0.25, 0.5, 0.82),
-            rounds=3,
+            rounds=7,
         ),
         Task(
             name="Transformer-Base",
@@ -232,7 +232,7 @@ ALL: dict[str, Task] = {
             num_samples=88_000,
             source="87,599 questions (Rajpurkar et al. 2016), about 88,000 windows of 384 tokens",
             language=True,
-            rounds=3,
+            rounds=7,
         ),
     )
 }

@@ -72,9 +72,7 @@ class Batch:
         return cls(head, head_bytes, num_rows, pin_memory, np.zeros(num_rows, np.bool_))
 
     def make_room(self) -> None:
-        """Allocate what the rows are decoded into, if that was not done."""
-        if self.columns:
-            return
+        """Allocate what the rows are decoded into."""
         for entry in self.head.layout.fields:
             if entry.dtype is None:
                 self.columns.append([None] * self.num_rows)

@@ -16,6 +16,7 @@ from typing import Any
 import lmdb
 import numpy as np
 import numpy.typing as npt
+import psutil
 from torch import Tensor
 
 from egeria_cache.budget import Budget, BudgetBusyError
@@ -36,9 +37,10 @@ __all__ = ["Generation", "GenerationCounts"]
 logger = logging.getLogger("egeria_cache.store")
 
 LITTLE_SPACE_BYTES = 16 * 2**20
-SMALL_BYTES = 256 * 2**20
-"""A generation that takes no more than this, nor an eighth of the limit, is not worth compressing:
-it stays in the page cache, and is read in a fraction of the time that decoding takes."""
+SMALL_PART = 8
+"""A generation that takes no more than this part, an eighth, of the limit and of the machine's
+memory is not worth compressing: it stays in the page cache, and is read in a fraction of the time
+that decoding takes."""
 BARE = "value"
 """Name under which a bare tensor is stored."""
 
@@ -285,7 +287,8 @@ class Generation:
     def _choose_codec(self, job: Job) -> Codec:
         """Decide once, from the first batch, and note it in the manifest."""
         expected = self._num_expected * job.num_bytes // max(len(job.keys), 1)
-        if 0 < expected <= min(SMALL_BYTES, self._budget.limit_bytes // 8):
+        small = min(self._budget.limit_bytes, psutil.virtual_memory().total) // SMALL_PART
+        if 0 < expected <= small:
             self._codec, trials = Codec.RAW, f"{expected / 1e6:.0f} MB for all samples are few"
         else:
             self._codec, trials = choose_codec(

@@ -231,8 +231,14 @@ def test_a_limit_that_is_no_positive_size_is_refused(directory, limit):
 
 @pytest.mark.parametrize(
     ("num_expected", "limit", "is_raw"),
-    [(0, "1GB", False), (1000, "1GB", True), (10**6, "1GB", False), (1000, "20MB", False)],
-    ids=["unknown", "few", "many", "few, but much of the limit"],
+    [
+        (0, "1GB", False),
+        (1000, "1GB", True),
+        (10**6, "1GB", False),
+        (1000, "20MB", False),
+        (10**9, "40TB", False),
+    ],
+    ids=["unknown", "few", "many", "few, but much of the limit", "much of any memory"],
 )
 def test_auto_does_not_compress_what_will_be_small(directory, num_expected, limit, is_raw):
     batch = torch.zeros(8, 1024)
