@@ -91,9 +91,9 @@ class Batch:
 
     @property
     def plain(self) -> bool:
-        """One raw tensor a record: copied by the shortest loop."""
+        """Raw tensors and nothing else: copied by the shortest loop."""
         fields = self.head.layout.fields
-        return self.head.raw and len(fields) == 1 and fields[0].dtype is not None
+        return self.head.raw and bool(fields) and all(one.dtype is not None for one in fields)
 
 
 def fill(snapshot: Snapshot, keys: Sequence[bytes], batch: Batch, spread: Spread) -> list[int]:
@@ -130,51 +130,53 @@ def _fill_plain(
     batch: Batch,
     spread: Spread,
 ) -> list[int]:
-    """Copy raw records of one tensor; return the rows that need a closer look.
+    """Copy records of raw tensors; return the rows that need a closer look.
 
     A plain loop: in training the processor has forgotten this code from one batch to the next, and
-    each NumPy function that it must fetch again takes as long as several records here.
-
-    Per record there is one hash, seeded with the head that all of them should have: the checksum of
-    a record with another head does not match. It is taken of the copy: that is still in the core's
-    cache, and it checks the copy too.
+    each NumPy function that it must fetch again takes as long as several records here. Per record
+    it copies the largest tensor, which brings it into the core's cache, and hashes the payload: the
+    seed has the head that all of them should have, so that no record with another one passes.
     """
     start, size = batch.head.num_bytes, batch.head.record_bytes
-    last, num_bytes = len(source.data) - size, size - start
+    last = len(source.data) - size
     if last < 0:
         return list(range(len(keys)))
     try:  # one pass, with the GIL released: this is what waits for the disk
         promised = source.first_words(places[:, 0]).tolist()
     except IndexError:  # damaged, or committed after the file was mapped
         return list(range(len(keys)))
-    (target,) = batch.targets
-    assert target is not None
+    sizes = [field.num_bytes for field in batch.head.layout.fields]
+    begins = [start + sum(sizes[:position]) for position in range(len(sizes))]
+    largest = sizes.index(max(sizes))
+    targets = [target for target in batch.targets if target is not None]
+    begin, num_bytes, target = begins[largest], sizes[largest], targets[largest]
     flat, digest, seed = target.reshape(-1).data, xxhash.xxh3_64_intdigest, batch.head.seed
     free, data, view = batch.shared_bytes > 0, source.data, source.view
 
     def copy(part: slice, _: Coder) -> list[int]:
         left = []
-        row = part.start
-        for key, (place, stored), checksum in zip(
-            keys[part], places[part].tolist(), promised[part], strict=True
-        ):
+        records = zip(keys[part], places[part].tolist(), promised[part], strict=True)
+        for row, (key, (place, stored), checksum) in enumerate(records, part.start):
             if stored == size and place <= last:
-                copied = flat[row * num_bytes : (row + 1) * num_bytes]
+                at = place + begin
                 if free:  # NumPy releases the GIL while it copies
-                    target[row] = data[place + start : place + size]
+                    target[row] = data[at : at + num_bytes]
                 else:
-                    copied[:] = view[place + start : place + size]
-                if digest(copied, seed ^ digest(key)) != checksum:  # payload_seed()
-                    left.append(row)
-            else:
-                left.append(row)
-            row += 1
+                    flat[row * num_bytes : (row + 1) * num_bytes] = view[at : at + num_bytes]
+                payload = view[place + start : place + size]
+                if digest(payload, seed ^ digest(key)) == checksum:  # payload_seed()
+                    continue
+            left.append(row)
         return left
 
     left = [row for part in spread(copy, len(keys), len(keys) * batch.shared_bytes) for row in part]
     batch.hit.fill(True)
-    if left:
-        batch.hit[left] = False
+    batch.hit[left] = False
+    if len(targets) > 1:
+        rows = np.flatnonzero(batch.hit)
+        starts = places[rows, 0].astype(np.int64)
+        for other in {*range(len(targets))} - {largest}:
+            targets[other][rows] = source.rows(starts + begins[other], sizes[other])
     return left
 
 

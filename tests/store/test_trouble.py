@@ -215,6 +215,28 @@ def test_a_damaged_record_is_a_miss_counted_and_named_once(directory, caplog):
     assert "sample 2" in warning
 
 
+def test_raw_tensors_beside_the_largest_come_back_each_from_its_own_intact_record(directory):
+    ids = list(range(40))
+    values = {"label": torch.arange(40) * 7, "x": rows(ids, 300), "none": torch.zeros(40, 0)}
+    with ActivationStore(directory, codec="raw") as store:
+        store.put_batch(ids, values)
+        store.put_batch([40], {"label": torch.tensor([5.5]), "x": rows([40], 9)})
+        store.flush(FLUSH_S)
+        (data,) = directory.glob("gen-*/records.bin")
+    blob = bytearray(data.read_bytes())
+    blob[blob.find(rows([3], 300)[0].numpy().tobytes()) - 8] ^= 1  # the label before it
+    data.write_bytes(blob)
+    with ActivationStore(directory, codec="raw") as store:
+        asked = [39, 3, 99, 0, 40, 7]
+        got, hit = store.get_batch(asked)
+        # Sample 40 has no field "none": it is of another kind than the first of the batch.
+        assert hit.tolist() == [True, False, False, True, False, True]
+        for row in np.flatnonzero(hit).tolist():
+            for name, value in values.items():
+                assert torch.equal(got[name][row], value[asked[row]])
+        assert store.stats().corrupt == 1
+
+
 def test_a_damaged_record_is_replaced_when_its_sample_comes_again(directory):
     with ActivationStore(directory, codec="raw") as store:
         store.put_batch([1], rows([1]))
