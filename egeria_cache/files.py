@@ -136,30 +136,35 @@ class GenerationFiles:
         self._place = (self._pid, os.path.realpath(directory))
         self._lock = threading.Lock()
         self._in_use = claim(directory / IN_USE_NAME) if not inspecting else None
-        opened = contextlib.ExitStack()
+        try:
+            with contextlib.ExitStack() as opened:
+                self._open(opened, map_bytes, keys=not inspecting)
+                opened.pop_all()
+        except (lmdb.Error, OSError) as error:
+            raise DamagedError(f"cannot open {directory}: {error}") from error
+
+    def _open(self, opened: contextlib.ExitStack, map_bytes: int, *, keys: bool) -> None:
+        """Open the files; `opened` closes them again if that fails half way."""
+        directory, readonly = self.directory, self.readonly
         if self._in_use is not None:
             opened.callback(os.close, self._in_use)
-        try:
-            # Before LMDB's file: a making that is cut short leaves no tree without its records.
-            self._segment = Segment(directory / SEGMENT_NAME, readonly=readonly)
-            opened.callback(self._segment.close)
-            # metasync=False may lose the last commit in a system crash, never the tree, at a
-            # fifth of the cost; sync=False could lose the tree; writemap dies on a full disk.
-            self._env = lmdb.open(
-                str(directory),
-                map_size=max(map_bytes // PAGE_BYTES * PAGE_BYTES, 16 * PAGE_BYTES),
-                metasync=False, sync=True, readahead=False, max_readers=512, mode=0o600,
-                readonly=readonly, max_spare_txns=8,
-                lock=not readonly or os.access(directory / LOCK_NAME, os.W_OK),
-            )  # fmt: skip
-            opened.callback(self._env.close)
-            self._identity = identity(directory / DATA_NAME)
-            if not readonly:
-                self._pad()
-            self._load(keys=not inspecting)
-        except (lmdb.Error, OSError) as error:
-            opened.close()
-            raise DamagedError(f"cannot open {directory}: {error}") from error
+        # Before LMDB's file: a making that is cut short leaves no tree without its records.
+        self._segment = Segment(directory / SEGMENT_NAME, readonly=readonly)
+        opened.callback(self._segment.close)
+        # metasync=False may lose the last commit in a system crash, never the tree, at a
+        # fifth of the cost; sync=False could lose the tree; writemap dies on a full disk.
+        self._env = lmdb.open(
+            str(directory),
+            map_size=max(map_bytes // PAGE_BYTES * PAGE_BYTES, 16 * PAGE_BYTES),
+            metasync=False, sync=True, readahead=False, max_readers=512, mode=0o600,
+            readonly=readonly, max_spare_txns=8,
+            lock=not readonly or os.access(directory / LOCK_NAME, os.W_OK),
+        )  # fmt: skip
+        opened.callback(self._env.close)
+        self._identity = identity(directory / DATA_NAME)
+        if not readonly:
+            self._pad()
+        self._load(keys=keys)
 
     # -- life -------------------------------------------------------------------------------
 

@@ -80,9 +80,9 @@ def encode_keys(ids: Sequence[SampleId], variant: int = 0) -> list[bytes]:
     """Return the keys of a batch."""
     plain: Any = ids.tolist() if isinstance(ids, np.ndarray) else ids
     head, pack = _INT + struct.pack(">I", variant), struct.Struct(">Q").pack
-    try:
-        return [head + pack(one + _SIGN) for one in plain]
-    except (TypeError, ValueError, OverflowError, struct.error):  # not all are integers of 64 bits
+    try:  # Python's own integers: NumPy's would wrap around
+        return [head + pack(number + _SIGN) for number in map(operator.index, plain)]
+    except (TypeError, struct.error):  # not all are integers of 64 bits
         return [encode_key(sample_id, variant) for sample_id in plain]
 
 

@@ -80,6 +80,7 @@ class BatchReader:
             if template is None:
                 template, corrupt = _find_template(files, keys)
             if template is None:
+                _forget_absent(files, ids, variant, keys, range(len(keys)))
                 num_corrupt = self._forget(files, corrupt)
                 return Fetched(False, {}, np.zeros(len(keys), np.bool_), num_corrupt)
             batch = Batch.begin(*template, len(keys), pin_memory=pin_memory)
@@ -168,9 +169,9 @@ def _forget_absent(
     ids: Sequence[SampleId],
     variant: int,
     keys: Sequence[bytes],
-    absent: list[int],
+    absent: Sequence[int],
 ) -> None:
-    """Correct the index where it takes a sample that was not found for one that is stored."""
+    """Correct the index where it takes a sample that is not there for one that is stored."""
     claimed = files.contains([ids[row] for row in absent], variant)
     if claimed.any():
         with files.reading() as snapshot:  # anew: it may have been stored meanwhile

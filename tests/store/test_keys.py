@@ -49,9 +49,11 @@ def test_arrays_and_ranges_are_encoded_as_lists_of_integers(ids):
     assert encode_keys(ids) == encode_keys([0, 1, 2])
 
 
-def test_huge_unsigned_ids_do_not_wrap_around():
-    ids = np.array([2**63 + 5, 1], np.uint64)
-    assert encode_keys(ids) == [encode_key(2**63 + 5), encode_key(1)]
+@pytest.mark.parametrize("make", [np.array, list], ids=["array", "list of scalars"])
+def test_huge_unsigned_ids_do_not_wrap_around(make):
+    ids = make(np.array([2**63 + 5, 1, 2**64 - 1], np.uint64))
+    assert encode_keys(ids) == [encode_key(2**63 + 5), encode_key(1), encode_key(2**64 - 1)]
+    assert encode_key(-1) not in encode_keys(ids)
 
 
 @pytest.mark.parametrize("bad", [1.5, None, b"bytes", (1, 2.5)])

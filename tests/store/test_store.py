@@ -250,6 +250,21 @@ def test_auto_does_not_compress_what_will_be_small(directory, num_expected, limi
         assert torch.equal(generation.get_batch(range(8))[0], batch)
 
 
+@pytest.mark.parametrize("others", [[], [1]], ids=["alone", "beside a stored one"])
+def test_the_index_no_longer_claims_what_a_read_did_not_find(store, others):
+    if others:
+        store.put_batch(others, rows(others))
+        assert store.flush(FLUSH_S)
+    store._own()._files.index.add_keys(encode_keys([5]))  # as a chance match of hashes
+    assert store.contains([5]).all()
+    assert store.get_batch([5, *others])[1].tolist() == [False, *(True for _ in others)]
+    assert not store.contains([5]).any()
+    store.put_batch([5], rows([5]))
+    assert store.flush(FLUSH_S)
+    assert store.get_batch([5])[1].all()
+    assert store.contains([5]).all()
+
+
 def test_unknown_codecs_and_storage_dtypes_are_refused_with_the_known_ones(directory):
     with pytest.raises(ValueError, match="codec must be one of auto"):
         ActivationStore(directory, codec="gzip")
