@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, default_collate
 
 from egeria_cache import ActivationCache, ActivationStore, EgeriaLoader
 from egeria_cache.cache import NUM_READERS
-from egeria_cache.view import ACTIVATION
+from egeria_cache.prefetch import ACTIVATION
 
 NUM_BATCHES = 5
 """Distinct batches. One more than the ring holds at RING_BATCHES, so that every hit is read."""

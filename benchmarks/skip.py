@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from egeria_cache.batch import Batch, BatchTensor
-from egeria_cache.cut import Cut
 from egeria_cache.errors import BoundaryError
-from egeria_cache.skip import SkipEngine
+from egeria_cache.skip import Cut, SkipEngine
 
 RESULTS = Path(__file__).parent / "results"
 

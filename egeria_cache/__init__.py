@@ -8,14 +8,13 @@ for images, targets in loader:
 
 from __future__ import annotations
 
+from egeria_cache.batch import sample_seed
 from egeria_cache.cache import ActivationCache
 from egeria_cache.errors import BoundaryError, EgeriaError, StoreError
 from egeria_cache.events import BoundaryMoved
-from egeria_cache.frozen import FrozenPrefix
-from egeria_cache.loader import EgeriaLoader
-from egeria_cache.samplers import ShardAffineSampler
-from egeria_cache.seeds import sample_seed
-from egeria_cache.stats import CacheStats
+from egeria_cache.gate import CacheStats
+from egeria_cache.loader import EgeriaLoader, ShardAffineSampler
+from egeria_cache.skip import FrozenPrefix
 from egeria_cache.store import ActivationStore
 
 __all__ = [

@@ -17,22 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from egeria_cache.accounts import Accounts
-from egeria_cache.batch import Batch, Entry
-from egeria_cache.compare import same_rows
-from egeria_cache.cut import Cut
+from egeria_cache.batch import Batch, Entry, SampleId, take_rows
 from egeria_cache.errors import BoundaryError, EgeriaError
 from egeria_cache.events import BoundaryMoved
-from egeria_cache.gate import CostMeter, Gate
-from egeria_cache.prefetch import PlannedEntry
-from egeria_cache.seeds import SampleId
-from egeria_cache.skip import MAX_CHAINS, SkipEngine
-from egeria_cache.source import BatchContext
-from egeria_cache.stats import CacheStats
+from egeria_cache.gate import Accounts, CacheStats, CostMeter, Gate
+from egeria_cache.prefetch import PlannedEntry, View, record
+from egeria_cache.samples import BatchContext
+from egeria_cache.skip import MAX_CHAINS, Cut, SkipEngine, same_rows
 from egeria_cache.store import ActivationStore
-from egeria_cache.structure import take_rows
 from egeria_cache.threads import compute_on_one_core
-from egeria_cache.view import View, record
 
 __all__ = ["ActivationCache"]
 

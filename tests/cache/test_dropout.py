@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
-from egeria_cache.batch import Batch
-from egeria_cache.dropout import StatelessDropout, only
-from egeria_cache.frozen import FrozenPrefix
+from egeria_cache.batch.tensor import Batch
+from egeria_cache.skip.dropout import StatelessDropout, only
+from egeria_cache.skip.frozen import FrozenPrefix
 
 KINDS = {
     "Dropout": nn.Dropout(0.3),

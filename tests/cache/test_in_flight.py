@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DistributedSampler
 
 from egeria_cache import ActivationCache, EgeriaLoader, FrozenPrefix
-from egeria_cache.batch import BatchTensor
+from egeria_cache.batch.tensor import BatchTensor
 
 pytestmark = pytest.mark.usefixtures("way_of_rows")
 

@@ -12,9 +12,9 @@ from nets import Images, Net, freeze, make_net, sgd, train_steps
 from torch import nn
 
 from egeria_cache import ActivationCache, EgeriaLoader
-from egeria_cache.cut import Step
-from egeria_cache.gate import CostMeter, Costs
-from egeria_cache.ledger import Ledger
+from egeria_cache.gate.gate import CostMeter, Costs
+from egeria_cache.gate.ledger import Ledger
+from egeria_cache.skip.cut import Step
 
 
 def ledger_of(computed, served, num_served=20):

@@ -14,9 +14,9 @@ from nets import Images, freeze, make_net, sgd, train_steps
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from egeria_cache import ActivationCache, EgeriaLoader
-from egeria_cache.batch import unwrap
-from egeria_cache.budget import Budget
-from egeria_cache.fingerprint import fingerprint
+from egeria_cache.batch.tensor import unwrap
+from egeria_cache.samples.fingerprint import fingerprint
+from egeria_cache.store.budget import Budget
 
 
 @pytest.fixture

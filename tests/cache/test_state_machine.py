@@ -18,8 +18,8 @@ from nets import Images, freeze, make_net, sgd
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from egeria_cache import ActivationCache, EgeriaLoader, FrozenPrefix, prefetch
-from egeria_cache.batch import unwrap
+from egeria_cache import ActivationCache, EgeriaLoader, FrozenPrefix
+from egeria_cache.batch.tensor import unwrap
 
 ORDER = [None, "stem", "layer1", "layer2"]
 
@@ -41,8 +41,8 @@ class Numbered(Dataset):
 class CachedTraining(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 3), batch_size=st.sampled_from([4, 7]), ring=st.booleans())
     def start(self, seed, batch_size, ring):
-        self.needs_ring = prefetch.needs_ring
-        prefetch.needs_ring = lambda device: ring
+        self.needs_ring = prefetcher.needs_ring
+        prefetcher.needs_ring = lambda device: ring
         self.directory = Path(tempfile.mkdtemp(prefix="egeria-test-"))
         self.data = Numbered()
         self.batch_size = batch_size
@@ -159,7 +159,7 @@ class CachedTraining(RuleBasedStateMachine):
         if hasattr(self, "cache"):
             self.cache.close()
             shutil.rmtree(self.directory, ignore_errors=True)
-            prefetch.needs_ring = self.needs_ring
+            prefetcher.needs_ring = self.needs_ring
         super().teardown()
 
 

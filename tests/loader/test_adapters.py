@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset
 
-from egeria_cache.loader import EgeriaLoader
-from egeria_cache.samples import Task, load_samples
-from egeria_cache.structure import flatten, is_rows, merge_rows, take_rows
+from egeria_cache.batch.structure import flatten, is_rows, merge_rows, take_rows
+from egeria_cache.loader.loader import EgeriaLoader
+from egeria_cache.samples.loading import Task, load_samples
 
 
 class OwnState:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from egeria_cache.batch import Batch, BatchTensor, batch_tensors, unwrap
+from egeria_cache.batch.tensor import Batch, BatchTensor, batch_tensors, unwrap
 
 RAW = torch.arange(24, dtype=torch.float32).view(4, 3, 2) + 1
 

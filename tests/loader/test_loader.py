@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from egeria_cache.generators import preserved, seed_all
-from egeria_cache.loader import EgeriaLoader
-from egeria_cache.seeds import sample_seed
+from egeria_cache.batch.seeds import sample_seed
+from egeria_cache.loader.loader import EgeriaLoader
+from egeria_cache.samples.generators import preserved, seed_all
 
 
 class Augmented(Dataset):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, Dataset, RandomSampler, Sampler, WeightedRandomSampler
 
-from egeria_cache.loader import EgeriaLoader
+from egeria_cache.loader.loader import EgeriaLoader
 
 NUM_SAMPLES = 23
 

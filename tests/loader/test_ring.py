@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from egeria_cache.ring import HashTable, Ring
+from egeria_cache.prefetch.ring import HashTable, Ring
 
 DEVICES = [
     "cpu",

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import RandomSampler
 
-from egeria_cache.samplers import LeanRandomSampler, ShardAffineSampler
+from egeria_cache.loader.samplers import LeanRandomSampler, ShardAffineSampler
 
 
 @pytest.mark.parametrize("own", [False, True])

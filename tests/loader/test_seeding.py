@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from egeria_cache import ActivationCache, EgeriaLoader, sample_seed
-from egeria_cache.generators import preserved, seed_all
-from egeria_cache.samples import SampleLoader, Task
+from egeria_cache.samples.generators import preserved, seed_all
+from egeria_cache.samples.loading import SampleLoader, Task
 
 DRAWS = {
     "nothing": lambda: 0.0,

@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 from egeria_cache import ActivationCache, EgeriaLoader
-from egeria_cache.keys import encode_keys
+from egeria_cache.store.keys import encode_keys
 
 pytestmark = pytest.mark.usefixtures("way_of_rows")
 
@@ -177,7 +177,7 @@ def test_a_generation_cleared_by_the_inspector_while_a_loader_runs_is_left_alone
         if step == 9:
             answers.append(
                 subprocess.run(
-                    [sys.executable, "-c", "from egeria_cache.cli import main; main()",
+                    [sys.executable, "-c", "from egeria_cache.inspect.cli import main; main()",
                      str(tmp_path / "a"), "clear", "--yes"],
                     timeout=60, capture_output=True, text=True,
                 )

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from egeria_cache.batch import Batch, BatchTensor
-from egeria_cache.skip import SkipEngine
+from egeria_cache.batch.tensor import Batch, BatchTensor
+from egeria_cache.skip.engine import SkipEngine
 
 
 @dataclass

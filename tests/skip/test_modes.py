@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from egeria_cache.frozen import FrozenPrefix
+from egeria_cache.skip.frozen import FrozenPrefix
 
 BATCHES = [range(0, 8), range(8, 16), range(16, 24)]
 

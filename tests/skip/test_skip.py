@@ -13,7 +13,7 @@ from skip_harness import Harness, assert_same_run, freeze, step
 from torch import nn
 
 from egeria_cache.errors import BoundaryError
-from egeria_cache.frozen import FrozenPrefix
+from egeria_cache.skip.frozen import FrozenPrefix
 
 
 class Net(nn.Module):

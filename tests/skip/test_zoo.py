@@ -13,9 +13,9 @@ pytest.importorskip("transformers", minversion="5")
 
 import zoo
 
-from egeria_cache.calls import Recorder, intercept
-from egeria_cache.frozen import FrozenPrefix
-from egeria_cache.rehearsal import patchable
+from egeria_cache.skip.calls import Recorder, intercept
+from egeria_cache.skip.frozen import FrozenPrefix
+from egeria_cache.skip.rehearsal import patchable
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from egeria_cache.store import ActivationStore
+from egeria_cache.store.store import ActivationStore
 
 
 @pytest.fixture
@@ -30,4 +30,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let even small batches be decoded by several threads."""
-    monkeypatch.setattr("egeria_cache.reader.MIN_BYTES_PER_THREAD", 1)
+    monkeypatch.setattr("egeria_cache.store.reader.MIN_BYTES_PER_THREAD", 1)

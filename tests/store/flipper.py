@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 
 from egeria_cache.errors import StoreError
-from egeria_cache.manifest import generation_name
-from egeria_cache.store import ActivationStore
+from egeria_cache.store.manifest import generation_name
+from egeria_cache.store.store import ActivationStore
 
 FIELDS = {"use": "flips", "boundary": "layer1"}
 NUM_SAMPLES = 60

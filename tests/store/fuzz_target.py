@@ -11,12 +11,12 @@ import numpy as np
 import torch
 import xxhash
 
-from egeria_cache.codec import Codec, CodecError, Coder
-from egeria_cache.keys import decode_key, encode_key
-from egeria_cache.layout import parse_head, payload_seed
-from egeria_cache.records import Rows, encode_rows, open_record
-from egeria_cache.totals import Totals
-from egeria_cache.values import RecordError, decode_value
+from egeria_cache.store.codecs.codec import Codec, CodecError, Coder
+from egeria_cache.store.keys import decode_key, encode_key
+from egeria_cache.store.layout import parse_head, payload_seed
+from egeria_cache.store.records import Rows, encode_rows, open_record
+from egeria_cache.store.totals import Totals
+from egeria_cache.store.values import RecordError, decode_value
 
 KEY = encode_key(7)
 CODER = Coder()

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from egeria_cache.cli import main
-from egeria_cache.store import ActivationStore
+from egeria_cache.inspect.cli import main
+from egeria_cache.store.store import ActivationStore
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -212,7 +212,7 @@ def test_the_tool_runs_from_a_checkout_and_prints_no_colour_into_a_pipe(filled):
 
 WRITER = """
     import sys, torch
-    from egeria_cache.store import ActivationStore
+    from egeria_cache.store.store import ActivationStore
     torch.set_num_threads(1)
     with ActivationStore(sys.argv[1], codec="zstd") as store:
         for start in range(0, 10**6, 4):

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import egeria_cache.index as index_module
-from egeria_cache.index import HashSet, IntegerSet, Membership
-from egeria_cache.keys import encode_key, encode_keys
+import egeria_cache.store.index as index_module
+from egeria_cache.store.index import HashSet, IntegerSet, Membership
+from egeria_cache.store.keys import encode_key, encode_keys
 
 sample_ids = (
     st.integers(0, 50)

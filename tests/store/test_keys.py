@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from egeria_cache.keys import META_PREFIX, decode_key, encode_key, encode_keys, is_sample_key
+from egeria_cache.store.keys import META_PREFIX, decode_key, encode_key, encode_keys, is_sample_key
 
 int64 = st.integers(-(2**63), 2**63 - 1)
 elements = st.integers() | st.text(max_size=40)

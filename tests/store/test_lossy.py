@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from egeria_cache.lossy import LossyError, pack, storage_bytes, unpack
-from egeria_cache.store import ActivationStore
+from egeria_cache.store.codecs.lossy import LossyError, pack, storage_bytes, unpack
+from egeria_cache.store.store import ActivationStore
 
 FLUSH_S = 30
 SHAPES = [(5,), (6, 7), (3, 4, 5), (2, 3, 4, 5), ()]

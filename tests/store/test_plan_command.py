@@ -10,12 +10,12 @@ import plan_zoo
 import pytest
 import torch
 
-import egeria_cache.forecast as forecast_module
+import egeria_cache.inspect.forecast as forecast_module
 from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
-from egeria_cache.candidates import candidates
-from egeria_cache.cli import main
-from egeria_cache.forecast import Settings, forecast
-from egeria_cache.prospect import Forecast, Prospect
+from egeria_cache.inspect.cli import main
+from egeria_cache.inspect.forecast import Settings, forecast
+from egeria_cache.inspect.prospect import Forecast, Prospect
+from egeria_cache.skip.places import candidates
 
 SMALL = ("--batch-size", "4", "--samples", "8", "--device", "cpu")
 CNN = ["relu", "layer1.0", "pool", "layer2.0", "layer2.1"]

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from egeria_cache.errors import StoreError
-from egeria_cache.files import GenerationFiles
-from egeria_cache.keys import encode_keys
-from egeria_cache.records import Rows
-from egeria_cache.store import ActivationStore
-from egeria_cache.writer import Job, Writer
+from egeria_cache.store.files import GenerationFiles
+from egeria_cache.store.keys import encode_keys
+from egeria_cache.store.records import Rows
+from egeria_cache.store.store import ActivationStore
+from egeria_cache.store.writer import Job, Writer
 
 FLUSH_S = 30
 

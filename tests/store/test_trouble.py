@@ -21,13 +21,13 @@ import numpy as np
 import pytest
 import torch
 
-import egeria_cache.budget as budget_module
-from egeria_cache.budget import Budget
-from egeria_cache.cli import main
+import egeria_cache.store.budget as budget_module
 from egeria_cache.errors import StoreError
-from egeria_cache.manifest import generation_name
-from egeria_cache.report import survey, verify
-from egeria_cache.store import ActivationStore
+from egeria_cache.inspect.cli import main
+from egeria_cache.store.budget import Budget
+from egeria_cache.store.census import survey, verify
+from egeria_cache.store.manifest import generation_name
+from egeria_cache.store.store import ActivationStore
 
 ROOT = Path(__file__).resolve().parents[2]
 FLUSH_S = 30
@@ -88,7 +88,7 @@ def test_a_full_disk_costs_one_warning_and_keeps_what_was_stored(small_disk, cap
 def test_a_file_that_may_not_grow_is_a_full_disk(directory):
     code = """
         import resource, sys, torch
-        from egeria_cache.store import ActivationStore
+        from egeria_cache.store.store import ActivationStore
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
         with ActivationStore(sys.argv[1], codec="raw") as store:
             for one in range(100):
@@ -272,7 +272,7 @@ def test_a_record_moved_to_another_samples_key_is_not_served(store):
     store.put_batch([1, 2], rows([1, 2]))
     store.flush(FLUSH_S)
     generation = store._own()
-    from egeria_cache.keys import encode_key
+    from egeria_cache.store.keys import encode_key
 
     with generation._files._env.begin(write=True) as transaction:
         other = transaction.get(encode_key(2))
@@ -310,7 +310,7 @@ def test_a_store_used_across_fork_says_what_to_do(store):
 def test_a_forked_child_that_exits_takes_nothing_from_its_parent(directory):
     code = """
         import gc, os, sys, torch
-        from egeria_cache.store import ActivationStore
+        from egeria_cache.store.store import ActivationStore
         torch.set_num_threads(1)
         store = ActivationStore(sys.argv[1])
         store.put_batch([1], torch.ones(1, 10))
@@ -335,7 +335,7 @@ def test_a_forked_child_that_exits_takes_nothing_from_its_parent(directory):
 
 NURSERY = """
     import os, sys, torch
-    from egeria_cache.store import ActivationStore
+    from egeria_cache.store.store import ActivationStore
     torch.set_num_threads(1)
 
     def rows(ids):
@@ -396,7 +396,7 @@ def test_kill_9_loses_nothing_that_was_flushed_and_needs_no_repair(tmp_path, num
 def test_a_kill_at_each_file_that_is_made_leaves_nothing_damaged(tmp_path):
     code = """
         import os, signal, sys, torch
-        from egeria_cache.store import ActivationStore
+        from egeria_cache.store.store import ActivationStore
         torch.set_num_threads(1)
 
         def die_at(last, directory):
@@ -463,7 +463,7 @@ def assert_nothing_is_damaged(directory):
 def test_two_processes_write_and_read_one_generation(directory):
     code = """
         import sys, torch
-        from egeria_cache.store import ActivationStore
+        from egeria_cache.store.store import ActivationStore
         mine = int(sys.argv[2])
         with ActivationStore(sys.argv[1], limit="50MB") as store:
             for start in range(0, 400, 16):
@@ -488,7 +488,7 @@ def test_two_processes_write_and_read_one_generation(directory):
 def test_a_process_with_a_smaller_limit_reads_on_when_another_grows_the_index(directory):
     code = """
         import sys, torch
-        from egeria_cache.store import ActivationStore
+        from egeria_cache.store.store import ActivationStore
         with ActivationStore(sys.argv[1], "500MB", codec="raw") as store:
             for start in range(100, 60_100, 20_000):
                 store.put_batch(range(start, start + 20_000), torch.zeros(20_000, 2))
@@ -508,7 +508,7 @@ def test_a_process_with_a_smaller_limit_reads_on_when_another_grows_the_index(di
 
 HOLDER = """
     import sys, torch
-    from egeria_cache.store import ActivationStore
+    from egeria_cache.store.store import ActivationStore
     torch.set_num_threads(1)
     with ActivationStore(sys.argv[1], limit="2MB", codec="raw") as store:
         generation = store.open_generation({"name": "held"})
@@ -543,7 +543,7 @@ def test_a_generation_of_another_live_process_stays_and_goes_when_that_is_killed
 def test_a_sweep_with_a_cleaner_beside_it_serves_nothing_wrong_and_does_not_hang(directory):
     code = """
         import sys, torch
-        from egeria_cache.store import ActivationStore
+        from egeria_cache.store.store import ActivationStore
         torch.set_num_threads(1)
         rng = torch.Generator().manual_seed(int(sys.argv[2]))
         with ActivationStore(sys.argv[1], limit="1MB", codec="raw") as store:
@@ -608,7 +608,7 @@ def test_a_limit_for_a_part_of_the_samples_gives_that_part_of_hits(directory, pa
 def test_two_processes_together_stay_within_the_limit(directory):
     code = """
         import pathlib, sys, time, torch
-        from egeria_cache.store import ActivationStore
+        from egeria_cache.store.store import ActivationStore
         with ActivationStore(sys.argv[1], limit="3MB", codec="raw") as store:
             generation = store.open_generation({"process": sys.argv[2]})
             pathlib.Path(f"{sys.argv[1]}.ready{sys.argv[2]}").touch()

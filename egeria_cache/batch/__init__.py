@@ -1,0 +1,38 @@
+"""What travels with a batch: the IDs of its samples, its structure, their seeds, what the loop did.
+
+Owns nothing that lives longer than a batch: no thread, no file, no global. It never loads a sample
+and never reads an activation; whoever made the batch gave it a way to do so.
+
+`tensor.py` holds the tensors that know their samples, `chain.py` the operations that they record,
+`structure.py` takes a batch apart into leaves with a row per sample, `seeds.py` names samples.
+"""
+
+from egeria_cache.batch.chain import outside_inference_mode
+from egeria_cache.batch.seeds import SampleId, sample_seed
+from egeria_cache.batch.structure import (
+    Rows,
+    Structure,
+    flatten,
+    is_rows,
+    merge_rows,
+    row_meta,
+    take_rows,
+)
+from egeria_cache.batch.tensor import Batch, BatchTensor, Entry, unwrap
+
+__all__ = [
+    "Batch",
+    "BatchTensor",
+    "Entry",
+    "Rows",
+    "SampleId",
+    "Structure",
+    "flatten",
+    "is_rows",
+    "merge_rows",
+    "outside_inference_mode",
+    "row_meta",
+    "sample_seed",
+    "take_rows",
+    "unwrap",
+]

@@ -1,0 +1,300 @@
+"""`cache-inspect`: what a cache directory holds, whether it is intact, and what may go.
+
+Exit codes: 0 healthy, 1 damaged, 2 bad arguments. Reading commands never change the directory and
+may look at a cache that a live run is writing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from egeria_cache.config import parse_size
+from egeria_cache.errors import StoreError
+from egeria_cache.inspect.plan_command import plan
+from egeria_cache.inspect.words import age, print_json, size
+from egeria_cache.store import (
+    BudgetBusyError,
+    CacheReport,
+    DamagedError,
+    GenerationReport,
+    Manifest,
+    contents,
+    differing_fields,
+    find_generation,
+    remove_generations,
+    survey,
+    verify,
+)
+
+__all__ = ["main"]
+
+HEALTHY, DAMAGED, BAD_ARGUMENTS = 0, 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments[:1] == ["plan"]:  # there is no cache yet; one of that name is ./plan
+            return plan(arguments[1:])
+        options = _parser().parse_args(arguments)
+        command: Callable[[argparse.Namespace, CacheReport], int] = options.run
+        return command(options, survey(options.directory))
+    except BrokenPipeError:  # the reader of our output has seen enough
+        sys.stderr.close()
+        return HEALTHY
+    except SystemExit as stop:  # argparse has printed help (0) or the mistake (2)
+        return int(stop.code or 0)
+    except DamagedError as error:
+        print(f"cache-inspect: {error}", file=sys.stderr)
+        return DAMAGED
+    except (StoreError, ValueError, OSError, BudgetBusyError) as error:
+        print(f"cache-inspect: {error}", file=sys.stderr)
+        return BAD_ARGUMENTS
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cache-inspect",
+        description="Show, check and clean a cache directory.",
+        epilog="Before any training, instead of DIR: plan MODEL_FACTORY --data DATASET_FACTORY "
+        "measures what a cache would bring (see plan --help). "
+        "Exit codes: 0 healthy, 1 damaged, 2 bad arguments.",
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the cache's directory")
+    parser.add_argument("--json", action="store_true", help="print JSON for machines")
+    parser.set_defaults(run=_list)
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
+
+    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        # SUPPRESS: without it the subcommand's default would overwrite a --json given before it.
+        sub.add_argument(
+            "--json", action="store_true", default=argparse.SUPPRESS, help="print JSON"
+        )
+        sub.set_defaults(run=run)
+        return sub
+
+    command("ls", _list, "list the generations (the default)")
+    show = command("show", _show, "one generation: contents, codecs, sizes, what it was made from")
+    show.add_argument("generation", metavar="GEN")
+    check = command("verify", _verify, "decode every record; exit 1 if one is damaged")
+    check.add_argument("generation", metavar="GEN", nargs="?")
+    diff = command("diff", _diff, "which fields of two generations differ")
+    diff.add_argument("generation", metavar="GEN")
+    diff.add_argument("other", metavar="GEN")
+    prune = command("prune", _prune, "remove unused generations; only shows them without --yes")
+    prune.add_argument("--older-than", metavar="DAYS", type=float, help="last used before then")
+    prune.add_argument("--to-size", metavar="SIZE", help="oldest use first, until it fits ('50GB')")
+    prune.add_argument("--unused", action="store_true", help="all that no live process holds")
+    prune.add_argument("--damaged", action="store_true", help="those that cannot be opened")
+    prune.add_argument("--yes", action="store_true", help="remove them")
+    clear = command("clear", _clear, "remove all generations; only shows them without --yes")
+    clear.add_argument("--yes", action="store_true", help="remove them")
+    return parser
+
+
+# -- commands --------------------------------------------------------------------------------
+
+
+def _list(options: argparse.Namespace, report: CacheReport) -> int:
+    if options.json:
+        print_json(_as_json(report))
+    else:
+        columns = ("generation", "boundary", "samples", "on disk", "ratio", "codec", "age", "used")
+        table = Table(*columns, box=None, header_style="bold")
+        for column in table.columns[2:5]:
+            column.justify = "right"
+        for one in report.generations:
+            table.add_row(
+                one.name,
+                Text(one.boundary or "-"),
+                f"{one.num_samples:,}",
+                size(one.bytes_on_disk),
+                "-" if one.ratio is None else f"{one.ratio:.2f}",
+                Text(f"damaged: {one.damage}", "red") if one.damage else Text(one.codec or "-"),
+                age(one.created),
+                "now" if one.in_use else age(one.last_used) + " ago",
+            )
+        console = Console()
+        if report.generations:
+            console.print(table)
+        limit = report.limit_bytes
+        of_limit = f" of {size(limit)} ({report.bytes_on_disk / limit:.0%})" if limit else ""
+        count = len(report.generations)
+        console.print(
+            f"{count} generation{'s' * (count != 1)}, {size(report.bytes_on_disk)}{of_limit}",
+            highlight=False,
+        )
+    return HEALTHY if report.healthy else DAMAGED
+
+
+def _show(options: argparse.Namespace, report: CacheReport) -> int:
+    one = find_generation(report, options.generation)
+    path = report.directory / one.name
+    manifest, inside = Manifest.read(path), contents(path)
+    if options.json:
+        print_json(
+            {
+                **_generation_json(one),
+                "fields": dict(manifest.fields),
+                "contents": dataclasses.asdict(inside),
+            }
+        )
+        return DAMAGED if "damaged" in inside.codecs else HEALTHY
+    console = Console(highlight=False)
+    sizes = f"{size(one.bytes_on_disk)} on disk, {size(one.raw_bytes)} decoded"
+    ratio = "" if one.ratio is None else f", ratio {one.ratio:.2f}"
+    console.print(f"[bold]{one.name}[/]  {one.num_samples:,} records, {sizes}{ratio}")
+    console.print(f"created {age(one.created)} ago, in use: {'yes' if one.in_use else 'no'}")
+    if one.lossy_error:
+        console.print(f"lossy: relative error {one.lossy_error:.2e} (root mean square)")
+    for title, pairs in (
+        ("made from", {name: json.dumps(value) for name, value in manifest.fields.items()}),
+        ("holds", inside.fields),
+        ("codecs", {name: f"{count:,} records" for name, count in inside.codecs.items()}),
+        ("variants", {str(one): f"{count:,} records" for one, count in inside.variants.items()}),
+    ):
+        console.print(f"[bold]{title}[/]")
+        for name, text in pairs.items():
+            console.print(f"  {name}: {text:.100}", markup=False)
+    console.print("[bold]sizes of records[/]")
+    most = max((count for *_, count in inside.histogram), default=1)
+    for low, high, count in inside.histogram:
+        bar = "█" * math.ceil(40 * count / most)
+        console.print(f"  {size(low):>9} - {size(high):>9}  {count:>10,}  {bar}")
+    return DAMAGED if "damaged" in inside.codecs else HEALTHY
+
+
+def _verify(options: argparse.Namespace, report: CacheReport) -> int:
+    chosen = report.generations
+    if options.generation is not None:
+        chosen = (find_generation(report, options.generation),)
+    damage, records = [], 0
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=options.json or not sys.stderr.isatty(),
+    )
+    with progress:
+        for one in chosen:
+            task = progress.add_task(one.name, total=one.num_samples)
+
+            checked = 0
+
+            def advance(done: int, total: int, task: Any = task) -> None:
+                nonlocal checked
+                checked = done  # of a live run, perhaps more than were there at first
+                progress.update(task, completed=done, total=total)
+
+            damage += list(verify(report.directory / one.name, advance))
+            records += checked
+    if options.json:
+        found = [dataclasses.asdict(each) for each in damage]
+        print_json({"healthy": not damage, "records": records, "damage": found})
+    else:
+        for each in damage:
+            print(f"{each.generation}: sample {each.sample}: {each.reason}")
+        verdict = f"{len(damage)} damaged" if damage else "all intact"
+        print(f"{records:,} records in {len(chosen)} generations: {verdict}")
+    return DAMAGED if damage else HEALTHY
+
+
+def _diff(options: argparse.Namespace, report: CacheReport) -> int:
+    names = [find_generation(report, text).name for text in (options.generation, options.other)]
+    one, other = (Manifest.read(report.directory / name).fields for name in names)
+    differing = differing_fields(one, other)
+    if options.json:
+        print_json(
+            {field: dict(zip(names, pair, strict=True)) for field, pair in differing.items()}
+        )
+        return HEALTHY
+    if not differing:
+        print("the same fields")
+        return HEALTHY
+    table = Table("field", *names, box=None, header_style="bold")
+    for field, pair in differing.items():
+        # As Text: in markup, "[true]" would be a style.
+        table.add_row(Text(field), *(Text(json.dumps(value)) for value in pair))
+    Console().print(table)
+    return HEALTHY
+
+
+def _prune(options: argparse.Namespace, report: CacheReport) -> int:
+    chosen = (options.unused, options.damaged, options.older_than, options.to_size)
+    if not any(one not in (None, False) for one in chosen):
+        raise ValueError("prune needs --older-than, --to-size, --unused or --damaged")
+    unused = sorted(
+        (one for one in report.generations if not one.in_use), key=lambda one: one.last_used
+    )
+    doomed = [one for one in unused if options.unused or (options.damaged and one.damage)]
+    if options.older_than is not None:
+        before = time.time() - 86_400 * options.older_than
+        doomed += [one for one in unused if one.last_used < before and one not in doomed]
+    if options.to_size is not None:
+        left = report.bytes_on_disk - sum(one.bytes_on_disk for one in doomed)
+        for one in unused:
+            if left > parse_size(options.to_size) and one not in doomed:
+                doomed.append(one)
+                left -= one.bytes_on_disk
+    return _remove(options, report, doomed)
+
+
+def _clear(options: argparse.Namespace, report: CacheReport) -> int:
+    return _remove(options, report, list(report.generations))
+
+
+def _remove(
+    options: argparse.Namespace, report: CacheReport, doomed: list[GenerationReport]
+) -> int:
+    """Remove the generations, or only list them; one that a live process uses always stays."""
+    names = [one.name for one in doomed]
+    outcome = remove_generations(report.directory, names, only_look=not options.yes)
+    sizes = {one.name: one.bytes_on_disk for one in doomed}
+    if options.json:
+        print_json(
+            {name: {"outcome": text, "bytes": sizes[name]} for name, text in outcome.items()}
+        )
+        return HEALTHY
+    for name, text in outcome.items():
+        print(f"{name}  {size(sizes[name]):>9}  {text}")
+    freed = sum(sizes[name] for name, text in outcome.items() if text.endswith("removed"))
+    print(f"{size(freed)} {'freed' if options.yes else 'would be freed; add --yes to do it'}")
+    return HEALTHY
+
+
+# -- words -----------------------------------------------------------------------------------
+
+
+def _as_json(report: CacheReport) -> dict[str, Any]:
+    return {
+        "directory": str(report.directory),
+        "limit_bytes": report.limit_bytes,
+        "bytes_on_disk": report.bytes_on_disk,
+        "healthy": report.healthy,
+        "generations": [_generation_json(one) for one in report.generations],
+    }
+
+
+def _generation_json(one: GenerationReport) -> dict[str, Any]:
+    known = {
+        name: None if isinstance(value, float) and math.isnan(value) else value
+        for name, value in dataclasses.asdict(one).items()
+    }
+    return {**known, "ratio": one.ratio}

@@ -1,0 +1,178 @@
+"""`cache-inspect plan`: per boundary, what a cache would hold, save and cost, before training."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+
+from egeria_cache.config import parse_size
+from egeria_cache.inspect.factories import find, make
+from egeria_cache.inspect.forecast import Settings, forecast
+from egeria_cache.inspect.ordinary import ordinary_step
+from egeria_cache.inspect.prospect import Forecast, Prospect
+from egeria_cache.inspect.words import print_json, share, size
+
+__all__ = ["plan"]
+
+AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def plan(argv: list[str]) -> int:
+    """Run `cache-inspect plan` with the arguments behind that word; return 0.
+
+    Raises:
+        ValueError: A factory, the model or the data cannot be used; says what to do.
+        SystemExit: argparse has printed help, or a mistake.
+    """
+    options = _parser().parse_args(argv)
+    model = make("MODEL_FACTORY", options.model)
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"MODEL_FACTORY {options.model!r} returned a {type(model).__name__}; it must return "
+            "the model, a torch.nn.Module"
+        )
+    settings = Settings(
+        batch_size=options.batch_size,
+        num_samples=options.samples,
+        step=ordinary_step if options.step is None else find("--step", options.step),
+        device=_device(options.device),
+        autocast=AUTOCAST.get(options.autocast),
+        boundaries=options.boundaries,
+        codec=options.codec,
+        variants=options.variants,
+        limit_bytes=None if options.limit is None else parse_size(options.limit),
+        scratch=options.scratch,
+    )
+    data = make("--data", options.data)
+    progress = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+        console=Console(stderr=True), transient=True,
+        disable=options.json or not sys.stderr.isatty(),
+    )  # fmt: skip
+    with progress:
+        task = progress.add_task("measuring", total=None)
+
+        def advance(boundary: str, done: int, total: int) -> None:
+            progress.update(task, description=boundary, completed=done, total=total)
+
+        found = forecast(model, data, settings, advance)
+    if options.json:
+        print_json(found.as_json())
+    else:
+        _show(found)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cache-inspect plan",
+        description="Measure, per possible boundary, what a cache would hold, save and cost.",
+        epilog="MODEL_FACTORY and DATASET_FACTORY are package.module:callable, called without "
+        "arguments; the current directory is searched first.",
+    )
+    parser.add_argument("model", metavar="MODEL_FACTORY", help="returns the model to be trained")
+    parser.add_argument(
+        "--data", metavar="DATASET_FACTORY", required=True,
+        help="returns a map-style data set, or a DataLoader with its collate function",
+    )  # fmt: skip
+    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="default 32")
+    parser.add_argument(
+        "--samples", type=int, default=64, metavar="N",
+        help="to measure with, spread over the data set; default 64, at least two batches",
+    )  # fmt: skip
+    parser.add_argument(
+        "--step", metavar="STEP", help="package.module:callable, (model, batch) -> loss; default: "
+        "the inputs that the forward requires, and the model's own loss or its mean square",
+    )  # fmt: skip
+    parser.add_argument("--boundaries", metavar="REGEX", help="try the modules with such names")
+    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
+    parser.add_argument("--autocast", choices=sorted(AUTOCAST), help="train under autocast")
+    parser.add_argument("--codec", default="auto", help="as ActivationCache takes it")
+    parser.add_argument(
+        "--variants", type=int, default=1, metavar="K", help="augmented versions to be cached"
+    )
+    parser.add_argument("--limit", metavar="SIZE", help="of the planned cache ('100GB')")
+    parser.add_argument(
+        "--scratch", type=Path, metavar="DIR",
+        help="an existing directory on the disk that the cache will use; what is written there is "
+        "removed; default: where temporary files go",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON for machines")
+    return parser
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {name!r} cannot be used: {error}") from error
+    return device
+
+
+def _show(found: Forecast) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 120  # a pipe has no width; rich would fold the table to 80 columns
+    console.print(
+        f"[bold]{found.model}[/] on {found.device}, batches of {found.batch_size}, measured with "
+        f"{found.num_measured:,} of {found.num_samples:,} samples"
+        + (f" in {found.variants} variants" if found.variants > 1 else "")
+    )
+    table = Table(box=None, header_style="bold")
+    for name, justify in _COLUMNS:
+        table.add_column(name, justify=justify, no_wrap=True)
+    for one in found.prospects:
+        table.add_row(*_row(found, one))
+    console.print(table)
+    for line in _notes(found):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+_COLUMNS: tuple[tuple[str, Any], ...] = (
+    ("boundary", "left"), ("a sample", "right"), ("stored", "right"), ("codec", "left"),
+    ("the set", "right"), ("forward", "right"), ("step", "right"), ("even after", "left"),
+)  # fmt: skip
+
+
+def _row(found: Forecast, one: Prospect) -> list[str | Text]:
+    if one.refused is not None:
+        return [one.boundary, *["-"] * (len(_COLUMNS) - 2), Text("refused", "red")]
+    epoch, fits = found.break_even_epoch(one), found.fits(one)
+    return [
+        one.boundary,
+        size(one.raw_bytes),
+        size(one.stored_bytes),
+        one.codec or "-",
+        size(found.set_bytes(one)) + (f" ({share(fits)} fits)" if fits < 1 else ""),
+        share(one.forward_skipped),
+        share(one.step_skipped),
+        Text("never", "yellow") if epoch is None else Text(f"epoch {epoch:,}", "green"),
+    ]
+
+
+def _notes(found: Forecast) -> list[str]:
+    notes = [f"{one.boundary} is refused: {one.refused}" for one in found.prospects if one.refused]
+    notes += [
+        f"{one.boundary}: gate='auto' would cut at {one.cut_at}, whose output is smaller"
+        for one in found.prospects
+        if one.refused is None and one.cut_at not in (None, one.boundary)
+    ]
+    notes.append(
+        "forward, step: what a hit skips of them, against the same step with the prefix frozen and "
+        "no cache. even after: the epoch in which the time for proving, writing and reading has "
+        "been won back, all of it counted in full. A hit also saves loading its sample "
+        f"({found.load_s * 1e3:.2g} ms in one process), which is not counted."
+    )
+    return notes

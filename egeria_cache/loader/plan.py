@@ -1,0 +1,181 @@
+"""The look-ahead: index batches are drawn early, so what comes is known before it is needed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from egeria_cache.batch import SampleId
+from egeria_cache.prefetch import PlannedEntry, Prefetcher, View
+from egeria_cache.samples import Task
+
+__all__ = ["Plan", "Planner", "best_entry"]
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """One future batch: its samples, and which of them come from the cache."""
+
+    number: int
+    indices: list[Any]
+    ids: list[SampleId]
+    variant: int
+    entry: PlannedEntry | None
+    """Where the hits enter the model; None if every sample is to be loaded."""
+
+    seeds_all: bool = True
+    """See `Task.seeds_all`."""
+    is_control: bool = False
+    """It could be served, and is computed to know what that costs."""
+
+    def whole(self, seed: int | None) -> Task:
+        """Return the task of loading every sample."""
+        return Task(self.number, self.indices, self.ids, self.variant, seed, self.seeds_all)
+
+    def misses(self, seed: int | None) -> Task:
+        """Return the samples that DataLoader's workers have to load."""
+        whole = self.whole(seed)
+        return whole if self.entry is None else whole.take(~self.entry.hit)
+
+
+def best_entry(
+    views: Sequence[View], number: int, ids: list[SampleId], variant: int
+) -> PlannedEntry | None:
+    """Choose the one generation that serves most of the batch; on a tie, the deepest.
+
+    Args:
+        views: Readable generations, deepest boundary first.
+        number: The batch's number.
+        ids: Its samples.
+        variant: Their augmented version.
+    """
+    best: PlannedEntry | None = None
+    for view in views:
+        hit = view.contains(ids, variant)
+        if hit.any() and (best is None or hit.sum() > best.hit.sum()):
+            best = PlannedEntry(view, number, ids, variant, hit)
+    return best
+
+
+class Planner:
+    """Draws index batches ahead of the training loop and plans each of them once.
+
+    Two consumers walk the same plans: the inner DataLoader iterates over their tasks (as early as
+    its workers want them), the training loop takes the plans. Single-threaded.
+    """
+
+    def __init__(
+        self,
+        index_batches: Iterator[Sequence[Any]],
+        identify: Callable[[Sequence[Any]], list[SampleId]],
+        outlook: Callable[[], tuple[Sequence[View], bool]],
+        prefetcher: Prefetcher,
+        *,
+        wants_control: Callable[[PlannedEntry], bool] = lambda entry: False,
+        variant: int,
+        seed: int | None,
+        first_number: int = 0,
+    ) -> None:
+        """Plan the batches of one epoch.
+
+        Args:
+            index_batches: What the batch sampler draws.
+            identify: Indices -> sample IDs.
+            outlook: Returns the generations that can be read at the moment, deepest first, and
+                `Task.seeds_all`.
+            prefetcher: Reads the hits of plans that come near.
+            wants_control: Whether a batch is to be computed although this would serve it.
+            variant: This epoch's augmented version.
+            seed: The run's augmentation seed.
+            first_number: Number of the first batch.
+        """
+        self._index_batches = index_batches
+        self._identify = identify
+        self._outlook = outlook
+        self._prefetcher = prefetcher
+        self._wants_control = wants_control
+        self._variant = variant
+        self._seed = seed
+        self._next_number = first_number
+        self._planned: deque[Plan] = deque()
+        self._undispatched: deque[Plan] = deque()
+
+    def __iter__(self) -> Iterator[Task]:
+        """Yield tasks in order, planning as far ahead as the consumer asks."""
+        while self._undispatched or self._draw(*self._outlook()):
+            yield self._undispatched.popleft().misses(self._seed)
+
+    def take_first(self) -> Plan | None:
+        """Return the next plan without handing its task to the workers (None at the end)."""
+        if not self._undispatched and not self._draw(*self._outlook()):
+            return None
+        self._planned.popleft()
+        return self._undispatched.popleft()
+
+    def take_task(self) -> Task | None:
+        """Return the next batch as a task, past all planning: only while `is_idle`.
+
+        None at the end.
+        """
+        indices = next(self._index_batches, None)
+        if indices is None:
+            return None
+        indices, number = list(indices), self._next_number
+        self._next_number += 1
+        seeds_all = self._outlook()[1]
+        return Task(
+            number, indices, self._identify(indices), self._variant, self._seed, seeds_all
+        )  # fmt: skip
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is planned beyond what was taken."""
+        return not self._planned
+
+    def top_up(self) -> None:
+        """Plan ahead, and begin to read the hits of the plans that come next.
+
+        While nothing can be read, nothing is drawn that DataLoader would not draw.
+        """
+        views, seeds_all = self._outlook()
+        window = self._prefetcher.window if views else 0
+        while len(self._planned) <= window and self._draw(views, seeds_all):
+            pass
+        if not views:
+            return
+        for plan in islice(self._planned, window + 1):
+            if plan.entry is not None:
+                self._prefetcher.start(plan.entry)
+
+    def take(self, number: int) -> Plan:
+        """Return the plan of that number, which is the next one unless order does not matter."""
+        plan = next((plan for plan in self._planned if plan.number == number), None)
+        if plan is None:
+            raise RuntimeError(f"batch {number} came without having been planned")
+        self._planned.remove(plan)
+        self._prefetcher.release_before(number)
+        return plan
+
+    def skip(self) -> None:
+        """Forget the next plan: its samples could not be loaded."""
+        if self._planned:
+            self._planned.popleft()
+
+    def _draw(self, views: Sequence[View], seeds_all: bool) -> bool:
+        indices = next(self._index_batches, None)
+        if indices is None:
+            return False
+        indices = list(indices)
+        ids = self._identify(indices)
+        entry = best_entry(views, self._next_number, ids, self._variant) if views else None
+        is_control = entry is not None and self._wants_control(entry)
+        if is_control:
+            entry = None
+        plan = Plan(self._next_number, indices, ids, self._variant, entry, seeds_all, is_control)
+        self._next_number += 1
+        self._planned.append(plan)
+        self._undispatched.append(plan)
+        return True

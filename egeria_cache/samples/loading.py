@@ -1,0 +1,221 @@
+"""Loading raw samples, each under its own seed: what runs inside DataLoader's workers.
+
+The inner DataLoader gets one `Task` per batch: the samples to load, which may be none. The dataset
+and the collate function are wrapped so that the user's own see exactly what they would see under a
+plain DataLoader; only the global random generators that are drawn from are seeded for each sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import get_worker_info
+
+from egeria_cache.batch import SampleId, sample_seed
+from egeria_cache.samples.generators import GENERATORS
+
+__all__ = [
+    "CollateLoaded",
+    "Loaded",
+    "SampleLoader",
+    "SeededDataset",
+    "SeededWorkerInit",
+    "Task",
+    "load_samples",
+]
+
+
+class Task(NamedTuple):
+    """Samples to load for one batch."""
+
+    number: int
+    """The batch's number in the order of the epoch."""
+    indices: Sequence[Any]
+    """What the sampler drew, as the dataset's `__getitem__` takes it."""
+    ids: Sequence[SampleId]
+    variant: int
+    seed: int | None
+    """The run's augmentation seed; None leaves the random generators alone."""
+    seeds_all: bool = True
+    """Whether torch's generator is seeded also for samples that were not seen to draw from it: they
+    may read its seed (`torch.initial_seed()`). Not while nothing is frozen, for it takes time."""
+
+    def take(self, rows: np.ndarray) -> Task:
+        """Return the task of loading the masked rows again: bool, shape (B,)."""
+        at = np.flatnonzero(rows).tolist()
+        indices, ids = [self.indices[i] for i in at], [self.ids[i] for i in at]
+        return self._replace(indices=indices, ids=ids, seeds_all=True)
+
+
+class Loaded(NamedTuple):
+    """What comes back for a task; a named tuple, so that pinning looks inside."""
+
+    number: int
+    data: Any
+    """The collated batch; None where the task held no samples."""
+    drawn: frozenset[str]
+    """Which of `GENERATORS` the data set draws from, as far as is known."""
+
+
+def load_samples(dataset: Any, task: Task) -> Any:
+    """Return the task's raw samples, each loaded under its own stateless seed."""
+    return SampleLoader(dataset).load(task)
+
+
+class SampleLoader:
+    """Loads a dataset's samples, each under its own stateless seed.
+
+    Seeding takes longer than a cheap sample. So only the generators are seeded that a sample was
+    seen to draw from; the others are watched, sample by sample in the first batch, and batch by
+    batch from then on. When one has moved, what was loaded is dropped and loaded again, seeded: the
+    result does not depend on when drawing is noticed.
+
+    The global generators are restored afterwards only in the main process: a worker's are its own.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        """Load from `dataset`, in this process."""
+        self.dataset = dataset
+        self.drawn: frozenset[str] = frozenset()
+        """Which of `GENERATORS` samples were seen to draw from."""
+        self._is_first = True
+
+    def load(self, task: Task) -> Any:
+        """Return the task's samples in order: a list, or what `__getitems__` gives instead."""
+        if task.seed is None:
+            return _get_batch(self.dataset, task.indices)
+        transforms = list(_seedable(self.dataset))
+        if self._is_first and task.indices:
+            self._is_first = False
+            samples: list[Any] = []
+            for one in _singly(task):
+                found = self._load(one, transforms)
+                if not isinstance(found, list):
+                    break
+                samples += found
+            else:
+                return samples
+        return self._load(task, transforms)
+
+    def _load(self, task: Task, transforms: list[Any]) -> Any:
+        """Load, and load again as long as samples draw from a generator that was not seeded."""
+        while True:
+            seeds = self.drawn | {"torch"} if task.seeds_all else self.drawn
+            before = {
+                name: generator.look()
+                for name, generator in GENERATORS.items()
+                if name not in seeds
+            }
+            error, samples = None, None
+            try:
+                samples = self._load_seeded(task, before, transforms)
+            except Exception as caught:
+                error = caught
+            if not self._moved(before):
+                if error is not None:
+                    raise error
+                return samples
+
+    def _moved(self, before: Mapping[str, bytes | None]) -> bool:
+        """Note which of the watched generators were drawn from, and put them back."""
+        moved = False
+        for name, look in before.items():
+            if look is not None and GENERATORS[name].look() != look:
+                GENERATORS[name].put_back(look)
+                self.drawn, moved = self.drawn | {name}, True
+        return moved
+
+    def _load_seeded(
+        self, task: Task, watched: Mapping[str, bytes | None], transforms: list[Any]
+    ) -> Any:
+        generators = [g for name, g in GENERATORS.items() if watched.get(name) is None]
+        if not generators and not transforms:
+            return _get_batch(self.dataset, task.indices)
+        saved = [g.save() for g in generators] if get_worker_info() is None else []
+        samples: list[Any] = []
+        try:
+            for one in _singly(task):
+                assert task.seed is not None
+                seed = sample_seed(task.seed, one.ids[0], task.variant)
+                for generator in generators:
+                    generator.seed(seed)
+                for transform in transforms:
+                    transform.set_random_seed(seed & 0xFFFFFFFF)
+                found = _get_batch(self.dataset, one.indices)
+                if not isinstance(found, list):  # a batch of its own kind, not to be put together
+                    return _get_batch(self.dataset, task.indices)
+                samples += found
+        finally:
+            for generator, state in zip(generators, saved, strict=False):
+                generator.restore(state)
+        return samples
+
+
+def _singly(task: Task) -> Iterator[Task]:
+    for index, sample_id in zip(task.indices, task.ids, strict=True):
+        yield task._replace(indices=[index], ids=[sample_id])
+
+
+def _seedable(dataset: Any) -> Iterator[Any]:
+    """Find transforms that ignore the global generators and are seeded by `set_random_seed`.
+
+    That is albumentations' way (2.x). They are looked for among the attributes of the data set, and
+    of the data sets that it wraps.
+    """
+    while dataset is not None:
+        attributes = getattr(dataset, "__dict__", {})
+        for value in attributes.values():
+            if hasattr(type(value), "set_random_seed"):  # of the type: a tensor would search long
+                yield value
+        dataset = attributes.get("dataset")
+
+
+def _get_batch(dataset: Any, indices: Sequence[Any]) -> Any:
+    if getattr(dataset, "__getitems__", None):
+        return dataset.__getitems__(list(indices))
+    return [dataset[index] for index in indices]
+
+
+class SeededDataset:
+    """The user's dataset as the inner DataLoader sees it: indexed by a whole `Task`."""
+
+    def __init__(self, samples: SampleLoader) -> None:
+        """Wrap the dataset of `samples`."""
+        self.dataset = samples.dataset
+        self._samples = samples
+
+    def __getitems__(self, task: Task) -> Loaded:
+        samples = self._samples.load(task) if task.indices else None
+        return Loaded(task.number, samples, self._samples.drawn)
+
+
+class CollateLoaded:
+    """The user's collate function, applied to a task's samples if there are any."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        """Wrap `collate`."""
+        self.collate = collate
+
+    def __call__(self, loaded: Loaded) -> Loaded:
+        """Collate what `SeededDataset` gave."""
+        number, samples, drawn = loaded
+        return Loaded(number, None if samples is None else self.collate(samples), drawn)
+
+
+class SeededWorkerInit:
+    """Shows the user's `worker_init_fn` the user's own dataset in `get_worker_info()`."""
+
+    def __init__(self, worker_init: Callable[[int], None] | None) -> None:
+        """Wrap `worker_init`."""
+        self.worker_init = worker_init
+
+    def __call__(self, worker_id: int) -> None:
+        """Initialise this worker."""
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, SeededDataset):
+            # WorkerInfo refuses plain assignment.
+            object.__setattr__(info, "dataset", info.dataset.dataset)
+        if self.worker_init is not None:
+            self.worker_init(worker_id)

@@ -1,0 +1,206 @@
+"""A loader as the cache sees it: how its samples are named, loaded, collated and fingerprinted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from egeria_cache.batch import Batch, SampleId, Structure, flatten, is_rows, take_rows
+from egeria_cache.samples.fingerprint import fingerprint, same_bytes
+from egeria_cache.samples.loading import SampleLoader, Task
+
+__all__ = ["BatchContext", "LoaderSource"]
+
+_NUMBERS = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class BatchContext:
+    """Where a batch came from; rides on `Batch.context`."""
+
+    source: LoaderSource
+    structure: Structure
+    task: Task
+    """How its samples were loaded, or would be."""
+    metas: Mapping[str, Tensor]
+    """Meta tensor of one row of each tensor leaf."""
+    kinds: Mapping[str, type]
+    """Type of each leaf."""
+
+
+class LoaderSource:
+    """The dataset side of one loader."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        *,
+        sample_id: Callable[[Any], Any] | None,
+        sample_version: Callable[[Any], Any] | None,
+        name: str,
+        seed: int | None,
+        variants: int,
+    ) -> None:
+        """Describe a loader; see `EgeriaLoader` for the arguments."""
+        self.dataset = dataset
+        self.samples = SampleLoader(dataset)
+        self.collate = collate
+        self.name = name
+        self.seed = seed
+        self.variants = variants
+        self.key = f"{name}#{next(_NUMBERS)}"
+        """Tells this loader from all others, also from those of the same name."""
+        self._sample_id = sample_id or getattr(dataset, "sample_id", None)
+        self._version = sample_version or getattr(dataset, "sample_version", None)
+        self._fingerprint: str | None = None
+        self._proven: set[tuple[Any, ...]] = set()
+
+    def identify(self, indices: Sequence[Any]) -> list[SampleId]:
+        """Return the samples' stable IDs.
+
+        Raises:
+            TypeError: An ID is not an int, a string, or a tuple of them.
+        """
+        if self._sample_id is None and self._version is None and set(map(type, indices)) == {int}:
+            return list(indices) if type(indices) is not list else indices
+        named = indices if self._sample_id is None else [self._sample_id(i) for i in indices]
+        if self._version is not None:
+            versions = [str(self._version(i)) for i in indices]
+            named = list(zip(named, versions, strict=True))
+        return [v if type(v) in (int, str) else _as_sample_id(v) for v in named]
+
+    def load(self, task: Task) -> Any:
+        """Load and collate samples in this process, each under its own seed."""
+        return self.collate(self.samples.load(task))
+
+    def why_not_cacheable(self, batch: Batch) -> str | None:
+        """Say why this loader's samples cannot be cached one by one; None if they can.
+
+        Samples of the batch are loaded again: they must come out as they did in the batch. Two of
+        them together suffice to see that a sample is the same each time; under a collate function
+        other than torch's own, every sample is collated alone, which shows whether it depends on
+        the rest of the batch. Repeated for batches whose rows have another shape.
+        """
+        if batch.absent is not None:
+            return None  # it has hits, so batches like it were proved before
+        for path, leaf in batch.leaves.items():
+            if not is_rows(leaf, batch.size):
+                return f"leaf {path or 'of the batch'!r} does not hold one row per sample"
+        shapes = tuple(rows.shape[1:] for rows in batch.leaves.values() if isinstance(rows, Tensor))
+        # What was loaded before the boundary was set has a proof of its own: it was not seeded for
+        # a sample that reads torch's seed without drawing.
+        kind = (batch.context.task.seeds_all, shapes)
+        if kind in self._proven:
+            return None
+        ends = sorted({0, batch.size - 1})
+        alone = self.collate is not default_collate
+        for rows in [[i] for i in range(batch.size)] if alone else [ends]:
+            differs = self._first_difference(batch, rows)
+            if differs is not None:
+                return self._why(batch, *differs, alone)
+        if alone and batch.size == 1 and not self._collates_rows(batch):
+            return "the collate_fn does not give one row per sample"
+        self._proven.add(kind)
+        return None
+
+    def _collates_rows(self, batch: Batch) -> bool:
+        """Collate the only sample of a batch twice: every leaf must have two rows then."""
+        samples = self.samples.load(batch.context.task.take(np.ones(1, bool)))
+        twice = flatten(self.collate(samples + samples), 2)[1]
+        return twice.keys() == batch.leaves.keys() and all(
+            is_rows(leaf, 2) for leaf in twice.values()
+        )
+
+    def first_difference(
+        self, batch: Batch, mask: np.ndarray, loaded: Mapping[str, Any]
+    ) -> str | None:
+        """Compare rows that were loaded again with what the batch holds of them; name a leaf."""
+        for path, again in loaded.items():
+            held = batch.rows_of(path, mask)
+            if held is not None and not _equal(held, again):
+                return path
+        return None
+
+    def _why(self, batch: Batch, path: str, once: Any, again: Any, alone: bool) -> str:
+        """Say what makes a leaf come out differently, and what to do."""
+        leaf = f"leaf {path or 'of the batch'!r} of a sample"
+        if not alone or self._first_difference(batch, list(range(batch.size))) is not None:
+            return (
+                f"{leaf} is not the same when it is loaded again under the same seed; draw random "
+                "numbers in the data set, from torch, numpy or random (not in the collate_fn)"
+            )
+        how = ""
+        if isinstance(once, Tensor) and isinstance(again, Tensor):
+            there, here = tuple(once.shape[1:]), tuple(again.shape[1:])
+            how = f", of shape {there} there and {here} alone" if there != here else ""
+        return (
+            f"{leaf} depends on the rest of its batch{how}: the collate_fn pads to the longest of "
+            "the batch, or mixes samples; pad every sample to one fixed length in the data set, "
+            "and mix after the boundary"
+        )
+
+    def _first_difference(self, batch: Batch, rows: list[int]) -> tuple[str, Any, Any] | None:
+        """Load rows again; return the first leaf that differs: its path, as it was, as it is."""
+        mask = np.zeros(batch.size, bool)
+        mask[rows] = True
+        again = self._leaves(batch.context.task, mask)
+        for path, leaf in batch.leaves.items():
+            if not _equal(take_rows(leaf, mask), again.get(path)):
+                return path, leaf, again.get(path)
+        return None
+
+    def _leaves(self, task: Task, rows: np.ndarray) -> dict[str, Any]:
+        return flatten(self.load(task.take(rows)), int(rows.sum()))[1]
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """This loader's part of a generation's content address."""
+        return {
+            "loader": self.name,
+            "dataset": self.fingerprint,
+            "augmentation_seed": self.seed,
+            "augmentation_variants": self.variants,
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells this data set and its collation from another: see `fingerprint.py`."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(
+                self.dataset,
+                self.collate,
+                lambda indices: self.samples.load(
+                    Task(-1, indices, self.identify(indices), 0, self.seed)
+                ),
+            )
+        return self._fingerprint
+
+
+def _as_sample_id(value: Any) -> SampleId:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, tuple):
+        parts = tuple(_as_sample_id(part) for part in value)
+        # The store knows flat tuples. A nested one (a tuple with a version, say) goes as its text;
+        # so does any tuple that begins like such a text, so that no two IDs become one.
+        nested = any(isinstance(part, tuple) for part in parts) or parts[:1] == ("",)
+        return ("", repr(parts)) if nested else parts
+    if isinstance(value, int | np.integer) or (isinstance(value, Tensor) and value.dim() == 0):
+        return int(value)
+    raise TypeError(
+        f"a sample ID must be an int, a string, or a tuple of them, got {type(value).__name__}; "
+        "give EgeriaLoader a sample_id= that makes one from what the sampler draws"
+    )
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return same_bytes(left, right)
+    return type(left) is type(right) and bool(left == right)

@@ -1,0 +1,92 @@
+"""The content address of a cut: everything that decides what its activations are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from egeria_cache.skip.guards import ContentHash
+from egeria_cache.skip.invocation import Invocation, mode_key
+from egeria_cache.skip.recipe import Recipe
+
+__all__ = ["address", "prefix_tensors"]
+
+
+def prefix_tensors(recipe: Recipe) -> list[tuple[str, nn.Module | None, Tensor]]:
+    """Return (qualified name, owner, tensor) of all that the skipped modules compute with."""
+    found: dict[int, tuple[str, nn.Module | None, Tensor]] = {}
+    skipped = [step.module for step in recipe.steps if not step.run]
+    for module in skipped:
+        for child in module.modules():
+            _collect(child, recipe.names.get(id(child), ""), found)
+    for named in recipe.reads:
+        found.setdefault(id(named[2]), named)
+    return list(found.values())
+
+
+def _collect(
+    module: nn.Module, prefix: str, found: dict[int, tuple[str, nn.Module | None, Tensor]]
+) -> None:
+    for slot in (module._parameters, module._buffers):
+        for key, tensor in slot.items():
+            if tensor is not None and id(tensor) not in found:
+                found[id(tensor)] = (f"{prefix}.{key}" if prefix else key, module, tensor)
+
+
+def address(
+    recipe: Recipe,
+    call: Invocation,
+    tensors: Iterable[tuple[str, nn.Module | None, Tensor]],
+    hashes: ContentHash,
+) -> dict[str, Any]:
+    """Return the fields, JSON values that read well when two addresses are compared."""
+    paths = call.paths()
+    inputs = {}
+    for position, (leaf, chain) in sorted(recipe.leaf_names.items()):
+        tensor = call.leaves[position]
+        inputs[paths[position]] = {
+            "leaf": leaf,
+            "operations": chain,
+            "shape": list(tensor.shape[1:]),
+            "dtype": str(tensor.dtype),
+        }
+    arguments = {
+        path: repr(leaf)
+        for path, leaf in zip(paths, call.leaves, strict=True)
+        if not isinstance(leaf, Tensor) and leaf is not None
+    }
+    pinned = {paths[i]: hashes.of(tensor) for i, tensor in recipe.pinned.items()}
+    (autocast,) = mode_key()
+    return {
+        "boundary": recipe.boundary,
+        "weights": hashes.of_all((name, tensor) for name, _, tensor in tensors),
+        "structure": _structure(recipe),
+        "inputs": inputs,
+        "arguments": arguments | pinned,
+        "mode": ["train" if training else "eval" for training in recipe.modes],
+        "autocast": [list(pair) for pair in autocast],
+        "tensors": {
+            name: {
+                "shape": list(recipe.tensor_spec(slot).row.shape),
+                "dtype": str(recipe.tensor_spec(slot).dtype),
+                "order": list(recipe.tensor_spec(slot).order),
+            }
+            for name, slot in recipe.slots().items()
+        },
+        "device": recipe.device.type,
+        "torch": torch.__version__.partition("+")[0],
+    }
+
+
+def _structure(recipe: Recipe) -> str:
+    """Hash the modules' kinds and settings: equal weights may be used in different ways."""
+    digest = hashlib.blake2b(digest_size=16)
+    for step in recipe.steps:
+        for module in step.module.modules():
+            kind = f"{type(module).__module__}.{type(module).__qualname__}"
+            digest.update(f"{recipe.names.get(id(module))}:{kind}({module.extra_repr()});".encode())
+    return digest.hexdigest()

@@ -1,0 +1,441 @@
+"""Skip the frozen prefix of a model, inside the user's own `model(x)`.
+
+The whole way of a batch through the model is `SkipEngine.forward`. How a cut is found and proved:
+`rehearsal.py`; how it is replayed: `recipe.py`; what is promised: docs/correctness.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from egeria_cache.batch import Batch, Entry, unwrap
+from egeria_cache.errors import BoundaryError
+from egeria_cache.skip import passes
+from egeria_cache.skip.address import address, prefix_tensors
+from egeria_cache.skip.attach import AttachedForward, inner_model
+from egeria_cache.skip.calls import is_compiled
+from egeria_cache.skip.compare import difference, tolerance
+from egeria_cache.skip.cut import Cut, merge
+from egeria_cache.skip.dropout import StatelessDropout, counting_calls
+from egeria_cache.skip.frozen import FrozenPrefix
+from egeria_cache.skip.guards import ContentHash, PrefixGuard
+from egeria_cache.skip.invocation import Invocation
+from egeria_cache.skip.recipe import Recipe
+from egeria_cache.skip.rehearsal import Rehearsal
+
+__all__ = ["SkipEngine", "SkipHost"]
+
+log = logging.getLogger("egeria")
+
+_MAX_RECIPES = 16
+"""Signatures of calls (shapes, modes, plain arguments) proved per boundary."""
+MAX_CHAINS = 4
+"""Different operations on a loader's batches before the model; with more, they never repeat."""
+_FIRST_WAIT = 2
+"""Batches during which the prefix must be still after it changed; doubles each time."""
+
+
+class SkipHost(Protocol):
+    """What the engine asks of its owner."""
+
+    def cut_found(self, batch: Batch, cut: Cut) -> None:
+        """A cut was proved for this batch's loader."""
+
+    def captured(
+        self, batch: Batch, cut: Cut, rows: np.ndarray | None, tensors: dict[str, Tensor]
+    ) -> None:
+        """Fresh activations of the masked rows (None: all); nobody changes the tensors later."""
+
+    def audited(self, batch: Batch, entry: Entry) -> np.ndarray | None:
+        """Which of the hits to recompute from the raw sample: bool, shape (B,); None for none."""
+
+    def audit_leaves(self, batch: Batch, rows: np.ndarray, loaded: Mapping[str, Any]) -> bool:
+        """Whether the stored leaves of these rows (labels, masks) are what was loaded again."""
+
+    def audit_failed(self, batch: Batch, rows: np.ndarray, finding: str) -> None:
+        """A stored activation is not what the prefix computes; nothing of it was served."""
+
+    def prefix_changed(self, reason: str) -> None:
+        """The prefix is not what it was: everything stored is void. Nothing stale was served."""
+
+    def refused(self, error: BoundaryError) -> None:
+        """The model cannot be cut here; if this returns, the engine goes on uncached."""
+
+    def note(self, kind: str, seconds: float, rows: int) -> None:
+        """Time of a "prefix", a "replay" or a "full" forward; "called" once for every batch.
+
+        "front": from the model's start until the boundary returned, of a full forward.
+
+        "compiled": the whole model is compiled, and what is compiled runs without being cached.
+        """
+
+
+class SkipEngine:
+    """Wraps one model's `forward`. Used from the training thread only.
+
+    Args:
+        model: The model, possibly wrapped by DistributedDataParallel.
+        host: Who keeps the activations.
+        stateless_dropout: Whether dropout in the frozen prefix stays active: see `dropout.py`.
+    """
+
+    def __init__(
+        self, model: nn.Module, host: SkipHost, *, stateless_dropout: bool = False
+    ) -> None:
+        self.model = inner_model(model)
+        self._attached: AttachedForward | None = None
+        self._compiled = is_compiled(model)
+        self._is_traced = False
+        self.host = host
+        self.boundary: str | None = None
+        self.frozen: str | None = None
+        self.cut: Cut | None = None
+        self._forward: Callable[..., Any] = self.model.forward
+        self._recipes: dict[tuple[Any, ...], list[Recipe]] = {}
+        self._refused: set[tuple[Any, ...]] = set()
+        self._num_rehearsals = 0
+        self._held = FrozenPrefix()
+        self._dropout = StatelessDropout(self.model, self._held) if stateless_dropout else None
+        self._is_held = False
+        """Whether all that runs before the boundary is known to be in inference mode."""
+        self._hashes = ContentHash()
+        self._watch: PrefixGuard | None = None
+        self._wait = _FIRST_WAIT
+        self._num_still = 0
+        self._busy = False
+
+    # ---- the way of a batch -------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for `model.forward`."""
+        if self.boundary is None or self._busy:
+            return self._forward(*unwrap(args), **unwrap(kwargs))
+        # Shapes of tagged tensors are read often: not through their `__torch_function__`.
+        with torch._C.DisableTorchFunctionSubclass():
+            call = Invocation.of(args, kwargs)
+            key = () if call is None else call.key()
+        if call is None:
+            return self._forward(*unwrap(args), **unwrap(kwargs))
+        self._busy = True
+        try:
+            if self._dropout is None:
+                return self._cached(call, key)
+            with self._dropout.serving(call.batch):
+                return self._cached(call, (*key, self._dropout.key()))
+        finally:
+            self._busy = False
+
+    def _cached(self, call: Invocation, key: tuple[Any, ...]) -> Any:
+        self.host.note("called", 0.0, call.batch.size)
+        self._compare_guards()
+        recipe = self._find(None, key, call)
+        if recipe is None:
+            return self._first(key, call)
+        entry = call.batch.entry
+        source: Recipe | None = None
+        if entry is not None:
+            is_same = entry.cut is recipe.cut
+            source = recipe if is_same else self._find(entry.cut, key, call)
+        if entry is None or source is None:
+            return self._miss(recipe, call)
+        try:
+            stored = entry.load()
+        except LookupError:
+            return self._miss(recipe, call)
+        try:
+            if not self._audit(source, call, entry, stored):
+                args, kwargs = call.plain()
+                return self._forward(*args, **kwargs)
+            if not entry.hit.all():
+                stored = self._complete(source, call, entry, stored)
+            return self._replay(source, recipe, call, stored)
+        except BoundaryError as error:
+            return self._give_up(key, call, error)
+
+    def _first(self, key: tuple[Any, ...], call: Invocation) -> Any:
+        """Prove a cut on this batch; whatever comes of it, return the plain result."""
+        assert self.boundary is not None
+        if key in self._refused or not self._ready():
+            if not self._is_held:
+                Rehearsal(
+                    self.model, self._forward, self.boundary, call, self._held, self.frozen
+                ).hold()
+                self._is_held = True
+            args, kwargs = call.plain()
+            return self._forward(*args, **kwargs)
+        alike = [r for r in self._recipes.get(key, ()) if r.boundary == self.boundary]
+        if len({tuple(r.leaf_names.items()) for r in alike}) > MAX_CHAINS:
+            self._refused.add(key)  # the host has said so
+            args, kwargs = call.plain()
+            return self._forward(*args, **kwargs)
+        restless = [recipe for recipe in alike if recipe.pinned]
+        if len(restless) > 1:
+            paths = call.paths()
+            changing = ", ".join(paths[position] for position in restless[-1].pinned)
+            what = (
+                f"the prefix reads {changing}, which is not a batch of an EgeriaLoader as it came "
+                "and changes from call to call"
+            )
+            self._refuse(key, BoundaryError.impure(self.boundary, what))
+            args, kwargs = call.plain()
+            return self._forward(*args, **kwargs)
+        self._num_rehearsals += 1
+        rehearsal = Rehearsal(
+            self.model, self._forward, self.boundary, call, self._held, self.frozen, known=alike
+        )
+        outcome = rehearsal.run()
+        self._is_held = True
+        if outcome.recipe is not None and self._dropout is not None and self._dropout.error:
+            outcome.recipe, outcome.error = None, self._dropout.error
+        recipe = outcome.recipe
+        if recipe is None:
+            self._refused.add(key)
+            if outcome.error is not None:
+                self.host.refused(outcome.error)
+            return outcome.result
+        recipe.key = key
+        cut = self._adopt(recipe, outcome.twin) or self._publish(recipe, call)
+        if outcome.rows is not None:
+            self.host.captured(call.batch, cut, None, outcome.rows)
+        return outcome.result
+
+    def _miss(self, recipe: Recipe, call: Invocation) -> Any:
+        """Compute every row, and hand what crosses the boundary to the host."""
+        with self._noting("full", call.batch.size):
+            output, capture = passes.full(self._forward, recipe, call)
+        on_host = recipe.cut is not None and recipe.device.type == "cpu"
+        if on_host and capture.front_s is not None:  # elsewhere the device runs behind the host
+            self.host.note("front", capture.front_s, call.batch.size)
+        self._captured(recipe, call, None, capture.rows())
+        if capture.deviation is not None:
+            self._refuse(recipe.key, BoundaryError.another_way(recipe.boundary, capture.deviation))
+        return output
+
+    def _audit(
+        self, source: Recipe, call: Invocation, entry: Entry, stored: Mapping[str, Tensor]
+    ) -> bool:
+        """Recompute a few hits from their raw samples; False if one is not what was stored."""
+        mask = self.host.audited(call.batch, entry)
+        if mask is None:
+            return True
+        loaded = call.batch.load_rows(mask)
+        if not self.host.audit_leaves(call.batch, mask, loaded):
+            return False
+        fresh = passes.prefix(self._forward, source, call, mask, call.again(mask, loaded))
+        rows = torch.from_numpy(np.flatnonzero(mask[entry.hit]))
+        for name, computed in fresh.items():
+            error = difference(computed, stored[name][rows.to(computed.device)])
+            if error > tolerance(computed):
+                finding = (
+                    f"{name} at {source.boundary!r} differs by {error:.3g} of its largest value"
+                )
+                self.host.audit_failed(call.batch, mask, finding)
+                return False
+        return True
+
+    def _complete(
+        self, source: Recipe, call: Invocation, entry: Entry, stored: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Run the prefix on the misses alone, and merge the rows in order."""
+        missing = ~entry.hit
+        with self._noting("prefix", int(missing.sum())):
+            fresh = passes.prefix(self._forward, source, call, missing)
+        if source.boundary == self.boundary:
+            self._captured(source, call, missing, fresh)
+        return {name: merge(entry.hit, stored[name], fresh[name]) for name in fresh}
+
+    def _replay(
+        self, source: Recipe, recipe: Recipe, call: Invocation, stored: Mapping[str, Tensor]
+    ) -> Any:
+        """Enter at `source`'s cut; an older one than `recipe`'s fills the newer one on the way."""
+        with self._noting("replay", call.batch.size):
+            output, rows = passes.replay(self._forward, source, recipe, call, stored)
+        self._captured(recipe, call, None, rows)
+        return output
+
+    def _captured(
+        self,
+        recipe: Recipe,
+        call: Invocation,
+        mask: np.ndarray | None,
+        rows: dict[str, Tensor] | None,
+    ) -> None:
+        if rows is not None and recipe.cut is not None:
+            self.host.captured(call.batch, recipe.cut, mask, rows)
+
+    @contextmanager
+    def _noting(self, kind: str, rows: int) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.host.note(kind, time.perf_counter() - started, rows)
+
+    # ---- the boundary -------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Take over `model.forward`. The model's `state_dict`, copies and pickles stay plain."""
+        self._attached = AttachedForward(self.model, self.forward, self._traced)
+        self._forward = self._attached.attach()
+        if self._dropout is not None:
+            self._forward = counting_calls(self._forward)
+
+    def _traced(self) -> None:
+        """The whole model is being compiled since we were attached: its calls pass us by."""
+        self._is_traced = True
+        if self.boundary is not None:
+            self.host.note("compiled", 0.0, 0)
+
+    def detach(self) -> None:
+        """Give the model its own forward back, and let the prefix go. Idempotent."""
+        self.set_boundary(None)
+        if self._attached is not None:
+            self._attached.detach()
+
+    def set_boundary(self, name: str | None, *, frozen: str | None = None) -> None:
+        """Name the module to cut at: the last frozen one, or an earlier one.
+
+        Args:
+            name: Where to cut; None: compute everything.
+            frozen: The last frozen module if that is not `name`: what lies between stays in
+                inference mode, though it is computed.
+
+        Moving forward keeps what was proved: activations of an earlier cut stay right, and serve as
+        entries. Moving back, or to None, voids every cut that lies beyond.
+
+        Raises:
+            BoundaryError: The model has no such module.
+        """
+        name = None if name is None else self._resolve(name)
+        frozen = name if frozen is None else self._resolve(frozen)
+        if (name, frozen) == (self.boundary, self.frozen):
+            return
+        before = self._all()
+        kept = [r for r in before if name is not None and not r.lies_beyond(name)]
+        self._recipes.clear()
+        for recipe in kept:
+            self._recipes.setdefault(recipe.key, []).append(recipe)
+        same_prefix = frozen is not None and frozen == self.frozen
+        self.boundary, self.frozen, self.cut = name, frozen, None
+        self._refused.clear()
+        self._num_rehearsals = 0
+        self._watch, self._wait = None, _FIRST_WAIT
+        if not same_prefix:
+            self._held.release()
+            self._is_held = False
+        for recipe in kept:
+            self._held.extend(step.module for step in recipe.steps if not step.run)
+        if name is None:
+            self._hashes.forget()
+            return
+        self._held.extend([self.model.get_submodule(name)])
+        if self._compiled or is_compiled(self.model):
+            self.host.refused(BoundaryError.compiled_whole(name))
+        elif self._is_traced:
+            self.host.note("compiled", 0.0, 0)
+
+    def knows(self, cut: Cut) -> bool:
+        """Whether batches may still enter at this cut."""
+        return any(recipe.cut is cut for recipe in self._all())
+
+    def _resolve(self, name: str) -> str:
+        known = dict(self.model.named_modules())
+        for candidate in (name, name.removeprefix("module."), name.removeprefix("_orig_mod.")):
+            if candidate and candidate in known:
+                return candidate
+        raise BoundaryError.unknown(name, [other for other in known if other])
+
+    # ---- recipes ------------------------------------------------------------------------------
+
+    def _find(self, cut: Cut | None, key: tuple[Any, ...], call: Invocation) -> Recipe | None:
+        """Return the recipe for calls like this one, at `cut` or else at the present boundary."""
+        for recipe in self._recipes.get(key, ()):
+            wanted = recipe.boundary == self.boundary if cut is None else recipe.cut is cut
+            if wanted and recipe.fits(call):
+                return recipe
+        return None
+
+    def _ready(self) -> bool:
+        """Whether another rehearsal is worth its price."""
+        if self._watch is not None:
+            if self._watch.changed() is not None:
+                self._watch, self._num_still = _frozen_now(self.model), 0
+            self._num_still += 1
+            if self._num_still <= self._wait:
+                return False
+            self._watch, self._wait = None, min(2 * self._wait, 1024)
+        return self._num_rehearsals < _MAX_RECIPES
+
+    def _adopt(self, recipe: Recipe, twin: Recipe | None) -> Cut | None:
+        """Let two modes of the model share a cut whose rows are the same."""
+        if twin is None:
+            return None
+        recipe.cut, recipe.guard = twin.cut, twin.guard
+        self._recipes[recipe.key].append(recipe)
+        return recipe.cut
+
+    def _publish(self, recipe: Recipe, call: Invocation) -> Cut:
+        tensors = prefix_tensors(recipe)
+        recipe.guard = guard = PrefixGuard(tensors, recipe.skipped_modules())
+        dropped = {call.tagged[i].leaf for i in call.tagged if i not in recipe.kept}
+        kept = {call.tagged[i].leaf for i in recipe.kept}
+        skipped = recipe.skipped_modules()
+        dropped_at_random = {} if self._dropout is None else self._dropout.fields(skipped)
+        recipe.cut = self.cut = Cut(
+            boundary=recipe.boundary,
+            tensors={n: recipe.tensor_spec(slot).row for n, slot in recipe.slots().items()},
+            dropped=frozenset(dropped - kept),
+            tagged=frozenset(dropped | kept),
+            fields=address(recipe, call, tensors, self._hashes) | dropped_at_random,
+            profile=recipe.profile,
+            changed=guard.changed,
+        )
+        self._recipes.setdefault(recipe.key, []).append(recipe)
+        self.host.cut_found(call.batch, recipe.cut)
+        return recipe.cut
+
+    def _compare_guards(self) -> None:
+        for guard in {id(r.guard): r.guard for r in self._all()}.values():
+            reason = guard.changed() if guard is not None else None
+            if reason is not None:
+                self._void(reason)
+                return
+
+    def _void(self, reason: str) -> None:
+        self.host.prefix_changed(reason)
+        self._recipes.clear()
+        self.cut = None
+        self._hashes.forget()
+        self._refused.clear()
+        self._watch, self._num_still = _frozen_now(self.model), 0
+
+    def _all(self) -> list[Recipe]:
+        return [recipe for recipes in self._recipes.values() for recipe in recipes]
+
+    def _refuse(self, key: tuple[Any, ...], error: BoundaryError) -> None:
+        self._recipes.pop(key, None)
+        self._refused.add(key)
+        self.host.refused(error)
+
+    def _give_up(self, key: tuple[Any, ...], call: Invocation, error: BoundaryError) -> Any:
+        """A replay could not be finished: compute the batch plainly, and cut no more like this."""
+        self._refuse(key, error)
+        args, kwargs = call.plain()
+        return self._forward(*args, **kwargs)
+
+
+def _frozen_now(model: nn.Module) -> PrefixGuard:
+    """Watch all that looks frozen at present."""
+    return PrefixGuard(
+        (f"{name}.{key}", module, tensor)
+        for name, module in model.named_modules()
+        for slot in (module._parameters, {} if module.training else module._buffers)
+        for key, tensor in slot.items()
+        if tensor is not None and not tensor.requires_grad
+    )

@@ -1,0 +1,139 @@
+"""One call of the model: which of its inputs are a loader's leaves, and which signature it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
+
+from egeria_cache.batch import Batch, BatchTensor, take_rows
+
+__all__ = ["Invocation", "mode_key"]
+
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Invocation:
+    """The arguments of one call, taken apart."""
+
+    leaves: list[Any]
+    """Every leaf of (args, kwargs) in order."""
+    spec: TreeSpec
+    tagged: Mapping[int, BatchTensor]
+    """Leaves that come from the loader, by position."""
+    batch: Batch
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Invocation | None:
+        """Return None if the leaves do not come from one batch of a loader, or are trained."""
+        leaves, spec = tree_flatten((args, kwargs))
+        tagged = {
+            i: leaf
+            for i, leaf in enumerate(leaves)
+            if isinstance(leaf, BatchTensor) and leaf.intact
+        }
+        batches = {id(leaf.batch): leaf.batch for leaf in tagged.values()}
+        if len(batches) != 1:
+            return None
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            return None  # the gradient by an input is wanted, and it leads through the prefix
+        (batch,) = batches.values()
+        return cls(leaves, spec, tagged, batch)
+
+    def rebuild(self, swap: Callable[[int, Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return (args, kwargs) with each tensor leaf replaced by `swap(position, leaf)`."""
+        leaves = [
+            swap(i, leaf) if isinstance(leaf, Tensor) else leaf
+            for i, leaf in enumerate(self.leaves)
+        ]
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+    def plain(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return (args, kwargs) with the data of every leaf, loaded where needed."""
+        return self.rebuild(lambda _, leaf: plain(leaf))
+
+    def rows(self, mask: np.ndarray) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return (args, kwargs) of the masked rows, those that the batch's entry misses."""
+        size = self.batch.size
+
+        def swap(position: int, leaf: Any) -> Any:
+            if position in self.tagged:
+                with torch.inference_mode(False):
+                    return leaf.misses()
+            whole = plain(leaf)
+            return take_rows(whole, mask) if whole.dim() and whole.shape[0] == size else whole
+
+        return self.rebuild(swap)
+
+    def again(
+        self, mask: np.ndarray, loaded: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return (args, kwargs) of the masked rows, from what was loaded again for them."""
+        size = self.batch.size
+
+        def swap(position: int, leaf: Any) -> Any:
+            if position in self.tagged:
+                with torch.inference_mode(False):
+                    return leaf.rows(mask, loaded)
+            whole = plain(leaf)
+            return take_rows(whole, mask) if whole.dim() and whole.shape[0] == size else whole
+
+        return self.rebuild(swap)
+
+    def key(self) -> tuple[Any, ...]:
+        """What must be equal for two calls to be served by the same recipe."""
+        size = self.batch.size
+        return (self.batch.loader_name, tuple(_describe(x, size) for x in self.leaves), mode_key())
+
+    def paths(self) -> list[str]:
+        """Name each leaf as the caller sees it: "args[0]", "kwargs['labels']"."""
+        pairs, _ = tree_flatten_with_path(tree_unflatten(self.leaves, self.spec))
+        names = {"[0]": "args", "[1]": "kwargs"}
+        texts = [keystr(path) for path, _ in pairs]
+        return [names[text[:3]] + text[3:] for text in texts]
+
+
+def plain(leaf: Any) -> Any:
+    """Return the data behind a leaf."""
+    if not isinstance(leaf, BatchTensor):
+        return leaf
+    with torch.inference_mode(False):  # an inference tensor has no version counter to compare
+        return leaf.full()
+
+
+def mode_key() -> tuple[Any, ...]:
+    """Return the modes that decide in which precision kernels run.
+
+    Whether autograd records is not among them: it moves last bits at most, and the same sample is
+    used in training and in evaluation.
+    """
+    autocast = tuple(
+        (kind, str(torch.get_autocast_dtype(kind)))
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    )
+    return (autocast,)
+
+
+def _describe(leaf: Any, batch_size: int) -> Any:
+    if isinstance(leaf, Tensor):
+        shape: tuple[Any, ...] = tuple(leaf.shape)
+        if shape and shape[0] == batch_size:
+            shape = ("B", *shape[1:])
+        return (shape, leaf.dtype, leaf.device)
+    if isinstance(leaf, _PLAIN):
+        return (type(leaf), leaf)
+    return (type(leaf), id(leaf))

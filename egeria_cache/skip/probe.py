@@ -1,0 +1,184 @@
+"""Find what crosses the boundary: replay on placeholders until nothing escapes.
+
+Each escape names its sources, and the next probe is given what was missing: an input leaf is kept,
+a module without parameters is run after all (rotary embeddings, masks), the output of any other is
+cached with the cut, or kept as a constant if it does not depend on the samples.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from egeria_cache.errors import BoundaryError
+from egeria_cache.skip.calls import intercept
+from egeria_cache.skip.compare import difference, tolerance
+from egeria_cache.skip.cut import TensorSpec
+from egeria_cache.skip.evidence import Evidence, Recomputed
+from egeria_cache.skip.invocation import plain
+from egeria_cache.skip.placeholder import Escape, Placeholder, Source, placeholders
+from egeria_cache.skip.recipe import Recipe, ReplayRun, Slot, Unavailable
+
+__all__ = ["Prober"]
+
+_MAX_PROBES = 200
+
+
+class Prober:
+    """Completes a recipe.
+
+    Args:
+        evidence: The plain run.
+        other: The prefix on other rows.
+        recipe: A draft; what crosses is written into it.
+    """
+
+    def __init__(self, evidence: Evidence, other: Recomputed, recipe: Recipe) -> None:
+        self.evidence = evidence
+        self.other = other
+        self.recipe = recipe
+        self.tried: set[int] = set()
+        """Steps that were run for a try."""
+        self._real_arguments: set[int] = set()
+        self._paths = evidence.call.paths()
+
+    def run(self) -> None:
+        """Probe.
+
+        Raises:
+            BoundaryError: Something crosses that cannot be cached, or is trained.
+        """
+        for _ in range(_MAX_PROBES):
+            run = _ProbeRun(self)
+            self.evidence.rng_before.restore()
+            args, kwargs = self.inputs(run)
+            try:
+                with intercept(self.recipe.modules, run):
+                    output = self.evidence.forward(*args, **kwargs)
+                run.scene.finished = True
+                escaped = {source for p in _leaked(output) for source in p.sources}
+                if not escaped:
+                    return
+                raise Escape.at(escaped, "the model's output")
+            except _TryAgain:
+                pass
+            except Escape as escape:
+                if not self._resolve(escape, run):
+                    raise BoundaryError(str(escape)) from escape
+            finally:
+                self.evidence.state.restore()
+        raise BoundaryError.not_proved(self.recipe.boundary, "too much crosses the boundary")
+
+    def inputs(self, run: ReplayRun) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return (args, kwargs) with placeholders where a hit has no data."""
+
+        def swap(position: int, leaf: Any) -> Any:
+            if position in self.recipe.kept or position in self._real_arguments:
+                return plain(leaf)
+            kind = "leaf" if position in self.evidence.call.tagged else "argument"
+            source = frozenset({Source(kind, self._paths[position], position)})
+            return Placeholder.of(leaf, source, run.scene)
+
+        return self.evidence.call.rebuild(swap)
+
+    def pin(self, position: int) -> None:
+        """Note an argument that the prefix reads and that no loader vouches for."""
+        self.recipe.pinned[position] = self.evidence.call.leaves[position].detach().clone()
+
+    def _resolve(self, escape: Escape, run: ReplayRun) -> bool:
+        """Give the next probe what was missing; False if there is nothing to give."""
+        progress = False
+        early = not run.scene.after_boundary
+        for source in escape.sources:
+            if source.kind == "leaf" and source.index not in self.recipe.kept:
+                self.recipe.kept.add(source.index)
+                if early:
+                    self.recipe.entered.add(source.index)
+                progress = True
+            elif source.kind == "argument" and source.index not in self._real_arguments:
+                self._real_arguments.add(source.index)
+                if early:
+                    self.pin(source.index)
+                progress = True
+            elif source.kind == "step" and source.index >= 0:
+                progress |= self._give(source)
+        return progress
+
+    def _give(self, source: Source) -> bool:
+        step = self.recipe.steps[source.index]
+        last = source.index == len(self.recipe.steps) - 1
+        light = not last and next(step.module.parameters(), None) is None
+        if light and source.index not in self.tried:
+            self.tried.add(source.index)
+            step.run = True
+            return True
+        spec = step.leaves[source.leaf]
+        if step.run or not isinstance(spec, TensorSpec):
+            return False
+        if source.leaf in step.cached or source.leaf in step.constants:
+            return False
+        if spec.batch_dim is not None:
+            step.cached.add(source.leaf)
+            return True
+        value = self.evidence.leaf(source.index, source.leaf)
+        error = difference(value, self.other.leaves[source.index][source.leaf])
+        if error > tolerance(value):
+            raise BoundaryError.mixes_samples(self.recipe.boundary, step.name, error)
+        step.constants[source.leaf] = value
+        return True
+
+
+class _TryAgain(Exception):  # noqa: N818
+    """A module that was worth a try gives no real output: skip it after all."""
+
+
+class _ProbeRun(ReplayRun):
+    """A replay that also looks at what the skipped modules are called with."""
+
+    def __init__(self, prober: Prober) -> None:
+        self._prober = prober
+        recipe, evidence = prober.recipe, prober.evidence
+        values: dict[Slot, Tensor] = {
+            slot: evidence.leaf(*slot).clone() for slot in recipe.slots().values()
+        }
+        super().__init__(recipe, evidence.size, values)
+
+    def skipping(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Placeholder):
+                for source in leaf.sources:
+                    if source.kind == "trainable":
+                        self._refuse_trained(self.scene.trainable[source.index])
+                    elif source.kind == "leaf":
+                        self.recipe.entered.add(source.index)
+                    elif source.kind == "argument":
+                        self._prober.pin(source.index)
+            elif isinstance(leaf, Tensor) and leaf.requires_grad:
+                self._refuse_trained(leaf)
+
+    def ran(self, index: int, output: Any) -> None:
+        if index in self._prober.tried and _leaked(output):
+            self.recipe.steps[index].run = False
+            raise _TryAgain
+
+    def _refuse_trained(self, tensor: Tensor) -> None:
+        parameter = self._prober.evidence.trained_by(tensor)
+        if parameter is not None:
+            raise BoundaryError.trainable(self.recipe.boundary, parameter)
+
+
+def _leaked(output: Any) -> list[Placeholder]:
+    return placeholders([_inside(leaf, depth=6) for leaf in tree_leaves(output)])
+
+
+def _inside(leaf: Any, depth: int) -> Any:
+    """Look into objects that are no pytrees (dataclasses, caches of keys and values)."""
+    if isinstance(leaf, Tensor | Unavailable) or depth == 0:
+        return leaf
+    if isinstance(leaf, dict):
+        return [_inside(item, depth - 1) for item in leaf.values()]
+    if isinstance(leaf, list | tuple):
+        return [_inside(item, depth - 1) for item in leaf]
+    return [_inside(item, depth - 1) for item in getattr(leaf, "__dict__", {}).values()]

@@ -1,0 +1,39 @@
+"""Tensors on disk, by sample: written once, found again by any run that would compute the same.
+
+Owns the cache directory with all its files and locks, the byte limit, the writer thread and the
+decoding threads. It never knows what a model, a loader or a boundary is: a generation is named by
+fields that others gave it, and a record holds named tensors.
+
+The way of a read: `store` > `generation` > `reader` > `fill` > `codecs`; of a write: `generation` >
+`records` > `writer` > `files`. What `cache-inspect` reads and removes: `census`, `removal`.
+"""
+
+from egeria_cache.store.budget import BudgetBusyError
+from egeria_cache.store.census import (
+    CacheReport,
+    GenerationReport,
+    contents,
+    find_generation,
+    survey,
+    verify,
+)
+from egeria_cache.store.generation import Generation
+from egeria_cache.store.manifest import DamagedError, Manifest, differing_fields
+from egeria_cache.store.removal import remove_generations
+from egeria_cache.store.store import ActivationStore
+
+__all__ = [
+    "ActivationStore",
+    "BudgetBusyError",
+    "CacheReport",
+    "DamagedError",
+    "Generation",
+    "GenerationReport",
+    "Manifest",
+    "contents",
+    "differing_fields",
+    "find_generation",
+    "remove_generations",
+    "survey",
+    "verify",
+]

@@ -1,0 +1,264 @@
+"""What `cache-inspect` shows: sizes, contents and damage of a cache directory. Reads only.
+
+Looks at a cache that a live run is writing without disturbing it.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import lmdb
+
+from egeria_cache.errors import StoreError
+from egeria_cache.store.budget import directory_bytes, generation_directories, last_use
+from egeria_cache.store.claims import in_use_elsewhere
+from egeria_cache.store.codecs.codec import Coder
+from egeria_cache.store.files import GenerationFiles, GoneError, is_unfinished
+from egeria_cache.store.keys import decode_key
+from egeria_cache.store.layout import Layout
+from egeria_cache.store.manifest import Manifest, read_json
+from egeria_cache.store.place import ROOT_NAME
+from egeria_cache.store.records import Record, open_record
+from egeria_cache.store.totals import Totals
+from egeria_cache.store.values import RecordError
+
+__all__ = [
+    "CacheReport",
+    "Contents",
+    "Damage",
+    "GenerationReport",
+    "contents",
+    "find_generation",
+    "survey",
+    "verify",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationReport:
+    """One generation at a glance."""
+
+    name: str
+    boundary: str | None
+    """Last frozen module, if the generation's fields name one."""
+    num_samples: int
+    """Records: samples times variants."""
+    bytes_on_disk: int
+    raw_bytes: int
+    """Decoded."""
+    stored_bytes: int
+    """Encoded."""
+    lossy_error: float
+    """Relative, root mean square; 0 if lossless."""
+    codec: str | None
+    created: float
+    """Seconds since the epoch, as is `last_used`."""
+    last_used: float
+    in_use: bool
+    """A live process holds it."""
+    damage: str | None
+    """Why it cannot be opened; None if it can."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Decoded bytes over encoded ones."""
+        return self.raw_bytes / self.stored_bytes if self.stored_bytes else None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """A cache directory at a glance."""
+
+    directory: Path
+    limit_bytes: int | None
+    """Of the run that last opened it."""
+    bytes_on_disk: int
+    generations: tuple[GenerationReport, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Every generation can be opened."""
+        return all(one.damage is None for one in self.generations)
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One record that cannot be read."""
+
+    generation: str
+    sample: str
+    """The sample's ID, or the key where the ID cannot be told."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What the records of one generation hold."""
+
+    fields: Mapping[str, str]
+    """Per name: dtype and shape, "varies" where the records differ."""
+    codecs: Mapping[str, int]
+    """Records per codec of their largest field."""
+    variants: Mapping[int, int]
+    """Records per variant."""
+    histogram: tuple[tuple[int, int, int], ...]
+    """(from, to, records) by size of the record in bytes; powers of two."""
+
+
+def survey(directory: Path) -> CacheReport:
+    """Read sizes and counts of all generations, without decoding a record.
+
+    Raises:
+        StoreError: The directory is no cache, or of a newer format.
+    """
+    if not directory.is_dir():
+        raise StoreError(f"{directory} is not a directory")
+    if not (directory / ROOT_NAME).exists():
+        raise StoreError(f"{directory} is no cache of Egeria: it has no {ROOT_NAME}")
+    root = read_json(directory / ROOT_NAME)
+    limit = root.get("limit_bytes")
+    return CacheReport(
+        directory,
+        limit if isinstance(limit, int) else None,
+        directory_bytes(directory),
+        tuple(_glance(path) for path in generation_directories(directory)),
+    )
+
+
+def find_generation(report: CacheReport, text: str) -> GenerationReport:
+    """Return the one generation whose name begins so, with or without "gen-".
+
+    Raises:
+        StoreError: None, or several.
+    """
+    found = [one for one in report.generations if one.name.startswith((text, f"gen-{text}"))]
+    if len(found) != 1:
+        known = ", ".join(one.name for one in found or report.generations) or "none"
+        problem = "is ambiguous" if found else "is not there"
+        raise StoreError(f"generation {text!r} {problem}; candidates: {known}")
+    return found[0]
+
+
+def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> Iterator[Damage]:
+    """Check and decode every record of a generation; yield what is damaged.
+
+    Args:
+        path: The generation's directory.
+        progress: Called with (records done, records in all).
+    """
+    coder, done = Coder(), 0
+    if is_unfinished(path):
+        return
+    try:
+        Manifest.read(path)
+        with GenerationFiles.inspecting(path) as files:
+            total = files.num_samples()  # at first: a live run adds to them
+            for chunk in files.chunks():
+                for key, value in chunk:
+                    done += 1
+                    try:
+                        _decode(open_record(key, value), coder)
+                    except RecordError as error:
+                        yield Damage(path.name, _sample(key), str(error))
+                if progress is not None:
+                    progress(done, max(done, total))
+            if not total <= done <= files.num_samples():
+                yield Damage(path.name, "?", f"{done} records found, {total} counted")
+    except (StoreError, lmdb.Error, GoneError) as error:
+        yield Damage(path.name, "?", str(error))
+
+
+def contents(path: Path) -> Contents:
+    """Read the heads of all records of a generation.
+
+    Raises:
+        StoreError: It cannot be opened.
+    """
+    shapes: dict[str, str] = {}
+    codecs: collections.Counter[str] = collections.Counter()
+    variants: collections.Counter[int] = collections.Counter()
+    sizes: collections.Counter[int] = collections.Counter()
+    with GenerationFiles.inspecting(path) as files:
+        for chunk in files.chunks():
+            for key, value in chunk:
+                try:
+                    record, (_, variant) = open_record(key, value), decode_key(key)
+                except (RecordError, ValueError):
+                    codecs["damaged"] += 1
+                    continue
+                variants[variant] += 1
+                sizes[max(len(value) - 1, 0).bit_length()] += 1
+                codecs[_codec_name(record)] += 1
+                for name, text in _describe(record.layout):
+                    shapes[name] = text if shapes.get(name, text) == text else "varies"
+    bins = range(min(sizes), max(sizes) + 1) if sizes else ()
+    histogram = tuple((2 ** (one - 1) if one else 0, 2**one, sizes[one]) for one in bins)
+    return Contents(shapes, dict(codecs), dict(sorted(variants.items())), histogram)
+
+
+def _glance(path: Path) -> GenerationReport:
+    boundary = codec = damage = None
+    created, num_samples, totals = math.nan, 0, Totals()
+    try:
+        if not is_unfinished(path):
+            manifest = Manifest.read(path)
+            boundary, codec = manifest.fields.get("boundary"), manifest.codec
+            created = manifest.created
+            with GenerationFiles.inspecting(path) as files:
+                num_samples, totals = files.num_samples(), files.totals
+    except (StoreError, lmdb.Error, GoneError) as error:
+        damage = str(error)
+    return GenerationReport(
+        path.name,
+        boundary if isinstance(boundary, str) else None,
+        num_samples,
+        directory_bytes(path),
+        totals.raw_bytes,
+        totals.stored_bytes,
+        totals.error.relative_rms,
+        codec,
+        created,
+        last_use(path),
+        in_use_elsewhere(path),
+        damage,
+    )
+
+
+def _decode(record: Record, coder: Coder) -> None:
+    for position, field in enumerate(record.layout.fields):
+        if field.dtype is None:
+            record.value(position)
+        else:
+            record.tensor(position, coder)
+
+
+def _describe(layout: Layout) -> list[tuple[str, str]]:
+    return [
+        (
+            field.name,
+            "scalar, text or bytes"
+            if field.dtype is None
+            else f"{str(field.dtype).removeprefix('torch.')} {list(field.shape)}",
+        )
+        for field in layout.fields
+    ]
+
+
+def _codec_name(record: Record) -> str:
+    if not record.payload:
+        return "empty"
+    largest = max(range(len(record.payload)), key=lambda one: len(record.payload[one]))
+    return record.codec_name(largest)
+
+
+def _sample(key: bytes) -> str:
+    try:
+        sample_id, variant = decode_key(key)
+    except ValueError:
+        return key.hex()
+    shown = key.hex() if sample_id is None else repr(sample_id)
+    return shown if variant == 0 else f"{shown} (variant {variant})"

@@ -1,0 +1,361 @@
+"""One content-addressed set of records, as a training run uses it: look up, read, hand over, void.
+
+Thread-safe. Disk trouble of any kind ends in one warning and in misses, never in an exception.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lmdb
+import numpy as np
+import numpy.typing as npt
+import psutil
+from torch import Tensor
+
+from egeria_cache.store.budget import Budget, BudgetBusyError
+from egeria_cache.store.choice import choose_codec
+from egeria_cache.store.codecs.codec import Codec, Coder
+from egeria_cache.store.codecs.lossy import LossyError, Storage
+from egeria_cache.store.files import GenerationFiles, GoneError
+from egeria_cache.store.keys import SampleId, encode_keys
+from egeria_cache.store.manifest import Manifest
+from egeria_cache.store.reader import BatchReader
+from egeria_cache.store.records import Encoded, Rows, encode_rows
+from egeria_cache.store.transfer import to_host
+from egeria_cache.store.values import Value
+from egeria_cache.store.writer import Job, Writer
+
+__all__ = ["Generation", "GenerationCounts"]
+
+logger = logging.getLogger("egeria_cache.store")
+
+LITTLE_SPACE_BYTES = 16 * 2**20
+SMALL_PART = 8
+"""A generation that takes no more than this part, an eighth, of the limit and of the machine's
+memory is not worth compressing: it stays in the page cache, and is read in a fraction of the time
+that decoding takes."""
+BARE = "value"
+"""Name under which a bare tensor is stored."""
+
+
+@dataclass(slots=True)
+class GenerationCounts:
+    """What happened in this process."""
+
+    hits: int = 0
+    misses: int = 0
+    writes: int = 0
+    dropped_writes: int = 0
+    corrupt: int = 0
+
+
+class Generation:
+    """Map from (sample ID, variant) to named tensors. Made by `ActivationStore.open_generation`."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        files: GenerationFiles,
+        *,
+        reader: BatchReader,
+        writer: Writer,
+        budget: Budget,
+        codec: str,
+        storage: Storage = None,
+        num_expected: int = 0,
+    ) -> None:
+        self._manifest = manifest
+        self._files = files
+        self._reader, self._writer, self._budget = reader, writer, budget
+        self._codec_name = codec
+        self._codec: Codec | None = None if codec == "auto" else Codec.named(codec)
+        self._coder = Coder()
+        self._storage = storage
+        self._num_expected = num_expected
+        self._lock = threading.Lock()
+        self._released = False
+        self._writes_off: str | None = None
+        self._warned = False
+        self.counts = GenerationCounts()
+
+    @property
+    def name(self) -> str:
+        """Its directory's name, "gen-" and twelve digits of the hash of `fields`."""
+        return self._manifest.name
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """What went into the hash."""
+        return self._manifest.fields
+
+    @property
+    def alive(self) -> bool:
+        """It serves records: neither void, nor released, nor stopped by an error."""
+        return self._files.usable and not self._released
+
+    @property
+    def num_samples(self) -> int:
+        """Records on disk."""
+        try:
+            return self._files.num_samples()
+        except (GoneError, lmdb.Error):
+            return 0
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all records, decoded."""
+        return self._files.totals.raw_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all records, encoded."""
+        return self._files.totals.stored_bytes
+
+    @property
+    def lossy_error(self) -> LossyError:
+        """What lossy storage changed; all zero without it."""
+        return self._files.totals.error
+
+    # -- reading ----------------------------------------------------------------------------
+
+    def contains(self, ids: Sequence[SampleId], *, variant: int = 0) -> npt.NDArray[np.bool_]:
+        """Return bool (B,): which samples are stored. From memory; a rare record that turns out
+        unreadable is still True here.
+        """
+        if not self.alive:
+            return np.zeros(len(ids), np.bool_)
+        return self._files.contains(ids, variant)
+
+    def get_batch(
+        self, ids: Sequence[SampleId], *, variant: int = 0, pin_memory: bool = False
+    ) -> tuple[Any, npt.NDArray[np.bool_]]:
+        """Read the samples that are stored.
+
+        Args:
+            ids: B sample IDs, in any order, repeats allowed.
+            variant: Of the augmentation.
+            pin_memory: Decode into page-locked memory, for a copy to the device.
+
+        Returns:
+            Per name, B rows in the order of `ids` (a list where rows differ in shape, or are no
+            tensors), and the mask of rows found. Rows not found are zeros, or None in a list. A
+            bare tensor if that was put; an empty dict if nothing was found.
+        """
+        if not self.alive:
+            self._count(misses=len(ids))
+            return {}, np.zeros(len(ids), np.bool_)
+        try:
+            fetched = self._reader.read(self._files, ids, variant, pin_memory=pin_memory)
+        except (lmdb.Error, OSError, MemoryError) as error:
+            self._stop(f"cannot be read: {error}")
+            self._count(misses=len(ids))
+            return {}, np.zeros(len(ids), np.bool_)
+        num_hits = int(np.count_nonzero(fetched.hit))
+        self._count(hits=num_hits, misses=len(ids) - num_hits, corrupt=fetched.num_corrupt)
+        if not num_hits:
+            return {}, fetched.hit
+        return fetched.fields[BARE] if fetched.bare else fetched.fields, fetched.hit
+
+    # -- writing ----------------------------------------------------------------------------
+
+    def put_batch(
+        self,
+        ids: Sequence[SampleId],
+        tensors: Tensor | Mapping[str, Tensor | Sequence[Value]],
+        *,
+        variant: int = 0,
+    ) -> bool:
+        """Hand a batch to the writer thread; never waits.
+
+        Args:
+            ids: B sample IDs. Those already stored are skipped.
+            tensors: A tensor of B rows, or per name such a tensor or a list of B values. They must
+                not be written to afterwards; a batch that was is dropped, not stored.
+            variant: Of the augmentation.
+
+        Returns:
+            False if the batch was dropped (queue full, limit reached, disk trouble).
+
+        Raises:
+            ValueError: A value has not B rows.
+        """
+        bare = isinstance(tensors, Tensor)
+        fields = {BARE: tensors} if isinstance(tensors, Tensor) else dict(tensors)
+        for name, value in fields.items():
+            if len(value) != len(ids):
+                raise ValueError(f"{name!r} has {len(value)} rows for {len(ids)} sample IDs")
+        picked = np.flatnonzero(~self.contains(ids, variant=variant))
+        if not len(picked):
+            return self.alive
+        if not self.alive or self._writes_off or self._files.readonly or not self._writer.alive:
+            self._count(dropped_writes=len(picked))
+            if not self._writer.alive and self.alive:
+                self._warn("the cache's writer thread is dead")
+            return False
+        keys = encode_keys(ids, variant)
+        fields, ready = to_host(fields)
+        rows = Rows(bare, fields)
+        job = Job(self, keys, picked.tolist(), rows, _versions(rows), rows.num_bytes(), ready)
+        accepted = self._writer.submit(job)
+        if not accepted:
+            self._count(dropped_writes=len(picked))
+        return accepted
+
+    def commit(self, jobs: Sequence[Job]) -> None:
+        """Encode and store batches in one transaction; called by the writer thread alone."""
+        num_rows = sum(len(job.picked) for job in jobs)
+        num_written = 0
+        try:
+            if self.alive and not self._writes_off:
+                num_written = self._commit(jobs)
+        except lmdb.MapFullError:
+            self._writes_off = "the size limit is reached"
+        except GoneError as gone:
+            self._stop(str(gone))
+        except BudgetBusyError as busy:
+            self._warn(f"a batch was not stored: {busy}")
+        except (lmdb.Error, OSError, MemoryError) as error:
+            self._take_stock(error)
+        except (TypeError, ValueError, RuntimeError) as error:
+            self._warn(f"a batch cannot be stored: {error}")
+        finally:
+            self._count(writes=num_written, dropped_writes=num_rows - num_written)
+
+    def _commit(self, jobs: Sequence[Job]) -> int:
+        records: dict[bytes, Any] = {}
+        num_encoded, raw_bytes, error = 0, 0, LossyError()
+        for job in jobs:
+            try:
+                encoded = self._encode(job, error)
+            except (TypeError, ValueError, RuntimeError) as problem:  # of this batch alone
+                self._warn(f"a batch cannot be stored: {problem}")
+                continue
+            before = len(records)
+            for key, record in encoded:  # a sample that waited twice is stored once
+                records.setdefault(key, record)
+            num_encoded += len(encoded)
+            raw_bytes += job.num_bytes * (len(records) - before) // max(len(job.keys), 1)
+        if not records:
+            return 0
+        with self._budget.locked():
+            num_stored = self._admit(list(records.items()), raw_bytes, error)
+        if num_stored < len(records):
+            self._writes_off = "the size limit is reached"
+            logger.info("%s: the size limit is reached; new samples are not stored", self.name)
+            return num_stored
+        return num_encoded
+
+    def _encode(self, job: Job, error: LossyError) -> Encoded:
+        """Return the records of a batch; none if it was changed meanwhile."""
+        if job.ready is not None:
+            job.ready.synchronize()
+        codec = self._codec if self._codec is not None else self._choose_codec(job)
+        changed = LossyError()
+        records = encode_rows(
+            job.keys, job.picked, job.rows, codec, self._coder, self._storage, changed
+        )
+        if not job.unchanged():
+            self._warn("a tensor was changed after put_batch and before it was stored; not stored")
+            return []
+        error.join(changed)
+        return records
+
+    def _admit(self, records: Encoded, raw_bytes: int, error: LossyError) -> int:
+        """Commit as many of the records as surely fit; return how many."""
+        num_stored = 0
+        while num_stored < len(records):
+            rest = records[num_stored:]
+            growth = self._files.growth_bytes(rest)
+            room = self._budget.make_room(int(growth[-1]))
+            # The bound is generous for small records: what did not fit by it is tried again
+            # after the first part is on disk and measured.
+            num_fitting = max(int(np.searchsorted(growth, room, side="right")) - 1, 0)
+            if num_fitting == 0:
+                break
+            share = raw_bytes * num_fitting // len(records)
+            self._files.write(rest[:num_fitting], share, error if num_stored == 0 else None)
+            num_stored += num_fitting
+        return num_stored
+
+    def _choose_codec(self, job: Job) -> Codec:
+        """Decide once, from the first batch, and note it in the manifest."""
+        expected = self._num_expected * job.num_bytes // max(len(job.keys), 1)
+        small = min(self._budget.limit_bytes, psutil.virtual_memory().total) // SMALL_PART
+        if 0 < expected <= small:
+            self._codec, trials = Codec.RAW, f"{expected / 1e6:.0f} MB for all samples are few"
+        else:
+            self._codec, trials = choose_codec(
+                job.keys, job.picked, job.rows, self._coder, self._storage
+            )
+        logger.info("%s: codec %s: %s", self.name, self._codec.label, trials)
+        self._manifest = replace(self._manifest, codec=self._codec.label)
+        with contextlib.suppress(OSError):
+            self._manifest.write(self._files.directory)
+        return self._codec
+
+    # -- the end ----------------------------------------------------------------------------
+
+    def void(self, reason: str) -> None:
+        """Serve nothing more, at once and in every thread, then unlink: the space is back.
+
+        A generation that another process uses stays on disk for it.
+        """
+        if self._files.stop(f"void: {reason}"):
+            logger.info("%s is void: %s", self.name, reason)
+        self._writer.discard(lambda job: job.target is self)
+        self._files.destroy(reason)
+        self.release()
+
+    def release(self) -> None:
+        """This process no longer uses it; its records stay. May be called twice."""
+        with self._lock:
+            released, self._released = self._released, True
+        if not released:
+            self._files.release()
+
+    def _take_stock(self, error: Exception) -> None:
+        """After a failed write: is the directory gone, the disk full, or what else?"""
+        try:
+            self._files.check_present()
+        except GoneError as gone:
+            self._stop(str(gone))
+            return
+        # Reads go on: what is committed is intact.
+        self._writes_off = str(error)
+        with contextlib.suppress(OSError):
+            if shutil.disk_usage(self._files.directory).free < LITTLE_SPACE_BYTES:
+                self._writes_off = f"no space left on the disk ({error})"
+        self._warn(f"nothing more is stored: {self._writes_off}")
+
+    def _stop(self, reason: str) -> None:
+        if self._files.stop(reason):
+            self._warn(f"no longer used: {reason}")
+
+    def _warn(self, message: str) -> None:
+        with self._lock:
+            warned, self._warned = self._warned, True
+        if not warned:
+            logger.warning("cache generation %s: %s; training goes on", self.name, message)
+
+    def _count(self, **changes: int) -> None:
+        with self._lock:
+            for name, change in changes.items():
+                setattr(self.counts, name, getattr(self.counts, name) + change)
+
+
+def _versions(rows: Rows) -> list[tuple[Tensor, int]]:
+    """Return each tensor with its version counter; inference tensors have none."""
+    tensors = [
+        item
+        for value in rows.fields.values()
+        for item in ([value] if isinstance(value, Tensor) else value)
+        if isinstance(item, Tensor)
+    ]
+    return [(item, item._version) for item in tensors if not item.is_inference()]

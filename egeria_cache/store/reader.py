@@ -1,0 +1,180 @@
+"""A batch of sample IDs -> one contiguous tensor per name, decoded by several threads. No state
+but the threads; any number of callers at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from egeria_cache.store.codecs.codec import Coder
+from egeria_cache.store.files import GenerationFiles, GoneError
+from egeria_cache.store.fill import Batch, assemble, fill
+from egeria_cache.store.keys import SampleId, decode_key, encode_keys
+from egeria_cache.store.layout import CHECKSUM_BYTES, Head
+from egeria_cache.store.records import open_record
+from egeria_cache.store.values import RecordError
+from egeria_cache.threads import compute_on_one_core
+
+__all__ = ["BatchReader", "Fetched"]
+
+logger = logging.getLogger("egeria_cache.store")
+
+T = TypeVar("T")
+
+MIN_BYTES_PER_THREAD = 512 * 1024
+"""Decoding less takes about as long as waking a thread."""
+
+
+@dataclass(slots=True)
+class Fetched:
+    """What was read for one batch of B samples."""
+
+    bare: bool
+    fields: dict[str, Tensor | list[Any]]
+    """Full B rows each; empty if nothing at all was found."""
+    hit: npt.NDArray[np.bool_]
+    """Shape (B,)."""
+    num_corrupt: int = 0
+
+
+class BatchReader:
+    """Owns the decoding threads; they start with the first large batch."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._local = threading.local()
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._warned: set[str] = set()
+
+    def close(self) -> None:
+        """Join the threads."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=True)
+
+    def read(
+        self,
+        files: GenerationFiles,
+        ids: Sequence[SampleId],
+        variant: int,
+        *,
+        pin_memory: bool,
+    ) -> Fetched:
+        """Return the samples that are stored and intact; never raises for a bad record."""
+        keys = encode_keys(ids, variant)
+        try:
+            template = files.template
+            corrupt: list[tuple[bytes, str]] = []
+            if template is None:
+                template, corrupt = _find_template(files, keys)
+            if template is None:
+                _forget_absent(files, ids, variant, keys, range(len(keys)))
+                num_corrupt = self._forget(files, corrupt)
+                return Fetched(False, {}, np.zeros(len(keys), np.bool_), num_corrupt)
+            batch = Batch.begin(*template, len(keys), pin_memory=pin_memory)
+            with files.reading() as snapshot:
+                absent = fill(snapshot, keys, batch, self._spread)
+            if absent:
+                _forget_absent(files, ids, variant, keys, absent)
+        except GoneError:
+            return Fetched(False, {}, np.zeros(len(keys), np.bool_))
+        fields = assemble(batch) if batch.columns else {}
+        num_corrupt = self._forget(files, batch.corrupt)
+        if not files.usable:  # became void while we were reading
+            batch.hit[:] = False
+        return Fetched(batch.head.layout.bare, fields, batch.hit, num_corrupt)
+
+    # -- parts ------------------------------------------------------------------------------
+
+    def _spread(self, work: Callable[[slice, Coder], T], count: int, num_bytes: int) -> list[T]:
+        """Call `work` for parts of `range(count)`, in threads if so many bytes are worth it."""
+
+        def call(part: tuple[int, int]) -> T:
+            return work(slice(*part), self._coder())
+
+        num_parts = max(1, min(self._num_threads, count, num_bytes // MIN_BYTES_PER_THREAD))
+        ends = [count * part // num_parts for part in range(num_parts + 1)]
+        mine, *others = itertools.pairwise(ends)
+        futures = [self._threads().submit(call, part) for part in others]
+        return [call(mine), *(future.result() for future in futures)]
+
+    def _threads(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(
+                    self._num_threads, "egeria-decode", initializer=compute_on_one_core
+                )
+            return self._pool
+
+    def _coder(self) -> Coder:
+        coder: Coder | None = getattr(self._local, "coder", None)
+        if coder is None:
+            coder = self._local.coder = Coder()
+        return coder
+
+    def _forget(self, files: GenerationFiles, corrupt: list[tuple[bytes, str]]) -> int:
+        """Note the damaged records; return how many were not known to be."""
+        news = [(key, message) for key, message in corrupt if files.forget(key)]
+        for key, message in news:
+            self._report(files, key, message)
+        return len(news)
+
+    def _report(self, files: GenerationFiles, key: bytes, message: str) -> None:
+        place = str(files.directory)
+        if place not in self._warned:
+            self._warned.add(place)
+            logger.warning(
+                "%s: the record of sample %r is damaged (%s); it is computed again. Further "
+                "damaged records are counted in stats().corrupt; run cache-inspect verify",
+                place, decode_key(key)[0], message,
+            )  # fmt: skip
+
+
+def _find_template(
+    files: GenerationFiles, keys: Sequence[bytes]
+) -> tuple[tuple[Head, memoryview] | None, list[tuple[bytes, str]]]:
+    """Return the head of the first intact record among the keys', and note it for later batches;
+    without one, what is wrong with each.
+    """
+    corrupt = []
+    with files.reading() as snapshot:
+        for key in keys:
+            value = snapshot.get(key)
+            if value is None:
+                continue
+            try:
+                head = open_record(key, value).head
+            except RecordError as error:
+                corrupt.append((key, str(error)))
+                continue
+            files.template = head, memoryview(bytes(value[CHECKSUM_BYTES : head.num_bytes]))
+            return files.template, []
+    return None, corrupt
+
+
+def _forget_absent(
+    files: GenerationFiles,
+    ids: Sequence[SampleId],
+    variant: int,
+    keys: Sequence[bytes],
+    absent: Sequence[int],
+) -> None:
+    """Correct the index where it takes a sample that is not there for one that is stored."""
+    claimed = files.contains([ids[row] for row in absent], variant)
+    if claimed.any():
+        with files.reading() as snapshot:  # anew: it may have been stored meanwhile
+            for row in itertools.compress(absent, claimed.tolist()):
+                if snapshot.get(keys[row]) is None:
+                    files.forget(keys[row])

@@ -1,0 +1,363 @@
+"""A directory of generations under one byte limit; usable alone.
+
+Opens, names and evicts generations, and owns the writer and decoding threads they share. Bytes on
+disk: docs/format.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from egeria_cache.config import PAGE_BYTES, StoreConfig, parse_size
+from egeria_cache.errors import StoreError
+from egeria_cache.store.budget import Budget, BudgetBusyError, generation_directories
+from egeria_cache.store.claims import BeingRemovedError, in_use_elsewhere, remove_directory
+from egeria_cache.store.files import AbsentFiles, GenerationFiles, is_unfinished
+from egeria_cache.store.generation import Generation
+from egeria_cache.store.keys import SampleId
+from egeria_cache.store.manifest import (
+    DamagedError,
+    Manifest,
+    canonical,
+    differing_fields,
+    generation_name,
+)
+from egeria_cache.store.place import claim_directory
+from egeria_cache.store.reader import BatchReader
+from egeria_cache.store.values import Value
+from egeria_cache.store.writer import Writer
+
+__all__ = ["ActivationStore", "Generation", "StoreStats"]
+
+logger = logging.getLogger("egeria_cache.store")
+
+REMOVAL_WAIT_S = 10.0
+EMPTY_GENERATION_BYTES = 256 * 1024
+"""More than a new generation takes before its first record: LMDB's pages, the hole behind them."""
+ALONE = {"use": "alone"}
+"""Fields of the generation behind the store's own put_batch and get_batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreStats:
+    """Counts of this process since the store was opened, and sizes on disk now."""
+
+    hits: int
+    """Rows read and intact."""
+    misses: int
+    """Rows asked for and not served."""
+    writes: int
+    """Rows committed."""
+    dropped_writes: int
+    """Rows handed over and not stored: queue full, limit, disk trouble, changed tensors."""
+    corrupt: int
+    """Records that failed their check."""
+    num_samples: int
+    """Records in the generations open here."""
+    raw_bytes: int
+    """Their size decoded."""
+    stored_bytes: int
+    """Their size encoded."""
+    lossy_error: float
+    """Root mean square of what lossy storage changed, over that of the values; 0 if lossless."""
+    bytes_on_disk: int
+    """Of the whole directory, in whole pages."""
+    limit_bytes: int
+    """Never exceeded by `bytes_on_disk`."""
+
+
+class ActivationStore:
+    """Bounded, durable map from sample ID to activations.
+
+    Any thread may use it. It must not cross fork(): open it in the process that uses it, or pickle
+    it (it then reopens). Example:
+
+        with ActivationStore("runs/cache", limit="8GB") as store:
+            store.put_batch([3, 7], torch.randn(2, 512))
+            store.flush()
+            rows, hit = store.get_batch([7, 9])      # hit: [True, False]
+
+    Raises:
+        StoreError: The directory cannot be written, is no cache, or is of a newer format.
+        ValueError: A setting is out of range.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        limit: int | str = "100GB",
+        codec: str = "auto",
+        *,
+        storage_dtype: str | None = None,
+        force_network: bool = False,
+        queue_batches: int = 16,
+        queue_bytes: int | str = "2GiB",
+        num_threads: int = 2,
+        evict_unused: bool = True,
+    ) -> None:
+        self.config = StoreConfig(
+            directory=Path(directory).expanduser().absolute(),
+            limit_bytes=parse_size(limit),
+            codec=codec,
+            storage_dtype=storage_dtype,
+            force_network=force_network,
+            queue_batches=queue_batches,
+            queue_bytes=parse_size(queue_bytes),
+            num_threads=num_threads,
+            evict_unused=evict_unused,
+        )
+        self._start()
+
+    def _start(self) -> None:
+        config = self.config
+        self.writable = claim_directory(
+            config.directory, config.limit_bytes, force_network=config.force_network
+        )
+        self._lock = threading.RLock()
+        self._generations: dict[str, Generation] = {}
+        self._finished: list[Generation] = []
+        self._alone: Generation | None = None
+        self._budget = Budget(
+            config.directory, config.limit_bytes, evict_unused=config.evict_unused
+        )
+        self._reader = BatchReader(config.num_threads)
+        self._writer = Writer(queue_batches=config.queue_batches, queue_bytes=config.queue_bytes)
+        self._closed = False
+        # At interpreter exit the queue is still written, even if nobody called close().
+        self._finalizer = weakref.finalize(self, _shut_down, self._writer, self._reader)
+
+    # -- generations ------------------------------------------------------------------------
+
+    def open_generation(self, fields: Mapping[str, Any], *, num_expected: int = 0) -> Generation:
+        """Return the generation these fields describe, opened or newly made.
+
+        Args:
+            fields: Plain JSON values; together they must determine every stored byte. The same
+                fields name the same directory, in any process.
+            num_expected: How many records it will hold, for `codec="auto"`; 0: not known.
+
+        Raises:
+            StoreError: The fields are no JSON, or the directory cannot be used.
+        """
+        fields = canonical(fields)
+        if self.config.storage_dtype is not None:
+            fields["storage_dtype"] = self.config.storage_dtype
+        name = generation_name(fields)
+        with self._lock:
+            if self._closed:
+                raise StoreError(f"the store at {self.config.directory} is closed")
+            known = self._generations.get(name)
+            if known is not None and known.alive:
+                return known
+            if known is not None:
+                self._finished.append(known)
+                known.release()
+            generation = self._open_or_make(name, fields, num_expected)
+            self._generations[name] = generation
+            return generation
+
+    def _open_or_make(self, name: str, fields: Mapping[str, Any], num_expected: int) -> Generation:
+        deadline = time.monotonic() + REMOVAL_WAIT_S
+        while True:
+            try:
+                return self._make(*self._open(name, fields), num_expected)
+            except BeingRemovedError as error:
+                # Its rename is imminent; no lock is shared with the remover, who must not wait.
+                if time.monotonic() > deadline:
+                    raise StoreError(f"{error} is held by a process that removes it") from None
+                time.sleep(0.001)
+            except BudgetBusyError as error:
+                raise StoreError(
+                    f"{name} cannot be opened: {error} by another process for too long; is one "
+                    "stopped (SIGSTOP, a debugger)?"
+                ) from None
+            except OSError as error:
+                raise StoreError(
+                    f"{self.config.directory / name} cannot be opened: {error.strerror}; is the "
+                    "disk full, or was the directory removed?"
+                ) from error
+
+    def _open(self, name: str, fields: Mapping[str, Any]) -> tuple[Manifest, GenerationFiles]:
+        directory = self.config.directory / name
+        if not self.writable:
+            return self._open_readonly(directory, fields)
+        with self._budget.locked():
+            try:
+                return self._open_files(directory, fields)
+            except DamagedError as damage:
+                if in_use_elsewhere(directory):
+                    raise
+                # It is only a cache: what cannot be opened is removed and filled again.
+                logger.warning("%s; it is removed and filled again", damage)
+                remove_directory(directory)
+                return self._open_files(directory, fields)
+
+    def _make(self, manifest: Manifest, files: GenerationFiles, num_expected: int) -> Generation:
+        return Generation(
+            manifest,
+            files,
+            reader=self._reader,
+            writer=self._writer,
+            budget=self._budget,
+            codec=self.config.codec,
+            storage=self.config.storage_dtype,
+            num_expected=num_expected,
+        )
+
+    def _open_files(
+        self, directory: Path, fields: Mapping[str, Any]
+    ) -> tuple[Manifest, GenerationFiles]:
+        if not is_unfinished(directory):
+            try:
+                manifest = Manifest.read(directory)
+            except StoreError:
+                if is_unfinished(directory):
+                    raise BeingRemovedError(str(directory)) from None
+                raise
+            if manifest.fields != fields:
+                raise DamagedError(f"{directory} holds other fields than its name says")
+        else:
+            self._log_nearest(directory.name, fields)
+            if self._budget.make_room(EMPTY_GENERATION_BYTES) < EMPTY_GENERATION_BYTES:
+                why = f"the limit of {self.config.limit_bytes} bytes has no room for another one"
+                logger.warning("%s is not made, nothing is stored in it: %s", directory.name, why)
+                return Manifest.new(fields), AbsentFiles(directory, why)
+            directory.mkdir(mode=0o700, exist_ok=True)
+            manifest = Manifest.new(fields)
+            try:
+                manifest.write(directory)
+            except FileNotFoundError:
+                raise BeingRemovedError(str(directory)) from None
+        map_bytes = max(self.config.limit_bytes, 16 * PAGE_BYTES)
+        return manifest, GenerationFiles.acquire(directory, map_bytes=map_bytes)
+
+    def _open_readonly(
+        self, directory: Path, fields: Mapping[str, Any]
+    ) -> tuple[Manifest, GenerationFiles]:
+        if is_unfinished(directory):
+            self._log_nearest(directory.name, fields)
+            return Manifest.new(fields), AbsentFiles(directory, "the directory is read-only")
+        return Manifest.read(directory), GenerationFiles.acquire(
+            directory, map_bytes=0, readonly=True
+        )
+
+    def _log_nearest(self, name: str, fields: Mapping[str, Any]) -> None:
+        """Say in one line why nothing stored can be reused."""
+        others = []
+        for path in generation_directories(self.config.directory):
+            try:
+                other = Manifest.read(path)
+            except StoreError:
+                continue
+            others.append((differing_fields(fields, other.fields), -other.created, other.name))
+        if not others:
+            logger.info("new cache generation %s; the directory held none", name)
+            return
+        differing, _, nearest = min(others, key=lambda item: (len(item[0]), item[1]))
+        words = "; ".join(
+            f"{field!r}: {theirs!r:.80} -> {ours!r:.80}"
+            for field, (ours, theirs) in differing.items()
+        )
+        logger.info("new cache generation %s; differs from %s in %s", name, nearest, words)
+
+    # -- alone ------------------------------------------------------------------------------
+
+    def put_batch(
+        self,
+        ids: Sequence[SampleId],
+        tensors: Tensor | Mapping[str, Tensor | Sequence[Value]],
+        *,
+        variant: int = 0,
+    ) -> bool:
+        """Hand a batch to the writer; see `Generation.put_batch`."""
+        return self._own().put_batch(ids, tensors, variant=variant)
+
+    def get_batch(
+        self, ids: Sequence[SampleId], *, variant: int = 0, pin_memory: bool = False
+    ) -> tuple[Any, npt.NDArray[np.bool_]]:
+        """Read what is stored; see `Generation.get_batch`."""
+        return self._own().get_batch(ids, variant=variant, pin_memory=pin_memory)
+
+    def contains(self, ids: Sequence[SampleId], *, variant: int = 0) -> npt.NDArray[np.bool_]:
+        """Return bool (B,): which samples are stored."""
+        return self._own().contains(ids, variant=variant)
+
+    def _own(self) -> Generation:
+        generation = self._alone
+        if generation is None:
+            generation = self._alone = self.open_generation(ALONE)
+        return generation
+
+    # -- whole store ------------------------------------------------------------------------
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until all that was handed over is on disk; False on timeout or a dead writer."""
+        return self._writer.flush(timeout_s)
+
+    def stats(self) -> StoreStats:
+        """Return counts and sizes."""
+        with self._lock:
+            current = list(self._generations.values())
+            counts = [generation.counts for generation in (*current, *self._finished)]
+        alive = [generation for generation in current if generation.alive]
+        return StoreStats(
+            hits=sum(count.hits for count in counts),
+            misses=sum(count.misses for count in counts),
+            writes=sum(count.writes for count in counts),
+            dropped_writes=sum(count.dropped_writes for count in counts),
+            corrupt=sum(count.corrupt for count in counts),
+            num_samples=sum(generation.num_samples for generation in alive),
+            raw_bytes=sum(generation.raw_bytes for generation in alive),
+            stored_bytes=sum(generation.stored_bytes for generation in alive),
+            lossy_error=max((one.lossy_error.relative_rms for one in alive), default=0.0),
+            bytes_on_disk=self._budget.used_bytes(),
+            limit_bytes=self.config.limit_bytes,
+        )
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Write what is queued, stop the threads, release the generations. May be called twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._writer.close(timeout_s)
+        self._reader.close()
+        for generation in self._generations.values():
+            generation.release()
+        self._finalizer.detach()
+
+    def __enter__(self) -> ActivationStore:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __getstate__(self) -> StoreConfig:
+        return self.config
+
+    def __setstate__(self, config: StoreConfig) -> None:
+        self.config = config
+        self._start()
+
+
+def _shut_down(writer: Writer, reader: BatchReader) -> None:
+    writer.close(10.0)
+    reader.close()

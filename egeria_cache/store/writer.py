@@ -1,0 +1,151 @@
+"""The one thread that encodes and commits: bounded queue, one transaction for what waits in it.
+
+Owned by its store, which starts and closes it. It never blocks a caller: what does not fit is
+dropped and counted. It never raises into training: an error stops its generation, with one warning.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from egeria_cache.store.records import Rows
+from egeria_cache.threads import compute_on_one_core
+
+__all__ = ["Job", "Writer"]
+
+logger = logging.getLogger("egeria_cache.store")
+
+GROUP_BYTES = 32 * 2**20
+"""Batches that wait are committed together, up to this size: a commit costs two flushes of the disk
+however small it is. Nothing waits for a group to fill."""
+
+
+@dataclass(slots=True)
+class Job:
+    """One batch on its way to disk."""
+
+    target: Any
+    """The generation; its `commit(jobs)` runs on the writer thread."""
+    keys: Sequence[bytes]
+    picked: Sequence[int]
+    rows: Rows
+    versions: Sequence[tuple[Tensor, int]]
+    num_bytes: int
+    ready: torch.cuda.Event | None = None
+    """Recorded after the copy from the device; None on CPU."""
+
+    def unchanged(self) -> bool:
+        """No tensor was written to since it was handed over."""
+        return all(tensor._version == version for tensor, version in self.versions)
+
+
+class Writer:
+    """Bounded queue and its thread."""
+
+    def __init__(self, *, queue_batches: int, queue_bytes: int) -> None:
+        self._queue_batches, self._queue_bytes = queue_batches, queue_bytes
+        self._jobs: collections.deque[Job] = collections.deque()
+        self._waiting_bytes = 0
+        self._busy = False
+        self._stopping = False
+        self._died = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self.num_dropped = 0
+
+    @property
+    def alive(self) -> bool:
+        """It runs, or will with the first batch."""
+        thread = self._thread
+        return not self._stopping and not self._died and (thread is None or thread.is_alive())
+
+    def submit(self, job: Job) -> bool:
+        """Queue a batch without waiting; False if it was dropped."""
+        with self._changed:
+            full = (
+                len(self._jobs) >= self._queue_batches
+                or self._waiting_bytes + job.num_bytes > self._queue_bytes
+            )
+            if full or not self.alive:
+                return False
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="egeria-writer", daemon=True)
+                self._thread.start()
+            self._jobs.append(job)
+            self._waiting_bytes += job.num_bytes
+            self._changed.notify_all()
+            return True
+
+    def flush(self, timeout_s: float | None) -> bool:
+        """Wait until everything queued is on disk; False on timeout or if the thread died."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while self._jobs or self._busy:
+                left = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
+                if left <= 0 or self._thread is None or not self._thread.is_alive():
+                    return False
+                self._changed.wait(left)
+            return not self._died
+
+    def discard(self, should_go: Callable[[Job], bool]) -> int:
+        """Drop queued batches; return how many."""
+        with self._changed:
+            kept = [job for job in self._jobs if not should_go(job)]
+            num_gone = len(self._jobs) - len(kept)
+            self._jobs = collections.deque(kept)
+            self._waiting_bytes = sum(job.num_bytes for job in kept)
+            self._changed.notify_all()
+        return num_gone
+
+    def close(self, timeout_s: float) -> None:
+        """Write what is queued, then stop and join; a hung disk is left behind after the time."""
+        self.flush(timeout_s)
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                logger.warning("the cache's writer did not stop within %.0f s", timeout_s)
+
+    def _run(self) -> None:
+        compute_on_one_core()
+        try:
+            while jobs := self._next():
+                try:
+                    jobs[0].target.commit(jobs)
+                finally:
+                    del jobs
+                    with self._changed:
+                        self._busy = False
+                        self._changed.notify_all()
+        except BaseException:
+            self._died = True
+            logger.exception("the cache's writer thread died; nothing more is stored in this run")
+
+    def _next(self) -> list[Job]:
+        """Return what waits for one generation, in order; nothing when it is time to stop."""
+        with self._changed:
+            while not self._jobs:
+                if self._stopping:
+                    return []
+                self._changed.wait(1.0)
+            jobs = [self._jobs.popleft()]
+            num_bytes = jobs[0].num_bytes
+            while self._jobs and self._jobs[0].target is jobs[0].target:
+                num_bytes += self._jobs[0].num_bytes
+                if num_bytes > GROUP_BYTES:
+                    break
+                jobs.append(self._jobs.popleft())
+            self._waiting_bytes -= sum(job.num_bytes for job in jobs)
+            self._busy = True
+            return jobs
