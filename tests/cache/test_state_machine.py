@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from egeria_cache import ActivationCache, EgeriaLoader, FrozenPrefix
 from egeria_cache.batch.tensor import unwrap
+from egeria_cache.prefetch import prefetcher
 
 ORDER = [None, "stem", "layer1", "layer2"]
 
