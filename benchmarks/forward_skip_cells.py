@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
 from egeria_cache import ActivationCache, ActivationStore, EgeriaLoader
-from egeria_cache.cache import NUM_READERS
-from egeria_cache.prefetch import ACTIVATION
+from egeria_cache.prefetch import ACTIVATION, NUM_READERS
 
 NUM_BATCHES = 5
 """Distinct batches. One more than the ring holds at RING_BATCHES, so that every hit is read."""
@@ -288,7 +287,7 @@ def opened(
 
 def wait_for_readers(cache: ActivationCache) -> None:
     barrier = threading.Barrier(NUM_READERS)
-    for done in [cache.readers.submit(barrier.wait) for _ in range(NUM_READERS)]:
+    for done in [cache.port.readers.submit(barrier.wait) for _ in range(NUM_READERS)]:
         done.result()
 
 
@@ -326,7 +325,7 @@ def compression(
     cache: ActivationCache, loader: Any, bench: Bench, directory: Path
 ) -> tuple[int, dict[str, dict[str, float]]]:
     """Store some captured activations with each codec; raw bytes a sample, and per codec."""
-    view = cache.views(loader.source.key)[0]
+    view = cache.port.views(loader.source.key)[0]
     ids = list(range(min(16, len(bench.samples.rows))))
     read, _ = view.generation.get_batch(ids, variant=0)
     rows = {name: value for name, value in read.items() if name.startswith(ACTIVATION)}
@@ -360,9 +359,9 @@ def gate(bench: Bench, boundary: str, directory: Path, loop: Loop) -> dict[str, 
 
         for _ in range(3 * NUM_BATCHES + MAX_GATE_HITS):
             num_hits += step()
-            if num_hits == MAX_GATE_HITS or (num_hits and not cache.views(loader.source.key)):
+            if num_hits == MAX_GATE_HITS or (num_hits and not cache.port.views(loader.source.key)):
                 break
-        views = cache.views(loader.source.key)
+        views = cache.port.views(loader.source.key)
         why = cache.stats().gate
     return {
         "skips": bool(views),

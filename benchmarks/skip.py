@@ -142,6 +142,9 @@ class MemoryHost:
         """Cannot happen here."""
         raise error
 
+    def front_returned(self, boundary: str, seconds: float, rows: int) -> None:
+        """Nothing is measured here."""
+
     def note(self, kind: str, seconds: float, rows: int) -> None:
         """Not measured here."""
 

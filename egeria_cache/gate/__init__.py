@@ -5,7 +5,8 @@ what things took, and answers where to cut and whether to go on.
 """
 
 from egeria_cache.gate.accounts import Accounts
-from egeria_cache.gate.gate import CostMeter, Costs, Gate, choose
+from egeria_cache.gate.gate import CostMeter, Costs, choose
+from egeria_cache.gate.pilot import Pilot, Turn
 from egeria_cache.gate.stats import CacheStats
 
-__all__ = ["Accounts", "CacheStats", "CostMeter", "Costs", "Gate", "choose"]
+__all__ = ["Accounts", "CacheStats", "CostMeter", "Costs", "Pilot", "Turn", "choose"]

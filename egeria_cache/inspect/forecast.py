@@ -165,7 +165,7 @@ class _Trial:
         optimizer = torch.optim.SGD((p for p in self.model.parameters() if p.requires_grad), lr=0.0)
         first_s = self._train(map(self._moved, loader), optimizer)[0][1]
         cache.flush()
-        views = cache.views(loader.source.key)
+        views = cache.port.views(loader.source.key)
         if not views or cache.stats().num_samples < len(self.indices):
             return Prospect(boundary=place.boundary, refused=_why_not(cache, "stored"))
         plain, served, started = [], [], time.perf_counter()

@@ -46,7 +46,7 @@ from egeria_cache.samples import (
 )
 
 if TYPE_CHECKING:
-    from egeria_cache.cache import ActivationCache
+    from egeria_cache.cache import ActivationCache, LoaderPort
     from egeria_cache.prefetch import View
 
 __all__ = ["EgeriaLoader"]
@@ -210,7 +210,7 @@ class _Pass:
     ) -> None:
         self._loader = loader
         self._progress = progress
-        self._cache = cache = loader.cache
+        self._cache = cache = None if loader.cache is None else loader.cache.port
         executor = None if cache is None else cache.readers
         self._prefetcher = Prefetcher(
             executor,
@@ -349,7 +349,7 @@ class _Pass:
         for path in view.dropped:
             whole = view.rows[path].expand(batch.size, *view.rows[path].shape[1:]).contiguous()
             tagged[path] = BatchTensor.without_data(whole, batch, path, misses.get(path))
-        entry.on_load = partial(self._cache.count_batch, plan.ids, entry.hit)
+        entry.on_load = partial(self._cache.count_batch, len(plan.ids), entry.hit)
         self._cache.count_yielded()
         return view.structure.rebuild(tagged)
 
@@ -366,7 +366,7 @@ class _Pass:
             path: _wrap(rows, batch, path) if only is None or path in only else rows
             for path, rows in leaves.items()
         }
-        self._cache.count_batch(plan.ids, None)
+        self._cache.count_batch(len(plan.ids), None)
         self._cache.count_yielded()
         return structure.rebuild(tagged)
 
@@ -410,19 +410,19 @@ class _Pass:
         return iter(inner)
 
 
-def _outlook(cache: ActivationCache | None, name: str) -> tuple[Sequence[View], bool]:
+def _outlook(cache: LoaderPort | None, name: str) -> tuple[Sequence[View], bool]:
     """Return what can be read at the moment, and whether samples that draw nothing are seeded."""
     if cache is None:
         return (), True
     return ((), False) if cache.boundary is None else (cache.views(name), True)
 
 
-def _wants_control(cache: ActivationCache | None, entry: PlannedEntry) -> bool:
+def _wants_control(cache: LoaderPort | None, entry: PlannedEntry) -> bool:
     return cache is not None and cache.wants_control(entry)
 
 
 def _load_rows(
-    cache: ActivationCache | None, source: LoaderSource, task: Task, rows: np.ndarray
+    cache: LoaderPort | None, source: LoaderSource, task: Task, rows: np.ndarray
 ) -> Mapping[str, Rows]:
     """Load some rows of a batch that was yielded without them."""
     if cache is not None:

@@ -1,8 +1,15 @@
-"""What one loader may read from one generation, and how its batches look."""
+"""What may be read from a generation now, by whom, and who takes it back.
+
+A `View` is made on the training thread when a cut was found for a loader (`cache/host.py`), and
+given up there: retired when newer ones have taken its place, void when its activations are stale.
+Reader threads and batches that are under way hold the `View` itself and ask it whether it is alive
+right before they use what was read: so that a void reaches every batch wherever it is, without a
+lock.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +23,14 @@ if TYPE_CHECKING:
     from egeria_cache.skip import Cut
     from egeria_cache.store import Generation
 
-__all__ = ["ACTIVATION", "KEPT", "View", "record"]
+__all__ = ["ACTIVATION", "KEPT", "View", "Views", "record"]
 
 ACTIVATION, KEPT = "a:", "k:"
 """Prefixes of a record's names: activations at the cut, and leaves kept from the loader's batch."""
+MAX_LIVE_BOUNDARIES = 2
+"""What was stored two moves ago is not read any more: the last move has filled anew from it."""
+MAX_LIVE_VIEWS = 16
+"""Of one loader: a generation per boundary and shape of its batches."""
 
 
 @dataclass(eq=False)
@@ -48,11 +59,6 @@ class View:
         """Whether its activations may still be served."""
         return not self.is_void and self.generation.alive
 
-    @property
-    def readable(self) -> bool:
-        """Whether the store itself still answers (it stops after trouble with the disk)."""
-        return self.generation.alive
-
     def admits(self, leaves: Mapping[str, Rows]) -> bool:
         """Whether loaded leaves can stand beside stored ones: same paths, same shape of rows."""
         return leaves.keys() == set(self.structure.paths) and all(
@@ -65,6 +71,58 @@ class View:
         if not self.alive:
             return np.zeros(len(ids), dtype=bool)
         return self.generation.contains(ids, variant=variant)
+
+
+class Views:
+    """All views of one cache. Used from the training thread only."""
+
+    def __init__(self) -> None:
+        """Begin with nothing to read."""
+        self._live: dict[str, list[View]] = {}
+        self.num_voided = 0
+        self.retired_bytes = (0, 0)
+        """(raw, stored) of the generations that were given up."""
+
+    def of(self, loader_name: str) -> list[View]:
+        """What this loader's samples may be read from now, deepest boundary first."""
+        return [view for view in self._live.get(loader_name, ()) if view.alive]
+
+    def add(self, view: View) -> None:
+        """Read from this one first from now on; the oldest of its loader may have to go."""
+        views = [view, *(old for old in self.of(view.loader_name) if old.cut is not view.cut)]
+        boundaries = list(dict.fromkeys(one.cut.boundary for one in views))[:MAX_LIVE_BOUNDARIES]
+        kept = [one for one in views if one.cut.boundary in boundaries][:MAX_LIVE_VIEWS]
+        for retired in [one for one in views if one not in kept]:
+            self._retire(retired)
+            retired.generation.release()
+        self._live[view.loader_name] = kept
+
+    def void(self, stale: Callable[[View], bool], *, unlink: bool) -> None:
+        """Serve nothing from these any more, wherever their batches are by now.
+
+        Args:
+            stale: Which.
+            unlink: Also forget what is on disk: it is wrong, and not only of another boundary.
+        """
+        for name, views in self._live.items():
+            for view in filter(stale, views):
+                view.is_void = True
+                self._retire(view)
+                self.num_voided += 1
+                if unlink:
+                    view.generation.void("its activations are stale")
+                else:
+                    view.generation.release()
+            self._live[name] = [view for view in views if not view.is_void]
+
+    def clear(self) -> None:
+        """Forget all of them; the store is about to be closed."""
+        self._live.clear()
+
+    def _retire(self, view: View) -> None:
+        raw, stored = self.retired_bytes
+        generation = view.generation
+        self.retired_bytes = raw + generation.raw_bytes, stored + generation.stored_bytes
 
 
 def record(activations: Mapping[str, Tensor], kept: Mapping[str, Rows]) -> dict[str, Any]:

@@ -69,10 +69,11 @@ class SkipHost(Protocol):
     def refused(self, error: BoundaryError) -> None:
         """The model cannot be cut here; if this returns, the engine goes on uncached."""
 
+    def front_returned(self, boundary: str, seconds: float, rows: int) -> None:
+        """A full forward took so long from the model's start until the boundary returned."""
+
     def note(self, kind: str, seconds: float, rows: int) -> None:
         """Time of a "prefix", a "replay" or a "full" forward; "called" once for every batch.
-
-        "front": from the model's start until the boundary returned, of a full forward.
 
         "compiled": the whole model is compiled, and what is compiled runs without being cached.
         """
@@ -213,7 +214,7 @@ class SkipEngine:
             output, capture = passes.full(self._forward, recipe, call)
         on_host = recipe.cut is not None and recipe.device.type == "cpu"
         if on_host and capture.front_s is not None:  # elsewhere the device runs behind the host
-            self.host.note("front", capture.front_s, call.batch.size)
+            self.host.front_returned(recipe.boundary, capture.front_s, call.batch.size)
         self._captured(recipe, call, None, capture.rows())
         if capture.deviation is not None:
             self._refuse(recipe.key, BoundaryError.another_way(recipe.boundary, capture.deviation))

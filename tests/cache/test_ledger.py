@@ -163,7 +163,7 @@ def test_an_activation_that_grew_is_cut_before_it_grew_and_whole_steps_confirm(
 
             def judge(ledger, judged=judged, cache=cache):
                 """At the earlier cut, once: `verdict`; else go on."""
-                if cache._cut_choice.earlier and ledger.is_served_enough:
+                if cache._pilot._gate.earlier and ledger.is_served_enough:
                     judged["done"] = True
                     return verdict
                 return True, "goes on"
@@ -177,7 +177,7 @@ def test_an_activation_that_grew_is_cut_before_it_grew_and_whole_steps_confirm(
             assert cache.boundary == "layer2"
             if gate == "auto":
                 assert judged["done"]
-                assert cache.views(loader.source.key)[0].cut.boundary == boundary
+                assert cache.port.views(loader.source.key)[0].cut.boundary == boundary
                 assert cache.stats().hits >= 3 * 96
                 text = cache.stats().gate
                 assert "'train' at 'layer1'" in text
@@ -196,7 +196,7 @@ def test_costs_are_measured_while_training(tmp_path, monkeypatch):
     with ActivationCache(model, tmp_path, "layer1") as cache:
         loader = EgeriaLoader(Images(96), 8, cache=cache)
         train_steps(model, loader, sgd(model), 2, on_step=lambda _: cache.flush())
-        costs, meter = cache._meter.costs, cache._meter
+        costs, meter = cache._pilot.meter.costs, cache._pilot.meter
         assert meter.num_reads > 3
         assert costs.fetch_s_per_byte > 0
         assert costs.write_s_per_byte > 0

@@ -73,6 +73,9 @@ class FakeHost:
         if self.raise_refusals:
             raise error
 
+    def front_returned(self, boundary, seconds, rows):
+        pass
+
     def note(self, kind, seconds, rows):
         if kind not in ("called", "front"):
             self.notes.append((kind, rows))

@@ -1,0 +1,77 @@
+"""Where the model is frozen up to and where it is cut, and everybody who may move that."""
+
+from __future__ import annotations
+
+import logging
+
+from egeria_cache.cache.status import Status, shown_name
+from egeria_cache.errors import BoundaryError
+from egeria_cache.gate import Accounts, Pilot, Turn
+from egeria_cache.prefetch import Views
+from egeria_cache.skip import SkipEngine
+
+__all__ = ["Boundary"]
+
+log = logging.getLogger("egeria")
+
+
+class Boundary:
+    """Moves the boundary of one engine: by the user, by a freeze controller, by the gate."""
+
+    def __init__(
+        self, engine: SkipEngine, status: Status, views: Views, pilot: Pilot, accounts: Accounts
+    ) -> None:
+        self._engine = engine
+        self._status = status
+        self._views = views
+        self._pilot = pilot
+        self._accounts = accounts
+
+    @property
+    def frozen(self) -> str | None:
+        """The last frozen module, as the model names it."""
+        return self._engine.frozen
+
+    def move(self, name: str | None, *, by_hand: bool, reason: str) -> None:
+        """Freeze up to and including this module; None unfreezes all.
+
+        Raises:
+            BoundaryError: No module has this name, or one of its parameters is trainable.
+        """
+        status = self._status
+        if name == status.boundary:
+            return
+        if name is not None:
+            self._check(name)
+        previous, status.boundary, status.set_by_hand = status.boundary, name, by_hand
+        status.num_moves += 1
+        self._accounts.counts.why_not = None
+        self._pilot.moved()
+        if name is None:
+            self._views.void(lambda view: True, unlink=not by_hand)
+        self._engine.set_boundary(name)
+        self._void_unknown()
+        log.info("boundary moved from %s to %s: %s", previous, name, reason)
+
+    def turn(self, loader_name: str, turn: Turn) -> None:
+        """Do what the gate found to be better."""
+        if turn.kind == "stop":
+            log.info("loader %r is computed from now on: %s", shown_name(loader_name), turn.why)
+            self._views.void(lambda view: view.loader_name == loader_name, unlink=False)
+            return
+        log.info("the model is cut at %s: %s", turn.where or "the frozen boundary", turn.why)
+        self._engine.set_boundary(turn.where or self.frozen, frozen=self.frozen)
+        self._status.num_moves += 1
+        self._void_unknown()
+
+    def _void_unknown(self) -> None:
+        """Void the views of cuts that lie beyond the boundary now."""
+        self._views.void(lambda view: not self._engine.knows(view.cut), unlink=False)
+
+    def _check(self, name: str) -> None:
+        modules = dict(self._engine.model.named_modules())
+        if name not in modules or not name:
+            raise BoundaryError.unknown(name, [known for known in modules if known])
+        for parameter_name, parameter in modules[name].named_parameters():
+            if parameter.requires_grad:
+                raise BoundaryError.trainable(name, f"{name}.{parameter_name}")

@@ -1,0 +1,150 @@
+"""`ActivationCache`: what a user sees of a cache. It makes the parts, and closes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+
+from torch import nn
+
+from egeria_cache.cache.boundary import Boundary
+from egeria_cache.cache.host import CacheHost, device_of
+from egeria_cache.cache.port import LoaderPort
+from egeria_cache.cache.status import Status
+from egeria_cache.cache.trial import TrialReads
+from egeria_cache.events import BoundaryMoved
+from egeria_cache.gate import Accounts, CacheStats, Pilot
+from egeria_cache.prefetch import ReaderThreads, Views
+from egeria_cache.skip import SkipEngine
+from egeria_cache.store import ActivationStore
+
+__all__ = ["ActivationCache"]
+
+
+class ActivationCache:
+    """Stores the output of a model's frozen prefix per sample, and skips the prefix from then on.
+
+    Attach it to the model, give it to an `EgeriaLoader`, and train as before. Everything up to and
+    including the module `boundary` must be frozen; it is kept in inference mode. An activation is
+    served only while it is what the prefix would compute now: see `docs/correctness.md`.
+
+    Args:
+        model: The model that is trained; its `forward` is wrapped until `close()`.
+        directory: Where activations live. Created with mode 0700; shared by runs and loaders.
+        boundary: Qualified name of the last frozen module; None while nothing is frozen.
+        limit: Hard bound on the directory's size: bytes, or text such as "100GB".
+        codec: How records are compressed: "auto", "zstd", "raw", ...; see `docs/format.md`.
+        ring_batches: How many mini-batches are read ahead; as many recent ones stay on a device.
+        audit_rate: Fraction of the hits that are recomputed from the raw sample and compared.
+        gate: "auto" skips while training steps are measured to be faster for it, "always" skips
+            whatever can be skipped, "never" keeps the schedule of a cached run (inference mode,
+            augmentation variants) but computes everything.
+        force_network: Use a network filesystem all the same; one host at a time may.
+        dropout: What dropout layers of the frozen prefix do in training mode: "off", they pass
+            their input on; "stateless", they drop what seed, sample and variant decide, so that
+            each sample has `augmentation_variants` masks.
+
+    Raises:
+        BoundaryError: The model has no such module, or it is trainable.
+        StoreError: The directory cannot be used.
+        ValueError: An argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        directory: str | Path,
+        boundary: str | None = None,
+        *,
+        limit: int | str = "100GB",
+        codec: str = "auto",
+        ring_batches: int = 5,
+        audit_rate: float = 0.001,
+        gate: str = "auto",
+        force_network: bool = False,
+        dropout: str = "off",
+    ) -> None:
+        if ring_batches < 1:
+            raise ValueError(f"ring_batches must be at least 1, got {ring_batches}")
+        if not 0 <= audit_rate <= 1:
+            raise ValueError(f"audit_rate must be in [0, 1], got {audit_rate}")
+        if gate not in ("auto", "always", "never"):
+            raise ValueError(f"gate must be 'auto', 'always' or 'never', got {gate!r}")
+        if dropout not in ("off", "stateless"):
+            raise ValueError(f"dropout must be 'off' or 'stateless', got {dropout!r}")
+        self.model = model
+        self._status = status = Status(gate)
+        self._store = ActivationStore(
+            directory, limit=limit, codec=codec, force_network=force_network
+        )
+        self._readers = ReaderThreads()
+        self._views, self._accounts = Views(), Accounts()
+        self._pilot = pilot = Pilot(gate, 0.5 if device_of(model).type == "cpu" else 0.95)
+        trial = TrialReads(pilot, self._readers)
+        host = CacheHost(
+            model, self._store, status, self._views, pilot, self._accounts, trial, audit_rate
+        )
+        self._engine = SkipEngine(model, host, stateless_dropout=dropout == "stateless")
+        self._moves = Boundary(self._engine, status, self._views, pilot, self._accounts)
+        self.port = LoaderPort(
+            status, self._moves, self._views, pilot, self._accounts, self._readers,
+            ring_batches=ring_batches, stats=self.stats,
+        )  # fmt: skip
+        """What its loaders ask; no part of what a user needs."""
+        self._engine.attach()
+        try:
+            self.set_boundary(boundary)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def boundary(self) -> str | None:
+        """Qualified name of the last frozen module; None if nothing is frozen."""
+        return self._status.boundary
+
+    def set_boundary(self, name: str | None) -> None:
+        """Declare that everything up to and including this module is frozen.
+
+        Raises:
+            BoundaryError: No module has this name, or one of its parameters is trainable. What
+                shows only when the model runs is raised by its next call.
+        """
+        self._moves.move(name, by_hand=True, reason="set by hand")
+
+    def on_boundary_moved(self, event: BoundaryMoved) -> None:
+        """Follow a freeze controller. A model that cannot be cut there trains on uncached."""
+        self._moves.move(event.boundary, by_hand=False, reason=event.reason)
+
+    def stats(self) -> CacheStats:
+        """Return the counts so far."""
+        return self._accounts.stats(self._store, self._views, self._pilot, self.boundary)
+
+    def report(self) -> str:
+        """Return `stats()` as text for people."""
+        return self.stats().report()
+
+    def flush(self, timeout_s: float = 60.0) -> None:
+        """Wait until what was handed to the writer is on disk."""
+        self._store.flush(timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Give the model its own forward back, stop all threads, close the store. Idempotent."""
+        if self._status.is_closed:
+            return
+        self._status.is_closed = True
+        self._engine.detach()
+        self._views.clear()
+        self._readers.close()
+        self._store.close()
+
+    def __enter__(self) -> ActivationCache:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,255 @@
+"""What the skip engine tells its cache, and asks of it: cuts, captured rows, audits, refusals."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from egeria_cache.batch import Batch, Entry, SampleId, take_rows
+from egeria_cache.cache.status import Status, shown_name
+from egeria_cache.cache.trial import TrialReads
+from egeria_cache.errors import BoundaryError, EgeriaError
+from egeria_cache.gate import Accounts, Pilot
+from egeria_cache.prefetch import View, Views, record
+from egeria_cache.samples import BatchContext
+from egeria_cache.skip import MAX_CHAINS, Cut, same_rows
+from egeria_cache.store import ActivationStore, Generation
+
+__all__ = ["CacheHost", "device_of"]
+
+log = logging.getLogger("egeria")
+
+
+class CacheHost:
+    """Implements `SkipHost` for one model: opens generations for cuts, stores, audits.
+
+    Args:
+        model: The model.
+        store: Where captured rows go.
+        status: Of the cache.
+        views: What may be read; made and voided here.
+        pilot: Is told what writing costs.
+        accounts: Counts.
+        trial: Measures reading until the first hits come.
+        audit_rate: Fraction of the hits to be recomputed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        store: ActivationStore,
+        status: Status,
+        views: Views,
+        pilot: Pilot,
+        accounts: Accounts,
+        trial: TrialReads,
+        audit_rate: float,
+    ) -> None:
+        self._model = model
+        self._store = store
+        self._status = status
+        self._views = views
+        self._pilot = pilot
+        self._counts = accounts.counts
+        self._model_called = accounts.model_called
+        self._trial = trial
+        self._audit_rate = audit_rate
+        self._random = random.Random(0)
+
+    # ---- a cut, and what is captured at it ------------------------------------------------------
+
+    def cut_found(self, batch: Batch, cut: Cut) -> None:
+        """The model was cut for this batch's loader: open the generation that belongs to it."""
+        context: BatchContext = batch.context
+        name, status = batch.loader_name, self._status
+        if status.gate == "never" or name in status.uncached or name in self._pilot.stopped:
+            return
+        found = self._open(batch, cut)
+        if isinstance(found, str):
+            self.leave_uncached(name, found)
+            return
+        self._views.add(
+            View(
+                loader_name=name,
+                cut=cut,
+                generation=found,
+                structure=context.structure,
+                rows=context.metas,
+                dropped=tuple(sorted(cut.dropped)),
+                kept={p: kind for p, kind in context.kinds.items() if p not in cut.dropped},
+                device=device_of(self._model),
+            )
+        )
+
+    def _open(self, batch: Batch, cut: Cut) -> Generation | str:
+        """Return the generation of this cut and loader, or why there is none."""
+        source = batch.context.source
+        try:
+            reason: str | None = self._restless(batch.loader_name, cut)
+            reason = reason or source.why_not_cacheable(batch)
+            if reason is not None:
+                return reason
+            return self._store.open_generation(
+                {**cut.fields, **source.fields}, num_expected=len(source.dataset) * source.variants
+            )
+        except Exception as error:  # of the data set's or the collate function's own, too
+            return str(error) if isinstance(error, EgeriaError) else repr(error)
+
+    def _restless(self, loader_name: str, cut: Cut) -> str | None:
+        """Say so if the loop does something else to every batch: nothing stored would come back."""
+        views = self._views.of(loader_name)
+        cuts = [cut, *(view.cut for view in views if view.cut.boundary == cut.boundary)]
+        chains = list(dict.fromkeys(_operations(one) for one in cuts))
+        if len(chains) <= MAX_CHAINS:
+            return None
+        shown = ", ".join(repr("; ".join(chain)) for chain in chains[:3])
+        return (
+            f"the loop changes its batches before the model in more than {MAX_CHAINS} ways ({shown}"
+            ", ...), so that what is stored would not be asked for again; do it after the boundary,"
+            " or in the dataset"
+        )
+
+    def captured(
+        self, batch: Batch, cut: Cut, rows: np.ndarray | None, tensors: dict[str, Tensor]
+    ) -> None:
+        """Store fresh activations of the masked rows (None: all)."""
+        view = next((v for v in self._views.of(batch.loader_name) if v.cut is cut), None)
+        if view is None or not self._fits(view, batch):
+            return
+        mask = np.ones(batch.size, bool) if rows is None else rows
+        ids = [sample_id for sample_id, use in zip(batch.ids, mask, strict=True) if use]
+        new = ~view.contains(ids, batch.variant)
+        if not new.all() and not view.is_checked:
+            self._check_reopened(view, batch, mask, ids, tensors)
+        if not new.any() or not view.alive:
+            return
+        wanted = mask.copy()
+        wanted[mask] = new
+        kept = {path: batch.rows_of(path, wanted) for path in view.kept}
+        if any(values is None for values in kept.values()):
+            return
+        if not new.all():
+            ids = [sample_id for sample_id, use in zip(ids, new, strict=True) if use]
+            tensors = {name: take_rows(values, new) for name, values in tensors.items()}  # type: ignore[misc]
+        started = time.perf_counter()
+        view.generation.put_batch(ids, record(tensors, kept), variant=batch.variant)  # type: ignore[arg-type]
+        self._pilot.meter.wrote(time.perf_counter() - started, len(ids) * cut.row_bytes)
+        self._trial.stored(view, ids, batch.variant)
+
+    def _fits(self, view: View, batch: Batch) -> bool:
+        """Whether the batch's rows look like those the view was opened with; if not, never again.
+
+        Rows that are padded to the longest of their batch cannot be given back in another batch.
+        """
+        context: BatchContext = batch.context
+        for path, meta in context.metas.items():
+            expected = view.rows.get(path)
+            if expected is not None and expected.shape != meta.shape:
+                shapes = tuple(expected.shape[1:]), tuple(meta.shape[1:])
+                self.leave_uncached(
+                    batch.loader_name,
+                    f"leaf {path!r} has rows of shape {shapes[0]} in one batch and {shapes[1]} in "
+                    "another; pad all samples to the same size",
+                )
+                return False
+        return True
+
+    def _check_reopened(
+        self, view: View, batch: Batch, rows: np.ndarray, ids: list[SampleId],
+        tensors: Mapping[str, Tensor],
+    ) -> None:  # fmt: skip
+        """Compare the first rows that a generation of an earlier run already holds with ours."""
+        kept = {path: batch.rows_of(path, rows) for path in view.kept}
+        stored, found = view.generation.get_batch(ids, variant=batch.variant)
+        view.is_checked = bool(found.any())
+        fresh = record(tensors, {p: r for p, r in kept.items() if r is not None})
+        for name in fresh.keys() & stored.keys():
+            if not same_rows(take_rows(stored[name], found), take_rows(fresh[name], found)):
+                self.audit_failed(batch, rows, f"{name} is not what an earlier run stored")
+                return
+
+    # ---- audits ---------------------------------------------------------------------------------
+
+    def audited(self, batch: Batch, entry: Entry) -> np.ndarray | None:
+        """Choose `audit_rate` of the hits, at random, to be recomputed from the raw sample."""
+        hits = np.flatnonzero(entry.hit)
+        count = min(len(hits), int(self._audit_rate * len(hits) + self._random.random()))
+        if not count:
+            return None
+        rows = np.zeros(batch.size, bool)
+        rows[self._random.sample(hits.tolist(), count)] = True
+        self._counts.audited += count
+        return rows
+
+    def audit_leaves(self, batch: Batch, rows: np.ndarray, loaded: Mapping[str, Any]) -> bool:
+        """Compare stored labels and the like with what was loaded again."""
+        path = batch.context.source.first_difference(batch, rows, loaded)
+        if path is not None:
+            self.audit_failed(batch, rows, f"leaf {path!r} of the batch is not what was stored")
+        return path is None
+
+    def audit_failed(self, batch: Batch, rows: np.ndarray, finding: str) -> None:
+        """What is stored is not what the prefix computes: void it, and cache nothing more."""
+        ids = [sample_id for sample_id, is_one in zip(batch.ids, rows, strict=True) if is_one]
+        self._counts.audit_failures += 1
+        log.error(
+            "AUDIT FAILED for loader %r: %s, among the samples %s (variant %d). What was stored is "
+            "void, training goes on uncached. Was a sample edited without its sample_version, or "
+            "does it differ each time it is loaded?",
+            shown_name(batch.loader_name), finding, ids, batch.variant,
+        )  # fmt: skip
+        self.leave_uncached(batch.loader_name, f"an audit failed: {finding}", unlink=True)
+
+    # ---- what ends caching ----------------------------------------------------------------------
+
+    def leave_uncached(self, loader_name: str, reason: str, *, unlink: bool = False) -> None:
+        """Cache nothing for this loader, and say why, once."""
+        self._status.uncached[loader_name] = self._counts.why_not = reason
+        log.warning("loader %r is not cached: %s", shown_name(loader_name), reason)
+        self._views.void(lambda view: view.loader_name == loader_name, unlink=unlink)
+
+    def prefix_changed(self, reason: str) -> None:
+        """A weight of the prefix moved behind our back: nothing stored may be served any more.
+
+        What is on disk stays, under the address of the weights it was computed with.
+        """
+        log.warning("the frozen prefix changed (%s): cached activations are void", reason)
+        self._views.void(lambda view: True, unlink=False)
+
+    def refused(self, error: BoundaryError) -> None:
+        """The model cannot be cut here."""
+        self._counts.why_not = str(error)
+        if self._status.set_by_hand:
+            raise error
+        log.warning("training goes on uncached: %s", error)
+
+    def front_returned(self, boundary: str, seconds: float, rows: int) -> None:
+        """A full forward took so long until the boundary returned."""
+        self._pilot.meter.computed(boundary, seconds, rows)
+
+    def note(self, kind: str, seconds: float, rows: int) -> None:
+        """The model was called with a batch (its cost is taken by whole steps: `Ledger`)."""
+        boundary = self._status.boundary
+        if kind != "compiled":
+            self._model_called()
+        elif boundary is not None and self._counts.why_not is None:
+            self._counts.why_not = str(BoundaryError.compiled_whole(boundary))
+            log.warning("training goes on uncached: %s", self._counts.why_not)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model is; the CPU if it has no parameter."""
+    tensor = next(model.parameters(), None)
+    return torch.device("cpu") if tensor is None else tensor.device
+
+
+def _operations(cut: Cut) -> tuple[str, ...]:
+    """Return what the loop did to each of the model's inputs since the loader."""
+    return tuple(leaf["operations"] for leaf in cut.fields["inputs"].values())

@@ -1,0 +1,127 @@
+"""What an `EgeriaLoader` asks of its cache, and tells it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+import numpy as np
+
+from egeria_cache.cache.boundary import Boundary
+from egeria_cache.cache.status import Status
+from egeria_cache.gate import Accounts, CacheStats, Pilot
+from egeria_cache.prefetch import PlannedEntry, ReaderThreads, View, Views
+
+__all__ = ["LoaderPort"]
+
+log = logging.getLogger("egeria")
+MAX_WAITS = 3
+"""Batches that are loaded alone in the hope that they show where the model is cut."""
+
+
+class LoaderPort:
+    """One cache as its loaders see it. A loader is named by its `LoaderSource.key`."""
+
+    def __init__(
+        self,
+        status: Status,
+        boundary: Boundary,
+        views: Views,
+        pilot: Pilot,
+        accounts: Accounts,
+        readers: ReaderThreads,
+        *,
+        ring_batches: int,
+        stats: Callable[[], CacheStats],
+    ) -> None:
+        self.ring_batches = ring_batches
+        """How many mini-batches are read ahead."""
+        self._status = status
+        self._boundary = boundary
+        self._views = views
+        self._pilot = pilot
+        self._accounts = accounts
+        self._readers = readers
+        self._stats = stats
+        self._waits: Counter[tuple[str, int]] = Counter()
+
+    @property
+    def boundary(self) -> str | None:
+        """The last frozen module; None if nothing is frozen."""
+        return self._status.boundary
+
+    @property
+    def readers(self) -> Executor:
+        """The threads that read ahead, shared by all loaders."""
+        return self._readers.executor
+
+    def views(self, loader_name: str) -> list[View]:
+        """The generations this loader's samples may be read from now, deepest boundary first."""
+        return self._views.of(loader_name)
+
+    def awaits(self, loader_name: str) -> bool:
+        """Whether the next batch will show where the model is cut, and what is stored already."""
+        status = self._status
+        if status.is_closed or status.boundary is None or status.gate == "never":
+            return False
+        if loader_name in status.uncached or loader_name in self._pilot.stopped:
+            return False
+        if self.views(loader_name):
+            return False
+        self._waits[loader_name, status.num_moves] += 1
+        return self._waits[loader_name, status.num_moves] <= MAX_WAITS
+
+    def tagged_leaves(self, loader_name: str) -> frozenset[str] | None:
+        """The leaves that must know their samples; None for all."""
+        views = self.views(loader_name)
+        return views[0].cut.tagged if views else None
+
+    def wants_control(self, entry: PlannedEntry) -> bool:
+        """Whether a batch of hits should be computed all the same, to know what that costs."""
+        if self.boundary is None or not entry.hit.all():
+            return False
+        return self._pilot.wants_control(entry.view, self.boundary)
+
+    def count_batch(self, num_samples: int, hit: np.ndarray | None) -> None:
+        """Note what a batch consists of: yielded without hits, or served with some."""
+        self._accounts.batch(num_samples, hit)
+
+    def count_yielded(self) -> None:
+        """Note that a batch was yielded which the model should see."""
+        self._accounts.yielded()
+
+    def count_refetched(self, num_samples: int) -> None:
+        """Note samples that were planned as hits, and had to be loaded after all."""
+        self._accounts.counts.refetched += num_samples
+
+    def note_step(
+        self,
+        loader_name: str,
+        seconds: float,
+        num_samples: int,
+        entry: PlannedEntry | None,
+        *,
+        is_control: bool = False,
+    ) -> None:
+        """Note what a whole training step cost, and stop skipping where it does not pay."""
+        views, frozen = self.views(loader_name), self._boundary.frozen
+        if self.boundary is None or frozen is None or not views:
+            return
+        turn = self._pilot.step(
+            views[0], self.boundary, frozen, seconds, num_samples, entry, is_control=is_control
+        )
+        if turn is not None:
+            self._boundary.turn(loader_name, turn)
+
+    def log_epoch(self, loader_name: str, epoch: int) -> None:
+        """Write one line at the end of an epoch, through `logging` at level INFO."""
+        if self.boundary is None or not log.isEnabledFor(logging.INFO):
+            return
+        stats = self._stats()
+        log.info(
+            "epoch %d of %r: boundary %s, %.0f %% hits so far, %.1f s saved, %.1f MB on disk%s",
+            epoch, loader_name, stats.boundary, 100 * stats.hit_rate, stats.saved_s,
+            stats.bytes_on_disk / 1e6, f"; not cached: {stats.why_not}" if stats.why_not else "",
+        )  # fmt: skip

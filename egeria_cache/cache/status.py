@@ -1,0 +1,28 @@
+"""What every side of a cache has to know. Written on the training thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Status", "shown_name"]
+
+
+@dataclass(slots=True)
+class Status:
+    """The state of one cache."""
+
+    gate: str
+    """"auto", "always" or "never"."""
+    boundary: str | None = None
+    """The last frozen module, as whoever set it named it."""
+    set_by_hand: bool = True
+    num_moves: int = 0
+    """How often the boundary, or the cut before it, has moved."""
+    uncached: dict[str, str] = field(default_factory=dict)
+    """Loaders whose samples cannot be cached, and why."""
+    is_closed: bool = False
+
+
+def shown_name(loader_key: str) -> str:
+    """Return the name that the user gave a loader (`LoaderSource.key` tells it from others)."""
+    return loader_key.rpartition("#")[0]
