@@ -1,6 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
 
 
 @pytest.fixture(params=["rows with the batch", "ring"])
@@ -9,3 +16,11 @@ def way_of_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         "egeria_cache.prefetch.prefetcher.needs_ring", lambda device: request.param == "ring"
     )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "long" in config.option.markexpr:
+        return
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.skip(reason="long mode: run with -m long"))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nets import Images, freeze, make_net, sgd, train_steps
-from test_equality import assert_same, run
 
 from egeria_cache import ActivationCache, EgeriaLoader
+from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
+from tests.helpers.runs import assert_same, run
 
 
 @pytest.mark.parametrize("workers", [0, 1])

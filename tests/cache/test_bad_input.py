@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nets import Images, freeze, make_net, sgd, train_steps
 
 from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader, StoreError
+from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
 
 
 def test_an_unknown_boundary_is_named_with_near_matches(tmp_path):

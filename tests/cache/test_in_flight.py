@@ -10,12 +10,12 @@ import threading
 
 import pytest
 import torch
-from nets import Images, freeze, make_net, sgd, train_steps
 from torch.nn import functional as F
 from torch.utils.data import DistributedSampler
 
 from egeria_cache import ActivationCache, EgeriaLoader, FrozenPrefix
 from egeria_cache.batch.tensor import BatchTensor
+from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
 
 pytestmark = pytest.mark.usefixtures("way_of_rows")
 

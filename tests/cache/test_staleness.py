@@ -10,13 +10,13 @@ import os
 import numpy as np
 import pytest
 import torch
-from nets import Images, freeze, make_net, sgd, train_steps
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.batch.tensor import unwrap
 from egeria_cache.samples.fingerprint import fingerprint
 from egeria_cache.store.budget import Budget
+from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
 
 
 @pytest.fixture

@@ -14,13 +14,14 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from nets import Images, freeze, make_net, sgd
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from egeria_cache import ActivationCache, EgeriaLoader, FrozenPrefix
 from egeria_cache.batch.tensor import unwrap
 from egeria_cache.prefetch import prefetcher
+from tests.helpers.nets import Images, freeze, make_net, sgd
+from tests.helpers.runs import kill_writer
 
 ORDER = [None, "stem", "layer1", "layer2"]
 
@@ -162,11 +163,6 @@ class CachedTraining(RuleBasedStateMachine):
             shutil.rmtree(self.directory, ignore_errors=True)
             prefetcher.needs_ring = self.needs_ring
         super().teardown()
-
-
-def kill_writer(cache):
-    """Make the writer thread die of an error of its own at its next batch."""
-    cache._store._writer._next = lambda: 1 / 0
 
 
 TestCachedTraining = CachedTraining.TestCase

@@ -9,12 +9,11 @@ import threading
 
 import pytest
 import torch
-from nets import Images, freeze, make_net, sgd, train_steps
-from test_equality import assert_same, run
-from test_state_machine import kill_writer
 from torch.utils.data import Dataset, default_collate
 
 from egeria_cache import ActivationCache, BoundaryMoved, EgeriaLoader
+from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
+from tests.helpers.runs import assert_same, kill_writer, run
 
 
 def train(directory, trouble=None, *, epochs=3, at=7, limit="1GB", data=None, **loader_kwargs):

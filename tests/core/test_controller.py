@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from core_nets import ResNet, batch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_core import BoundaryMoved, FreezeController, StaticPolicy
+from tests.helpers.core_nets import ResNet, batch
 
 
 def train(

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from core_nets import batch, mlp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,6 +20,7 @@ from egeria_cache import EgeriaError
 from egeria_core import FreezeController, StaticPolicy
 from egeria_core.distributed import Ranks, rebuild, unwrap
 from egeria_core.judge import Verdict
+from tests.helpers.core_nets import batch, mlp
 
 SCHEDULE = {3: "1", 6: "3", 9: None, 12: "1"}
 NUM_STEPS = 15

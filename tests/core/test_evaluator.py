@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from core_nets import ResNet, mlp
 from torch import Tensor, nn
 
 from egeria_core import ControllerConfig, EvaluatorError
@@ -29,6 +28,7 @@ from egeria_core.evaluator.worker import EvaluatorWorker, MainModule
 from egeria_core.hooks import Call, Probe
 from egeria_core.judge import InputItem, OutputItem, ReferenceRunner, Verdict, compare
 from egeria_core.snapshot import copy_modules, copy_weights
+from tests.helpers.core_nets import ResNet, mlp
 
 DEADLINE_S = 60.0
 torch.set_num_threads(1)

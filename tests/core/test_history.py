@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from core_nets import ResNet, batch
 
 from egeria_core import FreezeController, History
 from egeria_core.plot import main
 from egeria_core.tensorboard import make_listener
+from tests.helpers.core_nets import ResNet, batch
 
 
 def run(**options: Any) -> FreezeController:

@@ -5,12 +5,21 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from core_nets import FAMILIES, Bert, EncoderDecoder, MobileNet, ResNet, Vit, family_batch, mlp
 from torch import nn
 
 from egeria_core import LayerError, find_layers
 from egeria_core.prefix import LayerMap
 from egeria_core.trace import parameters_behind
+from tests.helpers.core_nets import (
+    FAMILIES,
+    Bert,
+    EncoderDecoder,
+    MobileNet,
+    ResNet,
+    Vit,
+    family_batch,
+    mlp,
+)
 
 
 def names(model: nn.Module, **options: object) -> list[str]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from core_nets import FAMILIES, Bert, ResNet, family_batch, mlp
 from torch import Tensor, nn
 
 from egeria_core import sp_loss
@@ -22,6 +21,7 @@ from egeria_core.reference import (
     run_layer,
 )
 from egeria_core.snapshot import copy_modules, copy_weights, load_weights
+from tests.helpers.core_nets import FAMILIES, Bert, ResNet, family_batch, mlp
 
 torch.set_num_threads(1)
 

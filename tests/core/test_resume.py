@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from core_nets import FAMILIES, ResNet, family_batch
 from torch import Tensor, nn
 
 from egeria_core import (
@@ -26,6 +25,7 @@ from egeria_core import (
     WarmRestart,
 )
 from egeria_core.judge import ReferenceRunner
+from tests.helpers.core_nets import FAMILIES, ResNet, family_batch
 
 torch.set_num_threads(1)
 

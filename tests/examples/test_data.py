@@ -7,7 +7,6 @@ import os
 import pickle
 
 import numpy as np
-import published
 import pytest
 import torch
 from data import Cifar10, DataError, ImageFolder, Squad, TextPairs, Tokenizer, VocSegmentation
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from egeria_cache import EgeriaLoader
+from tests.helpers import published
 
 
 def test_cifars_two_versions_hold_the_same_images_under_the_same_names(tmp_path):

@@ -9,11 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import published
 import pytest
 import torch
 import train
 import training.log
+
+from tests.helpers import published
 
 ROOT = Path(train.__file__).parents[1]
 EAGER = "--evaluator inline --evaluate-every 1 --window 2 --tolerance 5 --save-every 3 --workers 0"

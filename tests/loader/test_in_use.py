@@ -15,11 +15,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nets import Images, freeze, make_net
 from torch import nn
 from torch.utils.data import Dataset
 
 from egeria_cache import ActivationCache, EgeriaLoader, ShardAffineSampler
+from tests.helpers.nets import Images, freeze, make_net
 
 
 class DrawsLate(Dataset):

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nets import Images, freeze, make_net, sgd
 from torch.nn import functional as F
 
 from egeria_cache import ActivationCache, EgeriaLoader
+from tests.helpers.nets import Images, freeze, make_net, sgd
 
 BATCHES, EPOCHS = 6, 5
 

@@ -17,7 +17,6 @@ import weakref
 
 import pytest
 import torch
-from nets import Images, freeze, make_net, sgd, train_steps
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -28,6 +27,7 @@ from torch.utils.data import (
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.store.keys import encode_keys
+from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
 
 pytestmark = pytest.mark.usefixtures("way_of_rows")
 

@@ -8,8 +8,9 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from skip_harness import Harness, assert_same_run, freeze
 from torch import nn
+
+from tests.helpers.skip_harness import Harness, assert_same_run, freeze
 
 DATA = {
     "x": torch.randn(24, 4, 6, generator=torch.Generator().manual_seed(1)),

@@ -9,13 +9,13 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from skip_harness import Harness, assert_same, assert_same_run, freeze, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from egeria_cache import ActivationCache, FrozenPrefix
 from egeria_core import FreezeController
 from egeria_core.policies import StaticPolicy
+from tests.helpers.skip_harness import Harness, assert_same, assert_same_run, freeze, step
 
 DATA = {
     "x": torch.randn(24, 6, generator=torch.Generator().manual_seed(1)),

@@ -9,12 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from skip_harness import Harness, assert_same, assert_same_run, freeze, gradients, step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from egeria_cache.skip.frozen import FrozenPrefix
+from tests.helpers.skip_harness import (
+    Harness,
+    assert_same,
+    assert_same_run,
+    freeze,
+    gradients,
+    step,
+)
 
 BATCHES = [range(0, 8), range(8, 16), range(16, 24)]
 

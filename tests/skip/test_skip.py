@@ -9,11 +9,11 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from skip_harness import Harness, assert_same_run, freeze, step
 from torch import nn
 
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.frozen import FrozenPrefix
+from tests.helpers.skip_harness import Harness, assert_same_run, freeze, step
 
 
 class Net(nn.Module):

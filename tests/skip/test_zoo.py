@@ -7,15 +7,15 @@ import re
 
 import pytest
 import torch
-from skip_harness import Harness, step
+
+from tests.helpers.skip_harness import Harness, step
 
 pytest.importorskip("transformers", minversion="5")
-
-import zoo
 
 from egeria_cache.skip.calls import Recorder, intercept
 from egeria_cache.skip.frozen import FrozenPrefix
 from egeria_cache.skip.rehearsal import patchable
+from tests.helpers import zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

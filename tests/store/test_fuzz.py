@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fuzz_target
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from tests.helpers import fuzz_target
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = list(fuzz_target.seeds())
@@ -54,12 +55,12 @@ def test_libfuzzer_finds_no_bytes_that_a_decoder_chokes_on(tmp_path):
     seconds = int(os.environ.get("EGERIA_FUZZ_S", "300"))
     done = subprocess.run(
         [
-            sys.executable, ROOT / "tests/store/fuzzer.py", tmp_path / "corpus",
+            sys.executable, "-m", "tests.helpers.fuzzer", tmp_path / "corpus",
             f"-max_total_time={seconds}", "-timeout=30", "-rss_limit_mb=4096", "-max_len=8192",
             f"-artifact_prefix={tmp_path}/", "-print_final_stats=1",
         ],
         capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     (runs,) = re.findall(r"number_of_executed_units: (\d+)", done.stderr)

@@ -654,9 +654,9 @@ def test_a_generation_nobody_uses_makes_room_and_one_in_use_stays(directory):
 def test_a_flipped_bit_anywhere_gives_no_wrong_tensor_and_no_crash(num_flips, seed):
     with tempfile.TemporaryDirectory(dir=Path("/dev/shm")) as place:
         done = subprocess.run(
-            [sys.executable, ROOT / "tests/store/flipper.py", place, str(num_flips), str(seed)],
+            [sys.executable, "-m", "tests.helpers.flipper", place, str(num_flips), str(seed)],
             capture_output=True, text=True, check=False,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

@@ -1,7 +1,7 @@
 """Fuzz the decoders of stored bytes under libFuzzer.
 
-python fuzzer.py CORPUS -max_total_time=60 ...: the seeds are written to CORPUS, the other arguments
-are libFuzzer's. The package's own modules are instrumented while they are imported.
+python -m tests.helpers.fuzzer CORPUS -max_total_time=60 ...: the seeds are written to CORPUS, the
+other arguments are libFuzzer's. The package's own modules are instrumented while they are imported.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from pathlib import Path
 
 import atheris
 
-PACKAGE = ("codec", "keys", "layout", "lossy", "records", "totals", "values")
+STORE = ("codecs", "keys", "layout", "records", "totals", "values")
 
 
 def main() -> None:
-    with atheris.instrument_imports(include=[f"egeria_cache.{name}" for name in PACKAGE]):
-        import fuzz_target
+    with atheris.instrument_imports(include=[f"egeria_cache.store.{name}" for name in STORE]):
+        from tests.helpers import fuzz_target
 
     corpus = Path(sys.argv[1])
     corpus.mkdir(exist_ok=True)

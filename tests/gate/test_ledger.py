@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from nets import Images, Net, freeze, make_net, sgd, train_steps
 from torch import nn
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.gate.gate import CostMeter, Costs
 from egeria_cache.gate.ledger import Ledger
 from egeria_cache.skip.cut import Step
+from tests.helpers.nets import Images, Net, freeze, make_net, sgd, train_steps
 
 
 def ledger_of(computed, served, num_served=20):

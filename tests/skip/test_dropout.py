@@ -7,7 +7,6 @@ from itertools import islice
 
 import pytest
 import torch
-from nets import Images, sgd, train_steps
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,6 +14,7 @@ from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
 from egeria_cache.batch.tensor import Batch
 from egeria_cache.skip.dropout import StatelessDropout, only
 from egeria_cache.skip.frozen import FrozenPrefix
+from tests.helpers.nets import Images, sgd, train_steps
 
 KINDS = {
     "Dropout": nn.Dropout(0.3),

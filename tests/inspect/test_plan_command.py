@@ -6,7 +6,6 @@ import itertools
 import json
 import sys
 
-import plan_zoo
 import pytest
 import torch
 
@@ -16,7 +15,9 @@ from egeria_cache.inspect.cli import main
 from egeria_cache.inspect.forecast import Settings, forecast
 from egeria_cache.inspect.prospect import Forecast, Prospect
 from egeria_cache.skip.places import candidates
+from tests.helpers import plan_zoo
 
+ZOO = plan_zoo.__name__
 SMALL = ("--batch-size", "4", "--samples", "8", "--device", "cpu")
 CNN = ["relu", "layer1.0", "pool", "layer2.0", "layer2.1"]
 
@@ -63,7 +64,7 @@ def test_candidates_leave_the_model_as_it_was():
 
 
 def test_a_cnn_is_measured_at_every_boundary(capsys):
-    report = ask_json(capsys, "plan_zoo:cnn", "--data", "plan_zoo:Images", "--variants", "2")
+    report = ask_json(capsys, f"{ZOO}:cnn", "--data", f"{ZOO}:Images", "--variants", "2")
     prospects = report["prospects"]
     assert [one["boundary"] for one in prospects] == CNN
     assert all(one["refused"] is None for one in prospects)
@@ -84,7 +85,7 @@ def test_a_cnn_is_measured_at_every_boundary(capsys):
 
 
 def test_a_transformer_with_a_loss_of_its_own_is_measured(capsys):
-    report = ask_json(capsys, "plan_zoo:transformer", "--data", "plan_zoo:Texts")
+    report = ask_json(capsys, f"{ZOO}:transformer", "--data", f"{ZOO}:Texts")
     by_name = {one["boundary"]: one for one in report["prospects"]}
     assert list(by_name) == ["embed", "blocks.0", "blocks.1", "blocks.2"]
     assert all(one["refused"] is None for one in by_name.values())
@@ -95,15 +96,15 @@ def test_a_transformer_with_a_loss_of_its_own_is_measured(capsys):
 
 def test_a_step_of_ones_own_and_boundaries_of_ones_own(capsys):
     report = ask_json(
-        capsys, "plan_zoo:transformer", "--data", "plan_zoo:Texts", "--step",
-        "plan_zoo:logits_only", "--boundaries", r"blocks\.[12]|head", "--autocast", "bfloat16",
+        capsys, f"{ZOO}:transformer", "--data", f"{ZOO}:Texts", "--step",
+        f"{ZOO}:logits_only", "--boundaries", r"blocks\.[12]|head", "--autocast", "bfloat16",
     )  # fmt: skip
     assert [one["boundary"] for one in report["prospects"]] == ["blocks.1", "blocks.2"]
 
 
 def test_a_loaders_collate_function_is_used_and_its_refusal_is_told(capsys):
     report = ask_json(
-        capsys, "plan_zoo:cnn", "--data", "plan_zoo:collated", "--step", "plan_zoo:step",
+        capsys, f"{ZOO}:cnn", "--data", f"{ZOO}:collated", "--step", f"{ZOO}:step",
         "--boundaries", "pool",
     )  # fmt: skip
     (one,) = report["prospects"]
@@ -111,7 +112,7 @@ def test_a_loaders_collate_function_is_used_and_its_refusal_is_told(capsys):
 
 
 def test_the_engines_refusal_is_told_in_its_own_words(capsys, tmp_path):
-    code, shown = ask(capsys, "plan_zoo:Mixing", "--data", "plan_zoo:Images")
+    code, shown = ask(capsys, f"{ZOO}:Mixing", "--data", f"{ZOO}:Images")
     assert code == 0
     model = plan_zoo.Mixing()
     model.a.requires_grad_(False)
@@ -129,7 +130,7 @@ def test_the_engines_refusal_is_told_in_its_own_words(capsys, tmp_path):
 
 
 def test_data_that_differs_at_every_look_is_refused_as_in_training(capsys):
-    report = ask_json(capsys, "plan_zoo:cnn", "--data", "plan_zoo:Restless", "--boundaries", "relu")
+    report = ask_json(capsys, f"{ZOO}:cnn", "--data", f"{ZOO}:Restless", "--boundaries", "relu")
     assert "not the same when it is loaded again" in report["prospects"][0]["refused"]
 
 
@@ -188,9 +189,9 @@ def test_the_part_of_the_set_that_fits_is_told(capsys):
     assert outlook(one, limit_bytes=5000).fits(one) == 1.0
     code, shown = ask(
         capsys,
-        "plan_zoo:cnn",
+        f"{ZOO}:cnn",
         "--data",
-        "plan_zoo:Images",
+        f"{ZOO}:Images",
         "--boundaries",
         "pool",
         "--limit",
@@ -203,26 +204,26 @@ def test_the_part_of_the_set_that_fits_is_told(capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["plan_zoo"], ["MODEL_FACTORY 'plan_zoo'", "package.module:callable"]),
-        (["plan_zoo:"], ["package.module:callable"]),
+        ([ZOO], [f"MODEL_FACTORY '{ZOO}'", "package.module:callable"]),
+        ([f"{ZOO}:"], ["package.module:callable"]),
         (["no_such_module:cnn"], ["no module 'no_such_module'", "run from the directory"]),
-        (["plan_zoo:cn"], ["has no 'cn'", "'cnn'"]),
-        (["plan_zoo:number"], ["int", "cannot be called"]),
-        (["plan_zoo:fails"], ["KeyError: 'the weights'", "plan_zoo.py, line"]),
-        (["plan_zoo:Images"], ["returned a Images", "torch.nn.Module"]),
-        (["plan_zoo:cnn", "--data", "plan_zoo:Stream"], ["Stream", "map-style"]),
-        (["plan_zoo:transformer"], ["Transformer cannot be trained on", "[4, 1, 8, 8]", "--step"]),
-        (["plan_zoo:cnn", "--data", "plan_zoo:Texts"], ["takes images", "--step"]),
-        (["plan_zoo:cnn", "--boundaries", "nothing"], ["'nothing'", "layer1.0"]),
-        (["plan_zoo:cnn", "--boundaries", "("], ["regular expression"]),
-        (["plan_zoo:cnn", "--device", "abacus"], ["--device 'abacus'"]),
-        (["plan_zoo:cnn", "--limit", "much"], ["much"]),
-        (["plan_zoo:cnn", "--variants", "0"], ["variants must be at least 1"]),
+        ([f"{ZOO}:cn"], ["has no 'cn'", "'cnn'"]),
+        ([f"{ZOO}:number"], ["int", "cannot be called"]),
+        ([f"{ZOO}:fails"], ["KeyError: 'the weights'", "plan_zoo.py, line"]),
+        ([f"{ZOO}:Images"], ["returned a Images", "torch.nn.Module"]),
+        ([f"{ZOO}:cnn", "--data", f"{ZOO}:Stream"], ["Stream", "map-style"]),
+        ([f"{ZOO}:transformer"], ["Transformer cannot be trained on", "[4, 1, 8, 8]", "--step"]),
+        ([f"{ZOO}:cnn", "--data", f"{ZOO}:Texts"], ["takes images", "--step"]),
+        ([f"{ZOO}:cnn", "--boundaries", "nothing"], ["'nothing'", "layer1.0"]),
+        ([f"{ZOO}:cnn", "--boundaries", "("], ["regular expression"]),
+        ([f"{ZOO}:cnn", "--device", "abacus"], ["--device 'abacus'"]),
+        ([f"{ZOO}:cnn", "--limit", "much"], ["much"]),
+        ([f"{ZOO}:cnn", "--variants", "0"], ["variants must be at least 1"]),
         ([], ["MODEL_FACTORY"]),
     ],
 )  # fmt: skip
 def test_mistakes_exit_2_and_say_what_to_do(capsys, argv, words):
-    data = [] if "--data" in argv else ["--data", "plan_zoo:Images"]
+    data = [] if "--data" in argv else ["--data", f"{ZOO}:Images"]
     code, shown = ask(capsys, *argv, *data)
     assert code == 2
     assert all(word in shown.err for word in words), shown.err
@@ -235,11 +236,11 @@ def test_a_module_that_fails_while_it_is_imported_is_named_with_its_line(
     (tmp_path / "needy.py").write_text("import not_installed_here\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    code, shown = ask(capsys, "half_made:cnn", "--data", "plan_zoo:Images")
+    code, shown = ask(capsys, "half_made:cnn", "--data", f"{ZOO}:Images")
     assert code == 2
     assert "ZeroDivisionError" in shown.err
     assert "half_made.py, line 3" in shown.err
-    code, shown = ask(capsys, "needy:cnn", "--data", "plan_zoo:Images")
+    code, shown = ask(capsys, "needy:cnn", "--data", f"{ZOO}:Images")
     assert code == 2
     assert "imports 'not_installed_here', which is not installed" in shown.err
 

@@ -1,7 +1,7 @@
 """Flip bits in a cache's files, and use each damaged copy in a child process.
 
-python flipper.py DIRECTORY NUM_FLIPS SEED: prints a JSON count of outcomes. A flip of which the
-child dies by a signal, hangs, raises, or reads a wrong tensor is a failure, and is listed.
+python -m tests.helpers.flipper DIRECTORY NUM_FLIPS SEED: prints a JSON count of outcomes. A flip of
+which the child dies by a signal, hangs, raises, or reads a wrong tensor is a failure, and listed.
 """
 
 from __future__ import annotations

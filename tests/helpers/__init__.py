@@ -1,0 +1,1 @@
+"""Models, data sets, runs and programs that several tests use."""

@@ -1,0 +1,51 @@
+"""A whole run with a cache, its comparison with another, and trouble on the way."""
+
+from __future__ import annotations
+
+import torch
+
+from egeria_cache import ActivationCache, EgeriaLoader
+from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
+
+
+def run(directory, *, gate, epochs=3, moves=None, boundary="layer1", limit="1GB", wrap=None,
+        cache_kwargs=None, **loader_kwargs):  # fmt: skip
+    """Train with a cache; `moves` maps a step to the boundary set after it."""
+    model = make_net()
+    freeze(model, boundary)
+    optimizer = sgd(model)
+    data = Images()
+    with ActivationCache(
+        model, directory, boundary, gate=gate, limit=limit, **(cache_kwargs or {})
+    ) as cache:
+        loader = EgeriaLoader(data, 8, shuffle=True, cache=cache, seed=3, **loader_kwargs)
+
+        def on_step(step):
+            if moves and step in moves:
+                freeze(model, moves[step])
+                cache.set_boundary(moves[step])
+            cache.flush()
+
+        losses, gradients = train_steps(
+            model, wrap(loader) if wrap else loader, optimizer, epochs, on_step
+        )
+        stats = cache.stats()
+    return losses, gradients, model.state_dict(), stats, data
+
+
+def assert_same(cached, computed):
+    if cached[3].partial_batches:
+        # The misses' rows are computed in a smaller batch: other kernels, other last bits.
+        torch.testing.assert_close(cached[0], computed[0], rtol=1e-5, atol=1e-6)
+        return
+    assert cached[0] == computed[0]
+    for left, right in zip(cached[1:3], computed[1:3], strict=True):
+        assert left.keys() == right.keys()
+        for name in left:
+            a, b = left[name], right[name]
+            assert (a is None and b is None) or torch.equal(a, b), name
+
+
+def kill_writer(cache):
+    """Make the writer thread die of an error of its own at its next batch."""
+    cache._store._writer._next = lambda: 1 / 0
