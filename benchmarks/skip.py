@@ -142,6 +142,14 @@ class MemoryHost:
         """Cannot happen here."""
         raise error
 
+    def thawed(self, name: str, cut: str | None) -> None:
+        """No part of the prefix is ever trained."""
+        raise AssertionError(name)
+
+    def uncached(self, reason: str) -> None:
+        """Every batch knows its samples."""
+        raise AssertionError(reason)
+
     def front_returned(self, boundary: str, seconds: float, rows: int) -> None:
         """Nothing is measured here."""
 

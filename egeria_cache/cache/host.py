@@ -69,6 +69,7 @@ class CacheHost:
         """The model was cut for this batch's loader: open the generation that belongs to it."""
         context: BatchContext = batch.context
         name, status = batch.loader_name, self._status
+        status.is_proved = True
         if status.gate == "never" or name in status.uncached or name in self._pilot.stopped:
             return
         found = self._open(batch, cut)
@@ -223,10 +224,27 @@ class CacheHost:
         log.warning("the frozen prefix changed (%s): cached activations are void", reason)
         self._views.void(lambda view: True, unlink=False)
 
+    def thawed(self, name: str, cut: str | None) -> None:
+        """A part of the prefix is trained from now on; from there on nothing is served."""
+        where = f"the model is cut after {cut!r} instead" if cut else "it is computed whole"
+        reason = f"{name!r}, which was frozen, is trained again: {where}"
+        self._counts.why_not = None if cut else reason
+        log.warning(reason)
+        self._views.void(lambda view: True, unlink=False)
+
+    def uncached(self, reason: str) -> None:
+        """The model is called, and nothing can be served or stored: say what came instead."""
+        self._counts.why_not = reason
+        log.warning(
+            "a boundary is set, but nothing is cached: %s. Give the model the loader's batches as "
+            "they come, or do what changes them after the boundary or in the data set",
+            reason,
+        )
+
     def refused(self, error: BoundaryError) -> None:
-        """The model cannot be cut here."""
+        """The model cannot be cut here; where it could be before, that is no error of training."""
         self._counts.why_not = str(error)
-        if self._status.set_by_hand:
+        if self._status.set_by_hand and not self._status.is_proved:
             raise error
         log.warning("training goes on uncached: %s", error)
 

@@ -16,6 +16,8 @@ class Status:
     boundary: str | None = None
     """The last frozen module, as whoever set it named it."""
     set_by_hand: bool = True
+    is_proved: bool = False
+    """Whether the model was cut under this boundary: it is no mistake of whoever set it."""
     num_moves: int = 0
     """How often the boundary, or the cut before it, has moved."""
     uncached: dict[str, str] = field(default_factory=dict)

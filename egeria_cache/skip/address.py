@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
-from egeria_cache.skip.guards import ContentHash
-from egeria_cache.skip.invocation import Invocation, mode_key
+from egeria_cache.skip.code import Code
+from egeria_cache.skip.content import ContentHash, describe, digest
+from egeria_cache.skip.invocation import PLAIN, Invocation, mode_key
 from egeria_cache.skip.recipe import Recipe
+from egeria_cache.skip.watch import watched_attributes
 
 __all__ = ["address", "prefix_tensors"]
 
@@ -42,6 +44,7 @@ def address(
     call: Invocation,
     tensors: Iterable[tuple[str, nn.Module | None, Tensor]],
     hashes: ContentHash,
+    code: Code,
 ) -> dict[str, Any]:
     """Return the fields, JSON values that read well when two addresses are compared."""
     paths = call.paths()
@@ -55,20 +58,24 @@ def address(
             "dtype": str(tensor.dtype),
         }
     arguments = {
-        path: repr(leaf)
+        path: repr(leaf) if isinstance(leaf, PLAIN) else digest(leaf)
         for path, leaf in zip(paths, call.leaves, strict=True)
         if not isinstance(leaf, Tensor) and leaf is not None
     }
+    for position in recipe.free:
+        arguments.pop(paths[position], None)
     pinned = {paths[i]: hashes.of(tensor) for i, tensor in recipe.pinned.items()}
-    (autocast,) = mode_key()
+    autocast, default_dtype = mode_key()
     return {
         "boundary": recipe.boundary,
         "weights": hashes.of_all((name, tensor) for name, _, tensor in tensors),
         "structure": _structure(recipe),
+        "code": code.digest(),
         "inputs": inputs,
         "arguments": arguments | pinned,
         "mode": ["train" if training else "eval" for training in recipe.modes],
         "autocast": [list(pair) for pair in autocast],
+        "default_dtype": str(default_dtype),
         "tensors": {
             name: {
                 "shape": list(recipe.tensor_spec(slot).row.shape),
@@ -84,9 +91,22 @@ def address(
 
 def _structure(recipe: Recipe) -> str:
     """Hash the modules' kinds and settings: equal weights may be used in different ways."""
-    digest = hashlib.blake2b(digest_size=16)
-    for step in recipe.steps:
-        for module in step.module.modules():
-            kind = f"{type(module).__module__}.{type(module).__qualname__}"
-            digest.update(f"{recipe.names.get(id(module))}:{kind}({module.extra_repr()});".encode())
-    return digest.hexdigest()
+    total, known = xxhash.xxh3_128(), dict[int, bytes]()
+    for name, module in recipe.skipped_modules():
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        total.update(f"{name}:{kind}({module.extra_repr()});".encode())
+        total.update(_settings(watched_attributes(module), known))
+    for name, module, keys in recipe.around():
+        values = {key: vars(module).get(key) for key in sorted(keys)}
+        total.update(f"{name}:".encode() + _settings(values, known))
+    return total.hexdigest()
+
+
+def _settings(values: Mapping[str, Any], known: dict[int, bytes]) -> bytes:
+    """Describe attributes; a configuration that many modules share is read once."""
+    parts = []
+    for key, value in values.items():
+        if id(value) not in known:
+            known[id(value)] = describe(value)
+        parts.append(key.encode() + b"=" + known[id(value)])
+    return b";".join(parts)

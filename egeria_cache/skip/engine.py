@@ -7,6 +7,7 @@ The whole way of a batch through the model is `SkipEngine.forward`. How a cut is
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,14 +23,17 @@ from egeria_cache.skip import passes
 from egeria_cache.skip.address import address, prefix_tensors
 from egeria_cache.skip.attach import AttachedForward, inner_model
 from egeria_cache.skip.calls import is_compiled
+from egeria_cache.skip.code import reached
 from egeria_cache.skip.compare import difference, tolerance
+from egeria_cache.skip.content import ContentHash
 from egeria_cache.skip.cut import Cut, merge
 from egeria_cache.skip.dropout import StatelessDropout, counting_calls
 from egeria_cache.skip.frozen import FrozenPrefix
-from egeria_cache.skip.guards import ContentHash, PrefixGuard
+from egeria_cache.skip.guards import PrefixGuard
 from egeria_cache.skip.invocation import Invocation
 from egeria_cache.skip.recipe import Recipe
 from egeria_cache.skip.rehearsal import Rehearsal
+from egeria_cache.skip.thaw import ThawWatch
 
 __all__ = ["SkipEngine", "SkipHost"]
 
@@ -41,6 +45,11 @@ MAX_CHAINS = 4
 """Different operations on a loader's batches before the model; with more, they never repeat."""
 _FIRST_WAIT = 2
 """Batches during which the prefix must be still after it changed; doubles each time."""
+_MAX_PARKED = 4
+"""States of the prefix that are remembered, in case it returns to one (weights swapped for their
+average during evaluation, say)."""
+_MAX_BARE = 3
+"""Calls under a boundary that may come without a loader's batch before that is said."""
 
 
 class SkipHost(Protocol):
@@ -65,6 +74,12 @@ class SkipHost(Protocol):
 
     def prefix_changed(self, reason: str) -> None:
         """The prefix is not what it was: everything stored is void. Nothing stale was served."""
+
+    def thawed(self, name: str, cut: str | None) -> None:
+        """The tensor `name` of the prefix is trained from now on; the model is cut before it."""
+
+    def uncached(self, reason: str) -> None:
+        """Several calls under a boundary came with batches that cannot be served."""
 
     def refused(self, error: BoundaryError) -> None:
         """The model cannot be cut here; if this returns, the engine goes on uncached."""
@@ -111,35 +126,56 @@ class SkipEngine:
         self._watch: PrefixGuard | None = None
         self._wait = _FIRST_WAIT
         self._num_still = 0
-        self._busy = False
+        self._parked: list[dict[tuple[Any, ...], list[Recipe]]] = []
+        self._free: dict[Any, frozenset[int]] = {}
+        self._announced: set[tuple[int, str]] = set()
+        """(id of a cut, loader) that the host was told of."""
+        self._declared: tuple[str | None, str | None] = (None, None)
+        """(cut, last frozen module) as they were asked for; nearer than that while a part of the
+        prefix is trained."""
+        self._thaw = ThawWatch()
+        self._num_bare = 0
+        self._turn = threading.Lock()
 
     # ---- the way of a batch -------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Stand in for `model.forward`."""
-        if self.boundary is None or self._busy:
+        if self._declared[0] is None or not self._turn.acquire(blocking=False):
+            # Nothing is frozen; or this is a call within a call, or of another thread.
             return self._forward(*unwrap(args), **unwrap(kwargs))
-        # Shapes of tagged tensors are read often: not through their `__torch_function__`.
-        with torch._C.DisableTorchFunctionSubclass():
-            call = Invocation.of(args, kwargs)
-            key = () if call is None else call.key()
-        if call is None:
-            return self._forward(*unwrap(args), **unwrap(kwargs))
-        self._busy = True
         try:
+            self._look()
+            # Shapes of tagged tensors are read often: not through their `__torch_function__`.
+            with torch._C.DisableTorchFunctionSubclass():
+                call = Invocation.of(args, kwargs)
+                key = () if call.why_not else call.key(self._free.get(call.spec, frozenset()))
+            if self.boundary is None or call.why_not is not None:
+                return self._uncached(call)
             if self._dropout is None:
                 return self._cached(call, key)
             with self._dropout.serving(call.batch):
                 return self._cached(call, (*key, self._dropout.key()))
         finally:
-            self._busy = False
+            self._turn.release()
+
+    def _uncached(self, call: Invocation) -> Any:
+        """Compute a call that cannot be served; the prefix is in inference mode all the same."""
+        if self.boundary is not None and call.why_not is not None:
+            self._num_bare += 1
+            if self._num_bare == _MAX_BARE:
+                self.host.uncached(call.why_not)
+            self._hold(call)
+        args, kwargs = call.plain()
+        return self._forward(*args, **kwargs)
 
     def _cached(self, call: Invocation, key: tuple[Any, ...]) -> Any:
         self.host.note("called", 0.0, call.batch.size)
-        self._compare_guards()
+        self._num_bare = -(1 << 62)  # other calls may come beside these: of an evaluation, say
         recipe = self._find(None, key, call)
         if recipe is None:
             return self._first(key, call)
+        self._announce(recipe, call)
         entry = call.batch.entry
         source: Recipe | None = None
         if entry is not None:
@@ -165,11 +201,7 @@ class SkipEngine:
         """Prove a cut on this batch; whatever comes of it, return the plain result."""
         assert self.boundary is not None
         if key in self._refused or not self._ready():
-            if not self._is_held:
-                Rehearsal(
-                    self.model, self._forward, self.boundary, call, self._held, self.frozen
-                ).hold()
-                self._is_held = True
+            self._hold(call)
             args, kwargs = call.plain()
             return self._forward(*args, **kwargs)
         alike = [r for r in self._recipes.get(key, ()) if r.boundary == self.boundary]
@@ -194,6 +226,7 @@ class SkipEngine:
         )
         outcome = rehearsal.run()
         self._is_held = True
+        self._thaw.watch(self.model, self._held)
         if outcome.recipe is not None and self._dropout is not None and self._dropout.error:
             outcome.recipe, outcome.error = None, self._dropout.error
         recipe = outcome.recipe
@@ -202,6 +235,10 @@ class SkipEngine:
             if outcome.error is not None:
                 self.host.refused(outcome.error)
             return outcome.result
+        if recipe.free:
+            self._free[call.spec] = self._free.get(call.spec, recipe.free) & recipe.free
+            key = call.key(self._free[call.spec])
+            key = key if self._dropout is None else (*key, self._dropout.key())
         recipe.key = key
         cut = self._adopt(recipe, outcome.twin) or self._publish(recipe, call)
         if outcome.rows is not None:
@@ -215,6 +252,7 @@ class SkipEngine:
         on_host = recipe.cut is not None and recipe.device.type == "cpu"
         if on_host and capture.front_s is not None:  # elsewhere the device runs behind the host
             self.host.front_returned(recipe.boundary, capture.front_s, call.batch.size)
+        self._settle(recipe)
         self._captured(recipe, call, None, capture.rows())
         if capture.deviation is not None:
             self._refuse(recipe.key, BoundaryError.another_way(recipe.boundary, capture.deviation))
@@ -249,6 +287,7 @@ class SkipEngine:
         missing = ~entry.hit
         with self._noting("prefix", int(missing.sum())):
             fresh = passes.prefix(self._forward, source, call, missing)
+        self._settle(source)
         if source.boundary == self.boundary:
             self._captured(source, call, missing, fresh)
         return {name: merge(entry.hit, stored[name], fresh[name]) for name in fresh}
@@ -277,6 +316,72 @@ class SkipEngine:
         started = time.perf_counter()
         yield
         self.host.note(kind, time.perf_counter() - started, rows)
+
+    def _hold(self, call: Invocation) -> None:
+        """Take all that runs before the boundary into inference mode, once."""
+        if not self._is_held and self.boundary is not None:
+            Rehearsal(
+                self.model, self._forward, self.boundary, call, self._held, self.frozen
+            ).hold()
+            self._is_held = True
+            self._thaw.watch(self.model, self._held)
+
+    # ---- is the prefix what it was? -----------------------------------------------------------
+
+    def _look(self) -> None:
+        """Compare the prefix with what was proved, before anything of it is served."""
+        name = self._thaw.thawed()
+        if name is not None:
+            self._retreat(name)
+        elif self._declared != (self.boundary, self.frozen) and self._thaw.is_frozen_again():
+            self._thaw.forget()
+            self._place(*self._declared)
+        guards = {id(r.guard): r.guard for r in self._all() if r.guard is not None}
+        for guard in guards.values():
+            reason = guard.changed()
+            if reason is not None:
+                self._void(reason, guard)
+                return
+
+    def _retreat(self, name: str) -> None:
+        """A part of the prefix is trained from now on: cut before it, or not at all."""
+        recipe = next((r for r in self._all() if r.boundary == self.boundary), None)
+        cut: str | None = None
+        if recipe is not None and not any(tensor.requires_grad for *_, tensor in recipe.reads):
+            for step in recipe.steps:
+                if any(p.requires_grad for p in step.module.parameters()):
+                    break
+                cut = step.name
+        self.host.thawed(name, cut)
+        self._place(cut, cut)
+
+    def _void(self, reason: str, guard: PrefixGuard) -> None:
+        """What is stored is of another prefix; it may return, or another one be known."""
+        self.host.prefix_changed(reason)
+        self._held.put_back()
+        self._parked = [self._recipes, *self._parked][:_MAX_PARKED]
+        self._recipes = {}
+        self._announced.clear()
+        self.cut = None
+        self._refused.clear()
+        if not self._unpark():
+            self._hashes.forget()
+            self._watch, self._num_still = guard, -1
+
+    def _unpark(self) -> bool:
+        """Go back to recipes that were proved for what the prefix is now, if there are any."""
+        for parked in self._parked:
+            guards = [r.guard for recipes in parked.values() for r in recipes if r.guard]
+            if guards and all(guard.changed() is None for guard in guards):
+                self._parked.remove(parked)
+                self._recipes, self._watch = parked, None
+                return True
+        return False
+
+    def _settle(self, recipe: Recipe) -> None:
+        """What the prefix's own run has left on its modules is no change: memoised tables."""
+        if recipe.guard is not None:
+            recipe.guard.settle()
 
     # ---- the boundary -------------------------------------------------------------------------
 
@@ -315,8 +420,15 @@ class SkipEngine:
         """
         name = None if name is None else self._resolve(name)
         frozen = name if frozen is None else self._resolve(frozen)
-        if (name, frozen) == (self.boundary, self.frozen):
+        if (name, frozen) == self._declared == (self.boundary, self.frozen):
             return
+        self._declared = (name, frozen)
+        self._thaw.forget()
+        self._parked.clear()
+        self._place(name, frozen)
+
+    def _place(self, name: str | None, frozen: str | None) -> None:
+        """Cut there, and hold what is frozen."""
         before = self._all()
         kept = [r for r in before if name is not None and not r.lies_beyond(name)]
         self._recipes.clear()
@@ -325,7 +437,8 @@ class SkipEngine:
         same_prefix = frozen is not None and frozen == self.frozen
         self.boundary, self.frozen, self.cut = name, frozen, None
         self._refused.clear()
-        self._num_rehearsals = 0
+        self._free.clear()
+        self._num_rehearsals = self._num_bare = 0
         self._watch, self._wait = None, _FIRST_WAIT
         if not same_prefix:
             self._held.release()
@@ -333,9 +446,12 @@ class SkipEngine:
         for recipe in kept:
             self._held.extend(step.module for step in recipe.steps if not step.run)
         if name is None:
+            self._thaw.watch(self.model, self._held)
             self._hashes.forget()
+            self._announced.clear()
             return
         self._held.extend([self.model.get_submodule(name)])
+        self._thaw.watch(self.model, self._held)
         if self._compiled or is_compiled(self.model):
             self.host.refused(BoundaryError.compiled_whole(name))
         elif self._is_traced:
@@ -365,8 +481,11 @@ class SkipEngine:
     def _ready(self) -> bool:
         """Whether another rehearsal is worth its price."""
         if self._watch is not None:
-            if self._watch.changed() is not None:
-                self._watch, self._num_still = _frozen_now(self.model), 0
+            if self._unpark():
+                return False
+            if self._num_still < 0 or self._watch.changed() is not None:
+                self._watch.renew()
+                self._num_still = 0
             self._num_still += 1
             if self._num_still <= self._wait:
                 return False
@@ -382,39 +501,33 @@ class SkipEngine:
         return recipe.cut
 
     def _publish(self, recipe: Recipe, call: Invocation) -> Cut:
-        tensors = prefix_tensors(recipe)
-        recipe.guard = guard = PrefixGuard(tensors, recipe.skipped_modules())
+        tensors, skipped = prefix_tensors(recipe), recipe.skipped_modules()
+        around = recipe.around()
+        code = reached([*recipe.ancestors, *(module for _, module in skipped)])
+        recipe.guard = guard = PrefixGuard(tensors, skipped, around, code, self._hashes)
         dropped = {call.tagged[i].leaf for i in call.tagged if i not in recipe.kept}
         kept = {call.tagged[i].leaf for i in recipe.kept}
-        skipped = recipe.skipped_modules()
         dropped_at_random = {} if self._dropout is None else self._dropout.fields(skipped)
         recipe.cut = self.cut = Cut(
             boundary=recipe.boundary,
             tensors={n: recipe.tensor_spec(slot).row for n, slot in recipe.slots().items()},
             dropped=frozenset(dropped - kept),
             tagged=frozenset(dropped | kept),
-            fields=address(recipe, call, tensors, self._hashes) | dropped_at_random,
+            fields=address(recipe, call, tensors, self._hashes, code) | dropped_at_random,
             profile=recipe.profile,
             changed=guard.changed,
         )
         self._recipes.setdefault(recipe.key, []).append(recipe)
-        self.host.cut_found(call.batch, recipe.cut)
+        self._thaw.watch(self.model, self._held, recipe.reads)
+        self._announce(recipe, call)
         return recipe.cut
 
-    def _compare_guards(self) -> None:
-        for guard in {id(r.guard): r.guard for r in self._all()}.values():
-            reason = guard.changed() if guard is not None else None
-            if reason is not None:
-                self._void(reason)
-                return
-
-    def _void(self, reason: str) -> None:
-        self.host.prefix_changed(reason)
-        self._recipes.clear()
-        self.cut = None
-        self._hashes.forget()
-        self._refused.clear()
-        self._watch, self._num_still = _frozen_now(self.model), 0
+    def _announce(self, recipe: Recipe, call: Invocation) -> None:
+        """Tell the host of a cut once for every loader whose batches may enter there."""
+        cut, loader = recipe.cut, call.batch.loader_name
+        if cut is not None and (id(cut), loader) not in self._announced:
+            self._announced.add((id(cut), loader))
+            self.host.cut_found(call.batch, cut)
 
     def _all(self) -> list[Recipe]:
         return [recipe for recipes in self._recipes.values() for recipe in recipes]
@@ -429,14 +542,3 @@ class SkipEngine:
         self._refuse(key, error)
         args, kwargs = call.plain()
         return self._forward(*args, **kwargs)
-
-
-def _frozen_now(model: nn.Module) -> PrefixGuard:
-    """Watch all that looks frozen at present."""
-    return PrefixGuard(
-        (f"{name}.{key}", module, tensor)
-        for name, module in model.named_modules()
-        for slot in (module._parameters, {} if module.training else module._buffers)
-        for key, tensor in slot.items()
-        if tensor is not None and not tensor.requires_grad
-    )

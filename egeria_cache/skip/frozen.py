@@ -96,6 +96,11 @@ class FrozenPrefix:
                 module.training = False
                 self._modules[id(module)] = module
 
+    def put_back(self) -> None:
+        """Put every held module back into inference mode, whoever set its flag."""
+        for module in self._modules.values():
+            module.training = False
+
     def extend_around(self, boundary: nn.Module, modules: Iterable[nn.Module]) -> bool:
         """Hold the own code of modules, without what is below them, until `boundary` returns.
 

@@ -18,10 +18,11 @@ from torch.utils._pytree import (
 )
 
 from egeria_cache.batch import Batch, BatchTensor, take_rows
+from egeria_cache.skip.content import digest
 
-__all__ = ["Invocation", "mode_key"]
+__all__ = ["PLAIN", "Invocation", "mode_key"]
 
-_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,13 @@ class Invocation:
     tagged: Mapping[int, BatchTensor]
     """Leaves that come from the loader, by position."""
     batch: Batch
+    """Whose leaves they are; not to be asked for where there is a `why_not`."""
+    why_not: str | None = None
+    """Why the call cannot be served: its leaves do not come from one batch, or are trained."""
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Invocation | None:
-        """Return None if the leaves do not come from one batch of a loader, or are trained."""
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Invocation:
+        """Take a call apart."""
         leaves, spec = tree_flatten((args, kwargs))
         tagged = {
             i: leaf
@@ -45,12 +49,13 @@ class Invocation:
             if isinstance(leaf, BatchTensor) and leaf.intact
         }
         batches = {id(leaf.batch): leaf.batch for leaf in tagged.values()}
+        why_not = None
         if len(batches) != 1:
-            return None
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-            return None  # the gradient by an input is wanted, and it leads through the prefix
-        (batch,) = batches.values()
-        return cls(leaves, spec, tagged, batch)
+            why_not = _untagged(leaves) if not batches else "it was given rows of several batches"
+        elif any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            why_not = "an input requires grad, and its gradient leads through the prefix"
+        batch: Any = next(iter(batches.values()), None)
+        return cls(leaves, spec, tagged, batch, why_not)
 
     def rebuild(self, swap: Callable[[int, Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) with each tensor leaf replaced by `swap(position, leaf)`."""
@@ -93,10 +98,17 @@ class Invocation:
 
         return self.rebuild(swap)
 
-    def key(self) -> tuple[Any, ...]:
-        """What must be equal for two calls to be served by the same recipe."""
+    def key(self, free: frozenset[int] = frozenset()) -> tuple[Any, ...]:
+        """What must be equal for two calls to be served by the same recipe.
+
+        Args:
+            free: Positions of plain arguments that may differ: the prefix does not use them.
+        """
         size = self.batch.size
-        return (self.batch.loader_name, tuple(_describe(x, size) for x in self.leaves), mode_key())
+        leaves = tuple(
+            "any" if i in free else _describe(leaf, size) for i, leaf in enumerate(self.leaves)
+        )
+        return (self.spec, leaves, mode_key())
 
     def paths(self) -> list[str]:
         """Name each leaf as the caller sees it: "args[0]", "kwargs['labels']"."""
@@ -125,7 +137,7 @@ def mode_key() -> tuple[Any, ...]:
         for kind in ("cpu", "cuda")
         if torch.is_autocast_enabled(kind)
     )
-    return (autocast,)
+    return autocast, torch.get_default_dtype()
 
 
 def _describe(leaf: Any, batch_size: int) -> Any:
@@ -134,6 +146,26 @@ def _describe(leaf: Any, batch_size: int) -> Any:
         if shape and shape[0] == batch_size:
             shape = ("B", *shape[1:])
         return (shape, leaf.dtype, leaf.device)
-    if isinstance(leaf, _PLAIN):
+    if isinstance(leaf, PLAIN):
         return (type(leaf), leaf)
-    return (type(leaf), id(leaf))
+    # An object may be changed in place between two calls: it counts by what it holds, too.
+    return (type(leaf), id(leaf), digest(leaf))
+
+
+def _untagged(leaves: list[Any]) -> str:
+    """Say what the model was called with instead of a loader's batch."""
+    for leaf in leaves:
+        if isinstance(leaf, BatchTensor):
+            return (
+                f"the loader's leaf {leaf.leaf!r} was changed in place after the loader gave it out"
+            )
+    tensor = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+    if tensor is None:
+        kinds = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves)) or "nothing"
+        return f"it was called with {kinds}, in which no tensor of an EgeriaLoader's batch is found"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return (
+        f"it was called with a {type(tensor).__name__} ({dtype}, {list(tensor.shape)}) that does "
+        "not know its samples: it is not from an EgeriaLoader of this cache, or an operation "
+        "before the model mixed or replaced its rows"
+    )

@@ -108,6 +108,12 @@ class Recipe:
     """What the prefix computes with beside its modules' own tensors."""
     draws: bool = False
     """Whether the prefix draws random numbers (to no effect on what is cached)."""
+    free: frozenset[int] = frozenset()
+    """Positions of plain arguments that the prefix does not use: any value fits."""
+    attributes: frozenset[tuple[int, str]] = frozenset()
+    """(id of an ancestor, attribute) that code around the boundary reads before it returns."""
+    grad_mode: bool | None = None
+    """Whether autograd recorded when it was proved; None if that does not matter."""
     profile: tuple[Step, ...] = ()
     guard: PrefixGuard | None = None
     cut: Cut | None = None
@@ -127,6 +133,8 @@ class Recipe:
     def fits(self, call: Invocation) -> bool:
         """Whether the inputs and modes are those that it was proved with."""
         if tuple(module.training for module in self.ancestors) != self.modes:
+            return False
+        if self.grad_mode is not None and torch.is_grad_enabled() is not self.grad_mode:
             return False
         for position, known in self.leaf_names.items():
             leaf = call.tagged.get(position)
@@ -152,6 +160,13 @@ class Recipe:
             for module in step.module.modules()
         }
         return [(self.names.get(i, ""), module) for i, module in modules.items()]
+
+    def around(self) -> list[tuple[str, nn.Module, list[str]]]:
+        """Return (name, ancestor, attributes of it that code before the boundary reads)."""
+        keys: dict[int, list[str]] = {id(module): [] for module in self.ancestors}
+        for owner, key in self.attributes:
+            keys[owner].append(key)
+        return [(self.names.get(id(m), ""), m, keys[id(m)]) for m in self.ancestors]
 
     def surrounds(self, module: nn.Module) -> bool:
         """Whether the boundary is called from within `module`, which may be a step as well."""

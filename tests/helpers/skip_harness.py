@@ -39,6 +39,8 @@ class FakeHost:
     refusals: list = field(default_factory=list)
     changes: list = field(default_factory=list)
     notes: list = field(default_factory=list)
+    thaws: list = field(default_factory=list)
+    told: list = field(default_factory=list)
     num_loads: int = 0
     raise_refusals: bool = False
 
@@ -75,6 +77,12 @@ class FakeHost:
 
     def front_returned(self, boundary, seconds, rows):
         pass
+
+    def thawed(self, name, cut):
+        self.thaws.append((name, cut))
+
+    def uncached(self, reason):
+        self.told.append(reason)
 
     def note(self, kind, seconds, rows):
         if kind not in ("called", "front"):
