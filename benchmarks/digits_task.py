@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
+from digits import Digits, ResNet
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-from digits import Digits, ResNet
 
 __all__ = ["Outcome", "ResNet", "Task", "load", "train"]
 

@@ -6,33 +6,28 @@ against its snapshot (whole-model). Afterwards, knowing the final weights, compu
 distance from its final state with PWCCA and linear CKA, and reports per layer the Spearman
 correlation of the curves over the epochs, and the costs.
 
-    python benchmarks/plasticity_validation.py [--seeds 3] [--epochs 30]
+    python -m benchmarks.plasticity_validation [--seeds 3] [--epochs 30] [--quick]
+
+Writes benchmarks/results/plasticity_validation.json and .png (not with --quick).
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import time
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import torch
-from bench_environment import environment
-from digits_task import Task, load, train
 from torch import Tensor, nn
 
+from benchmarks.digits_task import Task, load, train
+from benchmarks.harness import environment, in_turns, parser, publish, pyplot
 from egeria_core import find_layers, sp_loss
 from egeria_core.snapshot import copy_modules
 
-mpl.use("Agg")
-from matplotlib import pyplot as plt
-
-RESULTS = Path(__file__).parent / "results"
 PROBE_ROWS = 32
 
 
@@ -136,16 +131,6 @@ def one_seed(task: Task, seed: int) -> dict[str, Any]:
     return {"curves": curves, "accuracy": outcome.accuracy, "costs": costs(act, final, names)}
 
 
-def median_ms(function: Callable[[], Any], repeats: int = 15) -> float:
-    function()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 2] * 1e3
-
-
 def _on_channels(distance: Callable[[Tensor, Tensor], float], pair: tuple[Tensor, Tensor]) -> float:
     return distance(channels_last(pair[0]), channels_last(pair[1]))
 
@@ -156,12 +141,14 @@ def costs(act: Any, final: Any, names: list[str]) -> dict[str, Any]:
     for name in names:
         small = act[name][:PROBE_ROWS], final[name][:PROBE_ROWS]
         large = act[name], final[name]
-        result[name] = {
-            "sp_ms": median_ms(partial(sp_loss, *small)),
-            "pwcca_same_rows_ms": median_ms(partial(_on_channels, pwcca_distance, small)),
-            "pwcca_test_set_ms": median_ms(partial(_on_channels, pwcca_distance, large), 5),
-            "cka_test_set_ms": median_ms(partial(_on_channels, cka_distance, large), 5),
+        uses: dict[str, Callable[[], object]] = {
+            "sp_ms": partial(sp_loss, *small),
+            "pwcca_same_rows_ms": partial(_on_channels, pwcca_distance, small),
+            "pwcca_test_set_ms": partial(_on_channels, pwcca_distance, large),
+            "cka_test_set_ms": partial(_on_channels, cka_distance, large),
         }
+        times = in_turns(itertools.repeat(uses, 10), warm_up=1).wall
+        result[name] = {key: times.median(key) * 1e3 for key in uses}
     return result
 
 
@@ -186,46 +173,46 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def draw(runs: list[dict[str, Any]], path: Path) -> None:
-    curves = runs[0]["curves"]
-    kinds = ("plasticity", "plasticity_whole_model", "pwcca", "cka")
-    titles = ("plasticity, one module", "plasticity, whole model", "1 - PWCCA", "1 - CKA")
-    figure, all_axes = plt.subplots(1, 4, figsize=(15, 3.4))
-    for axes, kind, title in zip(all_axes, kinds, titles, strict=True):
-        for name, curve in curves[kind].items():
-            axes.plot(range(1, len(curve) + 1), curve, label=name, linewidth=1.2)
-        axes.set_yscale("log")
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("epoch")
-    all_axes[0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+def plotter(curves: dict[str, Any]) -> Callable[[Any, Path], None]:
+    """Return what draws one seed's curves."""
+
+    def plot(report: dict[str, Any], path: Path) -> None:
+        kinds = ("plasticity", "plasticity_whole_model", "pwcca", "cka")
+        titles = ("plasticity, one module", "plasticity, whole model", "1 - PWCCA", "1 - CKA")
+        figure, all_axes = pyplot().subplots(1, 4, figsize=(15, 3.4))
+        for axes, kind, title in zip(all_axes, kinds, titles, strict=True):
+            for name, curve in curves[kind].items():
+                axes.plot(range(1, len(curve) + 1), curve, label=name, linewidth=1.2)
+            axes.set_yscale("log")
+            axes.set_title(title, fontsize=10)
+            axes.set_xlabel("epoch")
+        all_axes[0].legend(fontsize=7)
+        figure.tight_layout()
+        figure.savefig(path, dpi=110)
+
+    return plot
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    arguments = parser.parse_args(argv)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    options_of = parser(__doc__)
+    options_of.add_argument("--seeds", type=int, default=3)
+    options_of.add_argument("--epochs", type=int, default=30)
+    options = options_of.parse_args(argv)
+    if options.quick:
+        options.seeds, options.epochs = 1, 4
     torch.set_num_threads(1)
-    task = Task(epochs=arguments.epochs)
-    runs = [one_seed(task, seed) for seed in range(arguments.seeds)]
-    table = summarise(runs)
-    arguments.output.mkdir(parents=True, exist_ok=True)
+    task = Task(epochs=options.epochs)
+    runs = [one_seed(task, seed) for seed in range(options.seeds)]
     report = {
-        "environment": environment(arguments.seeds),
+        "environment": environment(options.seeds),
         "task": vars(task) | {"drops": list(task.drops)},
         "accuracy": [run["accuracy"] for run in runs],
-        "layers": table,
+        "layers": summarise(runs),
     }
-    (arguments.output / "plasticity_validation.json").write_text(json.dumps(report, indent=1))
-    draw(runs, arguments.output / "plasticity_validation.png")
-    for name, row in table.items():
-        print(name, row["spearman"], row["cost"])
+    publish("plasticity_validation", report, options, plot=plotter(runs[0]["curves"]))
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -4,31 +4,28 @@ Varies the evaluation interval n, the window W and the tolerance T around the gu
 the reference's precision, and whether one module or the whole model is the reference; each over
 several seeds. Accuracy, training time without a cache, and how much stayed trainable.
 
-    python benchmarks/sensitivity.py [--seeds 3] [--epochs 30]
+    python -m benchmarks.sensitivity [--seeds 3] [--epochs 30] [--only NAME,NAME] [--quick]
+
+Writes benchmarks/results/sensitivity.json and .png (not with --quick).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable
+import statistics
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import torch
-from bench_environment import environment
-from digits_task import Outcome, Task, train
 from torch import Tensor, nn
 
+from benchmarks.digits_task import Outcome, Task, train
+from benchmarks.harness import environment, parser, publish, pyplot, tell
 from egeria_core import FreezeController, find_layers, guideline_interval
 from egeria_core.hooks import Call, LayerTap, Probe
 from egeria_core.meter import ActivationMeter
 
-mpl.use("Agg")
-from matplotlib import pyplot as plt
-
-RESULTS = Path(__file__).parent / "results"
 WINDOW, TOLERANCE = 10, 0.2
 
 
@@ -179,58 +176,51 @@ def describe(outcomes: list[Outcome]) -> dict[str, Any]:
     }
 
 
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def draw(results: dict[str, Any], path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(8, 4.5))
+def plot(report: dict[str, Any], path: Path) -> None:
+    results = report["variants"]
+    figure, axes = pyplot().subplots(figsize=(8, 4.5))
     groups = list(dict.fromkeys(row["group"] for row in results.values()))
-    for index, group in enumerate(groups):
-        for name, row in results.items():
-            if row["group"] != group:
-                continue
-            x, y = mean(row["mean_active"]), mean(row["accuracy"]) * 100
-            spread = (max(row["accuracy"]) - min(row["accuracy"])) * 50
-            axes.errorbar(x, y, yerr=spread, fmt="o", color=f"C{index}", capsize=2)
-            axes.annotate(name, (x, y), fontsize=8, xytext=(5, 4), textcoords="offset points")
+    for name, row in results.items():
+        x, y = statistics.mean(row["mean_active"]), statistics.mean(row["accuracy"]) * 100
+        spread = (max(row["accuracy"]) - min(row["accuracy"])) * 50
+        colour = f"C{groups.index(row['group'])}"
+        axes.errorbar(x, y, yerr=spread, fmt="o", color=colour, capsize=2)
+        axes.annotate(name, (x, y), fontsize=8, xytext=(5, 4), textcoords="offset points")
     axes.set_xlabel("mean trainable part of the parameters (less is faster)")
     axes.set_ylabel("test accuracy, % (mean and half range over the seeds)")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--only", default="", help="comma-separated names of variants")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    arguments = parser.parse_args(argv)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    options_of = parser(__doc__)
+    options_of.add_argument("--seeds", type=int, default=3)
+    options_of.add_argument("--epochs", type=int, default=30)
+    options_of.add_argument("--only", default="", help="comma-separated names of variants")
+    options = options_of.parse_args(argv)
+    if options.quick:
+        options.seeds, options.epochs = 1, 4
     torch.set_num_threads(1)
-    task = Task(epochs=arguments.epochs)
-    wanted = [name for name in arguments.only.split(",") if name]
+    task = Task(epochs=options.epochs)
+    wanted = [name for name in options.only.split(",") if name]
     chosen = {k: v for k, v in variants().items() if not wanted or k in wanted}
     outcomes: dict[str, list[Outcome]] = {name: [] for name in chosen}
     # Seeds outside, variants inside: what else the machine does falls on all variants alike.
-    for seed in range(arguments.seeds):
+    for seed in range(options.seeds):
         for name, (_, make) in chosen.items():
+            tell(f"seed {seed}, {name}")
             outcomes[name].append(train(task, seed, make))
-            print(seed, name, describe(outcomes[name][-1:]), flush=True)
-    results = {
-        name: {"group": chosen[name][0]} | describe(found) for name, found in outcomes.items()
-    }
-    arguments.output.mkdir(parents=True, exist_ok=True)
     report = {
-        "environment": environment(arguments.seeds),
+        "environment": environment(options.seeds),
         "task": vars(task) | {"drops": list(task.drops)},
-        "variants": results,
+        "variants": {
+            name: {"group": chosen[name][0]} | describe(found) for name, found in outcomes.items()
+        },
     }
-    (arguments.output / "sensitivity.json").write_text(json.dumps(report, indent=1))
-    draw(results, arguments.output / "sensitivity.png")
+    publish("sensitivity", report, options, plot=plot)
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """What K augmented versions of each sample cost in the cache, and what they bring.
 
-    python benchmarks/variants.py [--seeds 3] [--epochs 32] [--json] [--quick]
+    python -m benchmarks.variants [--seeds 3] [--epochs 32] [--json] [--quick]
 
 Handwritten digits, a small ResNet, few training images, so that augmentation matters. The network
 trains as a whole first; then two thirds of it are frozen, and the rest trains on with K = 1, 4, 16
@@ -10,9 +10,7 @@ benchmarks/results/variants.json and variants.png (not with --quick).
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import statistics
 import sys
 import tempfile
@@ -22,19 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from digits import Digits, ResNet
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Subset
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from bench_environment import environment
-from digits import Digits, ResNet
-
+from benchmarks.harness import environment, parser, publish, pyplot
 from egeria_cache import ActivationCache, EgeriaLoader
 
-RESULTS = Path(__file__).parent / "results"
 VARIANTS = (1, 4, 16, None)
 """None: a fresh version in every epoch, and no cache."""
 WARM_EPOCHS = 12
@@ -122,26 +115,10 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def show(report: dict[str, Any]) -> None:
-    table = Table(title=f"{report['num_samples']} digits, {report['epochs']} frozen epochs")
-    rows: dict[str, Any] = report["variants"]
-    columns = list(next(iter(rows.values())))
-    for column in ("K", *columns):
-        table.add_column(column, justify="right")
-    for name, row in rows.items():
-        table.add_row(name, *(str(row[column]) for column in columns))
-    Console(width=120).print(table)
-
-
 def plot(report: dict[str, Any], path: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows = report["variants"]
     names = list(rows)
-    figure, axes = plt.subplots(1, 4, figsize=(12, 3))
+    figure, axes = pyplot().subplots(1, 4, figsize=(12, 3))
     for axis, (key, scale, title) in zip(
         axes,
         (
@@ -169,13 +146,11 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=32)
-    parser.add_argument("--samples", type=int, default=320)
-    parser.add_argument("--json", action="store_true", help="print JSON for machines")
-    parser.add_argument("--quick", action="store_true", help="smaller, and write no results")
-    options = parser.parse_args(argv)
+    options_of = parser(__doc__)
+    options_of.add_argument("--seeds", type=int, default=3)
+    options_of.add_argument("--epochs", type=int, default=32)
+    options_of.add_argument("--samples", type=int, default=320)
+    options = options_of.parse_args(argv)
     if options.quick:
         options.seeds, options.epochs, options.samples = 1, 6, 128
     torch.set_num_threads(1)
@@ -201,14 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "before_freezing": starts,
         "variants": {name: summary(own) for name, own in runs.items()},
     }
-    if options.json:
-        print(json.dumps(report, indent=2))
-    else:
-        show(report)
-    if not options.quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "variants.json").write_text(json.dumps(report, indent=2) + "\n")
-        plot(report, RESULTS / "variants.png")
+    publish("variants", report, options, plot=plot)
     return 0
 
 

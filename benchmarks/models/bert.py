@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from models.attention import Attention, FeedForward, Residual
-from models.staged import Staged
+from .attention import Attention, FeedForward, Residual
+from .staged import Staged
 
 
 class State(NamedTuple):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.resnet import ResNet50
-from models.staged import Staged, init_convolutions
+from .resnet import ResNet50
+from .staged import Staged, init_convolutions
 
 
 class State(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.staged import Staged, init_convolutions
+from .staged import Staged, init_convolutions
 
 
 class Bottleneck(nn.Module):

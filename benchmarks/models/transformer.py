@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.attention import Attention, FeedForward, Residual
-from models.staged import Staged
+from .attention import Attention, FeedForward, Residual
+from .staged import Staged
 
 PAD = 0
 

@@ -9,8 +9,7 @@ __all__ = ["command_of", "where"]
 
 def command_of(name: str, environment: dict[str, Any]) -> str:
     """Return the command that wrote the figures, or the one that would."""
-    script = "demo_figures" if name == "demo" else name
-    return str(environment.get("command") or f"python benchmarks/{script}.py")
+    return str(environment.get("command") or f"python -m benchmarks.{name}")
 
 
 def where(environment: dict[str, Any]) -> str:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from training.settings import Settings
 
 # The paper's models live with the benchmarks that measure them.
-_MODELS = str(Path(__file__).parents[2] / "benchmarks")
-if _MODELS not in sys.path:
-    sys.path.append(_MODELS)
+_ROOT = str(Path(__file__).parents[2])
+if _ROOT not in sys.path:
+    sys.path.append(_ROOT)
 
 __all__ = ["Task", "TaskError", "falling", "warm_up"]
 

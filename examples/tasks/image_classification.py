@@ -46,7 +46,7 @@ class ImageClassification(Task):
 
     def models(self) -> Mapping[str, Callable[[], nn.Module]]:
         """Return CIFAR-style and ImageNet-style networks."""
-        from models import CifarResNet, MobileNetV2, ResNet50
+        from benchmarks.models import CifarResNet, MobileNetV2, ResNet50
 
         return {
             "small": lambda: CifarResNet(1, self.num_classes),

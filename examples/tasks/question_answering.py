@@ -48,7 +48,7 @@ class QuestionAnswering(Task):
 
     def models(self) -> Mapping[str, Callable[[], nn.Module]]:
         """Return a small BERT and Base."""
-        from models import Bert
+        from benchmarks.models import Bert
 
         size, length = len(self.tokenizer), self.settings.size or 384
         return {

@@ -31,7 +31,7 @@ class Segmentation(Task):
 
     def models(self) -> Mapping[str, Callable[[], nn.Module]]:
         """Return DeepLabv3 on a backbone of 14 or of 50 layers."""
-        from models import DeepLab
+        from benchmarks.models import DeepLab
 
         return {"small": lambda: DeepLab(depths=(1, 1, 1, 1)), "deeplabv3": DeepLab}
 

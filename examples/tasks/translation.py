@@ -45,7 +45,7 @@ class Translation(Task):
 
     def models(self) -> Mapping[str, Callable[[], nn.Module]]:
         """Return Tiny and Base."""
-        from models import Transformer
+        from benchmarks.models import Transformer
 
         size = len(self.tokenizer)
         return {

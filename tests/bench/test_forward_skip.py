@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
-sys.path.append(BENCHMARKS)  # at the end: some of them are named like modules of others
-
-import forward_skip  # noqa: E402
-from forward_skip_cells import Bench, measure  # noqa: E402
-from forward_skip_tasks import ALL, Shape, Task  # noqa: E402
-
-from egeria_cache import ActivationCache, EgeriaLoader  # noqa: E402
+from benchmarks.forward_skip.__main__ import chosen
+from benchmarks.forward_skip.bench import Bench
+from benchmarks.forward_skip.cells import measure
+from benchmarks.forward_skip.show import plot, show, summary
+from benchmarks.forward_skip.tasks import ALL, Shape, Task
+from egeria_cache import ActivationCache, EgeriaLoader
 
 PUBLISHED = {
     "ResNet-50": (25_557_032, 25_557_032),
@@ -83,9 +79,9 @@ def test_a_cell_is_measured_end_to_end(tmp_path):
     assert cell["codecs"]["raw"]["bytes"] >= cell["raw_bytes"]
     model = {"model": task.name, "data_set": "-", "cells": [cell]}
     report = {"models": [model]}
-    report["summary"] = forward_skip.summary(report)
-    forward_skip.show(report)
-    forward_skip.plot(report, tmp_path / "plot.png")
+    report["summary"] = summary(report)
+    show(report)
+    plot(report, tmp_path / "plot.png")
     json.dumps(report)
 
 
@@ -94,10 +90,10 @@ def test_a_boundary_is_a_percentage_or_a_layer():
     with torch.device("meta"):
         model = task.build()
 
-    def chosen(*boundary):
+    def choose(*boundary):
         options = type("Options", (), {"boundary": boundary, "quick": False})
-        return forward_skip.chosen(task, model, options)
+        return chosen(task, model, options)
 
-    assert chosen("25", "blocks.7") == {"blocks.2": 3, "blocks.7": 8}
+    assert choose("25", "blocks.7") == {"blocks.2": 3, "blocks.7": 8}
     with pytest.raises(SystemExit, match="no layer 'encoder'"):
-        chosen("encoder")
+        choose("encoder")

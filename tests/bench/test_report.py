@@ -19,7 +19,7 @@ from benchmarks.report.words import where
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 ENVIRONMENT = {
-    "command": "python benchmarks/x.py --seeds 3", "date": "2026-11-20T10:00:00", "cpu": "A chip",
+    "command": "python -m benchmarks.x --seeds 3", "date": "2026-11-20T10:00:00", "cpu": "A chip",
     "cpus": 2, "threads": 1, "torch": "2.13.0", "python": "3.11.7", "seeds": [0, 1, 2],
 }  # fmt: skip
 CELL = {
@@ -144,7 +144,7 @@ def test_missed_targets_are_called_missed(tmp_path):
     assert "| digits: egeria+cache | at least 1.43x | 1.20x | **missed** | 1.50x |" in text
     assert "| eight runs | at least 4.00x | 4.50x | met | - |" in text
     assert "31,416 of 36,807 samples came from the cache (36.6 MB)" in text
-    assert "`python benchmarks/x.py --seeds 3`: A chip, 2 CPUs, 1 thread, torch 2.13.0" in text
+    assert "`python -m benchmarks.x --seeds 3`: A chip, 2 CPUs, 1 thread, torch 2.13.0" in text
     assert "2026-11-20, seeds 0-2" in text
     page = render(list(found.values()), tmp_path)
     assert "<strong>missed</strong>" in page

@@ -1,18 +1,28 @@
 import json
 import logging
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+from benchmarks.harness import output
+from benchmarks.time_to_accuracy import __main__ as benchmark
+from benchmarks.time_to_accuracy.methods import METHODS
+from benchmarks.time_to_accuracy.summary import (
+    summarise_sweep,
+    summarise_task,
+    targets_of,
+    time_to,
+)
+from benchmarks.time_to_accuracy.tasks import TASKS, quick
+from benchmarks.time_to_accuracy.train import train
+from benchmarks.time_to_accuracy.work import Work
+
 PHASES = ("data", "cut", "forward", "backward", "update", "control", "flush")
 
 
 @pytest.fixture(autouse=True)
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
+def as_before():
     threads, log = torch.get_num_threads(), logging.getLogger("egeria")
     level = log.level
     yield
@@ -21,8 +31,6 @@ def bench(monkeypatch):
 
 
 def tiny():
-    from tta.tasks import TASKS, quick
-
     task = quick(TASKS["digits"])
     return replace(task, epochs=3, samples=80, batch_size=16, variants=1)
 
@@ -41,8 +49,6 @@ def record(method, seed, seconds, final, **changes):
 
 
 def test_known_runs_give_known_medians_spreads_and_speedups():
-    from tta.summary import summarise_task
-
     finals = (0.90, 0.94, 0.98)
     runs = [record("plain", seed, 8.0, final) for seed, final in enumerate(finals)]
     runs += [
@@ -71,8 +77,6 @@ def test_known_runs_give_known_medians_spreads_and_speedups():
 
 
 def test_a_loss_is_reached_from_above():
-    from tta.summary import targets_of, time_to
-
     targets = targets_of([2.0, 2.2], higher=False, resolution=0.0, relaxed=0.1)
     assert targets["strict"] == pytest.approx(2.1 + 0.1414214)
     assert targets["relaxed"] == pytest.approx(2.31)
@@ -82,8 +86,6 @@ def test_a_loss_is_reached_from_above():
 
 
 def test_a_sweep_is_compared_as_a_whole():
-    from tta.summary import summarise_sweep
-
     phases = {"phases": {"data": 1.0}, "cpu_seconds": 1.0, "bytes_on_disk": 5, "misses": [1, 0]}
     runs = [
         {"method": "uncached", "seed": 0, "seconds": 8.0, "each_s": [4, 4], "finals": [1, 2],
@@ -103,8 +105,6 @@ def test_a_sweep_is_compared_as_a_whole():
 
 
 def test_a_cut_off_line_loses_one_run_and_no_other(tmp_path):
-    from tta.work import Work
-
     path = tmp_path / "runs.jsonl"
     work = Work(path)
     work.add(record("plain", 0, 1.0, 1.0))
@@ -118,9 +118,6 @@ def test_a_cut_off_line_loses_one_run_and_no_other(tmp_path):
 
 
 def test_a_cached_run_has_the_losses_of_the_computed_one(tmp_path):
-    from tta.methods import METHODS
-    from tta.train import train
-
     task = replace(tiny(), epochs=4, static_start=0.0)
     losses, hits = [], []
     for gate in ("always", "never"):
@@ -136,12 +133,9 @@ def test_a_cached_run_has_the_losses_of_the_computed_one(tmp_path):
 
 
 def test_runs_end_to_end_and_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
-    import time_to_accuracy as benchmark
-    from tta.tasks import TASKS
-
     eager = {"evaluate_every": 1, "window": 2, "tolerance": 100.0, "bootstrap": None}
     monkeypatch.setitem(TASKS, "digits", replace(tiny(), plasticity=eager))
-    monkeypatch.setattr(benchmark, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(output, "RESULTS", tmp_path / "results")
     command = ["--task", "digits", "--method", "plain", "linear", "egeria+cache", "--seeds", "1",
                "--work", str(tmp_path / "work"), "--json"]  # fmt: skip
     assert benchmark.main(command) == 0
@@ -162,9 +156,7 @@ def test_runs_end_to_end_and_goes_on_where_it_was(tmp_path, monkeypatch, capsys)
 
 
 def test_each_seed_begins_with_another_method_and_ends_with_the_shortened_one():
-    from time_to_accuracy import rotated
-
     names = ["plain", "shortened", "static", "egeria"]
-    orders = [rotated(names, seed) for seed in range(3)]
+    orders = [benchmark.rotated(names, seed) for seed in range(3)]
     assert {order[0] for order in orders} == {"plain", "static", "egeria"}
     assert all(order[-1] == "shortened" and set(order) == set(names) for order in orders)

@@ -163,7 +163,7 @@ def test_wrong_arguments_say_what_is_known(tmp_path, capsys, flags, message):
 
 def test_weights_that_fit_are_taken(tmp_path):
     published.image_folder(tmp_path / "data", classes=("bee", "cat", "dog"))
-    from models import CifarResNet
+    from benchmarks.models import CifarResNet
 
     torch.save(CifarResNet(1, 10).state_dict(), tmp_path / "weights.pt")
     where = ["--data", str(tmp_path / "data"), "--output", str(tmp_path / "run"), "--size", "16"]

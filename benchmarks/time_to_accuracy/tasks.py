@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from tta.images import Crops, ResNet, digits
-from tta.text import VOCABULARY, Transformer, read_source, windows
+from .images import Crops, ResNet, digits
+from .text import VOCABULARY, Transformer, read_source, windows
 
 __all__ = ["TASKS", "Problem", "Task", "loss_of", "make_optimizer", "make_schedule", "quick"]
 

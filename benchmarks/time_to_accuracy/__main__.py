@@ -1,6 +1,6 @@
 """Time to accuracy: Egeria, with and without its cache, against plain training and seven others.
 
-    python benchmarks/time_to_accuracy.py [--task NAME ...] [--method NAME ...] [--seeds 3]
+    python -m benchmarks.time_to_accuracy [--task NAME ...] [--method NAME ...] [--seeds 3]
         [--render] [--json] [--quick]
 
 Real data that every machine has: handwritten digits, and the text of Python's standard library.
@@ -15,9 +15,7 @@ benchmarks/results/time_to_accuracy.json, .png (metric over time) and _speedups.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
-import os
 import re
 import sys
 import tempfile
@@ -28,19 +26,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_environment import environment
-from tta.findings import findings, verdicts
-from tta.methods import METHODS
-from tta.show import plot, show
-from tta.summary import summarise_sweep, summarise_task
-from tta.sweep import SWEEPS, run_sweep, sweep_task
-from tta.tasks import TASKS, Task, quick
-from tta.train import train
-from tta.work import Work
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results"
-WORK = HERE.parent / "runs" / "time_to_accuracy"
+from benchmarks.harness import environment, keep, parser, print_report, tell
+
+from .findings import findings, verdicts
+from .methods import METHODS
+from .show import plot, show
+from .summary import summarise_sweep, summarise_task
+from .sweep import SWEEPS, run_sweep, sweep_task
+from .tasks import TASKS, Task, quick
+from .train import train
+from .work import Work
+
+WORK = Path(__file__).parents[2] / "runs" / "time_to_accuracy"
 SWEEP_METHODS = ("uncached", "cached")
 
 
@@ -139,14 +137,6 @@ def render(options: argparse.Namespace, work: Work) -> dict[str, Any]:
     return report
 
 
-def write(report: dict[str, Any]) -> None:
-    """Write the results' files."""
-    RESULTS.mkdir(exist_ok=True)
-    text = json.dumps(_rounded(report), indent=1)
-    (RESULTS / "time_to_accuracy.json").write_text(text + "\n")
-    plot(report, RESULTS / "time_to_accuracy.png", RESULTS / "time_to_accuracy_speedups.png")
-
-
 def _rounded(value: Any) -> Any:
     """Return plain values with four significant places behind the point."""
     if isinstance(value, float):
@@ -162,9 +152,8 @@ def measure(options: argparse.Namespace, work: Work, directory: Path) -> None:
     """Do what is still missing; seed by seed, so that what there is can be compared."""
     started = time.perf_counter()
 
-    def tell(what: str) -> None:
-        if not options.json:
-            print(f"{time.perf_counter() - started:6.0f} s  {what}", file=sys.stderr, flush=True)
+    def done(what: str) -> None:
+        tell(f"{time.perf_counter() - started:6.0f} s  {what}")
 
     for seed in range(options.seeds):
         for name, task in options.tasks.items():
@@ -172,27 +161,25 @@ def measure(options: argparse.Namespace, work: Work, directory: Path) -> None:
                 record = run_one(task, method, seed, work, directory)
                 if record is not None:
                     seconds, final = record["seconds"], record["curve"][-1][2]
-                    tell(f"{name:16} {method:13} seed {seed}: {seconds:6.1f} s, {final:.4f}")
+                    done(f"{name:16} {method:13} seed {seed}: {seconds:6.1f} s, {final:.4f}")
         for name in options.sweeps:
             for method in rotated(SWEEP_METHODS, seed):
                 run_one_sweep(name, method, seed, work, directory, options.quick)
-                tell(f"{name:16} {method:13} seed {seed}")
+                done(f"{name:16} {method:13} seed {seed}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     names = [*TASKS, *SWEEPS]
-    parser.add_argument("--task", nargs="+", choices=names, default=names, help="these alone")
-    parser.add_argument("--method", nargs="+", choices=list(METHODS), default=list(METHODS))
-    parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 on")
-    parser.add_argument("--threads", type=int, default=1, help="of torch, in the training thread")
-    parser.add_argument("--work", type=Path, default=WORK, help="where finished runs are kept")
-    parser.add_argument("--render", action="store_true", help="measure nothing")
-    parser.add_argument("--note", default="", help="about the machine; kept with the results")
-    parser.add_argument("--json", action="store_true", help="print JSON for machines")
-    parser.add_argument("--quick", action="store_true", help="smaller, and write no results")
-    options = parser.parse_args(argv)
+    options_of = parser(__doc__)
+    options_of.add_argument("--task", nargs="+", choices=names, default=names, help="these alone")
+    options_of.add_argument("--method", nargs="+", choices=list(METHODS), default=list(METHODS))
+    options_of.add_argument("--seeds", type=int, default=3, help="how many, from 0 on")
+    options_of.add_argument("--threads", type=int, default=1, help="of torch, in its own thread")
+    options_of.add_argument("--work", type=Path, default=WORK, help="where finished runs are kept")
+    options_of.add_argument("--render", action="store_true", help="measure nothing")
+    options_of.add_argument("--note", default="", help="about the machine; kept with the results")
+    options = options_of.parse_args(argv)
     torch.set_num_threads(options.threads)
     logging.getLogger("egeria").setLevel(logging.ERROR)
     options.tasks = {name: TASKS[name] for name in options.task if name in TASKS}
@@ -207,14 +194,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         work = Work(directory / f"runs-{options.threads}-threads.jsonl")
         if not options.render:
             measure(options, work, directory)
-        report = render(options, work)
-    if options.json:
-        print(json.dumps(_rounded(report), indent=2))
-    else:
-        show(report)
+        report = _rounded(render(options, work))
+    print_report(report, options, show)
     if not options.quick and (options.task == names or options.render):
-        report["environment"]["load_average"] = os.getloadavg()[0]
-        write(report)
+        keep("time_to_accuracy", report, plot)
     return 0
 
 

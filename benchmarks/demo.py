@@ -1,6 +1,6 @@
 """The demo's figures, as one of the results: a ResNet on handwritten digits, three ways.
 
-    python benchmarks/demo_figures.py [--epochs 40] [--seed 0] [--repeats 3] [--quick]
+    python -m benchmarks.demo [--epochs 40] [--seed 0] [--repeats 3] [--quick]
 
 Runs examples/demo.py several times and writes what its table shows to benchmarks/results/demo.json
 (not with --quick). Only the times differ from one repetition to the next: of them, and of each
@@ -9,7 +9,6 @@ run's ratio to the plain one of the same repetition, the median is kept.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -18,11 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import demo
-from bench_environment import environment
 
-RESULTS = Path(__file__).parent / "results"
+from benchmarks.harness import Times, environment, parser, publish
 
 
 def summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -30,11 +27,12 @@ def summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     result = results[0]
     cache, target = result["cache"], result["settings"]["target"]
     repeated = [[demo.Run(**run) for run in one["runs"]] for one in results]
-    plain_s = [runs[0].seconds[-1] for runs in repeated]
+    runs = list(zip(*repeated, strict=True))
+    times = Times({own[0].name: [run.seconds[-1] for run in own] for own in runs})
     return {
         "settings": result["settings"],
         "repeats": len(results),
-        "runs": [_run(runs, plain_s, target) for runs in zip(*repeated, strict=True)],
+        "runs": [_run(own, times, plain=runs[0][0].name, target=target) for own in runs],
         "hits": cache["hits"],
         "misses": cache["misses"],
         "bytes_on_disk": cache["bytes_on_disk"],
@@ -46,15 +44,14 @@ def summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _run(runs: Sequence[demo.Run], plain_s: Sequence[float], target: float) -> dict[str, Any]:
+def _run(runs: Sequence[demo.Run], times: Times, *, plain: str, target: float) -> dict[str, Any]:
     """Summarise the repetitions of one run, beside the times of the plain ones."""
-    seconds = [run.seconds[-1] for run in runs]
-    ratio = statistics.median(own / plain for own, plain in zip(seconds, plain_s, strict=True))
+    name = runs[0].name
     reached = [when for run in runs if (when := run.time_to(target)) is not None]
     return {
-        "name": runs[0].name,
-        "seconds": round(statistics.median(seconds), 2),
-        "ratio": round(ratio, 3),
+        "name": name,
+        "seconds": round(times.median(name), 2),
+        "ratio": round(times.ratio(name, plain), 3),
         "seconds_to_target": round(statistics.median(reached), 2) if reached else None,
         "final_accuracy": round(runs[0].accuracies[-1], 5),
         "mean_frozen": round(sum(runs[0].frozen) / len(runs[0].frozen), 4),
@@ -63,24 +60,21 @@ def _run(runs: Sequence[demo.Run], plain_s: Sequence[float], target: float) -> d
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo and write its figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=demo.Settings.epochs)
-    parser.add_argument("--seed", type=int, default=demo.Settings.seed)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="once 4 epochs, and write no results")
-    options = parser.parse_args(argv)
-    epochs, repeats = (4, 1) if options.quick else (options.epochs, options.repeats)
+    options_of = parser(__doc__)
+    options_of.add_argument("--epochs", type=int, default=demo.Settings.epochs)
+    options_of.add_argument("--seed", type=int, default=demo.Settings.seed)
+    options_of.add_argument("--repeats", type=int, default=3)
+    options = options_of.parse_args(argv)
+    if options.quick:
+        options.epochs, options.repeats = 4, 1
     results = []
-    for _ in range(repeats):
+    for _ in range(options.repeats):
         with tempfile.TemporaryDirectory() as place:
-            flags = ["--epochs", str(epochs), "--seed", str(options.seed), "--out", place]
+            flags = ["--epochs", str(options.epochs), "--seed", str(options.seed), "--out", place]
             if code := demo.main(flags):
                 return code
             results.append(json.loads((Path(place) / "demo.json").read_text()))
-    report = {"environment": environment([options.seed]), **summary(results)}
-    if not options.quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "demo.json").write_text(json.dumps(report, indent=1) + "\n")
+    publish("demo", {"environment": environment([options.seed]), **summary(results)}, options)
     return 0
 
 

@@ -23,8 +23,9 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from egeria_cache import ActivationCache, EgeriaLoader
-from tta.methods import Method
-from tta.tasks import Problem, Task, loss_of, make_optimizer, make_schedule
+
+from .methods import Method
+from .tasks import Problem, Task, loss_of, make_optimizer, make_schedule
 
 __all__ = ["Clock", "Run", "evaluate", "forward_shares", "train"]
 

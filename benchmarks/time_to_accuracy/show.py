@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness import pyplot
+
 __all__ = ["plot", "show"]
 
 
@@ -101,24 +103,19 @@ def _sweep_table(sweep: dict[str, Any]) -> Table:
     return table
 
 
-def plot(report: dict[str, Any], curves: Path, bars: Path) -> None:
-    """Draw the metric over training time, and the speed-ups."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Draw the metric over training time, and, beside it in *_speedups.png, the speed-ups."""
     tasks = {name: t for name, t in report["tasks"].items() if t.get("summary") is not None}
     if not tasks:
         return
+    plt = pyplot()
     figure, axes = plt.subplots(2, 2, figsize=(13, 9), squeeze=False)
     for axis, (name, task) in zip(axes.flat, tasks.items(), strict=False):
         _draw_curves(axis, name, task)
     for axis in list(axes.flat)[len(tasks) :]:
         axis.axis("off")
     figure.tight_layout()
-    figure.savefig(curves, dpi=110)
-    plt.close(figure)
+    figure.savefig(path, dpi=110)
 
     figure, axes = plt.subplots(1, len(tasks) + 1, figsize=(4 * len(tasks) + 4, 4.5), squeeze=False)
     for axis, (name, task) in zip(axes.flat, tasks.items(), strict=False):
@@ -131,8 +128,7 @@ def plot(report: dict[str, Any], curves: Path, bars: Path) -> None:
     sweeps = {n: s["summary"]["speedup"] for n, s in report["sweeps"].items() if s.get("summary")}
     _draw_bars(axes.flat[-1], "sweeps of eight", sweeps)
     figure.tight_layout()
-    figure.savefig(bars, dpi=110)
-    plt.close(figure)
+    figure.savefig(path.with_name(f"{path.stem}_speedups.png"), dpi=110)
 
 
 def _draw_curves(axis: Any, name: str, task: dict[str, Any]) -> None:

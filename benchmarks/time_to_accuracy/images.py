@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import torch
+from digits import Digits, ResNet
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
-from digits import Digits, ResNet
 
 __all__ = ["Crops", "ResNet", "digits"]
 

@@ -13,9 +13,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from models import Bert, CifarResNet, DeepLab, MobileNetV2, ResNet50, Staged, Transformer
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from benchmarks.models import (
+    Bert,
+    CifarResNet,
+    DeepLab,
+    MobileNetV2,
+    ResNet50,
+    Staged,
+    Transformer,
+)
 
 Sample = tuple[Tensor, ...]
 IGNORED = 255

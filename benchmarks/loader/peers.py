@@ -1,4 +1,4 @@
-"""The loaders that `benchmarks/loader.py` sets side by side, and the data they load.
+"""The loaders that this benchmark sets side by side, and the data they load.
 
 A contestant is made for a data set and gives epochs of (images, targets), both tensors. One that
 cannot be had here says why.

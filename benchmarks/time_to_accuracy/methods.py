@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn, optim
 
 from egeria_core import FreezeController, LinearPolicy, StaticPolicy
-from tta.tasks import Task
+
+from .tasks import Task
 
 __all__ = ["METHODS", "Method"]
 

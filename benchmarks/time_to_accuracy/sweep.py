@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tta.methods import METHODS
-from tta.tasks import TASKS, Task, quick
-from tta.train import train
+from .methods import METHODS
+from .tasks import TASKS, Task, quick
+from .train import train
 
 __all__ = ["SWEEPS", "run_sweep", "sweep_task"]
 

@@ -13,19 +13,23 @@ from typing import Any
 
 import torch
 
-__all__ = ["environment"]
+__all__ = ["command", "environment"]
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
-def environment(seeds: int | Sequence[int] | None = None) -> dict[str, Any]:
+def environment(
+    seeds: int | Sequence[int] | None = None, *, device: str | torch.device = "cpu"
+) -> dict[str, Any]:
     """Return plain values for the field "environment" of a results file.
 
     Args:
         seeds: How many seeds from 0 on, or which; None where nothing is drawn that matters.
+        device: What it ran on.
     """
     if isinstance(seeds, int):
         seeds = range(seeds)
+    device = torch.device(device)
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "command": command(sys.argv),
@@ -33,18 +37,21 @@ def environment(seeds: int | Sequence[int] | None = None) -> dict[str, Any]:
         "cpu": cpu_model(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "load_average": round(os.getloadavg()[0], 2),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
 
 
 def command(argv: Sequence[str]) -> str:
-    """Return what to type in the repository's root to run this script again."""
+    """Return what to type in the repository's root to run this module again."""
     script = Path(argv[0]).resolve()
-    if script.is_relative_to(ROOT):
-        script = script.relative_to(ROOT)
-    return shlex.join(["python", str(script), *argv[1:]])
+    if not script.is_relative_to(ROOT):
+        return shlex.join(["python", *argv])
+    parts = script.relative_to(ROOT).with_suffix("").parts
+    module = ".".join(part for part in parts if part != "__main__")
+    return shlex.join(["python", "-m", module, *argv[1:]])
 
 
 def cpu_model() -> str:

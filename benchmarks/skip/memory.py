@@ -1,0 +1,88 @@
+"""What the engine needs of a cache, in memory: every batch is a hit, and costs no reading."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from egeria_cache.batch import Batch, BatchTensor
+from egeria_cache.errors import BoundaryError
+from egeria_cache.skip import Cut
+
+__all__ = ["MemoryEntry", "MemoryHost", "make_batch"]
+
+
+class MemoryEntry:
+    """All rows of a batch are hits, already in memory."""
+
+    def __init__(self, cut: Cut, rows: dict[str, Tensor], size: int) -> None:
+        self.cut = cut
+        self.hit = np.ones(size, bool)
+        self.alive = True
+        self._rows = rows
+
+    def load(self) -> dict[str, Tensor]:
+        """Return the stored rows."""
+        return self._rows
+
+
+class MemoryHost:
+    """Keeps the last captured rows."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Tensor] = {}
+
+    def cut_found(self, batch: Batch, cut: Cut) -> None:
+        """Nothing to open."""
+
+    def captured(
+        self, batch: Batch, cut: Cut, rows: np.ndarray | None, tensors: dict[str, Tensor]
+    ) -> None:
+        """Remember the rows."""
+        self.rows = {name: tensor.clone() for name, tensor in tensors.items()}
+
+    def audited(self, batch: Batch, entry: object) -> None:
+        """Audit nothing."""
+
+    def audit_leaves(self, batch: Batch, rows: np.ndarray, loaded: object) -> bool:
+        """Not called: nothing is audited."""
+        return True
+
+    def audit_failed(self, batch: Batch, rows: np.ndarray, finding: str) -> None:
+        """Not called: nothing is audited."""
+
+    def prefix_changed(self, reason: str) -> None:
+        """Cannot happen here."""
+        raise RuntimeError(reason)
+
+    def refused(self, error: BoundaryError) -> None:
+        """Cannot happen here."""
+        raise error
+
+    def front_returned(self, boundary: str, seconds: float, rows: int) -> None:
+        """Nothing is measured here."""
+
+    def thawed(self, name: str, cut: str | None) -> None:
+        """No part of the prefix is ever trained."""
+        raise AssertionError(name)
+
+    def uncached(self, reason: str) -> None:
+        """Every batch knows its samples."""
+        raise AssertionError(reason)
+
+    def note(self, kind: str, seconds: float, rows: int) -> None:
+        """Not measured here."""
+
+
+def make_batch(x: Tensor, entry: MemoryEntry | None = None) -> BatchTensor:
+    """Tag a batch; with an entry it has no data."""
+    leaves: dict[str, Any] = {"x": x if entry is None else x[:0]}
+    batch = Batch(
+        ids=range(len(x)), variant=0, loader_name="train", leaves=leaves,
+        load_rows=lambda mask: {"x": x}, entry=entry,
+    )  # fmt: skip
+    if entry is None:
+        return BatchTensor.wrap(x, batch, "x")
+    return BatchTensor.without_data(x.to("meta"), batch, "x")

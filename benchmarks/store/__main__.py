@@ -1,0 +1,174 @@
+"""The store beside the parts it is made of, and beside what people use instead; all in one run.
+
+    python -m benchmarks.store [--samples 2048] [--rounds 40] [--directory /fast/disk] [--quick]
+
+Every contestant stores the same activations of the same samples and reads the same random batches
+of 128. Reads are in turns, batch by batch. Writes benchmarks/results/store.json and store.png (not
+with --quick). Reads come from the page cache: this measures the software, not the disk. The
+contestants come with `pip install egeria[bench]`; one that is missing is named.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.harness import (
+    Round,
+    environment,
+    in_turns,
+    parser,
+    percentiles_ms,
+    publish,
+    pyplot,
+    seconds,
+)
+
+from .activations import conv_activations, transformer_activations
+from .contestants import BATCH, CONTESTANTS, BareLmdb, Contestant, Egeria, EgeriaRaw
+
+
+def measure(rows: Tensor, place: Path, num_rounds: int, skipped: dict[str, str]) -> dict[str, Any]:
+    """Return, per contestant, sizes, times and ratios for one kind of activation."""
+    rng = np.random.default_rng(0)
+    report: dict[str, Any] = {}
+    entered: list[Contestant] = []
+    for kind in CONTESTANTS:
+        directory = place / kind.__name__
+        directory.mkdir()
+        one = kind(directory, rows)
+        try:
+            write_s = seconds(partial(one.write, rows))
+        except ImportError as error:
+            skipped[one.name] = str(error)
+            continue
+        os.sync()
+        open_s = seconds(one.open)
+        ids = rng.permutation(len(rows))[:BATCH]
+        assert torch.equal(one.read(ids).view(torch.uint8), rows[ids].view(torch.uint8)), one.name
+        entered.append(one)
+        report[one.name] = {
+            "bytes_on_disk": one.bytes_on_disk(),
+            "bytes_per_raw_byte": one.bytes_on_disk() / rows.nbytes,
+            "write_mb_per_s": rows.nbytes / write_s / 1e6,
+            "durable": one.durable,
+            "open_ms": 1e3 * open_s,
+        }
+    # Writes again, in pairs: the first ones also warmed the allocator and the disk's journal.
+    report["write_ratio_to_bare_lmdb"] = write_ratio(rows, place, num_pairs=5)
+
+    def rounds() -> Iterator[Round]:
+        for _ in range(num_rounds):
+            ids = rng.permutation(len(rows))[:BATCH]
+            order = rng.permutation(len(entered))  # no one always follows the same other
+            yield {entered[index].name: partial(entered[index].read, ids) for index in order}
+
+    times = in_turns(rounds()).wall
+    for one in entered:
+        report[one.name] |= {
+            "read_gb_per_s": BATCH * one.row_bytes / times.median(one.name) / 1e9,
+            "read_ms": percentiles_ms(times[one.name]),
+            "auto_is_faster_by": times.ratio(one.name, Egeria.name),
+            "raw_is_faster_by": times.ratio(one.name, EgeriaRaw.name),
+        }
+        one.close()
+    return report
+
+
+def write_ratio(rows: Tensor, place: Path, num_pairs: int) -> float:
+    """Return the median of (bare LMDB's time / ours) to commit the same batches, raw."""
+
+    def rounds() -> Iterator[Round]:
+        for _ in range(num_pairs):
+            with (
+                tempfile.TemporaryDirectory(dir=place) as lmdb,
+                tempfile.TemporaryDirectory(dir=place) as ours,
+            ):
+                pair = BareLmdb(Path(lmdb), rows), EgeriaRaw(Path(ours), rows)
+                yield {one.name: partial(one.write, rows) for one in pair}
+
+    return in_turns(rounds()).wall.ratio(BareLmdb.name, EgeriaRaw.name)
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print a table per kind of activation."""
+    console = Console(width=120)
+    for kind, found in report["results"].items():
+        table = Table(title=f"{kind}: writes {found['write_ratio_to_bare_lmdb']:.2f}x of bare LMDB")
+        for title in ("", "GB/s", "p99 ms", "bytes", "write MB/s", "auto faster by", "raw by"):
+            table.add_column(title, justify="right" if title else "left")
+        for name, one in found.items():
+            if isinstance(one, dict):
+                table.add_row(
+                    name, f"{one['read_gb_per_s']:.2f}", f"{one['read_ms']['p99']:.1f}",
+                    f"{one['bytes_per_raw_byte']:.3f}", f"{one['write_mb_per_s']:.0f}",
+                    f"{one['auto_is_faster_by']:.2f}", f"{one['raw_is_faster_by']:.2f}",
+                )  # fmt: skip
+        console.print(table)
+    for name, reason in report["skipped"].items():
+        console.print(f"skipped: {name}: {reason}")
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Save read throughput against bytes on disk, a panel per kind of activation."""
+    kinds = report["results"]
+    figure, panels = pyplot().subplots(1, len(kinds), figsize=(5 * len(kinds), 4.5), sharey=True)
+    for panel, (kind, results) in zip(panels, kinds.items(), strict=True):
+        for name, one in results.items():
+            if not isinstance(one, dict):
+                continue
+            mine = name.startswith("egeria")
+            x, y = one["bytes_per_raw_byte"], one["read_gb_per_s"]
+            panel.scatter(x, y, color="tab:red" if mine else "tab:gray", zorder=3 if mine else 2)
+            panel.annotate(name, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=8)
+        panel.set(title=kind, xlabel="bytes on disk / bytes of the tensors", yscale="log")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("random batches of 128, GB/s")
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    options_of = parser(__doc__)
+    options_of.add_argument("--samples", type=int, default=2048)
+    options_of.add_argument("--rounds", type=int, default=40)
+    options_of.add_argument("--directory", type=Path, help="where to write; temporary")
+    options = options_of.parse_args(argv)
+    if options.quick:
+        options.samples, options.rounds = 512, 4
+    conv, transformer = conv_activations(options.samples), transformer_activations(options.samples)
+    kinds = {
+        "post-ReLU float32": conv,
+        "post-ReLU bfloat16": conv.bfloat16(),
+        "transformer float32": transformer,
+        "transformer bfloat16": transformer.bfloat16(),
+    }
+    results: dict[str, Any] = {}
+    skipped: dict[str, str] = {}
+    for kind, rows in kinds.items():
+        with tempfile.TemporaryDirectory(dir=options.directory) as place:
+            results[kind] = measure(rows, Path(place), options.rounds, skipped)
+    report = {
+        "environment": environment(seeds=1),
+        "settings": {"samples": options.samples, "rounds": options.rounds, "batch": BATCH},
+        "results": results,
+        "skipped": skipped,
+    }
+    publish("store", report, options, show=show, plot=plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

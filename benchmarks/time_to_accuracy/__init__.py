@@ -1,0 +1,1 @@
+"""Time to accuracy: data, tasks, methods, runs, working file, tables."""

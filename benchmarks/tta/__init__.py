@@ -1,1 +1,0 @@
-"""The parts of `time_to_accuracy.py`: data, tasks, methods, runs, working file, tables."""
