@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.hostile.known import KNOWN
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """A network of a few thousand numbers is slowed by a second thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        outcome, why = KNOWN.get(item.name, (None, ""))
+        if outcome is not None and item.path.parent.name == "hostile":
+            item.add_marker(pytest.mark.xfail(raises=outcome, reason=why, strict=True))

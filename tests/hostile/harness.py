@@ -1,0 +1,440 @@
+"""Training loops made to be served wrongly: each is run four ways, and judged.
+
+A *try* is a training script: a function of a `Run`, which hands out models, loaders and caches. It
+is run as
+
+- plain: the same frozen schedule without any cache, under torch's own DataLoader; the reference;
+- never: with a cache that computes everything (`gate="never"`);
+- always: served whatever can be served, with no audit behind it;
+- default: all defaults.
+
+Everything that the script records (losses, parameters, whatever it looks at) must be that of the
+plain run, and the three global random generators must end where they ended there. Where nothing is
+served, the user must have been told by the third call after the last `turn()`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import random
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from egeria_cache import ActivationCache, EgeriaLoader, FrozenPrefix
+from egeria_cache.batch import unwrap
+
+TOLERANCE = 1e-5
+TOLD_BY = 3
+"""Calls of the model after which the user must know why nothing is served."""
+LOGGERS = ("egeria", "egeria_cache.store")
+WAYS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "never": {"gate": "never"},
+    "always": {"gate": "always", "audit_rate": 0},
+    "default": {},
+    "audited": {"gate": "always"},
+}
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""Where the caches lie: in memory if that can be had, for a disk takes longer than the training."""
+DOCUMENTS = Path(__file__).parents[2] / "docs" / "correctness.md"
+
+
+class Finding(AssertionError):  # noqa: N818
+    """What a try showed; each class is an outcome that must not be."""
+
+
+class ForeignError(Finding):
+    """An error that plain PyTorch does not have."""
+
+
+class SilentlyWrong(Finding):
+    """Other numbers than those of the plain run."""
+
+
+class WithoutAWord(Finding):
+    """Left uncached, and nobody was told in time."""
+
+
+class NeedlesslyUncached(Finding):
+    """Left uncached, though it can be served."""
+
+
+class NotFound(Finding):
+    """A documented limit that the default audit did not find within an epoch."""
+
+
+SEVERITY = (ForeignError, SilentlyWrong, NotFound, WithoutAWord, NeedlesslyUncached)
+
+
+@dataclass
+class Trace:
+    """What one way of running a try gave."""
+
+    values: list[tuple[str, Any]] = field(default_factory=list)
+    error: BaseException | None = None
+    calls: int = 0
+    turned_at: int = 0
+    """Calls of the model before the last `turn()`."""
+    hits: int = 0
+    """Since the last `turn()`."""
+    last_hits: int = 0
+    """In the last pass over a loader."""
+    words: list[tuple[int, str]] = field(default_factory=list)
+    """Warnings since the last `turn()`: after how many calls, and what was said."""
+    why_not: str | None = None
+
+
+class Run:
+    """One way of running a try: what its script gets instead of bare classes."""
+
+    def __init__(self, way: str, directory: Path) -> None:
+        self.way = way
+        self.directory = directory
+        self.trace = Trace()
+        self.cache: ActivationCache | None = None
+        self._hold: FrozenPrefix | None = None
+        self._past_hits = 0
+        """Of caches that were closed or dropped."""
+        self._hits_at_turn = self._hits_at_pass = 0
+        self._dropped: list[ActivationCache] = []
+
+    # ---- what a script uses -------------------------------------------------------------------
+
+    @property
+    def is_plain(self) -> bool:
+        return self.way == "plain"
+
+    def freeze(
+        self,
+        model: nn.Module,
+        boundary: str | None = "middle",
+        frozen: tuple[str, ...] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Freeze a model's front, put a cache behind it (or hold it, if plain), and return it."""
+        names = _front(model, boundary) if frozen is None else frozen
+        for name in names:
+            model.get_submodule(name).requires_grad_(False)
+        self.close()
+        arguments = WAYS[self.way]
+        if arguments is None:
+            self._hold = FrozenPrefix(model.get_submodule(name) for name in names)
+        else:
+            self.cache = ActivationCache(
+                model, self.directory, boundary, **{**arguments, **options}
+            )
+        return model
+
+    def move(self, model: nn.Module, boundary: str | None) -> None:
+        """Say that everything up to here is frozen, and the rest is not."""
+        names = _front(model, boundary)
+        for name, child in model.named_children():
+            child.requires_grad_(name not in names)
+            if name in names:
+                child.zero_grad(set_to_none=True)
+        if self.cache is not None:
+            self.cache.set_boundary(boundary)
+        else:
+            assert self._hold is not None
+            self._hold.release()
+            self._hold = FrozenPrefix(model.get_submodule(name) for name in names)
+
+    def loader(self, dataset: Any, batch_size: int = 8, *, ours: Any = None, **kwargs: Any) -> Any:
+        """Return DataLoader, or the cache's; `ours` are arguments that only the latter has."""
+        if "batch_sampler" not in kwargs:
+            kwargs["batch_size"] = batch_size
+        if self.is_plain:
+            return DataLoader(dataset, **kwargs)
+        loader = PassingLoader(dataset, cache=self.cache, **kwargs, **(ours or {}))
+        loader.run = self
+        return loader
+
+    def fit(
+        self,
+        model: nn.Module,
+        loader: Any,
+        epochs: int = 3,
+        *,
+        loss: Callable[[Any, Any], Tensor] | None = None,
+        optimizer: Any = None,
+        each_epoch: Callable[[int], Any] | None = None,
+        each_step: Callable[[int], Any] | None = None,
+    ) -> Any:
+        """Train as anybody does, record each loss and the final weights; return the optimizer."""
+        optimizer = optimizer or sgd(model)
+        for epoch in range(epochs):
+            if each_epoch is not None:
+                each_epoch(epoch)
+            model.train()
+            for number, batch in enumerate(loader):
+                if each_step is not None:
+                    each_step(epoch * len(loader) + number)
+                self.step((loss or cross_entropy)(model, batch), optimizer)
+        self.see(model)
+        return optimizer
+
+    def step(self, loss: Tensor, optimizer: Any) -> None:
+        """Record a loss, and train on it."""
+        self.record(loss)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    def record(self, loss: Any) -> None:
+        """Record a loss; it counts as one call of the model."""
+        self.trace.calls += 1
+        self.see(loss)
+
+    def see(self, value: Any) -> None:
+        """Record anything that must be as in the plain run: a tensor, a number, a model's state."""
+        if isinstance(value, nn.Module):
+            for name, tensor in value.state_dict().items():
+                self.trace.values.append((name, _copy(tensor)))
+        else:
+            self.trace.values.append((f"after call {self.trace.calls}", _copy(value)))
+
+    def turn(self) -> None:
+        """From here on something is another: from now on it is served again, or told."""
+        self.flush()
+        self.trace.turned_at = self.trace.calls
+        self.trace.words.clear()
+        self._hits_at_turn = self.hits
+
+    @property
+    def hits(self) -> int:
+        return self._past_hits + (0 if self.cache is None else self.cache.stats().hits)
+
+    def flush(self) -> None:
+        if self.cache is not None:
+            self.cache.flush()
+
+    def close(self) -> None:
+        """End this training run; the directory stays for the next `freeze`."""
+        if self._hold is not None:
+            self._hold.release()
+        if self.cache is not None:
+            self._past_hits = self.hits
+            self.trace.why_not = self.cache.stats().why_not
+            self.cache.close()
+        self.cache = self._hold = None
+
+    # ---- for the harness ----------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        self.flush()
+        self._hits_at_pass = self.hits
+
+    def run(self, script: Callable[..., None]) -> Trace:
+        """Run the script from the same seeds as every other way."""
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        with self._listening():
+            try:
+                script(self)
+            except Exception as error:
+                self.trace.error = error
+            try:
+                hits = self.hits
+                self.trace.hits = hits - self._hits_at_turn
+                self.trace.last_hits = hits - self._hits_at_pass
+                self.close()
+            except Exception as error:
+                self.trace.error = self.trace.error or error
+        draws = [torch.rand(()).item(), random.random(), float(np.random.rand())]
+        self.trace.values.append(("the random generators", torch.tensor(draws)))
+        return self.trace
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        handler = _Listener(self.trace)
+        loggers = [logging.getLogger(name) for name in LOGGERS]
+        for logger in loggers:
+            logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            for logger in loggers:
+                logger.removeHandler(handler)
+
+
+class PassingLoader(EgeriaLoader):
+    """Waits for the writer before each pass, so that what is served does not depend on time."""
+
+    run: Run | None = None
+
+    def __iter__(self) -> Any:
+        if self.run is not None:
+            self.run.begin_pass()
+        return super().__iter__()
+
+
+class _Listener(logging.Handler):
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(logging.WARNING)
+        self.trace = trace
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.trace.words.append((self.trace.calls, record.getMessage()))
+
+
+def hostile(script: Any = None, *, served: bool = False, limit: str | None = None) -> Any:
+    """Make a pytest test of a script; its name is a claim.
+
+    Args:
+        script: Takes a `Run`, and arguments that `pytest.mark.parametrize` gives.
+        served: It can be served: the last pass must have hits.
+        limit: The row of the table in `docs/correctness.md` that says what cannot be seen here.
+            What is served may then be wrong; but served with the default audit it must be noticed.
+            The script ends an epoch after its `turn()`.
+    """
+    if script is None:
+        return functools.partial(hostile, served=served, limit=limit)
+
+    def test(**arguments: Any) -> None:
+        __tracebackhide__ = True
+        judge(functools.partial(script, **arguments), served=served, limit=limit)
+
+    signature = inspect.signature(script)
+    parameters = list(signature.parameters.values())[1:]
+    test.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    test.__name__ = test.__qualname__ = script.__name__
+    test.__module__, test.__doc__ = script.__module__, script.__doc__
+    test.pytestmark = getattr(script, "pytestmark", [])  # type: ignore[attr-defined]
+    return test
+
+
+def judge(script: Callable[..., None], *, served: bool = False, limit: str | None = None) -> None:
+    """Run a script in all ways, and raise the worst of what was found."""
+    __tracebackhide__ = True
+    if limit is not None:
+        documented = " ".join(DOCUMENTS.read_text().split())
+        assert limit in documented, f"{limit!r} is not a limit that the documents name"
+    ways = [way for way in WAYS if way != "audited" or limit is not None]
+    traces = {}
+    for way in ways:
+        with tempfile.TemporaryDirectory(prefix="egeria-hostile-", dir=MEMORY) as directory:
+            traces[way] = Run(way, Path(directory) / "cache").run(script)
+    reference = traces["plain"]
+    if reference.error is not None:
+        raise RuntimeError("the try itself is broken") from reference.error
+    findings: list[Finding] = []
+    for way in ways[1:]:
+        trace = traces[way]
+        if way == "audited":
+            if not trace.words:
+                findings.append(NotFound(f"{way}: {limit} was not noticed within an epoch"))
+            continue
+        if trace.error is not None:
+            shown = "".join(traceback.format_exception(trace.error)[-6:])
+            findings.append(ForeignError(f"{way}: {trace.error!r}\n{shown}"))
+            continue
+        wrong = first_difference(reference, trace)
+        if wrong is not None and (limit is None or way == "never"):
+            told = "; ".join(text for _, text in trace.words) or "nothing"
+            findings.append(SilentlyWrong(f"{way}: {wrong} ({trace.hits} hits; said: {told})"))
+    findings += _account(traces["always"], served)
+    if findings:
+        findings.sort(key=lambda finding: SEVERITY.index(type(finding)))
+        raise type(findings[0])("\n".join(map(str, findings)))
+
+
+def _account(trace: Trace, served: bool) -> list[Finding]:
+    """Whether what was not served was told."""
+    if trace.error is not None:
+        return []
+    said = "; ".join(f"after {calls} calls: {text}" for calls, text in trace.words) or "nothing"
+    if served and not trace.last_hits:
+        return [NeedlesslyUncached(f"always: no hits in the last pass; said: {said}")]
+    if trace.hits:
+        return []
+    in_time = [text for calls, text in trace.words if calls - trace.turned_at <= TOLD_BY]
+    # What changed a moment ago is void and told; why not may then be that it has to be still first.
+    if not in_time or (trace.why_not is None and not trace.turned_at):
+        return [WithoutAWord(f"always: no hits; said: {said}; why_not: {trace.why_not}")]
+    return []
+
+
+def first_difference(reference: Trace, trace: Trace) -> str | None:
+    """Say where a run went apart from the reference; None if it did not."""
+    if len(reference.values) != len(trace.values):
+        return f"{len(trace.values)} values were recorded, not {len(reference.values)}"
+    for (name, expected), (_, value) in zip(reference.values, trace.values, strict=True):
+        if isinstance(expected, Tensor) and isinstance(value, Tensor):
+            if expected.shape != value.shape or expected.dtype != value.dtype:
+                shapes = [*value.shape], [*expected.shape]
+                return f"{name}: {value.dtype}{shapes[0]}, not {expected.dtype}{shapes[1]}"
+            left, right = expected.double(), value.double()
+            if torch.allclose(left, right, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
+                continue
+            return f"{name}: off by {(left - right).abs().max():.3g}"
+        if expected != value:
+            return f"{name}: {value!r}, not {expected!r}"
+    return None
+
+
+def _copy(value: Any) -> Any:
+    value = unwrap(value)
+    if isinstance(value, float | np.floating):
+        return torch.tensor(float(value))
+    if isinstance(value, np.ndarray):
+        return torch.tensor(value)
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _front(model: nn.Module, boundary: str | None) -> list[str]:
+    """Return the model's children up to the one that holds the boundary."""
+    if boundary is None:
+        return []
+    names = [name for name, _ in model.named_children()]
+    return names[: names.index(boundary.partition(".")[0]) + 1]
+
+
+def sgd(model: nn.Module, lr: float = 0.2) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def cross_entropy(model: Any, batch: Any) -> Tensor:
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+def changed(
+    run: Run,
+    change: Callable[[Any], Any],
+    model: nn.Module,
+    data: Any,
+    *,
+    epochs: int = 3,
+    at: int = 1,
+    **options: Any,
+) -> None:
+    """Train for some epochs, and do something to the model before one of them."""
+    model = run.freeze(model, **options)
+    optimizer = sgd(model)
+
+    def each_epoch(epoch: int) -> None:
+        if epoch != at:
+            return
+        run.turn()
+        change(model)
+        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        new = [p for p in model.parameters() if id(p) not in known]
+        if new:
+            optimizer.add_param_group({"params": new})
+
+    run.fit(model, run.loader(data), epochs, each_epoch=each_epoch, optimizer=optimizer)
