@@ -195,7 +195,11 @@ class Run:
         optimizer.step()
 
     def record(self, loss: Any) -> None:
-        """Record a loss; it counts as one call of the model."""
+        """Record a loss; it counts as one call of the model.
+
+        What was stored is waited for: else what a later batch finds would hang on the writer.
+        """
+        self.flush()
         self.trace.calls += 1
         self.see(loss)
 

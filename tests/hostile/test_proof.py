@@ -83,7 +83,7 @@ def test_a_statistic_of_the_batch_is_seen(run, kind):
 
 @hostile
 @pytest.mark.parametrize("kind", ["maximum", "number of rows", "mean", "any"])
-def test_a_statistic_of_the_batch_is_seen_though_the_first_batch_has_one_sample(run, kind):
+def test_a_statistic_is_seen_though_the_first_batch_has_one_sample(run, kind):
     order = [[0], *[[*range(i, i + 8)] for i in (0, 8, 16)], [23, 2, 4, 6]]
     model = run.freeze(Statistic(STATISTICS[kind]))
     run.fit(model, run.loader(rows(), batch_sampler=order), 4)
@@ -91,14 +91,14 @@ def test_a_statistic_of_the_batch_is_seen_though_the_first_batch_has_one_sample(
 
 @hostile
 @pytest.mark.parametrize("kind", ["maximum", "number of rows", "row before"])
-def test_a_statistic_of_the_batch_is_seen_in_the_last_partial_batch(run, kind):
+def test_a_statistic_is_seen_in_the_last_partial_batch(run, kind):
     model = run.freeze(Statistic(STATISTICS[kind]))
     run.fit(model, run.loader(rows(20), shuffle=True))
 
 
 @hostile
 @pytest.mark.parametrize("kind", ["maximum", "mean", "position in the batch"])
-def test_a_statistic_of_the_batch_is_seen_though_all_samples_are_alike(run, kind):
+def test_a_statistic_is_seen_though_all_samples_are_alike(run, kind):
     """The first batch holds one sample eight times: no order of it differs from any other."""
     x = inputs()
     x[:8] = x[0]

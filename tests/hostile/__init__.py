@@ -1,0 +1,1 @@
+"""Training loops made to be served wrongly: `harness.py` runs and judges them."""
