@@ -296,7 +296,13 @@ class _Listener(logging.Handler):
         self.trace.words.append((self.trace.calls, record.getMessage()))
 
 
-def hostile(script: Any = None, *, served: bool = False, limit: str | None = None) -> Any:
+def hostile(
+    script: Any = None,
+    *,
+    served: bool = False,
+    limit: str | None = None,
+    told: str | None = None,
+) -> Any:
     """Make a pytest test of a script; its name is a claim.
 
     Args:
@@ -305,13 +311,14 @@ def hostile(script: Any = None, *, served: bool = False, limit: str | None = Non
         limit: The row of the table in `docs/correctness.md` that says what cannot be seen here.
             What is served may then be wrong; but served with the default audit it must be noticed.
             The script ends an epoch after its `turn()`.
+        told: It is served, or what is said must name this; and it is said once, not every time.
     """
     if script is None:
-        return functools.partial(hostile, served=served, limit=limit)
+        return functools.partial(hostile, served=served, limit=limit, told=told)
 
     def test(**arguments: Any) -> None:
         __tracebackhide__ = True
-        judge(functools.partial(script, **arguments), served=served, limit=limit)
+        judge(functools.partial(script, **arguments), served=served, limit=limit, told=told)
 
     signature = inspect.signature(script)
     parameters = list(signature.parameters.values())[1:]
@@ -322,7 +329,13 @@ def hostile(script: Any = None, *, served: bool = False, limit: str | None = Non
     return test
 
 
-def judge(script: Callable[..., None], *, served: bool = False, limit: str | None = None) -> None:
+def judge(
+    script: Callable[..., None],
+    *,
+    served: bool = False,
+    limit: str | None = None,
+    told: str | None = None,
+) -> None:
     """Run a script in all ways, and raise the worst of what was found."""
     __tracebackhide__ = True
     if limit is not None:
@@ -351,13 +364,13 @@ def judge(script: Callable[..., None], *, served: bool = False, limit: str | Non
         if wrong is not None and (limit is None or way == "never"):
             told = "; ".join(text for _, text in trace.words) or "nothing"
             findings.append(SilentlyWrong(f"{way}: {wrong} ({trace.hits} hits; said: {told})"))
-    findings += _account(traces["always"], served)
+    findings += _account(traces["always"], served, told)
     if findings:
         findings.sort(key=lambda finding: SEVERITY.index(type(finding)))
         raise type(findings[0])("\n".join(map(str, findings)))
 
 
-def _account(trace: Trace, served: bool) -> list[Finding]:
+def _account(trace: Trace, served: bool, told: str | None) -> list[Finding]:
     """Whether what was not served was told."""
     if trace.error is not None:
         return []
@@ -370,6 +383,12 @@ def _account(trace: Trace, served: bool) -> list[Finding]:
     # What changed a moment ago is void and told; why not may then be that it has to be still first.
     if not in_time or (trace.why_not is None and not trace.turned_at):
         return [WithoutAWord(f"always: no hits; said: {said}; why_not: {trace.why_not}")]
+    if told is not None and not (
+        any(told in text for text in in_time) and told in str(trace.why_not)
+    ):
+        return [WithoutAWord(f"always: {told!r} is not named: {said}; why_not: {trace.why_not}")]
+    if told is not None and len(trace.words) > 2:
+        return [WithoutAWord(f"always: said {len(trace.words)} times: {said}")]
     return []
 
 

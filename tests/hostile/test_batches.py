@@ -36,21 +36,12 @@ def by_method(x, f):
     x.mul_(f)
 
 
-def by_operator(x, f):
-    x *= f
-
-
 def by_index(x, f):
     x[:, :3] = f
 
 
 def by_numpy(x, f):
     np.multiply(x.numpy(), f, out=x.numpy())
-
-
-def by_array(x, f):
-    array = np.asarray(x)
-    array *= f
 
 
 def by_data(x, f):
@@ -70,16 +61,8 @@ def by_row(x, f):
         row.mul_(f)
 
 
-def by_unbind(x, f):
-    x.unbind(0)[1].mul_(f)
-
-
 def by_chunk(x, f):
     x.chunk(2)[0].mul_(f)
-
-
-def by_transposed(x, f):
-    x.t().mul_(f)
 
 
 def by_out(x, f):
@@ -90,20 +73,8 @@ def by_dlpack(x, f):
     torch.from_dlpack(x).mul_(f)
 
 
-def by_dlpack_of_numpy(x, f):
-    np.from_dlpack(x)[...] *= f
-
-
-def by_copy(x, f):
-    x.copy_(x * f)
-
-
 def by_mask(x, f):
     x.masked_fill_(x > 0, f)
-
-
-def by_foreach(x, f):
-    torch._foreach_mul_([x], f)
 
 
 def by_set(x, f):
@@ -124,15 +95,10 @@ def by_storage(x, f):
     x.untyped_storage().copy_(other.untyped_storage())
 
 
-def by_resize(x, f):
-    x.resize_(len(x) - 1, 6)
-    x.mul_(f)
-
-
 WRITES = [
-    by_method, by_operator, by_index, by_numpy, by_array, by_data, by_detached, by_view, by_row,
-    by_unbind, by_chunk, by_transposed, by_out, by_dlpack, by_dlpack_of_numpy, by_copy, by_mask,
-    by_foreach, by_set, by_new_data, by_relu, by_storage,
+    by_method, by_index, by_numpy, by_data, by_detached, by_view, by_row,
+    by_chunk, by_out, by_dlpack, by_mask,
+    by_set, by_new_data, by_relu, by_storage,
 ]  # fmt: skip
 
 

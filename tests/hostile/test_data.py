@@ -578,13 +578,16 @@ def coded(version, where):
     return make
 
 
+CODE = [
+    "forward", "around", "attribute", "attribute around", "class attribute", "hook",
+    "instance forward",
+]  # fmt: skip
+
+
 @hostile
 @pytest.mark.parametrize(
-    "where",
-    ["forward", "around", "attribute", "attribute around", "class attribute", "hook",
-     "instance forward"],
-)  # fmt: skip
-@pytest.mark.parametrize("interrupted", [True, False], ids=["interrupted", "finished"])
+    ("where", "interrupted"), [*((where, True) for where in CODE), ("forward", False)]
+)
 def test_a_front_whose_code_changed_between_two_runs_is_another(run, where, interrupted):
     data = rows(LONG)
     two_runs(run, data, data, interrupted=interrupted, make=(coded(1, where), coded(2, where)))

@@ -40,8 +40,6 @@ def double_quantised(h):
 STATISTICS = {
     "mean": lambda h: h - h.mean(0),
     "maximum": lambda h: h / h.abs().max(),
-    "maximum of each channel": lambda h: h / h.abs().amax(0),
-    "minimum": lambda h: h - h.min(),
     "quantile": lambda h: h / h.abs().quantile(0.9),
     "median": lambda h: h - h.median(),
     "absmax quantisation": absmax_quantised,
@@ -52,13 +50,10 @@ STATISTICS = {
     "parity of positive rows": lambda h: h if (h[:, 0] > 0).sum() % 2 else -h,
     "sorted": lambda h: h.sort(0).values,
     "cumulative sum": lambda h: h.cumsum(0),
-    "cumulative maximum": lambda h: h.cummax(0).values,
     "row before": lambda h: h + h.roll(1, 0),
     "first row": lambda h: h + h[:1],
-    "last row": lambda h: h + h[-1:],
     "largest row": lambda h: h + h[h.norm(dim=1).argmax()],
     "rank": lambda h: h * h.argsort(0).argsort(0).float(),
-    "softmax over the batch": lambda h: h.softmax(0) * 10,
     "position in the batch": lambda h: h * torch.arange(1, len(h) + 1)[:, None].float(),
     "even positions": lambda h: torch.cat([h[::2] * 2, h[1::2]])[: len(h)],
     "any": lambda h: -h if (h > 0.999).any() else h,
@@ -66,8 +61,6 @@ STATISTICS = {
     "duplicates": lambda h: (
         h * torch.unique(h[:, 0].round(decimals=1), return_counts=True)[1].max()
     ),
-    "standard deviation": lambda h: h / (h.std(0) + 0.1),
-    "nonzero": lambda h: h * h.gt(0).float().mean(),
     "top k of the batch": lambda h: h * (h[:, :1] >= h[:, 0].topk(min(3, len(h))).values[-1]),
     "histogram": lambda h: h + torch.histc(h, 4, -1, 1).argmax(),
     "batch norm by function": lambda h: F.batch_norm(h, None, None, training=True),
