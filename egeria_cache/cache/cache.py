@@ -87,7 +87,7 @@ class ActivationCache:
         self._engine = SkipEngine(model, host, stateless_dropout=dropout == "stateless")
         self._moves = Boundary(self._engine, status, self._views, pilot, self._accounts)
         self.port = LoaderPort(
-            status, self._moves, self._views, pilot, self._accounts, self._readers,
+            status, self._moves, self._views, host, pilot, self._accounts, self._readers,
             ring_batches=ring_batches, stats=self.stats,
         )  # fmt: skip
         """What its loaders ask; no part of what a user needs."""

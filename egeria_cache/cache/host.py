@@ -62,6 +62,8 @@ class CacheHost:
         self._trial = trial
         self._audit_rate = audit_rate
         self._random = random.Random(0)
+        self._opened: dict[str, set[int]] = {}
+        """Of loaders whose data set changed: the cuts for which a generation was opened since."""
 
     # ---- a cut, and what is captured at it ------------------------------------------------------
 
@@ -86,8 +88,23 @@ class CacheHost:
                 dropped=tuple(sorted(cut.dropped)),
                 kept={p: kind for p, kind in context.kinds.items() if p not in cut.dropped},
                 device=device_of(self._model),
+                is_checked=found.raw_bytes == 0,
             )
         )
+
+    def open_again(self, loader_name: str) -> None:
+        """Open other generations for this loader's cuts: its data set is another one."""
+        self._opened[loader_name] = set()
+
+    def _view_at(self, cut: Cut, batch: Batch) -> View | None:
+        """Return the view that this batch is stored in, opened anew where that has to be."""
+        name = batch.loader_name
+        opened = self._opened.get(name)
+        if opened is not None and id(cut) not in opened:
+            opened.add(id(cut))
+            if all(view.cut is not cut for view in self._views.of(name)):
+                self.cut_found(batch, cut)
+        return next((view for view in self._views.of(name) if view.cut is cut), None)
 
     def _open(self, batch: Batch, cut: Cut) -> Generation | str:
         """Return the generation of this cut and loader, or why there is none."""
@@ -121,7 +138,7 @@ class CacheHost:
         self, batch: Batch, cut: Cut, rows: np.ndarray | None, tensors: dict[str, Tensor]
     ) -> None:
         """Store fresh activations of the masked rows (None: all)."""
-        view = next((v for v in self._views.of(batch.loader_name) if v.cut is cut), None)
+        view = self._view_at(cut, batch)
         if view is None or not self._fits(view, batch):
             return
         mask = np.ones(batch.size, bool) if rows is None else rows

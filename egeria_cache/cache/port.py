@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor
 
 import numpy as np
 
 from egeria_cache.cache.boundary import Boundary
-from egeria_cache.cache.status import Status
+from egeria_cache.cache.host import CacheHost
+from egeria_cache.cache.status import Status, shown_name
 from egeria_cache.gate import Accounts, CacheStats, Pilot
 from egeria_cache.prefetch import PlannedEntry, ReaderThreads, View, Views
 
 __all__ = ["LoaderPort"]
 
 log = logging.getLogger("egeria")
-MAX_WAITS = 3
-"""Batches that are loaded alone in the hope that they show where the model is cut."""
 
 
 class LoaderPort:
@@ -29,6 +27,7 @@ class LoaderPort:
         status: Status,
         boundary: Boundary,
         views: Views,
+        host: CacheHost,
         pilot: Pilot,
         accounts: Accounts,
         readers: ReaderThreads,
@@ -41,11 +40,11 @@ class LoaderPort:
         self._status = status
         self._boundary = boundary
         self._views = views
+        self._host = host
         self._pilot = pilot
         self._accounts = accounts
         self._readers = readers
         self._stats = stats
-        self._waits: Counter[tuple[str, int]] = Counter()
 
     @property
     def boundary(self) -> str | None:
@@ -61,17 +60,33 @@ class LoaderPort:
         """The generations this loader's samples may be read from now, deepest boundary first."""
         return self._views.of(loader_name)
 
-    def awaits(self, loader_name: str) -> bool:
-        """Whether the next batch will show where the model is cut, and what is stored already."""
-        status = self._status
-        if status.is_closed or status.boundary is None or status.gate == "never":
-            return False
-        if loader_name in status.uncached or loader_name in self._pilot.stopped:
-            return False
-        if self.views(loader_name):
-            return False
-        self._waits[loader_name, status.num_moves] += 1
-        return self._waits[loader_name, status.num_moves] <= MAX_WAITS
+    def readable(self, loader_name: str) -> list[View]:
+        """Those whose rows, if an earlier run left any, were compared with computed ones."""
+        return [view for view in self._views.of(loader_name) if view.is_checked]
+
+    def data_changed(
+        self, loader_name: str, what: str, *, unlink: bool, give_up: bool = False
+    ) -> None:
+        """The loader's data set is another one than when it was looked at last.
+
+        Args:
+            loader_name: The loader's key.
+            what: Where it differs.
+            unlink: Whether rows of the new one may have been stored as rows of the old one.
+            give_up: Store nothing for this loader any more.
+        """
+        if loader_name in self._status.uncached:
+            return
+        if give_up:
+            reason = f"its data set changes again and again ({what})"
+            self._host.leave_uncached(loader_name, reason, unlink=unlink)
+            return
+        log.warning(
+            "the data set of loader %r is another one (%s): what was stored of it is not served",
+            shown_name(loader_name), what,
+        )  # fmt: skip
+        self._views.void(lambda view: view.loader_name == loader_name, unlink=unlink)
+        self._host.open_again(loader_name)
 
     def tagged_leaves(self, loader_name: str) -> frozenset[str] | None:
         """The leaves that must know their samples; None for all."""

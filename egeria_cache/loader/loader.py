@@ -53,6 +53,8 @@ __all__ = ["EgeriaLoader"]
 
 T_co = TypeVar("T_co", covariant=True)
 log = logging.getLogger("egeria")
+MAX_CHANGES = 3
+"""Passes in a row that find another data set; then nothing is stored for it any more."""
 
 
 class EgeriaLoader(ResumableLoader[T_co]):
@@ -128,12 +130,15 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self.source = LoaderSource(
             dataset, self.collate_fn, sample_id=sample_id, sample_version=sample_version,
             name=name, seed=self.seed, variants=augmentation_variants,
+            workers=self._worker_options() if num_workers else None,
         )  # fmt: skip
         self._progress, self._resumes, self._rest = Progress(), False, None
         self._persistent: tuple[_TaskSource, DataLoader[Loaded]] | None = None
         self._is_plain = self._why_plain() is not None
+        self._num_changes, self._ended_unchanged = 0, True
 
     def __iter__(self) -> Any:
+        self._ask_data_again(at_end=False)
         starts_workers = self._persistent is None and self._iterator is None
         base = self._begin(self._variant, starts_workers)
         return self._plain_iter() if self._is_plain else _Pass(self, self._progress, base)
@@ -150,6 +155,33 @@ class EgeriaLoader(ResumableLoader[T_co]):
         if reason is not None:
             log.warning("loader %r passes its batches through uncached: %s", self.name, reason)
         return reason
+
+    def _ask_data_again(self, *, at_end: bool) -> None:
+        """Void what was stored if the data set is not what it was: at each end of a pass.
+
+        What a pass stored under the old name is removed if the change came while it ran.
+        """
+        if self.cache is None or self._is_plain:
+            return
+        what = self.source.fingerprint.changed()
+        if what is None:
+            self._num_changes = self._num_changes if at_end else 0
+        else:
+            self._num_changes += 1
+            in_mid_pass = at_end or not self._ended_unchanged
+            stuck = self._persistent is not None and not at_end
+            self.cache.port.data_changed(
+                self.source.key, what, unlink=in_mid_pass,
+                give_up=stuck or self._num_changes > MAX_CHANGES,
+            )  # fmt: skip
+        self._ended_unchanged = at_end
+
+    def _worker_options(self) -> dict[str, Any]:
+        return {
+            "timeout": self.timeout,
+            "worker_init_fn": self.worker_init_fn,
+            "multiprocessing_context": self.multiprocessing_context,
+        }
 
     def _variant(self, epoch: int, first_frozen: int) -> tuple[int, int]:
         """Return an epoch's augmented version, constant within it, and where the cycle began.
@@ -234,16 +266,20 @@ class _Pass:
         self._inner_generator = base
         self._step: tuple[Plan, float] | None = None
         self._loads_here = loader.num_workers == 0 and not loader.pin_memory
-        # Until the model has been cut, nobody knows what the store holds: the first batch is loaded
-        # here, before anything is planned ahead.
-        self._first_shows = cache is not None and cache.awaits(loader.source.key)
-        self._inner = None if self._first_shows else self._start_workers()
+        self._inner = self._start_workers()
 
     def __iter__(self) -> _Pass:
         return self
 
     def __len__(self) -> int:
         return len(self._loader)
+
+    def __del__(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if not self._loader.persistent_workers:
+            self._loader.source.end_pass()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or self.__dict__.get("_inner") is None:
@@ -261,6 +297,8 @@ class _Pass:
         except StopIteration:
             self._progress.finished = True
             self._prefetcher.close()
+            self._loader._ask_data_again(at_end=True)
+            self._end()
             if self._cache is not None:
                 self._cache.log_epoch(self._loader.name, self._progress.epoch)
             raise
@@ -271,14 +309,6 @@ class _Pass:
         asked = self._note_step()
         if self._loads_here and self._planner.is_idle and self._is_unfrozen():
             return self._load_at_once()
-        if self._first_shows:
-            self._first_shows = False
-            first = self._planner.take_first()
-            if first is None:
-                raise StopIteration
-            return self._tag(first, self._load_here(first))
-        if self._inner is None:
-            self._inner = self._start_workers()
         if self._loader._persistent is not None and self._loader._persistent[0].serves is not None:
             # Persistent workers serve the pass that began last; older ones go on with it, as they
             # do under DataLoader.
@@ -414,7 +444,7 @@ def _outlook(cache: LoaderPort | None, name: str) -> tuple[Sequence[View], bool]
     """Return what can be read at the moment, and whether samples that draw nothing are seeded."""
     if cache is None:
         return (), True
-    return ((), False) if cache.boundary is None else (cache.views(name), True)
+    return ((), False) if cache.boundary is None else (cache.readable(name), True)
 
 
 def _wants_control(cache: LoaderPort | None, entry: PlannedEntry) -> bool:

@@ -108,13 +108,6 @@ class Planner:
         while self._undispatched or self._draw(*self._outlook()):
             yield self._undispatched.popleft().misses(self._seed)
 
-    def take_first(self) -> Plan | None:
-        """Return the next plan without handing its task to the workers (None at the end)."""
-        if not self._undispatched and not self._draw(*self._outlook()):
-            return None
-        self._planned.popleft()
-        return self._undispatched.popleft()
-
     def take_task(self) -> Task | None:
         """Return the next batch as a task, past all planning: only while `is_idle`.
 

@@ -1,11 +1,13 @@
 """Raw samples: each loaded under a seed of its own, and told from those of another data set.
 
-Owns no thread: what is here runs in DataLoader's workers and in the training thread. It never reads
-the store; a sample is what the data set gives.
+What is here runs in DataLoader's workers and in the training thread; beside a loader's workers it
+owns one more process (`aside.py`), for samples that are asked for out of turn. It never reads the
+store; a sample is what the data set gives.
 
 `loading.py` loads a `Task`, `generators.py` seeds and restores the global generators around each
 sample, `source.py` is one loader's data set with its names and its self-test, `fingerprint.py` says
-which data set it is.
+which data set it is and whether it still is, by the content of all that decides a sample
+(`portrait.py`, `content.py`).
 """
 
 from egeria_cache.samples.loading import (

@@ -1,123 +1,185 @@
-"""What tells one data set from another, without reading all of it.
+"""What tells one data set from another, without reading all of it; and whether it still is itself.
 
-Part of a generation's content address: the classes, their code, their lengths and index lists, the
-transforms in words, the collate function's code, and a few dozen samples byte by byte. Whatever
-cannot be told apart this way is what `sample_version`, a `fingerprint` of the data set's own, and
-the audit are for.
+Part of a generation's content address: all that decides a sample and can be reached from the data
+set and the collate function (`portrait.py`), and a few dozen samples byte by byte. What cannot be
+told apart this way is what `sample_version`, a `fingerprint` of the data set's own, and the audit
+are for.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Callable
-from types import CodeType
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from egeria_cache.batch import flatten
+from egeria_cache.samples.content import PLAIN, array_print, plain_print, tensor_print
+from egeria_cache.samples.portrait import Portrait, first_difference, portrait
 
-__all__ = ["fingerprint", "same_bytes"]
+__all__ = ["Fingerprint", "Look", "look"]
 
 NUM_SAMPLES = 32
+NUM_AGAIN = 2
+"""Samples that are read again at the start of an epoch, in turns."""
+MAX_SHARE = 0.01
+"""Of the time, for reading samples and long arrays again."""
 
 
-def fingerprint(
-    dataset: Any, collate: Callable[..., Any], load: Callable[[list[int]], list[Any]]
-) -> str:
-    """Return text that differs between data sets that give other samples.
+class Look(NamedTuple):
+    """What loading some samples showed."""
 
-    Args:
-        dataset: The data set; its own `fingerprint` attribute or method replaces the samples.
-        collate: The loader's collate function.
-        load: Loads samples by index, each under its own seed.
+    prints: list[int]
+    """Of the samples."""
+    moved: frozenset[str]
+    """Paths of the portrait that loading itself changes: counters, caches, files that are open."""
+
+
+def look(
+    roots: Mapping[str, Any],
+    load: Callable[[], Sequence[Any]],
+    collate: Callable[[Any], Any],
+) -> Look:
+    """Load some samples and describe them.
+
+    Raises:
+        TypeError: A sample has something that cannot be read.
     """
-    digest = hashlib.blake2b(digest_size=12)
-    _describe_callable(digest, collate)
-    _describe_dataset(digest, dataset)
-    own = getattr(dataset, "fingerprint", None)
-    length = len(dataset)
-    name = f"{type(dataset).__module__}.{type(dataset).__qualname__}[{length}]"
-    if own is not None:
-        digest.update(str(own() if callable(own) else own).encode())
-        return f"{name}:{digest.hexdigest()}"
-    try:
-        indices = np.unique(np.linspace(0, length - 1, min(length, NUM_SAMPLES)).astype(int))
-        for sample in load(indices.tolist()):
-            _describe_sample(digest, sample)
-    except Exception:
-        # Not indexed by 0..n-1, or samples of a kind we cannot read: nothing is reused by another
-        # run, rather than something that may be another's.
-        digest.update(os.urandom(16))
-    return f"{name}:{digest.hexdigest()}"
+    before = portrait(roots, thorough=False)
+    samples = load()
+    with suppress(Exception):  # it may take no such batch; what matters is what it leaves behind
+        collate(samples)
+    after = portrait(roots, thorough=False)
+    moved = {p for p in (*before, *after) if before.get(p) != after.get(p)}
+    return Look([_sample_print(sample) for sample in samples], frozenset(moved))
 
 
-def _describe_dataset(digest: Any, dataset: Any) -> None:
-    """Add classes, code, transforms and index lists, through data sets that wrap others."""
-    while dataset is not None:
-        digest.update(f"{type(dataset).__module__}.{type(dataset).__qualname__}".encode())
-        for method in ("__getitem__", "__getitems__"):
-            _describe_callable(digest, getattr(type(dataset), method, None))
-        attributes = getattr(dataset, "__dict__", {})
-        for key, value in sorted(attributes.items()):
-            if key == "indices":
-                digest.update(np.asarray(list(value)).tobytes())
-            elif callable(value):
-                digest.update(key.encode())
-                _describe_callable(digest, value)
-        dataset = attributes.get("dataset")
+class Fingerprint:
+    """One loader's data set and collation: what they are, and whether they are so still.
+
+    Used from the training thread only.
+    """
+
+    def __init__(
+        self, dataset: Any, roots: Mapping[str, Any], look_at: Callable[[list[int]], Look]
+    ) -> None:
+        """Describe `roots`, all that decides a sample, with `dataset` among them.
+
+        Args:
+            dataset: The data set; its own `fingerprint` replaces samples and plain attributes.
+            roots: Objects by name.
+            look_at: Loads samples by index and describes them (`look`), in whichever process.
+        """
+        self._dataset = dataset
+        self._roots = roots
+        self._look_at = look_at
+        self._text: str | None = None
+        self._portraits: tuple[Portrait, Portrait] = {}, {}
+        self._moved: frozenset[str] = frozenset()
+        self._prints: dict[int, int] = {}
+        self._turn = 0
+        self._next_full = 0.0
+
+    def __str__(self) -> str:
+        """Return text that differs between data sets that give other samples."""
+        if self._text is None:
+            self._text = self._take()
+        return self._text
+
+    def changed(self) -> str | None:
+        """Say what is not as it was when the text was taken; None if nothing is.
+
+        The text is then another one. Costs about a millisecond, and for long arrays and samples
+        `MAX_SHARE` of the time at most.
+        """
+        if self._text is None:
+            return None
+        what = self._changed()
+        if what is not None:
+            self._text = None
+        return what
+
+    def _changed(self) -> str | None:
+        quick = portrait(self._roots, thorough=False)
+        if (
+            first_difference(self._portraits[0], quick, self._moved) is None
+            and time.perf_counter() < self._next_full
+        ):
+            return None
+        started = time.perf_counter()
+        full = portrait(self._roots)
+        path = first_difference(self._portraits[1], full, self._moved)
+        if path is not None:
+            return path
+        self._portraits = quick, full
+        what = self._other_samples()
+        now = time.perf_counter()
+        self._next_full = now + (now - started) / MAX_SHARE
+        return what
+
+    def _other_samples(self) -> str | None:
+        """Read a few of the samples again."""
+        known = list(self._prints)
+        some = [known[(self._turn + i) % len(known)] for i in range(min(NUM_AGAIN, len(known)))]
+        self._turn += NUM_AGAIN
+        if not some:
+            return None
+        try:
+            prints = self._look_at(some).prints
+        except Exception as error:
+            return f"sample {some[0]!r} ({error!r})"
+        for index, now in zip(some, prints, strict=True):
+            if now != self._prints[index]:
+                return f"sample {index!r}"
+        return None
+
+    def _take(self) -> str:
+        length = len(self._dataset)
+        digest, own = xxhash.xxh3_128(), None
+        started = time.perf_counter()
+        self._portraits = portrait(self._roots, thorough=False), portrait(self._roots)
+        self._prints, self._moved = {}, frozenset()
+        own = any(path.endswith("data set.fingerprint") for path in self._portraits[1])
+        if not own:
+            indices = np.unique(np.linspace(0, length - 1, min(length, NUM_SAMPLES)).astype(int))
+            try:
+                seen = self._look_at(indices.tolist())
+                self._moved = seen.moved
+                self._prints = dict(zip(indices.tolist(), seen.prints, strict=True))
+            except Exception:
+                # Not indexed by 0..n-1, or samples of a kind we cannot read: nothing is reused by
+                # another run, rather than something that may be another's.
+                digest.update(os.urandom(16))
+        lasting = [
+            (path, value)
+            for path, value in self._portraits[1].items()
+            if first_difference({path: value}, {}, self._moved) is not None
+        ]
+        digest.update(repr((lasting, list(self._prints.items()))).encode("utf-8", "replace"))
+        now = time.perf_counter()
+        self._next_full = now + (now - started) / MAX_SHARE
+        kind = type(self._dataset)
+        return f"{kind.__module__}.{kind.__qualname__}[{length}]:{digest.hexdigest()}"
 
 
-def _describe_callable(digest: Any, function: Any) -> None:
-    code = getattr(function, "__code__", None)
-    if isinstance(code, CodeType):
-        _describe_code(digest, code)
-        return
-    digest.update(type(function).__qualname__.encode())
-    text = repr(function)
-    if " at 0x" not in text:
-        digest.update(text.encode())
-
-
-def _describe_code(digest: Any, code: CodeType) -> None:
-    digest.update(code.co_code)
-    digest.update(repr(code.co_names).encode())
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            _describe_code(digest, constant)
-        else:
-            digest.update(repr(constant).encode())
-
-
-def _describe_sample(digest: Any, sample: Any) -> None:
+def _sample_print(sample: Any) -> int:
     _, leaves = flatten(sample, -1)
-    for path, leaf in leaves.items():
-        digest.update(path.encode())
-        if isinstance(leaf, str | bytes | int | float | bool | type(None)):
-            digest.update(repr(leaf).encode())
-            continue
-        if isinstance(leaf, Tensor):
-            digest.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-            digest.update(_as_bytes(leaf).numpy().tobytes())
-            continue
-        array = np.asarray(leaf)
-        if array.dtype == object:
-            raise TypeError(f"{type(leaf).__name__} at {path!r} has no bytes to compare")
-        digest.update(f"{array.dtype}{array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
+    prints = [(path, _leaf_print(leaf)) for path, leaf in leaves.items()]
+    return xxhash.xxh3_64_intdigest(repr(prints).encode("utf-8", "replace"))
 
 
-def same_bytes(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors of any dtype hold the same, NaNs included."""
-    return (
-        left.shape == right.shape
-        and left.dtype == right.dtype
-        and torch.equal(_as_bytes(left), _as_bytes(right))
-    )
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+def _leaf_print(leaf: Any) -> Any:
+    if type(leaf) in PLAIN:
+        return plain_print(leaf)
+    if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
+        return tensor_print(leaf)
+    array = np.asarray(leaf)
+    if array.dtype.hasobject:
+        raise TypeError(f"{type(leaf).__name__} has no bytes to compare")
+    return array_print(array)

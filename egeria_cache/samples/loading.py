@@ -14,6 +14,7 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from egeria_cache.batch import SampleId, sample_seed
+from egeria_cache.samples.fingerprint import Look, look
 from egeria_cache.samples.generators import GENERATORS
 
 __all__ = [
@@ -23,7 +24,6 @@ __all__ = [
     "SeededDataset",
     "SeededWorkerInit",
     "Task",
-    "load_samples",
 ]
 
 
@@ -41,6 +41,8 @@ class Task(NamedTuple):
     seeds_all: bool = True
     """Whether torch's generator is seeded also for samples that were not seen to draw from it: they
     may read its seed (`torch.initial_seed()`). Not while nothing is frozen, for it takes time."""
+    looks: bool = False
+    """Whether the samples are to be described (`Look`) instead of given."""
 
     def take(self, rows: np.ndarray) -> Task:
         """Return the task of loading the masked rows again: bool, shape (B,)."""
@@ -54,14 +56,9 @@ class Loaded(NamedTuple):
 
     number: int
     data: Any
-    """The collated batch; None where the task held no samples."""
+    """The collated batch, or a `Look`; None where the task held no samples."""
     drawn: frozenset[str]
     """Which of `GENERATORS` the data set draws from, as far as is known."""
-
-
-def load_samples(dataset: Any, task: Task) -> Any:
-    """Return the task's raw samples, each loaded under its own stateless seed."""
-    return SampleLoader(dataset).load(task)
 
 
 class SampleLoader:
@@ -75,12 +72,20 @@ class SampleLoader:
     The global generators are restored afterwards only in the main process: a worker's are its own.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         """Load from `dataset`, in this process."""
         self.dataset = dataset
+        self.collate = collate
         self.drawn: frozenset[str] = frozenset()
         """Which of `GENERATORS` samples were seen to draw from."""
         self._is_first = True
+
+    def answer(self, task: Task) -> Any:
+        """Return the task's samples in order, described if the task says so; None for no task."""
+        if task.looks:
+            roots = {"data set": self.dataset, "collate_fn": self.collate}
+            return look(roots, lambda: self.load(task), self.collate)
+        return self.load(task) if task.indices else None
 
     def load(self, task: Task) -> Any:
         """Return the task's samples in order: a list, or what `__getitems__` gives instead."""
@@ -121,9 +126,9 @@ class SampleLoader:
     def _moved(self, before: Mapping[str, bytes | None]) -> bool:
         """Note which of the watched generators were drawn from, and put them back."""
         moved = False
-        for name, look in before.items():
-            if look is not None and GENERATORS[name].look() != look:
-                GENERATORS[name].put_back(look)
+        for name, state in before.items():
+            if state is not None and GENERATORS[name].look() != state:
+                GENERATORS[name].put_back(state)
                 self.drawn, moved = self.drawn | {name}, True
         return moved
 
@@ -187,8 +192,7 @@ class SeededDataset:
         self._samples = samples
 
     def __getitems__(self, task: Task) -> Loaded:
-        samples = self._samples.load(task) if task.indices else None
-        return Loaded(task.number, samples, self._samples.drawn)
+        return Loaded(task.number, self._samples.answer(task), self._samples.drawn)
 
 
 class CollateLoaded:
@@ -201,7 +205,8 @@ class CollateLoaded:
     def __call__(self, loaded: Loaded) -> Loaded:
         """Collate what `SeededDataset` gave."""
         number, samples, drawn = loaded
-        return Loaded(number, None if samples is None else self.collate(samples), drawn)
+        as_it_is = samples is None or isinstance(samples, Look)
+        return Loaded(number, samples if as_it_is else self.collate(samples), drawn)
 
 
 class SeededWorkerInit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,10 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from egeria_cache.batch import Batch, SampleId, Structure, flatten, is_rows, take_rows
-from egeria_cache.samples.fingerprint import fingerprint, same_bytes
-from egeria_cache.samples.loading import SampleLoader, Task
+from egeria_cache.samples.aside import Aside
+from egeria_cache.samples.content import same_bytes
+from egeria_cache.samples.fingerprint import Fingerprint, Look
+from egeria_cache.samples.loading import CollateLoaded, Loaded, SampleLoader, SeededDataset, Task
 
 __all__ = ["BatchContext", "LoaderSource"]
 
@@ -47,10 +50,15 @@ class LoaderSource:
         name: str,
         seed: int | None,
         variants: int,
+        workers: Mapping[str, Any] | None = None,
     ) -> None:
-        """Describe a loader; see `EgeriaLoader` for the arguments."""
+        """Describe a loader; see `EgeriaLoader` for the arguments.
+
+        `workers` are the options of its workers: then nothing is loaded in this process.
+        """
         self.dataset = dataset
-        self.samples = SampleLoader(dataset)
+        self.samples = SampleLoader(dataset, collate)
+        self.aside = None if workers is None else Aside(self.samples, workers)
         self.collate = collate
         self.name = name
         self.seed = seed
@@ -59,7 +67,15 @@ class LoaderSource:
         """Tells this loader from all others, also from those of the same name."""
         self._sample_id = sample_id or getattr(dataset, "sample_id", None)
         self._version = sample_version or getattr(dataset, "sample_version", None)
-        self._fingerprint: str | None = None
+        roots = {
+            "data set": dataset,
+            "collate_fn": collate,
+            "sample_id": self._sample_id,
+            "sample_version": self._version,
+            "worker_init_fn": (workers or {}).get("worker_init_fn"),
+        }
+        look_at = weakref.WeakMethod(self._look_at)  # no cycle
+        self.fingerprint = Fingerprint(dataset, roots, lambda at: look_at()(at))  # type: ignore
         self._proven: set[tuple[Any, ...]] = set()
 
     def identify(self, indices: Sequence[Any]) -> list[SampleId]:
@@ -77,8 +93,25 @@ class LoaderSource:
         return [v if type(v) in (int, str) else _as_sample_id(v) for v in named]
 
     def load(self, task: Task) -> Any:
-        """Load and collate samples in this process, each under its own seed."""
-        return self.collate(self.samples.load(task))
+        """Load and collate samples, each under its own seed, wherever samples are loaded."""
+        return self._answer(task).data
+
+    def end_pass(self) -> None:
+        """Stop the worker for samples out of turn, if there is one; the next need starts another."""
+        if self.aside is not None:
+            self.aside.close()
+
+    def _answer(self, task: Task) -> Loaded:
+        if self.aside is not None:
+            loaded = self.aside.ask(task)
+            self.samples.drawn |= loaded.drawn
+            return loaded
+        return CollateLoaded(self.collate)(SeededDataset(self.samples).__getitems__(task))
+
+    def _look_at(self, indices: list[int]) -> Look:
+        task = Task(-1, indices, self.identify(indices), 0, self.seed, looks=True)
+        found: Look = self._answer(task).data
+        return found
 
     def why_not_cacheable(self, batch: Batch) -> str | None:
         """Say why this loader's samples cannot be cached one by one; None if they can.
@@ -112,10 +145,13 @@ class LoaderSource:
 
     def _collates_rows(self, batch: Batch) -> bool:
         """Collate the only sample of a batch twice: every leaf must have two rows then."""
-        samples = self.samples.load(batch.context.task.take(np.ones(1, bool)))
-        twice = flatten(self.collate(samples + samples), 2)[1]
-        return twice.keys() == batch.leaves.keys() and all(
-            is_rows(leaf, 2) for leaf in twice.values()
+        task: Task = batch.context.task
+        twice = task._replace(
+            indices=[*task.indices] * 2, ids=[*task.ids] * 2, seeds_all=True, looks=False
+        )
+        leaves = flatten(self.load(twice), 2)[1]
+        return leaves.keys() == batch.leaves.keys() and all(
+            is_rows(leaf, 2) for leaf in leaves.values()
         )
 
     def first_difference(
@@ -164,23 +200,10 @@ class LoaderSource:
         """This loader's part of a generation's content address."""
         return {
             "loader": self.name,
-            "dataset": self.fingerprint,
+            "dataset": str(self.fingerprint),
             "augmentation_seed": self.seed,
             "augmentation_variants": self.variants,
         }
-
-    @property
-    def fingerprint(self) -> str:
-        """What tells this data set and its collation from another: see `fingerprint.py`."""
-        if self._fingerprint is None:
-            self._fingerprint = fingerprint(
-                self.dataset,
-                self.collate,
-                lambda indices: self.samples.load(
-                    Task(-1, indices, self.identify(indices), 0, self.seed)
-                ),
-            )
-        return self._fingerprint
 
 
 def _as_sample_id(value: Any) -> SampleId:

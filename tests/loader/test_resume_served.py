@@ -111,7 +111,8 @@ def test_a_boundary_set_in_mid_run_keeps_its_versions_through_a_resume(
     torch.testing.assert_close(
         torch.tensor(before + after), torch.tensor(whole), rtol=1e-5, atol=1e-6
     )
-    assert hits - 8 <= hits_before + hits_after <= hits
+    # A worker is given its first two batches before the model shows what the store holds.
+    assert hits - 8 * (1 + 2 * max(workers)) <= hits_before + hits_after <= hits
 
 
 def test_a_second_resume_in_one_epoch_goes_on_with_hits(tmp_path, uninterrupted):

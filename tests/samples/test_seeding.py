@@ -75,7 +75,7 @@ def test_the_training_loops_own_generators_are_left_alone(kind, first, keeps_a_n
         use()
         return [random.random(), np.random.randn(), np.random.randn(), torch.rand(()).item()]
 
-    samples = SampleLoader(Sometimes(DRAWS[kind], first))
+    samples = SampleLoader(Sometimes(DRAWS[kind], first), list)
 
     def load():
         for start in range(0, 24, 4):

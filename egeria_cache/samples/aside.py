@@ -1,0 +1,80 @@
+"""A worker of its own for samples that are asked for out of turn: checks, audits, repairs.
+
+Where a loader has workers, no sample is ever loaded in the training process: a file or a database
+that the data set opens lazily would then be shared by the workers that are forked later, offset and
+all, and some data sets work in a worker alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from egeria_cache.samples.loading import (
+    CollateLoaded,
+    Loaded,
+    SampleLoader,
+    SeededDataset,
+    SeededWorkerInit,
+    Task,
+)
+
+__all__ = ["Aside"]
+
+
+class Aside:
+    """Answers tasks one by one in one DataLoader worker, started with the first."""
+
+    def __init__(self, samples: SampleLoader, options: Mapping[str, Any]) -> None:
+        """Load by `samples`.
+
+        Args:
+            samples: The data set and the collate function.
+            options: DataLoader's `timeout`, `worker_init_fn` and `multiprocessing_context`.
+        """
+        self._samples = samples
+        self._options = dict(options)
+        self._tasks: list[Task] = []
+        self._loader: DataLoader[Loaded] | None = None
+        self._lock = threading.Lock()
+
+    def ask(self, task: Task) -> Loaded:
+        """Return what a worker gives for the task.
+
+        Raises:
+            Exception: What the data set or the collate function raised.
+        """
+        with self._lock:
+            if self._loader is None:
+                self._loader = self._start()
+            self._tasks[:] = [task]
+            loaded: Loaded = next(iter(self._loader))
+            return loaded
+
+    def close(self) -> None:
+        """Stop the worker; the next task starts another."""
+        with self._lock:
+            self._loader = None
+
+    def _start(self) -> DataLoader[Loaded]:
+        options = self._options | {
+            "worker_init_fn": SeededWorkerInit(self._options.get("worker_init_fn")),
+            # Its own: DataLoader draws a base seed whenever it begins to iterate.
+            "generator": torch.Generator(),
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return DataLoader(
+                SeededDataset(self._samples),  # type: ignore[arg-type]
+                batch_sampler=self._tasks,  # type: ignore[arg-type]
+                collate_fn=CollateLoaded(self._samples.collate),  # type: ignore[arg-type]
+                num_workers=1,
+                prefetch_factor=1,
+                persistent_workers=True,
+                **options,
+            )

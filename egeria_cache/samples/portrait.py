@@ -1,0 +1,353 @@
+"""What an object is, by content: a print for everything that can be reached from it.
+
+Data sets, their transforms and collate functions decide what a sample is. They are walked: through
+attributes, containers, closures, defaults, bound objects, the code of functions and classes, and
+the globals that code outside of libraries reads. The result is a flat mapping from a readable path
+to a print, so that two portraits can say *where* they differ.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from itertools import islice
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from egeria_cache.samples import content
+
+__all__ = ["Portrait", "first_difference", "portrait"]
+
+Portrait = dict[str, int]
+"""Path -> 64-bit print."""
+
+MAX_NODES = 20_000
+"""Objects that are looked at; what lies beyond is left out."""
+MAX_ITEMS = 4096
+"""Of a container whose elements have to be looked at one by one."""
+MAX_DEPTH = 24
+_OPAQUE = tuple(f"{name}." for name in (
+    "egeria_cache", "egeria_core", "threading", "_thread", "logging", "weakref", "asyncio", "queue",
+    "concurrent", "socket", "_io", "multiprocessing.context", "multiprocessing.queues",
+    "multiprocessing.synchronize", "multiprocessing.process", "multiprocessing.managers",
+    "torch.utils.data.dataloader", "torch.optim", "torch.autograd", "tqdm", "typing",
+))  # fmt: skip
+"""Modules whose objects say nothing about a sample."""
+_LIBRARIES = tuple({sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")})
+
+
+def portrait(roots: Mapping[str, Any], *, thorough: bool = True) -> Portrait:
+    """Look at everything that can be reached from `roots`.
+
+    Args:
+        roots: Objects by name.
+        thorough: Read all of long arrays and lists, as a comparison with another process needs. A
+            quick portrait holds within this process only.
+    """
+    walk = _Walk(thorough)
+    for name, value in roots.items():
+        walk.visit(name, value, 0)
+    return walk.prints
+
+
+def first_difference(before: Portrait, after: Portrait, leave_out: frozenset[str]) -> str | None:
+    """Return the first path that differs, but for those in `leave_out` and all below them."""
+    if before == after:
+        return None
+    for path in (*before, *after):
+        if before.get(path) != after.get(path) and not _is_below(path, leave_out):
+            return path
+    return None
+
+
+def _is_below(path: str, tops: frozenset[str]) -> bool:
+    return path in tops or any(path.startswith((f"{top}.", f"{top}[")) for top in tops)
+
+
+class _Walk:
+    def __init__(self, thorough: bool) -> None:
+        self.prints: Portrait = {}
+        self._thorough = thorough
+        self._bytes_left = content.THOROUGH_BYTES
+        self._seen: dict[int, str] = {}
+        self._alive: list[Any] = []  # an object that dies would give its id to another
+
+    def visit(self, path: str, value: Any, depth: int) -> None:
+        if value is None:
+            return  # nothing: what is opened or filled lazily leaves no trace before or after
+        if type(value) in content.PLAIN:
+            self.prints[path] = content.plain_print(value) or 0
+            return
+        known = self._seen.get(id(value))
+        if known is not None or len(self.prints) > MAX_NODES or depth > MAX_DEPTH:
+            self._note(path, f"as {known}")
+            return
+        self._seen[id(value)] = path
+        self._alive.append(value)
+        try:
+            self._look(path, value, depth)
+        except (RuntimeError, TypeError, ValueError, AttributeError, OSError):
+            self.prints.pop(path, None)  # it cannot be looked at: a handle of some kind
+
+    def _note(self, path: str, text: str | bytes) -> None:
+        data = text if isinstance(text, bytes) else text.encode("utf-8", "replace")
+        self.prints[path] = xxhash.xxh3_64_intdigest(data)
+
+    def _look(self, path: str, value: Any, depth: int) -> None:
+        if not self._thorough and content.is_long(value):
+            self.prints[path] = content.long_print(value)
+        elif isinstance(value, Tensor):
+            self.prints[path] = content.tensor_print(value, self._spend(value.nbytes))
+        elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+            self._array(path, np.asanyarray(value))
+        elif isinstance(value, type):
+            self._class(path, value, depth)
+        elif isinstance(value, ModuleType):
+            self._note(path, f"{value.__name__} {getattr(value, '__version__', '')}")
+        elif callable(value) and self._function(path, value, depth):
+            pass
+        elif isinstance(value, Mapping | Sequence | AbstractSet | np.ndarray):
+            self._container(path, value, depth)
+        else:
+            self._object(path, value, depth)
+
+    def _array(self, path: str, array: np.ndarray) -> None:
+        self.prints[path] = content.array_print(array, self._spend(array.nbytes))
+
+    def _spend(self, num_bytes: int) -> int:
+        """Return how many bytes may be read, for a value of so many."""
+        left = self._bytes_left
+        self._bytes_left = max(0, left - num_bytes)
+        return left
+
+    # ---- containers ---------------------------------------------------------------------------
+
+    def _container(self, path: str, value: Any, depth: int) -> None:
+        found = content.plain_print(value)
+        if found is not None:
+            self.prints[path] = found
+            return
+        self._note(path, f"{_name(type(value))} of {len(value)}")
+        if isinstance(value, Mapping):
+            for i, (key, item) in enumerate(islice(value.items(), MAX_ITEMS)):
+                text = repr(key) if type(key) in content.PLAIN else f"{i}: {_text(key)}"
+                self.visit(f"{path}[{text}]", item, depth + 1)
+        elif isinstance(value, AbstractSet):
+            self._note(path, "|".join(sorted(map(_text, value))))
+        else:
+            for i in range(0, len(value), max(1, len(value) // MAX_ITEMS)):
+                self.visit(f"{path}[{i}]", value[i], depth + 1)
+        if type(value) not in (dict, list, tuple):
+            self._attributes(path, value, depth)
+
+    # ---- code ---------------------------------------------------------------------------------
+
+    def _function(self, path: str, value: Callable[..., Any], depth: int) -> bool:
+        """Look at a function of some kind; False if it is an object that can be called."""
+        if isinstance(value, functools.partial):
+            self._note(path, "partial")
+            for name in ("func", "args", "keywords"):
+                self.visit(f"{path}.{name}", getattr(value, name), depth + 1)
+        elif isinstance(value, MethodType):
+            self._note(path, "method")
+            self.visit(f"{path}.{value.__name__}", value.__func__, depth + 1)
+            self.visit(f"{path}.__self__", value.__self__, depth + 1)
+        elif isinstance(value, BuiltinFunctionType | MethodWrapperType):
+            self._note(path, value.__qualname__)
+            if not isinstance(value.__self__, ModuleType | None):
+                self.visit(f"{path}.__self__", value.__self__, depth + 1)
+        elif isinstance(value, FunctionType):
+            self._python_function(path, value, depth)
+        elif isinstance(getattr(value, "__wrapped__", None), FunctionType):
+            self._python_function(path, value.__wrapped__, depth)  # type: ignore[attr-defined]
+        else:
+            return False
+        return True
+
+    def _python_function(self, path: str, function: FunctionType, depth: int) -> None:
+        code = function.__code__
+        self.prints[path], names = _look_at_code(code)
+        for name, part in (
+            ("defaults", function.__defaults__),
+            ("kwdefaults", function.__kwdefaults__),
+            ("attributes", function.__dict__),
+        ):
+            if part:
+                self.visit(f"{path}.<{name}>", part, depth + 1)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                self.visit(f"{path}.<{name}>", cell.cell_contents, depth + 1)
+            except ValueError:  # not assigned yet
+                self._note(f"{path}.<{name}>", "empty")
+        for name in names:
+            value = function.__globals__.get(name, function)
+            if value is not function and not isinstance(value, ModuleType):
+                self.visit(f"{function.__module__}.{name}", value, depth + 1)
+
+    def _class(self, path: str, kind: type, depth: int) -> None:
+        """Add a class: its name, and the code and plain values of all that it inherits from."""
+        self._note(path, _name(kind))
+        for base in kind.__mro__[:-1]:
+            if _is_standard(base) or _is_opaque(base):
+                continue
+            for name, part in vars(base).items():
+                inner = part.__func__ if isinstance(part, staticmethod | classmethod) else part
+                inner = inner.fget if isinstance(inner, property) else inner
+                if isinstance(inner, FunctionType) or (
+                    not name.startswith("__") and _is_value(inner)
+                ):
+                    self.visit(f"{_name(base)}.{name}", inner, depth + 1)
+
+    # ---- objects ------------------------------------------------------------------------------
+
+    def _object(self, path: str, value: Any, depth: int) -> None:
+        kind = type(value)
+        if _is_opaque(kind):
+            return
+        self._note(path, _name(kind))
+        if isinstance(value, torch.Generator):
+            self._note(path, f"generator {value.initial_seed()}")
+            return
+        if not _is_standard(kind):
+            self.visit(_name(kind), kind, depth + 1)
+        elif " at 0x" not in (text := repr(value)):
+            self._note(path, text)
+            return
+        own = _own_fingerprint(value)
+        if own is not None:
+            self.visit(f"{path}.fingerprint", own, depth + 1)
+        if not self._attributes(path, value, depth, vouched=own is not None):
+            self._foreign(path, value, depth)
+
+    def _attributes(self, path: str, value: Any, depth: int, *, vouched: bool = False) -> bool:
+        """Visit the attributes; False if there can be none.
+
+        Of an object with a fingerprint of its own only code, other data sets and indices count.
+        """
+        found = False
+        for name, part in _attributes(value):
+            found = True
+            if not vouched or name == "indices" or _is_active(part):
+                self.visit(f"{path}.{name}", part, depth + 1)
+        return found or hasattr(value, "__dict__")
+
+    def _foreign(self, path: str, value: Any, depth: int) -> None:
+        """Look at an object of an extension: its memory, or what pickling would keep."""
+        try:
+            view = memoryview(value)
+        except TypeError:
+            view = None
+        if view is not None and view.contiguous:
+            self._array(path, np.frombuffer(view, np.uint8))
+        elif self._thorough:
+            parts = value.__reduce_ex__(5)
+            self.visit(f"{path}.<state>", parts[1:3] if isinstance(parts, tuple) else parts, depth)
+        else:
+            self._note(path, str(id(value)))
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    yield from list(getattr(value, "__dict__", {}).items())
+    for base in type(value).__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if not name.startswith("__") and hasattr(value, name):
+                yield name, getattr(value, name)
+
+
+def _own_fingerprint(value: Any) -> Any:
+    """Return what a data set says of itself; None if it does not."""
+    if not (hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__")):
+        return None
+    for name in ("fingerprint", "_fingerprint"):
+        # Not what a wrapper hands on from the data set inside of it.
+        if name in getattr(value, "__dict__", {}) or any(
+            name in base.__dict__ for base in type(value).__mro__
+        ):
+            own = getattr(value, name)
+            with suppress(Exception):
+                return own() if callable(own) else own
+    return None
+
+
+def _is_active(value: Any) -> bool:
+    """Whether it does something to samples: code, a data set, or several of them."""
+    if isinstance(value, list | tuple):
+        return any(map(_is_active, value[:8]))
+    return callable(value) or isinstance(value, Dataset)
+
+
+def _is_value(value: Any) -> bool:
+    return type(value) in content.PLAIN or isinstance(value, list | tuple | dict | np.ndarray)
+
+
+def _is_opaque(kind: type) -> bool:
+    return f"{kind.__module__}.".startswith(_OPAQUE)
+
+
+def _is_standard(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in sys.stdlib_module_names
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _text(value: Any) -> str:
+    text = repr(value)
+    return _name(type(value)) if " at 0x" in text else text
+
+
+_CODE: dict[int, tuple[CodeType, int, tuple[str, ...]]] = {}
+"""Code by its identity, which keeping it here makes last: its print, and what globals it reads."""
+
+
+def _look_at_code(code: CodeType) -> tuple[int, tuple[str, ...]]:
+    known = _CODE.get(id(code))
+    if known is None:
+        digest = xxhash.xxh3_64()
+        _add_code(digest, code)
+        known = _CODE[id(code)] = code, digest.intdigest(), tuple(dict.fromkeys(_globals_of(code)))
+    return known[1:]
+
+
+def _add_code(digest: Any, code: CodeType) -> None:
+    digest.update(code.co_code)
+    digest.update(repr((code.co_names, code.co_varnames, code.co_flags)).encode())
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            _add_code(digest, constant)
+        elif isinstance(constant, frozenset):  # its order is another in every process
+            digest.update(repr(sorted(map(repr, constant))).encode())
+        else:
+            digest.update(repr(constant).encode("utf-8", "replace"))
+
+
+def _globals_of(code: CodeType) -> Iterator[str]:
+    """Return the globals that code reads, inner functions included."""
+    if code.co_filename.startswith((*_LIBRARIES, "<frozen")):
+        return
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals_of(constant)

@@ -1,0 +1,187 @@
+"""A data set that becomes another one, in mid-run or between runs, is never served from the old."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from egeria_cache import ActivationCache, EgeriaLoader
+from tests.helpers.nets import freeze, make_net, sgd, train_steps
+
+N = 32
+
+
+class Scaled(Dataset):
+    """Everything about it may change."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(3)
+        self.images = torch.randn(N, 1, 10, 10, generator=generator)
+        self.targets = torch.arange(N) % 5
+        self.order = list(range(N))
+        self.transform = Scale(1.0)
+        self.epoch = 0
+        self.num_loaded = 0
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        self.num_loaded += 1
+        at = self.order[index]
+        return self.transform(self.images[at]) + self.epoch, self.targets[at]
+
+
+class Scale:
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, x):
+        return x * self.by
+
+
+def relabel(data, loader):
+    data.targets[::2] = 4
+
+
+def reshuffle(data, loader):
+    data.order.reverse()
+
+
+def set_epoch(data, loader):
+    data.epoch = 1
+
+
+def other_transform(data, loader):
+    data.transform = Scale(2.0)
+
+
+def other_number(data, loader):
+    data.transform.by = 3.0
+
+
+def edit_images(data, loader):
+    data.images[5] += 1
+
+
+CHANGES = [relabel, reshuffle, set_epoch, other_transform, other_number, edit_images]
+
+
+def train(directory, change=None, *, gate="always", epochs=4, at=2, data=None, **kwargs):
+    model = make_net()
+    freeze(model, "layer1")
+    data = data or Scaled()
+    losses = []
+    with ActivationCache(model, directory, "layer1", gate=gate, audit_rate=0) as cache:
+        loader = EgeriaLoader(data, 8, cache=cache, **kwargs)
+        optimizer = sgd(model)
+        for epoch in range(epochs):
+            if change is not None and epoch == at:
+                change(data, loader)
+            losses += train_steps(model, loader, optimizer)[0]
+            cache.flush()
+        return losses, cache.stats()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_two_epochs_is_seen_at_the_next(tmp_path, change, caplog):
+    losses, stats = train(tmp_path / "a", change)
+    assert losses == train(tmp_path / "b", change, gate="never")[0]
+    assert stats.hits == 2 * N  # epochs two and four
+    assert caplog.text.count("is another one") == 1
+
+
+def test_with_workers_too(tmp_path):
+    kwargs = {"num_workers": 1, "shuffle": True}
+    torch.manual_seed(0)
+    losses, stats = train(tmp_path / "a", other_number, **kwargs)
+    torch.manual_seed(0)
+    expected = train(tmp_path / "b", other_number, gate="never", **kwargs)[0]
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+    assert stats.hits >= N
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_two_runs_is_seen(tmp_path, change):
+    train(tmp_path / "a", epochs=1)
+    data = Scaled()
+    change(data, None)
+    losses, stats = train(tmp_path / "a", data=copy.deepcopy(data), epochs=1)
+    assert losses == train(tmp_path / "b", data=data, epochs=1, gate="never")[0]
+    assert stats.hits == 0
+
+
+def test_the_same_data_set_is_served_in_the_next_run(tmp_path):
+    losses, _ = train(tmp_path / "a", epochs=1)
+    again, stats = train(tmp_path / "a", epochs=1)
+    assert again == losses
+    assert stats.hits >= N - 8
+
+
+def test_what_was_stored_while_the_data_set_changed_does_not_outlive_the_epoch(tmp_path):
+    """Rows of the new data set must not lie under the old one's address."""
+    data = Scaled()
+    model = make_net()
+    freeze(model, "layer1")
+    with ActivationCache(model, tmp_path / "a", "layer1", gate="always") as cache:
+        for step, (images, _) in enumerate(EgeriaLoader(data, 8, cache=cache)):
+            model(images)
+            if step == 1:
+                data.transform.by = 5.0
+        cache.flush()
+    losses, stats = train(tmp_path / "a", epochs=1)
+    assert losses == train(tmp_path / "b", epochs=1, gate="never")[0]
+    assert stats.hits == 0
+
+
+def test_what_an_abandoned_pass_stored_is_not_trusted_after_a_change(tmp_path):
+    data = Scaled()
+    model = make_net()
+    freeze(model, "layer1")
+    with ActivationCache(model, tmp_path / "a", "layer1", gate="always") as cache:
+        loader = EgeriaLoader(data, 8, cache=cache)
+        for step, (images, _) in enumerate(loader):
+            model(images)
+            data.transform.by = 5.0
+            if step == 2:
+                break
+        cache.flush()
+        next(iter(loader))
+    assert train(tmp_path / "a", epochs=1)[1].hits == 0
+
+
+def test_a_data_set_that_changes_in_every_epoch_is_left_uncached_and_named(tmp_path, caplog):
+    def step_on(data, loader):
+        data.epoch += 1
+
+    data = Scaled()
+    model = make_net()
+    freeze(model, "layer1")
+    with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
+        loader = EgeriaLoader(data, 8, cache=cache)
+        for _ in range(7):
+            train_steps(model, loader, sgd(model))
+            step_on(data, loader)
+        assert cache.stats().hits == 0
+        assert "changes again and again (data set.epoch)" in cache.stats().why_not
+    assert caplog.text.count("is another one") == 3
+
+
+class Padding:
+    def __init__(self, value):
+        self.value = value
+
+    def __call__(self, samples):
+        return default_collate([(x + self.value, y) for x, y in samples])
+
+
+def test_a_collate_object_that_changes_is_seen(tmp_path):
+    def change(data, loader):
+        loader.collate_fn.value = 2.0
+
+    losses, stats = train(tmp_path / "a", change, collate_fn=Padding(0.0))
+    assert losses == train(tmp_path / "b", change, gate="never", collate_fn=Padding(0.0))[0]
+    assert stats.hits == 2 * N

@@ -1,0 +1,335 @@
+"""A data set is told from another by all that decides its samples, and asked again in use."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import multiprocessing
+import subprocess
+import sys
+import threading
+from collections import UserList
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
+
+from egeria_cache.samples import LoaderSource
+
+SCALE = 1.0
+
+
+def source_of(dataset, collate=default_collate, **kwargs):
+    settings = {"sample_id": None, "sample_version": None, "name": "t", "seed": 0, "variants": 1}
+    return LoaderSource(dataset, collate, **(settings | kwargs))
+
+
+def print_of(dataset, collate=default_collate, **kwargs):
+    return str(source_of(dataset, collate, **kwargs).fingerprint)
+
+
+def numbered(offset=1, n=32):
+    generator = torch.Generator().manual_seed(offset)
+    return TensorDataset(torch.randn(n, 1, 4, 4, generator=generator), torch.arange(n))
+
+
+class Labelled(Dataset):
+    def __init__(self, label):
+        self.label = label
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return self.label
+
+
+class Scale:
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, x):
+        return x * self.by
+
+
+class Compose:
+    def __init__(self, *parts):
+        self.parts = list(parts)
+
+    def __call__(self, x):
+        return functools.reduce(lambda value, part: part(value), self.parts, x)
+
+
+class Rare(Dataset):
+    """What it is made with decides no sample that is sampled, so that only attributes tell."""
+
+    def __init__(self, decides, n=1000):
+        self.decides, self.n, self.num_loaded, self.opened = decides, n, 0, None
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        self.num_loaded += 1
+        self.opened = self.opened or threading.Lock()
+        return torch.tensor(float(index))
+
+
+class Slots:
+    __slots__ = ("p",)
+
+    def __init__(self, p):
+        self.p = p
+
+
+@dataclass
+class Collator:
+    pad: int = 0
+
+    def __call__(self, samples):
+        return default_collate(samples)
+
+
+def padded(samples, pad=0, *, side="left"):
+    return default_collate(samples)
+
+
+def closed(over):
+    return lambda samples: default_collate(samples[: over + 9])
+
+
+def reads_a_global(samples):
+    return default_collate([SCALE * sample for sample in samples])
+
+
+def edited(values, at, to):
+    values = list(values)
+    values[at] = to
+    return values
+
+
+def other_pairs():
+    files = [f"/data/{i:05}.png" for i in range(700)]
+    many = ConcatDataset([Subset(numbered(1, 500), range(0, 400)), numbered(2, 300)])
+    other = ConcatDataset([Subset(numbered(1, 500), edited(range(0, 400), 7, 9)), numbered(2, 300)])
+    long = torch.arange(100_000)
+    return {
+        "numbers": (Labelled(np.int64(1)), Labelled(np.int64(2))),
+        "shapes": (Labelled(torch.zeros(2, 3)), Labelled(torch.zeros(3, 2))),
+        "dtypes": (Labelled(torch.zeros(2)), Labelled(torch.zeros(2, dtype=torch.int32))),
+        "strings": (Labelled("a"), Labelled("b")),
+        "kinds": (Labelled("1"), Labelled(1)),
+        "content": (numbered(1), numbered(2)),
+        "length": (numbered(1, 8), numbered(1, 16)),
+        "folds": (
+            Subset(numbered(1), [0, *range(1, 17), 31]),
+            Subset(numbered(1), [0, *range(8, 24), 31]),
+        ),
+        "indices inside": (many, other),
+        "a transform's number": (Rare(Scale(0.5)), Rare(Scale(0.25))),
+        "a transform inside": (
+            Rare(Compose(Scale(1), Scale(0.5))),
+            Rare(Compose(Scale(1), Scale(0.25))),
+        ),
+        "a transform's order": (
+            Rare(Compose(Scale(1), Scale(2))),
+            Rare(Compose(Scale(2), Scale(1))),
+        ),
+        "slots": (Rare(Slots(1)), Rare(Slots(2))),
+        "a partial": (Rare(functools.partial(max, 1)), Rare(functools.partial(max, 2))),
+        "a bound method": (Rare(Scale(1).__call__), Rare(Scale(2).__call__)),
+        "one file of a list": (Rare(files), Rare(edited(files, 351, "/data/other.png"))),
+        "one pair of a list": (
+            Rare([(f, 0) for f in files]),
+            Rare(edited([(f, 0) for f in files], 351, (files[351], 1))),
+        ),
+        "one element": (Rare(long), Rare(torch.where(long == 51_234, -1, long))),
+        "one label of many": (
+            Rare(np.zeros(300_000, np.int64)),
+            Rare((np.arange(300_000) == 123_456).astype(np.int64)),
+        ),
+        "a dictionary": (Rare({"a": [1, {"b": 2}]}), Rare({"a": [1, {"b": 3}]})),
+        "a set": (Rare({"a", "b"}), Rare({"a", "c"})),
+        "objects in a list": (Rare([Scale(1), "x"]), Rare([Scale(2), "x"])),
+        "a list of another class": (Rare(UserList([1])), Rare(UserList([2]))),
+        "a lambda": (Rare(lambda x: x + 1), Rare(lambda x: x + 2)),
+        "a shared number": (Rare(multiprocessing.Value("i", 1)), Rare(multiprocessing.Value("i"))),
+        "bytes": (Rare(bytearray(b"abc")), Rare(bytearray(b"abd"))),
+        "nested tuples": (Rare(((1, (2,)), 3)), Rare(((1, (2, 3)),))),
+    }
+
+
+@pytest.mark.parametrize("kind", other_pairs())
+def test_data_sets_that_differ_have_other_fingerprints(kind):
+    one, other = other_pairs()[kind]
+    again, _ = other_pairs()[kind]
+    assert print_of(one) == print_of(again)
+    assert print_of(one) != print_of(other)
+
+
+def collate_pairs():
+    return {
+        "code": (lambda s: s[0], lambda s: s[1]),
+        "defaults": (padded, _with(padded, __defaults__=(1,))),
+        "keyword defaults": (padded, _with(padded, __kwdefaults__={"side": "right"})),
+        "a partial": (functools.partial(padded, pad=1), functools.partial(padded, pad=2)),
+        "a partial's place": (functools.partial(padded, pad=1), functools.partial(padded, side=1)),
+        "a closure": (closed(1), closed(2)),
+        "an object": (Collator(1), Collator(2)),
+        "a method": (Collator(1).__call__, Collator(2).__call__),
+    }
+
+
+def _with(function, **attributes):
+    twin = type(function)(function.__code__, function.__globals__, function.__name__)
+    twin.__defaults__, twin.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    for name, value in attributes.items():
+        setattr(twin, name, value)
+    return twin
+
+
+@pytest.mark.parametrize("kind", collate_pairs())
+def test_collate_functions_that_differ_have_other_fingerprints(kind):
+    one, other = collate_pairs()[kind]
+    again, _ = collate_pairs()[kind]
+    assert print_of(numbered(), one) == print_of(numbered(), again)
+    assert print_of(numbered(), one) != print_of(numbered(), other)
+
+
+def test_a_global_that_the_code_reads_counts(monkeypatch):
+    before = print_of(numbered(), reads_a_global)
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 2.0)
+    assert print_of(numbered(), reads_a_global) != before
+
+
+def test_objects_without_bytes_are_never_taken_for_equal():
+    data = Labelled(object())
+    assert print_of(data) != print_of(data)
+
+
+def test_counters_caches_and_files_that_loading_opens_do_not_count():
+    fresh, used = Rare(1), Rare(1)
+    used.num_loaded = 5
+    assert print_of(fresh) == print_of(used)
+    source = source_of(fresh)
+    assert str(source.fingerprint)
+    source.samples.load(task_of(source, range(10)))
+    assert source.fingerprint.changed() is None
+
+
+def task_of(source, indices):
+    from egeria_cache.samples import Task
+
+    return Task(0, list(indices), list(indices), 0, source.seed)
+
+
+class OwnName(Rare):
+    def __init__(self, name, **attributes):
+        super().__init__(1)
+        self._fingerprint = name
+        self.__dict__.update(attributes)
+
+
+def test_a_data_sets_own_fingerprint_stands_for_its_plain_attributes_but_not_for_code():
+    long = torch.arange(10_000)
+    assert print_of(OwnName("a")) != print_of(OwnName("b"))
+    assert print_of(OwnName(long)) != print_of(OwnName(torch.where(long == 5_000, -1, long)))
+    assert print_of(OwnName("a", files=["x"])) == print_of(OwnName("a", files=["y"]))
+    assert print_of(OwnName("a", t=Scale(1))) != print_of(OwnName("a", t=Scale(2)))
+    assert print_of(Subset(OwnName("a"), [1, 2])) != print_of(Subset(OwnName("b"), [1, 2]))
+
+
+def test_what_refers_to_itself_or_cannot_be_read_ends():
+    ring = [1]
+    ring.append(ring)
+    odd = [ring, threading.Lock(), (i for i in range(3)), sys, object(), torch.Generator(), type]
+    deep = []
+    for _ in range(100):
+        deep = [deep, Scale(1)]
+    assert print_of(Rare([*odd, deep])) == print_of(Rare([*odd, deep]))
+
+
+CHANGES = {
+    "another transform": lambda d: setattr(d, "decides", Scale(3)),
+    "a transform's attribute": lambda d: setattr(d.decides, "by", 7),
+    "set_epoch": lambda d: setattr(d, "epoch", 1),
+    "a label in place": lambda d: d.labels.__setitem__(123_456, 9),
+    "a label in place, many": lambda d: d.many.__setitem__(2_345_678, 9),
+    "a shuffle": lambda d: d.files.reverse(),
+    "a shared number": lambda d: setattr(d.shared, "value", 3),
+    "the class's code": lambda d: setattr(type(d), "helper", lambda self: 2),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_change_in_mid_run_is_seen_and_the_name_is_another_one(kind, monkeypatch):
+    class Changing(Rare):
+        def helper(self):
+            return 1
+
+    data = Changing(Scale(1))
+    data.epoch, data.shared = 0, multiprocessing.Value("i", 0)
+    data.labels, data.many = torch.zeros(200_000), np.zeros(3_000_000)
+    data.files = [f"{i}.png" for i in range(100_000)]
+    source = source_of(data)
+    before = str(source.fingerprint)
+    # Long arrays are read again once a hundred times their cost has passed: let it have passed.
+    assert source.fingerprint.changed() is None
+    CHANGES[kind](data)
+    # Long arrays are read again once a hundred times their cost has passed: let it have passed.
+    monkeypatch.setattr(source.fingerprint, "_next_full", 0.0)
+    assert source.fingerprint.changed()
+    assert str(source.fingerprint) != before
+    assert source.fingerprint.changed() is None
+
+
+def test_an_equal_list_in_another_place_is_no_change():
+    data = Rare([f"{i}.png" for i in range(100_000)])
+    source = source_of(data)
+    before = str(source.fingerprint)
+    data.decides = list(data.decides)
+    assert source.fingerprint.changed() is None
+    assert str(source.fingerprint) == before
+
+
+def test_samples_are_read_again_in_turns(monkeypatch, tmp_path):
+    class Files(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return (tmp_path / str(index)).read_text()
+
+    for i in range(4):
+        (tmp_path / str(i)).write_text(str(i))
+    source = source_of(Files())
+    assert str(source.fingerprint)
+    (tmp_path / "3").write_text("another")
+    monkeypatch.setattr(source.fingerprint, "_next_full", 0.0)
+    found = source.fingerprint.changed()
+    monkeypatch.setattr(source.fingerprint, "_next_full", 0.0)
+    assert (found or source.fingerprint.changed()) == "sample 3"
+
+
+def test_another_process_finds_the_same_fingerprint():
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import test_fingerprint as t\n"
+        "print([t.print_of(pair[0]) for kind, pair in t.other_pairs().items()])\n"
+        "print([t.print_of(t.numbered(), pair[0]) for pair in t.collate_pairs().values()])"
+    )
+    command = [sys.executable, "-c", code, __file__.rpartition("/")[0]]
+    runs = [
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+        for _ in range(2)
+    ]
+    assert runs[0] == runs[1]
+    assert runs[0].count("Rare[1000]") >= 15
+
+
+def test_a_copy_is_the_same_data_set():
+    for one, _ in other_pairs().values():
+        if not isinstance(getattr(one, "decides", None), type(multiprocessing.Value("i"))):
+            assert print_of(one) == print_of(copy.copy(one))
