@@ -4,6 +4,7 @@ Owns nothing that lives longer than a batch: no thread, no file, no global. It n
 and never reads an activation; whoever made the batch gave it a way to do so.
 
 `tensor.py` holds the tensors that know their samples, `chain.py` the operations that they record,
+`vouch.py` what they held,
 `structure.py` takes a batch apart into leaves with a row per sample, `seeds.py` names samples.
 """
 
@@ -13,6 +14,8 @@ from egeria_cache.batch.structure import (
     Rows,
     Structure,
     flatten,
+    is_dense,
+    is_faithful,
     is_rows,
     merge_rows,
     row_meta,
@@ -28,6 +31,8 @@ __all__ = [
     "SampleId",
     "Structure",
     "flatten",
+    "is_dense",
+    "is_faithful",
     "is_rows",
     "merge_rows",
     "outside_inference_mode",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Op", "outside_inference_mode"]
+__all__ = ["IN_PLACE", "Op", "outside_inference_mode"]
 
 
 @contextmanager
@@ -37,6 +37,15 @@ _ARITHMETIC = {
     Tensor.__add__, Tensor.__sub__, Tensor.__mul__, Tensor.__truediv__,
     Tensor.__radd__, Tensor.__rmul__,
 }  # fmt: skip
+
+
+IN_PLACE: dict[Callable[..., Any], Callable[..., Any]] = {
+    Tensor.__iadd__: Tensor.add, Tensor.add_: Tensor.add,
+    Tensor.__isub__: Tensor.sub, Tensor.sub_: Tensor.sub,
+    Tensor.__imul__: Tensor.mul, Tensor.mul_: Tensor.mul,
+    Tensor.__itruediv__: Tensor.div, Tensor.div_: Tensor.div,
+}  # fmt: skip
+"""Operations that write to their tensor, and those that give the same values without."""
 
 
 class Op:
@@ -96,6 +105,20 @@ class Op:
         device, dtype, _, memory_format = torch._C._nn._parse_to(*rest, **other)
         key = "".join(f"to({value})" for value in (dtype, memory_format) if value is not None)
         return cls(func, tuple(args), kwargs, key=key, device=device)
+
+    def keeps_dtype(self, tensor: Tensor) -> bool:
+        """Whether the result fits into the tensor it was made from."""
+        meta = torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+        return self.run(meta).dtype == tensor.dtype
+
+    def aliases(self, before: Tensor, after: Tensor) -> bool:
+        """Whether the result shares the memory of what it is made from (metas of both)."""
+        if self.func is Tensor.clone or self.kwargs.get("copy"):
+            return False
+        return self.func in _MOVES and (before.dtype, before.stride()) == (
+            after.dtype,
+            after.stride(),
+        )
 
     def run(self, data: Tensor) -> Tensor:
         """Apply the operation to some rows (or, without moving it, to a meta tensor)."""

@@ -6,23 +6,36 @@ cannot look into mappings that are not registered (such as `BatchEncoding`).
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["Leaf", "Rows", "Structure", "flatten", "is_rows", "merge_rows", "row_meta", "take_rows"]
+__all__ = [
+    "Leaf",
+    "Rows",
+    "Structure",
+    "flatten",
+    "is_dense",
+    "is_faithful",
+    "is_rows",
+    "merge_rows",
+    "row_meta",
+    "take_rows",
+]
 
 Rows = Tensor | list[Any] | tuple[Any, ...]
 """The values of one leaf for a batch: a tensor with a row per sample, or one value per sample."""
 
 Leaf = Any
 _SCALARS = (str, bytes, int, float, bool, type(None))
+_NO_BATCH = (*_SCALARS, np.ndarray, np.generic, type, FunctionType, ModuleType, nn.Module)
+_MAX_DEPTH = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +51,18 @@ class Structure:
 def is_rows(leaf: Leaf, batch_size: int) -> bool:
     """Whether `leaf` holds one row or one plain value per sample."""
     if isinstance(leaf, Tensor):
-        return leaf.dim() > 0 and leaf.shape[0] == batch_size
+        return is_dense(leaf) and leaf.dim() > 0 and leaf.shape[0] == batch_size
     return _is_values(leaf, batch_size)
+
+
+def is_dense(leaf: Leaf) -> bool:
+    """Whether it is an ordinary tensor: not nested, sparse, quantised, or of a class of its own."""
+    return (
+        type(leaf) is Tensor
+        and not leaf.is_nested
+        and leaf.layout == torch.strided
+        and not (leaf.is_quantized or leaf.is_inference() or leaf.is_meta)
+    )
 
 
 def _is_values(node: Any, batch_size: int) -> bool:
@@ -53,61 +76,125 @@ def _is_values(node: Any, batch_size: int) -> bool:
 def flatten(batch: Any, batch_size: int) -> tuple[Structure, dict[str, Leaf]]:
     """Split `batch` into its structure and its leaves by path.
 
-    Mappings, sequences, named tuples and dataclasses are looked into; anything else is a leaf, and
+    Mappings, sequences and objects that hold tensors are looked into; anything else is a leaf, and
     so is a list or tuple of `batch_size` plain values (what collating strings gives).
     """
     leaves: dict[str, Leaf] = {}
-    rebuild = _walk(batch, "", batch_size, leaves)
+    rebuild = _walk(batch, "", batch_size, leaves, ())
     return Structure(rebuild, tuple(leaves)), leaves
 
 
+def is_faithful(structure: Structure, batch: Any, leaves: Mapping[str, Leaf], size: int) -> bool:
+    """Whether `rebuild` gives a batch of the same types and leaves, and leaves this one alone."""
+    again = flatten(structure.rebuild(leaves), size)[1]
+    once_more = flatten(batch, size)[1]
+    return all(
+        other.keys() == leaves.keys() and all(other[path] is leaf for path, leaf in leaves.items())
+        for other in (again, once_more)
+    )
+
+
+Rebuild = Callable[[Mapping[str, Leaf]], Any]
+
+
 def _walk(
-    node: Any, path: str, batch_size: int, leaves: dict[str, Leaf]
-) -> Callable[[Mapping[str, Leaf]], Any]:
-    if isinstance(node, Tensor) or _is_values(node, batch_size):
+    node: Any, path: str, batch_size: int, leaves: dict[str, Leaf], around: tuple[int, ...]
+) -> Rebuild:
+    """Return how to build `node` anew. No constructor of its class runs then: it might act."""
+    kind = type(node)
+    if isinstance(node, Tensor) or _is_values(node, batch_size) or id(node) in around:
         leaves[path] = node
         return lambda values: values[path]
-    if isinstance(node, Mapping):
-        return _walk_mapping(node, path, batch_size, leaves)
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        parts = [
-            _walk(v, f"{path}.{k}", batch_size, leaves)
-            for k, v in zip(node._fields, node, strict=True)
-        ]
-        return lambda values: type(node)(*(part(values) for part in parts))
-    if type(node) in (list, tuple):
-        kind = type(node)
-        items = [_walk(v, f"{path}[{i}]", batch_size, leaves) for i, v in enumerate(node)]
+    around = (*around, id(node))
+    if kind in (list, tuple):
+        items = [_walk(v, f"{path}[{i}]", batch_size, leaves, around) for i, v in enumerate(node)]
         return lambda values: kind(item(values) for item in items)
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        names = [f.name for f in dataclasses.fields(node) if f.init]
-        fields = {
-            name: _walk(getattr(node, name), f"{path}.{name}", batch_size, leaves) for name in names
-        }
-        kind = type(node)
-        return lambda values: kind(**{name: part(values) for name, part in fields.items()})
+    if isinstance(node, dict):
+        parts = {k: _walk(v, f"{path}[{k!r}]", batch_size, leaves, around) for k, v in node.items()}
+        if kind is dict:
+            return lambda values: {k: part(values) for k, part in parts.items()}
+        base = OrderedDict if isinstance(node, OrderedDict) else dict
+        default = node.default_factory if isinstance(node, defaultdict) else None
+        inside = _attributes(node, path, batch_size, leaves, around)
+
+        def rebuild(values: Mapping[str, Leaf]) -> Any:
+            clone: Any = base.__new__(kind)
+            for key, part in parts.items():
+                base.__setitem__(clone, key, part(values))
+            if default is not None:
+                clone.default_factory = default
+            return _with(clone, inside, values)
+
+        return rebuild
+    if isinstance(node, tuple):
+        names = [f".{name}" for name in getattr(node, "_fields", ())]
+        names = names if len(names) == len(node) else [f"[{i}]" for i in range(len(node))]
+        items = [
+            _walk(value, path + name, batch_size, leaves, around)
+            for name, value in zip(names, node, strict=True)
+        ]
+        inside = _attributes(node, path, batch_size, leaves, around)
+        return lambda values: _with(
+            tuple.__new__(kind, [item(values) for item in items]), inside, values
+        )
+    if _holds_tensors(node, around):
+        inside = _attributes(node, path, batch_size, leaves, around)
+        return lambda values: _with(_make(kind), inside, values)
     leaves[path] = node
     return lambda values: values[path]
 
 
-def _walk_mapping(
-    node: Mapping[Any, Any], path: str, batch_size: int, leaves: dict[str, Leaf]
-) -> Callable[[Mapping[str, Leaf]], Any]:
-    parts = {k: _walk(v, f"{path}[{k!r}]", batch_size, leaves) for k, v in node.items()}
-    if type(node) is dict:
-        return lambda values: {k: part(values) for k, part in parts.items()}
-    # Any other mapping may carry attributes of its own: copy it, without keeping its tensors alive.
-    shell: Any = copy.copy(node)
-    for key in parts:
-        shell[key] = None
+def _attributes(
+    node: Any, path: str, batch_size: int, leaves: dict[str, Leaf], around: tuple[int, ...]
+) -> dict[str, Rebuild]:
+    """Return how to build each attribute; what holds no tensor is the same in every batch."""
+    return {
+        name: _walk(value, f"{path}.{name}", batch_size, leaves, around)
+        for name, value in _state(node).items()
+    }
 
-    def rebuild(values: Mapping[str, Leaf]) -> Any:
-        clone = copy.copy(shell)
-        for key, part in parts.items():
-            clone[key] = part(values)
-        return clone
 
-    return rebuild
+def _with(clone: Any, inside: Mapping[str, Rebuild], values: Mapping[str, Leaf]) -> Any:
+    for name, part in inside.items():
+        object.__setattr__(clone, name, part(values))
+    return clone
+
+
+def _make(kind: type) -> Any:
+    """Return an empty object, past any `__new__` of its class.
+
+    Raises:
+        TypeError: It cannot be made like this.
+    """
+    if issubclass(kind, SimpleNamespace):
+        return SimpleNamespace.__new__(kind)
+    return object.__new__(kind)
+
+
+def _state(node: Any) -> dict[str, Any]:
+    state = dict(getattr(node, "__dict__", {}))
+    for base in type(node).__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if not name.startswith("__") and hasattr(node, name):
+                state[name] = getattr(node, name)
+    return state
+
+
+def _holds_tensors(node: Any, around: tuple[int, ...]) -> bool:
+    """Whether it is an object whose attributes, or what is inside them, are tensors."""
+    if isinstance(node, _NO_BATCH) or len(around) > _MAX_DEPTH:
+        return False
+    try:
+        _make(type(node))
+    except TypeError:
+        return False
+    for value in _state(node).values():
+        inner = value.values() if isinstance(value, dict) else value
+        inner = inner if isinstance(inner, list | tuple | ValuesView) else (value,)
+        if any(isinstance(one, Tensor) or _holds_tensors(one, (*around, 0)) for one in inner):
+            return True
+    return False
 
 
 def take_rows(rows: Rows, mask: np.ndarray) -> Rows:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from egeria_cache.batch.chain import Op, outside_inference_mode
+from egeria_cache.batch.chain import IN_PLACE, Op, outside_inference_mode
 from egeria_cache.batch.seeds import SampleId
 from egeria_cache.batch.structure import Rows, merge_rows, take_rows
+from egeria_cache.batch.vouch import Vouched, held
 
 __all__ = ["Batch", "BatchTensor", "Entry", "batch_tensors", "unwrap"]
 
@@ -59,6 +60,7 @@ class Batch:
         load_rows: Callable[[np.ndarray], Mapping[str, Rows]],
         entry: Entry | None = None,
         context: Any = None,
+        may_be_stored: bool = True,
     ) -> None:
         """Collect a batch.
 
@@ -71,17 +73,23 @@ class Batch:
             load_rows: Loads the raw rows where its mask is True, from the dataset.
             entry: Where the hits enter the model; None if every row was loaded.
             context: For whoever made the batch.
+            may_be_stored: Whether what it holds has to be vouched for by content.
         """
         self.ids = ids
         self.size = len(ids)
         self.variant = variant
         self.loader_name = loader_name
-        self.leaves = leaves
+        keep = {
+            path: held(rows) if may_be_stored else (rows, None) for path, rows in leaves.items()
+        }
+        self.leaves = {path: rows for path, (rows, _) in keep.items()}
+        """As they were handed out: what the loop does to its own is not done to these."""
+        self.may_be_stored = may_be_stored
         self.context = context
         self._load_rows = load_rows
         self._planned_entry = entry
         self._loaded: Mapping[str, Rows] | None = None
-        self._versions = {p: t._version for p, t in leaves.items() if isinstance(t, Tensor)}
+        self._vouched = {path: vouched for path, (_, vouched) in keep.items() if vouched}
 
     @property
     def entry(self) -> Entry | None:
@@ -108,12 +116,10 @@ class Batch:
     def rows_of(self, leaf: str, rows: np.ndarray | None) -> Rows | None:
         """Return `leaf` for the masked rows (None: all), as it was yielded.
 
-        None if that would take loading it, or if the loop has changed it in place since.
+        None if that would take loading it, or if it is large and was written to since.
         """
-        values = self.leaves.get(leaf)
-        if values is None:
-            return None
-        if isinstance(values, Tensor) and values._version != self._versions[leaf]:
+        values, vouched = self.leaves.get(leaf), self._vouched.get(leaf)
+        if values is None or (vouched is not None and not vouched.holds(values)):  # type: ignore[arg-type]
             return None
         if len(values) == self.size:
             return values if rows is None else take_rows(values, rows)
@@ -134,12 +140,12 @@ class BatchTensor(Tensor):
     batch: Batch
     leaf: str
     chain: tuple[Op, ...]
-    _data_version: int
+    _vouched: Vouched
 
     @staticmethod
     def wrap(data: Tensor, batch: Batch, leaf: str) -> BatchTensor:
         """Tag a fully loaded leaf. The data is shared, not copied."""
-        return _loaded(data, batch, leaf, ())
+        return _loaded(data, batch, leaf, (), batch._vouched.get(leaf))
 
     @staticmethod
     def without_data(
@@ -162,12 +168,12 @@ class BatchTensor(Tensor):
 
     @property
     def intact(self) -> bool:
-        """Whether the values are still exactly what samples and `chain` say.
+        """Whether the values are still exactly what samples and `chain` say, by content.
 
-        False after the user changed the data in place; such a tensor is an ordinary one.
+        False after the user changed the data; such a tensor is an ordinary one.
         """
-        with torch._C.DisableTorchFunctionSubclass():
-            return self._version == self._data_version
+        with torch._C.DisableTorchFunctionSubclass(), outside_inference_mode():
+            return self._vouched.holds(self)
 
     def full(self) -> Tensor:
         """Return the plain tensor with all rows, after `chain`."""
@@ -192,14 +198,28 @@ class BatchTensor(Tensor):
         assert isinstance(rows, Tensor)
         return rows
 
-    def _let_go(self) -> None:
-        """Trust the data no more: it may now be written to without its version telling."""
-        self._data_version = -1
-        self.batch._versions[self.leaf] = -1
+    def _apply(self, op: Op) -> BatchTensor | None:
+        """Return the result of an operation; None if the data is not what it should be."""
+        data = self.full()
+        if not self._vouched.holds(data):
+            return None
+        result = op.run(data)
+        return _loaded(result, self.batch, self.leaf, (*self.chain, op), self._vouched)
 
-    def _apply(self, op: Op) -> BatchTensor:
-        result = op.run(self.full())
-        return _loaded(result, self.batch, self.leaf, (*self.chain, op))
+    def _apply_in_place(self, op: Op) -> bool:
+        """Do an operation to the data itself; False if nothing was done."""
+        data = self.full()
+        if not self._vouched.holds(data):
+            return False
+        data.copy_(op.run(data))
+        self.chain = (*self.chain, op)
+        self._vouched = Vouched(data, by_content=self.batch.may_be_stored)
+        return True
+
+    def _become_plain(self) -> None:
+        """Make this very object an ordinary tensor: it is about to be changed in place."""
+        self.__dict__.clear()
+        self.__class__ = Tensor  # type: ignore[assignment]
 
     @classmethod
     def __torch_function__(
@@ -217,16 +237,33 @@ class BatchTensor(Tensor):
             if func in _ABOUT_THE_TENSOR:
                 return func(*args, **kwargs)
             first = args[0] if args else None
-            if isinstance(first, BatchTensor) and first.intact:
-                op = Op.record(func, args[1:], kwargs)
-                if op is not None:
-                    return first._apply(op)
+            if isinstance(first, BatchTensor):
+                result = first._recorded(func, args[1:], kwargs)
+                if result is not None:
+                    return result
+                if _is_in_place(func):
+                    first._become_plain()
             args, kwargs = unwrap(args), unwrap(kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-        if func in _GIVES_THE_MEMORY and isinstance(first, BatchTensor):
-            first._let_go()
-        return result
+            return func(*args, **kwargs)
+
+    def _recorded(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> BatchTensor | None:
+        """Do what can be recorded; None if this cannot be."""
+        if func in _GIVES_THE_MEMORY and not self.is_cpu:
+            self._vouched.let_go()  # what is written to it elsewhere, nobody sees
+        if not self._looks_intact:
+            return None
+        op = Op.record(IN_PLACE.get(func, func), args, kwargs)
+        if op is None or func not in IN_PLACE:
+            return None if op is None else self._apply(op)
+        is_done = op.keeps_dtype(self) and self._apply_in_place(op)
+        return self if is_done else None
+
+    @property
+    def _looks_intact(self) -> bool:
+        return self._vouched.unchanged(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.full().__reduce_ex__(protocol)
@@ -241,9 +278,19 @@ class _AbsentTensor(BatchTensor):
     _meta: Tensor
     _misses: Tensor | None
     _full: Tensor | None
+    _is_shared: bool
+    """Whether another tensor would share the memory of this one."""
+    _alias: tuple[Tensor, Op] | None
+    """The tensor whose memory this one would share, and the operation that leads from it to here.
+
+    What is written to one then shows in the other, as it does where data is."""
 
     def full(self) -> Tensor:
-        if self._full is None:
+        if self._full is None and self._alias is not None:
+            other, op = self._alias
+            self._full = op.run(other.full() if isinstance(other, BatchTensor) else other)
+            self._vouched = Vouched(self._full)
+        elif self._full is None:
             absent = self.batch.load_absent(self.leaf)
             assert isinstance(absent, Tensor)
             absent = absent.to(self.device)
@@ -254,14 +301,22 @@ class _AbsentTensor(BatchTensor):
             merged = absent if self._misses is None else merge_rows(mask, absent, self._misses)
             assert isinstance(merged, Tensor)
             self._full = _with_layout(merged, self._meta)
-            self._data_version = self._full._version
+            self._vouched = Vouched(self._full)
         return self._full
 
     @property
     def intact(self) -> bool:
-        if self._full is None:
-            return self._data_version >= 0
-        return self._full._version == self._data_version
+        if self._alias is not None and not _is_intact(self._alias[0]):
+            return False
+        data = self._misses if self._full is None else self._full
+        with torch._C.DisableTorchFunctionSubclass(), outside_inference_mode():
+            return data is None or self._vouched.holds(data)
+
+    @property
+    def _looks_intact(self) -> bool:
+        if self._alias is not None and not _is_intact(self._alias[0]):
+            return False
+        return self._full is None or self._vouched.unchanged(self._full)
 
     def misses(self) -> Tensor:
         if self._misses is None:
@@ -278,13 +333,36 @@ class _AbsentTensor(BatchTensor):
             rows = op.run(rows)
         return rows
 
-    def _apply(self, op: Op) -> BatchTensor:
+    def _apply(self, op: Op) -> BatchTensor | None:
         if self._full is not None:
             return super()._apply(op)
+        if not self.intact:
+            return None
         misses = None if self._misses is None else op.run(self._misses)
         meta = op.run(self._meta)
         device = misses.device if misses is not None else (op.device or self.device)
-        return _absent(meta, self.batch, self.leaf, (*self.chain, op), misses, device)
+        result = _absent(meta, self.batch, self.leaf, (*self.chain, op), misses, device)
+        if device == self.device and op.aliases(self._meta, meta):
+            result._alias = self, op
+            self._is_shared = True
+        return result
+
+    def _apply_in_place(self, op: Op) -> bool:
+        if self._full is not None or self._is_shared or self._alias is not None:
+            self.full()
+            return super()._apply_in_place(op)
+        if not self.intact:
+            return False
+        if self._misses is not None:
+            self._misses = op.run(self._misses)
+            self._vouched = Vouched(self._misses)
+        self.chain = (*self.chain, op)
+        return True
+
+    def _become_plain(self) -> None:
+        data = self.full().as_subclass(Tensor)
+        torch._C._swap_tensor_impl(self, data)
+        super()._become_plain()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
@@ -304,10 +382,18 @@ class _AbsentTensor(BatchTensor):
         return func(*unwrap(args), **unwrap(kwargs or {}))
 
 
-def _loaded(data: Tensor, batch: Batch, leaf: str, chain: tuple[Op, ...]) -> BatchTensor:
+def _loaded(
+    data: Tensor,
+    batch: Batch,
+    leaf: str,
+    chain: tuple[Op, ...],
+    known: Vouched | None = None,
+) -> BatchTensor:
+    """Tag data; `known` vouches for what may be the same memory."""
+    vouched = None if known is None else known.carry_over(data)
     tensor = data.as_subclass(BatchTensor)
     tensor.batch, tensor.leaf, tensor.chain = batch, leaf, chain
-    tensor._data_version = data._version
+    tensor._vouched = vouched or Vouched(data, by_content=batch.may_be_stored)
     return tensor
 
 
@@ -318,7 +404,7 @@ def _absent(
     chain: tuple[Op, ...],
     misses: Tensor | None,
     device: torch.device | None,
-) -> BatchTensor:
+) -> _AbsentTensor:
     tensor: _AbsentTensor = Tensor._make_wrapper_subclass(
         _AbsentTensor,
         meta.shape,
@@ -328,7 +414,9 @@ def _absent(
     )
     tensor.batch, tensor.leaf, tensor.chain = batch, leaf, chain
     tensor._meta, tensor._misses, tensor._full = meta, misses, None
-    tensor._data_version = 0
+    tensor._alias, tensor._is_shared = None, False
+    if misses is not None:
+        tensor._vouched = Vouched(misses)
     return tensor
 
 
@@ -340,6 +428,10 @@ def _with_layout(tensor: Tensor, like: Tensor) -> Tensor:
     return out.copy_(tensor)
 
 
+_WRITES = {
+    "__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__",
+    "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
+}  # fmt: skip
 _GIVES_THE_MEMORY = {
     Tensor.numpy, Tensor.__array__, Tensor.data.__get__, Tensor.data_ptr,  # type: ignore[attr-defined]
     Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__,
@@ -351,6 +443,15 @@ _ABOUT_THE_TENSOR = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {
     Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.is_contiguous,
     Tensor.__hash__, Tensor.get_device, Tensor.is_pinned,
 }  # fmt: skip
+
+
+def _is_intact(tensor: Tensor) -> bool:
+    return isinstance(tensor, BatchTensor) and tensor.intact
+
+
+def _is_in_place(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
 
 
 def _is_batch_tensor(value: Any) -> TypeGuard[BatchTensor]:

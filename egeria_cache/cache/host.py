@@ -18,7 +18,7 @@ from egeria_cache.cache.trial import TrialReads
 from egeria_cache.errors import BoundaryError, EgeriaError
 from egeria_cache.gate import Accounts, Pilot
 from egeria_cache.prefetch import View, Views, record
-from egeria_cache.samples import BatchContext
+from egeria_cache.samples import BatchContext, same_values
 from egeria_cache.skip import MAX_CHAINS, Cut, same_rows
 from egeria_cache.store import ActivationStore, Generation
 
@@ -88,6 +88,7 @@ class CacheHost:
                 dropped=tuple(sorted(cut.dropped)),
                 kept={p: kind for p, kind in context.kinds.items() if p not in cut.dropped},
                 device=device_of(self._model),
+                constants=context.source.constants(batch),
                 is_checked=found.raw_bytes == 0,
             )
         )
@@ -151,7 +152,8 @@ class CacheHost:
         wanted = mask.copy()
         wanted[mask] = new
         kept = {path: batch.rows_of(path, wanted) for path in view.kept}
-        if any(values is None for values in kept.values()):
+        if changed := [path for path, values in kept.items() if values is None]:
+            self._counts.why_not = f"the loop writes to leaf {changed[0]!r} before the model is run"
             return
         if not new.all():
             ids = [sample_id for sample_id, use in zip(ids, new, strict=True) if use]
@@ -175,6 +177,14 @@ class CacheHost:
                     batch.loader_name,
                     f"leaf {path!r} has rows of shape {shapes[0]} in one batch and {shapes[1]} in "
                     "another; pad all samples to the same size",
+                )
+                return False
+        for path, value in view.constants_for(batch.size).items():
+            if not same_values(context.constants.get(path), value):
+                self.leave_uncached(
+                    batch.loader_name,
+                    f"leaf {path!r} is {value!r} in one batch and {context.constants.get(path)!r} "
+                    "in another; give it to the model as an argument",
                 )
                 return False
         return True

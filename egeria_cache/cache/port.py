@@ -64,6 +64,21 @@ class LoaderPort:
         """Those whose rows, if an earlier run left any, were compared with computed ones."""
         return [view for view in self._views.of(loader_name) if view.is_checked]
 
+    def may_store(self, loader_name: str) -> bool:
+        """Whether what the model computes for this loader may be stored."""
+        status = self._status
+        return not (
+            status.is_closed
+            or status.gate == "never"
+            or loader_name in status.uncached
+            or loader_name in self._pilot.stopped
+        )
+
+    def leave_uncached(self, loader_name: str, reason: str) -> None:
+        """Cache nothing for this loader, and say why, once."""
+        if loader_name not in self._status.uncached:
+            self._host.leave_uncached(loader_name, reason)
+
     def data_changed(
         self, loader_name: str, what: str, *, unlink: bool, give_up: bool = False
     ) -> None:

@@ -26,6 +26,7 @@ from egeria_cache.batch import (
     Rows,
     Structure,
     flatten,
+    is_faithful,
     is_rows,
     merge_rows,
     outside_inference_mode,
@@ -136,6 +137,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self._persistent: tuple[_TaskSource, DataLoader[Loaded]] | None = None
         self._is_plain = self._why_plain() is not None
         self._num_changes, self._ended_unchanged = 0, True
+        self._rebuilds: bool | None = None
 
     def __iter__(self) -> Any:
         self._ask_data_again(at_end=False)
@@ -367,7 +369,8 @@ class _Pass:
         if not entry.ready() or (num_misses and not view.admits(misses)):
             self._cache.count_refetched(int(entry.hit.sum()))
             return self._tag(plan, self._load_here(plan))
-        leaves: dict[str, Rows] = dict(misses)
+        constants = view.constants_for(len(plan.ids))
+        leaves: dict[str, Rows] = misses | constants
         for path in view.kept:
             hits = entry.kept[path]
             leaves[path] = merge_rows(entry.hit, hits, misses[path]) if num_misses else hits
@@ -375,7 +378,7 @@ class _Pass:
         tagged = {
             path: _wrap(leaves[path], batch, path) if path in view.cut.tagged else leaves[path]
             for path in view.kept
-        }
+        } | constants
         for path in view.dropped:
             whole = view.rows[path].expand(batch.size, *view.rows[path].shape[1:]).contiguous()
             tagged[path] = BatchTensor.without_data(whole, batch, path, misses.get(path))
@@ -390,6 +393,8 @@ class _Pass:
             return data
         plan.entry = None
         structure, leaves = flatten(data, len(plan.ids))
+        if not self._is_understood(structure, data, leaves, len(plan.ids)):
+            return data
         batch = self._batch(plan, leaves, structure, {})
         only = self._cache.tagged_leaves(self._loader.source.key)
         tagged = {
@@ -400,6 +405,24 @@ class _Pass:
         self._cache.count_yielded()
         return structure.rebuild(tagged)
 
+    def _is_understood(
+        self, structure: Structure, data: Any, leaves: Mapping[str, Any], size: int
+    ) -> bool:
+        """Whether batches like this can be taken apart and built again, found with the first."""
+        loader = self._loader
+        if loader._rebuilds is None:
+            try:
+                loader._rebuilds = is_faithful(structure, data, leaves, size)
+            except Exception:
+                loader._rebuilds = False
+            if not loader._rebuilds:
+                assert self._cache is not None
+                self._cache.leave_uncached(
+                    loader.source.key,
+                    f"its batches, of class {type(data).__qualname__}, cannot be built from parts",
+                )
+        return loader._rebuilds
+
     def _batch(
         self,
         plan: Plan,
@@ -408,9 +431,21 @@ class _Pass:
         rows: Mapping[str, Tensor],
     ) -> Batch:
         source, task = self._loader.source, plan.whole(self._loader.seed)
-        own = {p: row_meta(leaf) for p, leaf in leaves.items() if isinstance(leaf, Tensor)}
-        kinds = dict.fromkeys(rows, Tensor) | {path: type(leaf) for path, leaf in leaves.items()}
-        context = BatchContext(source, structure, task, {**rows, **own}, kinds)
+        size, view = len(plan.ids), None if plan.entry is None else plan.entry.view
+        constants = {
+            path: leaf
+            for path, leaf in leaves.items()
+            if (path in view.constants if view is not None else not is_rows(leaf, size))
+        }
+        own = {
+            path: row_meta(leaf)
+            for path, leaf in leaves.items()
+            if isinstance(leaf, Tensor) and path not in constants
+        }
+        kinds = dict.fromkeys(rows, Tensor) | {
+            path: type(leaf) for path, leaf in leaves.items() if path not in constants
+        }
+        context = BatchContext(source, structure, task, {**rows, **own}, kinds, constants)
         return Batch(
             ids=plan.ids,
             variant=plan.variant,
@@ -419,6 +454,7 @@ class _Pass:
             load_rows=partial(_load_rows, self._cache, source, task),
             entry=plan.entry,
             context=context,
+            may_be_stored=self._cache is not None and self._cache.may_store(source.key),
         )
 
     def _load_here(self, plan: Plan) -> Any:

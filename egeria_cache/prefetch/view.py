@@ -9,8 +9,9 @@ lock.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,6 +51,8 @@ class View:
     """Leaves stored beside the activation, so that a hit needs no dataset, and their type."""
     device: torch.device
     """Where the activations are wanted."""
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    """Leaves without rows: their value in every batch; None counts the samples."""
     is_void: bool = False
     is_checked: bool = False
     """Whether rows that were found in it have been compared with computed ones."""
@@ -65,6 +68,13 @@ class View:
             row.shape[1:] == leaves[path].shape[1:]  # type: ignore[union-attr]
             for path, row in self.rows.items()
         )
+
+    def constants_for(self, batch_size: int) -> dict[str, Any]:
+        """Return the leaves without rows for a batch of this size, each the caller's own."""
+        return {
+            path: batch_size if value is None else copy.copy(value)
+            for path, value in self.constants.items()
+        }
 
     def contains(self, ids: Sequence[Any], variant: int) -> np.ndarray:
         """Which samples are stored: bool, shape (B,)."""

@@ -17,7 +17,7 @@ from egeria_cache.samples.loading import (
     SeededWorkerInit,
     Task,
 )
-from egeria_cache.samples.source import BatchContext, LoaderSource
+from egeria_cache.samples.source import BatchContext, LoaderSource, same_values
 
 __all__ = [
     "BatchContext",
@@ -27,4 +27,5 @@ __all__ = [
     "SeededDataset",
     "SeededWorkerInit",
     "Task",
+    "same_values",
 ]

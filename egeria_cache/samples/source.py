@@ -12,13 +12,13 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from egeria_cache.batch import Batch, SampleId, Structure, flatten, is_rows, take_rows
+from egeria_cache.batch import Batch, SampleId, Structure, flatten, is_dense, is_rows, take_rows
 from egeria_cache.samples.aside import Aside
 from egeria_cache.samples.content import same_bytes
 from egeria_cache.samples.fingerprint import Fingerprint, Look
 from egeria_cache.samples.loading import CollateLoaded, Loaded, SampleLoader, SeededDataset, Task
 
-__all__ = ["BatchContext", "LoaderSource"]
+__all__ = ["BatchContext", "LoaderSource", "same_values"]
 
 _NUMBERS = itertools.count()
 
@@ -34,7 +34,9 @@ class BatchContext:
     metas: Mapping[str, Tensor]
     """Meta tensor of one row of each tensor leaf."""
     kinds: Mapping[str, type]
-    """Type of each leaf."""
+    """Type of each leaf that has rows."""
+    constants: Mapping[str, Any]
+    """The other leaves."""
 
 
 class LoaderSource:
@@ -76,6 +78,8 @@ class LoaderSource:
         }
         look_at = weakref.WeakMethod(self._look_at)  # no cycle
         self.fingerprint = Fingerprint(dataset, roots, lambda at: look_at()(at))  # type: ignore
+        self.counts: set[str] = set()
+        """Leaves that say how many samples a batch has."""
         self._proven: set[tuple[Any, ...]] = set()
 
     def identify(self, indices: Sequence[Any]) -> list[SampleId]:
@@ -97,7 +101,7 @@ class LoaderSource:
         return self._answer(task).data
 
     def end_pass(self) -> None:
-        """Stop the worker for samples out of turn, if there is one; the next need starts another."""
+        """Stop the worker for samples out of turn; the next need starts another."""
         if self.aside is not None:
             self.aside.close()
 
@@ -123,44 +127,66 @@ class LoaderSource:
         """
         if batch.absent is not None:
             return None  # it has hits, so batches like it were proved before
+        alone = self.collate is not default_collate
         for path, leaf in batch.leaves.items():
-            if not is_rows(leaf, batch.size):
+            if not is_rows(leaf, batch.size) and (not alone or not _is_lasting(leaf)):
                 return f"leaf {path or 'of the batch'!r} does not hold one row per sample"
-        shapes = tuple(rows.shape[1:] for rows in batch.leaves.values() if isinstance(rows, Tensor))
+        shapes = tuple(row.shape for row in batch.context.metas.values())
         # What was loaded before the boundary was set has a proof of its own: it was not seeded for
         # a sample that reads torch's seed without drawing.
         kind = (batch.context.task.seeds_all, shapes)
         if kind in self._proven:
             return None
         ends = sorted({0, batch.size - 1})
-        alone = self.collate is not default_collate
         for rows in [[i] for i in range(batch.size)] if alone else [ends]:
             differs = self._first_difference(batch, rows)
             if differs is not None:
                 return self._why(batch, *differs, alone)
-        if alone and batch.size == 1 and not self._collates_rows(batch):
+        if alone and not self._collates_rows(batch):
             return "the collate_fn does not give one row per sample"
         self._proven.add(kind)
         return None
 
     def _collates_rows(self, batch: Batch) -> bool:
-        """Collate the only sample of a batch twice: every leaf must have two rows then."""
-        task: Task = batch.context.task
-        twice = task._replace(
-            indices=[*task.indices] * 2, ids=[*task.ids] * 2, seeds_all=True, looks=False
-        )
+        """Collate the first sample twice: every leaf must have two rows then, or stay as it is."""
+        task = batch.context.task.take(np.arange(batch.size) == 0)
+        twice = task._replace(indices=[*task.indices] * 2, ids=[*task.ids] * 2)
         leaves = flatten(self.load(twice), 2)[1]
         return leaves.keys() == batch.leaves.keys() and all(
-            is_rows(leaf, 2) for leaf in leaves.values()
+            self._agrees(batch, path, leaf, 2)
+            if path in batch.context.constants
+            else is_rows(leaf, 2)
+            for path, leaf in leaves.items()
         )
+
+    def _agrees(self, batch: Batch, path: str, other: Any, size: int) -> bool:
+        """Whether a leaf without rows is the same in another batch, or counts its samples."""
+        own = batch.context.constants[path]
+        if path not in self.counts and same_values(own, other):
+            return True
+        if type(own) is not int or (own, other) != (batch.size, size):
+            return False
+        self.counts.add(path)
+        return True
+
+    def constants(self, batch: Batch) -> dict[str, Any]:
+        """Return the leaves without rows as they are in every batch; None counts the samples."""
+        return {
+            path: None if path in self.counts else value
+            for path, value in batch.context.constants.items()
+        }
 
     def first_difference(
         self, batch: Batch, mask: np.ndarray, loaded: Mapping[str, Any]
     ) -> str | None:
         """Compare rows that were loaded again with what the batch holds of them; name a leaf."""
         for path, again in loaded.items():
+            if path in batch.context.constants:
+                if not self._agrees(batch, path, again, int(mask.sum())):
+                    return path
+                continue
             held = batch.rows_of(path, mask)
-            if held is not None and not _equal(held, again):
+            if held is not None and not same_values(held, again):
                 return path
         return None
 
@@ -188,7 +214,11 @@ class LoaderSource:
         mask[rows] = True
         again = self._leaves(batch.context.task, mask)
         for path, leaf in batch.leaves.items():
-            if not _equal(take_rows(leaf, mask), again.get(path)):
+            if path in batch.context.constants:
+                same = self._agrees(batch, path, again.get(path), len(rows))
+            else:
+                same = same_values(take_rows(leaf, mask), again.get(path))
+            if not same:
                 return path, leaf, again.get(path)
         return None
 
@@ -223,7 +253,14 @@ def _as_sample_id(value: Any) -> SampleId:
     )
 
 
-def _equal(left: Any, right: Any) -> bool:
+def _is_lasting(leaf: Any) -> bool:
+    return isinstance(leaf, str | bytes | int | float | bool | np.generic | None) or is_dense(leaf)
+
+
+def same_values(left: Any, right: Any) -> bool:
+    """Whether two leaves are equal, to the bit where they are tensors."""
+    if left is right:
+        return True
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return same_bytes(left, right)
     return type(left) is type(right) and bool(left == right)

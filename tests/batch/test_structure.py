@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict, namedtuple
-from dataclasses import dataclass
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from egeria_cache.batch.structure import flatten, is_rows, merge_rows, take_rows
+from egeria_cache.batch.structure import flatten, is_faithful, is_rows, merge_rows, take_rows
 
 Pair = namedtuple("Pair", "left right")
 
@@ -24,6 +27,52 @@ class Record:
 
 class Encoding(UserDict):
     """A mapping with an attribute of its own."""
+
+
+class Acting(NamedTuple("Acting", [("left", torch.Tensor), ("right", torch.Tensor)])):
+    """Its constructor adds one."""
+
+    def __new__(cls, left, right):
+        return super().__new__(cls, left + 1, right)
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Its constructor derives a field, and changes another."""
+
+    image: torch.Tensor
+    total: torch.Tensor = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "image", self.image * 2)
+        object.__setattr__(self, "total", self.image.sum(1))
+
+
+class Slotted:
+    __slots__ = ("image", "names")
+
+    def __init__(self, image, names):
+        self.image, self.names = image + 1, names
+
+    def __str__(self):
+        return f"{self.image} {self.names}"
+
+
+class Guarded(dict):
+    def __init__(self, x):
+        super().__init__(x=x)
+
+    def __setitem__(self, key, value):
+        raise TypeError("read only")
+
+
+class Nested:
+    def __init__(self, x):
+        self.inner = {"x": [x], "more": SimpleNamespace(y=x)}
+        self.n = 5
+
+    def __str__(self):
+        return str(self.inner)
 
 
 def batches():
@@ -39,6 +88,13 @@ def batches():
         Pair(x, x),
         Record(x, ["a", "b", "c"]),
         encoding,
+        Acting(x, x),
+        Derived(x),
+        Slotted(x, ("a", "b", "c")),
+        Guarded(x),
+        defaultdict(list, x=x),
+        SimpleNamespace(x=x),
+        Nested(x),
     ]
 
 
@@ -46,7 +102,8 @@ def batches():
 def test_a_batch_is_rebuilt_as_it_was(batch):
     structure, leaves = flatten(batch, 3)
     assert structure.paths == tuple(leaves)
-    assert all(is_rows(leaf, 3) for leaf in leaves.values())
+    assert {path for path, leaf in leaves.items() if not is_rows(leaf, 3)} <= {".source", ".n"}
+    assert is_faithful(structure, batch, leaves, 3)
     again = structure.rebuild(leaves)
     assert type(again) is type(batch)
     assert flatten(again, 3)[1].keys() == leaves.keys()
@@ -54,6 +111,58 @@ def test_a_batch_is_rebuilt_as_it_was(batch):
     assert getattr(again, "source", None) == getattr(batch, "source", None)
     doubled = structure.rebuild({p: x * 2 if torch.is_tensor(x) else x for p, x in leaves.items()})
     assert str(doubled) != str(batch)
+
+
+class Shared(Mapping):
+    """Copies of it share what they hold."""
+
+    def __init__(self, inside):
+        self.inside = inside
+
+    def __getitem__(self, key):
+        return self.inside[key]
+
+    def __setitem__(self, key, value):
+        self.inside[key] = value
+
+    def __iter__(self):
+        return iter(self.inside)
+
+    def __len__(self):
+        return len(self.inside)
+
+
+def test_taking_a_batch_apart_leaves_it_as_it_is():
+    x = torch.zeros(3, 2)
+    inside = {"x": x}
+    structure, leaves = flatten(Shared(inside), 3)
+    again = structure.rebuild({path: leaf + 1 for path, leaf in leaves.items()})
+    assert inside["x"] is x
+    assert again["x"] is not x
+    assert is_faithful(structure, Shared(inside), leaves, 3)
+
+
+def test_a_batch_that_holds_itself_is_not_followed_for_ever():
+    ring = SimpleNamespace(x=torch.zeros(3, 2))
+    ring.me = ring
+    structure, _ = flatten(ring, 3)
+    assert set(structure.paths) == {".x", ".me"}
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(3, 2).to_sparse(),
+        torch.nested.nested_tensor([torch.zeros(2)] * 3, layout=torch.jagged),
+        torch.nn.Parameter(torch.zeros(3, 2)),
+        torch.zeros(3, 2, device="meta"),
+    ],
+    ids=["sparse", "nested", "subclass", "meta"],
+)
+def test_tensors_of_other_kinds_are_no_rows(tensor):
+    _, leaves = flatten({"x": tensor}, 3)
+    assert leaves["['x']"] is tensor
+    assert not is_rows(tensor, 3)
 
 
 def test_what_is_not_one_value_per_sample_is_no_row():
