@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria_cache.batch import Batch, Entry, SampleId, take_rows
+from egeria_cache.cache.audit import AuditPlan
 from egeria_cache.cache.status import Status, shown_name
 from egeria_cache.cache.trial import TrialReads
 from egeria_cache.errors import BoundaryError, EgeriaError
@@ -60,8 +60,7 @@ class CacheHost:
         self._counts = accounts.counts
         self._model_called = accounts.model_called
         self._trial = trial
-        self._audit_rate = audit_rate
-        self._random = random.Random(0)
+        self._audits = AuditPlan(audit_rate, lambda: pilot.saved_s)
         self._opened: dict[str, set[int]] = {}
         """Of loaders whose data set changed: the cuts for which a generation was opened since."""
 
@@ -206,14 +205,10 @@ class CacheHost:
     # ---- audits ---------------------------------------------------------------------------------
 
     def audited(self, batch: Batch, entry: Entry) -> np.ndarray | None:
-        """Choose `audit_rate` of the hits, at random, to be recomputed from the raw sample."""
-        hits = np.flatnonzero(entry.hit)
-        count = min(len(hits), int(self._audit_rate * len(hits) + self._random.random()))
-        if not count:
-            return None
-        rows = np.zeros(batch.size, bool)
-        rows[self._random.sample(hits.tolist(), count)] = True
-        self._counts.audited += count
+        """Choose the hits to be recomputed from the raw sample."""
+        number = batch.context.task.number
+        rows = self._audits.choose(batch.loader_name, id(entry.cut), number, entry.hit)
+        self._counts.audited += 0 if rows is None else int(rows.sum())
         return rows
 
     def audit_leaves(self, batch: Batch, rows: np.ndarray, loaded: Mapping[str, Any]) -> bool:
@@ -282,7 +277,9 @@ class CacheHost:
     def note(self, kind: str, seconds: float, rows: int) -> None:
         """The model was called with a batch (its cost is taken by whole steps: `Ledger`)."""
         boundary = self._status.boundary
-        if kind != "compiled":
+        if kind == "audit":
+            self._audits.cost_s += seconds
+        elif kind != "compiled":
             self._model_called()
         elif boundary is not None and self._counts.why_not is None:
             self._counts.why_not = str(BoundaryError.compiled_whole(boundary))

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 from torch import nn
@@ -33,7 +34,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 @contextmanager
 def intercept(modules: Iterable[nn.Module], handler: Handler) -> Iterator[None]:
-    """Route the calls of `modules` through `handler` until the block ends."""
+    """Route this thread's calls of `modules` through `handler` until the block ends."""
     replaced: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for module in modules:
@@ -42,7 +43,7 @@ def intercept(modules: Iterable[nn.Module], handler: Handler) -> Iterator[None]:
             before = own.get(key, _MISSING)
             original = module.forward if before is _MISSING else before
             replaced.append((own, key, before))
-            own[key] = functools.partial(handler, module, original)
+            own[key] = functools.partial(_route, get_ident(), handler, module, original)
         yield
     finally:
         for own, key, before in reversed(replaced):
@@ -50,6 +51,15 @@ def intercept(modules: Iterable[nn.Module], handler: Handler) -> Iterator[None]:
                 own.pop(key, None)
             else:
                 own[key] = before
+
+
+def _route(
+    thread: int, handler: Handler, module: nn.Module, original: Handler, *args: Any, **kwargs: Any
+) -> Any:
+    """Another thread that runs the model at the same time (an evaluation) must not notice."""
+    if get_ident() != thread:
+        return original(*args, **kwargs)
+    return handler(module, original, *args, **kwargs)
 
 
 @dataclass(slots=True)

@@ -88,7 +88,7 @@ class SkipHost(Protocol):
         """A full forward took so long from the model's start until the boundary returned."""
 
     def note(self, kind: str, seconds: float, rows: int) -> None:
-        """Time of a "prefix", a "replay" or a "full" forward; "called" once for every batch.
+        """Time of a "prefix", "replay" or "full" forward, or of an "audit"; "called": once a call.
 
         "compiled": the whole model is compiled, and what is compiled runs without being cached.
         """
@@ -265,6 +265,17 @@ class SkipEngine:
         mask = self.host.audited(call.batch, entry)
         if mask is None:
             return True
+        with self._noting("audit", int(mask.sum())):
+            return self._recomputed(source, call, entry, stored, mask)
+
+    def _recomputed(
+        self,
+        source: Recipe,
+        call: Invocation,
+        entry: Entry,
+        stored: Mapping[str, Tensor],
+        mask: np.ndarray,
+    ) -> bool:
         loaded = call.batch.load_rows(mask)
         if not self.host.audit_leaves(call.batch, mask, loaded):
             return False
