@@ -13,7 +13,7 @@ from egeria_cache.skip.code import Code
 from egeria_cache.skip.content import ContentHash, describe, digest
 from egeria_cache.skip.invocation import PLAIN, Invocation, mode_key
 from egeria_cache.skip.recipe import Recipe
-from egeria_cache.skip.watch import watched_attributes
+from egeria_cache.skip.watch import hooks_of, watched_attributes
 
 __all__ = ["address", "prefix_tensors"]
 
@@ -96,6 +96,8 @@ def _structure(recipe: Recipe) -> str:
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         total.update(f"{name}:{kind}({module.extra_repr()});".encode())
         total.update(_settings(watched_attributes(module), known))
+    for hook in hooks_of(module for _, module in recipe.skipped_modules()):
+        total.update(_settings({"hook": getattr(hook, "__self__", hook)}, known))
     for name, module, keys in recipe.around():
         values = {key: vars(module).get(key) for key in sorted(keys)}
         total.update(f"{name}:".encode() + _settings(values, known))

@@ -34,6 +34,7 @@ from egeria_cache.skip.invocation import Invocation
 from egeria_cache.skip.recipe import Recipe
 from egeria_cache.skip.rehearsal import Rehearsal
 from egeria_cache.skip.thaw import ThawWatch
+from egeria_cache.skip.watch import hooks_of
 
 __all__ = ["SkipEngine", "SkipHost"]
 
@@ -358,8 +359,10 @@ class SkipEngine:
         """A part of the prefix is trained from now on: cut before it, or not at all."""
         recipe = next((r for r in self._all() if r.boundary == self.boundary), None)
         cut: str | None = None
-        if recipe is not None and not any(tensor.requires_grad for *_, tensor in recipe.reads):
-            for step in recipe.steps:
+        if recipe is not None:
+            inside = {id(p) for step in recipe.steps for p in step.module.parameters()}
+            glue = [tensor for *_, tensor in recipe.reads if id(tensor) not in inside]
+            for step in recipe.steps if not any(t.requires_grad for t in glue) else ():
                 if any(p.requires_grad for p in step.module.parameters()):
                     break
                 cut = step.name
@@ -377,7 +380,7 @@ class SkipEngine:
         self._refused.clear()
         if not self._unpark():
             self._hashes.forget()
-            self._watch, self._num_still = guard, -1
+            self._watch, self._num_still = guard.anew(), 0
 
     def _unpark(self) -> bool:
         """Go back to recipes that were proved for what the prefix is now, if there are any."""
@@ -494,7 +497,7 @@ class SkipEngine:
         if self._watch is not None:
             if self._unpark():
                 return False
-            if self._num_still < 0 or self._watch.changed() is not None:
+            if self._watch.changed() is not None:
                 self._watch.renew()
                 self._num_still = 0
             self._num_still += 1
@@ -514,7 +517,8 @@ class SkipEngine:
     def _publish(self, recipe: Recipe, call: Invocation) -> Cut:
         tensors, skipped = prefix_tensors(recipe), recipe.skipped_modules()
         around = recipe.around()
-        code = reached([*recipe.ancestors, *(module for _, module in skipped)])
+        modules = [*recipe.ancestors, *(module for _, module in skipped)]
+        code = reached(modules, hooks_of(modules))
         recipe.guard = guard = PrefixGuard(tensors, skipped, around, code, self._hashes)
         dropped = {call.tagged[i].leaf for i in call.tagged if i not in recipe.kept}
         kept = {call.tagged[i].leaf for i in recipe.kept}

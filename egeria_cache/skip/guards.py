@@ -45,13 +45,18 @@ class PrefixGuard:
         code: Code | None = None,
         hashes: ContentHash | None = None,
     ) -> None:
-        self._state = StateWatch(modules, around, code)
-        self._tensors = list(tensors)
+        self._given = list(tensors), list(modules), list(around), code
+        self._state = StateWatch(*self._given[1:])
+        self._tensors = list(self._given[0])
         self._tensors += [(name, None, tensor) for name, tensor in self._state.tensors]
         self._slots = [_slots(owner, tensor) for _, owner, tensor in self._tensors]
         self._hashes = hashes
         self._contents = [hashes.of(t) if hashes is not None else "" for _, _, t in self._tensors]
         self._renew_tensors()
+
+    def anew(self) -> PrefixGuard:
+        """Return another guard of the same things as they are now, by identity and not content."""
+        return PrefixGuard([self._now(i) for i in range(len(self._given[0]))], *self._given[1:])
 
     def renew(self) -> None:
         """Take the present state as the one to keep."""

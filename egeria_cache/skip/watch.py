@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from egeria_cache.skip.code import Code
 from egeria_cache.skip.content import describe, digest
 
-__all__ = ["StateWatch", "watched_attributes"]
+__all__ = ["StateWatch", "hooks_of", "watched_attributes"]
 
 _MAX_VALUES = 20_000
 """Values inside of containers and objects that are laid out; beyond it they are not looked into."""
@@ -225,6 +225,14 @@ def _has_content(value: Any) -> bool:
     return isinstance(
         value, Tensor | np.ndarray | dict | list | tuple | set | frozenset | np.generic
     ) or isinstance(getattr(value, "__dict__", None), dict)
+
+
+def hooks_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the forward hooks of these modules, and those that PyTorch calls for every module."""
+    hooks = [hook for each in _GLOBAL_HOOKS for hook in each.values()]
+    for module in modules:
+        hooks += _hooks(module)
+    return hooks
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:

@@ -153,6 +153,11 @@ class Run:
             self._hold.release()
             self._hold = FrozenPrefix(model.get_submodule(name) for name in names)
 
+    def let_go(self) -> None:
+        """All that was frozen is trained again: plainly it is then in the mode of the model."""
+        if self._hold is not None:
+            self._hold.release()
+
     def loader(self, dataset: Any, batch_size: int = 8, *, ours: Any = None, **kwargs: Any) -> Any:
         """Return DataLoader, or the cache's; `ours` are arguments that only the latter has."""
         if "batch_sampler" not in kwargs:

@@ -125,6 +125,7 @@ def test_backbone_finetuning_as_lightning_does_it(run):
             model.middle.requires_grad_(True)
             groups = [*model.early[0].parameters(), *model.middle.parameters()]
             optimizer.add_param_group({"params": groups, "lr": 0.01})
+            run.let_go()
 
     run.fit(model, run.loader(rows()), 4, optimizer=optimizer, each_epoch=each_epoch)
 
