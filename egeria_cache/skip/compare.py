@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["difference", "same_content", "same_rows", "tolerance"]
+__all__ = ["difference", "same_content", "same_rows", "slice_difference", "tolerance"]
 
 # Relative to the largest value. Kernels choose their blocking by the batch size, so the same sample
 # in another batch differs in its last bits; what really depends on its neighbours differs by more.
@@ -49,6 +49,30 @@ def _gap(size: Tensor, error: Tensor) -> float:
         return 0.0
     # The floor keeps values that are zero in exact arithmetic from counting as different.
     return float(error.max() / size.max().clamp(min=1e-6))
+
+
+def slice_difference(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference of any slice, a sample or a channel, against its own size.
+
+    A statistic of the batch may be small beside one huge feature. Slices below a millionth of the
+    largest value count as being of that size: they may be zero in exact arithmetic.
+
+    Args:
+        a: Rows, shape (N, ...), floating point.
+        b: The same samples in other company, same shape.
+    """
+    if a.shape != b.shape or not a.is_floating_point() or torch.equal(a, b):
+        return 0.0
+    with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
+        a, b = a.double().nan_to_num(), b.double().nan_to_num()
+        size, error = a.abs(), (a - b).abs()
+        floor = float(size.max()) * 1e-6 + 1e-300
+        worst = 0.0
+        for dim in range(a.dim()):
+            rest = [d for d in range(a.dim()) if d != dim]
+            sizes, errors = (x.amax(rest) if rest else x for x in (size, error))
+            worst = max(worst, float((errors / sizes.clamp(min=floor)).max()))
+    return worst
 
 
 def same_content(a: Any, b: Any, *, depth: int = 8) -> bool:

@@ -13,11 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip import dropout
-from egeria_cache.skip.calls import CallRecord, intercept, is_compiled
-from egeria_cache.skip.invocation import Invocation, plain
+from egeria_cache.skip.calls import CallRecord, is_compiled
+from egeria_cache.skip.invocation import Invocation
+from egeria_cache.skip.parts import another, take
 from egeria_cache.skip.recipe import PrefixDone
-from egeria_cache.skip.state import ModelState, RandomState
+from egeria_cache.skip.surroundings import World
 from egeria_cache.skip.trace import PrefixTrace, known_tensors
+from egeria_cache.skip.twin import Twin, Twins
 
 __all__ = ["Evidence", "Recomputed", "distinct", "observe", "recompute", "trainable"]
 
@@ -27,7 +29,6 @@ class Evidence:
     """The plain run of the first batch, and the means to run the model again."""
 
     model: nn.Module
-    forward: Callable[..., Any]
     boundary: str
     call: Invocation
     names: dict[int, str]
@@ -40,10 +41,13 @@ class Evidence:
     """Per step, from the model's start until it returned."""
     result: Any
     """The user's."""
-    rng_before: RandomState
-    rng_after: RandomState
-    state: ModelState
-    """The model after the plain run; every later run is undone."""
+    twins: Twins
+    """Copies of the model and its inputs as they were before the plain run."""
+    before: World
+    """What the copies share with the model, at that time."""
+    after: World
+    grad: bool
+    """Whether autograd recorded in the plain run."""
 
     @property
     def size(self) -> int:
@@ -54,6 +58,11 @@ class Evidence:
     def modules(self) -> list[nn.Module]:
         """The distinct modules of the steps."""
         return distinct(step.module for step in self.steps)
+
+    def prefix_modules(self) -> list[nn.Module]:
+        """Return all modules of the prefix, at any depth, and those around it."""
+        inside = (module for step in self.modules for module in step.modules())
+        return distinct([*inside, *self.ancestors])
 
     def leaf(self, step: int, leaf: int) -> Any:
         """Return one leaf of one step's output."""
@@ -92,13 +101,20 @@ def observe(evidence: Evidence) -> PrefixTrace | None:
     if any(is_compiled(m) for module in evidence.modules for m in module.modules()):
         return None
     # A run of its own: some modules choose another way where a dispatch mode is active.
-    trace = PrefixTrace(known_tensors(evidence.model), evidence.names)
-    recompute(evidence, trace=trace)
+    twin = evidence.twins.fresh()
+    known = [(named, twin.of(named[2])) for named in known_tensors(evidence.model)]
+    trace = PrefixTrace(known, twin.names(evidence.names))
+    recompute(evidence, trace=trace, twin=twin)
     return trace
 
 
 def recompute(
-    evidence: Evidence, rows: list[int] | None = None, *, trace: PrefixTrace | None = None
+    evidence: Evidence,
+    rows: list[int] | None = None,
+    *,
+    trace: PrefixTrace | None = None,
+    twin: Twin | None = None,
+    grad: bool | None = None,
 ) -> Recomputed:
     """Run the prefix alone on other rows of the batch, under other random numbers.
 
@@ -106,36 +122,40 @@ def recompute(
         evidence: The plain run.
         rows: Which rows; by default another number of them, in another order.
         trace: Watches the run.
+        twin: What to run it on; by default a new copy of the model.
+        grad: Whether autograd records; by default as in the plain run.
 
     Raises:
-        BoundaryError: The prefix writes to its buffers, leaves tensors behind, or goes astray.
+        BoundaryError: The prefix goes astray.
     """
     size, tagged = evidence.size, evidence.call.tagged
-    rows = _other_rows(size) if rows is None else rows
-    index = torch.tensor(rows)
+    rows = another(size) if rows is None else rows
+    twin = evidence.twins.fresh() if twin is None else twin
 
     def swap(position: int, leaf: Any) -> Any:
-        whole = plain(leaf)
-        if position not in tagged and (whole.dim() == 0 or whole.shape[0] != size):
-            return whole
-        taken = whole[index.to(whole.device)]
-        if size == 1 and taken.dim() > 1:  # a batch of one: let its neighbour be another sample
-            taken[1] = taken[1].roll(1, -1)
-        return taken
+        if position not in tagged and (leaf.dim() == 0 or leaf.shape[0] != size):
+            return leaf
+        return take(leaf, rows, size)
 
     run = _OtherRun(evidence, trace)
-    evidence.rng_after.restore()
+    evidence.before.restore()
+    evidence.after.generators.restore()
     torch.rand(1)
-    # With autograd on, whatever the user's mode: it tells which outputs are trained.
-    with torch.inference_mode(False), torch.enable_grad():
-        args, kwargs = evidence.call.rebuild(swap)
+    seeded = [row % size for row in rows]
+    with (
+        torch.inference_mode(False),
+        torch.set_grad_enabled(evidence.grad if grad is None else grad),
+    ):
+        args, kwargs = twin.call.rebuild(swap)
         try:
-            with intercept(evidence.modules, run), trace or nullcontext(), dropout.only(rows):
-                evidence.forward(*args, **kwargs)
+            with (
+                twin.intercept(evidence.modules, run),
+                trace or nullcontext(),
+                dropout.only(seeded),
+            ):
+                twin.forward(*args, **kwargs)
         except PrefixDone:
             pass
-    _check_state(evidence)
-    evidence.state.restore()
     return Recomputed(rows, [tree_leaves(output) for output in run.outputs])
 
 
@@ -171,46 +191,6 @@ class _OtherRun:
         if len(self.outputs) == len(steps):
             raise PrefixDone
         return output
-
-
-def _check_state(evidence: Evidence) -> None:
-    """Refuse a prefix that writes to its own buffers or stashes tensors on modules."""
-    skipped = [module for module in evidence.modules if trainable(module) is None]
-    inside = {id(m) for module in skipped for m in module.modules()}
-    inside |= {id(module) for module in evidence.ancestors}
-    for module, key in evidence.state.changed_buffers():
-        if id(module) in inside:
-            name = _join(evidence.names[id(module)], key)
-            raise BoundaryError.impure(
-                evidence.boundary, f"its prefix writes to the buffer {name!r}"
-            )
-    for module, key, value in evidence.state.changed_attributes():
-        if id(module) in inside and _holds_tensor(value):
-            name = _join(evidence.names[id(module)], key)
-            raise BoundaryError.impure(
-                evidence.boundary,
-                f"the prefix leaves a tensor behind as the attribute {name!r}, which would be that "
-                "of another batch when the prefix is skipped",
-            )
-
-
-def _join(module: str, key: str) -> str:
-    return f"{module}.{key}" if module else key
-
-
-def _other_rows(size: int) -> list[int]:
-    """Return other rows than 0..B-1: another number, in another order."""
-    if size == 1:
-        return [0, 0]
-    return [1, 0, 1] if size == 2 else list(range(size - 1, 0, -1))
-
-
-def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_holds_tensor, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_holds_tensor, value))
-    return isinstance(value, Tensor)
 
 
 def distinct(modules: Iterable[nn.Module]) -> list[nn.Module]:

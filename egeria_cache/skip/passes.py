@@ -17,7 +17,7 @@ from egeria_cache.skip.calls import intercept
 from egeria_cache.skip.invocation import Invocation, plain
 from egeria_cache.skip.placeholder import Source
 from egeria_cache.skip.recipe import CaptureRun, PrefixDone, Recipe, ReplayRun, Unavailable
-from egeria_cache.skip.state import RandomState
+from egeria_cache.skip.state import RandomState, Remembered
 
 __all__ = ["full", "prefix", "replay"]
 
@@ -51,11 +51,14 @@ def prefix(
     capture = CaptureRun(source, int(rows.sum()), stop=True)
     args, kwargs = inputs or call.rows(rows)
     generators = RandomState.now() if source.draws else None
+    # The code around the boundary will run again, in the replay: let it count once.
+    state = Remembered(slots=[(module.__dict__, key) for module, key in source.moving])
     try:
         with intercept(source.modules, capture), dropout.only(np.flatnonzero(rows).tolist()):
             forward(*args, **kwargs)
     except PrefixDone:
         pass
+    state.restore()
     if generators is not None:
         generators.restore()  # the replay draws what the whole forward would
     fresh = capture.rows()

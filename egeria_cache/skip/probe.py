@@ -7,21 +7,21 @@ cached with the cut, or kept as a constant if it does not depend on the samples.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from egeria_cache.errors import BoundaryError
-from egeria_cache.skip.calls import intercept
 from egeria_cache.skip.compare import difference, tolerance
 from egeria_cache.skip.cut import TensorSpec
 from egeria_cache.skip.evidence import Evidence, Recomputed
-from egeria_cache.skip.invocation import plain
-from egeria_cache.skip.placeholder import Escape, Placeholder, Source, placeholders
+from egeria_cache.skip.placeholder import Escape, Placeholder, Scene, Source, placeholders
 from egeria_cache.skip.recipe import Recipe, ReplayRun, Slot, Unavailable
+from egeria_cache.skip.twin import Twin
 
-__all__ = ["Prober"]
+__all__ = ["Prober", "scene_of"]
 
 _MAX_PROBES = 200
 
@@ -31,13 +31,13 @@ class Prober:
 
     Args:
         evidence: The plain run.
-        other: The prefix on other rows.
+        parts: The prefix on other rows.
         recipe: A draft; what crosses is written into it.
     """
 
-    def __init__(self, evidence: Evidence, other: Recomputed, recipe: Recipe) -> None:
+    def __init__(self, evidence: Evidence, parts: Sequence[Recomputed], recipe: Recipe) -> None:
         self.evidence = evidence
-        self.other = other
+        self.parts = parts
         self.recipe = recipe
         self.tried: set[int] = set()
         """Steps that were run for a try."""
@@ -51,12 +51,13 @@ class Prober:
             BoundaryError: Something crosses that cannot be cached, or is trained.
         """
         for _ in range(_MAX_PROBES):
-            run = _ProbeRun(self)
-            self.evidence.rng_before.restore()
-            args, kwargs = self.inputs(run)
+            twin = self.evidence.twins.fresh()
+            run = _ProbeRun(self, twin)
+            args, kwargs = self.inputs(run, twin)
+            self.evidence.before.restore()
             try:
-                with intercept(self.recipe.modules, run):
-                    output = self.evidence.forward(*args, **kwargs)
+                with twin.intercept(self.recipe.modules, run):
+                    output = twin.forward(*args, **kwargs)
                 run.scene.finished = True
                 escaped = {source for p in _leaked(output) for source in p.sources}
                 if not escaped:
@@ -67,25 +68,23 @@ class Prober:
             except Escape as escape:
                 if not self._resolve(escape, run):
                     raise BoundaryError(str(escape)) from escape
-            finally:
-                self.evidence.state.restore()
         raise BoundaryError.not_proved(self.recipe.boundary, "too much crosses the boundary")
 
-    def inputs(self, run: ReplayRun) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def inputs(self, run: ReplayRun, twin: Twin) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) with placeholders where a hit has no data."""
 
         def swap(position: int, leaf: Any) -> Any:
             if position in self.recipe.kept or position in self._real_arguments:
-                return plain(leaf)
+                return leaf
             kind = "leaf" if position in self.evidence.call.tagged else "argument"
             source = frozenset({Source(kind, self._paths[position], position)})
             return Placeholder.of(leaf, source, run.scene)
 
-        return self.evidence.call.rebuild(swap)
+        return twin.call.rebuild(swap)
 
     def pin(self, position: int) -> None:
         """Note an argument that the prefix reads and that no loader vouches for."""
-        self.recipe.pinned[position] = self.evidence.call.leaves[position].detach().clone()
+        self.recipe.pinned[position] = self.evidence.twins.leaves[position].detach().clone()
 
     def _resolve(self, escape: Escape, run: ReplayRun) -> bool:
         """Give the next probe what was missing; False if there is nothing to give."""
@@ -123,9 +122,10 @@ class Prober:
             step.cached.add(source.leaf)
             return True
         value = self.evidence.leaf(source.index, source.leaf)
-        error = difference(value, self.other.leaves[source.index][source.leaf])
-        if error > tolerance(value):
-            raise BoundaryError.mixes_samples(self.recipe.boundary, step.name, error)
+        for part in self.parts:
+            error = difference(value, part.leaves[source.index][source.leaf])
+            if error > tolerance(value):
+                raise BoundaryError.mixes_samples(self.recipe.boundary, step.name, error)
         step.constants[source.leaf] = value
         return True
 
@@ -137,13 +137,13 @@ class _TryAgain(Exception):  # noqa: N818
 class _ProbeRun(ReplayRun):
     """A replay that also looks at what the skipped modules are called with."""
 
-    def __init__(self, prober: Prober) -> None:
+    def __init__(self, prober: Prober, twin: Twin) -> None:
         self._prober = prober
         recipe, evidence = prober.recipe, prober.evidence
         values: dict[Slot, Tensor] = {
             slot: evidence.leaf(*slot).clone() for slot in recipe.slots().values()
         }
-        super().__init__(recipe, evidence.size, values)
+        super().__init__(recipe, evidence.size, values, scene=scene_of(recipe, twin))
 
     def skipping(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for leaf in tree_leaves((args, kwargs)):
@@ -167,6 +167,11 @@ class _ProbeRun(ReplayRun):
         parameter = self._prober.evidence.trained_by(tensor)
         if parameter is not None:
             raise BoundaryError.trainable(self.recipe.boundary, parameter)
+
+
+def scene_of(recipe: Recipe, twin: Twin) -> Scene:
+    """Begin a run of a twin on placeholders, which meet its modules as well as the model's."""
+    return Scene(twin.names(recipe.names), twin.ids(recipe.ancestors))
 
 
 def _leaked(output: Any) -> list[Placeholder]:

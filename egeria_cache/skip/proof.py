@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from egeria_cache.errors import BoundaryError
-from egeria_cache.skip.calls import intercept
 from egeria_cache.skip.compare import difference, same_content, tolerance
 from egeria_cache.skip.cut import Step, TensorSpec
 from egeria_cache.skip.evidence import Evidence, Recomputed, observe, recompute, trainable
+from egeria_cache.skip.independence import check_rows, check_trained, same_parts
+from egeria_cache.skip.parts import others
 from egeria_cache.skip.placeholder import Source
-from egeria_cache.skip.probe import Prober
+from egeria_cache.skip.probe import Prober, scene_of
+from egeria_cache.skip.purity import Repeats
 from egeria_cache.skip.recipe import Recipe, ReplayRun, Slot, StepPlan, Unavailable
 from egeria_cache.skip.state import RandomState
 from egeria_cache.skip.trace import Named, PrefixTrace, known_tensors
+from egeria_cache.skip.twin import Twin
 
 __all__ = ["prove", "same_rows"]
 
@@ -31,25 +35,45 @@ def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
     Raises:
         BoundaryError: The model cannot be cut there, and why.
     """
-    other, trace = recompute(evidence), observe(evidence)
-    recipe = _draft(evidence, other)
-    prober = Prober(evidence, other, recipe)
+    repeats, trace = Repeats(evidence), observe(evidence)
+    parts = [repeats.first, repeats.last, *_in_parts(evidence, trace)]
+    recipe = _draft(evidence, parts)
+    prober = Prober(evidence, parts, recipe)
     prober.run()
     if not recipe.slots():
         raise BoundaryError.not_proved(recipe.boundary, "nothing after it reads what it returns")
-    _check_rows(evidence, other, recipe, trace)
-    if trace is not None and trace.branches:
-        # A value decides what runs (`if mask.all()`): let it be decided by each sample alone.
-        for row in range(min(evidence.size, _MAX_ALONE)):
-            _check_rows(evidence, recompute(evidence, [row]), recipe, trace)
-    _check_trained(evidence, other, recipe, trace)
+    other_mode = recompute(evidence, list(range(evidence.size)), grad=not evidence.grad)
+    check_trained(evidence, recipe, repeats.last if evidence.grad else other_mode)
+    check_rows(evidence, parts, recipe, trace)
+    recipe.grad_mode = None if same_parts(recipe, repeats.last, other_mode) else evidence.grad
+    _check_repeats(evidence, repeats, recipe)
+    _check_trained(evidence, recipe, trace)
     recipe.reads = _reads(evidence, recipe, trace)
+    recipe.moving = [pair for pair in repeats.moving if recipe.surrounds(pair[0])]
     _note_draws(recipe, trace)
     tagged = evidence.call.tagged
     recipe.leaf_names = {i: (leaf.leaf, leaf.chain_key) for i, leaf in tagged.items()}
     recipe.modes = tuple(module.training for module in recipe.ancestors)
     recipe.profile = _profile(evidence, recipe)
     return recipe, _check_replay(evidence, prober, recipe)
+
+
+def _in_parts(evidence: Evidence, trace: PrefixTrace | None) -> Iterator[Recomputed]:
+    """Run the prefix on parts of the batch."""
+    parts = list(others(evidence.size))
+    if trace is not None and trace.branches:
+        # A value decides what runs (`if mask.all()`): let it be decided by each sample alone.
+        parts += [[i] for i in range(min(evidence.size, _MAX_ALONE)) if [i] not in parts]
+    for part in parts:
+        try:
+            yield recompute(evidence, part)
+        except BoundaryError:
+            raise
+        except Exception:
+            if len(part) > 1 or evidence.size == 1:
+                raise
+            # Code that takes a batch of one for something else (`squeeze()`): by twos, then.
+            yield recompute(evidence, [*part, (part[0] + 1) % evidence.size])
 
 
 def same_rows(evidence: Evidence, recipe: Recipe, other: Recipe) -> bool:
@@ -61,34 +85,28 @@ def same_rows(evidence: Evidence, recipe: Recipe, other: Recipe) -> bool:
         return False
     if any(recipe.tensor_spec(slot) != other.tensor_spec(slot) for slot in slots.values()):
         return False
-    if recipe.ancestors != other.ancestors:
+    if recipe.ancestors != other.ancestors or recipe.grad_mode != other.grad_mode:
         return False
-    ours = recompute(evidence)
+    ours, twin = recompute(evidence), evidence.twins.fresh()
     for module, mode in zip(recipe.ancestors, other.modes, strict=True):
-        module.training = mode
-    try:
-        theirs = recompute(evidence)
-    finally:
-        for module, mode in zip(recipe.ancestors, recipe.modes, strict=True):
-            module.training = mode
+        twin.of(module).training = mode
+    theirs = recompute(evidence, twin=twin)
     return all(difference(ours.leaves[i][j], theirs.leaves[i][j]) == 0 for i, j in slots.values())
 
 
-def _draft(evidence: Evidence, other: Recomputed) -> Recipe:
-    """Describe the steps; compare the two batch sizes to find the batch dimension."""
+def _draft(evidence: Evidence, parts: Sequence[Recomputed]) -> Recipe:
+    """Describe the steps; compare the batch sizes to find the batch dimension."""
     steps = []
-    for record, output, leaves_b in zip(
-        evidence.steps, evidence.outputs, other.leaves, strict=True
-    ):
+    for i, (record, output) in enumerate(zip(evidence.steps, evidence.outputs, strict=True)):
         name = evidence.names[id(record.module)]
         leaves_a, spec = tree_flatten(output)
-        if len(leaves_a) != len(leaves_b):
+        if any(len(leaves_a) != len(part.leaves[i]) for part in parts):
             raise BoundaryError.another_way(
                 evidence.boundary, f"{name!r} returns another structure for another batch"
             )
         described = [
-            _describe(evidence, name, a, b, len(other.rows))
-            for a, b in zip(leaves_a, leaves_b, strict=True)
+            _describe(evidence, name, a, [(part.leaves[i][j], len(part.rows)) for part in parts])
+            for j, a in enumerate(leaves_a)
         ]
         run = trainable(record.module) is not None
         steps.append(StepPlan(record.module, name, spec, described, run=run))
@@ -99,69 +117,29 @@ def _draft(evidence: Evidence, other: Recomputed) -> Recipe:
     return Recipe(evidence.boundary, steps, evidence.ancestors, evidence.names)
 
 
-def _describe(evidence: Evidence, name: str, a: Any, b: Any, other_size: int) -> Any:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        spec = TensorSpec.of(a, evidence.size, b, other_size)
-        if spec is None:
-            raise BoundaryError.impure(
-                evidence.boundary,
-                f"{name!r} returns a tensor of shape {tuple(a.shape)} for {evidence.size} samples "
-                f"and {tuple(b.shape)} for {other_size}",
-            )
+def _describe(evidence: Evidence, name: str, a: Any, parts: Sequence[tuple[Any, int]]) -> Any:
+    other, other_size = parts[0]
+    if isinstance(a, Tensor) and isinstance(other, Tensor):
+        spec = TensorSpec.of(a, evidence.size, other, other_size)
+        for b, size in parts:
+            if spec is None or not spec.matches(b, size):
+                raise BoundaryError.impure(
+                    evidence.boundary,
+                    f"{name!r} returns a tensor of shape {tuple(a.shape)} for {evidence.size} "
+                    f"samples and {tuple(b.shape)} for {size}",
+                )
         return spec
     if isinstance(a, int | float | str | bool | type(None)):
-        if a != b:
-            raise BoundaryError.impure(
-                evidence.boundary, f"{name!r} returns {a!r} for one batch and {b!r} for another"
-            )
+        for b, _ in parts:
+            if a != b:
+                raise BoundaryError.impure(
+                    evidence.boundary, f"{name!r} returns {a!r} for one batch and {b!r} for another"
+                )
         return a
     return Unavailable(frozenset({Source("step", name)}))
 
 
-def _check_rows(
-    evidence: Evidence, other: Recomputed, recipe: Recipe, trace: PrefixTrace | None
-) -> None:
-    """Compare what is cached with the same samples in other company."""
-    for i, j in recipe.slots().values():
-        value, again = evidence.leaf(i, j), other.leaves[i][j]
-        parameter = evidence.trained_by(again) if again.requires_grad else None
-        if parameter is not None:
-            raise BoundaryError.trainable(recipe.boundary, parameter)
-        error = _row_difference(evidence, other, recipe.tensor_spec((i, j)), value, again)
-        if error > tolerance(value):
-            if trace is not None and trace.draws:
-                raise BoundaryError.impure(recipe.boundary, trace.describe_draws())
-            raise _blame(evidence, other, recipe, error)
-
-
-def _row_difference(
-    evidence: Evidence, other: Recomputed, spec: TensorSpec, a: Tensor, b: Tensor
-) -> float:
-    if spec.batch_dim is None:
-        return difference(a, b)
-    index = torch.tensor(other.rows, device=a.device)
-    first = spec.to_rows(a, evidence.size)[index]
-    second = spec.to_rows(b, len(other.rows))
-    if evidence.size == 1:  # the second row is a made-up neighbour
-        first, second = first[:1], second[:1]
-    return difference(first, second)
-
-
-def _blame(evidence: Evidence, other: Recomputed, recipe: Recipe, error: float) -> BoundaryError:
-    """Name the first module whose output shows the difference."""
-    for i, step in enumerate(recipe.steps):
-        for j, spec in enumerate(step.leaves):
-            if isinstance(spec, TensorSpec):
-                a, b = evidence.leaf(i, j), other.leaves[i][j]
-                here = _row_difference(evidence, other, spec, a, b)
-                if here > tolerance(a):
-                    return BoundaryError.mixes_samples(recipe.boundary, step.name, here)
-    return BoundaryError.mixes_samples(recipe.boundary, recipe.boundary, error)
-
-
-def _check_trained(
-    evidence: Evidence, other: Recomputed, recipe: Recipe, trace: PrefixTrace | None
-) -> None:
+def _check_trained(evidence: Evidence, recipe: Recipe, trace: PrefixTrace | None) -> None:
     """Change what is trained and ran before the boundary: the cut must not notice.
 
     Autograd has named most offenders already; this finds those used under `no_grad`.
@@ -175,17 +153,33 @@ def _check_trained(
     ]
     if not suspects:
         return
-    before = [tensor.data.clone() for _, tensor in suspects]
-    try:
-        for _, tensor in suspects:
-            tensor.data.mul_(1.5).add_(0.1)  # through .data: the user's graph must not notice
-        changed = recompute(evidence)
-    finally:
-        for (_, tensor), old in zip(suspects, before, strict=True):
-            tensor.data.copy_(old)
+    ids = {id(tensor) for _, tensor in suspects}
+
+    def change(tensor: Tensor) -> Tensor:
+        if id(tensor) not in ids:
+            return tensor
+        return nn.Parameter(tensor.detach() * 1.5 + 0.1)
+
+    other = recompute(evidence)
+    changed = recompute(evidence, twin=evidence.twins.fresh(change))
     for i, j in recipe.slots().values():
         if difference(other.leaves[i][j], changed.leaves[i][j]) > 0:
             raise BoundaryError.trainable(recipe.boundary, suspects[0][0])
+
+
+def _check_repeats(evidence: Evidence, repeats: Repeats, recipe: Recipe) -> None:
+    """Run twice on the same rows, what is cached must be the same, and nothing may move."""
+    repeats.check(recipe)
+    first, again = repeats.first, repeats.again
+    for i, j in recipe.slots().values():
+        a, b = first.leaves[i][j], again.leaves[i][j]
+        if difference(a, b) > tolerance(a):
+            what = repeats.reason()
+            raise BoundaryError.impure(
+                recipe.boundary,
+                "it gives other results when it is called again"
+                + (f" ({what!r} moves with every call)" if what else ""),
+            )
 
 
 def _reads(evidence: Evidence, recipe: Recipe, trace: PrefixTrace | None) -> list[Named]:
@@ -237,26 +231,41 @@ def _check_replay(evidence: Evidence, prober: Prober, recipe: Recipe) -> dict[st
             view = spec.to_rows(evidence.leaf(*slot), evidence.size)
             rows[name] = view.clone(memory_format=torch.contiguous_format)
             values[slot] = spec.from_rows(rows[name].clone())
-    given = [*values.values(), *(t for step in recipe.steps for t in step.constants.values())]
-    versions = [tensor._version for tensor in given]
-    run = ReplayRun(recipe, evidence.size, values)
-    evidence.rng_before.restore()
-    args, kwargs = prober.inputs(run)
-    with intercept(recipe.modules, run):
-        output = evidence.forward(*args, **kwargs)
+    constants = [t for step in recipe.steps for t in step.constants.values()]
+    given = [*values.values(), *constants]
+    contents = [tensor.clone() for tensor in given]
+    twin = evidence.twins.fresh()
+    run = ReplayRun(recipe, evidence.size, values, scene=scene_of(recipe, twin))
+    args, kwargs = prober.inputs(run, twin)
+    evidence.before.restore()
+    with twin.intercept(recipe.modules, run):
+        output = twin.forward(*args, **kwargs)
+    after = RandomState.now()
     run.scene.finished = True
-    recipe.copies = [tensor._version for tensor in given] != versions
-    recipe.mutable = [
-        buffer
-        for module, key in evidence.state.changed_buffers()
-        if (buffer := module._buffers.get(key)) is not None
-    ]
-    if not RandomState.now().equals(evidence.rng_after):
+    recipe.copies = any(difference(a, b) > 0 for a, b in zip(contents, given, strict=True))
+    recipe.mutable = _written(evidence, twin)
+    if not after.equals(evidence.after.generators):
         raise BoundaryError.impure(
             recipe.boundary, "the prefix draws random numbers, so that later ones would differ"
         )
     recipe.opaque_outputs = _compare_outputs(evidence, output)
     return rows
+
+
+def _written(evidence: Evidence, twin: Twin) -> list[Tensor]:
+    """Return the model's buffers that a replay writes to."""
+    first = evidence.twins.fresh()
+    return [
+        buffer
+        for module in evidence.model.modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and _moved(first.of(module), twin.of(module), key)
+    ]
+
+
+def _moved(before: nn.Module, after: nn.Module, key: str) -> bool:
+    a, b = before._buffers.get(key), after._buffers.get(key)
+    return a is not b and (a is None or b is None or difference(a, b) > 0)
 
 
 def _compare_outputs(evidence: Evidence, output: Any) -> frozenset[int]:

@@ -95,7 +95,9 @@ class Recipe:
     pinned: dict[int, Tensor] = field(default_factory=dict)
     """Other tensor arguments that the prefix reads: they must not change."""
     copies: bool = False
-    """Whether the model writes into captured tensors later, so that they must be copied."""
+    """Whether the model writes into what a hit gives it, which must then be a copy."""
+    moving: list[tuple[nn.Module, str]] = field(default_factory=list)
+    """Attributes that the code around the boundary moves before the boundary returns."""
     opaque_outputs: frozenset[int] = frozenset()
     """Leaves of the model's output that cannot be had on a hit."""
     key: tuple[Any, ...] = ()
@@ -377,14 +379,14 @@ class CaptureRun:
                 self._deviate(f"{step.name!r} returned {leaf!r} where it gave {known!r}")
 
     def _finish(self) -> dict[str, Tensor]:
-        # Values as they stand when the boundary returns: in-place steps of the prefix count.
+        # Copies of the values as they stand when the boundary returns: in-place steps of the prefix
+        # count; what the active part writes, perhaps through NumPy or `.data`, does not.
         rows = {}
         for name, slot in self.recipe.slots().items():
             tensor = self._taken[slot]
             with torch.inference_mode(False), torch.no_grad():
                 view = self.recipe.tensor_spec(slot).to_rows(tensor, self.batch_size)
-                copy = self.recipe.copies or tensor.is_inference() or not view.is_contiguous()
-                rows[name] = view.clone(memory_format=torch.contiguous_format) if copy else view
+                rows[name] = view.clone(memory_format=torch.contiguous_format)
         return rows
 
     def _deviate(self, how: str) -> None:
@@ -403,11 +405,12 @@ class ReplayRun:
         values: Mapping[Slot, Tensor],
         *,
         proven: bool = False,
+        scene: Scene | None = None,
     ) -> None:
         self.recipe = recipe
         self.batch_size = batch_size
         self.values = values
-        self.scene = recipe.stage() if proven else recipe.scene()
+        self.scene = scene or (recipe.stage() if proven else recipe.scene())
         self._output = recipe.hit_output if proven else recipe.output
         self._position = 0
         self._inside = False

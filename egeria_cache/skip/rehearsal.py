@@ -1,6 +1,7 @@
 """Prove a cut on the first batch, before anything is stored.
 
-The model is run a few times more on that batch, and left as it was:
+Copies of the model (`twin.py`) are run a few times more on that batch; the user's own model and
+tensors are touched by one forward, the user's:
  1. *Discovery*: a forward that writes down the order of module calls. The modules that returned
     before the boundary did are the prefix; they are put into inference mode.
  2. *Plain*: the forward whose result the user gets, with every output of the prefix kept.
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
 from egeria_cache.errors import BoundaryError
@@ -31,7 +33,9 @@ from egeria_cache.skip.frozen import FrozenPrefix
 from egeria_cache.skip.invocation import Invocation
 from egeria_cache.skip.proof import prove, same_rows
 from egeria_cache.skip.recipe import Recipe
-from egeria_cache.skip.state import ModelState, RandomState, stashed
+from egeria_cache.skip.state import RandomState
+from egeria_cache.skip.surroundings import Surroundings
+from egeria_cache.skip.twin import Twins, shared_modules
 
 __all__ = ["Outcome", "Rehearsal", "patchable"]
 
@@ -82,28 +86,30 @@ class Rehearsal:
         self.frozen = frozen or boundary
         self.known = known
         self.names = {id(module): name for name, module in model.named_modules()}
-        self.args, self.kwargs = call.plain()
+        self._surroundings = Surroundings(model, shared_modules(model))
 
     def run(self) -> Outcome:
         """Return the user's result, and the recipe or the reason why there is none."""
         try:
             recorder = self._discover()
-        except BoundaryError as error:
-            return Outcome(self.forward(*self.args, **self.kwargs), error=error)
-        steps, around = recorder.before(self._boundary_call(recorder))
+            steps, around = recorder.before(self._boundary_call(recorder))
+            twins = Twins(self.model, self.forward, self.call)
+        except Exception as error:
+            args, kwargs = self.call.plain()
+            return Outcome(self.forward(*args, **kwargs), error=self._refusal(error))
         ancestors = distinct([self.model, *(call.module for call in around)])
         plain_run = _PlainRun(steps, ancestors, self.names, self.boundary)
-        before = RandomState.now()
+        args, kwargs = self.call.plain()
+        before = self._surroundings.now()
         with intercept(distinct(step.module for step in steps), plain_run):
             plain_run.begin()
-            result = self.forward(*self.args, **self.kwargs)
-        outcome, after, state = Outcome(result), RandomState.now(), ModelState(self.model)
+            result = self.forward(*args, **kwargs)
+        outcome, after = Outcome(result), self._surroundings.now()
         try:
             if plain_run.error is not None:
                 raise plain_run.error
             evidence = Evidence(
                 model=self.model,
-                forward=self.forward,
                 boundary=self.boundary,
                 call=self.call,
                 names=self.names,
@@ -112,38 +118,49 @@ class Rehearsal:
                 outputs=plain_run.outputs,
                 seconds=plain_run.seconds,
                 result=result,
-                rng_before=before,
-                rng_after=after,
-                state=state,
+                twins=twins,
+                before=before,
+                after=after,
+                grad=torch.is_grad_enabled(),
             )
             outcome.recipe, outcome.rows = prove(evidence)
             outcome.twin = next(
                 (r for r in self.known if same_rows(evidence, outcome.recipe, r)), None
             )
-        except BoundaryError as error:
-            outcome.error = error
         except Exception as error:
-            # Any other error comes from the model's code meeting a placeholder, or other rows.
-            why = f"{type(error).__name__}: {error}"
-            outcome.error = BoundaryError.not_proved(self.boundary, why)
-            outcome.error.__cause__ = error
+            outcome.recipe, outcome.error = None, self._refusal(error)
         finally:
-            state.restore()
             after.restore()
         return outcome
 
+    def _refusal(self, error: Exception) -> BoundaryError:
+        if isinstance(error, BoundaryError):
+            return error
+        # Any other error comes from the model's code meeting a placeholder, or other rows.
+        refusal = BoundaryError.not_proved(self.boundary, f"{type(error).__name__}: {error}")
+        refusal.__cause__ = error
+        return refusal
+
     def hold(self) -> None:
         """Only take the prefix into inference mode."""
-        with suppress(BoundaryError):
+        with suppress(Exception):  # if it is the model's own error, its forward raises it again
             self._discover()
 
     def _discover(self) -> Recorder:
         """Record the calls with the prefix in inference mode, as it will be from now on."""
+        if any(is_lazy(parameter) for parameter in self.model.parameters()):
+            raise BoundaryError.not_proved(self.boundary, "some parameters are not initialised yet")
+        world = self._surroundings.now()
         for _ in range(3):
             recorder = Recorder(watch=RandomState.now)
-            with stashed(self.model), intercept(patchable(self.model), recorder):
-                recorder.begin()
-                self.forward(*self.args, **self.kwargs)
+            twin = Twins(self.model, self.forward, self.call).fresh()
+            args, kwargs = twin.call.plain()
+            try:
+                with twin.intercept(patchable(self.model), recorder):
+                    recorder.begin()
+                    twin.forward(*args, **kwargs)
+            finally:
+                world.restore()
             if self._was_dropped(recorder):
                 continue
             steps, _ = recorder.before(self._boundary_call(recorder))

@@ -43,15 +43,16 @@ class PrefixTrace(TorchDispatchMode):
     """Note which of the model's tensors are read, and every draw of random numbers.
 
     Args:
-        known: Tensors to look for; a view of one counts as the tensor itself.
+        known: Tensors to look for, with what the model that runs has in their place; a view of one
+            counts as the tensor itself.
         names: Names of the modules by id.
     """
 
-    def __init__(self, known: Sequence[Named], names: Mapping[int, str]) -> None:
+    def __init__(self, known: Sequence[tuple[Named, Tensor]], names: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
         self._drawing: dict[str, str | None] = {}
-        self._known = {_address(named[2]): named for named in known if named[2].numel()}
+        self._known = {_address(tensor): named for named, tensor in known if tensor.numel()}
         self._step = -1
         self.read: dict[int, set[int]] = {}
         """Id of each tensor read -> the steps that read it; -1 is code between the steps."""

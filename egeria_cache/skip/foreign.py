@@ -1,0 +1,97 @@
+"""What lies beyond a model: worlds that a rehearsal neither copies nor looks into."""
+
+from __future__ import annotations
+
+import enum
+import io
+import logging
+import random
+import sys
+import threading
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+__all__ = ["ATOMS", "is_foreign", "is_library", "own_dict", "slot_names"]
+
+ATOMS: frozenset[type] = frozenset(
+    {
+        type(None), bool, int, float, complex, str, bytes, range, slice, type, ModuleType,
+        type(Ellipsis), type(NotImplemented), torch.dtype, torch.device, torch.Size, torch.layout,
+        torch.memory_format, CodeType, FrameType, property, classmethod, staticmethod,
+    }
+)  # fmt: skip
+"""Kinds of values that nobody can change."""
+
+_CLASSES = (
+    type, ModuleType, enum.Enum, str, bytes, int, float, complex, BaseException, io.IOBase,
+    logging.Logger, logging.Handler, logging.LoggerAdapter, threading.Thread, threading.local,
+    Dataset, DataLoader, Sampler, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler,
+    torch.jit.ScriptFunction, np.generic, np.dtype,
+)  # fmt: skip
+_ROOTS = frozenset(
+    {
+        "_thread", "accelerate", "asyncio", "concurrent", "datetime", "decimal", "deepspeed",
+        "egeria_bench", "egeria_cache", "egeria_core", "fractions", "h5py", "lightning",
+        "lightning_fabric", "lmdb", "logging", "mlflow", "mmap", "multiprocessing", "pathlib",
+        "pytorch_lightning", "ray", "re", "select", "socket", "sqlite3", "subprocess", "tempfile",
+        "tensorboard", "tensorboardX", "threading", "wandb", "zmq",
+    }
+)  # fmt: skip
+_PACKAGES = ("torch._C", "torch._dynamo", "torch.cuda", "torch.distributed", "torch.optim",
+             "torch.utils.data", "torch.utils.tensorboard")  # fmt: skip
+_LIBRARIES = sys.stdlib_module_names | {
+    "accelerate", "bitsandbytes", "deepspeed", "diffusers", "egeria_cache", "egeria_core", "einops",
+    "huggingface_hub", "lightning", "lightning_fabric", "numpy", "peft", "pytorch_lightning",
+    "scipy", "sklearn", "timm", "tokenizers", "torch", "torchaudio", "torchmetrics", "torchvision",
+    "transformers",
+}  # fmt: skip
+_SINGLES = (random._inst, np.random.mtrand._rand, torch.default_generator)
+
+
+def is_foreign(value: Any) -> bool:
+    """Whether an object belongs to another world: threads, files, data sets, trainers, ourselves.
+
+    Modules never do, whoever wrote them. An object with a finaliser does: a copy that dies would
+    close what the original still uses.
+    """
+    if isinstance(value, nn.Module):
+        return False
+    cls = type(value)
+    if isinstance(value, _CLASSES) or any(value is single for single in _SINGLES):
+        return True
+    name = cls.__module__
+    if name.partition(".")[0] in _ROOTS or name.startswith(_PACKAGES):
+        return cls.__name__ != "Generator"
+    return any("__del__" in vars(base) for base in cls.__mro__)
+
+
+def is_library(module: str | None) -> bool:
+    """Whether code of this Python module belongs to a library, whose globals are its own."""
+    return (module or "").partition(".")[0] in _LIBRARIES
+
+
+def own_dict(value: Any) -> dict[str, Any] | None:
+    """Return the instance's attributes; None if it has no dict."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return found if type(found) is dict else None
+
+
+def slot_names(cls: type) -> list[str]:
+    """Return the names in `__slots__` of a class and its bases."""
+    names: list[str] = []
+    for base in cls.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name.startswith("__") and not name.endswith("__"):
+                name = f"_{base.__name__.lstrip('_')}{name}"
+            if name not in ("__dict__", "__weakref__"):
+                names.append(name)
+    return names
