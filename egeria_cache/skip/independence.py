@@ -15,7 +15,7 @@ from egeria_cache.skip.precise import doubled, in_float64
 from egeria_cache.skip.recipe import Recipe, Slot
 from egeria_cache.skip.trace import PrefixTrace
 
-__all__ = ["check_rows", "check_trained", "same_parts"]
+__all__ = ["check_constants", "check_rows", "check_trained", "same_parts"]
 
 _PRECISE = 1e-6
 """Largest difference of a slice in float64 that may be rounding."""
@@ -55,6 +55,27 @@ def check_rows(
                 suspects.append(part)
     if suspects:
         _check_precisely(evidence, suspects[:3], recipe)
+
+
+def check_constants(evidence: Evidence, parts: Sequence[Recomputed], recipe: Recipe) -> None:
+    """Raise if what a skipped module always gives is not always the same.
+
+    Raises:
+        BoundaryError: And which module that is.
+    """
+    for i, step in enumerate(recipe.steps):
+        for part in () if step.run else parts:
+            for j, (known, other) in enumerate(zip(step.leaves, part.leaves[i], strict=True)):
+                value = step.constants.get(j)
+                if value is not None:
+                    error = difference(value, other)
+                    if error > tolerance(value):
+                        raise BoundaryError.mixes_samples(recipe.boundary, step.name, error)
+                elif isinstance(known, int | float | str | bool) and known != other:
+                    raise BoundaryError.impure(
+                        recipe.boundary,
+                        f"{step.name!r} returns {known!r} for one batch and {other!r} for another",
+                    )
 
 
 def same_parts(recipe: Recipe, a: Recomputed, b: Recomputed) -> bool:

@@ -1,55 +1,56 @@
 """Which parts of a batch the prefix is run on, to see any dependence between samples.
 
 A statistic of any kind (a mean, a maximum, a quantile, a count, parity of the size) differs
-somewhere between the whole batch, two halves, single rows, a repeated row and another order.
+somewhere between the whole batch, two halves, single rows, a repeated row and another order. Where
+all samples happen to agree in it, the largest token say, made-up neighbours do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-__all__ = ["another", "others", "take"]
-
-_NUM_MADE_UP = 3
+__all__ = ["another", "halves_and_rows", "take", "with_made_up"]
 
 
 def another(size: int) -> list[int]:
     """Return other rows than 0..B-1: another number, in another order.
 
-    Rows from B on are made-up neighbours of a sample that is alone in its batch.
+    Rows from B on are made-up samples.
     """
     if size == 1:
         return [0, 1]
     return [1, 0, 1] if size == 2 else list(range(size - 1, 0, -1))
 
 
-def others(size: int) -> Iterator[list[int]]:
-    """Yield further parts, each another than the whole batch."""
-    if size == 1:
-        yield from ([1, 0], [2, 0], [0, 3, 0], [1], [3], [0, 0])
-        return
+def halves_and_rows(size: int) -> list[list[int]]:
+    """Return further parts of the batch, each another than the whole."""
     half = size // 2
+    if size == 1:
+        return [[0, 0]]
     parts = [list(range(half)), list(range(half, size)), [0], [size - 1], [half], [half, half]]
-    for i, part in enumerate(parts):
-        if part not in parts[:i]:
-            yield part
+    return [part for i, part in enumerate(parts) if part not in parts[:i]]
+
+
+def with_made_up(size: int) -> list[list[int]]:
+    """Return parts that hold made-up samples, in company and alone."""
+    a, b, c = size, size + 1, size + 2
+    return [[a, 0], [0, b], [b], [0, c, 0], [c]]
 
 
 def take(leaf: Tensor, rows: list[int], size: int) -> Tensor:
     """Return some rows of a leaf of shape (B, ...), made-up ones included."""
-    if size == 1 and max(rows) > 0:
-        leaf = torch.cat([leaf, *_made_up(leaf)])
+    if max(rows) >= size:
+        leaf = torch.cat([leaf, *_made_up(leaf[:1])])
     return leaf[torch.tensor(rows, device=leaf.device)]
 
 
-def _made_up(leaf: Tensor) -> list[Tensor]:
-    """Return other samples than the one there is, of values that a sample may have."""
-    if leaf.dim() < 2:  # a label, a length: what is possible cannot be known
-        return [leaf] * _NUM_MADE_UP
-    rolled, flipped = leaf.roll(1, -1), leaf.flip(-1)
-    if leaf.is_floating_point() or leaf.is_complex():
-        return [rolled, -flipped, 3 * leaf + 0.5]
-    return [rolled, flipped, leaf.roll(leaf.shape[-1] // 2, -1)]
+def _made_up(row: Tensor) -> list[Tensor]:
+    """Return three other samples than this one, of values that a sample may have."""
+    if row.dim() < 2 or not row.numel():  # a label, a length: what is possible cannot be known
+        return [row] * 3
+    rolled = row.roll(1, -1)
+    if row.is_floating_point() or row.is_complex():
+        return [rolled, -row.flip(-1), 3 * row + 0.5]
+    least, most = row.amin().expand_as(row), row.amax().expand_as(row)
+    return [rolled, least, most]

@@ -13,8 +13,13 @@ from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.compare import difference, same_content, tolerance
 from egeria_cache.skip.cut import Step, TensorSpec
 from egeria_cache.skip.evidence import Evidence, Recomputed, observe, recompute, trainable
-from egeria_cache.skip.independence import check_rows, check_trained, same_parts
-from egeria_cache.skip.parts import others
+from egeria_cache.skip.independence import (
+    check_constants,
+    check_rows,
+    check_trained,
+    same_parts,
+)
+from egeria_cache.skip.parts import halves_and_rows, with_made_up
 from egeria_cache.skip.placeholder import Source
 from egeria_cache.skip.probe import Prober, scene_of
 from egeria_cache.skip.purity import Repeats
@@ -44,9 +49,11 @@ def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
         raise BoundaryError.not_proved(recipe.boundary, "nothing after it reads what it returns")
     other_mode = recompute(evidence, list(range(evidence.size)), grad=not evidence.grad)
     check_trained(evidence, recipe, repeats.last if evidence.grad else other_mode)
-    check_rows(evidence, parts, recipe, trace)
-    recipe.grad_mode = None if same_parts(recipe, repeats.last, other_mode) else evidence.grad
     _check_repeats(evidence, repeats, recipe)
+    parts += _with_made_up(evidence, recipe)
+    check_rows(evidence, parts, recipe, trace)
+    check_constants(evidence, parts, recipe)
+    recipe.grad_mode = None if same_parts(recipe, repeats.last, other_mode) else evidence.grad
     _check_trained(evidence, recipe, trace)
     recipe.reads = _reads(evidence, recipe, trace)
     recipe.moving = [pair for pair in repeats.moving if recipe.surrounds(pair[0])]
@@ -60,20 +67,36 @@ def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
 
 def _in_parts(evidence: Evidence, trace: PrefixTrace | None) -> Iterator[Recomputed]:
     """Run the prefix on parts of the batch."""
-    parts = list(others(evidence.size))
+    size = evidence.size
+    parts = halves_and_rows(size)
     if trace is not None and trace.branches:
         # A value decides what runs (`if mask.all()`): let it be decided by each sample alone.
-        parts += [[i] for i in range(min(evidence.size, _MAX_ALONE)) if [i] not in parts]
+        parts += [[i] for i in range(min(size, _MAX_ALONE)) if [i] not in parts]
     for part in parts:
         try:
             yield recompute(evidence, part)
         except BoundaryError:
             raise
         except Exception:
-            if len(part) > 1 or evidence.size == 1:
+            if len(part) > 1 or size == 1:
                 raise
             # Code that takes a batch of one for something else (`squeeze()`): by twos, then.
-            yield recompute(evidence, [*part, (part[0] + 1) % evidence.size])
+            yield recompute(evidence, [*part, (part[0] + 1) % size])
+
+
+def _with_made_up(evidence: Evidence, recipe: Recipe) -> Iterator[Recomputed]:
+    """Run it on made-up samples too, as far as the model takes them for samples."""
+    for rows in with_made_up(evidence.size):
+        try:
+            part = recompute(evidence, rows)
+        except Exception:
+            continue
+        if all(
+            len(leaves) == len(step.leaves)
+            and all(step.leaves[j].matches(leaves[j], len(rows)) for j in step.cached)
+            for leaves, step in zip(part.leaves, recipe.steps, strict=True)
+        ):
+            yield part
 
 
 def same_rows(evidence: Evidence, recipe: Recipe, other: Recipe) -> bool:
@@ -114,7 +137,7 @@ def _draft(evidence: Evidence, parts: Sequence[Recomputed]) -> Recipe:
     tensors = [j for j, leaf in enumerate(last.leaves) if isinstance(leaf, TensorSpec)]
     if len(tensors) == 1 and last.leaves[tensors[0]].batch_dim is not None:
         last.cached.add(tensors[0])
-    return Recipe(evidence.boundary, steps, evidence.ancestors, evidence.names)
+    return Recipe(evidence.boundary, steps, evidence.ancestors, evidence.names, copies=True)
 
 
 def _describe(evidence: Evidence, name: str, a: Any, parts: Sequence[tuple[Any, int]]) -> Any:
@@ -231,9 +254,12 @@ def _check_replay(evidence: Evidence, prober: Prober, recipe: Recipe) -> dict[st
             view = spec.to_rows(evidence.leaf(*slot), evidence.size)
             rows[name] = view.clone(memory_format=torch.contiguous_format)
             values[slot] = spec.from_rows(rows[name].clone())
-    constants = [t for step in recipe.steps for t in step.constants.values()]
-    given = [*values.values(), *constants]
+    constants = [step.constants for step in recipe.steps]
+    for step in recipe.steps:
+        step.constants = {j: value.clone() for j, value in step.constants.items()}
+    given = [*values.values(), *(t for step in recipe.steps for t in step.constants.values())]
     contents = [tensor.clone() for tensor in given]
+    recipe.copies = False
     twin = evidence.twins.fresh()
     run = ReplayRun(recipe, evidence.size, values, scene=scene_of(recipe, twin))
     args, kwargs = prober.inputs(run, twin)
@@ -243,6 +269,8 @@ def _check_replay(evidence: Evidence, prober: Prober, recipe: Recipe) -> dict[st
     after = RandomState.now()
     run.scene.finished = True
     recipe.copies = any(difference(a, b) > 0 for a, b in zip(contents, given, strict=True))
+    for step, kept in zip(recipe.steps, constants, strict=True):
+        step.constants = kept
     recipe.mutable = _written(evidence, twin)
     if not after.equals(evidence.after.generators):
         raise BoundaryError.impure(

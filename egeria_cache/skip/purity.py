@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -144,8 +144,7 @@ class _Comparison:
             if len(a) != len(b):
                 self.tensors |= _holds_tensor(b)
                 return False
-            same = [self(x, y, depth + 1) for x, y in zip(a, b, strict=True)]
-            return all(same)
+            return self._same_items(zip(a, b, strict=True), depth)
         if isinstance(b, set | frozenset):
             return len(a) == len(b)
         return self._same_objects(a, b, depth)
@@ -155,6 +154,9 @@ class _Comparison:
             self.tensors |= _holds_tensor(b)
             return False
         pairs = zip(a.values(), b.values(), strict=False)  # keys may be copies: by order
+        return self._same_items(pairs, depth)
+
+    def _same_items(self, pairs: Iterable[tuple[Any, Any]], depth: int) -> bool:
         same = [self(x, y, depth + 1) for x, y in pairs]  # to the end: tensors are looked for
         return all(same)
 

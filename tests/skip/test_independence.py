@@ -1,0 +1,377 @@
+"""What depends on its neighbours, or on how often it was called, is never cached."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.helpers.skip_harness import Harness, assert_same_run, freeze
+
+G = torch.Generator().manual_seed(1)
+DATA = {
+    "x": torch.randn(24, 4, 6, generator=G),
+    "n": torch.randint(1, 4, (24, 4), generator=G),
+    "y": torch.randint(3, (24,), generator=torch.Generator().manual_seed(2)),
+}
+
+
+class Base(nn.Module):
+    """early -> middle (the boundary) -> head; `mix` is the code of a frozen module."""
+
+    def __init__(self):
+        super().__init__()
+        self.early = Early(self.mix)
+        self.middle = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+
+    @staticmethod
+    def mix(h):
+        return h
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.middle(self.early(x))).mean(1))
+
+
+class Early(nn.Module):
+    def __init__(self, mix):
+        super().__init__()
+        self.linear, self.mix = nn.Linear(6, 6), mix
+
+    def forward(self, x):
+        return self.mix(self.linear(x))
+
+
+def call(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def run(model, sizes=(8, 8), call=call):
+    freeze(model, "early", "middle")
+    harness = Harness(model, DATA)
+    harness.engine.set_boundary("middle")
+    start = 0
+    for size in sizes:
+        loss = call(model, harness.batch(range(start, start + size)))
+        loss.backward()
+        start += size
+    return harness
+
+
+def mixing(name):
+    def absmax(h):
+        scale = h.abs().max() / 7
+        return (h / scale).round() * scale
+
+    return {
+        "mean": lambda h: h - h.mean(0),
+        "maximum": lambda h: h - h.amax(0),
+        "maximum of all": lambda h: h / h.abs().max(),
+        "fake quantisation": absmax,
+        "quantile": lambda h: h - h.flatten(1).mean(1).quantile(0.5),
+        "count": lambda h: h * len(h),
+        "parity": lambda h: h * (1 + len(h) % 2),
+        "sort": lambda h: h.sort(0).values,
+        "cumulative sum": lambda h: h.cumsum(0),
+        "rank": lambda h: h + h.flatten(1).sum(1).argsort()[:, None, None],
+        "first row": lambda h: h + h[:1] * 0.01,
+        "last row": lambda h: h + h[-1:] * 0.01,
+        "winner": lambda h: h + (h.flatten(1).sum(1) == h.flatten(1).sum(1).max())[:, None, None],
+        "neighbours": lambda h: h + h.roll(1, 0) * 0.01,
+        "share": lambda h: h * (h > 0).float().mean(),
+        "norm": lambda h: h / h.norm(),
+        "duplicates": lambda h: h * len(torch.unique(h.flatten(1), dim=0)),
+    }[name]
+
+
+KINDS = ["mean", "maximum", "maximum of all", "fake quantisation", "quantile", "count", "parity",
+         "sort", "cumulative sum", "rank", "first row", "last row", "winner", "neighbours", "share",
+         "norm", "duplicates"]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_statistic_of_the_batch_is_seen_in_a_first_batch_of_any_size(kind, size):
+    torch.manual_seed(0)
+    model = Base()
+    model.early.mix = mixing(kind)
+    harness = run(model, (size, size))
+    assert len(harness.host.refusals) == 1
+    assert harness.host.stored == {}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_a_function_of_the_sample_is_cut_by_a_first_batch_of_any_size(size):
+    torch.manual_seed(0)
+    model = Base()
+    model.early.mix = lambda h: F.layer_norm(h, (6,)) * h.amax((1, 2), keepdim=True)
+    harness = run(model, (size, size))
+    assert harness.host.refusals == []
+    assert harness.engine.cut is not None
+
+
+class Tokens(Base):
+    def __init__(self):
+        super().__init__()
+        self.early = nn.Embedding(5, 6)
+
+    def forward(self, n):
+        h = self.early(n) + n.amax().float()
+        return self.head(torch.tanh(self.middle(h)).mean(1))
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_the_largest_token_of_the_batch_is_seen(size):
+    def call(model, batch):
+        return F.cross_entropy(model(batch["n"]), batch["y"])
+
+    torch.manual_seed(0)
+    assert len(run(Tokens(), (size,), call).host.refusals) == 1
+
+
+class Lengths(nn.Module):
+    def __init__(self, plain):
+        super().__init__()
+        self.plain = plain
+
+    def forward(self, x):
+        most = (x[:, 0] > 0).sum(1).max()
+        return int(most) if self.plain else most
+
+
+class Longest(Base):
+    """A "constant" of the batch goes around the boundary."""
+
+    def __init__(self, plain):
+        super().__init__()
+        self.longest = Lengths(plain)
+        self.longest.weight = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, x):
+        most = self.longest(x)
+        return super().forward(x) * most
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["tensor", "number"])
+def test_a_constant_that_is_none_is_seen(plain):
+    torch.manual_seed(0)
+    assert len(run(Longest(plain)).host.refusals) == 1
+
+
+def test_a_small_statistic_beside_one_huge_feature_is_seen():
+    class Huge(Base):
+        def forward(self, x):
+            h = self.early(x) + 1e-2 * x.mean(0)
+            return self.head(torch.tanh(self.middle(h)).mean(1))
+
+    torch.manual_seed(0)
+    model = Huge()
+    with torch.no_grad():
+        model.middle.bias[0] = 1e6
+    assert "mixes" in str(run(model).host.refusals[0])
+
+
+def test_rounding_in_a_small_channel_is_not_taken_for_a_dependence():
+    torch.manual_seed(0)
+    model = Base()
+    with torch.no_grad():
+        model.early.linear.weight.mul_(1e3)
+        model.middle.bias[0] = 1e5
+        model.middle.weight[1] *= 1e-5
+    # Cancels to what rounding leaves.
+    model.early.mix = lambda h: (h + 1e4) - 1e4
+    assert run(model).host.refusals == []
+
+
+class Casting(Base):
+    def forward(self, x):
+        h = self.early(x).to(torch.float32).half().float()
+        h = F.layer_norm(h, (6,)) + torch.arange(6, dtype=torch.float32) * 1e4
+        return self.head(torch.tanh(self.middle(h)).mean(1))
+
+
+def test_code_with_casts_of_its_own_is_cut():
+    torch.manual_seed(0)
+    assert run(Casting()).host.refusals == []
+
+
+# ---- writes that move no version counter ------------------------------------------------------
+
+
+class DataWrite(Base):
+    def forward(self, x):
+        h = self.middle(self.early(x))
+        h.data.mul_(2)
+        return self.head(torch.tanh(h).mean(1))
+
+
+class NumpyWrite(Base):
+    def forward(self, x):
+        h = self.middle(self.early(x))
+        h.detach().numpy()[:] *= 2
+        return self.head(torch.tanh(h).mean(1))
+
+
+class ConstantWrite(Base):
+    def __init__(self):
+        super().__init__()
+        self.early = nn.Linear(6, 6)
+        self.table = nn.Linear(1, 6).requires_grad_(False)
+
+    def forward(self, x):
+        bias = self.table(torch.ones(4, 1))
+        h = self.middle(self.early(x) + bias)
+        bias.data.mul_(2)
+        return self.head(torch.tanh(h + bias).mean(1))
+
+
+@pytest.mark.parametrize("cls", [DataWrite, NumpyWrite, ConstantWrite])
+def test_writes_that_no_version_tells_of_do_not_reach_what_is_stored(cls):
+    torch.manual_seed(0)
+    model = cls()
+    freeze(model, "early", "middle")
+    harness = Harness(model, DATA)
+    harness.engine.set_boundary("middle")
+    assert_same_run(harness, call, [range(8), range(8, 16)] * 4)
+    assert harness.host.refusals == []
+
+
+# ---- a prefix that counts ---------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Moves an attribute, of which its own result may not even depend."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.kind = nn.Linear(6, 6), kind
+        self.steps, self.tally, self.log = 0, {"n": 0}, []
+        self.average = torch.zeros(6)
+        self.register_buffer("mean", torch.zeros(6))
+        self.noise = torch.Generator().manual_seed(0)
+
+    def forward(self, x):
+        h = self.linear(x)
+        if self.kind == "number":
+            self.steps += 1
+        elif self.kind == "dict":
+            self.tally["n"] += 1
+        elif self.kind == "list":
+            self.log.append(1)
+        elif self.kind == "tensor":
+            self.average = self.average * 0.9 + h.detach().mean((0, 1))
+        elif self.kind == "buffer":
+            self.mean.mul_(0.9).add_(h.detach().mean((0, 1)))
+        elif self.kind == "generator":
+            torch.rand(1, generator=self.noise)
+        elif self.kind == "left behind":
+            self.average = h.detach()
+        return h
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("number", "steps"), ("dict", "tally"), ("list", "log"), ("tensor", "average"),
+     ("buffer", "mean"), ("generator", "noise"), ("left behind", "average")],
+)  # fmt: skip
+def test_a_prefix_that_counts_is_refused_by_the_attributes_name(kind, name):
+    torch.manual_seed(0)
+    model = Base()
+    model.early = Counting(kind)
+    (error,) = run(model).host.refusals
+    assert f"'early.{name}'" in str(error)
+
+
+class Memo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.cache, self.table = nn.Linear(6, 6), {}, None
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.arange(6.0)
+        key = x.shape[1]
+        if key not in self.cache:
+            self.cache[key] = torch.ones(key, 1)
+        return self.linear(x) * self.cache[key] + self.table
+
+
+def test_a_memo_that_settles_is_fine():
+    torch.manual_seed(0)
+    model = Base()
+    model.early = Memo()
+    assert run(model).host.refusals == []
+
+
+class CountsAround(Base):
+    """The counter belongs to code that runs on hits as well."""
+
+    steps = 0
+
+    def forward(self, x):
+        self.steps += 1
+        h = self.middle(self.early(x))
+        return self.head(torch.tanh(h).mean(1)) * self.steps
+
+
+def test_code_around_the_boundary_counts_once_per_call():
+    torch.manual_seed(0)
+    model = CountsAround()
+    freeze(model, "early", "middle")
+    harness = Harness(model, DATA)
+    harness.engine.set_boundary("middle")
+    assert_same_run(harness, call, [range(8), range(8), range(4, 12), range(20, 24), range(8)])
+    assert harness.host.refusals == []
+    assert model.steps == 5
+
+
+def test_a_result_that_depends_on_a_counter_is_refused():
+    class Uses(CountsAround):
+        def forward(self, x):
+            self.steps += 1
+            return self.head(torch.tanh(self.middle(self.early(x) / self.steps)).mean(1))
+
+    torch.manual_seed(0)
+    assert "steps" in str(run(Uses()).host.refusals[0])
+
+
+# ---- gradient mode ----------------------------------------------------------------------------
+
+
+class AsksForGrad(Base):
+    def forward(self, x):
+        h = self.early(x)
+        if torch.is_grad_enabled():
+            h = h * 2
+        return self.head(torch.tanh(self.middle(h)).mean(1))
+
+
+def test_a_prefix_that_asks_whether_autograd_records_is_cut_for_each_answer():
+    torch.manual_seed(0)
+    model = AsksForGrad()
+    freeze(model, "early", "middle")
+    harness = Harness(model, DATA)
+    harness.engine.set_boundary("middle")
+    plain = AsksForGrad()
+    plain.load_state_dict(model.state_dict())
+    for n in range(3):
+        for ids in (range(8), range(8, 16)):
+            batch = harness.batch(ids)
+            if n == 1:
+                with torch.no_grad():
+                    assert torch.equal(model(batch["x"]), plain(DATA["x"][list(ids)]))
+            else:
+                assert torch.equal(model(batch["x"]), plain(DATA["x"][list(ids)]))
+    assert harness.host.refusals == []
+    modes = {r.grad_mode for found in harness.engine._recipes.values() for r in found}
+    assert modes == {True, False}
+
+
+def test_a_prefix_that_does_not_ask_is_cut_once_for_both():
+    torch.manual_seed(0)
+    harness = run(Base())
+    with torch.no_grad():
+        harness.model(harness.batch(range(8))["x"])
+    assert harness.engine._num_rehearsals == 1
+    assert harness.host.num_loads == 1
