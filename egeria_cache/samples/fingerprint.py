@@ -35,8 +35,8 @@ MAX_SHARE = 0.01
 class Look(NamedTuple):
     """What loading some samples showed."""
 
-    prints: list[int]
-    """Of the samples."""
+    prints: list[int | None]
+    """Of the samples; None for those that hold something without bytes."""
     moved: frozenset[str]
     """Paths of the portrait that loading itself changes: counters, caches, files that are open."""
 
@@ -46,11 +46,7 @@ def look(
     load: Callable[[], Sequence[Any]],
     collate: Callable[[Any], Any],
 ) -> Look:
-    """Load some samples and describe them.
-
-    Raises:
-        TypeError: A sample has something that cannot be read.
-    """
+    """Load some samples and describe them."""
     before = portrait(roots, thorough=False)
     samples = load()
     with suppress(Exception):  # it may take no such batch; what matters is what it leaves behind
@@ -67,14 +63,14 @@ class Fingerprint:
     """
 
     def __init__(
-        self, dataset: Any, roots: Mapping[str, Any], look_at: Callable[[list[int]], Look]
+        self, dataset: Any, roots: Mapping[str, Any], look_at: Callable[[list[int] | None], Look]
     ) -> None:
         """Describe `roots`, all that decides a sample, with `dataset` among them.
 
         Args:
             dataset: The data set; its own `fingerprint` replaces samples and plain attributes.
             roots: Objects by name.
-            look_at: Loads samples by index and describes them (`look`), in whichever process.
+            look_at: Loads samples by index (None: any) and describes them, in whichever process.
         """
         self._dataset = dataset
         self._roots = roots
@@ -82,7 +78,7 @@ class Fingerprint:
         self._text: str | None = None
         self._portraits: tuple[Portrait, Portrait] = {}, {}
         self._moved: frozenset[str] = frozenset()
-        self._prints: dict[int, int] = {}
+        self._prints: dict[int, int | None] = {}
         self._turn = 0
         self._next_full = 0.0
 
@@ -152,10 +148,14 @@ class Fingerprint:
                 seen = self._look_at(indices.tolist())
                 self._moved = seen.moved
                 self._prints = dict(zip(indices.tolist(), seen.prints, strict=True))
-            except Exception:
-                # Not indexed by 0..n-1, or samples of a kind we cannot read: nothing is reused by
-                # another run, rather than something that may be another's.
+            except Exception:  # not indexed by 0..n-1
+                self._prints = {-1: None}
+                with suppress(Exception):
+                    self._moved = self._look_at(None).moved
+            if None in self._prints.values():
+                # Nothing is reused by another run, rather than something that may be another's.
                 digest.update(os.urandom(16))
+                self._prints = {}
         lasting = [
             (path, value)
             for path, value in self._portraits[1].items()
@@ -168,9 +168,12 @@ class Fingerprint:
         return f"{kind.__module__}.{kind.__qualname__}[{length}]:{digest.hexdigest()}"
 
 
-def _sample_print(sample: Any) -> int:
+def _sample_print(sample: Any) -> int | None:
     _, leaves = flatten(sample, -1)
-    prints = [(path, _leaf_print(leaf)) for path, leaf in leaves.items()]
+    try:
+        prints = [(path, _leaf_print(leaf)) for path, leaf in leaves.items()]
+    except TypeError:
+        return None
     return xxhash.xxh3_64_intdigest(repr(prints).encode("utf-8", "replace"))
 
 

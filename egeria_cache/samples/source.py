@@ -80,6 +80,7 @@ class LoaderSource:
         self.fingerprint = Fingerprint(dataset, roots, lambda at: look_at()(at))  # type: ignore
         self.counts: set[str] = set()
         """Leaves that say how many samples a batch has."""
+        self._recent: Sequence[Any] = ()
         self._proven: set[tuple[Any, ...]] = set()
 
     def identify(self, indices: Sequence[Any]) -> list[SampleId]:
@@ -88,6 +89,7 @@ class LoaderSource:
         Raises:
             TypeError: An ID is not an int, a string, or a tuple of them.
         """
+        self._recent = indices
         if self._sample_id is None and self._version is None and set(map(type, indices)) == {int}:
             return list(indices) if type(indices) is not list else indices
         named = indices if self._sample_id is None else [self._sample_id(i) for i in indices]
@@ -112,7 +114,9 @@ class LoaderSource:
             return loaded
         return CollateLoaded(self.collate)(SeededDataset(self.samples).__getitems__(task))
 
-    def _look_at(self, indices: list[int]) -> Look:
+    def _look_at(self, indices: list[int] | None) -> Look:
+        if indices is None:  # any that the data set surely takes
+            indices = list(self._recent[:2])
         task = Task(-1, indices, self.identify(indices), 0, self.seed, looks=True)
         found: Look = self._answer(task).data
         return found

@@ -27,7 +27,8 @@ def source_of(dataset, collate=default_collate, **kwargs):
 
 
 def print_of(dataset, collate=default_collate, **kwargs):
-    return str(source_of(dataset, collate, **kwargs).fingerprint)
+    source = source_of(dataset, collate, **kwargs)
+    return str(source.fingerprint)
 
 
 def numbered(offset=1, n=32):
