@@ -32,6 +32,7 @@ from egeria_cache.batch import (
     outside_inference_mode,
     row_meta,
 )
+from egeria_cache.loader.ahead import num_foreseeable
 from egeria_cache.loader.plan import Plan, Planner
 from egeria_cache.loader.resume import Progress, ResumableLoader, draw_base_seed
 from egeria_cache.loader.samplers import LeanRandomSampler
@@ -260,6 +261,7 @@ class _Pass:
             variant=progress.variant,
             seed=loader.seed,
             first_number=progress.yielded,
+            num_foreseeable=num_foreseeable(loader.batch_sampler),
         )
         if progress.drew_base_seed and loader._rest is None:
             draw_base_seed(loader.generator)

@@ -78,6 +78,7 @@ class Planner:
         variant: int,
         seed: int | None,
         first_number: int = 0,
+        num_foreseeable: int = 0,
     ) -> None:
         """Plan the batches of one epoch.
 
@@ -91,6 +92,7 @@ class Planner:
             variant: This epoch's augmented version.
             seed: The run's augmentation seed.
             first_number: Number of the first batch.
+            num_foreseeable: Batches below this number may be drawn ahead (`ahead.py`).
         """
         self._index_batches = index_batches
         self._identify = identify
@@ -100,6 +102,8 @@ class Planner:
         self._variant = variant
         self._seed = seed
         self._next_number = first_number
+        self._num_foreseeable = num_foreseeable
+        self._is_exhausted = False
         self._planned: deque[Plan] = deque()
         self._undispatched: deque[Plan] = deque()
 
@@ -113,7 +117,7 @@ class Planner:
 
         None at the end.
         """
-        indices = next(self._index_batches, None)
+        indices = self._next_indices()
         if indices is None:
             return None
         indices, number = list(indices), self._next_number
@@ -135,8 +139,11 @@ class Planner:
         """
         views, seeds_all = self._outlook()
         window = self._prefetcher.window if views else 0
-        while len(self._planned) <= window and self._draw(views, seeds_all):
-            pass
+        while not self._planned or (
+            len(self._planned) <= window and self._next_number < self._num_foreseeable
+        ):
+            if not self._draw(views, seeds_all):
+                break
         if not views:
             return
         for plan in islice(self._planned, window + 1):
@@ -157,8 +164,13 @@ class Planner:
         if self._planned:
             self._planned.popleft()
 
+    def _next_indices(self) -> Sequence[Any] | None:
+        indices = None if self._is_exhausted else next(self._index_batches, None)
+        self._is_exhausted = indices is None
+        return indices
+
     def _draw(self, views: Sequence[View], seeds_all: bool) -> bool:
-        indices = next(self._index_batches, None)
+        indices = self._next_indices()
         if indices is None:
             return False
         indices = list(indices)

@@ -89,7 +89,6 @@ class LoaderSource:
         Raises:
             TypeError: An ID is not an int, a string, or a tuple of them.
         """
-        self._recent = indices
         if self._sample_id is None and self._version is None and set(map(type, indices)) == {int}:
             return list(indices) if type(indices) is not list else indices
         named = indices if self._sample_id is None else [self._sample_id(i) for i in indices]
@@ -129,6 +128,7 @@ class LoaderSource:
         other than torch's own, every sample is collated alone, which shows whether it depends on
         the rest of the batch. Repeated for batches whose rows have another shape.
         """
+        self._recent = batch.context.task.indices
         if batch.absent is not None:
             return None  # it has hits, so batches like it were proved before
         alone = self.collate is not default_collate
