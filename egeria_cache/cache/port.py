@@ -96,10 +96,10 @@ class LoaderPort:
             reason = f"its data set changes again and again ({what})"
             self._host.leave_uncached(loader_name, reason, unlink=unlink)
             return
-        log.warning(
-            "the data set of loader %r is another one (%s): what was stored of it is not served",
-            shown_name(loader_name), what,
-        )  # fmt: skip
+        text = f"the data set is another one ({what}): what was stored of it is not served"
+        level = logging.WARNING if self._accounts.counts.why_not is None else logging.INFO
+        self._accounts.counts.why_not = text
+        log.log(level, "loader %r: %s", shown_name(loader_name), text)
         self._views.void(lambda view: view.loader_name == loader_name, unlink=unlink)
         self._host.open_again(loader_name)
 
@@ -125,6 +125,10 @@ class LoaderPort:
     def count_refetched(self, num_samples: int) -> None:
         """Note samples that were planned as hits, and had to be loaded after all."""
         self._accounts.counts.refetched += num_samples
+
+    def data_settled(self) -> None:
+        """The data set that had changed is the same as in the last pass."""
+        self._accounts.counts.why_not = None
 
     def note_step(
         self,

@@ -141,6 +141,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self._rebuilds: bool | None = None
 
     def __iter__(self) -> Any:
+        self.source.use_collate(self.collate_fn)
         self._ask_data_again(at_end=False)
         starts_workers = self._persistent is None and self._iterator is None
         base = self._begin(self._variant, starts_workers)
@@ -167,9 +168,11 @@ class EgeriaLoader(ResumableLoader[T_co]):
         if self.cache is None or self._is_plain:
             return
         what = self.source.fingerprint.changed()
-        if what is None:
-            self._num_changes = self._num_changes if at_end else 0
-        else:
+        if what is None and not at_end:
+            if self._num_changes:
+                self.cache.port.data_settled()
+            self._num_changes = 0
+        elif what is not None:
             self._num_changes += 1
             in_mid_pass = at_end or not self._ended_unchanged
             stuck = self._persistent is not None and not at_end

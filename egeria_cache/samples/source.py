@@ -69,7 +69,7 @@ class LoaderSource:
         """Tells this loader from all others, also from those of the same name."""
         self._sample_id = sample_id or getattr(dataset, "sample_id", None)
         self._version = sample_version or getattr(dataset, "sample_version", None)
-        roots = {
+        self._roots = {
             "data set": dataset,
             "collate_fn": collate,
             "sample_id": self._sample_id,
@@ -77,7 +77,7 @@ class LoaderSource:
             "worker_init_fn": (workers or {}).get("worker_init_fn"),
         }
         look_at = weakref.WeakMethod(self._look_at)  # no cycle
-        self.fingerprint = Fingerprint(dataset, roots, lambda at: look_at()(at))  # type: ignore
+        self.fingerprint = Fingerprint(dataset, self._roots, lambda at: look_at()(at))  # type: ignore
         self.counts: set[str] = set()
         """Leaves that say how many samples a batch has."""
         self._recent: Sequence[Any] = ()
@@ -100,6 +100,13 @@ class LoaderSource:
     def load(self, task: Task) -> Any:
         """Load and collate samples, each under its own seed, wherever samples are loaded."""
         return self._answer(task).data
+
+    def use_collate(self, collate: Callable[[list[Any]], Any]) -> None:
+        """Collate by another function from the next pass on."""
+        if collate is not self.collate:
+            self.collate = self.samples.collate = self._roots["collate_fn"] = collate
+            self._proven.clear()
+            self.end_pass()
 
     def end_pass(self) -> None:
         """Stop the worker for samples out of turn; the next need starts another."""
