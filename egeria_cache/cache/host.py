@@ -71,7 +71,12 @@ class CacheHost:
         context: BatchContext = batch.context
         name, status = batch.loader_name, self._status
         status.is_proved = True
-        if status.gate == "never" or name in status.uncached or name in self._pilot.stopped:
+        if (
+            status.is_forked
+            or status.gate == "never"
+            or name in status.uncached
+            or name in self._pilot.stopped
+        ):
             return
         found = self._open(batch, cut)
         if isinstance(found, str):
@@ -98,6 +103,8 @@ class CacheHost:
 
     def _view_at(self, cut: Cut, batch: Batch) -> View | None:
         """Return the view that this batch is stored in, opened anew where that has to be."""
+        if self._status.is_forked:
+            return None
         name = batch.loader_name
         opened = self._opened.get(name)
         if opened is not None and id(cut) not in opened:

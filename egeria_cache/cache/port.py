@@ -62,6 +62,8 @@ class LoaderPort:
 
     def readable(self, loader_name: str) -> list[View]:
         """Those whose rows, if an earlier run left any, were compared with computed ones."""
+        if self._status.is_forked:
+            return []
         return [view for view in self._views.of(loader_name) if view.is_checked]
 
     def may_store(self, loader_name: str) -> bool:
@@ -69,6 +71,7 @@ class LoaderPort:
         status = self._status
         return not (
             status.is_closed
+            or status.is_forked
             or status.gate == "never"
             or loader_name in status.uncached
             or loader_name in self._pilot.stopped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 __all__ = ["Status", "shown_name"]
@@ -23,6 +24,13 @@ class Status:
     uncached: dict[str, str] = field(default_factory=dict)
     """Loaders whose samples cannot be cached, and why."""
     is_closed: bool = False
+    process: int = field(default_factory=os.getpid)
+    """Where the cache was made. A forked child has none of its threads: it computes everything."""
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a forked child of the process that made the cache."""
+        return os.getpid() != self.process
 
 
 def shown_name(loader_key: str) -> str:

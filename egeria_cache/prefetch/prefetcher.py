@@ -6,6 +6,7 @@ that either has its rows or says that it has not.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
@@ -41,6 +42,7 @@ class PlannedEntry:
         self.read_s, self.num_read, self.waited_s = 0.0, 0, 0.0
         """What reading cost a reader thread, for how many samples, and the training thread."""
         self._reading: Future[bool] | None = None
+        self._process = os.getpid()
         self._ring: Ring | None = None
         self._keys: Tensor | None = None
         self._rows: dict[str, Tensor] | None = None
@@ -57,8 +59,8 @@ class PlannedEntry:
 
     def ready(self) -> bool:
         """Wait until the rows are there. False if they could not be read, or became stale."""
-        if self._reading is None:
-            return False
+        if self._reading is None or self._process != os.getpid():
+            return False  # a forked child has no reader that would ever answer
         started = time.perf_counter()
         try:
             return self._reading.result(timeout=READ_TIMEOUT_S) and self.alive

@@ -168,3 +168,29 @@ def test_ctrl_c_interrupts_a_loader_that_waits_and_leaves_nothing_behind(
         del iterator
         gc.collect()
     assert multiprocessing.active_children() == []
+
+
+def test_a_forked_child_trains_on_at_once_uncached(tmp_path):
+    """The reader threads stay behind in the parent; nobody must wait for them."""
+    model = make_net()
+    freeze(model, "layer1")
+    with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
+        loader = EgeriaLoader(Images(), 8, cache=cache)
+        for _ in range(2):
+            for images, _ in loader:
+                model(images)
+            cache.flush()
+        assert cache.stats().hits == 48
+        begun = iter(loader)
+        next(begun)
+
+        def go_on():
+            torch.set_num_threads(1)  # the parent's are not there
+            left = [model(images).isfinite().all().item() for images, _ in begun]
+            whole = [model(images).isfinite().all().item() for images, _ in loader]
+            os._exit(0 if all(left + whole) and (len(left), len(whole)) == (5, 6) else 1)
+
+        child = multiprocessing.get_context("fork").Process(target=go_on)
+        child.start()
+        child.join(30)
+        assert child.exitcode == 0
