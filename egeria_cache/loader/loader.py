@@ -285,8 +285,7 @@ class _Pass:
         self._end()
 
     def _end(self) -> None:
-        if not self._loader.persistent_workers:
-            self._loader.source.end_pass()
+        self._loader.source.end_pass()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or self.__dict__.get("_inner") is None:

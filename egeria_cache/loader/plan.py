@@ -38,7 +38,9 @@ class Plan:
     def misses(self, seed: int | None) -> Task:
         """Return the samples that DataLoader's workers have to load."""
         whole = self.whole(seed)
-        return whole if self.entry is None else whole.take(~self.entry.hit)
+        if self.entry is None:
+            return whole
+        return whole._replace(indices=None) if self.entry.hit.all() else whole.take(~self.entry.hit)
 
 
 def best_entry(

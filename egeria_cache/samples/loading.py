@@ -32,8 +32,8 @@ class Task(NamedTuple):
 
     number: int
     """The batch's number in the order of the epoch."""
-    indices: Sequence[Any]
-    """What the sampler drew, as the dataset's `__getitem__` takes it."""
+    indices: Sequence[Any] | None
+    """What the sampler drew, as the dataset's `__getitem__` takes it; None if nothing is needed."""
     ids: Sequence[SampleId]
     variant: int
     seed: int | None
@@ -47,6 +47,7 @@ class Task(NamedTuple):
     def take(self, rows: np.ndarray) -> Task:
         """Return the task of loading the masked rows again: bool, shape (B,)."""
         at = np.flatnonzero(rows).tolist()
+        assert self.indices is not None
         indices, ids = [self.indices[i] for i in at], [self.ids[i] for i in at]
         return self._replace(indices=indices, ids=ids, seeds_all=True)
 
@@ -85,14 +86,18 @@ class SampleLoader:
         if task.looks:
             roots = {"data set": self.dataset, "collate_fn": self.collate}
             return look(roots, lambda: self.load(task), self.collate)
-        return self.load(task) if task.indices else None
+        return None if task.indices is None else self.load(task)
 
     def load(self, task: Task) -> Any:
         """Return the task's samples in order: a list, or what `__getitems__` gives instead."""
-        if task.seed is None:
+        assert task.indices is not None
+        if task.seed is None or not task.indices:
             return _get_batch(self.dataset, task.indices)
         transforms = list(_seedable(self.dataset))
-        if self._is_first and task.indices:
+        if getattr(self.dataset, "__getitems__", None):
+            # What it gives may depend on the whole batch: it is asked for that, unless it draws.
+            task = task._replace(seeds_all=False)
+        elif self._is_first:
             self._is_first = False
             samples: list[Any] = []
             for one in _singly(task):
@@ -135,6 +140,7 @@ class SampleLoader:
     def _load_seeded(
         self, task: Task, watched: Mapping[str, bytes | None], transforms: list[Any]
     ) -> Any:
+        assert task.indices is not None
         generators = [g for name, g in GENERATORS.items() if watched.get(name) is None]
         if not generators and not transforms:
             return _get_batch(self.dataset, task.indices)
@@ -148,6 +154,7 @@ class SampleLoader:
                     generator.seed(seed)
                 for transform in transforms:
                     transform.set_random_seed(seed & 0xFFFFFFFF)
+                assert one.indices is not None
                 found = _get_batch(self.dataset, one.indices)
                 if not isinstance(found, list):  # a batch of its own kind, not to be put together
                     return _get_batch(self.dataset, task.indices)
@@ -159,6 +166,7 @@ class SampleLoader:
 
 
 def _singly(task: Task) -> Iterator[Task]:
+    assert task.indices is not None
     for index, sample_id in zip(task.indices, task.ids, strict=True):
         yield task._replace(indices=[index], ids=[sample_id])
 

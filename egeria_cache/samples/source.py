@@ -6,6 +6,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -67,8 +68,9 @@ class LoaderSource:
         self.variants = variants
         self.key = f"{name}#{next(_NUMBERS)}"
         """Tells this loader from all others, also from those of the same name."""
-        self._sample_id = sample_id or getattr(dataset, "sample_id", None)
-        self._version = sample_version or getattr(dataset, "sample_version", None)
+        self._sample_id = sample_id or _method(dataset, "sample_id")
+        self._version = sample_version or _method(dataset, "sample_version")
+        self._unnamed: str | None = None
         self._roots = {
             "data set": dataset,
             "collate_fn": collate,
@@ -80,14 +82,16 @@ class LoaderSource:
         self.fingerprint = Fingerprint(dataset, self._roots, lambda at: look_at()(at))  # type: ignore
         self.counts: set[str] = set()
         """Leaves that say how many samples a batch has."""
-        self._recent: Sequence[Any] = ()
+        self._recent: Sequence[Any] | None = None
         self._proven: set[tuple[Any, ...]] = set()
 
     def identify(self, indices: Sequence[Any]) -> list[SampleId]:
         """Return the samples' stable IDs.
 
+        What a sampler draws may be anything: where it says nothing that lasts, nothing is cached.
+
         Raises:
-            TypeError: An ID is not an int, a string, or a tuple of them.
+            TypeError: An ID that was made for us is not an int, a string, or a tuple of them.
         """
         if self._sample_id is None and self._version is None and set(map(type, indices)) == {int}:
             return list(indices) if type(indices) is not list else indices
@@ -95,7 +99,16 @@ class LoaderSource:
         if self._version is not None:
             versions = [str(self._version(i)) for i in indices]
             named = list(zip(named, versions, strict=True))
-        return [v if type(v) in (int, str) else _as_sample_id(v) for v in named]
+        return [v if type(v) in (int, str) else self._named(v) for v in named]
+
+    def _named(self, value: Any) -> SampleId:
+        try:
+            return _as_sample_id(value)
+        except TypeError as error:
+            if self._sample_id is not None:
+                raise
+            self._unnamed = str(error)
+            return ("", repr(value))
 
     def load(self, task: Task) -> Any:
         """Load and collate samples, each under its own seed, wherever samples are loaded."""
@@ -122,7 +135,7 @@ class LoaderSource:
 
     def _look_at(self, indices: list[int] | None) -> Look:
         if indices is None:  # any that the data set surely takes
-            indices = list(self._recent[:2])
+            indices = list(self._recent or ())[:2]
         task = Task(-1, indices, self.identify(indices), 0, self.seed, looks=True)
         found: Look = self._answer(task).data
         return found
@@ -135,6 +148,8 @@ class LoaderSource:
         other than torch's own, every sample is collated alone, which shows whether it depends on
         the rest of the batch. Repeated for batches whose rows have another shape.
         """
+        if self._unnamed is not None:
+            return self._unnamed
         self._recent = batch.context.task.indices
         if batch.absent is not None:
             return None  # it has hits, so batches like it were proved before
@@ -247,6 +262,11 @@ class LoaderSource:
         }
 
 
+def _method(dataset: Any, name: str) -> Callable[[Any], Any] | None:
+    found = getattr(dataset, name, None)
+    return found if callable(found) else None
+
+
 def _as_sample_id(value: Any) -> SampleId:
     if isinstance(value, str):
         return value
@@ -256,6 +276,8 @@ def _as_sample_id(value: Any) -> SampleId:
         # so does any tuple that begins like such a text, so that no two IDs become one.
         nested = any(isinstance(part, tuple) for part in parts) or parts[:1] == ("",)
         return ("", repr(parts)) if nested else parts
+    if isinstance(value, float | bytes | PurePath | slice):
+        return ("", repr(value))
     if isinstance(value, int | np.integer) or (isinstance(value, Tensor) and value.dim() == 0):
         return int(value)
     raise TypeError(
