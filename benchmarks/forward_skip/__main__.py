@@ -29,10 +29,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import RESULTS, environment, keep, parser, print_report, tell
+from benchmarks.harness import RESULTS, environment, keep, parser, print_report, pyplot, tell
 
 from .cells import Bench, measure
-from .show import plot, show, summary
 from .tasks import ALL, Task
 
 QUICK = ("ResNet-56", "Transformer-Tiny")
@@ -43,6 +42,11 @@ def known(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     return {model["model"]: model for model in json.loads(path.read_text())["models"]}
+
+
+def in_order(models: dict[str, Any]) -> dict[str, Any]:
+    """Return the report of the models."""
+    return {"models": [models[name] for name in ALL if name in models]}
 
 
 def run_model(task: Task, options: argparse.Namespace) -> dict[str, Any]:
@@ -95,10 +99,37 @@ def chosen(task: Task, model: Any, options: argparse.Namespace) -> dict[str, int
     return found
 
 
-def report_of(models: dict[str, Any]) -> dict[str, Any]:
-    """Return the models in their order, and what they come to."""
-    report = {"models": [models[name] for name in ALL if name in models]}
-    return report | {"summary": summary(report)}
+def plot(report: dict[str, Any], path: Path) -> None:
+    models = report["models"]
+    figure, axes = pyplot().subplots(
+        2, len(models), figsize=(2.3 * len(models), 5.4), sharey="row", squeeze=False
+    )
+    kinds = {"frozen": "tab:grey", "hit": "tab:green", "oracle": "tab:olive"}
+    for column, model in enumerate(models):
+        cells = model["cells"]
+        labels = [f"{100 * cell['share']:.0f} %" for cell in cells]
+        upper, lower = axes[0][column], axes[1][column]
+        for i, (kind, colour) in enumerate(kinds.items()):
+            at = [x + 0.27 * (i - 1) for x in range(len(cells))]
+            values = [cell[f"{kind}_vs_full"] for cell in cells]
+            upper.bar(at, values, 0.27, color=colour, label={"hit": "all hits"}.get(kind, kind))
+        upper.axhline(1, color="black", linewidth=0.8)
+        upper.set_title(model["model"], fontsize=10)
+        for i, (name, colour) in enumerate((("raw", "tab:grey"), ("auto", "tab:green"))):
+            sizes = [cell["codecs"][name]["bytes"] / cell["input_bytes"] for cell in cells]
+            at = [x + 0.36 * (i - 0.5) for x in range(len(cells))]
+            lower.bar(at, sizes, 0.36, color=colour, label={"auto": "as stored"}.get(name, name))
+        lower.set_yscale("log")
+        for axis in (upper, lower):
+            axis.set_xticks(range(len(cells)), labels, fontsize=8)
+            axis.tick_params(labelsize=8)
+    axes[0][0].set_ylabel("time of a step / nothing frozen", fontsize=8)
+    axes[1][0].set_ylabel("bytes a sample / input's", fontsize=8)
+    axes[1][0].set_xlabel("layers frozen", fontsize=8)
+    axes[0][0].legend(fontsize=7)
+    axes[1][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,8 +156,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         models[one] = run_model(ALL[one], options)
         gc.collect()
         if kept:
-            keep(name, report_of(models), plot)
-    print_report(report_of(models), options, show)
+            keep(name, in_order(models), plot)
+    print_report("forward_skip", in_order(models), options)
     return 0
 
 

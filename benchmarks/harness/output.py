@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.harness.machine import command
-from benchmarks.report.generic import generic_tables
+from benchmarks.report.sections import section_of
 
 __all__ = ["RESULTS", "keep", "parser", "print_report", "publish", "pyplot", "tell"]
 
@@ -37,40 +39,40 @@ def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def show(report: Report) -> None:
-    """Print tables of any report."""
-    console = Console(width=160)
-    for table in generic_tables(report):
-        shown = Table(title=table.title)
-        for number, column in enumerate(table.columns):
-            shown.add_column(column, justify="right" if number else "left")
-        for row in table.rows:
-            shown.add_row(*row)
-        console.print(shown)
-
-
 def publish(
     name: str,
     report: Report,
     options: argparse.Namespace,
     *,
-    show: Callable[[Report], None] = show,
     plot: Callable[[Report, Path], None] | None = None,
 ) -> None:
     """Print the report, and keep it unless --quick."""
-    print_report(report, options, show)
+    print_report(name, report, options)
     if not options.quick:
         keep(name, report, plot)
 
 
-def print_report(
-    report: Report, options: argparse.Namespace, show: Callable[[Report], None]
-) -> None:
-    """Print the report for people, or for machines."""
+def print_report(name: str, report: Report, options: argparse.Namespace) -> None:
+    """Print what the page of all results will show of this one; JSON for machines."""
     if options.json:
         print(json.dumps(report, indent=2))
-    else:
-        show(report)
+        return
+    console = Console(width=160, highlight=False)
+    section = section_of(name, report)
+    for table in section.tables:
+        shown = Table(title=table.title)
+        for number, column in enumerate(table.columns):
+            shown.add_column(column, justify="right" if number else "left")
+        for row in table.rows:
+            shown.add_row(*map(_marked, row))
+        console.print(shown)
+    for finding in section.findings:
+        console.print(f"- {_marked(finding)}")
+
+
+def _marked(text: str) -> str:
+    """Return text as the console's, with **marks** in bold."""
+    return re.sub(r"\*\*(.+?)\*\*", r"[bold]\1[/bold]", escape(text))
 
 
 def keep(name: str, report: Report, plot: Callable[[Report, Path], None] | None = None) -> None:

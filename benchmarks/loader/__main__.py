@@ -25,12 +25,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Times, environment, in_turns, parser, publish, seconds
+from benchmarks.harness import Times, environment, in_turns, parser, publish, pyplot, seconds
 from egeria_cache import ActivationCache, EgeriaLoader
 
 from .large import measure_large
 from .peers import CONTESTANTS, Cheap, Expensive, MissingPeerError, make
-from .show import plot, show
 from .training import frozen_net, load, train
 
 BASE = "DataLoader"
@@ -146,6 +145,30 @@ def first_batch(data: Any, directory: Path, workers: int, rounds: int) -> dict[s
     return {name: round(times.median(name), 4) for name in times}
 
 
+def plot(report: dict[str, Any], path: Path) -> None:
+    figure, axes = pyplot().subplots(2, 2, figsize=(11, 6), sharex="col")
+    for row, kind in enumerate(("cheap", "expensive")):
+        for column, what in enumerate(("loading", "training")):
+            rows = report[kind][what]
+            axis = axes[row][column]
+            ratios = [report[kind]["parity"][what].get(name, rows[name])["ratio"] for name in rows]
+            colours = ["tab:green" if "Egeria" in name else "tab:grey" for name in rows]
+            bars = axis.barh(list(rows), ratios, color=colours)
+            axis.bar_label(bars, padding=3, fontsize=8)
+            axis.axvline(1, color="black", linewidth=0.8)
+            axis.invert_yaxis()
+            axis.margins(x=0.15)
+            if what == "loading":
+                axis.set_xscale("log")
+                axis.set_xlim(0.5, 250)
+            axis.set_title(f"{what} epoch, {kind} data set", fontsize=10)
+            axis.tick_params(labelsize=8)
+    axes[1][0].set_xlabel("time / DataLoader's (less is better)")
+    axes[1][1].set_xlabel("time / DataLoader's (less is better)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     options_of = parser(__doc__)
@@ -174,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             report[kind] = measure_epochs(data, Path(text) / kind, options.rounds, skipped)
     report["large"] = measure_large(options.large, skipped)
     report["skipped"] = skipped
-    publish("loader", report, options, show=show, plot=plot)
+    publish("loader", report, options, plot=plot)
     return 0
 
 

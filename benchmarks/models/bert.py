@@ -76,20 +76,12 @@ class Bert(Staged):
         self.blocks = nn.ModuleList(
             Block(width, num_heads, inner, dropout) for _ in range(num_layers)
         )
+        self.front = ["embeddings"]
+        self.layers = [f"blocks.{number}" for number in range(num_layers)]
         self.span = nn.Linear(width, 2)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
-
-    @property
-    def layers(self) -> list[str]:
-        """The blocks."""
-        return [f"blocks.{number}" for number in range(len(self.blocks))]
-
-    @property
-    def front(self) -> list[str]:
-        """The embeddings."""
-        return ["embeddings"]
 
     def enter(self, tokens: Tensor, segments: Tensor, mask: Tensor) -> State:
         """All (B, T); the mask is bool, False where a token is padding."""

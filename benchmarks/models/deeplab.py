@@ -57,7 +57,8 @@ class DeepLab(Staged):
     ) -> None:
         super().__init__()
         self.backbone = ResNet50(0, depths, dilate_last=True)
-        self._layers = [*(f"backbone.{name}" for name in self.backbone.layers), "head"]
+        self.front = [f"backbone.{name}" for name in self.backbone.front]
+        self.layers = [*(f"backbone.{name}" for name in self.backbone.layers), "head"]
         self._last_of_third = sum(depths[:-1]) - 1
         width = 64 << len(depths) + 1
         self.head = Pyramid(width, num_classes, rates)
@@ -66,16 +67,6 @@ class DeepLab(Staged):
             nn.Conv2d(width // 8, num_classes, 1),
         )  # fmt: skip
         init_convolutions(self)
-
-    @property
-    def layers(self) -> list[str]:
-        """The backbone's blocks, and the head."""
-        return self._layers
-
-    @property
-    def front(self) -> list[str]:
-        """The first convolution."""
-        return [f"backbone.{name}" for name in self.backbone.front]
 
     def enter(self, x: Tensor) -> State:
         """Images (B, 3, H, W) to (B, 64, H / 4, W / 4)."""

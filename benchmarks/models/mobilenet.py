@@ -58,19 +58,11 @@ class MobileNetV2(Staged):
                 parts.append(InvertedResidual(num_in, width, stride, expansion))
                 num_in = width
         self.features = nn.Sequential(*parts)
+        self.front = ["features.0"]
+        self.layers = [f"features.{number}" for number in range(1, len(parts))]
         self.last = conv_bn(num_in, 1280, 1)
         self.classifier = nn.Sequential(nn.Dropout(0.2), nn.Linear(1280, num_classes))
         init_convolutions(self)
-
-    @property
-    def layers(self) -> list[str]:
-        """The inverted residuals."""
-        return [f"features.{number}" for number in range(1, len(self.features))]
-
-    @property
-    def front(self) -> list[str]:
-        """The first convolution."""
-        return ["features.0"]
 
     def enter(self, x: Tensor) -> Tensor:
         """Images (B, 3, H, W) to (B, 32, H / 2, W / 2)."""

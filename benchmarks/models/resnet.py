@@ -51,7 +51,8 @@ class ResNet50(Staged):
         super().__init__()
         self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
-        num_in, self._layers = 64, list[str]()
+        self.front = ["conv1", "bn1"]
+        num_in, self.layers = 64, list[str]()
         for stage, depth in enumerate(depths):
             width = 64 << stage
             stride = 1 if stage == 0 else 2
@@ -66,20 +67,10 @@ class ResNet50(Staged):
                     Bottleneck(num_in, width, stride if first else 1, 1 if first else dilation)
                 )
                 num_in = 4 * width
-                self._layers.append(f"layer{stage + 1}.{number}")
+                self.layers.append(f"layer{stage + 1}.{number}")
             self.add_module(f"layer{stage + 1}", blocks)
         self.fc = nn.Linear(num_in, num_classes) if num_classes else nn.Identity()
         init_convolutions(self)
-
-    @property
-    def layers(self) -> list[str]:
-        """The residual blocks."""
-        return self._layers
-
-    @property
-    def front(self) -> list[str]:
-        """The first convolution."""
-        return ["conv1", "bn1"]
 
     def enter(self, x: Tensor) -> Tensor:
         """Images (B, 3, H, W) to (B, 64, H / 4, W / 4)."""
@@ -123,26 +114,17 @@ class CifarResNet(Staged):
         super().__init__()
         self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)
-        num_in, self._layers = 16, list[str]()
+        self.front = ["conv1", "bn1"]
+        num_in, self.layers = 16, list[str]()
         for stage, width in enumerate((16, 32, 64)):
             blocks = nn.Sequential()
             for number in range(n):
                 blocks.append(BasicBlock(num_in, width, 2 if stage and not number else 1))
                 num_in = width
-                self._layers.append(f"layer{stage + 1}.{number}")
+                self.layers.append(f"layer{stage + 1}.{number}")
             self.add_module(f"layer{stage + 1}", blocks)
         self.fc = nn.Linear(64, num_classes)
         init_convolutions(self)
-
-    @property
-    def layers(self) -> list[str]:
-        """The residual blocks."""
-        return self._layers
-
-    @property
-    def front(self) -> list[str]:
-        """The first convolution."""
-        return ["conv1", "bn1"]
 
     def enter(self, x: Tensor) -> Tensor:
         """Images (B, 3, H, W) to (B, 16, H, W)."""

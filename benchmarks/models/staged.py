@@ -14,15 +14,10 @@ class Staged(nn.Module):
     The state is whatever the later part needs: a tensor, or several of them.
     """
 
-    @property
-    @abstractmethod
-    def layers(self) -> list[str]:
-        """Qualified names of the layers that a boundary may name, in forward order."""
-
-    @property
-    @abstractmethod
-    def front(self) -> list[str]:
-        """Qualified names of what runs before the first layer."""
+    layers: list[str]
+    """Qualified names of the layers that a boundary may name, in forward order."""
+    front: list[str]
+    """Qualified names of what runs before the first layer."""
 
     @abstractmethod
     def enter(self, *inputs: Any) -> Any:

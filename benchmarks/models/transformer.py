@@ -108,21 +108,13 @@ class Transformer(Staged):
         sizes = (width, num_heads, inner, dropout)
         self.encoder = nn.ModuleList(EncoderLayer(*sizes) for _ in range(num_layers))
         self.decoder = nn.ModuleList(DecoderLayer(*sizes) for _ in range(num_layers))
+        self.front = ["source", "target"]  # the embeddings, which share their table
+        self.layers = [f"{part}.{i}" for part in ("encoder", "decoder") for i in range(num_layers)]
 
     @classmethod
     def tiny(cls, vocabulary: int = 37_000) -> Transformer:
         """Return Transformer-Tiny."""
         return cls(2, 64, 2, 64, vocabulary)
-
-    @property
-    def layers(self) -> list[str]:
-        """The encoder's layers, then the decoder's."""
-        return [f"{part}.{i}" for part in ("encoder", "decoder") for i in range(len(self.encoder))]
-
-    @property
-    def front(self) -> list[str]:
-        """The embeddings, which share their table."""
-        return ["source", "target"]
 
     def enter(self, source: Tensor, target: Tensor) -> State:
         """Token numbers (B, S), (B, T)."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Section", "Table", "bytes_", "number", "percent", "seconds", "verdict"]
+__all__ = ["Report", "Section", "Table", "bytes_", "number", "percent", "seconds", "verdict"]
 
+Report = dict[str, Any]
 Row = list[str]
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -20,10 +21,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.harness import environment, in_turns, parser, publish, seconds
+from benchmarks.models import CifarResNet, Staged
 from egeria_cache.skip import SkipEngine
 
 from .memory import MemoryEntry, MemoryHost, make_batch
-from .models import ResNet, Transformer
+from .transformer import Transformer
 
 WARM_UP = 3
 
@@ -51,18 +53,18 @@ def mean_s(use: Callable[[], object], count: int) -> float:
     return seconds(many) / count
 
 
-def measure_hits(kind: type[Any], x: Tensor, y: Tensor, cut_at: int, rounds: int) -> dict[str, Any]:
+def measure_hits(
+    kind: Callable[[], Staged], x: Tensor, y: Tensor, stop: int, rounds: int
+) -> dict[str, Any]:
     """A step of hits, of the oracle and of the frozen model without the cache."""
     torch.manual_seed(0)
     model = kind()
-    front = model.stem if hasattr(model, "stem") else model.embed
-    for module in (front, *list(model.blocks)[: cut_at + 1]):
-        module.requires_grad_(False).eval()
+    model.freeze(stop)
     oracle, plain = copy.deepcopy(model), copy.deepcopy(model)
     host = MemoryHost()
     engine = SkipEngine(model, host)
     engine.attach()
-    engine.set_boundary(f"blocks.{cut_at}")
+    engine.set_boundary(model.layers[stop - 1])
     model(make_batch(x))
     assert engine.cut is not None
     rows = host.rows
@@ -79,7 +81,7 @@ def measure_hits(kind: type[Any], x: Tensor, y: Tensor, cut_at: int, rounds: int
 
     uses = {
         "hit": train_step(hit, y, active[0]),
-        "oracle": train_step(lambda: oracle.suffix(stored, cut_at + 1), y, active[1]),
+        "oracle": train_step(lambda: oracle.suffix(stored, stop), y, active[1]),
         "plain": train_step(lambda: plain(x), y, active[2]),
     }
     times = in_turns(repeat(uses, WARM_UP + rounds), warm_up=WARM_UP).wall
@@ -88,8 +90,8 @@ def measure_hits(kind: type[Any], x: Tensor, y: Tensor, cut_at: int, rounds: int
     guard_s = mean_s(recipe.guard.changed, 200)
     engine.detach()
     return {
-        "model": kind.__name__,
-        "boundary": f"blocks.{cut_at}",
+        "model": type(model).__name__,
+        "boundary": model.layers[stop - 1],
         "oracle_ms": round(times.median("oracle") * 1e3, 2),
         "hit_vs_oracle": round(times.ratio("hit", "oracle"), 3),
         "hit_vs_uncached": round(times.ratio("hit", "plain"), 3),
@@ -98,7 +100,7 @@ def measure_hits(kind: type[Any], x: Tensor, y: Tensor, cut_at: int, rounds: int
     }
 
 
-def measure_idle(kind: type[Any], x: Tensor, y: Tensor, rounds: int) -> dict[str, Any]:
+def measure_idle(kind: Callable[[], Staged], x: Tensor, y: Tensor, rounds: int) -> dict[str, Any]:
     """A step with the engine attached and nothing frozen, beside the plain model."""
     torch.manual_seed(0)
     model = kind()
@@ -117,7 +119,7 @@ def measure_idle(kind: type[Any], x: Tensor, y: Tensor, rounds: int) -> dict[str
     engine._forward = original
     engine.detach()
     return {
-        "model": kind.__name__,
+        "model": type(model).__name__,
         "step_ms": round(times.median("plain") * 1e3, 2),
         "idle_vs_plain": round(times.ratio("idle", "plain"), 4),
         "engine_us": round(engine_s * 1e6, 1),
@@ -135,18 +137,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     rounds = 4 if options.quick else options.rounds
     images, tokens = torch.randn(64, 3, 32, 32), torch.randint(1000, (32, 64))
     y_images, y_tokens = torch.randint(10, (64,)), torch.randint(10, (32,))
-    hits = [
-        measure_hits(kind, x, y, cut_at, rounds)
-        for kind, x, y, cuts in (
-            (ResNet, images, y_images, (0, 2, 5, 7)),
-            (Transformer, tokens, y_tokens, (0, 2, 4)),
-        )
-        for cut_at in cuts
-    ]
-    idle = [
-        measure_idle(kind, x, y, rounds)
-        for kind, x, y in ((ResNet, images, y_images), (Transformer, tokens, y_tokens))
-    ]
+    tasks = (
+        (partial(CifarResNet, 3), images, y_images, (1, 3, 6, 8)),
+        (Transformer, tokens, y_tokens, (1, 3, 5)),
+    )
+    hits = [measure_hits(kind, x, y, stop, rounds) for kind, x, y, stops in tasks for stop in stops]
+    idle = [measure_idle(kind, x, y, rounds) for kind, x, y, _ in tasks]
     report = {"environment": environment(), "rounds": rounds, "hits": hits, "idle": idle}
     publish("skip", report, options)
     return 0

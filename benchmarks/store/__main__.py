@@ -20,8 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks.harness import (
@@ -101,25 +99,6 @@ def write_ratio(rows: Tensor, place: Path, num_pairs: int) -> float:
     return in_turns(rounds()).wall.ratio(BareLmdb.name, EgeriaRaw.name)
 
 
-def show(report: dict[str, Any]) -> None:
-    """Print a table per kind of activation."""
-    console = Console(width=120)
-    for kind, found in report["results"].items():
-        table = Table(title=f"{kind}: writes {found['write_ratio_to_bare_lmdb']:.2f}x of bare LMDB")
-        for title in ("", "GB/s", "p99 ms", "bytes", "write MB/s", "auto faster by", "raw by"):
-            table.add_column(title, justify="right" if title else "left")
-        for name, one in found.items():
-            if isinstance(one, dict):
-                table.add_row(
-                    name, f"{one['read_gb_per_s']:.2f}", f"{one['read_ms']['p99']:.1f}",
-                    f"{one['bytes_per_raw_byte']:.3f}", f"{one['write_mb_per_s']:.0f}",
-                    f"{one['auto_is_faster_by']:.2f}", f"{one['raw_is_faster_by']:.2f}",
-                )  # fmt: skip
-        console.print(table)
-    for name, reason in report["skipped"].items():
-        console.print(f"skipped: {name}: {reason}")
-
-
 def plot(report: dict[str, Any], path: Path) -> None:
     """Save read throughput against bytes on disk, a panel per kind of activation."""
     kinds = report["results"]
@@ -166,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "results": results,
         "skipped": skipped,
     }
-    publish("store", report, options, show=show, plot=plot)
+    publish("store", report, options, plot=plot)
     return 0
 
 

@@ -31,7 +31,7 @@ from benchmarks.harness import environment, keep, parser, print_report, tell
 
 from .findings import findings, verdicts
 from .methods import METHODS
-from .show import plot, show
+from .plots import plot
 from .summary import summarise_sweep, summarise_task
 from .sweep import SWEEPS, run_sweep, sweep_task
 from .tasks import TASKS, Task, quick
@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not options.render:
             measure(options, work, directory)
         report = _rounded(render(options, work))
-    print_report(report, options, show)
+    print_report("time_to_accuracy", report, options)
     if not options.quick and (options.task == names or options.render):
         keep("time_to_accuracy", report, plot)
     return 0

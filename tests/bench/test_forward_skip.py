@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
-from benchmarks.forward_skip.__main__ import chosen
+from benchmarks.forward_skip.__main__ import chosen, plot
 from benchmarks.forward_skip.bench import Bench
 from benchmarks.forward_skip.cells import measure
-from benchmarks.forward_skip.show import plot, show, summary
 from benchmarks.forward_skip.tasks import ALL, Shape, Task
+from benchmarks.report.sections import section_of
 from egeria_cache import ActivationCache, EgeriaLoader
 
 PUBLISHED = {
@@ -77,10 +77,11 @@ def test_a_cell_is_measured_end_to_end(tmp_path):
     assert cell["all_hits"]
     assert cell["raw_bytes"] == 2 * 40 * 16 * 4  # two tensors cross: memory, and decoder states
     assert cell["codecs"]["raw"]["bytes"] >= cell["raw_bytes"]
-    model = {"model": task.name, "data_set": "-", "cells": [cell]}
+    model = {"model": task.name, "batch_size": 2, "environment": {}, "cells": [cell]}
     report = {"models": [model]}
-    report["summary"] = summary(report)
-    show(report)
+    section = section_of("forward_skip", report)
+    assert section.tables[-1].rows[0][0] == "Transformer-Tiny (2)"
+    assert "another form" not in section.findings[0]
     plot(report, tmp_path / "plot.png")
     json.dumps(report)
 

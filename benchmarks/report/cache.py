@@ -1,0 +1,208 @@
+"""What the results of store, loader and skip are shown by."""
+
+from __future__ import annotations
+
+from .parts import Report, Section, Table, bytes_, number, percent, ratio, seconds, verdict
+
+__all__ = ["forward_skip", "loader", "skip", "store", "variants"]
+
+
+def forward_skip(section: Section, report: Report) -> None:
+    cells = [(model, cell) for model in report["models"] for cell in model["cells"]]
+    rows = {id(cell): _cell(model, cell) for model, cell in cells}
+    columns = [
+        "model (batch)", "boundary", "full step", "frozen", "hits", "oracle", "hits / oracle",
+        "stored per sample (of its input)", "whole data set", "breaks even in epoch", "gate",
+    ]  # fmt: skip
+    middle = [
+        min(model["cells"], key=lambda cell: abs(cell["share"] - 0.5))
+        for model in report["models"]
+        if model["cells"]
+    ]
+    section.tables = [
+        Table(
+            title="At about half of the layers",
+            columns=columns,
+            rows=[rows[id(cell)] for cell in middle],
+            short=True,
+        ),
+        Table(title="All boundaries", columns=columns, rows=list(rows.values())),
+    ]
+    model, worst = max(cells, key=lambda pair: float(pair[1]["hit_vs_oracle"]))
+    where = f"{model['model']} at {worst['boundary']}, the worst of {len(cells)}"
+    section.findings.append(
+        verdict("A step of hits against the oracle", worst["hit_vs_oracle"], most=1.05, where=where)
+    )
+    over = sum(cell["hit_vs_oracle"] > 1.05 for _, cell in cells)
+    wrong = [f"{m['model']} at {c['boundary']}" for m, c in cells if not c["gate"]["right"]]
+    named = f" (wrong: {', '.join(wrong)})" if wrong else ""
+    section.findings.append(
+        f"{len(cells) - over} of {len(cells)} cells are within 1.05x of the oracle; the gate was "
+        f"right in {len(cells) - len(wrong)} of {len(cells)}{named}: "
+        + ("met." if not wrong and not over else "**missed**.")
+    )
+    storage = [c["stored_vs_input"] for m, c in cells if m["model"] == "ResNet-50"]
+    if storage:
+        section.findings.append(
+            verdict("ResNet-50's storage against its input", max(storage), most=5.3)
+            + f" Least: {min(storage):.2f}x; the paper has 1.5-5.3x."
+        )
+    dates = sorted({str(m["environment"].get("date", ""))[:10] for m, _ in cells} - {""})
+    if len(dates) > 1:
+        section.environment["date"] = f"{dates[0]} to {dates[-1]}"
+
+
+def _cell(model: Report, cell: Report) -> list[str]:
+    epoch = cell["break_even_epoch"]
+    return [
+        f"{model['model']} ({model['batch_size']})", str(cell["boundary"]),
+        seconds(cell["step_s"]["full"]), ratio(cell["frozen_vs_full"]), ratio(cell["hit_vs_full"]),
+        ratio(cell["oracle_vs_full"]), ratio(cell["hit_vs_oracle"]),
+        f"{bytes_(cell['stored_bytes'])} ({cell['stored_vs_input']:.2f}x)",
+        bytes_(cell["data_set_bytes"]), "never" if epoch is None else number(epoch),
+        ("skips" if cell["gate"]["skips"] else "computes")
+        + (", right" if cell["gate"]["right"] else ", **wrong**"),
+    ]  # fmt: skip
+
+
+def skip(section: Section, report: Report) -> None:
+    rows = [
+        [r["model"], r["boundary"], f"{r['oracle_ms']:.1f} ms", ratio(r["hit_vs_oracle"]),
+         ratio(r["hit_vs_uncached"]), f"{number(r['guards_us'])} us"]
+        for r in report["hits"]
+    ]  # fmt: skip
+    columns = ["model", "boundary", "oracle", "hits / oracle", "hits / computed", "guards"]
+    section.tables = [Table(title="Steps of hits", columns=columns, rows=rows, short=True)]
+    idle = [
+        [r["model"], f"{r['step_ms']:.1f} ms", ratio(r["idle_vs_plain"]), f"{r['engine_us']} us"]
+        for r in report["idle"]
+    ]
+    columns = ["model", "plain step", "with the engine idle", "the engine's own time"]
+    section.tables.append(Table(title="Nothing to skip", columns=columns, rows=idle))
+    worst = max(report["hits"], key=lambda r: float(r["hit_vs_oracle"]))
+    where = f"{worst['model']} at {worst['boundary']}, the worst of {len(report['hits'])}"
+    section.findings = [
+        verdict("A step of hits against the oracle", worst["hit_vs_oracle"], most=1.05, where=where)
+    ]
+
+
+def store(section: Section, report: Report) -> None:
+    kinds = report["results"]
+    contestants = list(
+        dict.fromkeys(
+            n for own in kinds.values() for n, one in own.items() if isinstance(one, dict)
+        )
+    )
+    rows = []
+    for name in contestants:
+        cells = []
+        for own in kinds.values():
+            one = own.get(name)
+            cells.append(
+                "-" if not isinstance(one, dict) or "read_gb_per_s" not in one
+                else f"{one['read_gb_per_s']:.2f} ({one['bytes_per_raw_byte']:.2f})"
+            )  # fmt: skip
+        rows.append([name, *cells])
+    section.tables = [
+        Table(
+            title="Random batches read, GB/s (and bytes on disk per raw byte)",
+            columns=["", *kinds], rows=rows, short=True,
+        )
+    ]  # fmt: skip
+    for kind, own in kinds.items():
+        rows = [
+            [name, *(number(v) for k, v in one.items() if not isinstance(v, dict | list))]
+            for name, one in own.items()
+            if isinstance(one, dict)
+        ]
+        first = next(one for one in own.values() if isinstance(one, dict))
+        names = [k for k, v in first.items() if not isinstance(v, dict | list)]
+        columns = ["", *(name.replace("_", " ") for name in names)]
+        section.tables.append(Table(title=kind, columns=columns, rows=rows))
+    section.findings = [
+        verdict(what, measured, least=least, where=where)
+        for what, measured, least, where in _store_targets(kinds)
+    ]
+
+
+def _store_targets(kinds: Report) -> list[tuple[str, float, float, str]]:
+    """Return (what, measured, target, where): the worst speed beside each of the obvious ways."""
+
+    def worst(of: dict[str, float]) -> tuple[float, str]:
+        kind = min(of, key=lambda name: of[name])
+        return of[kind], kind if len(of) == 1 else f"{kind}, the worst of {len(of)}"
+
+    def beside(name: str, field: str) -> dict[str, float]:
+        return {kind: own[name][field] for kind, own in kinds.items() if name in own}
+
+    asked = [
+        ("raw, random reads against a bare LMDB copy loop",
+         beside("LMDB copy loop", "raw_is_faster_by"), 0.8),
+        ("auto, random reads against a loop of zstd frames",
+         {kind: ratio for kind, ratio in beside("LMDB + zstd loop", "auto_is_faster_by").items()
+          if kind == "post-ReLU float32"}, 1.2),
+        ("raw, writes against bare LMDB commits",
+         {kind: own["write_ratio_to_bare_lmdb"] for kind, own in kinds.items()}, 0.7),
+        ("auto, random reads against Blosc2", beside("Blosc2", "auto_is_faster_by"), 1.0),
+    ]  # fmt: skip
+    found = []
+    for what, of, target in asked:
+        if of:
+            measured, where = worst(of)
+            found.append((what, measured, target, where))
+    return found
+
+
+def loader(section: Section, report: Report) -> None:
+    names = list(report["cheap"]["training"]) + [
+        name for name in report["expensive"]["training"] if name not in report["cheap"]["training"]
+    ]
+    rows = []
+    for name in names:
+        row = [name]
+        for kind in ("cheap", "expensive"):
+            one = report[kind]["training"].get(name)
+            row.append(
+                "-" if one is None else f"{seconds(one['median_s'])} ({ratio(one['ratio'])})"
+            )
+        rows.append(row)
+    costs = [f"{report[kind]['sample_us']:.0f} us a sample" for kind in ("cheap", "expensive")]
+    section.tables = [
+        Table(
+            title="An epoch of training (against DataLoader in the same rounds)",
+            columns=["", *costs], rows=rows, short=True,
+        )
+    ]  # fmt: skip
+    for kind in ("cheap", "expensive"):
+        loading = report[kind]["loading"]
+        rows = [[n, seconds(one["median_s"]), ratio(one["ratio"])] for n, one in loading.items()]
+        columns = ["", "time", "against DataLoader"]
+        section.tables.append(
+            Table(title=f"An epoch of loading alone, {kind} samples", columns=columns, rows=rows)
+        )
+    for kind in ("cheap", "expensive"):
+        own = report[kind].get("parity", {}).get("training", {})
+        if "EgeriaLoader, nothing frozen" in own:
+            section.findings.append(
+                verdict(
+                    f"Nothing frozen, {kind} samples, against DataLoader",
+                    own["EgeriaLoader, nothing frozen"]["ratio"], most=1.02,
+                )
+            )  # fmt: skip
+    if report.get("skipped"):
+        skipped = ", ".join(f"{name} ({why})" for name, why in report["skipped"].items())
+        section.findings.append(f"Not measured: {skipped}.")
+
+
+def variants(section: Section, report: Report) -> None:
+    rows = [
+        [name, f"{percent(r['accuracy'])} ± {percent(r['accuracy_std'])}",
+         f"{number(r['test_loss'])} ± {number(r['test_loss_std'], 2)}", bytes_(r["disk_bytes"]),
+         percent(r["hit_rate"], 0), seconds(r["seconds"]), number(r["epochs_until_all_hits"])]
+        for name, r in report["variants"].items()
+    ]  # fmt: skip
+    columns = [
+        "versions", "test accuracy", "test loss", "disk", "hits", "frozen epochs",
+        "epochs until all hit",
+    ]  # fmt: skip
+    section.tables = [Table(title="", columns=columns, rows=rows)]
