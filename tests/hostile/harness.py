@@ -439,30 +439,3 @@ def sgd(model: nn.Module, lr: float = 0.2) -> torch.optim.SGD:
 def cross_entropy(model: Any, batch: Any) -> Tensor:
     x, y = batch
     return F.cross_entropy(model(x), y)
-
-
-def changed(
-    run: Run,
-    change: Callable[[Any], Any],
-    model: nn.Module,
-    data: Any,
-    *,
-    epochs: int = 3,
-    at: int = 1,
-    **options: Any,
-) -> None:
-    """Train for some epochs, and do something to the model before one of them."""
-    model = run.freeze(model, **options)
-    optimizer = sgd(model)
-
-    def each_epoch(epoch: int) -> None:
-        if epoch != at:
-            return
-        run.turn()
-        change(model)
-        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        new = [p for p in model.parameters() if id(p) not in known]
-        if new:
-            optimizer.add_param_group({"params": new})
-
-    run.fit(model, run.loader(data), epochs, each_epoch=each_epoch, optimizer=optimizer)

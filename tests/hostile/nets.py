@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
+
 import torch
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 NUM_SAMPLES = 24
 
@@ -122,3 +124,32 @@ class Residual(nn.Module):
     def forward(self, x):
         h = self.inner(x)
         return h + self.up(torch.tanh(self.down(h)))
+
+
+class Scale:
+    """A transform with a setting; its words do not show it."""
+
+    def __init__(self, factor=1.0):
+        self.factor = factor
+
+    def __call__(self, x):
+        return x * self.factor
+
+
+class Collate:
+    """A collate function with a setting."""
+
+    def __init__(self, scale=1.0):
+        self.scale = scale
+
+    def __call__(self, samples):
+        x, y = default_collate(samples)
+        return x * self.scale, y
+
+
+def saved(value) -> io.BytesIO:
+    """Return what `torch.save` writes."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return buffer

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from tests.hostile.harness import changed, hostile, sgd
+from tests.hostile.harness import hostile, sgd
+from tests.hostile.loops import changed
 from tests.hostile.nets import ConvNet, Net, Normed, images, rows
 
 

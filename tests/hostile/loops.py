@@ -1,0 +1,59 @@
+"""Loops that many tries share: train, or train and change something on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from tests.hostile.harness import Run, sgd
+from tests.hostile.nets import Net, rows
+
+
+def trained(
+    run: Run,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    *,
+    model: nn.Module | None = None,
+    data: Any = None,
+    boundary: str = "middle",
+    epochs: int = 3,
+    **kwargs: Any,
+) -> None:
+    """Train a model, `Net` if not said otherwise, over a data set; kwargs are the loader's."""
+    model = run.freeze(model or Net(), boundary)
+    run.fit(model, run.loader(rows() if data is None else data, **kwargs), epochs, loss=loss)
+
+
+def changed(
+    run: Run,
+    change: Callable[[Any], Any],
+    model: nn.Module,
+    data: Any,
+    *,
+    epochs: int = 3,
+    at: int = 1,
+    **options: Any,
+) -> None:
+    """Train for some epochs, and do something to the model before one of them."""
+    model = run.freeze(model, **options)
+    optimizer = sgd(model)
+
+    def each_epoch(epoch: int) -> None:
+        if epoch != at:
+            return
+        run.turn()
+        change(model)
+        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        new = [p for p in model.parameters() if id(p) not in known]
+        if new:
+            optimizer.add_param_group({"params": new})
+
+    run.fit(model, run.loader(data), epochs, each_epoch=each_epoch, optimizer=optimizer)
+
+
+def numbered(function: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor]:
+    """Return a loss that calls `function(model, x, y, step)`."""
+    steps = iter(range(10_000))
+    return lambda model, batch: function(model, *batch, next(steps))
