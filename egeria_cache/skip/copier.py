@@ -331,9 +331,7 @@ class Copier:
     def _partial(self, value: functools.partial[Any]) -> Any:
         func = self(value.func)
         ours = _is_ours(value.func)  # a handler of `intercept` knows the modules themselves
-        args = [
-            arg if ours and isinstance(arg, nn.Module) else self(arg) for arg in value.args
-        ]
+        args = [arg if ours and isinstance(arg, nn.Module) else self(arg) for arg in value.args]
         keywords = {key: self(item) for key, item in value.keywords.items()}
         return self._keep(value, type(value)(func, *args, **keywords))
 
