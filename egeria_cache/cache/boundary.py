@@ -45,7 +45,7 @@ class Boundary:
             self._check(name)
         previous, status.boundary, status.set_by_hand = status.boundary, name, by_hand
         status.num_moves += 1
-        status.is_proved = False
+        status.is_proved = status.is_told = False
         self._accounts.counts.why_not = None
         self._pilot.moved()
         if name is None:

@@ -60,6 +60,8 @@ class CacheHost:
         self._counts = accounts.counts
         self._model_called = accounts.model_called
         self._trial = trial
+        self._restless_since: str | None = None
+        """Why nothing is served until the prefix has been still for a while."""
         self._audits = AuditPlan(audit_rate, lambda: pilot.saved_s)
         self._opened: dict[str, set[int]] = {}
         """Of loaders whose data set changed: the cuts for which a generation was opened since."""
@@ -71,6 +73,8 @@ class CacheHost:
         context: BatchContext = batch.context
         name, status = batch.loader_name, self._status
         status.is_proved = True
+        if self._counts.why_not == self._restless_since:
+            self._counts.why_not = None
         if (
             status.is_forked
             or status.gate == "never"
@@ -250,7 +254,11 @@ class CacheHost:
 
         What is on disk stays, under the address of the weights it was computed with.
         """
-        log.warning("the frozen prefix changed (%s): cached activations are void", reason)
+        self._restless_since = f"the frozen prefix changed ({reason})"
+        self._counts.why_not = self._restless_since
+        level = logging.INFO if self._status.is_told else logging.WARNING
+        self._status.is_told = True  # a prefix that goes on changing is not news
+        log.log(level, "%s: cached activations are void", self._restless_since)
         self._views.void(lambda view: True, unlink=False)
 
     def thawed(self, name: str, cut: str | None) -> None:
