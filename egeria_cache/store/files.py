@@ -424,8 +424,7 @@ class Snapshot:
 
     def __init__(self, transaction: lmdb.Transaction, segment: Segment) -> None:
         self._transaction, self._segment = transaction, segment
-        self.source = segment.source()
-        """The records, as far as they were written when last asked for."""
+        self.read = segment.read
 
     def locate(self, keys: Sequence[bytes]) -> tuple[npt.NDArray[np.uint64], list[int]]:
         """Return, shape (N, 2), where the records begin and how long they are, as noted, which
@@ -443,16 +442,15 @@ class Snapshot:
             joined = b"".join(one if len(one) == LOCATOR.size else _NOWHERE for one in locators)
         return np.frombuffer(joined, "<u8").reshape(-1, 2), absent
 
-    def reach(self, places: npt.NDArray[np.uint64]) -> None:
-        """Let `source` reach so far: what was committed after the file was mapped lies behind."""
-        self.source = self._segment.source(int(places.sum(1).max()))
-
     def get(self, key: bytes) -> memoryview | None:
         """Return a record's bytes, unchecked; None if there is no such sample, empty if what is
         noted about it is damaged.
+
+        Raises:
+            OSError: The disk cannot read them.
         """
         locator = self._transaction.get(key)
-        return None if locator is None else self._view(locator)
+        return None if locator is None else self._record(locator)
 
     def records_from(self, key: bytes, count: int) -> list[tuple[bytes, memoryview]]:
         """Return up to `count` (key, record), in key order, from this key on."""
@@ -460,17 +458,14 @@ class Snapshot:
         if not cursor.set_range(key):
             return []
         return [
-            (bytes(found), self._view(locator))
+            (bytes(found), self._record(locator))
             for found, locator in itertools.islice(cursor.iternext(), count)
         ]
 
-    def _view(self, locator: Any) -> memoryview:
+    def _record(self, locator: Any) -> memoryview:
         if len(locator) != LOCATOR.size:
             return memoryview(b"")
-        start, size = LOCATOR.unpack(locator)
-        if start + size > len(self.source.data):
-            self.source = self._segment.source(start + size)
-        return self.source.view[start : start + size]
+        return self._segment.record(*LOCATOR.unpack(locator))
 
 
 class AbsentFiles(GenerationFiles):

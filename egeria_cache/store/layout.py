@@ -21,6 +21,7 @@ from egeria_cache.store.codecs.lossy import CODES, Storage, storage_bytes
 from egeria_cache.store.values import RecordError
 
 __all__ = [
+    "CHECKSUM",
     "CHECKSUM_BYTES",
     "DTYPES",
     "PREFIX_BYTES",
@@ -36,7 +37,8 @@ __all__ = [
 MAGIC, VERSION = b"EG", 1
 _PREFIX = struct.Struct("<Q2sBBI")
 """Checksum, magic, version, number of fields, bytes of layout."""
-CHECKSUM_BYTES, PREFIX_BYTES = 8, _PREFIX.size
+CHECKSUM = struct.Struct("<Q")
+CHECKSUM_BYTES, PREFIX_BYTES = CHECKSUM.size, _PREFIX.size
 MAX_NDIM, MAX_LAYOUT_BYTES = 32, 64 * 1024
 MAX_FIELD_BYTES = 1 << 40
 MAX_RATIO_BITS = 22

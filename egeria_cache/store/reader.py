@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from egeria_cache.store.assemble import assemble
 from egeria_cache.store.codecs.codec import Coder
 from egeria_cache.store.files import GenerationFiles, GoneError
-from egeria_cache.store.fill import Batch, assemble, fill
+from egeria_cache.store.fill import Batch, fill
 from egeria_cache.store.keys import SampleId, decode_key, encode_keys
 from egeria_cache.store.layout import CHECKSUM_BYTES, Head
 from egeria_cache.store.records import open_record
@@ -83,7 +84,7 @@ class BatchReader:
                 _forget_absent(files, ids, variant, keys, range(len(keys)))
                 num_corrupt = self._forget(files, corrupt)
                 return Fetched(False, {}, np.zeros(len(keys), np.bool_), num_corrupt)
-            batch = Batch.begin(*template, len(keys), pin_memory=pin_memory)
+            batch = Batch(*template, len(keys), pin_memory, np.zeros(len(keys), np.bool_))
             with files.reading() as snapshot:
                 absent = fill(snapshot, keys, batch, self._spread)
             if absent:

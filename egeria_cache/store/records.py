@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 from egeria_cache.store.codecs.codec import Bytes, Codec, CodecError, Coder
 from egeria_cache.store.codecs.lossy import LossyError, Storage, pack, unpack
 from egeria_cache.store.layout import (
+    CHECKSUM,
     CHECKSUM_BYTES,
     FieldLayout,
     Head,
@@ -46,8 +46,6 @@ class Rows:
             for value in self.fields.values()
         )
 
-
-_CHECKSUM = struct.Struct("<Q")
 
 Encoded = list[tuple[bytes, Any]]
 """(key, record) per row; the record is any buffer."""
@@ -107,7 +105,7 @@ def _encode_each(
         head = pack_head(Layout(rows.bare, tuple(fields)), lengths)
         body = b"".join(payload)
         seed = payload_seed(xxhash.xxh3_64_intdigest(head), keys[row])
-        checksum = struct.pack("<Q", xxhash.xxh3_64_intdigest(body, seed=seed))
+        checksum = CHECKSUM.pack(xxhash.xxh3_64_intdigest(body, seed=seed))
         records.append((keys[row], b"".join((checksum, head, body))))
     return records
 
@@ -225,7 +223,7 @@ def open_record(key: bytes, value: Any) -> Record:
     """
     view = memoryview(value)
     head = parse_head(view)
-    (expected,) = _CHECKSUM.unpack_from(view)
+    (expected,) = CHECKSUM.unpack_from(view)
     at = head.num_bytes
     if xxhash.xxh3_64_intdigest(view[at:], payload_seed(head.seed, key)) != expected:
         raise RecordError("the checksum does not match")

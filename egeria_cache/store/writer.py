@@ -60,7 +60,6 @@ class Writer:
         self._died = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self.num_dropped = 0
 
     @property
     def alive(self) -> bool:

@@ -78,7 +78,8 @@ class Coder:
             )
         )
         self._decompressor = zstandard.ZstdDecompressor()
-        self._scratch = Scratch()
+        self.scratch = Scratch()
+        """Of this thread, as is the coder."""
 
     def encode(self, data: Bytes, codec: Codec, elements: Elements) -> tuple[Codec, Any]:
         """Return (codec used, buffer); raw where the codec saves nothing."""
@@ -171,7 +172,7 @@ class Coder:
             counts = np.full(len(starts), num_bytes // width)
             blocks = _planes(source, starts, sizes, counts, width)
             numbers = numbers_of(out.reshape(-1), width)
-            join(self._unpack(source, blocks), numbers, elements, self._scratch)
+            join(self._unpack(source, blocks), numbers, elements, self.scratch)
         elif codec == Codec.BITMAP and width in GROUPS:
             self._scatter(source, starts, sizes, out, elements)
         else:
@@ -194,7 +195,7 @@ class Coder:
         bitmap = _Blocks.of(starts + _BITMAP_HEAD_BYTES, heads[:, 1], promised)
         planes = _planes(source, starts + ends, sizes - ends, counts, width)
         bitmaps, *joined = self._unpack(source, [bitmap, *planes])
-        scratch = self._scratch
+        scratch = self.scratch
         ranks, marked = rank(bitmaps.reshape(len(starts), -1), num_elements, scratch)
         if (marked != counts).any():
             raise CodecError("the bitmap marks another number of elements")
@@ -220,7 +221,7 @@ class Coder:
             for at in np.flatnonzero(kind.packed).tolist():
                 parts[at] = next(unpacked)
             name = f"blocks {len(whole)}"
-            whole.append(self._scratch.joined(name, parts, kind.promised.tolist()))
+            whole.append(self.scratch.joined(name, parts, kind.promised.tolist()))
         return whole
 
     def _expand(self, frames: list[Any], promised: Places) -> list[Any]:

@@ -19,7 +19,6 @@ Bytes = npt.NDArray[np.uint8]
 Places = npt.NDArray[np.int64]
 """Where pieces begin, or how long they are; shape (N,), all within the source."""
 
-_PAGE_BYTES = 4096
 _WORD_BYTES = 8
 _KEPT_BYTES = 16 * 2**20
 """Scratch for larger records is given back."""
@@ -62,21 +61,6 @@ class Source:
     def words(self, starts: Places, count: int) -> npt.NDArray[np.uint64]:
         """Read little-endian numbers of 8 bytes from any place; shape (N, count)."""
         return self.rows(starts, _WORD_BYTES * count).view("<u8")
-
-    def first_words(self, starts: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        """Read a number of 8 bytes from each place, rounded down to a multiple of 8; shape (N,)."""
-        words = self.data[: len(self.data) // _WORD_BYTES * _WORD_BYTES].view("<u8")
-        found: npt.NDArray[np.uint64] = words[starts >> np.uint64(3)]
-        return found
-
-    def touch(self, starts: Places, sizes: Places) -> None:
-        """Bring the pieces into memory, with the GIL released while the disk is read."""
-        if not len(starts):
-            return
-        longest = int(sizes.max())
-        steps = np.arange(0, longest, _PAGE_BYTES)
-        places = starts[:, None] + np.minimum(steps, np.maximum(sizes[:, None] - 1, 0))
-        self.data[places]
 
 
 class Scratch:
