@@ -15,7 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from egeria_cache.config import PAGE_BYTES
-from egeria_cache.store.claims import IN_USE_NAME, clear_graves, in_use_elsewhere, remove_directory
+from egeria_cache.store.claims import (
+    DAMAGED,
+    IN_USE_NAME,
+    clear_graves,
+    in_use_elsewhere,
+    remove_directory,
+)
+from egeria_cache.store.own import is_own_directory, open_own
 
 __all__ = ["Budget", "BudgetBusyError", "directory_bytes", "generation_directories"]
 
@@ -32,23 +39,27 @@ class BudgetBusyError(Exception):
 def directory_bytes(directory: Path) -> int:
     """Return the bytes all files below use on disk, in whole pages, directories included."""
     total = PAGE_BYTES
-    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                total += directory_bytes(Path(entry.path))
-                continue
-            with contextlib.suppress(FileNotFoundError):  # removed while we looked
-                size = entry.stat(follow_symlinks=False).st_size
-                total += -(-size // PAGE_BYTES) * PAGE_BYTES
+            with contextlib.suppress(OSError):  # removed while we looked, or not for us to see
+                if entry.is_dir(follow_symlinks=False):
+                    total += directory_bytes(Path(entry.path))
+                else:
+                    size = entry.stat(follow_symlinks=False).st_size
+                    total += -(-size // PAGE_BYTES) * PAGE_BYTES
     return total
 
 
-def generation_directories(directory: Path) -> list[Path]:
-    """Return the generations' directories, by name."""
+def generation_directories(directory: Path, *, damaged: bool = False) -> list[Path]:
+    """Return the generations' directories, by name; also those that were set aside, if asked for.
+    Links and what belongs to others are none.
+    """
+    prefixes = ("gen-", DAMAGED) if damaged else ("gen-",)
     try:
-        return sorted(path for path in directory.glob("gen-*") if path.is_dir())
+        names = sorted(name for name in os.listdir(directory) if name.startswith(prefixes))
     except OSError:
         return []
+    return [directory / name for name in names if is_own_directory(directory / name)]
 
 
 class Budget:
@@ -66,9 +77,7 @@ class Budget:
         Raises:
             BudgetBusyError: Not free within ten seconds.
         """
-        descriptor = os.open(
-            self.directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-        )
+        descriptor = open_own(self.directory / LOCK_NAME, os.O_RDWR | os.O_CREAT)
         try:
             deadline = time.monotonic() + LOCK_WAIT_S
             while True:
@@ -100,10 +109,10 @@ class Budget:
             clear_graves(self.directory)
             free = self.limit_bytes - self.used_bytes()
         if free < needed_bytes and self._evict_unused:
-            for path in sorted(generation_directories(self.directory), key=last_use):
-                if in_use_elsewhere(path):
+            paths = generation_directories(self.directory, damaged=True)
+            for path in sorted(paths, key=last_use):
+                if in_use_elsewhere(path) or not remove_directory(path):
                     continue
-                remove_directory(path)
                 free = self.limit_bytes - self.used_bytes()
                 logger.info("%s removed: unused, and the limit was reached", path)
                 if free >= needed_bytes:
@@ -114,6 +123,6 @@ class Budget:
 def last_use(directory: Path) -> float:
     """Return when a process last opened or closed the generation, seconds since the epoch."""
     try:
-        return (directory / IN_USE_NAME).stat().st_mtime
+        return (directory / IN_USE_NAME).lstat().st_mtime
     except OSError:
         return 0.0

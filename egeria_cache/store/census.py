@@ -7,24 +7,26 @@ from __future__ import annotations
 
 import collections
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import lmdb
-
 from egeria_cache.errors import StoreError
 from egeria_cache.store.budget import directory_bytes, generation_directories, last_use
-from egeria_cache.store.claims import in_use_elsewhere
+from egeria_cache.store.claims import DAMAGED, in_use_elsewhere
 from egeria_cache.store.codecs.codec import Coder
 from egeria_cache.store.files import GenerationFiles, GoneError, is_unfinished
 from egeria_cache.store.keys import decode_key
 from egeria_cache.store.layout import Layout
-from egeria_cache.store.manifest import Manifest, read_json
+from egeria_cache.store.manifest import DamagedError, Manifest, read_json
 from egeria_cache.store.place import ROOT_NAME
 from egeria_cache.store.records import Record, open_record
 from egeria_cache.store.totals import Totals
 from egeria_cache.store.values import RecordError
+
+PROGRESS_EVERY = 256
+"""Records."""
 
 __all__ = [
     "CacheReport",
@@ -61,7 +63,9 @@ class GenerationReport:
     in_use: bool
     """A live process holds it."""
     damage: str | None
-    """Why it cannot be opened; None if it can."""
+    """What proves it damaged; None if nothing does."""
+    note: str | None
+    """Why else it was not looked into."""
 
     @property
     def ratio(self) -> float | None:
@@ -81,7 +85,7 @@ class CacheReport:
 
     @property
     def healthy(self) -> bool:
-        """Every generation can be opened."""
+        """No generation is known to be damaged."""
         return all(one.damage is None for one in self.generations)
 
 
@@ -117,15 +121,16 @@ def survey(directory: Path) -> CacheReport:
     """
     if not directory.is_dir():
         raise StoreError(f"{directory} is not a directory")
-    if not (directory / ROOT_NAME).exists():
+    if not os.path.lexists(directory / ROOT_NAME):
         raise StoreError(f"{directory} is no cache of Egeria: it has no {ROOT_NAME}")
     root = read_json(directory / ROOT_NAME)
     limit = root.get("limit_bytes")
+    limit = limit if isinstance(limit, int) and 0 < limit < 2**63 else None
     return CacheReport(
         directory,
-        limit if isinstance(limit, int) else None,
+        limit,
         directory_bytes(directory),
-        tuple(_glance(path) for path in generation_directories(directory)),
+        tuple(_glance(path) for path in generation_directories(directory, damaged=True)),
     )
 
 
@@ -149,27 +154,33 @@ def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> It
     Args:
         path: The generation's directory.
         progress: Called with (records done, records in all).
+
+    Raises:
+        StoreError: It cannot be told: a file is not ours, or cannot be opened now.
+        OSError: The disk cannot be read.
     """
     coder, done = Coder(), 0
-    if is_unfinished(path):
-        return
     try:
-        Manifest.read(path)
-        with GenerationFiles.inspecting(path) as files:
-            total = files.num_samples()  # at first: a live run adds to them
-            for chunk in files.chunks():
-                for key, value in chunk:
-                    done += 1
-                    try:
-                        _decode(open_record(key, value), coder)
-                    except RecordError as error:
-                        yield Damage(path.name, _sample(key), str(error))
-                if progress is not None:
-                    progress(done, max(done, total))
-            if not total <= done <= files.num_samples():
-                yield Damage(path.name, "?", f"{done} records found, {total} counted")
-    except (StoreError, lmdb.Error, GoneError) as error:
+        if Manifest.read(path).is_old or is_unfinished(path):
+            return
+        files = GenerationFiles.open(path, inspecting=True)
+        total = files.num_samples()  # at first: a live run adds to them
+        for key, value in files.records():
+            done += 1
+            try:
+                _decode(open_record(key, value, files.identity), coder)
+            except RecordError as error:
+                yield Damage(path.name, _sample(key), str(error))
+            if progress is not None and done % PROGRESS_EVERY == 0:
+                progress(done, max(done, total))
+        if files.num_damaged:
+            lost = f"{files.num_damaged} bytes of the index are damaged; what they told of is lost"
+            yield Damage(path.name, "?", lost)
+    except DamagedError as error:
         yield Damage(path.name, "?", str(error))
+    finally:
+        if progress is not None:
+            progress(done, done)
 
 
 def contents(path: Path) -> Contents:
@@ -182,36 +193,41 @@ def contents(path: Path) -> Contents:
     codecs: collections.Counter[str] = collections.Counter()
     variants: collections.Counter[int] = collections.Counter()
     sizes: collections.Counter[int] = collections.Counter()
-    with GenerationFiles.inspecting(path) as files:
-        for chunk in files.chunks():
-            for key, value in chunk:
-                try:
-                    record, (_, variant) = open_record(key, value), decode_key(key)
-                except (RecordError, ValueError):
-                    codecs["damaged"] += 1
-                    continue
-                variants[variant] += 1
-                sizes[max(len(value) - 1, 0).bit_length()] += 1
-                codecs[_codec_name(record)] += 1
-                for name, text in _describe(record.layout):
-                    shapes[name] = text if shapes.get(name, text) == text else "varies"
+    if Manifest.read(path).is_old or is_unfinished(path):
+        return Contents(shapes, {}, {}, ())
+    files = GenerationFiles.open(path, inspecting=True)
+    for key, value in files.records():
+        try:
+            record = open_record(key, value, files.identity)
+            _, variant = decode_key(key)
+        except ValueError:  # a RecordError is one
+            codecs["damaged"] += 1
+            continue
+        variants[variant] += 1
+        sizes[max(len(value) - 1, 0).bit_length()] += 1
+        codecs[_codec_name(record)] += 1
+        for name, text in _describe(record.layout):
+            shapes[name] = text if shapes.get(name, text) == text else "varies"
     bins = range(min(sizes), max(sizes) + 1) if sizes else ()
     histogram = tuple((2 ** (one - 1) if one else 0, 2**one, sizes[one]) for one in bins)
     return Contents(shapes, dict(codecs), dict(sorted(variants.items())), histogram)
 
 
 def _glance(path: Path) -> GenerationReport:
-    boundary = codec = damage = None
-    created, num_samples, totals = math.nan, 0, Totals()
+    damage = "set aside: it could not be opened" if path.name.startswith(DAMAGED) else None
+    manifest, note, num_samples, totals = None, None, 0, Totals()
     try:
-        if not is_unfinished(path):
-            manifest = Manifest.read(path)
-            boundary, codec = manifest.fields.get("boundary"), manifest.codec
-            created = manifest.created
-            with GenerationFiles.inspecting(path) as files:
-                num_samples, totals = files.num_samples(), files.totals
-    except (StoreError, lmdb.Error, GoneError) as error:
-        damage = str(error)
+        manifest = Manifest.read(path)
+        if manifest.is_old:
+            note = f"of an earlier release (format {manifest.format}): not read by this one"
+        elif not is_unfinished(path):
+            files = GenerationFiles.open(path, inspecting=True)
+            num_samples, totals = files.num_samples(), files.totals
+    except DamagedError as error:
+        damage = damage or (str(error) if any(path.iterdir()) else None)
+    except (StoreError, GoneError, OSError) as error:  # of now, or not ours
+        note = str(error)
+    boundary = manifest.fields.get("boundary") if manifest is not None else None
     return GenerationReport(
         path.name,
         boundary if isinstance(boundary, str) else None,
@@ -220,11 +236,12 @@ def _glance(path: Path) -> GenerationReport:
         totals.raw_bytes,
         totals.stored_bytes,
         totals.error.relative_rms,
-        codec,
-        created,
+        None if totals.codec is None else totals.codec.label,
+        math.nan if manifest is None else manifest.created,
         last_use(path),
         in_use_elsewhere(path),
         damage,
+        note,
     )
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from egeria_cache.store.codecs.codec import Codec, CodecError, Coder
 from egeria_cache.store.codecs.gather import Bytes, Places, Source
-from egeria_cache.store.files import Snapshot
 from egeria_cache.store.layout import (
     CHECKSUM,
     CHECKSUM_BYTES,
@@ -25,8 +24,9 @@ from egeria_cache.store.layout import (
     Head,
     split_lengths,
 )
+from egeria_cache.store.log import Spans
 from egeria_cache.store.records import open_record, plain_value
-from egeria_cache.store.segment import ALIGNMENT
+from egeria_cache.store.segment import ALIGNMENT, Segment
 from egeria_cache.store.values import RecordError
 
 __all__ = ["Batch", "Spread", "fill"]
@@ -57,6 +57,8 @@ class Batch:
     """Of an intact record, which says how much memory to take; the others usually have the same."""
     head_bytes: memoryview
     """The same, as stored, behind the checksum."""
+    identity: int
+    """Of the generation; part of every checksum."""
     num_rows: int
     pin_memory: bool
     hit: npt.NDArray[np.bool_]
@@ -80,6 +82,11 @@ class Batch:
                 self.targets.append(packed.numpy())
 
     @property
+    def seed(self) -> int:
+        """Of the checksums, but for the keys; see `payload_seed`."""
+        return self.head.seed ^ self.identity
+
+    @property
     def shared_bytes(self) -> int:
         """Bytes of a row, decoded, on which several threads may work; none of small raw ones."""
         if self.head.raw and self.head.record_bytes < PARALLEL_COPY_BYTES:
@@ -87,45 +94,42 @@ class Batch:
         return sum(max(entry.num_bytes, 0) for entry in self.head.layout.fields)
 
 
-def fill(snapshot: Snapshot, keys: Sequence[bytes], batch: Batch, spread: Spread) -> list[int]:
-    """Read the rows; what is not intact is noted in the batch. Return the rows that are absent.
+def fill(
+    segment: Segment, spans: Spans, keys: Sequence[bytes], batch: Batch, spread: Spread
+) -> None:
+    """Read the rows; what is not intact is noted in the batch.
 
     Args:
-        snapshot: Where to look.
+        segment: What to read from.
+        spans: Where each row's record begins and how long it is, shape (B, 2); 0 if it is absent.
         keys: Of the rows.
         batch: Filled.
         spread: Calls a function of (part, coder) for parts that together are `range(count)`, in as
             many threads as pay for so many bytes, and returns what the calls return.
-
-    Raises:
-        OSError: The disk cannot read.
     """
-    places, absent = snapshot.locate(keys)
-    if len(absent) == len(keys):
-        return absent
+    stored = spans[:, 1] > 0
+    if not stored.any():
+        return
     batch.make_room()
-    stored = np.ones(len(keys), np.bool_)
-    stored[absent] = False
     targets = [target for target in batch.targets if target is not None]
     plain = batch.head.raw and 0 < len(targets) == len(batch.targets)
 
     def work(part: slice, coder: Coder) -> list[int]:
         rows = part.start + np.flatnonzero(stored[part])
         if plain:
-            return _fill_plain(snapshot, keys, rows, places[rows], targets, batch)
-        return _fill_alike(snapshot, keys, rows, places[rows], batch, coder)
+            return _fill_plain(segment, keys, rows, spans[rows], targets, batch)
+        return _fill_alike(segment, keys, rows, spans[rows], batch, coder)
 
     for left in spread(work, len(keys), len(keys) * batch.shared_bytes):
         for row in left:
-            _fill_one(snapshot, keys[row], row, batch)
-    return absent
+            _fill_one(segment, spans[row], keys[row], row, batch)
 
 
 def _fill_plain(
-    snapshot: Snapshot,
+    segment: Segment,
     keys: Sequence[bytes],
     rows: npt.NDArray[np.int64],
-    places: npt.NDArray[np.uint64],
+    spans: Spans,
     targets: Sequence[Bytes],
     batch: Batch,
 ) -> list[int]:
@@ -135,48 +139,54 @@ def _fill_plain(
     each NumPy function that it must fetch again takes as long as several records here. The seed of
     the checksum has the head that all of them should have, so that no record with another passes.
     """
-    start, size, head_seed = batch.head.num_bytes, batch.head.record_bytes, batch.head.seed
-    heads, read, digest = bytearray(start), snapshot.read, xxhash.xxh3_64_intdigest
+    size, head_seed, head = batch.head.record_bytes, batch.seed, bytearray(batch.head.num_bytes)
+    read, digest, checksum_of = segment.read, xxhash.xxh3_64_intdigest, CHECKSUM.unpack_from
     # Slices of memory views: as a buffer, a row of an array takes longer than the rest.
-    columns = [(target.reshape(-1).data, target.shape[1]) for target in targets]
+    (flat, width), *more = [(target.reshape(-1).data, target.shape[1]) for target in targets]
     left = []
-    for row, (place, stored) in zip(rows.tolist(), places.tolist(), strict=True):
-        fields = [flat[row * width : (row + 1) * width] for flat, width in columns]
-        if stored == size and read([heads, *fields], place) == size:
-            seed = head_seed ^ digest(keys[row])  # payload_seed()
-            if len(fields) == 1:
-                checksum = digest(fields[0], seed)
-            else:
-                payload = xxhash.xxh3_64(seed=seed)
-                for one in fields:
-                    payload.update(one)
-                checksum = payload.intdigest()
-            if checksum == CHECKSUM.unpack_from(heads)[0]:
-                continue
+    for row, (place, stored) in zip(rows.tolist(), spans.tolist(), strict=True):
+        first = flat[row * width : (row + 1) * width]
+        others = [one[row * wide : (row + 1) * wide] for one, wide in more] if more else ()
+        try:
+            if stored == size and read((head, first, *others), place) == size:
+                seed = head_seed ^ digest(keys[row])  # payload_seed()
+                found = _digest(first, others, seed) if others else digest(first, seed)
+                if found == checksum_of(head)[0]:
+                    continue
+        except OSError:  # a bad sector: of this record alone
+            pass
         left.append(row)
     batch.hit[rows] = True
     batch.hit[left] = False
     return left
 
 
+def _digest(first: Any, others: Sequence[Any], seed: int) -> int:
+    payload = xxhash.xxh3_64(first, seed)
+    for one in others:
+        payload.update(one)
+    return payload.intdigest()
+
+
 def _fill_alike(
-    snapshot: Snapshot,
+    segment: Segment,
     keys: Sequence[bytes],
     rows: npt.NDArray[np.int64],
-    places: npt.NDArray[np.uint64],
+    spans: Spans,
     batch: Batch,
     coder: Coder,
 ) -> list[int]:
     """Read records whose heads are the batch's but for checksum and lengths, verify and decode
     them, everything for many at once but for a hash each. Return the rows that are left.
     """
-    records = _read(snapshot, rows, places, batch, coder)
-    start, digest, view = batch.head.num_bytes, xxhash.xxh3_64_intdigest, records.source.view
+    records = _read(segment, rows, spans, batch, coder)
+    start, identity, view = batch.head.num_bytes, batch.identity, records.source.view
+    digest = xxhash.xxh3_64_intdigest
     found = []
     for row, place, size in zip(
         records.rows.tolist(), records.starts.tolist(), records.sizes.tolist(), strict=True
     ):  # see payload_seed()
-        seed = digest(view[place + CHECKSUM_BYTES : place + start]) ^ digest(keys[row])
+        seed = digest(view[place + CHECKSUM_BYTES : place + start]) ^ digest(keys[row]) ^ identity
         found.append(digest(view[place + start : place + size], seed))
     intact = np.array(found, np.uint64) == records.source.words(records.starts, 1)[:, 0]
     records = records[intact]
@@ -219,9 +229,9 @@ class _Records:
 
 
 def _read(
-    snapshot: Snapshot,
+    segment: Segment,
     rows: npt.NDArray[np.int64],
-    places: npt.NDArray[np.uint64],
+    spans: Spans,
     batch: Batch,
     coder: Coder,
 ) -> _Records:
@@ -230,15 +240,13 @@ def _read(
     """
     start, fields = batch.head.num_bytes, batch.head.layout.fields
     most = start + sum(max(one.num_bytes, 0) for one in fields) + MAX_TEXT_BYTES
-    likely = (places[:, 1] >= start) & (places[:, 1] <= most)
-    rows, places = rows[likely], places[likely]
-    sizes = places[:, 1].astype(np.int64)
+    likely = (spans[:, 1] >= start) & (spans[:, 1] <= most)
+    rows, places, sizes = rows[likely], *spans[likely].astype(np.int64).T
     room = -(-sizes // ALIGNMENT) * ALIGNMENT
     starts = np.cumsum(room) - room
     whole = coder.scratch.array("records", int(room.sum()), np.uint8)
-    view = whole.data
-    spans = zip(places[:, 0].tolist(), starts.tolist(), sizes.tolist(), strict=True)
-    got = [snapshot.read([view[at : at + size]], place) for place, at, size in spans]
+    view, wanted = whole.data, zip(*map(np.ndarray.tolist, (places, starts, sizes)), strict=True)
+    got = [segment.try_read(view[at : at + size], place) for place, at, size in wanted]
     read = np.array(got, np.int64) == sizes
     rows, starts, sizes = rows[read], starts[read], sizes[read]
     source = Source.of(whole)
@@ -304,10 +312,10 @@ def _decode_tensors(
     return failed
 
 
-def _fill_one(snapshot: Snapshot, key: bytes, row: int, batch: Batch) -> None:
+def _fill_one(segment: Segment, span: Any, key: bytes, row: int, batch: Batch) -> None:
     """Read a record of another layout, or say what is wrong with it."""
     try:
-        record = open_record(key, snapshot.get(key) or b"")
+        record = open_record(key, segment.record(*span.tolist()), batch.identity)
         batch.odd[row] = {
             entry.name: record.value(position)
             if entry.dtype is None

@@ -5,20 +5,20 @@ Thread-safe. Disk trouble of any kind ends in one warning and in misses, never i
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import logging
-import shutil
 import threading
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import lmdb
 import numpy as np
 import numpy.typing as npt
 import psutil
 from torch import Tensor
 
+from egeria_cache.errors import StoreError
 from egeria_cache.store.budget import Budget, BudgetBusyError
 from egeria_cache.store.choice import choose_codec
 from egeria_cache.store.codecs.codec import Codec, Coder
@@ -26,6 +26,7 @@ from egeria_cache.store.codecs.lossy import LossyError, Storage
 from egeria_cache.store.files import GenerationFiles, GoneError
 from egeria_cache.store.keys import SampleId, encode_keys
 from egeria_cache.store.manifest import Manifest
+from egeria_cache.store.place import FULL
 from egeria_cache.store.reader import BatchReader
 from egeria_cache.store.records import Encoded, Rows, encode_rows
 from egeria_cache.store.transfer import to_host
@@ -36,7 +37,8 @@ __all__ = ["Generation", "GenerationCounts"]
 
 logger = logging.getLogger("egeria_cache.store")
 
-LITTLE_SPACE_BYTES = 16 * 2**20
+RETRY_S = 10.0
+"""After the limit or the disk was full, writing is tried again: space may have become free."""
 SMALL_PART = 8
 """A generation that takes no more than this part, an eighth, of the limit and of the machine's
 memory is not worth compressing: it stays in the page cache, and is read in a fraction of the time
@@ -81,8 +83,9 @@ class Generation:
         self._num_expected = num_expected
         self._lock = threading.Lock()
         self._released = False
-        self._writes_off: str | None = None
-        self._warned = False
+        self._num_queued = 0
+        self._write_again_at = 0.0
+        self._said: set[str] = set()
         self.counts = GenerationCounts()
 
     @property
@@ -105,7 +108,7 @@ class Generation:
         """Records on disk."""
         try:
             return self._files.num_samples()
-        except (GoneError, lmdb.Error):
+        except (GoneError, StoreError, OSError):
             return 0
 
     @property
@@ -126,9 +129,7 @@ class Generation:
     # -- reading ----------------------------------------------------------------------------
 
     def contains(self, ids: Sequence[SampleId], *, variant: int = 0) -> npt.NDArray[np.bool_]:
-        """Return bool (B,): which samples are stored. From memory; a rare record that turns out
-        unreadable is still True here.
-        """
+        """Return bool (B,): which samples are stored. From memory."""
         if not self.alive:
             return np.zeros(len(ids), np.bool_)
         return self._files.contains(ids, variant)
@@ -153,8 +154,8 @@ class Generation:
             return {}, np.zeros(len(ids), np.bool_)
         try:
             fetched = self._reader.read(self._files, ids, variant, pin_memory=pin_memory)
-        except (lmdb.Error, OSError, MemoryError) as error:
-            self._stop(f"cannot be read: {error}")
+        except (OSError, MemoryError) as error:  # of now: nothing is wrong with what is stored
+            self._warn(f"cannot be read now: {error}")
             self._count(misses=len(ids))
             return {}, np.zeros(len(ids), np.bool_)
         num_hits = int(np.count_nonzero(fetched.hit))
@@ -194,7 +195,7 @@ class Generation:
         picked = np.flatnonzero(~self.contains(ids, variant=variant))
         if not len(picked):
             return self.alive
-        if not self.alive or self._writes_off or self._files.readonly or not self._writer.alive:
+        if not self._takes_more or not self._writer.alive:
             self._count(dropped_writes=len(picked))
             if not self._writer.alive and self.alive:
                 self._warn("the cache's writer thread is dead")
@@ -203,30 +204,39 @@ class Generation:
         fields, ready = to_host(fields)
         rows = Rows(bare, fields)
         job = Job(self, keys, picked.tolist(), rows, _versions(rows), rows.num_bytes(), ready)
+        self._queued(1)
         accepted = self._writer.submit(job)
         if not accepted:
+            self._queued(-1)
             self._count(dropped_writes=len(picked))
         return accepted
 
+    @property
+    def _takes_more(self) -> bool:
+        return (
+            self._files.usable
+            and not self._files.readonly
+            and time.monotonic() >= self._write_again_at
+        )
+
     def commit(self, jobs: Sequence[Job]) -> None:
-        """Encode and store batches in one transaction; called by the writer thread alone."""
+        """Encode and store batches in one commit; called by the writer thread alone."""
         num_rows = sum(len(job.picked) for job in jobs)
         num_written = 0
         try:
-            if self.alive and not self._writes_off:
+            if self._takes_more:
                 num_written = self._commit(jobs)
-        except lmdb.MapFullError:
-            self._writes_off = "the size limit is reached"
         except GoneError as gone:
             self._stop(str(gone))
         except BudgetBusyError as busy:
             self._warn(f"a batch was not stored: {busy}")
-        except (lmdb.Error, OSError, MemoryError) as error:
-            self._take_stock(error)
+        except (OSError, MemoryError) as error:
+            self._pause(error)
         except (TypeError, ValueError, RuntimeError) as error:
             self._warn(f"a batch cannot be stored: {error}")
         finally:
             self._count(writes=num_written, dropped_writes=num_rows - num_written)
+            self._queued(-len(jobs))
 
     def _commit(self, jobs: Sequence[Job]) -> int:
         records: dict[bytes, Any] = {}
@@ -245,12 +255,25 @@ class Generation:
         if not records:
             return 0
         with self._budget.locked():
-            num_stored = self._admit(list(records.items()), raw_bytes, error)
-        if num_stored < len(records):
-            self._writes_off = "the size limit is reached"
-            logger.info("%s: the size limit is reached; new samples are not stored", self.name)
-            return num_stored
+            new = self._files.new_among(list(records.items()))
+            fitting = self._fitting(new)
+            if fitting:
+                self._files.write(
+                    fitting, raw_bytes * len(fitting) // len(records), error, self._codec
+                )
+        if len(fitting) < len(new):
+            self._write_again_at = time.monotonic() + RETRY_S
+            if "limit" not in self._said:
+                self._said.add("limit")
+                logger.info("%s: the size limit is reached; new samples are not stored", self.name)
+            return len(records) - len(new) + len(fitting)
         return num_encoded
+
+    def _fitting(self, records: Encoded) -> Encoded:
+        """Return as many of the records as the limit has room for."""
+        growth = self._files.growth_bytes(records)
+        room = self._budget.make_room(int(growth[-1]))
+        return records[: max(int(np.searchsorted(growth, room, side="right")) - 1, 0)]
 
     def _encode(self, job: Job, error: LossyError) -> Encoded:
         """Return the records of a batch; none if it was changed meanwhile."""
@@ -259,33 +282,17 @@ class Generation:
         codec = self._codec if self._codec is not None else self._choose_codec(job)
         changed = LossyError()
         records = encode_rows(
-            job.keys, job.picked, job.rows, codec, self._coder, self._storage, changed
-        )
+            job.keys, job.picked, job.rows, codec, self._coder, self._storage, changed,
+            self._files.identity,
+        )  # fmt: skip
         if not job.unchanged():
             self._warn("a tensor was changed after put_batch and before it was stored; not stored")
             return []
         error.join(changed)
         return records
 
-    def _admit(self, records: Encoded, raw_bytes: int, error: LossyError) -> int:
-        """Commit as many of the records as surely fit; return how many."""
-        num_stored = 0
-        while num_stored < len(records):
-            rest = records[num_stored:]
-            growth = self._files.growth_bytes(rest)
-            room = self._budget.make_room(int(growth[-1]))
-            # The bound is generous for small records: what did not fit by it is tried again
-            # after the first part is on disk and measured.
-            num_fitting = max(int(np.searchsorted(growth, room, side="right")) - 1, 0)
-            if num_fitting == 0:
-                break
-            share = raw_bytes * num_fitting // len(records)
-            self._files.write(rest[:num_fitting], share, error if num_stored == 0 else None)
-            num_stored += num_fitting
-        return num_stored
-
     def _choose_codec(self, job: Job) -> Codec:
-        """Decide once, from the first batch, and note it in the manifest."""
+        """Decide once, from the first batch."""
         expected = self._num_expected * job.num_bytes // max(len(job.keys), 1)
         small = min(self._budget.limit_bytes, psutil.virtual_memory().total) // SMALL_PART
         if 0 < expected <= small:
@@ -295,9 +302,6 @@ class Generation:
                 job.keys, job.picked, job.rows, self._coder, self._storage
             )
         logger.info("%s: codec %s: %s", self.name, self._codec.label, trials)
-        self._manifest = replace(self._manifest, codec=self._codec.label)
-        with contextlib.suppress(OSError):
-            self._manifest.write(self._files.directory)
         return self._codec
 
     # -- the end ----------------------------------------------------------------------------
@@ -309,30 +313,37 @@ class Generation:
         """
         if self._files.stop(f"void: {reason}"):
             logger.info("%s is void: %s", self.name, reason)
-        self._writer.discard(lambda job: job.target is self)
+        discarded = self._writer.discard(lambda job: job.target is self)
         self._files.destroy(reason)
+        self._queued(-discarded)
         self.release()
 
     def release(self) -> None:
-        """This process no longer uses it; its records stay. May be called twice."""
+        """This process no longer uses it; its records stay, and what is queued is still stored. May
+        be called twice.
+        """
+        self._released = True
+        self._queued(0)
+
+    def _queued(self, change: int) -> None:
+        """Count the batches that wait; the last one of a released generation closes its files."""
         with self._lock:
-            released, self._released = self._released, True
-        if not released:
+            self._num_queued += change
+            done = self._released and self._num_queued <= 0
+        if done:
             self._files.release()
 
-    def _take_stock(self, error: Exception) -> None:
-        """After a failed write: is the directory gone, the disk full, or what else?"""
+    def _pause(self, error: Exception) -> None:
+        """Store nothing for a while after a failed write; reads go on: what is stored is intact."""
         try:
             self._files.check_present()
         except GoneError as gone:
             self._stop(str(gone))
             return
-        # Reads go on: what is committed is intact.
-        self._writes_off = str(error)
-        with contextlib.suppress(OSError):
-            if shutil.disk_usage(self._files.directory).free < LITTLE_SPACE_BYTES:
-                self._writes_off = f"no space left on the disk ({error})"
-        self._warn(f"nothing more is stored: {self._writes_off}")
+        self._write_again_at = time.monotonic() + RETRY_S
+        full = isinstance(error, OSError) and error.errno in (*FULL, errno.EFBIG)
+        why = f"no space left on the disk ({error})" if full else str(error)
+        self._warn(f"nothing is stored for now: {why}")
 
     def _stop(self, reason: str) -> None:
         if self._files.stop(reason):
@@ -340,7 +351,8 @@ class Generation:
 
     def _warn(self, message: str) -> None:
         with self._lock:
-            warned, self._warned = self._warned, True
+            warned = "warning" in self._said
+            self._said.add("warning")
         if not warned:
             logger.warning("cache generation %s: %s; training goes on", self.name, message)
 

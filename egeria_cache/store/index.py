@@ -1,15 +1,16 @@
-"""Which samples a generation holds: a bit each for integers, 12 to 32 bits of hash for the rest.
+"""Where the record of each sample lies, in memory: 16 bytes for an integer, 24 for any other.
 
-Answers for a whole batch from memory. One thread adds at a time, any number look up meanwhile
-without a lock: what they read is only ever replaced as a whole, or has bits set in place. A hash
-may match by chance (once in 400 look-ups at ten million samples); the record is then not found
-when it is read, which costs a miss and puts the key on a list of exceptions. It never errs the
-other way.
+Answers for a whole batch at once. One thread adds at a time, any number look up meanwhile without a
+lock: what they read is only ever replaced as a whole, or has spans set in place. Two keys may have
+the same hash by chance (once in 10^6 at five million samples that are no integers); the record then
+fails its check, which covers its key, and is a miss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,204 +24,204 @@ from egeria_cache.store.keys import (
     parse_integer_keys,
     plain_integers,
 )
+from egeria_cache.store.log import Spans
 
-__all__ = ["HashSet", "IntegerSet", "Membership"]
+__all__ = ["HashTable", "Index", "IntegerTable"]
 
-Mask = npt.NDArray[np.bool_]
+FREE_INTEGERS = 2**22
+"""A table of integers may reach this far however few it holds (64 MiB, of which the system gives
+what is touched); beyond it, only while one of `SPARSEST` places is taken."""
+SPARSEST = 8
+SMALL = 4096
+NOWHERE = (0, 0)
+"""Span of a sample that is not stored: no record is empty."""
 
-FREE_BITMAP_BYTES = 4 * 2**20
-"""A bitmap may grow to this size (33 million samples) however few bits of it are set; beyond it,
-only while a sample costs at most a byte."""
 
-
-class Membership:
-    """Set of (sample ID, variant) with batch insert and look-up."""
+class Index:
+    """Map from (sample ID, variant) to spans, with batch insert and look-up."""
 
     def __init__(self) -> None:
-        self._integers: dict[int, IntegerSet] = {}
-        self._hashes = HashSet()
-        self._denied: set[bytes] = set()
+        self._integers: dict[int, IntegerTable] = {}
+        self._others = HashTable()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self._others.count + sum(one.count for one in list(self._integers.values()))
 
     @property
     def nbytes(self) -> int:
-        """Memory it takes."""
-        return self._hashes.nbytes + sum(one.nbytes for one in self._integers.values())
+        """Memory it takes, but for what was added last."""
+        return self._others.nbytes + sum(one.nbytes for one in list(self._integers.values()))
 
-    def add_keys(self, keys: Sequence[bytes]) -> None:
-        """Insert keys as `encode_keys` makes them; one thread at a time."""
-        self._denied.difference_update(keys)
-        parsed = parse_integer_keys(keys)
-        if parsed is None:
-            self._hashes.add([key for key in keys if not is_integer_key(key)])
-            keys = [key for key in keys if is_integer_key(key)]
-            parsed = parse_integer_keys(keys)
-            assert parsed is not None
-        variants, numbers = parsed
-        for variant in np.unique(variants).tolist():
-            chosen = np.flatnonzero(variants == variant)
-            bits = self._integers.setdefault(variant, IntegerSet())
-            refused = chosen[~bits.add(numbers[chosen])]
-            self._hashes.add([keys[position] for position in refused.tolist()])
+    def add(self, keys: Sequence[bytes], spans: Spans) -> None:
+        """Insert keys as `encode_keys` makes them; of equal ones the last counts."""
+        whole = [position for position, key in enumerate(keys) if is_integer_key(key)]
+        if len(whole) == len(keys):
+            self.add_integers(b"".join(keys), spans)
+            return
+        self.add_integers(b"".join(keys[position] for position in whole), spans[whole])
+        rest = sorted({*range(len(keys))}.difference(whole))
+        with self._lock:
+            self._others.add(_hashes([keys[position] for position in rest]), spans[rest])
 
-    def deny(self, key: bytes) -> None:
-        """Answer False for this key until it is added again."""
-        self._denied.add(key)
+    def add_integers(self, keys: bytes, spans: Spans) -> None:
+        """Insert keys of integers, given one behind the other."""
+        variants, numbers = parse_integer_keys(keys)
+        with self._lock:
+            for variant in np.unique(variants).tolist():
+                chosen = np.flatnonzero(variants == variant)
+                table = self._integers.setdefault(variant, IntegerTable())
+                refused = chosen[~table.add(numbers[chosen], spans[chosen])]
+                hashes = _hashes(encode_keys(numbers[refused].tolist(), variant))
+                self._others.add(hashes, spans[refused])
 
-    def contains(self, ids: Sequence[SampleId], variant: int) -> Mask:
-        """Return bool (B,)."""
-        found = np.zeros(len(ids), np.bool_)
-        bits = self._integers.get(variant)
-        if bits is not None:
+    def deny(self, key: bytes) -> bool:
+        """Forget a key until it is added again; False if it was not known."""
+        with self._lock:
+            known = self._others.remove(_hashes([key]))
+            if is_integer_key(key):
+                (variant,), numbers = parse_integer_keys(key)
+                table = self._integers.get(int(variant))
+                known |= table is not None and table.remove(numbers)
+        return known
+
+    def locate(
+        self, ids: Sequence[SampleId], variant: int, keys: Sequence[bytes] | None = None
+    ) -> Spans:
+        """Return shape (B, 2): where each record begins, and its length; 0 if it is not stored.
+
+        Args:
+            ids: Of the samples.
+            variant: Of the augmentation.
+            keys: The same, encoded, if they are at hand.
+        """
+        spans = np.zeros((len(ids), 2), np.uint64)
+        table = self._integers.get(variant)
+        if table is not None:
             places, numbers = _integers_among(ids)
-            found[places] = bits.contains(numbers)
-        if (not self._hashes and not self._denied) or (found.all() and not self._denied):
-            return found
-        keys = encode_keys(ids, variant)
-        if self._hashes:
-            found |= self._hashes.contains(keys)
-        for position in np.flatnonzero(found).tolist() if self._denied else ():
-            found[position] = keys[position] not in self._denied
-        return found
+            spans[places] = table.locate(numbers)
+        if self._others.count:
+            missing = np.flatnonzero(spans[:, 1] == 0)
+            if len(missing):
+                keys = encode_keys(ids, variant) if keys is None else keys
+                hashes = _hashes([keys[position] for position in missing.tolist()])
+                spans[missing] = self._others.locate(hashes)
+        return spans
+
+    def locate_keys(self, keys: Sequence[bytes]) -> Spans:
+        """Return the same for keys of any variants."""
+        spans = self._others.locate(_hashes(keys))
+        whole = np.fromiter(map(is_integer_key, keys), np.bool_, len(keys))
+        variants, numbers = parse_integer_keys(b"".join(itertools.compress(keys, whole.tolist())))
+        places = np.flatnonzero(whole)
+        for variant, table in list(self._integers.items()):
+            chosen = variants == variant
+            found = table.locate(numbers[chosen])
+            there = found[:, 1] > 0
+            spans[places[chosen][there]] = found[there]
+        return spans
 
 
-class IntegerSet:
-    """Bitmap of non-negative integers."""
+class IntegerTable:
+    """Spans by non-negative integer."""
 
     def __init__(self) -> None:
-        self._bits = np.zeros(1024, np.uint8)
-        self._num_added = 0
+        self._spans: Spans = np.zeros((1024, 2), np.uint64)
+        self.count = 0
 
     @property
     def nbytes(self) -> int:
         """Memory it takes."""
-        return self._bits.nbytes
+        return self._spans.nbytes
 
-    def add(self, numbers: npt.NDArray[np.int64]) -> Mask:
-        """Insert; return which were: a bitmap too sparse is refused."""
-        limit = max(FREE_BITMAP_BYTES, self._num_added + len(numbers))
-        fits = (numbers >= 0) & (numbers >> 3 < limit)
+    def add(self, numbers: npt.NDArray[np.int64], spans: Spans) -> npt.NDArray[np.bool_]:
+        """Insert; return which were: a table too sparse is refused."""
+        limit = max(FREE_INTEGERS, SPARSEST * (self.count + len(numbers)))
+        fits = (numbers >= 0) & (numbers < limit)
         chosen = numbers[fits]
         if len(chosen):
-            needed = (int(chosen.max()) >> 3) + 1
-            if needed > len(self._bits):
-                grown = np.zeros(min(max(needed, 2 * len(self._bits)), limit), np.uint8)
-                grown[: len(self._bits)] = self._bits
-                self._bits = grown
-            bits = (1 << (chosen & 7)).astype(np.uint8)
-            np.bitwise_or.at(self._bits, chosen >> 3, bits)
-            self._num_added += len(chosen)
+            self._reach(int(chosen.max()) + 1, limit)
+            fresh = chosen[self._spans[chosen, 1] == 0]
+            self.count += len(np.unique(fresh))
+            self._spans[chosen] = spans[fits]
         return fits
 
-    def contains(self, numbers: npt.NDArray[np.int64]) -> Mask:
-        """Return bool (B,)."""
-        bits = self._bits
-        if len(numbers) and numbers.min() >= 0 and numbers.max() < 8 * len(bits):
-            return np.asarray(bits[numbers >> 3] >> (numbers & 7) & 1, np.bool_)
-        places = numbers >> 3
-        inside = (places >= 0) & (places < len(bits))
-        places = np.where(inside, places, 0)
-        return np.asarray(inside & ((bits[places] >> (numbers & 7).astype(np.uint8) & 1) == 1))
+    def remove(self, numbers: npt.NDArray[np.int64]) -> bool:
+        """Forget some; True if they were there."""
+        known = bool(self.locate(numbers)[:, 1].any())
+        if known:
+            self._spans[numbers] = NOWHERE
+            self.count -= len(numbers)
+        return known
+
+    def locate(self, numbers: npt.NDArray[np.int64]) -> Spans:
+        """Return shape (B, 2), zeros for what is not there."""
+        table = self._spans
+        if len(numbers) and numbers.min() >= 0 and numbers.max() < len(table):
+            return table[numbers]
+        inside = (numbers >= 0) & (numbers < len(table))
+        return table[np.where(inside, numbers, 0)] * inside[:, None].astype(np.uint64)
+
+    def _reach(self, needed: int, limit: int) -> None:
+        if needed > len(self._spans):
+            grown = np.zeros((min(max(needed, 2 * len(self._spans)), limit), 2), np.uint64)
+            grown[: len(self._spans)] = self._spans
+            self._spans = grown
 
 
-_SMALL_SET = 4096
-_PACKED_FROM = 2**21
-_BUCKET_BITS, _REST_BITS = 20, 12
-
-
-class HashSet:
-    """Set of 32-bit hashes in three layers: a Python set, a sorted array, and a large one.
-
-    The large one is packed once it holds two million: sorted, the upper 20 bits are known from the
-    position (a table of 2^20 offsets) and only the lower 12 are kept, in a byte and a half.
-    """
+class HashTable:
+    """Spans by 64 bits of hash, in two layers: a dictionary of what came last, sorted arrays."""
 
     def __init__(self) -> None:
-        self._recent: set[int] = set()
-        self._layers: tuple[npt.NDArray[np.uint32], _Base] = (np.empty(0, np.uint32), _Base.of(()))
-
-    def __bool__(self) -> bool:
-        return bool(self._recent) or len(self._layers[0]) + self._layers[1].count > 0
+        self._recent: dict[int, tuple[int, int]] = {}
+        empty: Spans = np.empty((0, 2), np.uint64)
+        self._sorted: tuple[npt.NDArray[np.uint64], Spans] = np.empty(0, np.uint64), empty
+        self.count = 0
 
     @property
     def nbytes(self) -> int:
-        """Memory it takes, but for the small set."""
-        return self._layers[0].nbytes + self._layers[1].nbytes
+        """Memory it takes, but for the dictionary."""
+        return sum(one.nbytes for one in self._sorted)
 
-    def add(self, keys: Sequence[bytes]) -> None:
+    def add(self, hashes: npt.NDArray[np.uint64], spans: Spans) -> None:
         """Insert; one thread at a time."""
-        self._recent.update(map(_hash, keys))
-        if len(self._recent) <= _SMALL_SET:
-            return
-        middle, base = self._layers
-        recent = np.fromiter(self._recent, np.uint32, len(self._recent))
-        middle = _merged(middle, np.sort(recent))
-        if len(middle) > max(2**16, base.count // 32):
-            base, middle = _Base.of(_merged(base.values(), middle)), middle[:0]
-        self._layers = (middle, base)
-        self._recent = set()  # after the layers: a look-up in between finds it in either
+        self.count += len(np.unique(hashes[self.locate(hashes)[:, 1] == 0]))
+        recent = self._recent
+        recent.update(zip(hashes.tolist(), map(tuple, spans.tolist()), strict=True))
+        known = self._sorted[0]
+        if len(recent) > max(SMALL, len(known) // 16):
+            added = np.fromiter(recent, np.uint64, len(recent))
+            places = np.array(list(recent.values()), np.uint64)
+            # After what was known: of equal ones the last counts.
+            all_hashes = np.concatenate((known, added))
+            order = np.argsort(all_hashes, kind="stable")
+            all_hashes = all_hashes[order]
+            last = np.append(all_hashes[1:] != all_hashes[:-1], True)
+            merged = np.concatenate((self._sorted[1], places))[order][last]
+            self._sorted = all_hashes[last], merged
+            self._recent = {}  # after the arrays: a look-up in between finds it in either
 
-    def contains(self, keys: Sequence[bytes]) -> Mask:
-        """Return bool (B,); True by chance once in 2^32 / count."""
-        hashes = np.fromiter(map(_hash, keys), np.uint32, len(keys))
-        recent = self._recent  # before the layers, for the same reason
-        middle, base = self._layers
-        found = _in_sorted(middle, hashes) | base.contains(hashes)
+    def remove(self, hashes: npt.NDArray[np.uint64]) -> bool:
+        """Forget some; True if they were there."""
+        known = bool(self.locate(hashes)[:, 1].any())
+        if known:
+            self._recent.update(dict.fromkeys(hashes.tolist(), NOWHERE))
+            self.count -= len(hashes)
+        return known
+
+    def locate(self, hashes: npt.NDArray[np.uint64]) -> Spans:
+        """Return shape (B, 2), zeros for what is not there."""
+        recent = self._recent  # before the arrays, for the same reason
+        known, places = self._sorted
+        spans = np.zeros((len(hashes), 2), np.uint64)
+        if len(known):
+            at = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
+            spans = places[at] * (known[at] == hashes)[:, None].astype(np.uint64)
         if recent:
-            found |= np.fromiter((one in recent for one in hashes.tolist()), np.bool_, len(keys))
-        return found
-
-
-class _Base:
-    """Immutable sorted set of hashes, packed where large."""
-
-    def __init__(self, sorted_hashes: npt.NDArray[np.uint32]) -> None:
-        self.count = len(sorted_hashes)
-        self._plain: npt.NDArray[np.uint32] | None = sorted_hashes
-        if self.count < _PACKED_FROM:
-            return
-        self._plain = None
-        bounds = np.arange(2**_BUCKET_BITS, dtype=np.uint32) << _REST_BITS
-        self._starts = np.empty(2**_BUCKET_BITS + 1, np.uint32)
-        self._starts[:-1] = np.searchsorted(sorted_hashes, bounds)
-        self._starts[-1] = self.count
-        self._widest = int(np.diff(self._starts).max())
-        self._low = sorted_hashes.astype(np.uint8)
-        nibbles = (sorted_hashes >> 8).astype(np.uint8) & 15
-        self._high = np.zeros((self.count + 1) // 2, np.uint8)
-        self._high |= nibbles[0::2]
-        self._high[: self.count // 2] |= nibbles[1::2] << 4
-
-    @classmethod
-    def of(cls, hashes: Iterable[int] | npt.NDArray[np.uint32]) -> _Base:
-        return cls(np.asarray(hashes, np.uint32))
-
-    @property
-    def nbytes(self) -> int:
-        if self._plain is not None:
-            return self._plain.nbytes
-        return self._starts.nbytes + self._low.nbytes + self._high.nbytes
-
-    def values(self) -> npt.NDArray[np.uint32]:
-        if self._plain is not None:
-            return self._plain
-        counts = np.diff(self._starts)
-        upper = np.repeat(np.arange(2**_BUCKET_BITS, dtype=np.uint32), counts)
-        return np.uint32(2**_REST_BITS) * upper | self._rest(np.arange(self.count))
-
-    def contains(self, hashes: npt.NDArray[np.uint32]) -> Mask:
-        if self._plain is not None:
-            return _in_sorted(self._plain, hashes)
-        buckets = hashes >> _REST_BITS
-        starts, ends = self._starts[buckets], self._starts[buckets + 1]
-        places = starts[:, None] + np.arange(self._widest, dtype=np.int64)
-        inside = places < ends[:, None]
-        rest = self._rest(np.minimum(places, self.count - 1))
-        wanted = (hashes & (2**_REST_BITS - 1))[:, None]
-        return np.asarray((inside & (rest == wanted)).any(1))
-
-    def _rest(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
-        nibbles = self._high[places >> 1] >> (places & 1).astype(np.uint8) * 4 & 15
-        return np.asarray(nibbles.astype(np.uint32) << 8 | self._low[places], np.uint32)
+            for position, one in enumerate(hashes.tolist()):
+                if one in recent:
+                    spans[position] = recent[one]
+        return spans
 
 
 def _integers_among(ids: Sequence[SampleId]) -> tuple[Any, npt.NDArray[np.int64]]:
@@ -230,24 +231,8 @@ def _integers_among(ids: Sequence[SampleId]) -> tuple[Any, npt.NDArray[np.int64]
         return slice(None), numbers
     keys = encode_keys(ids)
     places = [place for place, key in enumerate(keys) if is_integer_key(key)]
-    parsed = parse_integer_keys([keys[place] for place in places])
-    assert parsed is not None
-    return places, parsed[1]
+    return places, parse_integer_keys(b"".join(keys[place] for place in places))[1]
 
 
-def _in_sorted(values: npt.NDArray[np.uint32], wanted: npt.NDArray[np.uint32]) -> Mask:
-    if not len(values):
-        return np.zeros(len(wanted), np.bool_)
-    places = np.searchsorted(values, wanted)
-    return np.asarray(values[np.minimum(places, len(values) - 1)] == wanted)
-
-
-def _merged(one: npt.NDArray[np.uint32], other: npt.NDArray[np.uint32]) -> Any:
-    """Return the union of two sorted arrays; the stable sort merges them in linear time."""
-    both = np.concatenate((one, other))
-    both.sort(kind="stable")
-    return both[np.concatenate(([True], both[1:] != both[:-1]))] if len(both) else both
-
-
-def _hash(key: bytes) -> int:
-    return xxhash.xxh3_64_intdigest(key) & 0xFFFFFFFF
+def _hashes(keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+    return np.fromiter(map(xxhash.xxh3_64_intdigest, keys), np.uint64, len(keys))

@@ -1,6 +1,6 @@
-"""Sample ID and variant -> LMDB key, and back. Pure.
+"""Sample ID and variant -> key, and back. Pure.
 
-Integers are big-endian with the sign bit flipped, so that LMDB's byte order is their order.
+Integers are big-endian with the sign bit flipped, so that their order is that of the integers.
 Layout: docs/format.md.
 """
 
@@ -16,22 +16,19 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "META_PREFIX",
     "SampleId",
+    "all_integers",
     "decode_key",
     "encode_key",
     "encode_keys",
     "is_integer_key",
-    "is_sample_key",
     "parse_integer_keys",
     "plain_integers",
+    "split_keys",
 ]
 
 SampleId = int | str | tuple[Any, ...]
 """Hashable name of a sample: an integer, a text, or a tuple of these."""
-
-META_PREFIX = b"\x00"
-"""Keys of the store's own entries begin with this byte; no sample's key does."""
 
 MAX_KEY_BYTES = 511
 _SIGN = 1 << 63
@@ -86,26 +83,29 @@ def encode_keys(ids: Sequence[SampleId], variant: int = 0) -> list[bytes]:
         return [encode_key(sample_id, variant) for sample_id in plain]
 
 
-def parse_integer_keys(
-    keys: Sequence[bytes],
-) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]] | None:
-    """Return (variants, IDs) if all of the keys are of integers; else None."""
-    if not all(map(is_integer_key, keys)):
-        return None
-    joined = b"".join(keys)
-    table = np.frombuffer(joined, _INT_KEY)
+def parse_integer_keys(keys: bytes) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+    """Return (variants, IDs) of keys of integers, given one behind the other."""
+    table = np.frombuffer(keys, _INT_KEY)
     numbers = (table["number"].astype(np.uint64) ^ np.uint64(_SIGN)).view(np.int64)
     return table["variant"].astype(np.uint32), numbers
+
+
+def split_keys(keys: bytes, lengths: npt.NDArray[np.uint16]) -> list[bytes]:
+    """Cut apart keys that lie one behind the other."""
+    ends = np.cumsum(lengths, dtype=np.int64).tolist()
+    return [keys[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def all_integers(keys: bytes, lengths: npt.NDArray[np.uint16]) -> bool:
+    """Tell whether all of them, one behind the other, are keys of integers of 64 bits."""
+    if not (lengths == _INT_KEY_BYTES).all():
+        return False
+    return bool((np.frombuffer(keys, _INT_KEY)["kind"] == _INT).all())
 
 
 def is_integer_key(key: bytes) -> bool:
     """Tell the keys of integers of 64 bits."""
     return len(key) == _INT_KEY_BYTES and key[:1] == _INT
-
-
-def is_sample_key(key: bytes) -> bool:
-    """Tell samples from the store's own entries."""
-    return key[:1] in (_INT, _TEXT, _TUPLE, _HASHED)
 
 
 def decode_key(key: bytes) -> tuple[SampleId | None, int]:

@@ -123,9 +123,6 @@ class Head:
 def parse_head(value: memoryview) -> Head:
     """Parse and bound a record's head; nothing is allocated by the sizes in it.
 
-    Only the head's own bytes are touched: the length LMDB gave may be damaged, and what lies
-    behind it may not be mapped.
-
     Raises:
         RecordError: No record, of another version, or its sizes contradict its length.
     """
@@ -167,11 +164,11 @@ def _bounded(
     return Head(layout, stored, end, record_bytes, seed)
 
 
-def payload_seed(head_seed: int, key: bytes) -> int:
-    """Return the seed of a payload's xxh3-64. It covers the head, and the key: an intact record
-    found under another sample's key fails too.
+def payload_seed(head_seed: int, key: bytes, identity: int) -> int:
+    """Return the seed of a payload's xxh3-64. It covers the head, the key and the generation: an
+    intact record found under another sample's key, or in another generation, fails too.
     """
-    return head_seed ^ xxhash.xxh3_64_intdigest(key)
+    return head_seed ^ xxhash.xxh3_64_intdigest(key) ^ identity
 
 
 @functools.lru_cache(maxsize=1024)

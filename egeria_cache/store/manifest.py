@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import threading
 import time
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from egeria_cache.errors import StoreError
+from egeria_cache.store.own import open_own
 
 __all__ = [
     "FORMAT",
     "MANIFEST_NAME",
+    "ROOT_FORMAT",
     "DamagedError",
     "Manifest",
     "canonical",
@@ -27,8 +30,9 @@ __all__ = [
     "write_json",
 ]
 
-FORMAT = 1
-"""Version of everything on disk; a directory with a higher one is refused, never guessed at."""
+FORMAT, ROOT_FORMAT = 2, 1
+"""Version of a generation, and of the directory around it; what has a higher one is refused, never
+guessed at. A generation of a lower one is left alone, and goes when room is needed."""
 MANIFEST_NAME = "manifest.json"
 MAX_JSON_BYTES = 16 * 2**20
 
@@ -45,8 +49,7 @@ class Manifest:
     fields: Mapping[str, Any]
     created: float
     """Seconds since the epoch."""
-    codec: str | None = None
-    """What its records were last written with; None before the first."""
+    format: int = FORMAT
 
     @classmethod
     def new(cls, fields: Mapping[str, Any]) -> Manifest:
@@ -62,25 +65,29 @@ class Manifest:
         """
         content = read_json(directory / MANIFEST_NAME)
         try:
-            fields, created, codec = content["fields"], content["created"], content.get("codec")
-            if not isinstance(fields, dict) or not isinstance(created, int | float):
+            fields, created = content["fields"], float(content["created"])
+            if not isinstance(fields, dict) or not math.isfinite(created):
                 raise TypeError
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise DamagedError(f"{directory / MANIFEST_NAME} is damaged") from None
-        return cls(directory.name, fields, float(created), codec)
+        return cls(directory.name, fields, created, content["format"])
+
+    @property
+    def is_old(self) -> bool:
+        """It is of an earlier release, whose generations this one does not read."""
+        return self.format < FORMAT
 
     def write(self, directory: Path) -> None:
         """Replace the manifest in one step."""
-        write_json(
-            directory / MANIFEST_NAME,
-            {
-                "format": FORMAT,
-                "name": self.name,
-                "created": self.created,
-                "codec": self.codec,
-                "fields": dict(self.fields),
-            },
-        )
+        write_json(directory / MANIFEST_NAME, self._content())
+
+    def num_bytes(self) -> int:
+        """Return the size of the file."""
+        return len(json.dumps(self._content(), indent=2, sort_keys=True))
+
+    def _content(self) -> dict[str, Any]:
+        created, fields = self.created, dict(self.fields)
+        return {"format": FORMAT, "name": self.name, "created": created, "fields": fields}
 
 
 def canonical(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,8 +105,8 @@ def canonical(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def generation_name(fields: Mapping[str, Any]) -> str:
-    """Return "gen-" and 12 hexadecimal digits of the SHA-256 of the fields."""
-    text = json.dumps(canonical(fields), sort_keys=True, separators=(",", ":"))
+    """Return "gen-" and 12 hexadecimal digits of the SHA-256 of format and fields."""
+    text = json.dumps([FORMAT, canonical(fields)], sort_keys=True, separators=(",", ":"))
     return "gen-" + hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -128,11 +135,13 @@ def read_json(path: Path) -> dict[str, Any]:
         StoreError: Missing, damaged, too large, or written by a newer release.
     """
     try:
-        with path.open("rb") as file:
-            content = json.loads(file.read(MAX_JSON_BYTES))
-    except OSError as error:
-        raise DamagedError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError:
+        with open(open_own(path, os.O_RDONLY), "rb") as file:
+            content = json.loads(file.read(MAX_JSON_BYTES), parse_constant=_no_number)
+    except FileNotFoundError:
+        raise DamagedError(f"{path} is missing") from None
+    except OSError as error:  # of now: nothing is wrong with it
+        raise StoreError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError):
         raise DamagedError(f"{path} is damaged: it is not JSON") from None
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
         raise DamagedError(f"{path} was not written by Egeria")
@@ -144,12 +153,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no JSON")
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write beside, flush to disk, and rename over: a reader sees the old or the new one."""
     beside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(content, file, indent=2, sort_keys=True)
+        with open(open_own(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+            file.write(json.dumps(content, indent=2, sort_keys=True))
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
+import time
 from pathlib import Path
 
 import psutil
 
 from egeria_cache.errors import StoreError
-from egeria_cache.store.manifest import FORMAT, read_json, write_json
+from egeria_cache.store.manifest import ROOT_FORMAT, read_json, write_json
+from egeria_cache.store.own import check_private
 
 __all__ = ["ROOT_NAME", "claim_directory", "filesystem_type"]
 
 logger = logging.getLogger("egeria_cache.store")
 
 ROOT_NAME = "cache.json"
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+BEGUN_S = 600.0
+"""A description takes milliseconds to be written."""
 
 NETWORK_TYPES = frozenset(
     {
@@ -47,7 +54,10 @@ def claim_directory(directory: Path, limit_bytes: int, *, force_network: bool) -
     root = directory / ROOT_NAME
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if root.exists():
+        if not force_network:  # a server may give files to another user
+            check_private(directory)
+        _clear_beginnings(directory)
+        if os.path.lexists(root):
             return _join(root, limit_bytes)
         # A beginning by another process, or by one that was killed, is not foreign.
         names = sorted(path.name for path in directory.iterdir())
@@ -94,6 +104,9 @@ def _join(root: Path, limit_bytes: int) -> bool:
         if content.get("limit_bytes") != limit_bytes:
             _write_root(root, limit_bytes)
     except OSError as error:
+        if error.errno in FULL:
+            logger.info("the limit of %s is not noted: %s", root.parent, error.strerror)
+            return True
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
         logger.warning(
@@ -105,5 +118,14 @@ def _join(root: Path, limit_bytes: int) -> bool:
     return True
 
 
+def _clear_beginnings(directory: Path) -> None:
+    """Remove what processes that were killed, or met a full disk, had begun to write long ago."""
+    for path in directory.glob(".*.json.*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.lstat().st_mtime > BEGUN_S:
+                path.unlink()
+
+
 def _write_root(root: Path, limit_bytes: int) -> None:
-    write_json(root, {"format": FORMAT, "created_by": "egeria", "limit_bytes": limit_bytes})
+    content = {"format": ROOT_FORMAT, "created_by": "egeria", "limit_bytes": limit_bytes}
+    write_json(root, content)

@@ -22,7 +22,9 @@ from egeria_cache.store.files import GenerationFiles, GoneError
 from egeria_cache.store.fill import Batch, fill
 from egeria_cache.store.keys import SampleId, decode_key, encode_keys
 from egeria_cache.store.layout import CHECKSUM_BYTES, Head
+from egeria_cache.store.log import Spans
 from egeria_cache.store.records import open_record
+from egeria_cache.store.segment import Segment
 from egeria_cache.store.values import RecordError
 from egeria_cache.threads import compute_on_one_core
 
@@ -75,22 +77,18 @@ class BatchReader:
     ) -> Fetched:
         """Return the samples that are stored and intact; never raises for a bad record."""
         keys = encode_keys(ids, variant)
+        nothing = np.zeros(len(keys), np.bool_)
         try:
-            template = files.template
-            corrupt: list[tuple[bytes, str]] = []
-            if template is None:
-                template, corrupt = _find_template(files, keys)
-            if template is None:
-                _forget_absent(files, ids, variant, keys, range(len(keys)))
-                num_corrupt = self._forget(files, corrupt)
-                return Fetched(False, {}, np.zeros(len(keys), np.bool_), num_corrupt)
-            batch = Batch(*template, len(keys), pin_memory, np.zeros(len(keys), np.bool_))
-            with files.reading() as snapshot:
-                absent = fill(snapshot, keys, batch, self._spread)
-            if absent:
-                _forget_absent(files, ids, variant, keys, absent)
+            segment, spans = files.locate(ids, variant, keys)
         except GoneError:
-            return Fetched(False, {}, np.zeros(len(keys), np.bool_))
+            return Fetched(False, {}, nothing)
+        template = files.template
+        if template is None:
+            template, corrupt = _find_template(files, segment, spans, keys)
+            if template is None:
+                return Fetched(False, {}, nothing, self._forget(files, corrupt))
+        batch = Batch(*template, files.identity, len(keys), pin_memory, nothing)
+        fill(segment, spans, keys, batch, self._spread)
         fields = assemble(batch) if batch.columns else {}
         num_corrupt = self._forget(files, batch.corrupt)
         if not files.usable:  # became void while we were reading
@@ -127,7 +125,7 @@ class BatchReader:
 
     def _forget(self, files: GenerationFiles, corrupt: list[tuple[bytes, str]]) -> int:
         """Note the damaged records; return how many were not known to be."""
-        news = [(key, message) for key, message in corrupt if files.forget(key)]
+        news = [(key, message) for key, message in corrupt if files.index.deny(key)]
         for key, message in news:
             self._report(files, key, message)
         return len(news)
@@ -144,38 +142,21 @@ class BatchReader:
 
 
 def _find_template(
-    files: GenerationFiles, keys: Sequence[bytes]
+    files: GenerationFiles, segment: Segment, spans: Spans, keys: Sequence[bytes]
 ) -> tuple[tuple[Head, memoryview] | None, list[tuple[bytes, str]]]:
     """Return the head of the first intact record among the keys', and note it for later batches;
     without one, what is wrong with each.
     """
     corrupt = []
-    with files.reading() as snapshot:
-        for key in keys:
-            value = snapshot.get(key)
-            if value is None:
-                continue
-            try:
-                head = open_record(key, value).head
-            except RecordError as error:
-                corrupt.append((key, str(error)))
-                continue
-            files.template = head, memoryview(bytes(value[CHECKSUM_BYTES : head.num_bytes]))
-            return files.template, []
+    for key, (place, size) in zip(keys, spans.tolist(), strict=True):
+        if not size:
+            continue
+        try:
+            value = segment.record(place, size)
+            head = open_record(key, value, files.identity).head
+        except (RecordError, OSError) as error:
+            corrupt.append((key, str(error)))
+            continue
+        files.template = head, memoryview(bytes(value[CHECKSUM_BYTES : head.num_bytes]))
+        return files.template, []
     return None, corrupt
-
-
-def _forget_absent(
-    files: GenerationFiles,
-    ids: Sequence[SampleId],
-    variant: int,
-    keys: Sequence[bytes],
-    absent: Sequence[int],
-) -> None:
-    """Correct the index where it takes a sample that is not there for one that is stored."""
-    claimed = files.contains([ids[row] for row in absent], variant)
-    if claimed.any():
-        with files.reading() as snapshot:  # anew: it may have been stored meanwhile
-            for row in itertools.compress(absent, claimed.tolist()):
-                if snapshot.get(keys[row]) is None:
-                    files.forget(keys[row])

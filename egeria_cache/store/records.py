@@ -59,6 +59,7 @@ def encode_rows(
     coder: Coder,
     storage: Storage = None,
     error: LossyError | None = None,
+    identity: int = 0,
 ) -> Encoded:
     """Return (key, record) of the picked rows.
 
@@ -70,26 +71,14 @@ def encode_rows(
         coder: This thread's own.
         storage: Lossy number format for the floating-point tensors.
         error: What the lossy format changes is added here.
+        identity: Of the generation; part of the checksums.
 
     Raises:
         TypeError: A value of a type that no record holds.
     """
-    if storage is not None:
-        return _encode_each(keys, picked, rows, codec, coder, storage, error)
-    if codec is Codec.RAW and all(isinstance(value, Tensor) for value in rows.fields.values()):
-        return _encode_raw(keys, picked, rows)
-    return _encode_each(keys, picked, rows, codec, coder, None, None)
-
-
-def _encode_each(
-    keys: Sequence[bytes],
-    picked: Sequence[int],
-    rows: Rows,
-    codec: Codec,
-    coder: Coder,
-    storage: Storage,
-    error: LossyError | None,
-) -> Encoded:
+    tensors = all(isinstance(value, Tensor) for value in rows.fields.values())
+    if storage is None and codec is Codec.RAW and tensors:
+        return _encode_raw(keys, picked, rows, identity)
     columns = [_column(name, value, storage, error) for name, value in rows.fields.items()]
     records: Encoded = []
     for row in picked:
@@ -104,13 +93,13 @@ def _encode_each(
             payload.append(stored)
         head = pack_head(Layout(rows.bare, tuple(fields)), lengths)
         body = b"".join(payload)
-        seed = payload_seed(xxhash.xxh3_64_intdigest(head), keys[row])
+        seed = payload_seed(xxhash.xxh3_64_intdigest(head), keys[row], identity)
         checksum = CHECKSUM.pack(xxhash.xxh3_64_intdigest(body, seed=seed))
         records.append((keys[row], b"".join((checksum, head, body))))
     return records
 
 
-def _encode_raw(keys: Sequence[bytes], picked: Sequence[int], rows: Rows) -> Encoded:
+def _encode_raw(keys: Sequence[bytes], picked: Sequence[int], rows: Rows, identity: int) -> Encoded:
     """All records at once, as the rows of one array."""
     fields, columns = [], []
     for name, value in rows.fields.items():
@@ -128,7 +117,7 @@ def _encode_raw(keys: Sequence[bytes], picked: Sequence[int], rows: Rows) -> Enc
         at += field.num_bytes
     head_seed, digest = xxhash.xxh3_64_intdigest(head), xxhash.xxh3_64_intdigest
     checksums = [
-        digest(block[position, start:].data, seed=payload_seed(head_seed, keys[row]))
+        digest(block[position, start:].data, seed=payload_seed(head_seed, keys[row], identity))
         for position, row in enumerate(picked)
     ]
     block[:, :CHECKSUM_BYTES] = np.array(checksums, "<u8")[:, None].view(np.uint8)
@@ -208,24 +197,28 @@ class Record:
         assert field.dtype is not None
         packed = torch.empty((1, field.num_bytes), dtype=torch.uint8)
         self.decode_field(position, coder, packed[0].numpy())
-        return unpack(packed, field.shape, field.dtype, field.storage)[0]
+        try:
+            return unpack(packed, field.shape, field.dtype, field.storage)[0]
+        except RuntimeError as error:  # a forged shape that no tensor can have
+            raise RecordError(str(error)) from None
 
 
-def open_record(key: bytes, value: Any) -> Record:
+def open_record(key: bytes, value: Any, identity: int = 0) -> Record:
     """Check a record against its own sizes and its checksum; decode nothing yet.
 
     Args:
         key: The key it was found under.
         value: Its bytes, any buffer.
+        identity: Of the generation.
 
     Raises:
-        RecordError: Damaged, cut short, of another version, or another sample's.
+        RecordError: Damaged, cut short, of another version, or of another sample or generation.
     """
     view = memoryview(value)
     head = parse_head(view)
     (expected,) = CHECKSUM.unpack_from(view)
     at = head.num_bytes
-    if xxhash.xxh3_64_intdigest(view[at:], payload_seed(head.seed, key)) != expected:
+    if xxhash.xxh3_64_intdigest(view[at:], payload_seed(head.seed, key, identity)) != expected:
         raise RecordError("the checksum does not match")
     payload = []
     for _, size in head.stored:

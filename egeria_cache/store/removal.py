@@ -23,7 +23,8 @@ def remove_generations(
         only_look: Change nothing, and say what would happen.
 
     Returns:
-        Per name what became of it: "removed", "would be removed", "in use, stays", "still there".
+        Per name what became of it: "removed", "would be removed", "in use, stays", "not ours,
+        stays".
 
     Raises:
         BudgetBusyError: Another process holds the directory's lock.
@@ -39,8 +40,7 @@ def remove_generations(
             elif only_look:
                 outcome[name] = "would be removed"
             else:
-                remove_directory(path)
-                outcome[name] = "still there" if path.exists() else "removed"
+                outcome[name] = "removed" if remove_directory(path) else "not ours, stays"
         if not only_look:
             clear_graves(directory)
     return outcome

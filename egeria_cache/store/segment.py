@@ -1,9 +1,5 @@
 """The file that holds a generation's records, one behind the other; only ever appended to.
 
-LMDB keeps where each record lies. As LMDB's own values they would fill whole pages: a ninth page
-for the 72 bytes that 32 KiB of activation exceed eight by, and half a page lost on each compressed
-one; measured 13 to 25 % of the bytes on disk.
-
 Nothing is mapped: touching a mapping where the disk cannot read, or where the file was cut short,
 is a signal that kills the process; a read that fails is an exception. To where it is wanted, it is
 about as fast.
@@ -11,11 +7,16 @@ about as fast.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import os
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from egeria_cache.store.own import open_own, same_file
 
 __all__ = ["SEGMENT_NAME", "Segment"]
 
@@ -30,20 +31,23 @@ class Segment:
 
     def __init__(self, path: Path, *, readonly: bool) -> None:
         flags = os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT
-        self._descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        self._descriptor = open_own(path, flags)
+        weakref.finalize(self, os.close, self._descriptor)
+        self.read = functools.partial(os.preadv, self._descriptor)
+        """Fills buffers, one behind the other, from a place; returns how many bytes there were."""
 
     @property
     def size(self) -> int:
         """Bytes of the file."""
         return os.fstat(self._descriptor).st_size
 
-    def read(self, buffers: Sequence[Any], place: int) -> int:
-        """Fill the buffers, one behind the other; return how many bytes there were: fewer where
-        the file ends before, none where the disk cannot read, which `record` explains.
+    def try_read(self, buffer: Any, place: int) -> int:
+        """Fill the buffer; return how many bytes there were: none where the disk cannot read, which
+        `record` explains.
         """
         try:
-            return os.preadv(self._descriptor, buffers, place)
-        except (OSError, OverflowError):  # of a damaged place
+            return self.read((buffer,), place)
+        except OSError:
             return 0
 
     def record(self, place: int, size: int) -> memoryview:
@@ -78,16 +82,19 @@ class Segment:
             pieces.append(buffer)
             at += gap + len(buffer)
         remaining, at = iter(pieces), end
-        while some := list(itertools.islice(remaining, _PER_CALL)):
-            at += self._write_all(some, at)
-        os.fdatasync(self._descriptor)
+        try:
+            while some := list(itertools.islice(remaining, _PER_CALL)):
+                at += self._write_all(some, at)
+            os.fdatasync(self._descriptor)
+        except OSError:
+            with contextlib.suppress(OSError):  # what was written in vain takes no space
+                os.ftruncate(self._descriptor, end)
+            raise
         return offsets
 
-    def close(self) -> None:
-        """Close the file; nobody may be reading."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+    def is_at(self, directory: Path) -> bool:
+        """Tell whether this very file still lies in its place."""
+        return same_file(self._descriptor, directory / SEGMENT_NAME)
 
     def _write_all(self, buffers: Sequence[Any], at: int) -> int:
         """Write despite short writes; return how many bytes."""

@@ -24,8 +24,8 @@ from torch import Tensor
 from egeria_cache.config import PAGE_BYTES, StoreConfig, parse_size
 from egeria_cache.errors import StoreError
 from egeria_cache.store.budget import Budget, BudgetBusyError, generation_directories
-from egeria_cache.store.claims import BeingRemovedError, in_use_elsewhere, remove_directory
-from egeria_cache.store.files import AbsentFiles, GenerationFiles, is_unfinished
+from egeria_cache.store.claims import BeingRemovedError, set_aside
+from egeria_cache.store.files import GenerationFiles, is_unfinished
 from egeria_cache.store.generation import Generation
 from egeria_cache.store.keys import SampleId
 from egeria_cache.store.manifest import (
@@ -35,6 +35,7 @@ from egeria_cache.store.manifest import (
     differing_fields,
     generation_name,
 )
+from egeria_cache.store.own import check_own
 from egeria_cache.store.place import claim_directory
 from egeria_cache.store.reader import BatchReader
 from egeria_cache.store.values import Value
@@ -45,8 +46,8 @@ __all__ = ["ActivationStore", "Generation", "StoreStats"]
 logger = logging.getLogger("egeria_cache.store")
 
 REMOVAL_WAIT_S = 10.0
-EMPTY_GENERATION_BYTES = 256 * 1024
-"""More than a new generation takes before its first record: LMDB's pages, the hole behind them."""
+EMPTY_GENERATION_BYTES = 2 * PAGE_BYTES
+"""What a new generation takes before its first record, but for its manifest."""
 ALONE = {"use": "alone"}
 """Fields of the generation behind the store's own put_batch and get_batch."""
 
@@ -136,8 +137,10 @@ class ActivationStore:
         self._reader = BatchReader(config.num_threads)
         self._writer = Writer(queue_batches=config.queue_batches, queue_bytes=config.queue_bytes)
         self._closed = False
-        # At interpreter exit the queue is still written, even if nobody called close().
-        self._finalizer = weakref.finalize(self, _shut_down, self._writer, self._reader)
+        # Dropped without close(), or at the interpreter's exit: the queue is still written.
+        self._finalizer = weakref.finalize(
+            self, _shut_down, self._writer, self._reader, self._generations, os.getpid()
+        )
 
     # -- generations ------------------------------------------------------------------------
 
@@ -196,14 +199,13 @@ class ActivationStore:
             return self._open_readonly(directory, fields)
         with self._budget.locked():
             try:
-                return self._open_files(directory, fields)
+                opened = self._open_files(directory, fields)
             except DamagedError as damage:
-                if in_use_elsewhere(directory):
-                    raise
-                # It is only a cache: what cannot be opened is removed and filled again.
-                logger.warning("%s; it is removed and filled again", damage)
-                remove_directory(directory)
-                return self._open_files(directory, fields)
+                # It is only a cache: what is damaged is filled again, beside what is left of it.
+                logger.warning("%s; it is set aside as %s", damage, set_aside(directory).name)
+                opened = self._open_files(directory, fields)
+            self._budget.make_room(0)  # the limit may be lower than it was
+            return opened
 
     def _make(self, manifest: Manifest, files: GenerationFiles, num_expected: int) -> Generation:
         return Generation(
@@ -220,38 +222,40 @@ class ActivationStore:
     def _open_files(
         self, directory: Path, fields: Mapping[str, Any]
     ) -> tuple[Manifest, GenerationFiles]:
-        if not is_unfinished(directory):
-            try:
-                manifest = Manifest.read(directory)
-            except StoreError:
-                if is_unfinished(directory):
-                    raise BeingRemovedError(str(directory)) from None
-                raise
-            if manifest.fields != fields:
-                raise DamagedError(f"{directory} holds other fields than its name says")
-        else:
+        if is_unfinished(directory):
             self._log_nearest(directory.name, fields)
-            if self._budget.make_room(EMPTY_GENERATION_BYTES) < EMPTY_GENERATION_BYTES:
+            manifest = Manifest.new(fields)
+            needed = EMPTY_GENERATION_BYTES + -(-manifest.num_bytes() // PAGE_BYTES) * PAGE_BYTES
+            if self._budget.make_room(needed) < needed:
                 why = f"the limit of {self.config.limit_bytes} bytes has no room for another one"
                 logger.warning("%s is not made, nothing is stored in it: %s", directory.name, why)
-                return Manifest.new(fields), AbsentFiles(directory, why)
+                return manifest, GenerationFiles(directory, absent=why)
             directory.mkdir(mode=0o700, exist_ok=True)
-            manifest = Manifest.new(fields)
             try:
                 manifest.write(directory)
             except FileNotFoundError:
                 raise BeingRemovedError(str(directory)) from None
-        map_bytes = max(self.config.limit_bytes, 16 * PAGE_BYTES)
-        return manifest, GenerationFiles.acquire(directory, map_bytes=map_bytes)
+        else:
+            manifest = self._read_manifest(directory, fields)
+        return manifest, GenerationFiles.open(directory)
+
+    def _read_manifest(self, directory: Path, fields: Mapping[str, Any]) -> Manifest:
+        check_own(directory)
+        manifest = Manifest.read(directory)
+        if manifest.fields != fields:
+            raise DamagedError(f"{directory} holds other fields than its name says")
+        return manifest
 
     def _open_readonly(
         self, directory: Path, fields: Mapping[str, Any]
     ) -> tuple[Manifest, GenerationFiles]:
         if is_unfinished(directory):
             self._log_nearest(directory.name, fields)
-            return Manifest.new(fields), AbsentFiles(directory, "the directory is read-only")
-        return Manifest.read(directory), GenerationFiles.acquire(
-            directory, map_bytes=0, readonly=True
+            return Manifest.new(fields), GenerationFiles(
+                directory, absent="the directory is read-only"
+            )
+        return self._read_manifest(directory, fields), GenerationFiles.open(
+            directory, readonly=True
         )
 
     def _log_nearest(self, name: str, fields: Mapping[str, Any]) -> None:
@@ -260,7 +264,7 @@ class ActivationStore:
         for path in generation_directories(self.config.directory):
             try:
                 other = Manifest.read(path)
-            except StoreError:
+            except (StoreError, RecursionError):
                 continue
             others.append((differing_fields(fields, other.fields), -other.created, other.name))
         if not others:
@@ -328,14 +332,13 @@ class ActivationStore:
         )
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Write what is queued, stop the threads, release the generations. May be called twice."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+        """Write what is queued, stop the threads, release the generations. May be called twice, and
+        again after it was interrupted.
+        """
+        self._closed = True
         self._writer.close(timeout_s)
         self._reader.close()
-        for generation in self._generations.values():
+        for generation in list(self._generations.values()):
             generation.release()
         self._finalizer.detach()
 
@@ -358,6 +361,12 @@ class ActivationStore:
         self._start()
 
 
-def _shut_down(writer: Writer, reader: BatchReader) -> None:
+def _shut_down(
+    writer: Writer, reader: BatchReader, generations: Mapping[str, Generation], process: int
+) -> None:
+    if os.getpid() != process:  # a forked child has none of the threads
+        return
     writer.close(10.0)
     reader.close()
+    for generation in list(generations.values()):
+        generation.release()

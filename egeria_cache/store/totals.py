@@ -6,49 +6,41 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any
 
-import xxhash
-
+from egeria_cache.store.codecs.codec import Codec
 from egeria_cache.store.codecs.lossy import LossyError
 
-__all__ = ["TOTALS_KEY", "Totals"]
+__all__ = ["TOTALS_BYTES", "Totals"]
 
-TOTALS_KEY = b"\x00totals"
-_TOTALS = struct.Struct("<QQQddd")
+_TOTALS = struct.Struct("<QQQdddQ")
+TOTALS_BYTES = _TOTALS.size
+_NO_CODEC = 255
 
 
 @dataclass(slots=True)
 class Totals:
-    """Written in the same transaction as the records they count."""
+    """Written in the same commit as the records they count."""
 
-    end: int | None = 0
-    """Where the next record goes; None if that is not known, and the whole file is in use."""
+    end: int = 0
+    """Where the next record goes."""
     raw_bytes: int = 0
     """Decoded."""
     stored_bytes: int = 0
     """Encoded, with headers."""
     error: LossyError = field(default_factory=LossyError)
     """What lossy storage changed."""
+    codec: Codec | None = None
+    """What records were last written with; each field of each record names its own."""
 
     @classmethod
     def parse(cls, stored: Any) -> Totals:
-        """Read them back; zeros if there are none, or they are damaged."""
-        if stored is None:
-            return cls()
-        content, check = bytes(stored[:-8]), bytes(stored[-8:])
-        if len(content) != _TOTALS.size or xxhash.xxh3_64_digest(content) != check:
-            return cls(end=None)
-        end, raw_bytes, stored_bytes, *error = _TOTALS.unpack(content)
-        return cls(end, raw_bytes, stored_bytes, LossyError(*error))
+        """Undo `pack`."""
+        end, raw_bytes, stored_bytes, *error, code = _TOTALS.unpack(stored)
+        codec = Codec(code) if code in Codec._value2member_map_ else None
+        return cls(end, raw_bytes, stored_bytes, LossyError(*error), codec)
 
     def pack(self) -> bytes:
-        """Undo `parse`."""
-        error = self.error
-        content = _TOTALS.pack(
-            self.end or 0,
-            self.raw_bytes,
-            self.stored_bytes,
-            error.squared_error,
-            error.squared_value,
-            error.largest,
-        )
-        return content + xxhash.xxh3_64_digest(content)
+        """Return the bytes of a commit's head."""
+        error, codec = self.error, self.codec
+        changed = error.squared_error, error.squared_value, error.largest
+        code = _NO_CODEC if codec is None else codec
+        return _TOTALS.pack(self.end, self.raw_bytes, self.stored_bytes, *changed, code)

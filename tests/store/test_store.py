@@ -120,9 +120,9 @@ def test_membership_is_answered_without_touching_the_disk(store, directory, monk
     store.flush(FLUSH_S)
 
     def fail(self):
-        raise AssertionError("LMDB was entered")
+        raise AssertionError("the files were asked")
 
-    monkeypatch.setattr(GenerationFiles, "_inside", fail)
+    monkeypatch.setattr(GenerationFiles, "_opened", fail)
     assert generation.contains([*ids, 2, "c"]).tolist() == [True] * 5 + [False] * 2
 
 
