@@ -129,9 +129,9 @@ class ActivationCache:
         self._store.flush(timeout_s=timeout_s)
 
     def close(self) -> None:
-        """Give the model its own forward back, stop all threads, close the store. Idempotent."""
-        if self._status.is_closed:
-            return
+        """Give the model its own forward back, stop all threads, close the store. May be called
+        again, also to finish what was interrupted.
+        """
         self._status.is_closed = True
         self._engine.detach()
         self._views.clear()

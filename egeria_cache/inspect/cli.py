@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
 import math
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -24,7 +26,7 @@ from rich.text import Text
 from egeria_cache.config import parse_size
 from egeria_cache.errors import StoreError
 from egeria_cache.inspect.plan_command import plan
-from egeria_cache.inspect.words import age, print_json, size
+from egeria_cache.inspect.words import age, plain, print_json, size
 from egeria_cache.store import (
     BudgetBusyError,
     CacheReport,
@@ -47,6 +49,9 @@ HEALTHY, DAMAGED, BAD_ARGUMENTS = 0, 1, 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):  # a path may hold bytes that are no text
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         if arguments[:1] == ["plan"]:  # there is no cache yet; one of that name is ./plan
             return plan(arguments[1:])
@@ -58,11 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return HEALTHY
     except SystemExit as stop:  # argparse has printed help (0) or the mistake (2)
         return int(stop.code or 0)
-    except DamagedError as error:
-        print(f"cache-inspect: {error}", file=sys.stderr)
+    except (DamagedError, RecursionError) as error:
+        print(f"cache-inspect: {plain(error)}", file=sys.stderr)
         return DAMAGED
     except (StoreError, ValueError, OSError, BudgetBusyError) as error:
-        print(f"cache-inspect: {error}", file=sys.stderr)
+        print(f"cache-inspect: {plain(error)}", file=sys.stderr)
         return BAD_ARGUMENTS
 
 
@@ -97,10 +102,14 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("generation", metavar="GEN")
     diff.add_argument("other", metavar="GEN")
     prune = command("prune", _prune, "remove unused generations; only shows them without --yes")
-    prune.add_argument("--older-than", metavar="DAYS", type=float, help="last used before then")
+    prune.add_argument("--older-than", metavar="DAYS", type=_days, help="last used before then")
     prune.add_argument("--to-size", metavar="SIZE", help="oldest use first, until it fits ('50GB')")
     prune.add_argument("--unused", action="store_true", help="all that no live process holds")
-    prune.add_argument("--damaged", action="store_true", help="those that cannot be opened")
+    prune.add_argument(
+        "--damaged",
+        action="store_true",
+        help="those that were set aside, or are known to be damaged",
+    )
     prune.add_argument("--yes", action="store_true", help="remove them")
     clear = command("clear", _clear, "remove all generations; only shows them without --yes")
     clear.add_argument("--yes", action="store_true", help="remove them")
@@ -120,16 +129,16 @@ def _list(options: argparse.Namespace, report: CacheReport) -> int:
             column.justify = "right"
         for one in report.generations:
             table.add_row(
-                one.name,
-                Text(one.boundary or "-"),
+                Text(plain(one.name)),
+                Text(plain(one.boundary or "-")),
                 f"{one.num_samples:,}",
                 size(one.bytes_on_disk),
                 "-" if one.ratio is None else f"{one.ratio:.2f}",
-                Text(f"damaged: {one.damage}", "red") if one.damage else Text(one.codec or "-"),
+                _state(one),
                 age(one.created),
                 "now" if one.in_use else age(one.last_used) + " ago",
             )
-        console = Console()
+        console = Console(emoji=False)
         if report.generations:
             console.print(table)
         limit = report.limit_bytes
@@ -155,10 +164,12 @@ def _show(options: argparse.Namespace, report: CacheReport) -> int:
             }
         )
         return DAMAGED if "damaged" in inside.codecs else HEALTHY
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     sizes = f"{size(one.bytes_on_disk)} on disk, {size(one.raw_bytes)} decoded"
     ratio = "" if one.ratio is None else f", ratio {one.ratio:.2f}"
-    console.print(f"[bold]{one.name}[/]  {one.num_samples:,} records, {sizes}{ratio}")
+    console.print(
+        f"[bold]{escape(plain(one.name))}[/]  {one.num_samples:,} records, {sizes}{ratio}"
+    )
     console.print(f"created {age(one.created)} ago, in use: {'yes' if one.in_use else 'no'}")
     if one.lossy_error:
         console.print(f"lossy: relative error {one.lossy_error:.2e} (root mean square)")
@@ -170,7 +181,7 @@ def _show(options: argparse.Namespace, report: CacheReport) -> int:
     ):
         console.print(f"[bold]{title}[/]")
         for name, text in pairs.items():
-            console.print(f"  {name}: {text:.100}", markup=False)
+            console.print(f"  {plain(name)}: {plain(text):.100}", markup=False)
     console.print("[bold]sizes of records[/]")
     most = max((count for *_, count in inside.histogram), default=1)
     for low, high, count in inside.histogram:
@@ -210,7 +221,7 @@ def _verify(options: argparse.Namespace, report: CacheReport) -> int:
         print_json({"healthy": not damage, "records": records, "damage": found})
     else:
         for each in damage:
-            print(f"{each.generation}: sample {each.sample}: {each.reason}")
+            print(plain(f"{each.generation}: sample {each.sample}: {each.reason}"))
         verdict = f"{len(damage)} damaged" if damage else "all intact"
         print(f"{records:,} records in {len(chosen)} generations: {verdict}")
     return DAMAGED if damage else HEALTHY
@@ -228,11 +239,11 @@ def _diff(options: argparse.Namespace, report: CacheReport) -> int:
     if not differing:
         print("the same fields")
         return HEALTHY
-    table = Table("field", *names, box=None, header_style="bold")
+    table = Table("field", *map(plain, names), box=None, header_style="bold")
     for field, pair in differing.items():
         # As Text: in markup, "[true]" would be a style.
-        table.add_row(Text(field), *(Text(json.dumps(value)) for value in pair))
-    Console().print(table)
+        table.add_row(Text(plain(field)), *(Text(json.dumps(value)) for value in pair))
+    Console(emoji=False).print(table)
     return HEALTHY
 
 
@@ -248,9 +259,10 @@ def _prune(options: argparse.Namespace, report: CacheReport) -> int:
         before = time.time() - 86_400 * options.older_than
         doomed += [one for one in unused if one.last_used < before and one not in doomed]
     if options.to_size is not None:
+        most = parse_size(options.to_size)
         left = report.bytes_on_disk - sum(one.bytes_on_disk for one in doomed)
         for one in unused:
-            if left > parse_size(options.to_size) and one not in doomed:
+            if left > most and one not in doomed:
                 doomed.append(one)
                 left -= one.bytes_on_disk
     return _remove(options, report, doomed)
@@ -273,10 +285,17 @@ def _remove(
         )
         return HEALTHY
     for name, text in outcome.items():
-        print(f"{name}  {size(sizes[name]):>9}  {text}")
+        print(f"{plain(name)}  {size(sizes[name]):>9}  {text}")
     freed = sum(sizes[name] for name, text in outcome.items() if text.endswith("removed"))
     print(f"{size(freed)} {'freed' if options.yes else 'would be freed; add --yes to do it'}")
     return HEALTHY
+
+
+def _days(text: str) -> float:
+    days = float(text)
+    if not 0 <= days < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of days")
+    return days
 
 
 # -- words -----------------------------------------------------------------------------------
@@ -293,8 +312,10 @@ def _as_json(report: CacheReport) -> dict[str, Any]:
 
 
 def _generation_json(one: GenerationReport) -> dict[str, Any]:
-    known = {
-        name: None if isinstance(value, float) and math.isnan(value) else value
-        for name, value in dataclasses.asdict(one).items()
-    }
-    return {**known, "ratio": one.ratio}
+    return {**dataclasses.asdict(one), "ratio": one.ratio}
+
+
+def _state(one: GenerationReport) -> Text:
+    if one.damage:
+        return Text(plain(f"damaged: {one.damage}"), "red")
+    return Text(plain(one.note or one.codec or "-"))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["age", "duration", "print_json", "share", "size"]
+__all__ = ["age", "duration", "plain", "print_json", "share", "size"]
 
 
 def size(num_bytes: float) -> str:
@@ -21,7 +22,7 @@ def size(num_bytes: float) -> str:
 
 def duration(seconds: float) -> str:
     """Return whole units of the largest that fits; "?" for what is no time."""
-    if not seconds >= 0:
+    if not 0 <= seconds < math.inf:
         return "?"
     for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= length:
@@ -39,6 +40,21 @@ def share(part: float) -> str:
     return "-" if math.isnan(part) else f"{100 * part:.0f} %"
 
 
+def plain(text: object) -> str:
+    """Return a text without what a terminal would obey: of a damaged file, anything may come."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in str(text))
+
+
 def print_json(content: Any) -> None:
-    """Write JSON to the standard output."""
-    print(json.dumps(content, indent=2))
+    """Write JSON to the standard output; a number that JSON has no word for is null."""
+    print(json.dumps(_finite(content), indent=2, allow_nan=False))
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, Mapping):
+        return {str(name): _finite(value) for name, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    if isinstance(content, float) and not math.isfinite(content):
+        return None
+    return content

@@ -8,15 +8,17 @@ cannot keep the module from running).
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
+import torch
 from torch import nn
 
-__all__ = ["CallRecord", "Handler", "Recorder", "intercept", "is_compiled"]
+__all__ = ["CallRecord", "Handler", "Recorder", "healing", "intercept", "is_compiled"]
 
 Handler = Callable[..., Any]
 """handler(module, original, *args, **kwargs) -> the module's output"""
@@ -35,8 +37,9 @@ def is_compiled(module: nn.Module) -> bool:
 @contextmanager
 def intercept(modules: Iterable[nn.Module], handler: Handler) -> Iterator[None]:
     """Route this thread's calls of `modules` through `handler` until the block ends."""
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    replaced: _Replaced = []
     try:
+        _active().append(replaced)
         for module in modules:
             own = module.__dict__
             key = "forward" if own.get("_compiled_call_impl") is None else "_compiled_call_impl"
@@ -46,11 +49,49 @@ def intercept(modules: Iterable[nn.Module], handler: Handler) -> Iterator[None]:
             own[key] = functools.partial(_route, get_ident(), handler, module, original)
         yield
     finally:
-        for own, key, before in reversed(replaced):
-            if before is _MISSING:
-                own.pop(key, None)
-            else:
-                own[key] = before
+        _put_back(replaced)
+
+
+@contextmanager
+def healing() -> Iterator[None]:
+    """Undo, if the block ends in an exception, what `intercept` left within it.
+
+    An interrupt (Ctrl-C) is raised between any two calls, also in the middle of a clean-up; who
+    then goes on in the same process would compute with modules that are still taken over.
+    """
+    active, grad = _active(), torch.is_grad_enabled()
+    depth = len(active)
+    try:
+        yield
+    except BaseException:
+        for replaced in reversed(active[depth:]):
+            _put_back(replaced)
+        torch.set_grad_enabled(grad)
+        raise
+
+
+_Replaced = list[tuple[dict[str, Any], str, Any]]
+_LOCAL = threading.local()
+
+
+def _active() -> list[_Replaced]:
+    """Return what the blocks that are running in this thread have replaced, outermost first."""
+    active: list[_Replaced] | None = getattr(_LOCAL, "active", None)
+    if active is None:
+        active = _LOCAL.active = []
+    return active
+
+
+def _put_back(replaced: _Replaced) -> None:
+    while replaced:
+        own, key, before = replaced[-1]
+        if before is _MISSING:
+            own.pop(key, None)
+        else:
+            own[key] = before
+        replaced.pop()
+    active = _active()
+    active[:] = [one for one in active if one is not replaced]
 
 
 def _route(

@@ -22,7 +22,7 @@ from egeria_cache.errors import BoundaryError
 from egeria_cache.skip import passes
 from egeria_cache.skip.address import address, prefix_tensors
 from egeria_cache.skip.attach import AttachedForward, inner_model
-from egeria_cache.skip.calls import is_compiled
+from egeria_cache.skip.calls import healing, is_compiled
 from egeria_cache.skip.code import reached
 from egeria_cache.skip.compare import difference, tolerance
 from egeria_cache.skip.content import ContentHash
@@ -146,19 +146,23 @@ class SkipEngine:
             # Nothing is frozen; or this is a call within a call, or of another thread.
             return self._forward(*unwrap(args), **unwrap(kwargs))
         try:
-            self._look()
-            # Shapes of tagged tensors are read often: not through their `__torch_function__`.
-            with torch._C.DisableTorchFunctionSubclass():
-                call = Invocation.of(args, kwargs)
-                key = () if call.why_not else call.key(self._free.get(call.spec, frozenset()))
-            if self.boundary is None or call.why_not is not None:
-                return self._uncached(call)
-            if self._dropout is None:
-                return self._cached(call, key)
-            with self._dropout.serving(call.batch):
-                return self._cached(call, (*key, self._dropout.key()))
+            with healing():
+                return self._called(args, kwargs)
         finally:
             self._turn.release()
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._look()
+        # Shapes of tagged tensors are read often: not through their `__torch_function__`.
+        with torch._C.DisableTorchFunctionSubclass():
+            call = Invocation.of(args, kwargs)
+            key = () if call.why_not else call.key(self._free.get(call.spec, frozenset()))
+        if self.boundary is None or call.why_not is not None:
+            return self._uncached(call)
+        if self._dropout is None:
+            return self._cached(call, key)
+        with self._dropout.serving(call.batch):
+            return self._cached(call, (*key, self._dropout.key()))
 
     def _uncached(self, call: Invocation) -> Any:
         """Compute a call that cannot be served; the prefix is in inference mode all the same."""
@@ -415,6 +419,7 @@ class SkipEngine:
     def detach(self) -> None:
         """Give the model its own forward back, and let the prefix go. Idempotent."""
         self.set_boundary(None)
+        self._held.release()  # what an interrupted call left
         if self._attached is not None:
             self._attached.detach()
 

@@ -61,18 +61,24 @@ class AroundForward(ForwardSlot):
         if torch.compiler.is_compiling() or not self.boundaries or not self.module.training:
             return self.__wrapped__(*args, **kwargs)
         frames = _frames()
+        frames[:] = [frame for frame in frames if frame.is_running]  # an interrupted one is not
         watched = {i for frame in frames for i in frame.watched}
         own = {id(b): b for b in self.boundaries}
         unwatched = {i: b for i, b in own.items() if i not in watched}
         frame = _Frame(self.module, set(own), frozenset(unwatched))
-        frames.append(frame)
-        self.module.training = False
+        flags = self.module.__dict__
         try:
+            frames.append(frame)
+            flags["training"] = False
             with intercept(unwatched.values(), _leave) if unwatched else nullcontext():
                 return self.__wrapped__(*args, **kwargs)
         finally:
+            # No call before the flag is back: an interrupt is raised at calls.
+            frame.is_running = False
+            if frame.is_held:
+                frame.is_held = False
+                flags["training"] = True
             frames.remove(frame)
-            frame.restore()
 
 
 class _Frame:
@@ -84,12 +90,12 @@ class _Frame:
         """Ids of the boundaries that have not returned yet."""
         self.watched = watched
         """Ids of the boundaries whose calls come to us because of this frame."""
-        self._is_held = True
+        self.is_running = self.is_held = True
 
     def restore(self) -> None:
-        if self._is_held:
-            self._is_held = False
-            self.module.training = True
+        if self.is_held:
+            self.is_held = False
+            self.module.__dict__["training"] = True
 
 
 _LOCAL = threading.local()

@@ -132,14 +132,13 @@ class FrozenPrefix:
     def release(self) -> None:
         """Let every module go; may be called twice."""
         self._let_go_around()
-        modules, self._modules = self._modules, {}
-        for module in modules.values():
+        for key, module in list(self._modules.items()):
             held = _held(module)
-            if held is None:  # thawed meanwhile
-                continue
-            held.num_holders -= 1
-            if held.num_holders == 0:
-                held.let_go()
+            if held is not None:  # else thawed meanwhile
+                held.num_holders -= 1
+                if held.num_holders <= 0:
+                    held.let_go()
+            del self._modules[key]  # one by one: what is interrupted is finished by the next call
 
     @staticmethod
     def thaw(model: nn.Module) -> None:

@@ -161,8 +161,9 @@ def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> It
     """
     coder, done = Coder(), 0
     try:
-        if Manifest.read(path).is_old or is_unfinished(path):
+        if is_unfinished(path):
             return
+        Manifest.read(path)
         files = GenerationFiles.open(path, inspecting=True)
         total = files.num_samples()  # at first: a live run adds to them
         for key, value in files.records():
@@ -193,7 +194,7 @@ def contents(path: Path) -> Contents:
     codecs: collections.Counter[str] = collections.Counter()
     variants: collections.Counter[int] = collections.Counter()
     sizes: collections.Counter[int] = collections.Counter()
-    if Manifest.read(path).is_old or is_unfinished(path):
+    if is_unfinished(path):
         return Contents(shapes, {}, {}, ())
     files = GenerationFiles.open(path, inspecting=True)
     for key, value in files.records():
@@ -224,7 +225,7 @@ def _glance(path: Path) -> GenerationReport:
             files = GenerationFiles.open(path, inspecting=True)
             num_samples, totals = files.num_samples(), files.totals
     except DamagedError as error:
-        damage = damage or (str(error) if any(path.iterdir()) else None)
+        damage = damage or (None if is_unfinished(path) else str(error))
     except (StoreError, GoneError, OSError) as error:  # of now, or not ours
         note = str(error)
     boundary = manifest.fields.get("boundary") if manifest is not None else None

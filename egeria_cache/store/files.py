@@ -96,8 +96,10 @@ class GenerationFiles:
                 raise DamagedError(f"{directory}: its records are gone")
             if log.num_damaged and not len(files.index):
                 raise DamagedError(f"{directory}: its index is damaged")
-        except BaseException:
+        except BaseException as error:
             files.release()
+            if isinstance(error, FileNotFoundError) and files.readonly:
+                raise DamagedError(f"{error.filename} is missing") from None
             raise
         return files
 

@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +28,7 @@ from egeria_cache.config import PAGE_BYTES
 from egeria_cache.store.own import open_own, same_file
 from egeria_cache.store.totals import TOTALS_BYTES, Totals
 
-__all__ = ["LOG_NAME", "Commit", "Log", "Spans", "block_bytes"]
+__all__ = ["LOG_NAME", "Commit", "Log", "Spans", "block_bytes", "parse_commit"]
 
 LOG_NAME = "index.bin"
 MAGIC = b"EGIX"
@@ -111,7 +110,7 @@ class Log:
         window, at = _Window(self._descriptor, size), self.end
         while at + _ENTRIES <= size:
             block = window.part(at, _HEAD.unpack(window.part(at, _HEAD.size))[-1])
-            commit = self._parse(block, at)
+            commit = parse_commit(block, self._seed_at(at))
             if commit is None:
                 at = window.next_block(at)
                 continue
@@ -134,7 +133,7 @@ class Log:
         length = block_bytes(len(keys), sum(map(len, keys)))
         head = MAGIC + struct.pack("<III", len(keys), sum(map(len, keys)), length)
         block = (head + body).ljust(length - 8, b"\0")
-        block = struct.pack("<Q", self._checksum(block, self.end)) + block
+        block = struct.pack("<Q", xxhash.xxh3_64_intdigest(block, self._seed_at(self.end))) + block
         try:
             # What a process that was killed left behind the end was never visible.
             os.ftruncate(self._descriptor, self.end)
@@ -147,28 +146,34 @@ class Log:
             raise
         self.end = self._seen_bytes = self.end + length
 
-    def _checksum(self, content: Any, at: int) -> int:
-        return xxhash.xxh3_64_intdigest(content, (self._seed + at) % 2**64)
+    def _seed_at(self, at: int) -> int:
+        return (self._seed + at) % 2**64
 
-    def _parse(self, block: memoryview, at: int) -> Commit | None:
-        """Return the commit at this place; None if there is no intact one."""
-        if len(block) < _ENTRIES:
-            return None
-        checksum, magic, count, key_bytes, length = _HEAD.unpack_from(block)
-        if magic != MAGIC or length != len(block) or length != block_bytes(count, key_bytes):
-            return None
-        if self._checksum(block[8:], at) != checksum:
-            return None
-        lengths = _ENTRIES + 16 * count
-        keys = lengths + 2 * count
-        if (np.frombuffer(block[_ENTRIES:lengths], "<u8") > MAX_BYTES).any():
-            return None
-        return Commit(
-            np.frombuffer(block[lengths:keys], "<u2"),
-            bytes(block[keys : keys + key_bytes]),
-            np.frombuffer(block[_ENTRIES:lengths], "<u8").reshape(-1, 2),
-            Totals.parse(block[_HEAD.size : _ENTRIES]),
-        )
+
+def parse_commit(block: memoryview, seed: int) -> Commit | None:
+    """Return the commit in these bytes; None if it is not intact.
+
+    Args:
+        block: A block, as far as its own length can be believed.
+        seed: Of its checksum: the hash of the generation's name, and the block's place, added.
+    """
+    if len(block) < _ENTRIES:
+        return None
+    checksum, magic, count, key_bytes, length = _HEAD.unpack_from(block)
+    if magic != MAGIC or length != len(block) or length != block_bytes(count, key_bytes):
+        return None
+    if xxhash.xxh3_64_intdigest(block[8:], seed) != checksum:
+        return None
+    spans = np.frombuffer(block[_ENTRIES : _ENTRIES + 16 * count], "<u8").reshape(-1, 2)
+    lengths = _ENTRIES + 16 * count
+    keys = lengths + 2 * count
+    totals = Totals.parse(block[_HEAD.size : _ENTRIES])
+    if (spans > MAX_BYTES).any() or totals.end > MAX_BYTES:
+        return None
+    key_lengths = np.frombuffer(block[lengths:keys], "<u2")
+    if int(key_lengths.sum(dtype=np.int64)) != key_bytes:
+        return None
+    return Commit(key_lengths, bytes(block[keys : keys + key_bytes]), spans, totals)
 
 
 class _Window:

@@ -32,7 +32,7 @@ FLIPS_PER_CHILD = 25
 
 def truth(sample: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(sample)
-    size = 1500 if sample % 2 else 80  # in pages of their own, and inside a leaf
+    size = 1500 if sample % 2 else 80  # of several pages, and of a part of one
     act = torch.randn(size, generator=generator)
     return {"act": act.relu() if sample % 3 else act, "label": torch.tensor(sample)}
 
@@ -90,7 +90,7 @@ class Flip:
 
 
 def draw_flips(original: Path, num_flips: int, seed: int) -> list[Flip]:
-    """Half of the flips anywhere, half in the trees' pages and small files, which are few."""
+    """Half of the flips anywhere, half in the small files, which are few."""
     rng = random.Random(seed)
     files = [path for path in original.rglob("*") if path.is_file() and path.stat().st_size]
     weights = [path.stat().st_size for path in files]
@@ -98,8 +98,6 @@ def draw_flips(original: Path, num_flips: int, seed: int) -> list[Flip]:
     for number in range(num_flips):
         path = rng.choices(files, weights)[0] if number % 2 else rng.choice(files)
         at = rng.randrange(path.stat().st_size)
-        if number % 4 == 0 and path.name == "data.mdb":
-            at = at // 4096 * 4096 + rng.randrange(128)
         flips.append(Flip(path.relative_to(original), at, rng.randrange(8)))
     return flips
 

@@ -112,7 +112,7 @@ def test_verify_names_the_damaged_samples_and_exits_1(filled, capsys):
 
 
 def test_a_generation_that_cannot_be_opened_exits_1(filled, capsys):
-    next(filled.glob("gen-*/data.mdb")).write_bytes(b"not a database" * 1000)
+    next(filled.glob("gen-*/index.bin")).write_bytes(b"not an index." * 1000)
     code, report = ask_json(capsys, filled)
     assert code == 1
     assert not report["healthy"]
