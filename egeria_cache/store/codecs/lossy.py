@@ -35,7 +35,8 @@ class LossyError:
     @property
     def relative_rms(self) -> float:
         """Root mean square of the error over that of the values."""
-        return math.sqrt(self.squared_error / self.squared_value) if self.squared_value else 0.0
+        known = self.squared_error >= 0 < self.squared_value  # else nothing, or forged
+        return math.sqrt(self.squared_error / self.squared_value) if known else 0.0
 
     def join(self, other: LossyError) -> None:
         """Account for what another one has seen."""

@@ -1,0 +1,605 @@
+"""Damage, strangers, full disks: nothing intact is lost, nothing wrong served, nobody dies."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import os
+import random
+import resource
+import shutil
+import signal
+import stat
+import subprocess
+import threading
+import time
+
+import pytest
+import torch
+
+import egeria_cache.store.generation as generation_module
+import egeria_cache.store.segment as segment_module
+from egeria_cache.errors import StoreError
+from egeria_cache.store.budget import directory_bytes, generation_directories
+from egeria_cache.store.census import survey, verify
+from egeria_cache.store.claims import in_use_elsewhere, remove_directory
+from egeria_cache.store.log import Log
+from egeria_cache.store.manifest import write_json
+from egeria_cache.store.own import ForeignError
+from egeria_cache.store.store import ActivationStore
+
+FLUSH_S = 60
+FIELDS = ({"boundary": "a"}, {"boundary": "b"})
+COUNT = 24
+
+
+def truth(number, one):
+    seed = torch.Generator().manual_seed(1000 * number + one)
+    return torch.randn(40 + 30 * (one % 2), generator=seed)
+
+
+TRUTH = [[truth(number, one) for one in range(COUNT)] for number in range(2)]
+
+
+def fill(directory, limit="50MB"):
+    with ActivationStore(directory, limit, codec="raw") as store:
+        for fields, values in zip(FIELDS, TRUTH, strict=True):
+            generation = store.open_generation(fields)
+            for start in range(0, COUNT, 6):
+                ids = range(start, start + 6)
+                assert generation.put_batch(ids, {"x": values[start : start + 6]})
+                assert store.flush(FLUSH_S)
+
+
+def use(directory, limit="50MB"):
+    """Read both generations, store what is missing, read again; return the hits of both turns."""
+    hits = []
+    with ActivationStore(directory, limit, codec="raw") as store:
+        for fields, values in zip(FIELDS, TRUTH, strict=True):
+            generation = store.open_generation(fields)
+            for _ in range(2):
+                got, hit = generation.get_batch(range(COUNT))
+                for row in hit.nonzero()[0].tolist():
+                    assert torch.equal(got["x"][row], values[row])
+                hits.append(int(hit.sum()))
+                generation.put_batch(range(COUNT), {"x": values})
+                assert store.flush(FLUSH_S)
+    return hits
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("faults") / "cache"
+    fill(directory)
+    return directory
+
+
+def log_level_records(caplog, level=logging.WARNING):
+    return [one.getMessage() for one in caplog.records if one.levelno >= level]
+
+
+# -- damage ----------------------------------------------------------------------------------
+
+
+def mutate(rng, path):
+    """Change a file as bad memory, bad disks, and people do."""
+    content = bytearray(path.read_bytes())
+    kind = rng.choice(["bit", "byte", "zeros", "noise", "cut", "longer", "twice", "word"])
+    at = rng.randrange(len(content))
+    if kind == "bit":
+        content[at] ^= 1 << rng.randrange(8)
+    elif kind == "byte":
+        content[at] = rng.randrange(256)
+    elif kind == "zeros":
+        content[at : at + rng.choice([8, 64, 512, 4096])] = b""
+    elif kind == "noise":
+        size = min(rng.choice([8, 64, 512]), len(content) - at)
+        content[at : at + size] = rng.randbytes(size)
+    elif kind == "cut":
+        del content[at:]
+    elif kind == "longer":
+        content += rng.randbytes(rng.randrange(1, 5000))
+    elif kind == "twice":
+        content[at:at] = content[at : at + 8 * rng.randrange(1, 100)]
+    else:
+        word = rng.choice([0, 1, 2**31, 2**32 - 1, 2**56, 2**63, 2**64 - 1])
+        content[at // 8 * 8 : at // 8 * 8 + 8] = word.to_bytes(8, "little")
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("name", ["index.bin", "records.bin", "manifest.json"])
+@pytest.mark.parametrize("count", [25, pytest.param(5000, marks=pytest.mark.long)])
+@pytest.mark.timeout(7200)
+def test_a_mutated_file_kills_nobody_and_serves_nothing_wrong(original, tmp_path, name, count):
+    rng, copy = random.Random(f"{name} {count}"), tmp_path / "cache"
+    for _ in range(count):
+        shutil.copytree(original, copy)
+        mutate(rng, rng.choice(sorted(copy.glob(f"gen-*/{name}"))))
+        first, again, *_ = use(copy)
+        assert again >= first
+        assert directory_bytes(copy) <= 50_000_000
+        shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize("count", [30, pytest.param(5000, marks=pytest.mark.long)])
+@pytest.mark.timeout(7200)
+def test_files_exchanged_between_generations_serve_nothing_wrong(original, tmp_path, count):
+    rng, copy = random.Random(count), tmp_path / "cache"
+    for _ in range(count):
+        shutil.copytree(original, copy)
+        one, other = rng.sample(generation_directories(copy), 2)
+        for name in rng.sample(["index.bin", "records.bin", "manifest.json"], rng.randrange(1, 4)):
+            theirs = (other / name).read_bytes()
+            ours = bytearray((one / name).read_bytes())
+            at, end = (
+                sorted(rng.choices(range(len(ours) + 1), k=2)) if rng.random() < 0.5 else (0, None)
+            )
+            ours[at:end] = theirs[at:end]
+            (one / name).write_bytes(bytes(ours))
+        use(copy)
+        shutil.rmtree(copy)
+
+
+def test_another_generations_records_are_damaged_records_and_not_values(original, tmp_path):
+    copy = tmp_path / "cache"
+    shutil.copytree(original, copy)
+    one, other = generation_directories(copy)
+    shutil.copy(other / "records.bin", one / "records.bin")
+    assert len(list(verify(one))) == COUNT
+    assert not list(verify(other))
+    assert use(copy) in ([0, COUNT, COUNT, COUNT], [COUNT, COUNT, 0, COUNT])
+
+
+def test_a_damaged_part_of_the_index_hides_its_own_samples_and_no_others(original, tmp_path):
+    copy = tmp_path / "cache"
+    shutil.copytree(original, copy)
+    path = generation_directories(copy)[0]
+    content = bytearray((path / "index.bin").read_bytes())
+    content[len(content) // 3] ^= 4  # in the second of four commits
+    (path / "index.bin").write_bytes(bytes(content))
+    (damage,) = verify(path)
+    assert "index" in damage.reason
+    assert sorted(use(copy)) == [COUNT - 6, COUNT, COUNT, COUNT]
+
+
+def test_what_is_damaged_is_set_aside_counted_shown_and_not_deleted(original, tmp_path, caplog):
+    copy = tmp_path / "cache"
+    shutil.copytree(original, copy)
+    path = generation_directories(copy)[0]
+    (path / "manifest.json").write_text("{]")
+    before = (path / "records.bin").read_bytes()
+    assert sorted(use(copy)) == [0, COUNT, COUNT, COUNT]
+    (aside,) = copy.glob("damaged-*")
+    assert (aside / "records.bin").read_bytes() == before
+    assert len(log_level_records(caplog)) == 1
+    report = survey(copy)
+    assert not report.healthy
+    assert [one.name for one in report.generations if one.damage] == [aside.name]
+    assert report.bytes_on_disk >= directory_bytes(aside)
+
+
+def test_a_sector_that_cannot_be_read_is_one_damaged_record(
+    original, tmp_path, monkeypatch, caplog
+):
+    copy = tmp_path / "cache"
+    shutil.copytree(original, copy)
+    real = os.preadv
+
+    def preadv(descriptor, buffers, place):
+        if place == bad:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(descriptor, buffers, place)
+
+    bad = 0
+    with ActivationStore(copy) as store:
+        spans = store.open_generation(FIELDS[0])._files.index.locate(range(COUNT), 0)
+    bad = int(spans[5, 0])
+    monkeypatch.setattr(segment_module.os, "preadv", preadv)
+    with ActivationStore(copy) as store:
+        generation = store.open_generation(FIELDS[0])
+        for _ in range(2):
+            hit = generation.get_batch(range(COUNT))[1]
+            assert hit.tolist() == [one != 5 for one in range(COUNT)]
+        assert store.stats().corrupt == 1
+        path = copy / generation.name
+    with pytest.raises(OSError, match="Input/output"):
+        list(verify(path))
+
+
+def test_an_index_that_cannot_be_read_in_places_hides_only_those(original, tmp_path, monkeypatch):
+    copy = tmp_path / "cache"
+    shutil.copytree(original, copy)
+    real = os.pread
+
+    def pread(descriptor, size, place):
+        if place <= 4 < place + size:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(descriptor, size, place)
+
+    monkeypatch.setattr("egeria_cache.store.log.PAGE_BYTES", 8)
+    monkeypatch.setattr("egeria_cache.store.log.os.pread", pread)
+    with ActivationStore(copy) as store:
+        assert store.open_generation(FIELDS[0]).get_batch(range(COUNT))[1].sum() == COUNT - 6
+
+
+# -- what is no damage -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ENOMEM, errno.ENFILE])
+@pytest.mark.parametrize("name", ["index.bin", "records.bin", "manifest.json", "in-use"])
+def test_what_cannot_be_opened_for_a_moment_is_not_damaged(
+    original, tmp_path, monkeypatch, number, name
+):
+    copy, real = tmp_path / "cache", os.open
+    shutil.copytree(original, copy)
+
+    def refuse(path, *args, **kwargs):
+        if str(path).endswith(name):
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, *args, **kwargs)
+
+    with ActivationStore(copy) as store, monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse)
+        with pytest.raises(StoreError):
+            store.open_generation(FIELDS[0])
+        assert not any(one.damage for one in survey(copy).generations)
+        patched.undo()
+        assert store.open_generation(FIELDS[0]).get_batch(range(COUNT))[1].all()
+    assert not list(copy.glob("damaged-*"))
+
+
+def test_running_out_of_descriptors_loses_nothing(original, tmp_path):
+    copy = tmp_path / "cache"
+    shutil.copytree(original, copy)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ActivationStore(copy) as store:
+        spare = [os.open("/dev/null", os.O_RDONLY)]
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (spare[0] + 2, before[1]))
+            for _ in range(3):
+                with pytest.raises(StoreError):
+                    store.open_generation(FIELDS[0])
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            os.close(spare[0])
+        assert store.open_generation(FIELDS[0]).get_batch(range(COUNT))[1].all()
+
+
+@pytest.mark.parametrize("limit", ["500TB", 2**62])
+def test_a_limit_beyond_any_address_space_is_as_good_as_any(original, tmp_path, limit):
+    copy = tmp_path / "cache"
+    shutil.copytree(original, copy)
+    assert use(copy, limit) == [COUNT] * 4
+
+
+def test_statistics_and_sizes_never_raise(original, tmp_path, monkeypatch):
+    copy = tmp_path / "cache"
+    shutil.copytree(original, copy)
+
+    def refuse(*args):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with ActivationStore(copy) as store:
+        generation = store.open_generation(FIELDS[0])
+        monkeypatch.setattr(os, "scandir", refuse)
+        monkeypatch.setattr(Log, "size", property(refuse))
+        assert store.stats().num_samples == 0
+        assert generation.num_samples == 0
+
+
+# -- limits and disks ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(500, marks=pytest.mark.long)])
+@pytest.mark.timeout(3600)
+def test_a_nearly_full_disk_kills_nobody_and_loses_nothing(small_disk, count):
+    ballast = small_disk / "ballast"
+    for number in range(count):
+        pages_left, said = number % 40, "disk full"
+        with ActivationStore(small_disk / "cache", "50MB", codec="raw") as store:
+            store.open_generation(FIELDS[0]).put_batch(range(COUNT), {"x": TRUTH[0]})
+            assert store.flush(FLUSH_S)
+        with ballast.open("wb", buffering=0) as file:
+            free = shutil.disk_usage(small_disk).free // 4096
+            file.write(bytes(4096 * max(free - pages_left, 0)))
+        try:
+            with ActivationStore(small_disk / "cache", "40MB", codec="raw") as store:
+                generation = store.open_generation(FIELDS[0])
+                assert generation.get_batch(range(COUNT))[1].all()
+                other = store.open_generation(FIELDS[1])
+                other.put_batch(range(COUNT), {"x": TRUTH[1]})
+                assert store.flush(FLUSH_S)
+                got, hit = other.get_batch(range(COUNT))
+                for row in hit.nonzero()[0].tolist():
+                    assert torch.equal(got["x"][row], TRUTH[1][row])
+        except StoreError as error:
+            said = str(error)
+        assert "disk full" in said
+        ballast.unlink()
+        assert not list((small_disk / "cache").glob("damaged-*"))
+        shutil.rmtree(small_disk / "cache")
+
+
+def test_space_that_is_freed_is_used_again(small_disk, monkeypatch):
+    monkeypatch.setattr(generation_module, "RETRY_S", 0.0)
+    with ActivationStore(small_disk / "cache", "50MB", codec="raw") as store:
+        store.put_batch([0], torch.zeros(1, 100))
+        assert store.flush(FLUSH_S)
+        with (small_disk / "ballast").open("wb", buffering=0) as file:
+            file.write(bytes(shutil.disk_usage(small_disk).free))
+        store.put_batch([1], torch.zeros(1, 20_000))
+        assert store.flush(FLUSH_S)
+        assert store.contains([0, 1]).tolist() == [True, False]
+        (small_disk / "ballast").unlink()
+        assert store.put_batch([1], torch.ones(1, 20_000))
+        assert store.flush(FLUSH_S)
+        assert store.contains([0, 1]).all()
+
+
+def test_an_existing_cache_opens_on_a_full_disk_with_another_limit(original, tmp_path, monkeypatch):
+    copy = tmp_path / "cache"
+    shutil.copytree(original, copy)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("egeria_cache.store.place.write_json", full)
+    assert use(copy, "60MB") == [COUNT] * 4
+
+
+def test_a_lowered_limit_is_applied_when_a_generation_is_opened(tmp_path):
+    directory = tmp_path / "cache"
+    with ActivationStore(directory, "10MB", codec="raw") as store:
+        for fields in FIELDS:
+            store.open_generation(fields).put_batch(range(20), torch.zeros(20, 5000))
+            assert store.flush(FLUSH_S)
+    with ActivationStore(directory, "500kB", codec="raw") as store:
+        kept = store.open_generation(FIELDS[1])
+        assert kept.num_samples == 20
+        assert [path.name for path in generation_directories(directory)] == [kept.name]
+        assert store.stats().bytes_on_disk <= 500_000
+
+
+@pytest.mark.parametrize("limit", [40_000, 300_000, 700_000])
+def test_large_fields_are_within_the_limit(tmp_path, limit):
+    with ActivationStore(tmp_path / "cache", limit, codec="raw") as store:
+        generation = store.open_generation({"text": "x" * 300_000})
+        generation.put_batch(range(4), torch.zeros(4, 1000))
+        assert store.flush(FLUSH_S)
+        assert directory_bytes(tmp_path / "cache") <= limit
+
+
+# -- leaks -----------------------------------------------------------------------------------
+
+
+def num_descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_hundred_stores_dropped_without_close_leave_nothing(tmp_path):
+    gc.collect()
+    before = num_descriptors(), threading.active_count()
+    for number in range(100):
+        store = ActivationStore(tmp_path / f"cache-{number % 5}", codec="raw")
+        store.put_batch([number], torch.zeros(1, 10))
+        del store
+    gc.collect()
+    assert (num_descriptors(), threading.active_count()) == before
+    for path in tmp_path.glob("cache-*/gen-*"):
+        assert not in_use_elsewhere(path)
+        assert len(list(verify(path))) == 0
+    with ActivationStore(tmp_path / "cache-0") as store:
+        assert store.contains(range(0, 100, 5)).all()  # what was queued was still written
+
+
+def test_a_released_generation_is_unlocked_though_a_forked_child_lives(tmp_path):
+    with ActivationStore(tmp_path / "cache") as store:
+        store.put_batch([1], torch.zeros(1, 10))
+        assert store.flush(FLUSH_S)
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        (path,) = generation_directories(tmp_path / "cache")
+        assert not in_use_elsewhere(path)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_forked_child_opens_what_its_parent_has_open(tmp_path):
+    with ActivationStore(tmp_path / "cache", codec="raw") as store:
+        store.put_batch([1], torch.ones(1, 10))
+        assert store.flush(FLUSH_S)
+        child = os.fork()
+        if child == 0:
+            own = ActivationStore(tmp_path / "cache")
+            os._exit(0 if own.get_batch([1])[1].all() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert in_use_elsewhere(generation_directories(tmp_path / "cache")[0])
+        assert store.get_batch([1])[1].all()
+
+
+def test_what_waits_when_a_generation_is_released_is_stored_without_a_word(tmp_path, caplog):
+    with ActivationStore(tmp_path / "cache", codec="raw") as store:
+        for number in range(12):
+            generation = store.open_generation({"boundary": number})
+            assert generation.put_batch(range(8), torch.full((8, 100), float(number)))
+            generation.release()
+        assert store.flush(FLUSH_S)
+        for number in range(12):
+            assert store.open_generation({"boundary": number}).num_samples == 8
+        assert store.stats().dropped_writes == 0
+    assert log_level_records(caplog) == []
+
+
+def test_an_interrupted_close_is_finished_by_the_next(tmp_path, monkeypatch):
+    before = num_descriptors(), threading.active_count()
+    store = ActivationStore(tmp_path / "cache", codec="raw")
+    for turn in range(3):
+        if turn == 0:
+            store.put_batch([1], torch.zeros(1, 10))
+            monkeypatch.setattr(store._writer, "flush", interrupt)
+        elif turn == 1:
+            monkeypatch.undo()
+            monkeypatch.setattr(store._reader, "close", interrupt)
+        else:
+            monkeypatch.undo()
+            store.close()
+            break
+        with pytest.raises(KeyboardInterrupt):
+            store.close()
+    assert (num_descriptors(), threading.active_count()) == before
+
+
+def interrupt(*args):
+    raise KeyboardInterrupt
+
+
+def test_descriptions_that_were_never_finished_are_cleared(original, tmp_path):
+    copy = tmp_path / "cache"
+    shutil.copytree(original, copy)
+    old, new = copy / ".cache.json.1-2", copy / ".cache.json.3-4"
+    old.write_text("{")
+    new.write_text("{")
+    os.utime(old, (1, 1))
+    ActivationStore(copy).close()
+    assert not old.exists()
+    assert new.exists()  # perhaps just being written
+
+
+# -- strangers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+def test_a_directory_that_others_may_write_to_is_refused(tmp_path, mode):
+    directory = tmp_path / "cache"
+    directory.mkdir()
+    directory.chmod(mode)
+    with pytest.raises(ForeignError, match="others"):
+        ActivationStore(directory)
+
+
+def test_a_directory_that_others_may_read_is_made_private(tmp_path):
+    directory = tmp_path / "cache"
+    directory.mkdir(mode=0o755)
+    ActivationStore(directory).close()
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_another_users_directory_or_file_is_refused(original, tmp_path):
+    copy = tmp_path / "cache"
+    shutil.copytree(original, copy)
+    path = generation_directories(copy)[0]
+    os.chown(path / "records.bin", 12345, -1)
+    with ActivationStore(copy) as store:
+        refused = 0
+        for fields in FIELDS:
+            try:
+                store.open_generation(fields)
+            except ForeignError:
+                refused += 1
+    assert refused == 1
+    os.chown(copy, 12345, -1)
+    with pytest.raises(ForeignError, match="12345"):
+        ActivationStore(copy)
+
+
+@pytest.mark.parametrize("name", ["index.bin", "records.bin", "manifest.json", "in-use"])
+def test_a_planted_link_is_not_followed(original, tmp_path, name):
+    copy, outside = tmp_path / "cache", tmp_path / "outside"
+    shutil.copytree(original, copy)
+    outside.write_bytes(b"precious")
+    for path in generation_directories(copy):
+        (path / name).unlink()
+        (path / name).symlink_to(outside)
+    with ActivationStore(copy) as store:
+        for fields in FIELDS:
+            with pytest.raises(StoreError):
+                store.open_generation(fields)
+    assert outside.read_bytes() == b"precious"
+    (copy / "cache.lock").unlink()
+    (copy / "cache.lock").symlink_to(outside)
+    with ActivationStore(copy) as store, pytest.raises(StoreError):
+        store.open_generation({"c": 1})
+    assert outside.read_bytes() == b"precious"
+
+
+def test_only_what_carries_our_manifest_is_removed_and_of_it_only_our_files(original, tmp_path):
+    copy = tmp_path / "cache"
+    shutil.copytree(original, copy)
+    foreign, linked = copy / "gen-foreign", copy / "gen-linked"
+    mixed, whole = generation_directories(copy)
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("years")
+    linked.symlink_to(foreign)
+    (mixed / "notes.txt").write_text("mine")
+    for path in (foreign, linked, mixed):
+        assert not remove_directory(path)
+    assert (foreign / "thesis.tex").read_text() == "years"
+    assert (mixed / "notes.txt").read_text() == "mine"
+    assert (mixed / "records.bin").exists()
+    assert remove_directory(whole)
+
+
+@pytest.mark.parametrize("name", [b"\xff\xfe cache", "größe".encode(), b"a\nb"])
+def test_a_path_of_any_bytes_is_as_good_as_any(tmp_path, name):
+    directory = os.fsdecode(os.fsencode(tmp_path) + b"/" + name)
+    for expected in (False, True):
+        with ActivationStore(directory, codec="raw") as store:
+            assert store.contains([1]).all() == expected
+            store.put_batch([1], torch.zeros(1, 10))
+            assert store.flush(FLUSH_S)
+
+
+def test_a_reader_that_may_not_lock_sees_only_whole_records(tmp_path, monkeypatch):
+    directory = tmp_path / "cache"
+    with ActivationStore(directory, codec="raw") as writer:
+        writer.put_batch([0], torch.zeros(1, 100))
+        assert writer.flush(FLUSH_S)
+        monkeypatch.setattr("egeria_cache.store.place.os.access", lambda *args: False)
+        with ActivationStore(directory) as reader:
+            for one in range(1, 200):
+                writer.put_batch([one], torch.full((1, 100), float(one)))
+                got, hit = reader.get_batch(range(200))
+                for row in hit.nonzero()[0].tolist():
+                    assert (got[row] == row).all()
+            assert writer.flush(FLUSH_S)
+            assert reader.get_batch(range(200))[1].all()
+            assert reader.stats().corrupt == 0
+            assert not reader.put_batch([500], torch.zeros(1, 100))
+
+
+def test_generations_of_an_earlier_release_are_listed_and_make_room(tmp_path):
+    directory = tmp_path / "cache"
+    ActivationStore(directory, "1MB").close()
+    old = directory / "gen-0123456789ab"
+    old.mkdir(mode=0o700)
+    write_json(old / "manifest.json", {"format": 1, "created": 1.0, "fields": {"boundary": "a"}})
+    for name in ("data.mdb", "lock.mdb", "in-use"):
+        (old / name).write_bytes(bytes(0 if name == "in-use" else 300_000))
+    (report,) = survey(directory).generations
+    assert report.damage is None
+    assert "earlier release" in report.note
+    assert not list(verify(old))
+    with ActivationStore(directory, "1MB", codec="raw") as store:
+        assert store.open_generation(FIELDS[0]).put_batch(range(40), torch.zeros(40, 4000))
+        assert store.flush(FLUSH_S)
+        assert store.stats().num_samples == 40
+    assert not old.exists()
