@@ -55,7 +55,7 @@ class StoreConfig:
     storage_dtype: str | None = None
     """One of `STORAGE_DTYPES`, or None: lossless."""
     force_network: bool = False
-    """Use the directory even if it lies on a network filesystem, where mmap is not coherent."""
+    """Use the directory even if it lies on a network filesystem, and whoever owns it there."""
     queue_batches: int = 16
     """Batches that may wait for the writer; one more is dropped and counted."""
     queue_bytes: int = 2 * 2**30

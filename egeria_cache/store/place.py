@@ -32,7 +32,7 @@ NETWORK_TYPES = frozenset(
         "nfs3", "nfs4", "smb3", "smbfs", "wekafs",
     }
 )  # fmt: skip
-"""Where memory maps of different hosts are not coherent, or file locks not reliable."""
+"""Where hosts see different contents of a file, or file locks are not reliable."""
 
 
 def claim_directory(directory: Path, limit_bytes: int, *, force_network: bool) -> bool:
@@ -47,9 +47,9 @@ def claim_directory(directory: Path, limit_bytes: int, *, force_network: bool) -
     kind = filesystem_type(directory)
     if kind in NETWORK_TYPES and not force_network:
         raise StoreError(
-            f"{directory} lies on a network filesystem ({kind}), where the memory maps of LMDB are "
-            "not reliable; choose a local disk, or pass force_network=True if only one host at a "
-            "time will use it"
+            f"{directory} lies on a network filesystem ({kind}), where file locks and "
+            "what other hosts see of a file are not reliable; choose a local disk, or pass "
+            "force_network=True if only one host at a time will use it"
         )
     root = directory / ROOT_NAME
     try:
