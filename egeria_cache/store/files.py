@@ -288,6 +288,10 @@ class GenerationFiles:
         )
         keys = [key for key, _ in records]
         with self._lock:
-            log.append(keys, spans, totals)
+            try:
+                log.append(keys, spans, totals)
+            except OSError:
+                segment.cut(end)
+                raise
             self.index.add(keys, spans)
             self.totals = totals

@@ -230,7 +230,7 @@ class Generation:
             self._stop(str(gone))
         except BudgetBusyError as busy:
             self._warn(f"a batch was not stored: {busy}")
-        except (OSError, MemoryError) as error:
+        except (OSError, MemoryError, StoreError) as error:
             self._pause(error)
         except (TypeError, ValueError, RuntimeError) as error:
             self._warn(f"a batch cannot be stored: {error}")
@@ -337,7 +337,7 @@ class Generation:
         """Store nothing for a while after a failed write; reads go on: what is stored is intact."""
         try:
             self._files.check_present()
-        except GoneError as gone:
+        except (GoneError, StoreError) as gone:
             self._stop(str(gone))
             return
         self._write_again_at = time.monotonic() + RETRY_S

@@ -87,10 +87,14 @@ class Segment:
                 at += self._write_all(some, at)
             os.fdatasync(self._descriptor)
         except OSError:
-            with contextlib.suppress(OSError):  # what was written in vain takes no space
-                os.ftruncate(self._descriptor, end)
+            self.cut(end)
             raise
         return offsets
+
+    def cut(self, end: int) -> None:
+        """Give back what was written behind the end in vain."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._descriptor, end)
 
     def is_at(self, directory: Path) -> bool:
         """Tell whether this very file still lies in its place."""

@@ -222,6 +222,8 @@ class ActivationStore:
     def _open_files(
         self, directory: Path, fields: Mapping[str, Any]
     ) -> tuple[Manifest, GenerationFiles]:
+        if os.path.lexists(directory):
+            check_own(directory)
         if is_unfinished(directory):
             self._log_nearest(directory.name, fields)
             manifest = Manifest.new(fields)
@@ -240,7 +242,6 @@ class ActivationStore:
         return manifest, GenerationFiles.open(directory)
 
     def _read_manifest(self, directory: Path, fields: Mapping[str, Any]) -> Manifest:
-        check_own(directory)
         manifest = Manifest.read(directory)
         if manifest.fields != fields:
             raise DamagedError(f"{directory} holds other fields than its name says")
@@ -251,12 +252,11 @@ class ActivationStore:
     ) -> tuple[Manifest, GenerationFiles]:
         if is_unfinished(directory):
             self._log_nearest(directory.name, fields)
-            return Manifest.new(fields), GenerationFiles(
-                directory, absent="the directory is read-only"
-            )
-        return self._read_manifest(directory, fields), GenerationFiles.open(
-            directory, readonly=True
-        )
+            absent = GenerationFiles(directory, absent="the directory is read-only")
+            return Manifest.new(fields), absent
+        check_own(directory)
+        manifest = self._read_manifest(directory, fields)
+        return manifest, GenerationFiles.open(directory, readonly=True)
 
     def _log_nearest(self, name: str, fields: Mapping[str, Any]) -> None:
         """Say in one line why nothing stored can be reused."""

@@ -534,6 +534,14 @@ def test_a_planted_link_is_not_followed(original, tmp_path, name):
             with pytest.raises(StoreError):
                 store.open_generation(fields)
     assert outside.read_bytes() == b"precious"
+    for path in generation_directories(copy):
+        shutil.rmtree(path)
+        path.symlink_to(tmp_path)
+    with ActivationStore(copy) as store:
+        for fields in FIELDS:
+            with pytest.raises(StoreError):
+                store.open_generation(fields)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "outside"]
     (copy / "cache.lock").unlink()
     (copy / "cache.lock").symlink_to(outside)
     with ActivationStore(copy) as store, pytest.raises(StoreError):
@@ -584,6 +592,20 @@ def test_a_reader_that_may_not_lock_sees_only_whole_records(tmp_path, monkeypatc
             assert reader.get_batch(range(200))[1].all()
             assert reader.stats().corrupt == 0
             assert not reader.put_batch([500], torch.zeros(1, 100))
+
+
+def test_a_lock_that_becomes_a_link_ends_the_writing_and_not_the_writer(tmp_path, caplog):
+    directory = tmp_path / "cache"
+    with ActivationStore(directory, codec="raw") as store:
+        store.put_batch([0], torch.zeros(1, 100))
+        assert store.flush(FLUSH_S)
+        (directory / "cache.lock").unlink()
+        (directory / "cache.lock").symlink_to(tmp_path / "outside")
+        store.put_batch([1], torch.zeros(1, 100))
+        assert store.flush(FLUSH_S)
+        assert store.get_batch([0, 1])[1].tolist() == [True, False]
+    assert len(log_level_records(caplog)) == 1
+    assert not (tmp_path / "outside").exists()
 
 
 def test_generations_of_an_earlier_release_are_listed_and_make_room(tmp_path):
