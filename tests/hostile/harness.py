@@ -96,6 +96,8 @@ class Trace:
     words: list[tuple[int, str]] = field(default_factory=list)
     """Warnings since the last `turn()`: after how many calls, and what was said."""
     why_not: str | None = None
+    voided: int = 0
+    """How often what was stored was given up: that is told by then, and is tried again."""
 
 
 class Run:
@@ -236,8 +238,10 @@ class Run:
         if self._hold is not None:
             self._hold.release()
         if self.cache is not None:
-            self._past_hits = self.hits
-            self.trace.why_not = self.cache.stats().why_not
+            stats = self.cache.stats()
+            self._past_hits += stats.hits
+            self.trace.why_not = stats.why_not
+            self.trace.voided += stats.voided
             self.cache.close()
         self.cache = self._hold = None
 
@@ -387,8 +391,7 @@ def _account(trace: Trace, served: bool, told: str | None) -> list[Finding]:
     if trace.hits:
         return []
     in_time = [text for calls, text in trace.words if calls - trace.turned_at <= TOLD_BY]
-    # What changed a moment ago is void and told; why not may then be that it has to be still first.
-    if not in_time or (trace.why_not is None and not trace.turned_at):
+    if not in_time or (trace.why_not is None and not trace.voided):
         return [WithoutAWord(f"always: no hits; said: {said}; why_not: {trace.why_not}")]
     if told is not None and not (
         any(told in text for text in in_time) and told in str(trace.why_not)
