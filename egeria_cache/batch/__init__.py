@@ -9,6 +9,7 @@ and never reads an activation; whoever made the batch gave it a way to do so.
 """
 
 from egeria_cache.batch.chain import outside_inference_mode
+from egeria_cache.batch.lost import lost_by
 from egeria_cache.batch.seeds import SampleId, sample_seed
 from egeria_cache.batch.structure import (
     Rows,
@@ -18,6 +19,7 @@ from egeria_cache.batch.structure import (
     is_faithful,
     is_rows,
     merge_rows,
+    own_containers,
     row_meta,
     take_rows,
 )
@@ -34,8 +36,10 @@ __all__ = [
     "is_dense",
     "is_faithful",
     "is_rows",
+    "lost_by",
     "merge_rows",
     "outside_inference_mode",
+    "own_containers",
     "row_meta",
     "sample_seed",
     "take_rows",

@@ -25,6 +25,7 @@ __all__ = [
     "is_faithful",
     "is_rows",
     "merge_rows",
+    "own_containers",
     "row_meta",
     "take_rows",
 ]
@@ -227,3 +228,16 @@ def _values(rows: Rows) -> Sequence[Any]:
 def row_meta(rows: Tensor) -> Tensor:
     """Return a meta tensor that stands for one row, shape (1, ...)."""
     return torch.empty((1, *rows.shape[1:]), dtype=rows.dtype, device="meta")
+
+
+def own_containers(given: Any, built: Any) -> Any:
+    """Return the caller's own containers where nothing in them was replaced: they may be filled."""
+    if type(given) in (list, tuple) and len(given) == len(built):
+        parts = [own_containers(*pair) for pair in zip(given, built, strict=True)]
+        if all(a is b for a, b in zip(parts, given, strict=True)):
+            return given
+        return type(given)(parts)
+    if type(given) is dict and given.keys() == built.keys():
+        items = {key: own_containers(given[key], value) for key, value in built.items()}
+        return given if all(items[key] is given[key] for key in items) else items
+    return built

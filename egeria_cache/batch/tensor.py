@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from egeria_cache.batch.chain import IN_PLACE, Op, outside_inference_mode
+from egeria_cache.batch.lost import forget_lost, note_lost
 from egeria_cache.batch.seeds import SampleId
-from egeria_cache.batch.structure import Rows, merge_rows, take_rows
+from egeria_cache.batch.structure import Rows, merge_rows, own_containers, take_rows
 from egeria_cache.batch.vouch import Vouched, held
 
 __all__ = ["Batch", "BatchTensor", "Entry", "batch_tensors", "unwrap"]
@@ -75,6 +76,7 @@ class Batch:
             context: For whoever made the batch.
             may_be_stored: Whether what it holds has to be vouched for by content.
         """
+        forget_lost()
         self.ids = ids
         self.size = len(ids)
         self.variant = variant
@@ -243,9 +245,12 @@ class BatchTensor(Tensor):
                     return result
                 if _is_in_place(func):
                     first._become_plain()
+            leaf = first.leaf if isinstance(first, BatchTensor) else ""
             args, kwargs = unwrap(args), unwrap(kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            note_lost(func, leaf, result)
+            return result
 
     def _recorded(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -465,7 +470,8 @@ def unwrap(tree: Any) -> Any:
 
 
 def _unwrap(tree: Any) -> Any:
-    return tree_map(lambda leaf: leaf.full() if _is_batch_tensor(leaf) else leaf, tree)
+    plain = tree_map(lambda leaf: leaf.full() if _is_batch_tensor(leaf) else leaf, tree)
+    return own_containers(tree, plain)
 
 
 def batch_tensors(tree: Any) -> list[BatchTensor]:

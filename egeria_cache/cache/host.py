@@ -25,6 +25,8 @@ from egeria_cache.store import ActivationStore, Generation
 __all__ = ["CacheHost", "device_of"]
 
 log = logging.getLogger("egeria")
+TOLD_CHAINS = 3
+"""Different operations on the first batches, before it is said that none has come again yet."""
 
 
 class CacheHost:
@@ -60,6 +62,7 @@ class CacheHost:
         self._counts = accounts.counts
         self._model_called = accounts.model_called
         self._trial = trial
+        self._told_chains = ""
         self._restless_since: str | None = None
         """Why nothing is served until the prefix has been still for a while."""
         self._audits = AuditPlan(audit_rate, lambda: pilot.saved_s)
@@ -136,9 +139,12 @@ class CacheHost:
         views = self._views.of(loader_name)
         cuts = [cut, *(view.cut for view in views if view.cut.boundary == cut.boundary)]
         chains = list(dict.fromkeys(_operations(one) for one in cuts))
-        if len(chains) <= MAX_CHAINS:
-            return None
         shown = ", ".join(repr("; ".join(chain)) for chain in chains[:3])
+        if len(chains) <= MAX_CHAINS:
+            if len(chains) == TOLD_CHAINS and not self._counts.hits:
+                self._told_chains = f"every batch so far was changed in another way ({shown})"
+                self.uncached(self._told_chains)
+            return None
         return (
             f"the loop changes its batches before the model in more than {MAX_CHAINS} ways ({shown}"
             ", ...), so that what is stored would not be asked for again; do it after the boundary,"
@@ -217,6 +223,8 @@ class CacheHost:
 
     def audited(self, batch: Batch, entry: Entry) -> np.ndarray | None:
         """Choose the hits to be recomputed from the raw sample."""
+        if self._counts.why_not == self._told_chains:
+            self._counts.why_not = None
         number = batch.context.task.number
         rows = self._audits.choose(batch.loader_name, id(entry.cut), number, entry.hit)
         self._counts.audited += 0 if rows is None else int(rows.sum())

@@ -16,7 +16,7 @@ __all__ = ["Accounts"]
 
 log = logging.getLogger("egeria")
 
-MAX_UNSEEN = 64
+MAX_UNSEEN = 4
 """Batches that may be yielded without the model having been called, before that is said."""
 
 

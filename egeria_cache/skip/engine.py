@@ -314,6 +314,8 @@ class SkipEngine:
         """Enter at `source`'s cut; an older one than `recipe`'s fills the newer one on the way."""
         with self._noting("replay", call.batch.size):
             output, rows = passes.replay(self._forward, source, recipe, call, stored)
+        if any(step.run for step in source.steps):
+            self._settle(source)
         self._captured(recipe, call, None, rows)
         return output
 

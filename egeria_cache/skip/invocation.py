@@ -17,7 +17,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from egeria_cache.batch import Batch, BatchTensor, take_rows
+from egeria_cache.batch import Batch, BatchTensor, lost_by, own_containers, take_rows
 from egeria_cache.skip.content import digest
 
 __all__ = ["PLAIN", "Invocation", "mode_key"]
@@ -36,6 +36,8 @@ class Invocation:
     """Leaves that come from the loader, by position."""
     batch: Batch
     """Whose leaves they are; not to be asked for where there is a `why_not`."""
+    given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    """The arguments as they came."""
     why_not: str | None = None
     """Why the call cannot be served: its leaves do not come from one batch, or are trained."""
 
@@ -55,7 +57,7 @@ class Invocation:
         elif any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             why_not = "an input requires grad, and its gradient leads through the prefix"
         batch: Any = next(iter(batches.values()), None)
-        return cls(leaves, spec, tagged, batch, why_not)
+        return cls(leaves, spec, tagged, batch, (args, kwargs), why_not)
 
     def rebuild(self, swap: Callable[[int, Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) with each tensor leaf replaced by `swap(position, leaf)`."""
@@ -63,7 +65,8 @@ class Invocation:
             swap(i, leaf) if isinstance(leaf, Tensor) else leaf
             for i, leaf in enumerate(self.leaves)
         ]
-        args, kwargs = tree_unflatten(leaves, self.spec)
+        built = tree_unflatten(leaves, self.spec)
+        args, kwargs = (own_containers(*pair) for pair in zip(self.given, built, strict=True))
         return args, kwargs
 
     def plain(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -158,6 +161,7 @@ def _untagged(leaves: list[Any]) -> str:
         if isinstance(leaf, BatchTensor):
             return (
                 f"the loader's leaf {leaf.leaf!r} was changed in place after the loader gave it out"
+                + (f" (by {lost_by()})" if lost_by() else "")
             )
     tensor = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
     if tensor is None:
@@ -166,6 +170,6 @@ def _untagged(leaves: list[Any]) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return (
         f"it was called with a {type(tensor).__name__} ({dtype}, {list(tensor.shape)}) that does "
-        "not know its samples: it is not from an EgeriaLoader of this cache, or an operation "
-        "before the model mixed or replaced its rows"
+        "not know its samples: "
+        + (f"the rows were lost in {lost_by()}" if lost_by() else "it is not from an EgeriaLoader")
     )
