@@ -41,12 +41,12 @@ class Accounts:
         """Note that a batch was yielded which the model should see."""
         self._num_unseen += 1
         if self._num_unseen == MAX_UNSEEN:
-            log.warning(
-                "%d batches were yielded and the model was not called with any of them, so nothing "
-                "is cached. Is the whole model compiled? Compile its blocks instead "
-                "(block.compile()), and give it the loader's batches as they come",
-                MAX_UNSEEN,
+            self.counts.why_not = (
+                f"{MAX_UNSEEN} batches were yielded and the model was not called with any of them, "
+                "so nothing is cached. Is the whole model compiled? Compile its blocks instead "
+                "(block.compile()), and give it the loader's batches as they come"
             )
+            log.warning(self.counts.why_not)
 
     def model_called(self) -> None:
         """Note that the model was called with a batch."""

@@ -135,7 +135,7 @@ class SkipEngine:
         """(cut, last frozen module) as they were asked for; nearer than that while a part of the
         prefix is trained."""
         self._thaw = ThawWatch()
-        self._num_bare = 0
+        self._num_bare, self._was_tagged = 0, False
         self._turn = threading.Lock()
 
     # ---- the way of a batch -------------------------------------------------------------------
@@ -167,7 +167,9 @@ class SkipEngine:
     def _uncached(self, call: Invocation) -> Any:
         """Compute a call that cannot be served; the prefix is in inference mode all the same."""
         if self.boundary is not None and call.why_not is not None:
-            self._num_bare += 1
+            self.host.note("called", 0.0, 0)
+            # An evaluation may well come with batches of its own beside those that are served.
+            self._num_bare += self.model.training or not self._was_tagged
             if self._num_bare == _MAX_BARE:
                 self.host.uncached(call.why_not)
             self._hold(call)
@@ -176,7 +178,7 @@ class SkipEngine:
 
     def _cached(self, call: Invocation, key: tuple[Any, ...]) -> Any:
         self.host.note("called", 0.0, call.batch.size)
-        self._num_bare = -(1 << 62)  # other calls may come beside these: of an evaluation, say
+        self._num_bare, self._was_tagged = 0, True
         recipe = self._find(None, key, call)
         if recipe is None:
             return self._first(key, call)
@@ -460,6 +462,7 @@ class SkipEngine:
         self._refused.clear()
         self._free.clear()
         self._num_rehearsals = self._num_bare = 0
+        self._was_tagged = False
         self._watch, self._wait = None, _FIRST_WAIT
         if not same_prefix:
             self._held.release()
