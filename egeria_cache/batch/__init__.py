@@ -3,17 +3,20 @@
 Owns nothing that lives longer than a batch: no thread, no file, no global. It never loads a sample
 and never reads an activation; whoever made the batch gave it a way to do so.
 
-`tensor.py` holds the tensors that know their samples, `chain.py` the operations that they record,
-`vouch.py` what they held,
+`batch.py` is a batch and its parts, `tensor.py` holds the tensors that know their samples,
+`chain.py` the operations that they record, `selection.py` those that take rows, `vouch.py` what
+they held,
 `structure.py` takes a batch apart into leaves with a row per sample, `seeds.py` names samples.
 """
 
+from egeria_cache.batch.batch import Batch, Entry
 from egeria_cache.batch.chain import outside_inference_mode
-from egeria_cache.batch.lost import lost_by
+from egeria_cache.batch.lost import forget_lost, lost_by
 from egeria_cache.batch.seeds import SampleId, sample_seed
 from egeria_cache.batch.structure import (
     Rows,
     Structure,
+    counting,
     flatten,
     is_dense,
     is_faithful,
@@ -23,7 +26,7 @@ from egeria_cache.batch.structure import (
     row_meta,
     take_rows,
 )
-from egeria_cache.batch.tensor import Batch, BatchTensor, Entry, unwrap
+from egeria_cache.batch.tensor import BatchTensor, unwrap
 
 __all__ = [
     "Batch",
@@ -32,7 +35,9 @@ __all__ = [
     "Rows",
     "SampleId",
     "Structure",
+    "counting",
     "flatten",
+    "forget_lost",
     "is_dense",
     "is_faithful",
     "is_rows",

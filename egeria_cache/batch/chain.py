@@ -1,7 +1,9 @@
 """Operations on a leaf that the user's loop may do between the loader and the model.
 
-Each is pure, per sample, and takes no other tensor, so that it can be repeated on other rows: a
-move, a cast, a change of layout, arithmetic with plain numbers.
+Each is done row by row, so that it can be repeated on other rows: a move, a cast, a change of
+layout, arithmetic with numbers or with tensors that are the same for all rows, and whatever else is
+on a list of functions that neither draw random numbers nor look at what is beside a row. That the
+rows are kept apart with these very arguments is tried out on a few made-up rows, once.
 """
 
 from __future__ import annotations
@@ -10,8 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.weak import WeakIdKeyDictionary
+
+from egeria_cache.batch.structure import is_dense
+from egeria_cache.batch.vouch import SMALL_BYTES, content_print
 
 __all__ = ["IN_PLACE", "Op", "outside_inference_mode"]
 
@@ -32,26 +40,53 @@ _KEEPS_VALUES = {
 _MOVES = _KEEPS_VALUES | {
     Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.long, Tensor.int,
 }  # fmt: skip
-_ARITHMETIC = {
-    Tensor.add, Tensor.sub, Tensor.mul, Tensor.div, torch.add, torch.sub, torch.mul, torch.div,
-    Tensor.__add__, Tensor.__sub__, Tensor.__mul__, Tensor.__truediv__,
-    Tensor.__radd__, Tensor.__rmul__,
-}  # fmt: skip
 
 
+def _named(text: str) -> set[Any]:
+    """Return the functions of these names, as methods and as functions."""
+    found = [getattr(home, name, None) for name in text.split() for home in (Tensor, torch, F)]
+    return {function for function in found if function is not None}
+
+
+_VIEWS = _named(
+    "view reshape flatten unflatten unsqueeze squeeze permute transpose swapaxes movedim narrow "
+    "select expand __getitem__"
+)
+_BY_ROW = _VIEWS | _named(
+    "add sub mul div true_divide floor_divide remainder pow neg abs clamp clip sqrt rsqrt exp log "
+    "log1p sin cos tanh sigmoid relu round floor ceil square reciprocal sign nan_to_num eq ne lt "
+    "le gt ge logical_not bitwise_not bool byte short flip roll index_select interpolate pad "
+    "one_hot normalize __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ "
+    "__rdiv__ __floordiv__ __mod__ __pow__ __rpow__ __neg__ __abs__ __invert__ __eq__ __ne__ "
+    "__lt__ __le__ __gt__ __ge__ rsub"
+) - {F.relu}  # it may be told to write in place
+_HAS_DIMS = _named("narrow select flip roll index_select")
+"""Their first or second argument after the tensor may be the batch's own dimension."""
+_TAKES_SIZES = _named("view reshape expand")
 IN_PLACE: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.__iadd__: Tensor.add, Tensor.add_: Tensor.add,
     Tensor.__isub__: Tensor.sub, Tensor.sub_: Tensor.sub,
     Tensor.__imul__: Tensor.mul, Tensor.mul_: Tensor.mul,
     Tensor.__itruediv__: Tensor.div, Tensor.div_: Tensor.div,
+    Tensor.clamp_: Tensor.clamp, Tensor.neg_: Tensor.neg,
 }  # fmt: skip
 """Operations that write to their tensor, and those that give the same values without."""
 
 
-class Op:
-    """One recorded operation on a leaf: pure, per sample, and without other tensors."""
+class _Rows:
+    """Stands for the number of rows among an operation's arguments."""
 
-    __slots__ = ("args", "device", "func", "key", "kwargs")
+    def __repr__(self) -> str:
+        return "B"
+
+
+ROWS = _Rows()
+
+
+class Op:
+    """One recorded operation on a leaf: row by row, and the same for all rows."""
+
+    __slots__ = ("args", "at", "device", "func", "key", "kwargs")
 
     def __init__(
         self,
@@ -60,24 +95,50 @@ class Op:
         kwargs: Mapping[str, Any],
         *,
         key: str,
-        device: torch.device | None,
+        device: torch.device | None = None,
+        at: int = 0,
     ) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
-        self.key, self.device = key, device
+        self.key, self.device, self.at = key, device, at
 
     @classmethod
     def record(
-        cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        cls,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        leaf: Tensor,
+        at: int = 0,
     ) -> Op | None:
-        """Return the operation, or None if it is not one that may be repeated on other rows."""
-        if func in _MOVES:
+        """Return the operation, or None if it is not one that may be repeated on other rows.
+
+        Args:
+            func: What is called.
+            args: Its arguments but the leaf.
+            kwargs: Its keyword arguments.
+            leaf: The leaf; only its shape, dtype and device are looked at.
+            at: The leaf's place among the arguments.
+        """
+        if func in _MOVES and at == 0:
             return cls._move(func, args, kwargs)
-        if func not in _ARITHMETIC or not all(
-            isinstance(value, int | float) for value in (*args, *kwargs.values())
-        ):
+        if func not in _BY_ROW or not leaf.dim() or kwargs.get("out") is not None:
             return None
-        key = f"{func.__name__}{tuple(args)!r}{dict(sorted(kwargs.items())) or ''}"
-        return cls(func, tuple(args), kwargs, key=key, device=None)
+        if func in _TAKES_SIZES and args:
+            args = _with_rows(args, leaf.shape[0])
+        texts = [_text(value, leaf) for value in args]
+        named = {name: _text(value, leaf) for name, value in sorted(kwargs.items())}
+        if None in (*texts, *named.values()) or _may_mix_rows(func, args, kwargs, leaf.dim()):
+            return None
+        inside = ", ".join(map(str, texts)) + ("," if len(texts) == 1 else "")
+        key = f"{func.__name__}({inside}){named or ''}"
+        op = cls(
+            func,
+            tuple(_own(value) for value in args),
+            {name: _own(value) for name, value in kwargs.items()},
+            key=key if at == 0 else f"{key}@{at}",
+            at=at,
+        )
+        return op if op._keeps_rows_apart(leaf) else None
 
     @classmethod
     def _move(
@@ -108,11 +169,14 @@ class Op:
 
     def keeps_dtype(self, tensor: Tensor) -> bool:
         """Whether the result fits into the tensor it was made from."""
-        meta = torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
-        return self.run(meta).dtype == tensor.dtype
+        meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        result = self.run(meta)
+        return (result.dtype, result.shape) == (meta.dtype, meta.shape)
 
     def aliases(self, before: Tensor, after: Tensor) -> bool:
-        """Whether the result shares the memory of what it is made from (metas of both)."""
+        """Whether the result may share the memory of what it is made from (metas of both)."""
+        if self.func in _VIEWS:
+            return after._is_view()
         if self.func is Tensor.clone or self.kwargs.get("copy"):
             return False
         return self.func in _MOVES and (before.dtype, before.stride()) == (
@@ -124,13 +188,17 @@ class Op:
         """Apply the operation to some rows (or, without moving it, to a meta tensor)."""
         if data.is_meta and self.func in _MOVES:
             return self._run_meta(data)
-        result: Tensor = self.func(data, *self.args, **self.kwargs)
+        args = [_filled(value, data) for value in self.args]
+        kwargs = {name: _filled(value, data) for name, value in self.kwargs.items()}
+        result: Tensor = self.func(*args[: self.at], data, *args[self.at :], **kwargs)
         return result
 
     def _run_meta(self, meta: Tensor) -> Tensor:
+        if self.func in (Tensor.contiguous, Tensor.clone):
+            copy: Tensor = self.func(meta, *self.args, **self.kwargs)
+            return copy
         if self.func in _KEEPS_VALUES:
-            memory_format = self.kwargs.get("memory_format")
-            return meta if memory_format is None else meta.contiguous(memory_format=memory_format)
+            return meta
         if self.func is not Tensor.to:
             result: Tensor = self.func(meta, *self.args, **self.kwargs)
             return result
@@ -139,3 +207,97 @@ class Op:
         _, dtype, _, memory_format = torch._C._nn._parse_to(*args[:3], **kwargs)
         meta = meta if dtype is None else meta.to(dtype)
         return meta if memory_format is None else meta.to(memory_format=memory_format)
+
+    def _keeps_rows_apart(self, leaf: Tensor) -> bool:
+        """Whether a row comes out the same alone and among others, at two sizes of batches."""
+        known = (self.func, self.key, tuple(leaf.shape[1:]), leaf.dtype)
+        if known not in _TRIED:
+            if len(_TRIED) > 4096:
+                _TRIED.clear()
+            try:
+                _TRIED[known] = all(self._tried(leaf, num_rows) for num_rows in (5, 7))
+            except Exception:  # of the operation's own: the user gets it from the real call
+                _TRIED[known] = False
+        return _TRIED[known]
+
+    def _tried(self, leaf: Tensor, num_rows: int) -> bool:
+        shape = (num_rows, *leaf.shape[1:])
+        numbers = torch.arange(int(np.prod(shape)), dtype=torch.float64).mul(0.618).remainder(1)
+        rows = (numbers if leaf.dtype.is_floating_point else numbers * 5).to(leaf.dtype).view(shape)
+        whole = self.run(rows)
+        single = [self.run(rows[i : i + 1]) for i in range(num_rows)]
+        return whole.shape[:1] == (num_rows,) and torch.equal(
+            whole.nan_to_num(), torch.cat(single).nan_to_num()
+        )
+
+
+_TRIED: dict[Any, bool] = {}
+
+
+def _with_rows(args: Sequence[Any], num_rows: int) -> tuple[Any, ...]:
+    """Put `ROWS` where sizes begin with the number of rows."""
+    if len(args) == 1 and isinstance(args[0], Sequence):
+        return (_with_rows(args[0], num_rows),)
+    return (ROWS if args[0] == num_rows else args[0], *args[1:])
+
+
+def _text(value: Any, leaf: Tensor) -> str | None:
+    """Return what tells an argument from others; None if it is not the same for all rows."""
+    if isinstance(value, Tensor):
+        return _constant_text(value, leaf)
+    if isinstance(value, list | tuple):
+        texts = [_text(item, leaf) for item in value]
+        return None if None in texts else f"[{', '.join(map(str, texts))}]"
+    plain = (bool, int, float, str, slice, type(None), type(...), np.number, torch.dtype, _Rows)
+    return repr(value) if isinstance(value, (*plain, torch.memory_format)) else None
+
+
+def _constant_text(value: Tensor, leaf: Tensor) -> str | None:
+    alike = value.dim() < leaf.dim() or (value.dim() == leaf.dim() and value.shape[0] == 1)
+    if not alike or not is_dense(value) or value.requires_grad or value.nbytes > SMALL_BYTES:
+        return None
+    if value.is_cpu:
+        number = content_print(value.contiguous())
+    else:  # the device is waited for once, and again when the tensor was written to
+        seen = _PRINTS.get(value)
+        if seen is None or seen[0] != value._version:
+            seen = _PRINTS[value] = value._version, content_print(value.contiguous().cpu())
+        number = seen[1]
+    return f"{value.dtype}{tuple(value.shape)}:{number:x}"
+
+
+_PRINTS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _own(value: Any) -> Any:
+    """Return an argument that nobody else can change."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_own, value))
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _filled(value: Any, data: Tensor) -> Any:
+    if value is ROWS:
+        return data.shape[0]
+    if isinstance(value, Tensor) and value.device != data.device and value.dim():
+        return value.to(data.device)
+    return tuple(_filled(item, data) for item in value) if isinstance(value, tuple) else value
+
+
+def _may_mix_rows(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], num_dims: int
+) -> bool:
+    """Whether the arguments name the batch's dimension, which no trial may be able to show."""
+    if func is Tensor.__getitem__:
+        first = args[0][0] if isinstance(args[0], tuple) and args[0] else args[0]
+        return not (isinstance(first, slice) and first == slice(None))
+    if func not in _HAS_DIMS:
+        return False
+    if func in _named("roll"):
+        dims = kwargs.get("dims", args[1] if len(args) > 1 else 0)
+    elif func in _named("flip"):
+        dims = kwargs.get("dims", args[0] if len(args) == 1 else args)
+    else:
+        dims = kwargs.get("dim", args[0] if args else 0)
+    dims = dims if isinstance(dims, list | tuple) else [dims]
+    return any(not isinstance(dim, int) or dim in (0, -num_dims) for dim in dims)

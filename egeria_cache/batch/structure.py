@@ -20,6 +20,7 @@ __all__ = [
     "Leaf",
     "Rows",
     "Structure",
+    "counting",
     "flatten",
     "is_dense",
     "is_faithful",
@@ -223,6 +224,11 @@ def merge_rows(mask: np.ndarray, where_true: Rows, where_false: Rows) -> Rows:
 
 def _values(rows: Rows) -> Sequence[Any]:
     return list(rows.unbind(0)) if isinstance(rows, Tensor) else rows
+
+
+def counting(like: Any, batch_size: int) -> Any:
+    """Return a leaf that says how many samples there are: a number, or a tensor of one."""
+    return torch.full_like(like, batch_size) if isinstance(like, Tensor) else batch_size
 
 
 def row_meta(rows: Tensor) -> Tensor:

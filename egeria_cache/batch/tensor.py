@@ -9,128 +9,21 @@ the data was not loaded (the sample is in the cache) it is loaded then: slower, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from egeria_cache.batch.batch import Batch
 from egeria_cache.batch.chain import IN_PLACE, Op, outside_inference_mode
-from egeria_cache.batch.lost import forget_lost, note_lost
-from egeria_cache.batch.seeds import SampleId
+from egeria_cache.batch.lost import note_lost
+from egeria_cache.batch.selection import selected_rows
 from egeria_cache.batch.structure import Rows, merge_rows, own_containers, take_rows
-from egeria_cache.batch.vouch import Vouched, held
+from egeria_cache.batch.vouch import Vouched
 
-__all__ = ["Batch", "BatchTensor", "Entry", "batch_tensors", "unwrap"]
-
-
-class Entry(Protocol):
-    """Where, and with which rows, a batch may enter the model instead of at its input."""
-
-    @property
-    def cut(self) -> Any:
-        """The `Cut` that the stored activations were captured at."""
-
-    @property
-    def hit(self) -> np.ndarray:
-        """Bool, shape (B,): the rows that come from the cache; at least one is True."""
-
-    @property
-    def alive(self) -> bool:
-        """False once the generation was voided: its activations must not be used any more."""
-
-    def load(self) -> dict[str, Tensor]:
-        """Return the hits' activations by name, in row order, on the model's device.
-
-        Raises:
-            LookupError: They can no longer be had; the caller computes them from the raw samples.
-        """
-
-
-class Batch:
-    """All that is known about one batch, shared by its tensors."""
-
-    def __init__(
-        self,
-        *,
-        ids: Sequence[SampleId],
-        variant: int,
-        loader_name: str,
-        leaves: Mapping[str, Rows],
-        load_rows: Callable[[np.ndarray], Mapping[str, Rows]],
-        entry: Entry | None = None,
-        context: Any = None,
-        may_be_stored: bool = True,
-    ) -> None:
-        """Collect a batch.
-
-        Args:
-            ids: Sample IDs in row order.
-            variant: Which augmented version of the samples this is.
-            loader_name: The loader's `name`.
-            leaves: The leaves by path. With an entry, a leaf that its cut drops holds the rows of
-                the misses alone (and is absent where every row is a hit).
-            load_rows: Loads the raw rows where its mask is True, from the dataset.
-            entry: Where the hits enter the model; None if every row was loaded.
-            context: For whoever made the batch.
-            may_be_stored: Whether what it holds has to be vouched for by content.
-        """
-        forget_lost()
-        self.ids = ids
-        self.size = len(ids)
-        self.variant = variant
-        self.loader_name = loader_name
-        keep = {
-            path: held(rows) if may_be_stored else (rows, None) for path, rows in leaves.items()
-        }
-        self.leaves = {path: rows for path, (rows, _) in keep.items()}
-        """As they were handed out: what the loop does to its own is not done to these."""
-        self.may_be_stored = may_be_stored
-        self.context = context
-        self._load_rows = load_rows
-        self._planned_entry = entry
-        self._loaded: Mapping[str, Rows] | None = None
-        self._vouched = {path: vouched for path, (_, vouched) in keep.items() if vouched}
-
-    @property
-    def entry(self) -> Entry | None:
-        """Where the hits may enter the model now; None once their generation was voided."""
-        entry = self._planned_entry
-        return entry if entry is not None and entry.alive else None
-
-    @property
-    def absent(self) -> np.ndarray | None:
-        """Bool mask of the rows whose dropped leaves were not loaded; None if all were."""
-        return None if self._planned_entry is None else self._planned_entry.hit
-
-    def load_rows(self, rows: np.ndarray) -> Mapping[str, Rows]:
-        """Load the masked rows of all leaves from the dataset, as they were loaded before."""
-        return self._load_rows(rows)
-
-    def load_absent(self, leaf: str) -> Rows:
-        """Return the raw rows of `leaf` that were not loaded with the batch (loads them once)."""
-        assert self.absent is not None, "every row was loaded with the batch"
-        if self._loaded is None:
-            self._loaded = self._load_rows(self.absent)
-        return self._loaded[leaf]
-
-    def rows_of(self, leaf: str, rows: np.ndarray | None) -> Rows | None:
-        """Return `leaf` for the masked rows (None: all), as it was yielded.
-
-        None if that would take loading it, or if it is large and was written to since.
-        """
-        values, vouched = self.leaves.get(leaf), self._vouched.get(leaf)
-        if values is None or (vouched is not None and not vouched.holds(values)):  # type: ignore[arg-type]
-            return None
-        if len(values) == self.size:
-            return values if rows is None else take_rows(values, rows)
-        if self.absent is None:
-            return None
-        loaded = ~self.absent
-        if rows is None or (rows & ~loaded).any():
-            return None
-        return take_rows(values, rows[loaded])
+__all__ = ["BatchTensor", "batch_tensors", "unwrap"]
 
 
 class BatchTensor(Tensor):
@@ -238,14 +131,16 @@ class BatchTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass(), outside_inference_mode():
             if func in _ABOUT_THE_TENSOR:
                 return func(*args, **kwargs)
-            first = args[0] if args else None
-            if isinstance(first, BatchTensor):
-                result = first._recorded(func, args[1:], kwargs)
+            leaf = ""
+            at = next((i for i, arg in enumerate(args) if isinstance(arg, BatchTensor)), None)
+            if at is not None:
+                tagged = args[at]
+                leaf = tagged.leaf
+                result = tagged._recorded(func, [*args[:at], *args[at + 1 :]], kwargs, at)
                 if result is not None:
                     return result
-                if _is_in_place(func):
-                    first._become_plain()
-            leaf = first.leaf if isinstance(first, BatchTensor) else ""
+                if at == 0 and _is_in_place(func):
+                    tagged._become_plain()
             args, kwargs = unwrap(args), unwrap(kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -253,18 +148,33 @@ class BatchTensor(Tensor):
             return result
 
     def _recorded(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> BatchTensor | None:
-        """Do what can be recorded; None if this cannot be."""
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], at: int
+    ) -> Any:
+        """Do what can be recorded; None if this cannot be. The tensor is the argument at `at`."""
         if func in _GIVES_THE_MEMORY and not self.is_cpu:
             self._vouched.let_go()  # what is written to it elsewhere, nobody sees
         if not self._looks_intact:
             return None
-        op = Op.record(IN_PLACE.get(func, func), args, kwargs)
+        chosen = selected_rows(func, args, kwargs, self) if at == 0 else None
+        if chosen is not None:
+            parts = [self._select(rows, part) for rows, part in chosen.parts]
+            if any(part is None for part in parts):
+                return None
+            if chosen.rest is not None:
+                return parts[0]._recorded(func, [chosen.rest], {}, 0)  # type: ignore[union-attr]
+            return tuple(parts) if chosen.is_tuple else parts[0]
+        op = Op.record(IN_PLACE.get(func, func), args, kwargs, self, at)
         if op is None or func not in IN_PLACE:
             return None if op is None else self._apply(op)
         is_done = op.keeps_dtype(self) and self._apply_in_place(op)
         return self if is_done else None
+
+    def _select(self, rows: np.ndarray, part: Callable[[Tensor], Tensor]) -> BatchTensor | None:
+        """Return these rows as a batch of their own; `part` takes them from a tensor."""
+        data = self.full()
+        if not self._vouched.holds(data):
+            return None
+        return _loaded(part(data), self.batch.select(rows), self.leaf, self.chain)
 
     @property
     def _looks_intact(self) -> bool:
@@ -349,6 +259,27 @@ class _AbsentTensor(BatchTensor):
         result = _absent(meta, self.batch, self.leaf, (*self.chain, op), misses, device)
         if device == self.device and op.aliases(self._meta, meta):
             result._alias = self, op
+            self._is_shared = True
+        return result
+
+    def _select(self, rows: np.ndarray, part: Callable[[Tensor], Tensor]) -> BatchTensor | None:
+        if self._full is not None:
+            return super()._select(rows, part)
+        if not self.intact:
+            return None
+        batch, mask = self.batch.select(rows), self.batch.absent
+        assert mask is not None
+        meta = part(self._meta)
+        misses = None
+        if not mask[rows].all():
+            if batch.absent is None:  # misses alone: they are all there
+                return super()._select(rows, part)
+            assert self._misses is not None
+            at = (np.cumsum(~mask) - 1)[rows[~mask[rows]]]
+            misses = self._misses[torch.from_numpy(at).to(self._misses.device)]
+        result = _absent(meta, batch, self.leaf, self.chain, misses, self.device)
+        if meta._is_view():
+            result._alias = self, Op(part, (), {}, key="")
             self._is_shared = True
         return result
 

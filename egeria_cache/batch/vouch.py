@@ -17,7 +17,7 @@ from torch import Tensor
 
 from egeria_cache.batch.structure import Rows, is_dense
 
-__all__ = ["Vouched", "held"]
+__all__ = ["SMALL_BYTES", "Vouched", "content_print", "held"]
 
 SMALL_BYTES = 1 << 20
 """Leaves up to this are copied: what the loop does to its own never reaches what is stored."""
@@ -32,19 +32,28 @@ class Vouched:
         """Look at a plain tensor."""
         self._version = tensor._version
         self._geometry = _geometry(tensor)
-        self._print = _print(tensor) if by_content and tensor.is_cpu else None
+        self._print = content_print(tensor) if by_content and tensor.is_cpu else None
 
     def unchanged(self, tensor: Tensor) -> bool:
-        """Whether nobody has written to it openly: half a microsecond."""
-        return tensor._version == self._version and _geometry(tensor) == self._geometry
+        """Whether nobody has written to it openly: about a microsecond."""
+        if _geometry(tensor) != self._geometry:
+            return False
+        if tensor._version == self._version:
+            return True
+        if self._print is None or content_print(tensor) != self._print:
+            return False
+        self._version = tensor._version  # written to, and put back
+        return True
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether it holds what it held."""
-        return self.unchanged(tensor) and (self._print is None or _print(tensor) == self._print)
+        if not self.unchanged(tensor):
+            return False
+        return self._print is None or content_print(tensor) == self._print
 
     def let_go(self) -> None:
         """Vouch for it no more."""
-        self._version = -1
+        self._geometry = ()
 
     def carry_over(self, tensor: Tensor) -> Vouched | None:
         """Return this if `tensor` is another name of the same memory, else None."""
@@ -56,7 +65,8 @@ def _geometry(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.data_ptr(), tensor.shape, tensor.stride())
 
 
-def _print(tensor: Tensor) -> int:
+def content_print(tensor: Tensor) -> int:
+    """Return the print of a tensor in host memory: of its elements as they lie."""
     tensor = tensor.detach()
     if not tensor.is_contiguous():  # hash memory in its order, so that nothing need be copied
         strides = tensor.stride()

@@ -99,7 +99,8 @@ class CacheHost:
                 dropped=tuple(sorted(cut.dropped)),
                 kept={p: kind for p, kind in context.kinds.items() if p not in cut.dropped},
                 device=device_of(self._model),
-                constants=context.source.constants(batch),
+                constants=context.constants,
+                counts=frozenset(context.source.counts),
                 is_checked=found.raw_bytes == 0,
             )
         )

@@ -26,6 +26,8 @@ from egeria_cache.batch import (
     Rows,
     Structure,
     flatten,
+    forget_lost,
+    is_dense,
     is_faithful,
     is_rows,
     merge_rows,
@@ -407,6 +409,7 @@ class _Pass:
         }
         self._cache.count_batch(len(plan.ids), None)
         self._cache.count_yielded()
+        self._loader.source.yields(tagged.values())
         return structure.rebuild(tagged)
 
     def _is_understood(
@@ -434,10 +437,11 @@ class _Pass:
         structure: Structure,
         rows: Mapping[str, Tensor],
     ) -> Batch:
+        forget_lost()
         source, task = self._loader.source, plan.whole(self._loader.seed)
         size, view = len(plan.ids), None if plan.entry is None else plan.entry.view
         constants = {
-            path: leaf
+            path: leaf.clone() if isinstance(leaf, Tensor) and is_dense(leaf) else leaf
             for path, leaf in leaves.items()
             if (path in view.constants if view is not None else not is_rows(leaf, size))
         }

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from egeria_cache.batch import Rows, Structure
+from egeria_cache.batch import Rows, Structure, counting
 
 if TYPE_CHECKING:
     from egeria_cache.skip import Cut
@@ -52,7 +52,9 @@ class View:
     device: torch.device
     """Where the activations are wanted."""
     constants: Mapping[str, Any] = field(default_factory=dict)
-    """Leaves without rows: their value in every batch; None counts the samples."""
+    """Leaves without rows: their value in every batch."""
+    counts: frozenset[str] = frozenset()
+    """Those of them that count the samples."""
     is_void: bool = False
     is_checked: bool = False
     """Whether rows that were found in it have been compared with computed ones."""
@@ -72,7 +74,7 @@ class View:
     def constants_for(self, batch_size: int) -> dict[str, Any]:
         """Return the leaves without rows for a batch of this size, each the caller's own."""
         return {
-            path: batch_size if value is None else copy.copy(value)
+            path: counting(value, batch_size) if path in self.counts else copy.copy(value)
             for path, value in self.constants.items()
         }
 

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from egeria_cache.batch import Batch, SampleId, Structure, flatten, is_dense, is_rows, take_rows
+from egeria_cache.batch import (
+    Batch,
+    SampleId,
+    Structure,
+    counting,
+    flatten,
+    is_dense,
+    is_rows,
+    take_rows,
+    unwrap,
+)
 from egeria_cache.samples.aside import Aside
 from egeria_cache.samples.content import same_bytes
 from egeria_cache.samples.fingerprint import Fingerprint, Look
@@ -38,6 +50,16 @@ class BatchContext:
     """Type of each leaf that has rows."""
     constants: Mapping[str, Any]
     """The other leaves."""
+
+    def select(self, rows: np.ndarray) -> BatchContext:
+        """Return the context of some of the samples, given by their positions."""
+        indices = None if self.task.indices is None else [self.task.indices[i] for i in rows]
+        constants = {
+            path: counting(value, len(rows)) if path in self.source.counts else value
+            for path, value in self.constants.items()
+        }
+        task = self.task._replace(indices=indices, ids=[self.task.ids[i] for i in rows])
+        return replace(self, task=task, constants=constants)
 
 
 class LoaderSource:
@@ -82,6 +104,7 @@ class LoaderSource:
         self.fingerprint = Fingerprint(dataset, self._roots, lambda at: look_at()(at))  # type: ignore
         self.counts: set[str] = set()
         """Leaves that say how many samples a batch has."""
+        self._live: list[weakref.ref[Tensor]] = []
         self._recent: Sequence[Any] | None = None
         self._proven: set[tuple[Any, ...]] = set()
 
@@ -131,7 +154,26 @@ class LoaderSource:
             loaded = self.aside.ask(task)
             self.samples.drawn |= loaded.drawn
             return loaded
+        if self.collate is default_collate:
+            return self._answer_here(task)
+        live = [tensor for ref in self._live if (tensor := ref()) is not None and tensor.is_cpu]
+        with torch.no_grad():
+            before = [unwrap(tensor).clone() for tensor in live]
+            loaded = self._answer_here(task)
+            if all(map(torch.equal, map(unwrap, live), before)):
+                return loaded
+            # The collate function uses its memory again, and the batch under way lies in it.
+            loaded = loaded._replace(data=copy.deepcopy(loaded.data))
+            for tensor, held in zip(live, before, strict=True):
+                unwrap(tensor).copy_(held)
+        return loaded
+
+    def _answer_here(self, task: Task) -> Loaded:
         return CollateLoaded(self.collate)(SeededDataset(self.samples).__getitems__(task))
+
+    def yields(self, tensors: Iterable[Any]) -> None:
+        """Note the tensors of the batch that was collated last, as the loop gets them."""
+        self._live = [weakref.ref(one) for one in tensors if isinstance(one, Tensor)]
 
     def _look_at(self, indices: list[int] | None) -> Look:
         if indices is None:  # any that the data set surely takes
@@ -190,17 +232,10 @@ class LoaderSource:
         own = batch.context.constants[path]
         if path not in self.counts and same_values(own, other):
             return True
-        if type(own) is not int or (own, other) != (batch.size, size):
+        if (_count(own), _count(other)) != (batch.size, size):
             return False
         self.counts.add(path)
         return True
-
-    def constants(self, batch: Batch) -> dict[str, Any]:
-        """Return the leaves without rows as they are in every batch; None counts the samples."""
-        return {
-            path: None if path in self.counts else value
-            for path, value in batch.context.constants.items()
-        }
 
     def first_difference(
         self, batch: Batch, mask: np.ndarray, loaded: Mapping[str, Any]
@@ -284,6 +319,12 @@ def _as_sample_id(value: Any) -> SampleId:
         f"a sample ID must be an int, a string, or a tuple of them, got {type(value).__name__}; "
         "give EgeriaLoader a sample_id= that makes one from what the sampler draws"
     )
+
+
+def _count(leaf: Any) -> int | None:
+    if isinstance(leaf, Tensor) and not leaf.dim() and not leaf.is_floating_point():
+        return int(leaf)
+    return leaf if type(leaf) is int else None
 
 
 def _is_lasting(leaf: Any) -> bool:

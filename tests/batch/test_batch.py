@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from egeria_cache.batch.tensor import Batch, BatchTensor, batch_tensors, unwrap
+from egeria_cache.batch.batch import Batch
+from egeria_cache.batch.tensor import BatchTensor, batch_tensors, unwrap
 
 RAW = torch.arange(24, dtype=torch.float32).view(4, 3, 2) + 1
 
@@ -94,10 +95,18 @@ def test_recorded_operations_keep_the_samples_and_give_the_same_values(hit, op, 
     [
         lambda x: x + torch.ones(4, 3, 2),
         lambda x: x.mean(),
-        lambda x: F.relu(x - x.mean()),
-        lambda x: x[1:3],
         lambda x: torch.cat([x, x]),
-        lambda x: x.flip(0),
+        lambda x: x[1],
+        lambda x: x[x > 3],
+        lambda x: x.transpose(0, 2),
+        lambda x: x.view(2, 12),
+        lambda x: x.roll(1),
+        lambda x: x.flip(0, 1),
+        lambda x: x.cumsum(0),
+        lambda x: x[[0, 1], [1, 2]],
+        lambda x: x - x[:1],
+        lambda x: x + torch.ones(4, 1, 1),
+        lambda x: x.sum(0),
         lambda x: F.dropout(x, 0.0),
     ],
 )
@@ -106,6 +115,149 @@ def test_any_other_function_sees_plain_data(hit, op):
     y = op(x)
     assert type(y) is Tensor
     assert torch.equal(y, op(RAW))
+
+
+MEAN, STD = torch.tensor([0.5, 1.5]), torch.tensor([[2.0], [3.0], [4.0]])
+BY_ROW = {
+    "normalised": lambda x: (x - MEAN) / STD,
+    "from the left": lambda x: MEAN - 2 * x,
+    "functions": lambda x: torch.div(torch.sub(x, MEAN), STD),
+    "one row for all": lambda x: x + torch.ones(1, 3, 2),
+    "scalars": lambda x: x * torch.tensor(2.0) ** 2,
+    "view": lambda x: x.view(len(x), -1),
+    "view by shape": lambda x: x.view((4, 6)).reshape(4, 2, 3),
+    "flatten": lambda x: x.flatten(1),
+    "permuted": lambda x: x.permute(0, 2, 1),
+    "transposed": lambda x: x.transpose(1, -1).contiguous(),
+    "unsqueezed": lambda x: x[:, None].unsqueeze(-1).squeeze(1),
+    "columns": lambda x: x[:, 1:, 0],
+    "columns by list": lambda x: x[:, [2, 0]],
+    "flipped": lambda x: x.flip(2).roll(1, 1),
+    "clamped": lambda x: x.clamp(2, 9).sqrt(),
+    "padded": lambda x: F.pad(x, (1, 1)),
+    "interpolated": lambda x: F.interpolate(x, size=4),
+    "one hot": lambda x: F.one_hot((x[:, 0, 0] % 5).long(), 5),
+    "a mask": lambda x: x != 3,
+}
+
+
+@KINDS
+@pytest.mark.parametrize("how", BY_ROW)
+def test_what_is_done_row_by_row_is_recorded(hit, how):
+    x, loads = make_batch(hit)
+    y, expected = BY_ROW[how](x), BY_ROW[how](RAW)
+    assert isinstance(y, BatchTensor)
+    assert y.intact
+    assert y.batch is x.batch
+    assert (y.shape, y.dtype, y.stride()) == (expected.shape, expected.dtype, expected.stride())
+    if hit == SOME:
+        assert torch.equal(y.misses(), expected[[1, 2]])
+    assert loads == []
+    mask = np.array([True, False, False, True])
+    assert torch.equal(y.rows(mask, {"x": RAW[[0, 3]]}), expected[[0, 3]])
+    assert torch.equal(y.full(), expected)
+
+
+def test_constants_are_told_apart_by_content_and_kept_from_changes():
+    x, _ = make_batch(ALL)
+    mean = torch.tensor([1.0, 2.0])
+    one, other = x - mean, x - torch.tensor([1.0, 3.0])
+    assert one.chain_key == (x - mean.clone()).chain_key != other.chain_key
+    mean += 1
+    assert torch.equal(one.full(), RAW - torch.tensor([1.0, 2.0]))
+    assert not isinstance(x - mean.requires_grad_(), BatchTensor)
+
+
+SELECTED = {
+    "a slice": lambda x: x[1:3],
+    "every second": lambda x: x[::2],
+    "backwards": lambda x: x.flip(0),
+    "rolled": lambda x: x.roll(1, 0),
+    "a permutation": lambda x: x[torch.tensor([2, 0, 3, 1])],
+    "a list": lambda x: x[[3, 1, 1]],
+    "a mask": lambda x: x[torch.tensor([True, False, True, False])],
+    "an array": lambda x: x[np.array([0, 3])],
+    "narrowed": lambda x: x.narrow(0, 1, 2),
+    "index_select": lambda x: torch.index_select(x, 0, torch.tensor([3, 0])),
+    "chunks": lambda x: x.chunk(2)[1],
+    "split": lambda x: torch.split(x, [1, 3])[1],
+    "tensor_split": lambda x: x.tensor_split(3)[0],
+    "with columns": lambda x: x[1:3, :, 0],
+    "of a slice": lambda x: x[1:][[2, 0]],
+    "then computed": lambda x: (x[2:] - MEAN).flatten(1),
+    "computed before": lambda x: (x - MEAN)[[0, 3]],
+    "only misses": lambda x: x[1:3],
+    "only hits": lambda x: x[[0, 3]],
+}
+
+
+@KINDS
+@pytest.mark.parametrize("how", SELECTED)
+def test_rows_of_a_batch_are_a_batch(hit, how):
+    x, loads = make_batch(hit)
+    y, expected = SELECTED[how](x), SELECTED[how](RAW)
+    assert isinstance(y, BatchTensor)
+    assert y.intact
+    assert y.batch.size == len(y) == len(expected)
+    rows = SELECTED[how](torch.arange(4.0).view(4, 1, 1).expand(4, 3, 2).clone() + 0)
+    if not {"comput"} & {how[:6], how[5:11]}:
+        assert list(y.batch.ids) == rows.flatten(1)[:, 0].tolist()
+    if hit is not None and y.batch.absent is not None:
+        assert y.batch.entry.hit.tolist() == [hit[i] for i in y.batch.ids]
+    if hit == ALL:
+        assert loads == []
+    assert torch.equal(y.full(), expected)
+    assert torch.equal(unwrap(x), RAW)
+
+
+def test_leaves_cut_alike_are_of_one_batch():
+    x, _ = make_batch(ALL)
+    assert x[1:3].batch is (x * 2)[1:3].batch
+    assert x[1:3].batch is not x[:2].batch
+
+
+@pytest.mark.parametrize("hit", [ALL, SOME])
+def test_stored_rows_of_a_part_are_those_of_its_samples(hit):
+    x, _ = make_batch(hit)
+    entry, loaded = x.batch.entry, []
+
+    def load():
+        loaded.append(True)
+        return {"a": torch.tensor([float(i) for i in range(4) if hit[i]])}
+
+    entry.load = load
+    for _ in range(2):
+        for rows in ([2, 0, 3, 1], [3, 3, 0], [0]):
+            part = x[rows].batch
+            expected = [i for i in rows if hit[i]]
+            found = part.entry.load()["a"]
+            assert found.tolist() == expected
+            found.zero_()
+    assert loaded == [True]
+    entry.alive = False
+    with pytest.raises(LookupError):
+        x.batch.select(np.array([0]))._planned_entry.load()
+
+
+def test_rows_of_a_part_are_loaded_from_the_whole():
+    x, loads = make_batch(ALL)
+    part = x[[3, 1, 3]].batch
+    loaded = part.load_rows(np.array([True, False, True]))["x"]
+    assert torch.equal(loaded, RAW[[3, 3]])
+    assert loads[-1].tolist() == [False, False, False, True]
+
+
+def test_what_is_written_to_a_view_shows_in_the_whole_and_back():
+    x, _ = make_batch(ALL)
+    x[1:3].mul_(2)
+    expected = RAW.clone()
+    expected[1:3] *= 2
+    assert torch.equal(unwrap(x), expected)
+    assert not isinstance(x, BatchTensor) or not x.intact
+    y, _ = make_batch(ALL)
+    copy_of_rows = y[[0, 1]]
+    y[0] = 7.0
+    assert torch.equal(copy_of_rows.full(), RAW[:2])
 
 
 @KINDS

@@ -1,0 +1,238 @@
+"""What is known about one batch: its samples, where they may enter the model, what it held.
+
+A part of a batch (a micro-batch, the same samples in another order) is a batch as well: its rows
+are rows of the whole one, which is read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from egeria_cache.batch.seeds import SampleId
+from egeria_cache.batch.structure import Rows, is_rows, take_rows
+from egeria_cache.batch.vouch import held
+
+__all__ = ["Batch", "Entry"]
+
+
+class Entry(Protocol):
+    """Where, and with which rows, a batch may enter the model instead of at its input."""
+
+    @property
+    def cut(self) -> Any:
+        """The `Cut` that the stored activations were captured at."""
+
+    @property
+    def hit(self) -> np.ndarray:
+        """Bool, shape (B,): the rows that come from the cache; at least one is True."""
+
+    @property
+    def alive(self) -> bool:
+        """False once the generation was voided: its activations must not be used any more."""
+
+    def load(self) -> dict[str, Tensor]:
+        """Return the hits' activations by name, in row order, on the model's device.
+
+        Raises:
+            LookupError: They can no longer be had; the caller computes them from the raw samples.
+        """
+
+
+class Batch:
+    """All that is known about one batch, shared by its tensors."""
+
+    def __init__(
+        self,
+        *,
+        ids: Sequence[SampleId],
+        variant: int,
+        loader_name: str,
+        leaves: Mapping[str, Rows],
+        load_rows: Callable[[np.ndarray], Mapping[str, Rows]],
+        entry: Entry | None = None,
+        context: Any = None,
+        may_be_stored: bool = True,
+    ) -> None:
+        """Collect a batch.
+
+        Args:
+            ids: Sample IDs in row order.
+            variant: Which augmented version of the samples this is.
+            loader_name: The loader's `name`.
+            leaves: The leaves by path. With an entry, a leaf that its cut drops holds the rows of
+                the misses alone (and is absent where every row is a hit).
+            load_rows: Loads the raw rows where its mask is True, from the dataset.
+            entry: Where the hits enter the model; None if every row was loaded.
+            context: For whoever made the batch.
+            may_be_stored: Whether what it holds has to be vouched for by content.
+        """
+        self.ids = ids
+        self.size = len(ids)
+        self.variant = variant
+        self.loader_name = loader_name
+        keep = {
+            path: held(rows) if may_be_stored else (rows, None) for path, rows in leaves.items()
+        }
+        self.leaves = {path: rows for path, (rows, _) in keep.items()}
+        """As they were handed out: what the loop does to its own is not done to these."""
+        self.may_be_stored = may_be_stored
+        self.context = context
+        self._load_rows = load_rows
+        self._planned_entry = entry
+        self._loaded: Mapping[str, Rows] | None = None
+        self._parts: dict[bytes, Batch] = {}
+        self._shared: SharedRows | None = None
+        self._vouched = {path: vouched for path, (_, vouched) in keep.items() if vouched}
+
+    @property
+    def entry(self) -> Entry | None:
+        """Where the hits may enter the model now; None once their generation was voided."""
+        entry = self._planned_entry
+        return entry if entry is not None and entry.alive else None
+
+    @property
+    def absent(self) -> np.ndarray | None:
+        """Bool mask of the rows whose dropped leaves were not loaded; None if all were."""
+        return None if self._planned_entry is None else self._planned_entry.hit
+
+    def select(self, rows: np.ndarray) -> Batch:
+        """Return the batch of some of the samples: the same object for the same rows.
+
+        Args:
+            rows: Their positions, int, in any order, perhaps repeated.
+        """
+        known = rows.tobytes()
+        if known not in self._parts:
+            self._parts[known] = self._make_part(rows)
+        return self._parts[known]
+
+    def _make_part(self, rows: np.ndarray) -> Batch:
+        entry, absent = self._planned_entry, self.absent
+        part: Entry | None = None
+        if entry is not None and absent is not None and absent[rows].any():
+            self._shared = self._shared or SharedRows(entry)
+            part = PartEntry(self._shared, rows)
+        leaves: dict[str, Rows] = {}
+        for path, values in self.leaves.items():
+            if is_rows(values, self.size):
+                leaves[path] = at_rows(values, rows)
+            elif absent is not None and is_rows(values, int((~absent).sum())):
+                if not absent[rows].all():
+                    there = (np.cumsum(~absent) - 1)[rows[~absent[rows]]]
+                    leaves[path] = at_rows(values, there)
+            else:
+                leaves[path] = values
+        return Batch(
+            ids=[self.ids[i] for i in rows],
+            variant=self.variant,
+            loader_name=self.loader_name,
+            leaves=leaves,
+            load_rows=partial(_load_part, self._load_rows, rows, self.size),
+            entry=part,
+            context=None if self.context is None else self.context.select(rows),
+            may_be_stored=self.may_be_stored,
+        )
+
+    def load_rows(self, rows: np.ndarray) -> Mapping[str, Rows]:
+        """Load the masked rows of all leaves from the dataset, as they were loaded before."""
+        return self._load_rows(rows)
+
+    def load_absent(self, leaf: str) -> Rows:
+        """Return the raw rows of `leaf` that were not loaded with the batch (loads them once)."""
+        assert self.absent is not None, "every row was loaded with the batch"
+        if self._loaded is None:
+            self._loaded = self._load_rows(self.absent)
+        return self._loaded[leaf]
+
+    def rows_of(self, leaf: str, rows: np.ndarray | None) -> Rows | None:
+        """Return `leaf` for the masked rows (None: all), as it was yielded.
+
+        None if that would take loading it, or if it is large and was written to since.
+        """
+        values, vouched = self.leaves.get(leaf), self._vouched.get(leaf)
+        if values is None or (vouched is not None and not vouched.holds(values)):  # type: ignore[arg-type]
+            return None
+        if len(values) == self.size:
+            return values if rows is None else take_rows(values, rows)
+        if self.absent is None:
+            return None
+        loaded = ~self.absent
+        if rows is None or (rows & ~loaded).any():
+            return None
+        return take_rows(values, rows[loaded])
+
+
+class SharedRows:
+    """The stored rows of a batch, read once for all of its parts."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self._rows: dict[str, Tensor] | None = None
+
+    def load(self) -> dict[str, Tensor]:
+        """Return them; nobody may write to them.
+
+        Raises:
+            LookupError: They can no longer be had.
+        """
+        if not self.entry.alive:
+            raise LookupError("the generation was voided")
+        if self._rows is None:
+            self._rows = self.entry.load()
+        return self._rows
+
+
+class PartEntry:
+    """Implements `Entry` for some rows of a batch."""
+
+    def __init__(self, shared: SharedRows, rows: np.ndarray) -> None:
+        hit = shared.entry.hit
+        self._shared = shared
+        self.hit = hit[rows]
+        self._at = torch.from_numpy((np.cumsum(hit) - 1)[rows[self.hit]])
+
+    @property
+    def cut(self) -> Any:
+        """The cut of the whole batch."""
+        return self._shared.entry.cut
+
+    @property
+    def alive(self) -> bool:
+        """Whether the activations may still be used."""
+        return self._shared.entry.alive
+
+    def load(self) -> dict[str, Tensor]:
+        """Return the rows of this part's hits, a copy."""
+        whole = self._shared.load()
+        return {name: rows[self._at.to(rows.device)] for name, rows in whole.items()}
+
+
+def at_rows(values: Rows, rows: np.ndarray) -> Rows:
+    """Return the rows at these positions."""
+    if isinstance(values, Tensor):
+        return values[torch.from_numpy(rows).to(values.device)]
+    return type(values)(values[i] for i in rows)
+
+
+def _load_part(
+    load_rows: Callable[[np.ndarray], Mapping[str, Rows]],
+    part: np.ndarray,
+    size: int,
+    rows: np.ndarray,
+) -> Mapping[str, Rows]:
+    """Load masked rows of a part, each once, from the whole batch's samples."""
+    wanted = part[rows]
+    mask = np.zeros(size, bool)
+    mask[wanted] = True
+    at = (np.cumsum(mask) - 1)[wanted]
+    num_loaded = int(mask.sum())
+    return {
+        path: at_rows(values, at) if is_rows(values, num_loaded) else values
+        for path, values in load_rows(mask).items()
+    }
