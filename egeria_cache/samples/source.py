@@ -173,6 +173,8 @@ class LoaderSource:
 
     def yields(self, tensors: Iterable[Any]) -> None:
         """Note the tensors of the batch that was collated last, as the loop gets them."""
+        if self.aside is not None or self.collate is default_collate:
+            return
         self._live = [weakref.ref(one) for one in tensors if isinstance(one, Tensor)]
 
     def _look_at(self, indices: list[int] | None) -> Look:

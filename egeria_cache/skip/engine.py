@@ -135,7 +135,8 @@ class SkipEngine:
         """(cut, last frozen module) as they were asked for; nearer than that while a part of the
         prefix is trained."""
         self._thaw = ThawWatch()
-        self._num_bare, self._was_tagged = 0, False
+        self._num_bare = 0
+        self._was_served = False
         self._turn = threading.Lock()
 
     # ---- the way of a batch -------------------------------------------------------------------
@@ -168,8 +169,9 @@ class SkipEngine:
         """Compute a call that cannot be served; the prefix is in inference mode all the same."""
         if self.boundary is not None and call.why_not is not None:
             self.host.note("called", 0.0, 0)
-            # An evaluation may well come with batches of its own beside those that are served.
-            self._num_bare += self.model.training or not self._was_tagged
+            # Where others were served, an evaluation may well bring batches of its own.
+            is_trained = self.model.training and torch.is_grad_enabled()
+            self._num_bare += is_trained or not self._was_served
             if self._num_bare == _MAX_BARE:
                 self.host.uncached(call.why_not)
             self._hold(call)
@@ -178,7 +180,8 @@ class SkipEngine:
 
     def _cached(self, call: Invocation, key: tuple[Any, ...]) -> Any:
         self.host.note("called", 0.0, call.batch.size)
-        self._num_bare, self._was_tagged = 0, True
+        self._was_served = True
+        self._num_bare = 0 if self._num_bare < _MAX_BARE else self._num_bare
         recipe = self._find(None, key, call)
         if recipe is None:
             return self._first(key, call)
@@ -462,7 +465,7 @@ class SkipEngine:
         self._refused.clear()
         self._free.clear()
         self._num_rehearsals = self._num_bare = 0
-        self._was_tagged = False
+        self._was_served = False
         self._watch, self._wait = None, _FIRST_WAIT
         if not same_prefix:
             self._held.release()
