@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -91,12 +92,26 @@ class Verdict:
 
 
 class ReferenceRunner:
-    """Owns the reference of one layer at a time. Not thread-safe."""
+    """Owns the reference of one layer at a time. Not thread-safe.
 
-    def __init__(self, kind: ReferenceKind, device: torch.device | str = "cpu") -> None:
-        self._kind = kind
-        self._device = torch.device(device) if kind == "device" else torch.device("cpu")
-        self._chain = ReferenceChain(kind, self._device)
+    Args:
+        kind: What was asked for.
+        device: Training device, for the reference that lives there.
+        beside_training: Whether the training thread runs modules meanwhile, in the same process.
+    """
+
+    def __init__(
+        self,
+        kind: ReferenceKind,
+        device: torch.device | str = "cpu",
+        *,
+        beside_training: bool = False,
+    ) -> None:
+        self._device = torch.device(device if kind == "device" else "cpu")
+        self._make_chain = partial(
+            ReferenceChain, kind, self._device, beside_training=beside_training
+        )
+        self._chain = self._make_chain()
         self._present: list[nn.Module] = []
         self._past: list[nn.Module] = []
         self._layer: int | None = None
@@ -117,7 +132,7 @@ class ReferenceRunner:
         if item.modules is not None:
             self._present = item.modules
             self._past = copy_modules(item.modules)
-            self._chain = ReferenceChain(self._kind, self._device)
+            self._chain = self._make_chain()
             self._layer = item.layer
         if item.layer != self._layer:
             raise EvaluatorError(f"no structure was sent for layer {item.layer}")

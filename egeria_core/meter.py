@@ -79,8 +79,9 @@ def make_evaluator(config: ControllerConfig, device: torch.device) -> Evaluator:
             num_threads=config.evaluator_threads,
             training_on_cpu=device.type == "cpu",
         )
-    runner = ReferenceRunner(config.reference)
-    return InlineEvaluator(runner) if kind == "inline" else ThreadEvaluator(runner)
+    if kind == "inline":
+        return InlineEvaluator(ReferenceRunner(config.reference))
+    return ThreadEvaluator(config.reference)
 
 
 class ActivationMeter:

@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 
 from egeria_cache.threads import compute_on_one_core
+from egeria_core.config import ReferenceKind
 from egeria_core.errors import EvaluatorError
 from egeria_core.evaluator.base import POLL_S, QUEUE_LENGTH
 from egeria_core.judge import InputItem, OutputItem, ReferenceRunner, Verdict, compare
@@ -16,12 +17,16 @@ __all__ = ["ThreadEvaluator"]
 
 
 class ThreadEvaluator:
-    """Owns its thread: starts it, stops it, joins it, and raises its error once."""
+    """Owns its thread: starts it, stops it, joins it, and raises its error once.
+
+    Args:
+        kind: Reference to use.
+    """
 
     immediate = False
 
-    def __init__(self, runner: ReferenceRunner) -> None:
-        self._runner = runner
+    def __init__(self, kind: ReferenceKind) -> None:
+        self._runner = ReferenceRunner(kind, beside_training=True)
         self._items: queue.Queue[tuple[InputItem, OutputItem]] = queue.Queue(QUEUE_LENGTH)
         self._ready: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
         self._pending = 0

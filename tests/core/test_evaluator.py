@@ -88,7 +88,7 @@ def process() -> Iterator[ProcessEvaluator]:
 
 def test_process_and_thread_read_what_inline_reads(process: ProcessEvaluator) -> None:
     inline = drive(InlineEvaluator(ReferenceRunner("fp32")))
-    thread = ThreadEvaluator(ReferenceRunner("fp32"))
+    thread = ThreadEvaluator("fp32")
     expected = [verdict.value for verdict in inline]
     assert expected[0] is None
     assert all(value is not None and value > 0 for value in expected[1:])
@@ -164,9 +164,11 @@ def test_what_cannot_be_pickled_is_an_error(process: ProcessEvaluator) -> None:
         wait_for(lambda: bool(process.poll()), "the error to arrive")
 
 
-@pytest.mark.parametrize("make", [InlineEvaluator, ThreadEvaluator])
-def test_a_layer_that_fails_is_reported_once(make: Any) -> None:
-    evaluator: Evaluator = make(ReferenceRunner("fp32"))
+@pytest.mark.parametrize("kind", ["inline", "thread"])
+def test_a_layer_that_fails_is_reported_once(kind: str) -> None:
+    evaluator: Evaluator = (
+        InlineEvaluator(ReferenceRunner("fp32")) if kind == "inline" else ThreadEvaluator("fp32")
+    )
     item, training = make_item([nn.Linear(8, 8)], 0, new=True)
     item.modules, item.weights = [Greedy()], [{}]
     with pytest.raises(EvaluatorError, match="MemoryError"):  # noqa: PT012
@@ -174,6 +176,47 @@ def test_a_layer_that_fails_is_reported_once(make: Any) -> None:
         wait_for(lambda: bool(evaluator.poll()), "the error to arrive")
     assert evaluator.poll() == []
     evaluator.close()
+
+
+class Meeting(nn.Module):
+    """A layer in whose forward, where it runs on another thread, the training takes a step."""
+
+    entered, left = threading.Event(), threading.Event()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread().name == "egeria-evaluator":
+            self.entered.set()
+            if not isinstance(x, torch.Tensor):  # it is being traced
+                assert self.left.wait(DEADLINE_S)
+        output: torch.Tensor = self.conv(x)
+        return output
+
+
+@pytest.mark.parametrize("kind", ["int8", "auto"])
+def test_the_training_goes_on_while_a_thread_builds_its_reference(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("egeria_core.reference.choose.INT8_PAYS_ABOVE_S", 0.0)
+    Meeting.entered.clear(), Meeting.left.clear()
+    modules: list[nn.Module] = [Meeting().eval()]
+    item, training = make_item(modules, 0, new=True)
+    item.probe.calls = [Call("0", (torch.randn(6, 1, 8, 8),), {})]
+    evaluator = ThreadEvaluator(kind)
+    assert evaluator.submit(item, training)
+    assert Meeting.entered.wait(DEADLINE_S)
+    model = mlp(8, 8, 8)
+    try:
+        while not (verdicts := evaluator.poll()):
+            model(torch.randn(2, 8)).sum().backward()
+    finally:
+        Meeting.left.set()
+        evaluator.close()
+    assert verdicts[0].reference == "bf16"
+    assert verdicts[0].notes[0].startswith("int8-static reference not used: it cannot be traced")
 
 
 class FakeGate:
