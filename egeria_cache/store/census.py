@@ -178,7 +178,8 @@ def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> It
             lost = f"{files.num_damaged} bytes of the index are damaged; what they told of is lost"
             yield Damage(path.name, "?", lost)
     except DamagedError as error:
-        yield Damage(path.name, "?", str(error))
+        if os.path.lexists(path):  # else it was removed just now
+            yield Damage(path.name, "?", str(error))
     finally:
         if progress is not None:
             progress(done, done)
