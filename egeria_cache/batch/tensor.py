@@ -133,6 +133,7 @@ class BatchTensor(Tensor):
                 return func(*args, **kwargs)
             leaf = ""
             at = next((i for i, arg in enumerate(args) if isinstance(arg, BatchTensor)), None)
+            leaf = ""
             if at is not None:
                 tagged = args[at]
                 leaf = tagged.leaf
