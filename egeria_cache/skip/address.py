@@ -9,9 +9,10 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from egeria_cache.skip.arguments import PLAIN
 from egeria_cache.skip.code import Code
 from egeria_cache.skip.content import ContentHash, describe, digest
-from egeria_cache.skip.invocation import PLAIN, Invocation, mode_key
+from egeria_cache.skip.invocation import Invocation, mode_key
 from egeria_cache.skip.recipe import Recipe
 from egeria_cache.skip.watch import hooks_of, watched_attributes
 

@@ -157,7 +157,7 @@ class SkipEngine:
         # Shapes of tagged tensors are read often: not through their `__torch_function__`.
         with torch._C.DisableTorchFunctionSubclass():
             call = Invocation.of(args, kwargs)
-            key = () if call.why_not else call.key(self._free.get(call.spec, frozenset()))
+            key = () if call.why_not else call.key(self._free.get(call.layout, frozenset()))
         if self.boundary is None or call.why_not is not None:
             return self._uncached(call)
         if self._dropout is None:
@@ -246,8 +246,8 @@ class SkipEngine:
                 self.host.refused(outcome.error)
             return outcome.result
         if recipe.free:
-            self._free[call.spec] = self._free.get(call.spec, recipe.free) & recipe.free
-            key = call.key(self._free[call.spec])
+            self._free[call.layout] = self._free.get(call.layout, recipe.free) & recipe.free
+            key = call.key(self._free[call.layout])
             key = key if self._dropout is None else (*key, self._dropout.key())
         recipe.key = key
         cut = self._adopt(recipe, outcome.twin) or self._publish(recipe, call)

@@ -9,20 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import (
-    TreeSpec,
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_unflatten,
-)
 
-from egeria_cache.batch import Batch, BatchTensor, lost_by, own_containers, take_rows
+from egeria_cache.batch import Batch, BatchTensor, lost_by, take_rows
+from egeria_cache.skip.arguments import PLAIN, Layout, take_apart
 from egeria_cache.skip.content import digest
 
-__all__ = ["PLAIN", "Invocation", "mode_key"]
-
-PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+__all__ = ["Invocation", "mode_key"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +23,7 @@ class Invocation:
 
     leaves: list[Any]
     """Every leaf of (args, kwargs) in order."""
-    spec: TreeSpec
+    layout: Layout
     tagged: Mapping[int, BatchTensor]
     """Leaves that come from the loader, by position."""
     batch: Batch
@@ -44,7 +36,7 @@ class Invocation:
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Invocation:
         """Take a call apart."""
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, layout = take_apart(args, kwargs)
         tagged = {
             i: leaf
             for i, leaf in enumerate(leaves)
@@ -57,7 +49,7 @@ class Invocation:
         elif any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             why_not = "an input requires grad, and its gradient leads through the prefix"
         batch: Any = next(iter(batches.values()), None)
-        return cls(leaves, spec, tagged, batch, (args, kwargs), why_not)
+        return cls(leaves, layout, tagged, batch, (args, kwargs), why_not)
 
     def rebuild(self, swap: Callable[[int, Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) with each tensor leaf replaced by `swap(position, leaf)`."""
@@ -65,9 +57,7 @@ class Invocation:
             swap(i, leaf) if isinstance(leaf, Tensor) else leaf
             for i, leaf in enumerate(self.leaves)
         ]
-        built = tree_unflatten(leaves, self.spec)
-        args, kwargs = (own_containers(*pair) for pair in zip(self.given, built, strict=True))
-        return args, kwargs
+        return self.layout.build(leaves, self.given)
 
     def plain(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) with the data of every leaf, loaded where needed."""
@@ -111,14 +101,11 @@ class Invocation:
         leaves = tuple(
             "any" if i in free else _describe(leaf, size) for i, leaf in enumerate(self.leaves)
         )
-        return (self.spec, leaves, mode_key())
+        return (self.layout, leaves, mode_key())
 
     def paths(self) -> list[str]:
         """Name each leaf as the caller sees it: "args[0]", "kwargs['labels']"."""
-        pairs, _ = tree_flatten_with_path(tree_unflatten(self.leaves, self.spec))
-        names = {"[0]": "args", "[1]": "kwargs"}
-        texts = [keystr(path) for path, _ in pairs]
-        return [names[text[:3]] + text[3:] for text in texts]
+        return self.layout.paths()
 
 
 def plain(leaf: Any) -> Any:
@@ -149,7 +136,7 @@ def _describe(leaf: Any, batch_size: int) -> Any:
         if shape and shape[0] == batch_size:
             shape = ("B", *shape[1:])
         return (shape, leaf.dtype, leaf.device)
-    if isinstance(leaf, PLAIN):
+    if isinstance(leaf, (*PLAIN, torch.dtype, torch.device)):
         return (type(leaf), leaf)
     # An object may be changed in place between two calls: it counts by what it holds, too.
     return (type(leaf), id(leaf), digest(leaf))
