@@ -15,6 +15,11 @@ from egeria_cache.skip.front import ForwardSlot
 __all__ = ["AttachedForward", "inner_model"]
 
 _NUMBERS = itertools.count()
+_OF_FUNCTIONS = frozenset(
+    f"__{name}__"
+    for name in ("code", "globals", "defaults", "kwdefaults", "closure", "func", "name", "qualname",
+                 "annotations", "self", "signature", "type_params")
+)  # fmt: skip
 _ATTACHED: weakref.WeakValueDictionary[int, AttachedForward] = weakref.WeakValueDictionary()
 
 
@@ -45,6 +50,12 @@ class AttachedForward(ForwardSlot):
             _report(self._number)
             return self.__wrapped__(*args, **kwargs)
         return self._forward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        # Compilers that read a function instead of calling it (scripting, export) see the plain one.
+        if name not in _OF_FUNCTIONS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.__wrapped__, name)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward."""

@@ -46,6 +46,8 @@ class Invocation:
         why_not = None
         if len(batches) != 1:
             why_not = _untagged(leaves) if not batches else "it was given rows of several batches"
+        elif not next(iter(batches.values())).size:
+            why_not = "the batch is empty"
         elif any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             why_not = "an input requires grad, and its gradient leads through the prefix"
         batch: Any = next(iter(batches.values()), None)
