@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.attach import AttachedForward
@@ -141,6 +142,9 @@ class Copier:
         return self._object(value)
 
     def _tensor(self, value: Tensor) -> Any:
+        if is_lazy(value):  # made by the first call, of the copy as well
+            like = {"device": value.device, "dtype": value.dtype}
+            return self._keep(value, type(value)(requires_grad=value.requires_grad, **like))
         if isinstance(value, nn.Parameter) or (value.requires_grad and value.is_leaf):
             return self._keep(value, value if self._change is None else self._change(value))
         if type(value) is not Tensor or value.is_meta:

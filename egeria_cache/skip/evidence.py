@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from egeria_cache.errors import BoundaryError
@@ -17,7 +18,8 @@ from egeria_cache.skip.calls import CallRecord, is_compiled
 from egeria_cache.skip.invocation import Invocation
 from egeria_cache.skip.parts import another, take
 from egeria_cache.skip.recipe import PrefixDone
-from egeria_cache.skip.surroundings import World
+from egeria_cache.skip.state import RandomState
+from egeria_cache.skip.surroundings import Surroundings, World
 from egeria_cache.skip.trace import PrefixTrace, known_tensors
 from egeria_cache.skip.twin import Twin, Twins
 
@@ -41,11 +43,14 @@ class Evidence:
     """Per step, from the model's start until it returned."""
     result: Any
     """The user's."""
+    given: list[Any]
+    """The leaves of the call, as the plain run has left them."""
     twins: Twins
     """Copies of the model and its inputs as they were before the plain run."""
     before: World
     """What the copies share with the model, at that time."""
     after: World
+    surroundings: Surroundings
     grad: bool
     """Whether autograd recorded in the plain run."""
 
@@ -94,6 +99,8 @@ class Recomputed:
     """Which rows of the batch, in which order."""
     leaves: list[list[Any]]
     """Per step, the leaves of its output."""
+    drew: bool
+    """Whether it has drawn from a global random generator."""
 
 
 def observe(evidence: Evidence) -> PrefixTrace | None:
@@ -102,7 +109,8 @@ def observe(evidence: Evidence) -> PrefixTrace | None:
         return None
     # A run of its own: some modules choose another way where a dispatch mode is active.
     twin = evidence.twins.fresh()
-    known = [(named, twin.of(named[2])) for named in known_tensors(evidence.model)]
+    pairs = [(named, twin.of(named[2])) for named in known_tensors(evidence.model)]
+    known = [(named, tensor) for named, tensor in pairs if not is_lazy(tensor)]
     trace = PrefixTrace(known, twin.names(evidence.names))
     recompute(evidence, trace=trace, twin=twin)
     return trace
@@ -138,9 +146,10 @@ def recompute(
         return take(leaf, rows, size)
 
     run = _OtherRun(evidence, trace)
-    evidence.before.restore()
+    evidence.before.restore(for_a_copy=True)
     evidence.after.generators.restore()
     torch.rand(1)
+    generators = RandomState.now()
     seeded = [row % size for row in rows]
     with (
         torch.inference_mode(False),
@@ -156,7 +165,8 @@ def recompute(
                 twin.forward(*args, **kwargs)
         except PrefixDone:
             pass
-    return Recomputed(rows, [tree_leaves(output) for output in run.outputs])
+    drew = not RandomState.now().equals(generators)
+    return Recomputed(rows, [tree_leaves(output) for output in run.outputs], drew)
 
 
 class _OtherRun:

@@ -52,13 +52,19 @@ def prefix(
     args, kwargs = inputs or call.rows(rows)
     generators = RandomState.now() if source.draws else None
     # The code around the boundary will run again, in the replay: let it count once.
+    outside = source.surroundings.but_modules() if source.surroundings is not None else None
+    if outside is not None:
+        outside.restore(for_a_copy=True)
     state = Remembered(slots=[(module.__dict__, key) for module, key in source.moving])
     try:
         with intercept(source.modules, capture), dropout.only(np.flatnonzero(rows).tolist()):
             forward(*args, **kwargs)
     except PrefixDone:
         pass
-    state.restore()
+    finally:
+        state.restore()
+        if outside is not None:
+            outside.restore()
     if generators is not None:
         generators.restore()  # the replay draws what the whole forward would
     fresh = capture.rows()

@@ -54,7 +54,7 @@ class Prober:
             twin = self.evidence.twins.fresh()
             run = _ProbeRun(self, twin)
             args, kwargs = self.inputs(run, twin)
-            self.evidence.before.restore()
+            self.evidence.before.restore(for_a_copy=True)
             try:
                 with twin.intercept(self.recipe.modules, run):
                     output = twin.forward(*args, **kwargs)

@@ -43,6 +43,9 @@ def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
     repeats, trace = Repeats(evidence), observe(evidence)
     parts = [repeats.first, repeats.last, *_in_parts(evidence, trace)]
     recipe = _draft(evidence, parts)
+    for position in _written_inputs(evidence):  # so that a hit writes to them as well
+        recipe.kept.add(position)
+        recipe.entered.add(position)
     prober = Prober(evidence, parts, recipe)
     prober.run()
     if not recipe.slots():
@@ -56,7 +59,9 @@ def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
     recipe.grad_mode = None if same_parts(recipe, repeats.last, other_mode) else evidence.grad
     _check_trained(evidence, recipe, trace)
     recipe.reads = _reads(evidence, recipe, trace)
+    recipe.surroundings = evidence.surroundings if evidence.surroundings else None
     recipe.moving = [pair for pair in repeats.moving if recipe.surrounds(pair[0])]
+    recipe.draws = any(part.drew for part in parts)
     _note_draws(recipe, trace)
     tagged = evidence.call.tagged
     recipe.leaf_names = {i: (leaf.leaf, leaf.chain_key) for i, leaf in tagged.items()}
@@ -263,7 +268,7 @@ def _check_replay(evidence: Evidence, prober: Prober, recipe: Recipe) -> dict[st
     twin = evidence.twins.fresh()
     run = ReplayRun(recipe, evidence.size, values, scene=scene_of(recipe, twin))
     args, kwargs = prober.inputs(run, twin)
-    evidence.before.restore()
+    evidence.before.restore(for_a_copy=True)
     with twin.intercept(recipe.modules, run):
         output = twin.forward(*args, **kwargs)
     after = RandomState.now()
@@ -272,12 +277,39 @@ def _check_replay(evidence: Evidence, prober: Prober, recipe: Recipe) -> dict[st
     for step, kept in zip(recipe.steps, constants, strict=True):
         step.constants = kept
     recipe.mutable = _written(evidence, twin)
+    _check_written(evidence, recipe, twin)
     if not after.equals(evidence.after.generators):
         raise BoundaryError.impure(
             recipe.boundary, "the prefix draws random numbers, so that later ones would differ"
         )
     recipe.opaque_outputs = _compare_outputs(evidence, output)
     return rows
+
+
+def _check_written(evidence: Evidence, recipe: Recipe, twin: Twin) -> None:
+    """What the plain run writes to, a replay must write to; what the prefix reads, nothing may."""
+    for position in _written_inputs(evidence):
+        if not same_content(evidence.given[position], twin.call.leaves[position]):
+            raise BoundaryError.impure(
+                recipe.boundary, f"the prefix writes to its input {evidence.call.paths()[position]}"
+            )
+    written = {id(buffer) for buffer in recipe.mutable}
+    skipped = {id(b) for _, module in recipe.skipped_modules() for b in module._buffers.values()}
+    for name, _, tensor in known_tensors(evidence.model):
+        if id(tensor) in written & (skipped | {id(named[2]) for named in recipe.reads}):
+            raise BoundaryError.impure(
+                recipe.boundary, f"the prefix reads {name!r}, which the model writes to after it"
+            )
+
+
+def _written_inputs(evidence: Evidence, given: Sequence[Any] | None = None) -> list[int]:
+    """Return the positions of the loader's leaves that a run has written to."""
+    given = evidence.given if given is None else given
+    return [
+        i
+        for i in evidence.call.tagged
+        if isinstance(given[i], Tensor) and not same_content(given[i], evidence.twins.leaves[i])
+    ]
 
 
 def _written(evidence: Evidence, twin: Twin) -> list[Tensor]:

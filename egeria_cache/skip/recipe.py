@@ -16,6 +16,7 @@ from egeria_cache.skip.cut import Cut, Step, TensorSpec
 from egeria_cache.skip.guards import PrefixGuard
 from egeria_cache.skip.invocation import Invocation, plain
 from egeria_cache.skip.placeholder import Escape, Placeholder, Scene, Source
+from egeria_cache.skip.surroundings import Surroundings
 from egeria_cache.skip.trace import Draw, Named
 
 __all__ = ["CaptureRun", "PrefixDone", "Recipe", "ReplayRun", "StepPlan", "Unavailable"]
@@ -96,6 +97,8 @@ class Recipe:
     """Other tensor arguments that the prefix reads: they must not change."""
     copies: bool = False
     """Whether the model writes into what a hit gives it, which must then be a copy."""
+    surroundings: Surroundings | None = None
+    """What the code may touch outside of the model, hooks too; None if nothing."""
     moving: list[tuple[nn.Module, str]] = field(default_factory=list)
     """Attributes that the code around the boundary moves before the boundary returns."""
     opaque_outputs: frozenset[int] = frozenset()

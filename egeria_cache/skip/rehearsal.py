@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.calls import CallRecord, Recorder, intercept, is_compiled
@@ -118,9 +117,11 @@ class Rehearsal:
                 outputs=plain_run.outputs,
                 seconds=plain_run.seconds,
                 result=result,
+                given=tree_leaves((args, kwargs)),
                 twins=twins,
                 before=before,
                 after=after,
+                surroundings=self._surroundings,
                 grad=torch.is_grad_enabled(),
             )
             outcome.recipe, outcome.rows = prove(evidence)
@@ -148,13 +149,12 @@ class Rehearsal:
 
     def _discover(self) -> Recorder:
         """Record the calls with the prefix in inference mode, as it will be from now on."""
-        if any(is_lazy(parameter) for parameter in self.model.parameters()):
-            raise BoundaryError.not_proved(self.boundary, "some parameters are not initialised yet")
         world = self._surroundings.now()
         for _ in range(3):
             recorder = Recorder(watch=RandomState.now)
             twin = Twins(self.model, self.forward, self.call).fresh()
             args, kwargs = twin.call.plain()
+            world.restore(for_a_copy=True)
             try:
                 with twin.intercept(patchable(self.model), recorder):
                     recorder.begin()

@@ -8,6 +8,7 @@ that cannot be copied because they are compiled.
 
 from __future__ import annotations
 
+import functools
 import random
 import types
 from collections import deque
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria_cache.skip.attach import AttachedForward
+from egeria_cache.skip.copier import Copier
 from egeria_cache.skip.foreign import ATOMS, is_foreign, is_library, own_dict
 from egeria_cache.skip.front import ForwardSlot
 
@@ -77,6 +79,7 @@ class Remembered:
         roots: Modules, containers, functions (what their closures hold), objects.
         slots: Single entries of dicts, a global number say.
         classes: Classes, whose attributes are looked at.
+        modules: Whether to look into modules.
     """
 
     def __init__(
@@ -84,21 +87,32 @@ class Remembered:
         roots: Iterable[Any] = (),
         slots: Iterable[tuple[dict[str, Any], str]] = (),
         classes: Iterable[type] = (),
+        *,
+        modules: bool = True,
     ) -> None:
+        self._modules = modules
         self._seen: dict[int, Any] = {}
         self._contents: list[tuple[Any, Any]] = []
         self._num_bytes = 0
         self._versions: list[Tensor] = []
+        self._iterators: list[tuple[types.CellType | dict[str, Any], str, Any]] = []
         self._slots = [(where, key, where.get(key, _MISSING)) for where, key in slots]
         self._classes = [(cls, _data(cls)) for cls in classes]
+        for where, key, value in self._slots:
+            self._note_iterator(where, key, value)
         pending = [*roots, *(value for _, _, value in self._slots)]
         pending += [value for _, data in self._classes for value in data.values()]
         while pending:
             pending.extend(self._look(pending.pop()))
         self._preserved = torch.autograd._unsafe_preserve_version_counter(tuple(self._versions))
 
-    def restore(self) -> None:
-        """Put back what differs. May be called again and again."""
+    def restore(self, *, for_a_copy: bool = False) -> None:
+        """Put back what differs. May be called again and again.
+
+        Args:
+            for_a_copy: Put copies in the place of iterators, as they were: those themselves cannot
+                be set back. Without it they stand in their places again.
+        """
         for where, key, value in self._slots:
             if where.get(key, _MISSING) is not value:
                 _set(where, key, value)
@@ -111,6 +125,9 @@ class Remembered:
                     setattr(cls, key, value)
         for value, content in self._contents:
             _put_back(value, content)
+        if for_a_copy:
+            for where, key, kept in self._iterators:
+                _fill(where, key, Copier()(kept))
         self._preserved.__exit__(None, None, None)
 
     def _look(self, value: Any) -> Iterable[Any]:
@@ -128,7 +145,12 @@ class Remembered:
             ]  # fmt: skip
         if isinstance(value, types.CellType):
             self._contents.append((value, value.cell_contents))
+            self._note_iterator(value, "", value.cell_contents)
             return (value.cell_contents,)
+        if isinstance(value, functools.partial):
+            return (value.func, *value.args, *value.keywords.values())
+        if isinstance(value, nn.Module) and not self._modules:
+            return ()
         if isinstance(value, types.MethodType | types.BuiltinMethodType | types.MethodWrapperType):
             return (value.__self__,)
         if isinstance(value, AttachedForward):
@@ -156,6 +178,11 @@ class Remembered:
             return ()
         own = own_dict(value)
         return () if own is None else (own,)
+
+    def _note_iterator(self, where: types.CellType | dict[str, Any], key: str, value: Any) -> None:
+        kind = type(value)
+        if hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools"):
+            self._iterators.append((where, key, Copier()(value)))
 
     def _look_at_tensor(self, value: Tensor) -> Iterable[Any]:
         plain = type(value) is Tensor and value.layout == torch.strided and not value.is_meta
@@ -190,6 +217,13 @@ def _set(where: dict[str, Any], key: str, value: Any) -> None:
         where.pop(key, None)
     else:
         where[key] = value
+
+
+def _fill(where: types.CellType | dict[str, Any], key: str, value: Any) -> None:
+    if isinstance(where, dict):
+        where[key] = value
+    else:
+        where.cell_contents = value
 
 
 def _is_filled(cell: types.CellType) -> bool:

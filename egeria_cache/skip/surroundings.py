@@ -22,6 +22,7 @@ __all__ = ["Surroundings", "World"]
 
 _MAX_FUNCTIONS = 4000
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_CODE = (FunctionType, MethodType, functools.partial)
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
@@ -32,9 +33,9 @@ class World:
     generators: RandomState
     outside: Remembered
 
-    def restore(self) -> None:
-        """Make it the present one."""
-        self.outside.restore()
+    def restore(self, *, for_a_copy: bool = False) -> None:
+        """Make it the present one; iterators can only be as they were for a copy of the model."""
+        self.outside.restore(for_a_copy=for_a_copy)
         self.generators.restore()
 
 
@@ -52,6 +53,7 @@ class Surroundings:
         self._classes: dict[int, type] = {}
         self._slots: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         self._hooks = [getattr(registry, name) for name in _GLOBAL_HOOKS]
+        self._module_hooks: list[Any] = []
         for hooks in self._hooks:
             self._visit_all(hooks.values())
         for module in model.modules():
@@ -60,16 +62,32 @@ class Surroundings:
             self._visit(own.get("forward"))
             for value in own.values():
                 self._visit(type(value))
+                self._visit_all(_callables(value))
             for name in _HOOKS:
                 self._visit_all(own.get(name, {}).values())
+                self._module_hooks += own.get(name, {}).values()
 
     def now(self) -> World:
         """Remember what they hold at present, and the random generators."""
-        functions = [f for f in self._functions.values() if f.__closure__ or f.__defaults__]
-        hooks = [hook for hooks in self._hooks for hook in hooks.values()]
-        roots = [*self._shared, *functions, *hooks]
+        roots = [*self._shared, *self._functions_with_state(), *self._global_hooks()]
         outside = Remembered(roots, self._slots.values(), self._classes.values())
         return World(RandomState.now(), outside)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything beside modules to remember."""
+        roots = (*self._functions_with_state(), *self._global_hooks(), *self._module_hooks)
+        return bool(roots or self._slots or self._classes)
+
+    def but_modules(self) -> Remembered:
+        """Remember what code of the model may touch outside of it, and what its hooks hold."""
+        roots = [*self._functions_with_state(), *self._global_hooks(), *self._module_hooks]
+        return Remembered(roots, self._slots.values(), self._classes.values(), modules=False)
+
+    def _functions_with_state(self) -> list[FunctionType]:
+        return [f for f in self._functions.values() if f.__closure__ or f.__defaults__]
+
+    def _global_hooks(self) -> list[Any]:
+        return [hook for hooks in self._hooks for hook in hooks.values()]
 
     def _visit_all(self, values: Iterable[Any]) -> None:
         for value in list(values):
@@ -130,6 +148,14 @@ class Surroundings:
         else:
             self._slots[id(where), name] = where, name
             yield type(value)
+
+
+def _callables(value: Any) -> list[Any]:
+    """Return a function kept as an attribute, or those in a container."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    found = value if isinstance(value, list | tuple) else [value]
+    return [item for item in found if isinstance(item, _CODE)]
 
 
 def _names(code: CodeType) -> Iterator[str]:
