@@ -310,7 +310,7 @@ class _Pass:
             if self._cache is not None:
                 self._cache.log_epoch(self._loader.name, self._progress.epoch)
             raise
-        self._progress.yielded += 1
+        self._progress.count()
         return batch
 
     def _next(self) -> Any:

@@ -7,7 +7,9 @@ the number of workers: resuming draws the same index batches again and drops tho
 
 from __future__ import annotations
 
+import copy
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
@@ -45,10 +47,20 @@ class Progress:
     """Batches given out."""
     finished: bool = False
     """Whether the pass came to its end; resuming then begins the next epoch."""
+    sampler: Any = field(default=None, repr=False)
+    """The state of a sampler that has one, when the last batch given out had been drawn."""
+    drawn: deque[Any] = field(default_factory=deque, repr=False)
+    """The same for the batches that were drawn, but not given out; no part of the state."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and byte tensors, a few kilobytes."""
-        return {"version": VERSION} | {f.name: getattr(self, f.name) for f in fields(self)}
+        return {"version": VERSION} | {name: getattr(self, name) for name in _STORED}
+
+    def count(self) -> None:
+        """A batch is given out."""
+        self.yielded += 1
+        if self.drawn:
+            self.sampler = self.drawn.popleft()
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
@@ -63,7 +75,10 @@ class Progress:
                 f"not a state of EgeriaLoader, or of another version: found version {version!r}, "
                 f"this release reads {VERSION}"
             )
-        return cls(**{f.name: state[f.name] for f in fields(cls)})
+        return cls(**{name: state[name] for name in _STORED if name in state})
+
+
+_STORED = [f.name for f in fields(Progress) if f.name != "drawn"]
 
 
 class ResumableLoader(DataLoader[T_co]):
@@ -129,10 +144,15 @@ class ResumableLoader(DataLoader[T_co]):
         base = _copy_of(self._base_generator)
         if last.drew_base_seed:
             draw_base_seed(self.generator)
-        batches = iter(self._index_sampler)
-        for _ in range(last.yielded):
-            if next(batches, None) is None:
-                break
+        if last.sampler is not None and self._stateful is not None:
+            self._stateful.load_state_dict(last.sampler)  # it knows where it was
+            batches = iter(self._index_sampler)
+        else:
+            batches = iter(self._index_sampler)
+            for _ in range(last.yielded):
+                if next(batches, None) is None:
+                    break
+            last.drawn.clear()
         assert last.now is not None, "a loaded state holds the generators of its moment"
         rng.set(last.now)
         self._rest = _Rest(batches, self._index_sampler)
@@ -159,7 +179,20 @@ class ResumableLoader(DataLoader[T_co]):
     @property
     def _index_sampler(self) -> Any:
         rest = self.__dict__.get("_rest")
-        return super()._index_sampler if rest is None else rest
+        if rest is not None:
+            return rest
+        whole = super()._index_sampler
+        stateful = self._stateful
+        return whole if stateful is None else _Noted(whole, stateful, self._progress.drawn)
+
+    @property
+    def _stateful(self) -> Any:
+        """The sampler that keeps its own place, in torchdata's protocol; None if there is none."""
+        batch_sampler = super()._index_sampler
+        for one in (batch_sampler, getattr(batch_sampler, "sampler", None)):
+            if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
+                return one
+        return None
 
     @property
     def _base_generator(self) -> torch.Generator:
@@ -217,6 +250,21 @@ class _Rest:
         yield from rest
 
 
+class _Noted:
+    """An index sampler that notes its state whenever it was drawn from."""
+
+    def __init__(self, whole: Iterable[Any], stateful: Any, states: deque[Any]) -> None:
+        self._whole, self._stateful, self._states = whole, stateful, states
+
+    def __len__(self) -> int:
+        return len(self._whole)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._whole:
+            self._states.append(copy.deepcopy(self._stateful.state_dict()))
+            yield batch
+
+
 class _Counted:
     """Mixed into DataLoader's own iterators: keeps the loader's `Progress`."""
 
@@ -228,7 +276,7 @@ class _Counted:
         except StopIteration:
             self.progress.finished = True
             raise
-        self.progress.yielded += 1
+        self.progress.count()
         return batch
 
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import io
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, Dataset, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from egeria_cache.loader.loader import EgeriaLoader
 
@@ -212,3 +220,46 @@ def test_loading_a_state_leaves_the_running_pass_alone():
 def test_a_foreign_state_is_refused():
     with pytest.raises(ValueError, match="not a state of EgeriaLoader"):
         make().load_state_dict({"_num_yielded": 3})
+
+
+class Adaptive(Sampler):
+    """Keeps its own place, and goes where the losses tell it: drawing again would not give that."""
+
+    def __init__(self, n):
+        self.n, self.position, self.step = n, 0, 1
+
+    def __iter__(self):
+        while self.position < self.n:
+            self.position += self.step
+            yield self.position - self.step
+        self.position = 0
+
+    def __len__(self):
+        return self.n
+
+    def state_dict(self):
+        return {"position": self.position, "step": self.step}
+
+    def load_state_dict(self, state):
+        self.position, self.step = state["position"], state["step"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("seed", [None, 0])
+def test_a_sampler_with_a_state_is_resumed_by_its_state(workers, seed):
+    def loader(sampler):
+        data = TensorDataset(torch.arange(40))
+        return EgeriaLoader(data, 2, sampler=sampler, num_workers=workers, seed=seed)
+
+    sampler = Adaptive(40)
+    whole, found = loader(sampler), []
+    for (batch,) in whole:
+        found.append(batch.tolist())
+        if len(found) == 3:
+            sampler.step = 2
+        if len(found) == 8:
+            state = copy.deepcopy(whole.state_dict())
+    again = loader(Adaptive(40))
+    again.load_state_dict(state)
+    rest = [batch.tolist() for (batch,) in again]
+    assert rest == found[8:]
