@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from egeria_cache.batch import Batch, BatchTensor
+from egeria_cache.batch import Batch, BatchTensor, without_data
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip import Cut
 
@@ -85,4 +85,4 @@ def make_batch(x: Tensor, entry: MemoryEntry | None = None) -> BatchTensor:
     )  # fmt: skip
     if entry is None:
         return BatchTensor.wrap(x, batch, "x")
-    return BatchTensor.without_data(x.to("meta"), batch, "x")
+    return without_data(x.to("meta"), batch, "x")

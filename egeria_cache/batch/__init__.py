@@ -4,11 +4,13 @@ Owns nothing that lives longer than a batch: no thread, no file, no global. It n
 and never reads an activation; whoever made the batch gave it a way to do so.
 
 `batch.py` is a batch and its parts, `tensor.py` holds the tensors that know their samples,
+`absent.py` those that were not loaded,
 `chain.py` the operations that they record, `selection.py` those that take rows, `vouch.py` what
 they held,
 `structure.py` takes a batch apart into leaves with a row per sample, `seeds.py` names samples.
 """
 
+from egeria_cache.batch.absent import without_data
 from egeria_cache.batch.batch import Batch, Entry
 from egeria_cache.batch.chain import outside_inference_mode
 from egeria_cache.batch.lost import forget_lost, lost_by
@@ -49,4 +51,5 @@ __all__ = [
     "sample_seed",
     "take_rows",
     "unwrap",
+    "without_data",
 ]

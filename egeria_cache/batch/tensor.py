@@ -20,10 +20,10 @@ from egeria_cache.batch.batch import Batch
 from egeria_cache.batch.chain import IN_PLACE, Op, outside_inference_mode
 from egeria_cache.batch.lost import note_lost
 from egeria_cache.batch.selection import selected_rows
-from egeria_cache.batch.structure import Rows, merge_rows, own_containers, take_rows
+from egeria_cache.batch.structure import Rows, own_containers, take_rows
 from egeria_cache.batch.vouch import Vouched
 
-__all__ = ["BatchTensor", "batch_tensors", "unwrap"]
+__all__ = ["BatchTensor", "batch_tensors", "loaded_tensor", "unwrap"]
 
 
 class BatchTensor(Tensor):
@@ -40,21 +40,7 @@ class BatchTensor(Tensor):
     @staticmethod
     def wrap(data: Tensor, batch: Batch, leaf: str) -> BatchTensor:
         """Tag a fully loaded leaf. The data is shared, not copied."""
-        return _loaded(data, batch, leaf, (), batch._vouched.get(leaf))
-
-    @staticmethod
-    def without_data(
-        meta: Tensor, batch: Batch, leaf: str, misses: Tensor | None = None
-    ) -> BatchTensor:
-        """Stand for a leaf whose hits were not loaded.
-
-        Args:
-            meta: Meta tensor of the whole leaf's shape, dtype and strides.
-            batch: The batch, with an entry.
-            leaf: Path of the leaf.
-            misses: The loaded rows, those where `batch.entry.hit` is False; None if there are none.
-        """
-        return _absent(meta, batch, leaf, (), misses, misses.device if misses is not None else None)
+        return loaded_tensor(data, batch, leaf, (), batch._vouched.get(leaf))
 
     @property
     def chain_key(self) -> str:
@@ -99,7 +85,7 @@ class BatchTensor(Tensor):
         if not self._vouched.holds(data):
             return None
         result = op.run(data)
-        return _loaded(result, self.batch, self.leaf, (*self.chain, op), self._vouched)
+        return loaded_tensor(result, self.batch, self.leaf, (*self.chain, op), self._vouched)
 
     def _apply_in_place(self, op: Op) -> bool:
         """Do an operation to the data itself; False if nothing was done."""
@@ -175,7 +161,7 @@ class BatchTensor(Tensor):
         data = self.full()
         if not self._vouched.holds(data):
             return None
-        return _loaded(part(data), self.batch.select(rows), self.leaf, self.chain)
+        return loaded_tensor(part(data), self.batch.select(rows), self.leaf, self.chain)
 
     @property
     def _looks_intact(self) -> bool:
@@ -188,138 +174,7 @@ class BatchTensor(Tensor):
         return self.full().clone()
 
 
-class _AbsentTensor(BatchTensor):
-    """A `BatchTensor` without storage: shape, dtype and device, and perhaps the misses' rows."""
-
-    _meta: Tensor
-    _misses: Tensor | None
-    _full: Tensor | None
-    _is_shared: bool
-    """Whether another tensor would share the memory of this one."""
-    _alias: tuple[Tensor, Op] | None
-    """The tensor whose memory this one would share, and the operation that leads from it to here.
-
-    What is written to one then shows in the other, as it does where data is."""
-
-    def full(self) -> Tensor:
-        if self._full is None and self._alias is not None:
-            other, op = self._alias
-            self._full = op.run(other.full() if isinstance(other, BatchTensor) else other)
-            self._vouched = Vouched(self._full)
-        elif self._full is None:
-            absent = self.batch.load_absent(self.leaf)
-            assert isinstance(absent, Tensor)
-            absent = absent.to(self.device)
-            for op in self.chain:
-                absent = op.run(absent)
-            mask = self.batch.absent
-            assert mask is not None
-            merged = absent if self._misses is None else merge_rows(mask, absent, self._misses)
-            assert isinstance(merged, Tensor)
-            self._full = _with_layout(merged, self._meta)
-            self._vouched = Vouched(self._full)
-        return self._full
-
-    @property
-    def intact(self) -> bool:
-        if self._alias is not None and not _is_intact(self._alias[0]):
-            return False
-        data = self._misses if self._full is None else self._full
-        with torch._C.DisableTorchFunctionSubclass(), outside_inference_mode():
-            return data is None or self._vouched.holds(data)
-
-    @property
-    def _looks_intact(self) -> bool:
-        if self._alias is not None and not _is_intact(self._alias[0]):
-            return False
-        return self._full is None or self._vouched.unchanged(self._full)
-
-    def misses(self) -> Tensor:
-        if self._misses is None:
-            return super().misses()
-        return self._misses
-
-    def rows(self, mask: np.ndarray, loaded: Mapping[str, Rows]) -> Tensor:
-        if self._full is not None:
-            return super().rows(mask, loaded)
-        rows = loaded[self.leaf]
-        assert isinstance(rows, Tensor)
-        rows = rows.to(self.device)
-        for op in self.chain:
-            rows = op.run(rows)
-        return rows
-
-    def _apply(self, op: Op) -> BatchTensor | None:
-        if self._full is not None:
-            return super()._apply(op)
-        if not self.intact:
-            return None
-        misses = None if self._misses is None else op.run(self._misses)
-        meta = op.run(self._meta)
-        device = misses.device if misses is not None else (op.device or self.device)
-        result = _absent(meta, self.batch, self.leaf, (*self.chain, op), misses, device)
-        if device == self.device and op.aliases(self._meta, meta):
-            result._alias = self, op
-            self._is_shared = True
-        return result
-
-    def _select(self, rows: np.ndarray, part: Callable[[Tensor], Tensor]) -> BatchTensor | None:
-        if self._full is not None:
-            return super()._select(rows, part)
-        if not self.intact:
-            return None
-        batch, mask = self.batch.select(rows), self.batch.absent
-        assert mask is not None
-        meta = part(self._meta)
-        misses = None
-        if not mask[rows].all():
-            if batch.absent is None:  # misses alone: they are all there
-                return super()._select(rows, part)
-            assert self._misses is not None
-            at = (np.cumsum(~mask) - 1)[rows[~mask[rows]]]
-            misses = self._misses[torch.from_numpy(at).to(self._misses.device)]
-        result = _absent(meta, batch, self.leaf, self.chain, misses, self.device)
-        if meta._is_view():
-            result._alias = self, Op(part, (), {}, key="")
-            self._is_shared = True
-        return result
-
-    def _apply_in_place(self, op: Op) -> bool:
-        if self._full is not None or self._is_shared or self._alias is not None:
-            self.full()
-            return super()._apply_in_place(op)
-        if not self.intact:
-            return False
-        if self._misses is not None:
-            self._misses = op.run(self._misses)
-            self._vouched = Vouched(self._misses)
-        self.chain = (*self.chain, op)
-        return True
-
-    def _become_plain(self) -> None:
-        data = self.full().as_subclass(Tensor)
-        torch._C._swap_tensor_impl(self, data)
-        super()._become_plain()
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return (
-            f"BatchTensor(leaf={self.leaf!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"device={str(self.device)!r}, not loaded: its samples are in the cache)"
-        )
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        # Reached only from C++ that bypasses __torch_function__: give it the data.
-        return func(*unwrap(args), **unwrap(kwargs or {}))
-
-
-def _loaded(
+def loaded_tensor(
     data: Tensor,
     batch: Batch,
     leaf: str,
@@ -332,37 +187,6 @@ def _loaded(
     tensor.batch, tensor.leaf, tensor.chain = batch, leaf, chain
     tensor._vouched = vouched or Vouched(data, by_content=batch.may_be_stored)
     return tensor
-
-
-def _absent(
-    meta: Tensor,
-    batch: Batch,
-    leaf: str,
-    chain: tuple[Op, ...],
-    misses: Tensor | None,
-    device: torch.device | None,
-) -> _AbsentTensor:
-    tensor: _AbsentTensor = Tensor._make_wrapper_subclass(
-        _AbsentTensor,
-        meta.shape,
-        strides=meta.stride(),
-        dtype=meta.dtype,
-        device=device or torch.device("cpu"),
-    )
-    tensor.batch, tensor.leaf, tensor.chain = batch, leaf, chain
-    tensor._meta, tensor._misses, tensor._full = meta, misses, None
-    tensor._alias, tensor._is_shared = None, False
-    if misses is not None:
-        tensor._vouched = Vouched(misses)
-    return tensor
-
-
-def _with_layout(tensor: Tensor, like: Tensor) -> Tensor:
-    """Give `tensor` the strides of the meta tensor `like` (channels_last stays channels_last)."""
-    if tensor.stride() == like.stride():
-        return tensor
-    out = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device)
-    return out.copy_(tensor)
 
 
 _WRITES = {
@@ -380,10 +204,6 @@ _ABOUT_THE_TENSOR = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {
     Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.is_contiguous,
     Tensor.__hash__, Tensor.get_device, Tensor.is_pinned,
 }  # fmt: skip
-
-
-def _is_intact(tensor: Tensor) -> bool:
-    return isinstance(tensor, BatchTensor) and tensor.intact
 
 
 def _is_in_place(func: Callable[..., Any]) -> bool:

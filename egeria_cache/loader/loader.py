@@ -33,6 +33,7 @@ from egeria_cache.batch import (
     merge_rows,
     outside_inference_mode,
     row_meta,
+    without_data,
 )
 from egeria_cache.loader.ahead import num_foreseeable
 from egeria_cache.loader.plan import Plan, Planner
@@ -387,7 +388,7 @@ class _Pass:
         } | constants
         for path in view.dropped:
             whole = view.rows[path].expand(batch.size, *view.rows[path].shape[1:]).contiguous()
-            tagged[path] = BatchTensor.without_data(whole, batch, path, misses.get(path))
+            tagged[path] = without_data(whole, batch, path, misses.get(path))
         entry.on_load = partial(self._cache.count_batch, len(plan.ids), entry.hit)
         self._cache.count_yielded()
         return view.structure.rebuild(tagged)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from egeria_cache.batch.absent import without_data
 from egeria_cache.batch.batch import Batch
 from egeria_cache.batch.tensor import BatchTensor, batch_tensors, unwrap
 
@@ -42,7 +43,7 @@ def make_batch(hit):
     if hit is None:
         return BatchTensor.wrap(RAW.clone(), batch, "x"), loads
     misses = None if all(hit) else RAW[~torch.tensor(hit)]
-    return BatchTensor.without_data(RAW.to("meta"), batch, "x", misses), loads
+    return without_data(RAW.to("meta"), batch, "x", misses), loads
 
 
 ALL, SOME = [True] * 4, [True, False, False, True]
@@ -400,7 +401,7 @@ def test_channels_last_is_kept_on_absent_data():
     raw = torch.randn(4, 3, 5, 5)
     batch = Batch(ids=range(4), variant=0, loader_name="t", leaves={},
                   load_rows=lambda mask: {"x": raw}, entry=FakeEntry(ALL))  # fmt: skip
-    x = BatchTensor.without_data(raw.to("meta"), batch, "x")
+    x = without_data(raw.to("meta"), batch, "x")
     y = x.to(memory_format=torch.channels_last)
     assert y.full().is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(y.full(), raw)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from egeria_cache.batch.tensor import Batch, BatchTensor
+from egeria_cache.batch import Batch, BatchTensor, without_data
 from egeria_cache.skip.engine import SkipEngine
 
 
@@ -133,7 +133,7 @@ class Harness:
                     values.shape, values.stride(), dtype=values.dtype, device="meta"
                 )
                 misses = leaves[name] if len(leaves[name]) else None
-                tensors[name] = BatchTensor.without_data(meta, batch, name, misses)
+                tensors[name] = without_data(meta, batch, name, misses)
             else:
                 tensors[name] = BatchTensor.wrap(values, batch, name)
         return tensors
