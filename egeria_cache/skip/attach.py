@@ -52,7 +52,7 @@ class AttachedForward(ForwardSlot):
         return self._forward(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        # Compilers that read a function instead of calling it (scripting, export) see the plain one.
+        # Compilers that read a function instead of calling it (export) see the plain one.
         if name not in _OF_FUNCTIONS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.__wrapped__, name)
