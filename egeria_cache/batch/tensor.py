@@ -117,7 +117,6 @@ class BatchTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass(), outside_inference_mode():
             if func in _ABOUT_THE_TENSOR:
                 return func(*args, **kwargs)
-            leaf = ""
             at = next((i for i, arg in enumerate(args) if isinstance(arg, BatchTensor)), None)
             leaf = ""
             if at is not None:
