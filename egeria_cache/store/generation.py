@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,11 +28,12 @@ from egeria_cache.store.manifest import Manifest
 from egeria_cache.store.place import FULL
 from egeria_cache.store.reader import BatchReader
 from egeria_cache.store.records import Encoded, Rows, encode_rows
+from egeria_cache.store.stats import GenerationCounts
 from egeria_cache.store.transfer import to_host
 from egeria_cache.store.values import Value
 from egeria_cache.store.writer import Job, Writer
 
-__all__ = ["Generation", "GenerationCounts"]
+__all__ = ["Generation"]
 
 logger = logging.getLogger("egeria_cache.store")
 
@@ -45,17 +45,6 @@ memory is not worth compressing: it stays in the page cache, and is read in a fr
 that decoding takes."""
 BARE = "value"
 """Name under which a bare tensor is stored."""
-
-
-@dataclass(slots=True)
-class GenerationCounts:
-    """What happened in this process."""
-
-    hits: int = 0
-    misses: int = 0
-    writes: int = 0
-    dropped_writes: int = 0
-    corrupt: int = 0
 
 
 class Generation:
@@ -203,7 +192,7 @@ class Generation:
         keys = encode_keys(ids, variant)
         fields, ready = to_host(fields)
         rows = Rows(bare, fields)
-        job = Job(self, keys, picked.tolist(), rows, _versions(rows), rows.num_bytes(), ready)
+        job = Job.of(self, keys, picked.tolist(), rows, ready)
         self._queued(1)
         accepted = self._writer.submit(job)
         if not accepted:
@@ -360,14 +349,3 @@ class Generation:
         with self._lock:
             for name, change in changes.items():
                 setattr(self.counts, name, getattr(self.counts, name) + change)
-
-
-def _versions(rows: Rows) -> list[tuple[Tensor, int]]:
-    """Return each tensor with its version counter; inference tensors have none."""
-    tensors = [
-        item
-        for value in rows.fields.values()
-        for item in ([value] if isinstance(value, Tensor) else value)
-        if isinstance(item, Tensor)
-    ]
-    return [(item, item._version) for item in tensors if not item.is_inference()]

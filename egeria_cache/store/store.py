@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,6 +37,7 @@ from egeria_cache.store.manifest import (
 from egeria_cache.store.own import check_own
 from egeria_cache.store.place import claim_directory
 from egeria_cache.store.reader import BatchReader
+from egeria_cache.store.stats import StoreStats
 from egeria_cache.store.values import Value
 from egeria_cache.store.writer import Writer
 
@@ -50,34 +50,6 @@ EMPTY_GENERATION_BYTES = 2 * PAGE_BYTES
 """What a new generation takes before its first record, but for its manifest."""
 ALONE = {"use": "alone"}
 """Fields of the generation behind the store's own put_batch and get_batch."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoreStats:
-    """Counts of this process since the store was opened, and sizes on disk now."""
-
-    hits: int
-    """Rows read and intact."""
-    misses: int
-    """Rows asked for and not served."""
-    writes: int
-    """Rows committed."""
-    dropped_writes: int
-    """Rows handed over and not stored: queue full, limit, disk trouble, changed tensors."""
-    corrupt: int
-    """Records that failed their check."""
-    num_samples: int
-    """Records in the generations open here."""
-    raw_bytes: int
-    """Their size decoded."""
-    stored_bytes: int
-    """Their size encoded."""
-    lossy_error: float
-    """Root mean square of what lossy storage changed, over that of the values; 0 if lossless."""
-    bytes_on_disk: int
-    """Of the whole directory, in whole pages."""
-    limit_bytes: int
-    """Never exceeded by `bytes_on_disk`."""
 
 
 class ActivationStore:

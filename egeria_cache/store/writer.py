@@ -43,6 +43,25 @@ class Job:
     ready: torch.cuda.Event | None = None
     """Recorded after the copy from the device; None on CPU."""
 
+    @classmethod
+    def of(
+        cls,
+        target: Any,
+        keys: Sequence[bytes],
+        picked: Sequence[int],
+        rows: Rows,
+        ready: torch.cuda.Event | None,
+    ) -> Job:
+        """Note the tensors' version counters; inference tensors have none."""
+        tensors = [
+            item
+            for value in rows.fields.values()
+            for item in ([value] if isinstance(value, Tensor) else value)
+            if isinstance(item, Tensor)
+        ]
+        versions = [(one, one._version) for one in tensors if not one.is_inference()]
+        return cls(target, keys, picked, rows, versions, rows.num_bytes(), ready)
+
     def unchanged(self) -> bool:
         """No tensor was written to since it was handed over."""
         return all(tensor._version == version for tensor, version in self.versions)
