@@ -143,8 +143,9 @@ class Copier:
 
     def _tensor(self, value: Tensor) -> Any:
         if is_lazy(value):  # made by the first call, of the copy as well
+            make: Any = type(value)
             like = {"device": value.device, "dtype": value.dtype}
-            return self._keep(value, type(value)(requires_grad=value.requires_grad, **like))
+            return self._keep(value, make(requires_grad=value.requires_grad, **like))
         if isinstance(value, nn.Parameter) or (value.requires_grad and value.is_leaf):
             return self._keep(value, value if self._change is None else self._change(value))
         if type(value) is not Tensor or value.is_meta:

@@ -126,8 +126,8 @@ class Remembered:
         for value, content in self._contents:
             _put_back(value, content)
         if for_a_copy:
-            for where, key, kept in self._iterators:
-                _fill(where, key, Copier()(kept))
+            for place, key, kept in self._iterators:
+                _fill(place, key, Copier()(kept))
         self._preserved.__exit__(None, None, None)
 
     def _look(self, value: Any) -> Iterable[Any]:
