@@ -32,12 +32,6 @@ KNOWN: dict[str, tuple[type[Finding], str]] = {
     ),
     **because(
         SilentlyWrong,
-        "the self-test collates into the batch that the loop is using",
-        "test_a_collate_function_may_use_its_buffer_again[True-False]",
-        "test_a_collate_function_may_use_its_buffer_again[True-True]",
-    ),
-    **because(
-        SilentlyWrong,
         "batches are rebuilt by their constructors",
         "test_a_shared_dict_may_be_added_to_by_the_loop",
     ),
