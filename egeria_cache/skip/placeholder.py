@@ -9,7 +9,9 @@ right, or there is an error that names both ends. See docs/correctness.md.
 from __future__ import annotations
 
 import functools
+import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -71,6 +73,16 @@ class Scene:
     """Whether the run is over; a placeholder that is left has leaked."""
     trainable: dict[int, Tensor] = field(default_factory=dict)
     """Trainable tensors that met a placeholder, by the index of their source."""
+    made: list[weakref.ref[Placeholder]] | None = None
+    """Every placeholder of the run, where a rehearsal wants to see who keeps one."""
+
+    def kept(self) -> frozenset[Source]:
+        """Return the sources of the placeholders that somebody still holds."""
+        made = self.made or []
+        if any(ref() is not None for ref in made):
+            gc.collect()
+        alive = [tensor for ref in made if (tensor := ref()) is not None]
+        return frozenset(source for tensor in alive for source in tensor.sources)
 
     def check(self, sources: frozenset[Source], what: str) -> None:
         """Refuse the use of a placeholder by an active module, or after the run."""
@@ -102,6 +114,8 @@ class Placeholder(Tensor):
             Placeholder, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
         )
         tensor.meta, tensor.sources, tensor.scene = meta, sources, scene
+        if scene.made is not None:
+            scene.made.append(weakref.ref(tensor))
         return tensor
 
     @staticmethod

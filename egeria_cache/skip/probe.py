@@ -17,6 +17,7 @@ from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.compare import difference, tolerance
 from egeria_cache.skip.cut import TensorSpec
 from egeria_cache.skip.evidence import Evidence, Recomputed
+from egeria_cache.skip.hooks import has_user_hooks
 from egeria_cache.skip.placeholder import Escape, Placeholder, Scene, Source, placeholders
 from egeria_cache.skip.recipe import Recipe, ReplayRun, Slot, Unavailable
 from egeria_cache.skip.twin import Twin
@@ -50,25 +51,37 @@ class Prober:
         Raises:
             BoundaryError: Something crosses that cannot be cached, or is trained.
         """
+        for i, step in enumerate(self.recipe.steps):
+            if not step.run and has_user_hooks(step.module):
+                for j, leaf in enumerate(step.leaves):
+                    if isinstance(leaf, TensorSpec):
+                        self._give(Source("step", step.name, i, j), heavy=True)
         for _ in range(_MAX_PROBES):
             twin = self.evidence.twins.fresh()
             run = _ProbeRun(self, twin)
-            args, kwargs = self.inputs(run, twin)
             self.evidence.before.restore(for_a_copy=True)
             try:
-                with twin.intercept(self.recipe.modules, run):
-                    output = twin.forward(*args, **kwargs)
-                run.scene.finished = True
-                escaped = {source for p in _leaked(output) for source in p.sources}
-                if not escaped:
+                self._probe(run, twin)
+                # The twin is still there, and so is what its hooks and attributes hold.
+                kept = run.scene.kept()
+                if not kept:
                     return
-                raise Escape.at(escaped, "the model's output")
+                raise Escape.at(kept, "something that keeps it (a hook, an attribute, a global)")
             except _TryAgain:
                 pass
             except Escape as escape:
                 if not self._resolve(escape, run):
                     raise BoundaryError(str(escape)) from escape
         raise BoundaryError.not_proved(self.recipe.boundary, "too much crosses the boundary")
+
+    def _probe(self, run: _ProbeRun, twin: Twin) -> None:
+        args, kwargs = self.inputs(run, twin)
+        with twin.intercept(self.recipe.modules, run):
+            output = twin.forward(*args, **kwargs)
+        run.scene.finished = True
+        escaped = {source for p in _leaked(output) for source in p.sources}
+        if escaped:
+            raise Escape.at(escaped, "the model's output")
 
     def inputs(self, run: ReplayRun, twin: Twin) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) with placeholders where a hit has no data."""
@@ -105,11 +118,12 @@ class Prober:
                 progress |= self._give(source)
         return progress
 
-    def _give(self, source: Source) -> bool:
+    def _give(self, source: Source, *, heavy: bool = False) -> bool:
+        """Run a step after all, or store its output, or keep that as a constant."""
         step = self.recipe.steps[source.index]
         last = source.index == len(self.recipe.steps) - 1
         light = not last and next(step.module.parameters(), None) is None
-        if light and source.index not in self.tried:
+        if light and not heavy and source.index not in self.tried:
             self.tried.add(source.index)
             step.run = True
             return True
@@ -144,6 +158,7 @@ class _ProbeRun(ReplayRun):
             slot: evidence.leaf(*slot).clone() for slot in recipe.slots().values()
         }
         super().__init__(recipe, evidence.size, values, scene=scene_of(recipe, twin))
+        self.scene.made = []
 
     def skipping(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for leaf in tree_leaves((args, kwargs)):
@@ -157,6 +172,12 @@ class _ProbeRun(ReplayRun):
                         self._prober.pin(source.index)
             elif isinstance(leaf, Tensor) and leaf.requires_grad:
                 self._refuse_trained(leaf)
+
+    def running(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        step = self.recipe.steps[index]
+        given = placeholders((args, kwargs)) if step.real else []
+        if given:
+            raise Escape.at((source for p in given for source in p.sources), step.name)
 
     def ran(self, index: int, output: Any) -> None:
         if index in self._prober.tried and _leaked(output):

@@ -13,6 +13,7 @@ from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.compare import difference, same_content, tolerance
 from egeria_cache.skip.cut import Step, TensorSpec
 from egeria_cache.skip.evidence import Evidence, Recomputed, observe, recompute, trainable
+from egeria_cache.skip.hooks import has_user_hooks_inside
 from egeria_cache.skip.independence import (
     check_constants,
     check_rows,
@@ -27,6 +28,7 @@ from egeria_cache.skip.recipe import Recipe, ReplayRun, Slot, StepPlan, Unavaila
 from egeria_cache.skip.state import RandomState
 from egeria_cache.skip.trace import Named, PrefixTrace, known_tensors
 from egeria_cache.skip.twin import Twin
+from egeria_cache.skip.uses import attributes_read, free_arguments
 
 __all__ = ["prove", "same_rows"]
 
@@ -63,6 +65,8 @@ def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
     recipe.moving = [pair for pair in repeats.moving if recipe.surrounds(pair[0])]
     recipe.draws = any(part.drew for part in parts)
     _note_draws(recipe, trace)
+    recipe.attributes = attributes_read(evidence, recipe)
+    recipe.free = free_arguments(evidence, recipe)
     tagged = evidence.call.tagged
     recipe.leaf_names = {i: (leaf.leaf, leaf.chain_key) for i, leaf in tagged.items()}
     recipe.modes = tuple(module.training for module in recipe.ancestors)
@@ -136,11 +140,12 @@ def _draft(evidence: Evidence, parts: Sequence[Recomputed]) -> Recipe:
             _describe(evidence, name, a, [(part.leaves[i][j], len(part.rows)) for part in parts])
             for j, a in enumerate(leaves_a)
         ]
-        run = trainable(record.module) is not None
-        steps.append(StepPlan(record.module, name, spec, described, run=run))
+        real = has_user_hooks_inside(record.module)
+        run = real or trainable(record.module) is not None
+        steps.append(StepPlan(record.module, name, spec, described, run=run, real=real))
     last = steps[-1]
     tensors = [j for j, leaf in enumerate(last.leaves) if isinstance(leaf, TensorSpec)]
-    if len(tensors) == 1 and last.leaves[tensors[0]].batch_dim is not None:
+    if not last.run and len(tensors) == 1 and last.leaves[tensors[0]].batch_dim is not None:
         last.cached.add(tensors[0])
     return Recipe(evidence.boundary, steps, evidence.ancestors, evidence.names, copies=True)
 

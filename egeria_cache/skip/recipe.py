@@ -56,7 +56,9 @@ class StepPlan:
     leaves: list[Any]
     """Per leaf of the output: a TensorSpec, or the plain value it always has."""
     run: bool = False
-    """Not skipped: it costs little, or is trained."""
+    """Not skipped: it costs little, is trained, or has hooks of the user inside."""
+    real: bool = False
+    """Whether it must be given real inputs: somebody reads what goes on inside."""
     cached: set[int] = field(default_factory=set)
     """Leaves of the output that are stored with the cut."""
     constants: dict[int, Tensor] = field(default_factory=dict)
@@ -432,6 +434,7 @@ class ReplayRun:
             how = f"{self.recipe.names[id(module)]!r} ran where {step.name!r} was expected"
             raise BoundaryError.another_way(self.recipe.boundary, how)
         if step.run:
+            self.running(index, args, kwargs)
             self._inside = True
             try:
                 output = original(*args, **kwargs)
@@ -446,6 +449,9 @@ class ReplayRun:
         self._position += 1
         self.scene.after_boundary = self._position == len(steps)
         return output
+
+    def running(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look at what a module that is not skipped is called with; a rehearsal does."""
 
     def skipping(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look at what a skipped module is called with; a rehearsal does."""

@@ -14,6 +14,7 @@ tensors are touched by one forward, the user's:
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -252,7 +253,7 @@ class _PlainRun:
             )
             return original(*args, **kwargs)
         last = index == len(self._steps) - 1
-        if last and torch.is_grad_enabled() and _inside_checkpoint():
+        if last and torch.is_grad_enabled() and _inside_checkpoint(module):
             self.error = BoundaryError.not_proved(
                 self._boundary,
                 "it is called inside a checkpointed region that reaches past it, which would run "
@@ -293,10 +294,23 @@ def patchable(model: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def _inside_checkpoint() -> bool:
+def _inside_checkpoint(boundary: nn.Module) -> bool:
+    """Whether a checkpointed region reaches past the boundary, which is being called."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
-            return True
+            region = frame.f_locals.get("function", frame.f_locals.get("run_function"))
+            if region is not None and not _is_call_of(region, boundary):
+                return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def _is_call_of(function: Any, module: nn.Module) -> bool:
+    """Whether calling `function` calls `module` and nothing else."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function is module or (
+        getattr(function, "__self__", None) is module
+        and getattr(function, "__name__", "") in ("__call__", "_wrapped_call_impl", "forward")
+    )
