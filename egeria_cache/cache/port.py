@@ -129,9 +129,9 @@ class LoaderPort:
         """Note samples that were planned as hits, and had to be loaded after all."""
         self._accounts.counts.refetched += num_samples
 
-    def data_settled(self) -> None:
+    def data_settled(self, loader_name: str) -> None:
         """The data set that had changed is the same as in the last pass."""
-        self._accounts.counts.why_not = None
+        self._accounts.counts.why_not = self._status.uncached.get(loader_name)
 
     def note_step(
         self,

@@ -173,7 +173,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         what = self.source.fingerprint.changed()
         if what is None and not at_end:
             if self._num_changes:
-                self.cache.port.data_settled()
+                self.cache.port.data_settled(self.source.key)
             self._num_changes = 0
         elif what is not None:
             self._num_changes += 1

@@ -181,6 +181,6 @@ def test_augmentation_variants_must_be_positive(variants):
 
 
 def test_ids_must_be_ints_strings_or_tuples():
-    loader = EgeriaLoader(Augmented(), seed=0, sample_id=lambda index: 1.5)
-    with pytest.raises(TypeError, match=r"sample ID must be .* got float"):
+    loader = EgeriaLoader(Augmented(), seed=0, sample_id=lambda index: [index])
+    with pytest.raises(TypeError, match=r"sample ID must be .* got list"):
         next(iter(loader))
