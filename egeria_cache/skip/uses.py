@@ -57,12 +57,10 @@ def _noting(copies: Iterable[tuple[int, nn.Module]], names: set[tuple[int, str]]
             copy.__class__ = cls
 
 
-def _noting_class(cls: type, owner: int, names: set[tuple[int, str]]) -> Any:
-    plain: Any = cls.__getattribute__
-
+def _noting_class(cls: Any, owner: int, names: set[tuple[int, str]]) -> Any:
     def note(self: Any, name: str) -> Any:
         names.add((owner, name))
-        return plain(self, name)
+        return cls.__getattribute__(self, name)
 
     return type(cls.__name__, (cls,), {"__getattribute__": note, "__module__": cls.__module__})
 

@@ -1,0 +1,253 @@
+"""Hooks, features that somebody keeps, attributes around the boundary, and plain arguments."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from egeria_cache.skip.invocation import Invocation
+from tests.helpers.skip_harness import Harness, assert_same, freeze, step
+
+G = torch.Generator().manual_seed(1)
+DATA = {
+    "x": torch.randn(24, 4, 6, generator=G),
+    "y": torch.randint(3, (24,), generator=torch.Generator().manual_seed(2)),
+}
+BATCHES = [range(0, 8), range(8, 16), range(16, 24)]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.two(torch.tanh(self.one(x)))
+
+
+class Net(nn.Module):
+    """early -> middle (the boundary) -> head."""
+
+    def __init__(self):
+        super().__init__()
+        self.early, self.middle, self.late = Block(), Block(), Block()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.late(self.middle(self.early(x))).mean(1))
+
+
+def call(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def harness_of(cls=Net):
+    torch.manual_seed(0)
+    model = cls()
+    freeze(model, "early", "middle")
+    harness = Harness(model, DATA)
+    harness.engine.set_boundary("middle")
+    return harness
+
+
+def recipe_of(harness):
+    (recipe,) = [r for found in harness.engine._recipes.values() for r in found]
+    return recipe
+
+
+# ---- hooks that read features -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["early", "early.one", "middle.two", "middle", "late", "head"])
+@pytest.mark.parametrize("kind", ["forward", "kwargs", "pre", "always"])
+def test_a_hook_of_the_user_reads_the_real_feature_once_a_step(where, kind):
+    harness = harness_of()
+    plain = copy.deepcopy(harness.model)
+    seen = {}
+    for name, model in (("ours", harness.model), ("plain", plain)):
+        kept = seen[name] = []
+        module = model.get_submodule(where)
+        if kind == "forward":
+            module.register_forward_hook(lambda m, a, out, kept=kept: kept.append(out))
+        elif kind == "kwargs":
+            module.register_forward_hook(
+                lambda m, a, k, out, kept=kept: kept.append(out), with_kwargs=True
+            )
+        elif kind == "pre":
+            module.register_forward_pre_hook(lambda m, a, kept=kept: kept.append(a[0]))
+        else:
+            module.register_forward_hook(
+                lambda m, a, out, kept=kept: kept.append(out.clone()), always_call=True
+            )
+    for n, ids in enumerate(BATCHES * 2):
+        assert_same(
+            step(harness.model, call, harness.batch(ids), n),
+            step(plain, call, harness.plain(ids), n),
+        )
+    assert len(seen["ours"]) == len(seen["plain"]) == 6
+    for ours, theirs in zip(seen["ours"], seen["plain"], strict=True):
+        assert torch.equal(ours, theirs)
+    assert harness.host.refusals == []
+    assert harness.host.num_loads == 3
+
+
+class Keeping(Net):
+    def forward(self, x):
+        h = self.early(x)
+        self.kept = h * 2
+        return self.head(self.late(self.middle(h)).mean(1))
+
+
+KEPT: list = []
+
+
+class KeepingInGlobal(Net):
+    def forward(self, x):
+        h = self.early(x)
+        KEPT[:] = [h]
+        return self.head(self.late(self.middle(h)).mean(1))
+
+
+@pytest.mark.parametrize("cls", [Keeping, KeepingInGlobal])
+def test_a_feature_that_is_kept_is_real_or_refused(cls):
+    harness = harness_of(cls)
+    for ids in BATCHES * 2:
+        call(harness.model, harness.batch(ids))
+        with torch.no_grad():
+            expected = harness.model.early(DATA["x"][list(ids)])
+        kept = harness.model.kept / 2 if cls is Keeping else KEPT[0]
+        assert torch.allclose(kept, expected)
+    host = harness.host
+    assert host.num_loads == 3 or host.refusals or host.changes
+
+
+def test_weight_norm_is_no_hook_of_the_user():
+    harness = harness_of()
+    with pytest.warns(FutureWarning):
+        nn.utils.weight_norm(harness.model.early.one)
+    freeze(harness.model, "early")
+    call(harness.model, harness.batch(BATCHES[0]))
+    assert harness.host.refusals == []
+    assert not recipe_of(harness).steps[0].run
+
+
+# ---- attributes and arguments -----------------------------------------------------------------
+
+
+class Reading(Net):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.bias, self.unused, self.steps = 2.0, [1.0], 3, 0
+
+    def forward(self, x):
+        self.steps += 1
+        h = self.middle(self.early(x * self.scale + self.bias[0]))
+        return self.head(self.late(h).mean(1)) * self.unused
+
+
+def test_the_attributes_that_code_around_the_boundary_reads_before_it_are_known():
+    harness = harness_of(Reading)
+    call(harness.model, harness.batch(BATCHES[0]))
+    owner = id(harness.model)
+    assert recipe_of(harness).attributes == {(owner, "scale"), (owner, "bias")}
+    assert type(harness.model) is Reading
+
+
+class Scheduled(Net):
+    def forward(self, x, tau, gain=1.0, names=()):
+        h = self.middle(self.early(x * gain))
+        return self.head(self.late(h).mean(1)) / tau
+
+
+def test_plain_arguments_that_the_prefix_does_not_use_are_free():
+    harness = harness_of(Scheduled)
+
+    def scheduled(model, batch, tau, gain=2.0):
+        out = model(batch["x"], tau, gain=gain, names=["a", "b"])
+        return F.cross_entropy(out, batch["y"])
+
+    scheduled(harness.model, harness.batch(BATCHES[0]), 1.0)
+    recipe = recipe_of(harness)
+    paths = Invocation.of((DATA["x"], 1.0), {"gain": 2.0, "names": ["a", "b"]}).paths()
+    assert {paths[i] for i in recipe.free} == {
+        "args[1]",
+        "kwargs['names'][0]",
+        "kwargs['names'][1]",
+    }
+    plain = copy.deepcopy(harness.model)
+    for n, tau in enumerate([0.9, 0.8, 0.7]):
+        assert torch.equal(
+            scheduled(harness.model, harness.batch(BATCHES[0]), tau),
+            scheduled(plain, harness.plain(BATCHES[0]), tau),
+        )
+        assert harness.host.num_loads == n + 1
+    scheduled(harness.model, harness.batch(BATCHES[0]), 0.7, gain=3.0)
+    assert harness.engine._num_rehearsals == 2
+
+
+# ---- shapes changed in place, and checkpointing ------------------------------------------------
+
+
+class Unsqueezing(Net):
+    def forward(self, x):
+        x.unsqueeze_(1)
+        h = self.middle(self.early(x.squeeze_(1)))
+        return self.head(self.late(h).mean(1))
+
+
+class Transposing(Net):
+    def forward(self, x):
+        h = self.early(x)
+        h.transpose_(1, 2)
+        h = h.transpose(1, 2)
+        return self.head(self.late(self.middle(h)).mean(1))
+
+
+@pytest.mark.parametrize("cls", [Unsqueezing, Transposing])
+def test_shapes_changed_in_place_as_statements_are_followed(cls):
+    harness = harness_of(cls)
+    plain = copy.deepcopy(harness.model)
+    for n, ids in enumerate(BATCHES * 2):
+        assert_same(
+            step(harness.model, call, harness.batch(ids), n),
+            step(plain, call, harness.plain(ids), n),
+        )
+    assert harness.host.num_loads == 3 or harness.host.refusals
+
+
+class Checkpointed(Net):
+    reentrant = False
+
+    def forward(self, x):
+        h = checkpoint(self.middle, self.early(x), use_reentrant=self.reentrant)
+        return self.head(checkpoint(self.late, h, use_reentrant=self.reentrant).mean(1))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_region_that_ends_at_the_boundary_is_skipped(reentrant):
+    harness = harness_of(type("Checkpointed", (Checkpointed,), {"reentrant": reentrant}))
+    plain = copy.deepcopy(harness.model)
+    for n, ids in enumerate(BATCHES * 2):
+        assert_same(
+            step(harness.model, call, harness.batch(ids), n),
+            step(plain, call, harness.plain(ids), n),
+        )
+    assert harness.host.refusals == []
+    assert harness.host.num_loads == 3
+
+
+def test_a_checkpointed_region_that_reaches_past_the_boundary_is_refused():
+    class Spanning(Net):
+        def forward(self, x):
+            h = checkpoint(lambda h: self.late(self.middle(h)), self.early(x), use_reentrant=False)
+            return self.head(h.mean(1))
+
+    harness = harness_of(Spanning)
+    call(harness.model, harness.batch(BATCHES[0])).backward()
+    assert "checkpointed region" in str(harness.host.refusals[0])
