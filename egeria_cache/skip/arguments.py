@@ -22,7 +22,7 @@ from torch.utils._pytree import (
 
 from egeria_cache.batch import BatchTensor, Structure, flatten, own_containers
 
-__all__ = ["PLAIN", "Layout", "take_apart"]
+__all__ = ["PLAIN", "Layout", "hand_back", "take_apart"]
 
 PLAIN = (bool, int, float, str, bytes, type(None))
 
@@ -81,6 +81,23 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any]
             structures.append(structure)
             leaves += (inner[path] for path in structure.paths)
     return leaves, Layout(spec, tuple(opened), tuple(structures))
+
+
+def hand_back(given: Any, built: Any) -> None:
+    """Give dicts and lists what was added to the ones that were built in their place."""
+    if given is built or type(given) is not type(built):
+        return
+    if isinstance(given, dict):
+        for key, value in built.items():
+            if key in given:
+                hand_back(given[key], value)
+            else:
+                given[key] = value
+    elif type(given) in (list, tuple):
+        for pair in zip(given, built, strict=False):
+            hand_back(*pair)
+        if isinstance(given, list):
+            given += built[len(given) :]
 
 
 def _opened(leaf: Any) -> tuple[Structure | None, dict[str, Any]]:

@@ -165,6 +165,14 @@ class SkipEngine:
         with self._dropout.serving(call.batch):
             return self._cached(call, (*key, self._dropout.key()))
 
+    def _called(self, call: Invocation, key: tuple[Any, ...]) -> Any:
+        if self.boundary is None or call.why_not is not None:
+            return self._uncached(call)
+        if self._dropout is None:
+            return self._cached(call, key)
+        with self._dropout.serving(call.batch):
+            return self._cached(call, (*key, self._dropout.key()))
+
     def _uncached(self, call: Invocation) -> Any:
         """Compute a call that cannot be served; the prefix is in inference mode all the same."""
         if self.boundary is not None and call.why_not is not None:

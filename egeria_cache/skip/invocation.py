@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from egeria_cache.batch import Batch, BatchTensor, lost_by, take_rows
-from egeria_cache.skip.arguments import PLAIN, Layout, take_apart
+from egeria_cache.skip.arguments import PLAIN, Layout, hand_back, take_apart
 from egeria_cache.skip.content import digest
 
 __all__ = ["Invocation", "mode_key"]
@@ -30,6 +30,8 @@ class Invocation:
     """Whose leaves they are; not to be asked for where there is a `why_not`."""
     given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
     """The arguments as they came."""
+    last_built: list[Any] = field(default_factory=list)
+    """(args, kwargs) that the model was called with last."""
     why_not: str | None = None
     """Why the call cannot be served: its leaves do not come from one batch, or are trained."""
 
@@ -51,7 +53,7 @@ class Invocation:
         elif any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             why_not = "an input requires grad, and its gradient leads through the prefix"
         batch: Any = next(iter(batches.values()), None)
-        return cls(leaves, layout, tagged, batch, (args, kwargs), why_not)
+        return cls(leaves, layout, tagged, batch, (args, kwargs), why_not=why_not)
 
     def rebuild(self, swap: Callable[[int, Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) with each tensor leaf replaced by `swap(position, leaf)`."""
@@ -59,7 +61,14 @@ class Invocation:
             swap(i, leaf) if isinstance(leaf, Tensor) else leaf
             for i, leaf in enumerate(self.leaves)
         ]
-        return self.layout.build(leaves, self.given)
+        built = self.layout.build(leaves, self.given)
+        self.last_built[:] = built
+        return built
+
+    def hand_back(self) -> None:
+        """Give the caller's dicts and lists what the model has added to those it was given."""
+        for given, built in zip(self.given, self.last_built, strict=False):
+            hand_back(given, built)
 
     def plain(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) with the data of every leaf, loaded where needed."""
