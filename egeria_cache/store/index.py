@@ -68,7 +68,7 @@ class Index:
         """Insert keys of integers, given one behind the other."""
         variants, numbers = parse_integer_keys(keys)
         with self._lock:
-            for variant in np.unique(variants).tolist():
+            for variant in set(variants.tolist()):
                 chosen = np.flatnonzero(variants == variant)
                 table = self._integers.setdefault(variant, IntegerTable())
                 refused = chosen[~table.add(numbers[chosen], spans[chosen])]
@@ -142,7 +142,7 @@ class IntegerTable:
         if len(chosen):
             self._reach(int(chosen.max()) + 1, limit)
             fresh = chosen[self._spans[chosen, 1] == 0]
-            self.count += len(np.unique(fresh))
+            self.count += _num_different(fresh)
             self._spans[chosen] = spans[fits]
         return fits
 
@@ -185,7 +185,7 @@ class HashTable:
 
     def add(self, hashes: npt.NDArray[np.uint64], spans: Spans) -> None:
         """Insert; one thread at a time."""
-        self.count += len(np.unique(hashes[self.locate(hashes)[:, 1] == 0]))
+        self.count += _num_different(hashes[self.locate(hashes)[:, 1] == 0])
         recent = self._recent
         recent.update(zip(hashes.tolist(), map(tuple, spans.tolist()), strict=True))
         known = self._sorted[0]
@@ -236,3 +236,9 @@ def _integers_among(ids: Sequence[SampleId]) -> tuple[Any, npt.NDArray[np.int64]
 
 def _hashes(keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
     return np.fromiter(map(xxhash.xxh3_64_intdigest, keys), np.uint64, len(keys))
+
+
+def _num_different(values: npt.NDArray[Any]) -> int:
+    # NumPy's unique() takes ten times as long.
+    ordered = np.sort(values)
+    return len(values) and 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))
