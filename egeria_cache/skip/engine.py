@@ -148,22 +148,19 @@ class SkipEngine:
             return self._forward(*unwrap(args), **unwrap(kwargs))
         try:
             with healing():
-                return self._called(args, kwargs)
+                return self._called_with(args, kwargs)
         finally:
             self._turn.release()
 
-    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _called_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._look()
         # Shapes of tagged tensors are read often: not through their `__torch_function__`.
         with torch._C.DisableTorchFunctionSubclass():
             call = Invocation.of(args, kwargs)
             key = () if call.why_not else call.key(self._free.get(call.layout, frozenset()))
-        if self.boundary is None or call.why_not is not None:
-            return self._uncached(call)
-        if self._dropout is None:
-            return self._cached(call, key)
-        with self._dropout.serving(call.batch):
-            return self._cached(call, (*key, self._dropout.key()))
+        result = self._called(call, key)
+        call.hand_back()
+        return result
 
     def _called(self, call: Invocation, key: tuple[Any, ...]) -> Any:
         if self.boundary is None or call.why_not is not None:
