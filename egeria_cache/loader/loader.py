@@ -2,8 +2,8 @@
 
 The way of a batch: the batch sampler's index batches are drawn ahead and planned (`plan.py`); the
 misses go to DataLoader's own workers, each sample under its own seed (`samples/loading.py`); the
-hits are read ahead (`prefetch/prefetcher.py`); the batch comes out with the structure that DataLoader
-would have given it, its tensors knowing their samples (`batch/tensor.py`).
+hits are read ahead (`prefetch/prefetcher.py`); the batch comes out with the structure that
+DataLoader would have given it, its tensors knowing their samples (`batch/tensor.py`).
 """
 
 from __future__ import annotations
