@@ -7,13 +7,15 @@ from typing import Any
 
 from torch import nn
 
+from egeria_cache.skip.foreign import is_library
+
 __all__ = ["has_user_hooks", "has_user_hooks_inside"]
 
 _SLOTS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def has_user_hooks(module: nn.Module) -> bool:
-    """Whether calls of this module fire hooks that are neither PyTorch's own nor ours."""
+    """Whether calls of this module fire hooks that are no library's own, nor ours."""
     return any(_is_users(hook) for slot in _SLOTS for hook in getattr(module, slot).values())
 
 
@@ -27,5 +29,4 @@ def _is_users(hook: Any) -> bool:
         hook = hook.func
     owner = getattr(hook, "__self__", None)
     kind = type(owner) if owner is not None else hook if hasattr(hook, "__code__") else type(hook)
-    name = getattr(kind, "__module__", "") or ""
-    return name.partition(".")[0] not in ("torch", "egeria_cache", "egeria_core")
+    return not is_library(getattr(kind, "__module__", None))

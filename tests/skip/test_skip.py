@@ -70,7 +70,8 @@ def test_mixed_batches_run_the_prefix_on_the_misses_alone():
     assert_same_run(harness, call, [range(0, 8)])
     rows.clear()
     assert_same_run(harness, call, [[8, 1, 9, 3, 2, 10, 11, 4]], exact=False)
-    assert rows[0] == 4  # the prefix's run; then a placeholder for the whole batch
+    assert rows == [8, 8]  # the hook sees one call of the whole batch, here and in the plain copy
+    assert harness.host.notes[0] == ("prefix", 4)
     assert set(harness.host.stored[harness.engine.cut]) == set(range(12))
     assert_same_run(harness, call, [[8, 1, 9, 3, 2, 10, 11, 4]], exact=False)
     assert harness.host.num_loads == 2
