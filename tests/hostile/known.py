@@ -21,62 +21,53 @@ def because(outcome: type[Finding], why: str, *names: str) -> dict[str, tuple[ty
 
 
 KNOWN: dict[str, tuple[type[Finding], str]] = {
-    # test_batches.py
-    **because(
-        WithoutAWord,
-        "nothing is said where a batch does not know its samples, or is void each time",
-        "test_a_batch_written_in_every_epoch_is_what_the_model_sees[by_data]",
-        "test_a_batch_written_in_every_epoch_is_what_the_model_sees[by_method]",
-        "test_square_batches_transposed_in_place_are_transposed",
-        "test_a_batch_written_in_every_epoch_is_what_the_model_sees[by_numpy]",
-    ),
+    # test_batches_structures.py
     **because(
         SilentlyWrong,
-        "batches are rebuilt by their constructors",
+        "the loop is given a copy of the batch's dicts",
         "test_a_shared_dict_may_be_added_to_by_the_loop",
     ),
-    # test_data.py
-    # test_prefix.py
-    **because(
-        WithoutAWord,
-        "nothing is said where a batch does not know its samples, or is void each time",
-        "test_frozen_weights_that_decay_with_zero_gradients_move",
-        "test_the_models_forward_replaced_by_the_user_later_runs",
-    ),
-    # test_prefix_tensors.py
+    # test_errors_batches.py
     **because(
         ForeignError,
-        "recomputed weights of the prefix are taken for traces",
-        "test_a_front_pruned_a_little_more_every_epoch_is_right",
+        "what a step of no samples costs is divided by their number",
+        "test_an_empty_batch_passes",
     ),
     # test_prefix_values.py
     **because(
-        ForeignError,
-        "a refused boundary that was set by hand raises where the loop could go on",
-        "test_a_temperature_that_the_front_lowers_itself_is_obeyed",
-    ),
-    **because(
-        SilentlyWrong,
-        "what the front counts or lowers itself does not go on when it is skipped",
-        "test_a_counter_of_the_front_that_the_head_reads_counts",
-        "test_a_counter_of_the_front_that_the_loop_reads_counts",
-        "test_a_temperature_that_the_loop_lowers_each_step_is_obeyed",
-    ),
-    **because(
         WithoutAWord,
-        "nothing is said where a batch does not know its samples, or is void each time",
+        "an argument that differs at every call is rehearsed anew every time, and nothing is said",
+        "test_a_new_argument_in_the_place_of_one_that_is_gone_is_another",
         "test_a_schedule_given_to_the_front_is_told",
-    ),
-    **because(
-        NeedlesslyUncached,
-        "left uncached, though it could be served",
-        "test_a_schedule_given_to_the_head_is_served[float]",
     ),
     # test_proof.py
     **because(
         SilentlyWrong,
-        "the proof does not see this",
+        "a draw that seldom decides is not seen in the few runs of the rehearsal",
         "test_rare_randomness_around_the_boundary_is_seen_or_found[3]",
         "test_rare_randomness_around_the_boundary_is_seen_or_found[10]",
+    ),
+    # test_served_batches.py
+    **because(
+        ForeignError,
+        "the rehearsal asks an argument of the user's own kind for rows that it does not have",
+        "test_batches_of_any_kind_are_served[mapping-given whole]",
+        "test_batches_of_any_kind_are_served[object-given whole]",
+        "test_batches_of_any_kind_are_served[dataclass-given whole]",
+        "test_batches_of_any_kind_are_served[namespace-given whole]",
+    ),
+    **because(
+        NeedlesslyUncached,
+        "samples are looked for in the first dimension alone",
+        "test_batches_with_time_first_are_served[embed-collate]",
+        "test_batches_with_time_first_are_served[embed-loop]",
+        "test_batches_with_time_first_are_served[rnn-collate]",
+        "test_batches_with_time_first_are_served[rnn-loop]",
+    ),
+    # test_served_loops.py
+    **because(
+        ForeignError,
+        "a checkpointed region of the front alone is refused, if of the kind that is not reentrant",
+        "test_checkpointed_regions_are_served[False-ends at the boundary]",
     ),
 }

@@ -70,7 +70,7 @@ def cloned_by_state(model):
 @hostile(served=True)
 @pytest.mark.parametrize(
     "make",
-    [script, traced, copy.deepcopy, copy.copy, pickled, saved_whole, exported, symbolic,
+    [traced, copy.deepcopy, copy.copy, pickled, saved_whole, exported, symbolic,
      cloned_by_state],
     ids=lambda make: make.__name__,
 )  # fmt: skip
@@ -84,6 +84,12 @@ def test_a_copy_of_any_kind_is_made_while_training_goes_on(run, make):
         for x, _ in loader if make is not exported else ():
             run.record(other(x).sum())
     run.fit(model, loader, 2)
+
+
+@hostile(error="`torch.jit.script` cannot read a model's forward while a cache is attached to it")
+def test_a_model_is_scripted_before_a_cache_is_attached(run):
+    model = run.freeze(Plain())
+    run.see(script(model)(inputs()))
 
 
 @hostile(served=True)

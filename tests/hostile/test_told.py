@@ -66,7 +66,7 @@ def test_the_operation_in_the_middle_of_a_chain_is_named(run):
     trained(run, loss)
 
 
-@hostile(told="add_")
+@hostile(told="add")
 def test_an_operation_in_place_is_named(run):
     def loss(model, batch):
         return F.cross_entropy(model(batch[0].add_(torch.randn(6))), batch[1])
