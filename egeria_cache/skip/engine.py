@@ -168,7 +168,10 @@ class SkipEngine:
         if self._dropout is None:
             return self._cached(call, key)
         with self._dropout.serving(call.batch):
-            return self._cached(call, (*key, self._dropout.key()))
+            result = self._cached(call, (*key, self._dropout.key()))
+        for recipe in self._all():  # while it is served, a dropout layer has a forward of ours
+            self._settle(recipe)
+        return result
 
     def _uncached(self, call: Invocation) -> Any:
         """Compute a call that cannot be served; the prefix is in inference mode all the same."""
