@@ -61,9 +61,7 @@ class Invocation:
             swap(i, leaf) if isinstance(leaf, Tensor) else leaf
             for i, leaf in enumerate(self.leaves)
         ]
-        built = self.layout.build(leaves, self.given)
-        self.last_built[:] = built
-        return built
+        return self.layout.build(leaves, self.given)
 
     def hand_back(self) -> None:
         """Give the caller's dicts and lists what the model has added to those it was given."""
@@ -72,7 +70,12 @@ class Invocation:
 
     def plain(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) with the data of every leaf, loaded where needed."""
-        return self.rebuild(lambda _, leaf: plain(leaf))
+        return self.noted(self.rebuild(lambda _, leaf: plain(leaf)))
+
+    def noted(self, built: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Remember what the model is called with, for `hand_back`."""
+        self.last_built[:] = built
+        return built
 
     def rows(self, mask: np.ndarray) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) of the masked rows, those that the batch's entry misses."""

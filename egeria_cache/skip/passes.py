@@ -93,7 +93,7 @@ def replay(
     }
     run = ReplayRun(source, size, values, proven=True)
     capture = CaptureRun(recipe, size) if source is not recipe else None
-    args, kwargs = call.rebuild(lambda i, leaf: _input(source, run, i, leaf))
+    args, kwargs = call.noted(call.rebuild(lambda i, leaf: _input(source, run, i, leaf)))
     undo = _Undo(source)
     try:
         with intercept(*_handler(source, run, recipe, capture)):
