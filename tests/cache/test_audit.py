@@ -24,10 +24,11 @@ def test_audits_change_nothing(tmp_path, rate, workers):
         assert 0 < audited[3].audited < 20
 
 
-def test_no_audits_load_nothing(tmp_path):
+def test_whatever_the_rate_a_hit_is_audited_in_every_epoch_and_little_else_is_loaded(tmp_path):
     result = run(tmp_path, gate="always", cache_kwargs={"audit_rate": 0.0})
-    assert result[3].audited == 0
-    assert result[3].refetched == 0
+    num_epochs = result[3].hits // 48
+    assert num_epochs <= result[3].audited <= 2 * num_epochs
+    assert result[3].refetched == result[3].audited
 
 
 @pytest.mark.parametrize("move", [lambda x: x.to("cpu"), lambda x: x.float() * 1.0])
@@ -66,5 +67,6 @@ def test_the_default_rate_audits_one_hit_in_a_thousand(tmp_path):
     with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
         loader = EgeriaLoader(Images(), 8, cache=cache)
         train_steps(model, loader, sgd(model), 60, on_step=lambda _: cache.flush())
-        assert 0 < cache.stats().audited < 15
+        num_epochs = cache.stats().hits // 48
+        assert num_epochs < cache.stats().audited < num_epochs + 15
         assert cache.stats().audit_failures == 0
