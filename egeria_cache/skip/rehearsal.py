@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.calls import CallRecord, Recorder, intercept, is_compiled
 from egeria_cache.skip.evidence import Evidence, distinct, trainable
 from egeria_cache.skip.frozen import FrozenPrefix
-from egeria_cache.skip.invocation import Invocation
+from egeria_cache.skip.invocation import Invocation, plain
 from egeria_cache.skip.proof import prove, same_rows
 from egeria_cache.skip.recipe import Recipe
 from egeria_cache.skip.state import RandomState
@@ -100,6 +100,7 @@ class Rehearsal:
         ancestors = distinct([self.model, *(call.module for call in around)])
         plain_run = _PlainRun(steps, ancestors, self.names, self.boundary)
         args, kwargs = self.call.plain()
+        given = [plain(leaf) for leaf in self.call.leaves]  # the same memory, by position
         before = self._surroundings.now()
         with intercept(distinct(step.module for step in steps), plain_run):
             plain_run.begin()
@@ -118,7 +119,7 @@ class Rehearsal:
                 outputs=plain_run.outputs,
                 seconds=plain_run.seconds,
                 result=result,
-                given=tree_leaves((args, kwargs)),
+                given=given,
                 twins=twins,
                 before=before,
                 after=after,

@@ -79,8 +79,9 @@ class Twins:
         with torch.inference_mode(False):
             leaves = [plain(leaf) for leaf in call.leaves]
         self._copier = Copier(model)
-        self._root: tuple[nn.Module, Callable[..., Any], list[Any]] = self._copier(
-            (model, forward, leaves)
+        # The containers too: a model may fill a list that it is given.
+        self._root: tuple[nn.Module, Callable[..., Any], list[Any], Any] = self._copier(
+            (model, forward, leaves, call.given)
         )
         self._call = call
         self.shared = self._copier.shared
@@ -98,13 +99,14 @@ class Twins:
             change: Gives what it has in place of each parameter, buffer and input.
         """
         copier = Copier(self._root[0], change=change)
-        model, forward, leaves = copier(self._root)
+        model, forward, leaves, given = copier(self._root)
+        call = dataclasses.replace(self._call, leaves=leaves, given=given, last_built=[])
         pairs = {
             i: (original, copier.of(first))
             for i, (original, first) in self._copier.pairs.items()
             if isinstance(original, nn.Module | Tensor)
         }
-        return Twin(pairs, (model, forward, dataclasses.replace(self._call, leaves=leaves)))
+        return Twin(pairs, (model, forward, call))
 
 
 def shared_modules(model: nn.Module) -> list[nn.Module]:
