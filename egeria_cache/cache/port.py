@@ -144,7 +144,7 @@ class LoaderPort:
     ) -> None:
         """Note what a whole training step cost, and stop skipping where it does not pay."""
         views, frozen = self.views(loader_name), self._boundary.frozen
-        if self.boundary is None or frozen is None or not views:
+        if self.boundary is None or frozen is None or not (views and num_samples):
             return
         turn = self._pilot.step(
             views[0], self.boundary, frozen, seconds, num_samples, entry, is_control=is_control

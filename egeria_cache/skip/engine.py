@@ -245,7 +245,7 @@ class SkipEngine:
         outcome = rehearsal.run()
         self._is_held = True
         self._thaw.watch(self.model, self._held)
-        if outcome.recipe is not None and self._dropout is not None and self._dropout.error:
+        if self._dropout is not None and self._dropout.error:
             outcome.recipe, outcome.error = None, self._dropout.error
         recipe = outcome.recipe
         if recipe is None:
@@ -327,8 +327,8 @@ class SkipEngine:
         """Enter at `source`'s cut; an older one than `recipe`'s fills the newer one on the way."""
         with self._noting("replay", call.batch.size):
             output, rows = passes.replay(self._forward, source, recipe, call, stored)
-        if any(step.run for step in source.steps):
-            self._settle(source)
+        if source.guard is not None and source.guard.has_hooks:
+            self._settle(source)  # they may keep a count or a list
         self._captured(recipe, call, None, rows)
         return output
 

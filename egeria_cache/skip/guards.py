@@ -54,6 +54,11 @@ class PrefixGuard:
         self._contents = [hashes.of(t) if hashes is not None else "" for _, _, t in self._tensors]
         self._renew_tensors()
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether hooks run with the prefix, also on a hit."""
+        return self._state.has_hooks
+
     def anew(self) -> PrefixGuard:
         """Return another guard of the same things as they are now, by identity and not content."""
         return PrefixGuard([self._now(i) for i in range(len(self._given[0]))], *self._given[1:])

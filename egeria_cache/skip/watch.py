@@ -125,6 +125,7 @@ class StateWatch:
     def renew(self) -> None:
         """Take the present state as the one to keep."""
         layout = _Layout()
+        self.has_hooks = bool(hooks_of(module for _, module in self._modules))
         for name, module in self._modules:
             layout.live.append((name, vars(module)))
             layout.live += ((name, vars(module)[slot]) for slot in _SLOTS)

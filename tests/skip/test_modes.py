@@ -243,20 +243,18 @@ def test_a_hook_that_reads_a_skipped_output_is_refused():
     assert harness.host.num_loads == 0 or harness.host.refusals == []
 
 
-def test_a_feature_extractor_never_holds_a_stale_feature():
+def test_a_feature_extractor_holds_this_batchs_features_on_hits_too():
     harness = make()
+    plain = copy.deepcopy(harness.model)
     features = []
     harness.model.stem.register_forward_hook(lambda m, i, o: features.append(o))
     for n, ids in enumerate(BATCHES * 2):
         features.clear()
         step(harness.model, call, harness.batch(ids), n)
-        feature = features[-1]
-    from egeria_cache.errors import BoundaryError
-
-    with pytest.raises(BoundaryError, match="stem"):
-        feature.mean().item()
-    with pytest.raises(BoundaryError, match="stem"):
-        torch.relu(feature)
+        with torch.no_grad():
+            expected = plain.stem.eval()(harness.plain(ids)["x"])
+        assert torch.equal(features[-1], expected)
+    assert harness.host.num_loads
 
 
 def test_double_backward_and_retained_graphs():
