@@ -135,7 +135,7 @@ class SkipEngine:
         """(cut, last frozen module) as they were asked for; nearer than that while a part of the
         prefix is trained."""
         self._thaw = ThawWatch()
-        self._num_bare = 0
+        self._num_bare = self._num_new = 0
         self._was_served = False
         self._turn = threading.Lock()
 
@@ -193,6 +193,7 @@ class SkipEngine:
         recipe = self._find(None, key, call)
         if recipe is None:
             return self._first(key, call)
+        self._num_new = 0
         self._announce(recipe, call)
         entry = call.batch.entry
         source: Recipe | None = None
@@ -239,6 +240,9 @@ class SkipEngine:
             args, kwargs = call.plain()
             return self._forward(*args, **kwargs)
         self._num_rehearsals += 1
+        self._num_new += 1
+        if self._num_new == _MAX_BARE:
+            self.host.uncached("no call came with the arguments of one before it")
         rehearsal = Rehearsal(
             self.model, self._forward, self.boundary, call, self._held, self.frozen, known=alike
         )

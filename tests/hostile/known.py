@@ -28,11 +28,6 @@ KNOWN: dict[str, tuple[type[Finding], str]] = {
         "test_a_shared_dict_may_be_added_to_by_the_loop",
     ),
     # test_errors_batches.py
-    **because(
-        ForeignError,
-        "what a step of no samples costs is divided by their number",
-        "test_an_empty_batch_passes",
-    ),
     # test_prefix_values.py
     **because(
         WithoutAWord,
@@ -48,14 +43,6 @@ KNOWN: dict[str, tuple[type[Finding], str]] = {
         "test_rare_randomness_around_the_boundary_is_seen_or_found[10]",
     ),
     # test_served_batches.py
-    **because(
-        ForeignError,
-        "the rehearsal asks an argument of the user's own kind for rows that it does not have",
-        "test_batches_of_any_kind_are_served[mapping-given whole]",
-        "test_batches_of_any_kind_are_served[object-given whole]",
-        "test_batches_of_any_kind_are_served[dataclass-given whole]",
-        "test_batches_of_any_kind_are_served[namespace-given whole]",
-    ),
     **because(
         NeedlesslyUncached,
         "samples are looked for in the first dimension alone",
