@@ -50,16 +50,17 @@ class Aside:
             Exception: What the data set or the collate function raised.
         """
         with self._lock:
-            if self._loader is None:
-                self._loader = self._start()
+            loader = self._loader = self._loader or self._start()
             self._tasks[:] = [task]
-            loaded: Loaded = next(iter(self._loader))
+            loaded: Loaded = next(iter(loader))
             return loaded
 
     def close(self) -> None:
-        """Stop the worker; the next task starts another."""
-        with self._lock:
-            self._loader = None
+        """Stop the worker; the next task starts another.
+
+        Takes no lock: the garbage collector may end a pass in the middle of `ask`.
+        """
+        self._loader = None
 
     def _start(self) -> DataLoader[Loaded]:
         options = self._options | {
