@@ -218,4 +218,4 @@ def test_a_model_that_is_never_called_with_the_batches_is_pointed_out_once(
             for images, _ in loader:
                 if called:
                     model(images)
-    assert caplog.text.count("64 batches were yielded and the model was not called") == (not called)
+    assert caplog.text.count("4 batches were yielded and the model was not called") == (not called)
