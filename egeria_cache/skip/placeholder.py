@@ -79,8 +79,10 @@ class Scene:
     def kept(self) -> frozenset[Source]:
         """Return the sources of the placeholders that somebody still holds."""
         made = self.made or []
-        if any(ref() is not None for ref in made):
-            gc.collect()
+        for generation in range(3):  # a cycle of this run is young: a full collection is slow
+            if all(ref() is None for ref in made):
+                return frozenset()
+            gc.collect(generation)
         alive = [tensor for ref in made if (tensor := ref()) is not None]
         return frozenset(source for tensor in alive for source in tensor.sources)
 
