@@ -34,7 +34,7 @@ from egeria_cache.skip.invocation import Invocation
 from egeria_cache.skip.recipe import Recipe
 from egeria_cache.skip.rehearsal import Rehearsal
 from egeria_cache.skip.thaw import ThawWatch
-from egeria_cache.skip.watch import hooks_of
+from egeria_cache.skip.watch import hooks_of, written_by_hooks
 
 __all__ = ["SkipEngine", "SkipHost"]
 
@@ -246,7 +246,8 @@ class SkipEngine:
         rehearsal = Rehearsal(
             self.model, self._forward, self.boundary, call, self._held, self.frozen, known=alike
         )
-        outcome = rehearsal.run()
+        with written_by_hooks(self.model) as written:
+            outcome = rehearsal.run()
         self._is_held = True
         self._thaw.watch(self.model, self._held)
         if self._dropout is not None and self._dropout.error:
@@ -262,7 +263,7 @@ class SkipEngine:
             key = call.key(self._free[call.layout])
             key = key if self._dropout is None else (*key, self._dropout.key())
         recipe.key = key
-        cut = self._adopt(recipe, outcome.twin) or self._publish(recipe, call)
+        cut = self._adopt(recipe, outcome.twin) or self._publish(recipe, call, written)
         if outcome.rows is not None:
             self.host.captured(call.batch, cut, None, outcome.rows)
         return outcome.result
@@ -539,12 +540,12 @@ class SkipEngine:
         self._recipes[recipe.key].append(recipe)
         return recipe.cut
 
-    def _publish(self, recipe: Recipe, call: Invocation) -> Cut:
+    def _publish(self, recipe: Recipe, call: Invocation, written: dict[Any, Any]) -> Cut:
         tensors, skipped = prefix_tensors(recipe), recipe.skipped_modules()
         around = recipe.around()
         modules = [*recipe.ancestors, *(module for _, module in skipped)]
         code = reached(modules, hooks_of(modules))
-        recipe.guard = guard = PrefixGuard(tensors, skipped, around, code, self._hashes)
+        recipe.guard = guard = PrefixGuard(tensors, skipped, around, code, written, self._hashes)
         dropped = {call.tagged[i].leaf for i in call.tagged if i not in recipe.kept}
         kept = {call.tagged[i].leaf for i in recipe.kept}
         dropped_at_random = {} if self._dropout is None else self._dropout.fields(skipped)

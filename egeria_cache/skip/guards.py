@@ -9,8 +9,9 @@ and back, are the same weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class PrefixGuard:
         modules: (qualified name, module): the skipped modules; all are in inference mode.
         around: See `StateWatch`.
         code: Likewise.
+        apart: Likewise.
         hashes: What the tensors hold; without it a tensor that was written to is a changed one.
     """
 
@@ -43,9 +45,10 @@ class PrefixGuard:
         modules: Iterable[tuple[str, nn.Module]] = (),
         around: Iterable[tuple[str, nn.Module, Iterable[str]]] = (),
         code: Code | None = None,
+        apart: Mapping[Any, Any] = MappingProxyType({}),
         hashes: ContentHash | None = None,
     ) -> None:
-        self._given = list(tensors), list(modules), list(around), code
+        self._given = list(tensors), list(modules), list(around), code, apart
         self._state = StateWatch(*self._given[1:])
         self._tensors = list(self._given[0])
         self._tensors += [(name, None, tensor) for name, tensor in self._state.tensors]

@@ -8,19 +8,21 @@ hold. As long as nothing changed, comparing it is a walk over identities in C, 1
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
-from types import FunctionType, MethodType, ModuleType
+from operator import is_not
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from egeria_cache.skip.code import Code
+from egeria_cache.skip.code import Code, reached
 from egeria_cache.skip.content import describe, digest
 
-__all__ = ["StateWatch", "hooks_of", "watched_attributes"]
+__all__ = ["StateWatch", "hooks_of", "watched_attributes", "written_by_hooks"]
 
 _MAX_VALUES = 20_000
 """Values inside of containers and objects that are laid out; beyond it they are not looked into."""
@@ -48,9 +50,14 @@ def watched_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 class _Layout:
-    """Lays values out: live containers, and a look at each array and attribute apart."""
+    """Lays values out: live containers, and a look at each array and attribute apart.
 
-    def __init__(self) -> None:
+    Args:
+        apart: What is left out: by id of a container or a closure's cell, or (id of globals, name).
+    """
+
+    def __init__(self, apart: Mapping[Any, Any]) -> None:
+        self._apart = apart
         self.live: list[tuple[str, Any]] = []
         """(what it is, a container that is compared by the values that it holds now)."""
         self.looks: list[tuple[str, Callable[[], Any]]] = []
@@ -58,9 +65,22 @@ class _Layout:
         self._seen: set[int] = set()
         self._num = 0
 
+    def add_code(self, code: Code) -> None:
+        """Lay out what code reads beside its arguments: globals and closures."""
+        for scope, key in code.globals:
+            if (id(scope), key) not in self._apart:
+                self.looks.append((f"the global {key!r}", _item(scope, key)))
+                self.look_into(f"the global {key!r}", scope.get(key))
+        for cell in code.cells:
+            if id(cell) not in self._apart:
+                self.looks.append(("a closure", _cell(cell)))
+                self.look_into("a closure", _cell(cell)())
+
     def look_into(self, where: str, value: Any, depth: int = _MAX_DEPTH) -> None:
         """Lay out what a value holds, if it can change in place."""
         if _is_plain(value) or id(value) in self._seen or depth == 0 or self._num > _MAX_VALUES:
+            return
+        if id(value) in self._apart:
             return
         self._seen.add(id(value))
         if isinstance(value, Tensor):
@@ -107,6 +127,7 @@ class StateWatch:
         around: (name, module, attribute names): of code that surrounds the boundary only what was
             seen to be read before it returned.
         code: The functions that they run.
+        apart: What hooks write by themselves, see `written_by_hooks`: it is not watched.
     """
 
     def __init__(
@@ -114,8 +135,9 @@ class StateWatch:
         modules: Iterable[tuple[str, nn.Module]],
         around: Iterable[tuple[str, nn.Module, Iterable[str]]] = (),
         code: Code | None = None,
+        apart: Mapping[Any, Any] = MappingProxyType({}),
     ) -> None:
-        self._modules, self._around = list(modules), list(around)
+        self._modules, self._around, self._apart = list(modules), list(around), apart
         self._code = code or Code()
         self._classes = list({type(m) for _, m in self._modules})
         self.rebound = False
@@ -124,7 +146,7 @@ class StateWatch:
 
     def renew(self) -> None:
         """Take the present state as the one to keep."""
-        layout = _Layout()
+        layout = _Layout(self._apart)
         self.has_hooks = bool(hooks_of(module for _, module in self._modules))
         for name, module in self._modules:
             layout.live.append((name, vars(module)))
@@ -137,12 +159,7 @@ class StateWatch:
             for key in sorted(keys):
                 layout.looks.append((f"{name}.{key}" if name else key, _attribute(module, key)))
                 layout.look_into(f"{name}.{key}" if name else key, _attribute(module, key)())
-        for scope, key in self._code.globals:
-            layout.looks.append((f"the global {key!r}", _item(scope, key)))
-            layout.look_into(f"the global {key!r}", scope.get(key))
-        for cell in self._code.cells:
-            layout.looks.append(("a closure", _cell(cell)))
-            layout.look_into("a closure", _cell(cell)())
+        layout.add_code(self._code)
         for function in self._code.functions.values():
             layout.looks.append((f"the code of {function.__qualname__}", _code_of(function)))
         for kind in self._classes:
@@ -239,6 +256,36 @@ def hooks_of(modules: Iterable[nn.Module]) -> list[Any]:
 def _hooks(module: nn.Module) -> Iterator[Any]:
     for slot in _HOOKS:
         yield from vars(module)[slot].values()
+
+
+@contextmanager
+def written_by_hooks(model: nn.Module) -> Iterator[dict[Any, Any]]:
+    """Find what the hooks of a model write while it runs: lists of features, counts, sums.
+
+    Hooks run on hits as well. What they keep for themselves is no setting that somebody changed.
+
+    Yields:
+        A dict that is filled at the end: what was written, by the keys that `StateWatch` leaves out.
+    """
+    hooks = hooks_of(model.modules())
+    written: dict[Any, Any] = {}
+    if not hooks:
+        yield written
+        return
+    layout, code = _Layout({}), reached((), hooks)
+    layout.add_code(code)
+    for hook in hooks:
+        layout.look_into("a hook", getattr(hook, "__self__", hook))
+    containers = [(container, list(_values(container))) for _, container in layout.live]
+    names = [(scope, key, scope.get(key)) for scope, key in code.globals]
+    cells = [(cell, _cell(cell)()) for cell in code.cells]
+    yield written
+    for container, before in containers:
+        now = list(_values(container))
+        if len(now) != len(before) or any(map(is_not, now, before)):
+            written[id(container)] = container
+    written |= {(id(s), key): s for s, key, before in names if s.get(key) is not before}
+    written |= {id(cell): cell for cell, before in cells if _cell(cell)() is not before}
 
 
 def _attribute(module: nn.Module, key: str) -> Callable[[], Any]:
