@@ -143,8 +143,9 @@ class CacheHost:
         shown = ", ".join(repr("; ".join(chain)) for chain in chains[:3])
         if len(chains) <= MAX_CHAINS:
             if len(chains) == TOLD_CHAINS and not self._counts.hits:
-                self._told_chains = f"every batch so far was changed in another way ({shown})"
-                self.uncached(self._told_chains)
+                told = f"every batch so far was changed in another way ({shown})"
+                self.uncached(told)
+                self._told_chains = told
             return None
         return (
             f"the loop changes its batches before the model in more than {MAX_CHAINS} ways ({shown}"
@@ -280,6 +281,8 @@ class CacheHost:
 
     def uncached(self, reason: str) -> None:
         """The model is called, and nothing can be served or stored: say what came instead."""
+        if self._told_chains and self._counts.why_not == self._told_chains:
+            return  # what the loop does to its batches has been named
         self._counts.why_not = reason
         log.warning(
             "a boundary is set, but nothing is cached: %s. Give the model the loader's batches as "

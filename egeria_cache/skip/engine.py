@@ -241,8 +241,6 @@ class SkipEngine:
             return self._forward(*args, **kwargs)
         self._num_rehearsals += 1
         self._num_new += 1
-        if self._num_new == _MAX_BARE:
-            self.host.uncached("no call came with the arguments of one before it")
         rehearsal = Rehearsal(
             self.model, self._forward, self.boundary, call, self._held, self.frozen, known=alike
         )
@@ -264,6 +262,8 @@ class SkipEngine:
             key = key if self._dropout is None else (*key, self._dropout.key())
         recipe.key = key
         cut = self._adopt(recipe, outcome.twin) or self._publish(recipe, call, written)
+        if self._num_new == _MAX_BARE:
+            self.host.uncached("no call came with the arguments of one before it")
         if outcome.rows is not None:
             self.host.captured(call.batch, cut, None, outcome.rows)
         return outcome.result
