@@ -1,10 +1,10 @@
-# make setup | demo | test | lint | bench | report. Every target makes the environment first if it is missing.
+# make setup | demo | test | coverage | lint | bench | report. Every target makes the environment first if it is missing.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.egeria-ready
 
-.PHONY: setup demo test lint bench report clean
+.PHONY: setup demo test coverage lint bench report clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -19,7 +19,11 @@ demo: setup
 	$(BIN)/python examples/demo.py
 
 test: setup
-	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered --cov-fail-under=90
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+
+# Tracing every line makes it several times slower.
+coverage: setup
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal --timeout 1200 --cov --cov-report=term:skip-covered --cov-fail-under=90
 
 lint: setup
 	$(BIN)/ruff check .

@@ -32,6 +32,7 @@ from egeria_cache.batch import (
     is_rows,
     merge_rows,
     outside_inference_mode,
+    own_containers,
     row_meta,
     without_data,
 )
@@ -411,7 +412,7 @@ class _Pass:
         self._cache.count_batch(len(plan.ids), None)
         self._cache.count_yielded()
         self._loader.source.yields(tagged.values())
-        return structure.rebuild(tagged)
+        return own_containers(data, structure.rebuild(tagged))
 
     def _is_understood(
         self, structure: Structure, data: Any, leaves: Mapping[str, Any], size: int

@@ -16,7 +16,10 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-__all__ = ["ContentHash", "ContentProbe", "describe", "digest"]
+__all__ = ["ContentHash", "ContentProbe", "describe", "digest", "is_content"]
+
+_MADE_IN_PYTHON = 1 << 9
+"""`Py_TPFLAGS_HEAPTYPE`: a class made by a `class` statement (some of C are, too)."""
 
 _SAMPLED = 16
 """Elements looked at per tensor on each batch."""
@@ -56,6 +59,28 @@ def describe(value: Any, depth: int = 6) -> bytes:
         return kind + b"[" + b",".join(describe(v, depth - 1) for v in value) + b"]"
     inside = getattr(value, "__dict__", None)
     return kind + (describe(inside, depth - 1) if isinstance(inside, dict) else b"")
+
+
+def is_content(value: Any, depth: int = 6) -> bool:
+    """Whether `describe` says all of a value: plain values in containers and plain objects."""
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | enum.Enum):
+        return True
+    if depth == 0 or isinstance(value, type | ModuleType | nn.Module) or callable(value):
+        return False
+    if isinstance(value, Tensor):
+        return type(value) is Tensor and value.layout == torch.strided
+    if isinstance(value, np.ndarray):
+        return value.dtype != object
+    if isinstance(value, np.generic | torch.dtype | torch.device | torch.Size):
+        return True
+    if type(value) in (dict, list, tuple, set, frozenset):
+        parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        return all(is_content(part, depth - 1) for part in parts)
+    # An object of a Python class all of whose state is in its `__dict__`.
+    state, bases = getattr(value, "__dict__", None), type(value).__mro__[:-1]
+    is_plain = all("__dict__" in vars(base) or not vars(base).get("__slots__") for base in bases)
+    heap = all(base.__flags__ & _MADE_IN_PYTHON for base in bases)
+    return is_plain and heap and isinstance(state, dict) and is_content(state, depth - 1)
 
 
 def _tensor_digest(tensor: Tensor) -> str:

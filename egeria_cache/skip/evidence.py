@@ -53,6 +53,8 @@ class Evidence:
     surroundings: Surroundings
     grad: bool
     """Whether autograd recorded in the plain run."""
+    num_runs: int = 0
+    """How often the prefix was run again; each run draws other random numbers."""
 
     @property
     def size(self) -> int:
@@ -147,8 +149,8 @@ def recompute(
 
     run = _OtherRun(evidence, trace)
     evidence.before.restore(for_a_copy=True)
-    evidence.after.generators.restore()
-    torch.rand(1)
+    evidence.num_runs += 1
+    RandomState.seed(evidence.num_runs)
     generators = RandomState.now()
     seeded = [row % size for row in rows]
     with (

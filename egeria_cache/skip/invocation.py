@@ -12,7 +12,7 @@ from torch import Tensor
 
 from egeria_cache.batch import Batch, BatchTensor, lost_by, take_rows
 from egeria_cache.skip.arguments import PLAIN, Layout, hand_back, take_apart
-from egeria_cache.skip.content import digest
+from egeria_cache.skip.content import digest, is_content
 
 __all__ = ["Invocation", "mode_key"]
 
@@ -152,8 +152,9 @@ def _describe(leaf: Any, batch_size: int) -> Any:
         return (shape, leaf.dtype, leaf.device)
     if isinstance(leaf, (*PLAIN, torch.dtype, torch.device)):
         return (type(leaf), leaf)
-    # An object may be changed in place between two calls: it counts by what it holds, too.
-    return (type(leaf), id(leaf), digest(leaf))
+    # An object may be changed in place between two calls, or be made anew for each: it counts by
+    # what it holds, and by itself only where that does not say all of it.
+    return (type(leaf), 0 if is_content(leaf) else id(leaf), digest(leaf))
 
 
 def _untagged(leaves: list[Any]) -> str:

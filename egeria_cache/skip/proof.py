@@ -34,6 +34,8 @@ __all__ = ["prove", "same_rows"]
 
 _MAX_ALONE = 8
 """Samples that are run alone where the prefix branches on values."""
+_MORE_DRAWS = 40
+"""Further runs where random numbers are drawn to no effect so far: what they decide may be rare."""
 
 
 def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
@@ -44,6 +46,8 @@ def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
     """
     repeats, trace = Repeats(evidence), observe(evidence)
     parts = [repeats.first, repeats.last, *_in_parts(evidence, trace)]
+    if any(part.drew for part in parts):
+        parts += _under_other_draws(evidence)
     recipe = _draft(evidence, parts)
     for position in _written_inputs(evidence):  # so that a hit writes to them as well
         recipe.kept.add(position)
@@ -91,6 +95,13 @@ def _in_parts(evidence: Evidence, trace: PrefixTrace | None) -> Iterator[Recompu
                 raise
             # Code that takes a batch of one for something else (`squeeze()`): by twos, then.
             yield recompute(evidence, [*part, (part[0] + 1) % size])
+
+
+def _under_other_draws(evidence: Evidence) -> Iterator[Recomputed]:
+    """Run it on two samples, many times, under other random numbers each time."""
+    twin = evidence.twins.fresh()
+    for _ in range(_MORE_DRAWS):
+        yield recompute(evidence, [evidence.size - 1, 0], twin=twin)
 
 
 def _with_made_up(evidence: Evidence, recipe: Recipe) -> Iterator[Recomputed]:

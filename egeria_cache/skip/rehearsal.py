@@ -14,8 +14,6 @@ tensors are touched by one forward, the user's:
 
 from __future__ import annotations
 
-import functools
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,6 +26,7 @@ from torch.utils._pytree import tree_map
 
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.calls import CallRecord, Recorder, intercept, is_compiled
+from egeria_cache.skip.checkpoints import Region, checkpointed_around
 from egeria_cache.skip.evidence import Evidence, distinct, trainable
 from egeria_cache.skip.frozen import FrozenPrefix
 from egeria_cache.skip.invocation import Invocation, plain
@@ -105,6 +104,7 @@ class Rehearsal:
         with intercept(distinct(step.module for step in steps), plain_run):
             plain_run.begin()
             result = self.forward(*args, **kwargs)
+        plain_run.finish()
         outcome, after = Outcome(result), self._surroundings.now()
         try:
             if plain_run.error is not None:
@@ -228,7 +228,17 @@ class _PlainRun:
         self.seconds: list[float] = []
         """From the model's start until each step returned."""
         self._started = 0.0
+        self._regions: list[Region] = []
         self.error: BoundaryError | None = None
+
+    def finish(self) -> None:
+        """The model has returned: what was checkpointed must not run again in backward."""
+        if self.error is None and any(region.runs_again() for region in self._regions):
+            self.error = BoundaryError.not_proved(
+                self._boundary,
+                "it is called inside a checkpointed region that reaches past it, which would run "
+                "the skipped modules again in backward; let the checkpointed region begin after it",
+            )
 
     def begin(self) -> None:
         """The model is called now."""
@@ -254,12 +264,8 @@ class _PlainRun:
             )
             return original(*args, **kwargs)
         last = index == len(self._steps) - 1
-        if last and torch.is_grad_enabled() and _inside_checkpoint(module):
-            self.error = BoundaryError.not_proved(
-                self._boundary,
-                "it is called inside a checkpointed region that reaches past it, which would run "
-                "the skipped modules again in backward; let the checkpointed region begin after it",
-            )
+        if last and torch.is_grad_enabled():
+            self._regions = checkpointed_around(module)
         self._inside = True
         try:
             output = original(*args, **kwargs)
@@ -293,25 +299,3 @@ def patchable(model: nn.Module) -> list[nn.Module]:
 
     visit(model)
     return list(found.values())
-
-
-def _inside_checkpoint(boundary: nn.Module) -> bool:
-    """Whether a checkpointed region reaches past the boundary, which is being called."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
-            region = frame.f_locals.get("function", frame.f_locals.get("run_function"))
-            if region is not None and not _is_call_of(region, boundary):
-                return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-def _is_call_of(function: Any, module: nn.Module) -> bool:
-    """Whether calling `function` calls `module` and nothing else."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function is module or (
-        getattr(function, "__self__", None) is module
-        and getattr(function, "__name__", "") in ("__call__", "_wrapped_call_impl", "forward")
-    )

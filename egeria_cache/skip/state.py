@@ -53,6 +53,13 @@ class RandomState:
             np.random.get_state(),
         )
 
+    @staticmethod
+    def seed(number: int) -> None:
+        """Begin all of them anew, somewhere else for every number."""
+        torch.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number)
+
     def restore(self) -> None:
         """Make them the present ones."""
         torch.set_rng_state(self.cpu)
