@@ -85,7 +85,7 @@ def measure_hits(
         "plain": train_step(lambda: plain(x), y, active[2]),
     }
     times = in_turns(repeat(uses, WARM_UP + rounds), warm_up=WARM_UP).wall
-    recipe = engine._all()[0]
+    recipe = engine._book.all()[0]
     assert recipe.guard is not None
     guard_s = mean_s(recipe.guard.changed, 200)
     engine.detach()

@@ -70,7 +70,7 @@ def is_content(value: Any, depth: int = 6) -> bool:
     if isinstance(value, Tensor):
         return type(value) is Tensor and value.layout == torch.strided
     if isinstance(value, np.ndarray):
-        return value.dtype != object
+        return bool(value.dtype != object)
     if isinstance(value, np.generic | torch.dtype | torch.device | torch.Size):
         return True
     if type(value) in (dict, list, tuple, set, frozenset):
@@ -79,8 +79,8 @@ def is_content(value: Any, depth: int = 6) -> bool:
     # An object of a Python class all of whose state is in its `__dict__`.
     state, bases = getattr(value, "__dict__", None), type(value).__mro__[:-1]
     is_plain = all("__dict__" in vars(base) or not vars(base).get("__slots__") for base in bases)
-    heap = all(base.__flags__ & _MADE_IN_PYTHON for base in bases)
-    return is_plain and heap and isinstance(state, dict) and is_content(state, depth - 1)
+    heap = all(bool(base.__flags__ & _MADE_IN_PYTHON) for base in bases)
+    return bool(is_plain and heap and isinstance(state, dict) and is_content(state, depth - 1))
 
 
 def _tensor_digest(tensor: Tensor) -> str:

@@ -7,7 +7,6 @@ The whole way of a batch through the model is `SkipEngine.forward`. How a cut is
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from egeria_cache.errors import BoundaryError
 from egeria_cache.skip import passes
 from egeria_cache.skip.address import address, prefix_tensors
 from egeria_cache.skip.attach import AttachedForward, inner_model
+from egeria_cache.skip.book import RecipeBook
 from egeria_cache.skip.calls import healing, is_compiled
 from egeria_cache.skip.code import reached
 from egeria_cache.skip.compare import difference, tolerance
@@ -40,15 +40,8 @@ __all__ = ["SkipEngine", "SkipHost"]
 
 log = logging.getLogger("egeria")
 
-_MAX_RECIPES = 16
-"""Signatures of calls (shapes, modes, plain arguments) proved per boundary."""
 MAX_CHAINS = 4
 """Different operations on a loader's batches before the model; with more, they never repeat."""
-_FIRST_WAIT = 2
-"""Batches during which the prefix must be still after it changed; doubles each time."""
-_MAX_PARKED = 4
-"""States of the prefix that are remembered, in case it returns to one (weights swapped for their
-average during evaluation, say)."""
 _MAX_BARE = 3
 """Calls under a boundary that may come without a loader's batch before that is said."""
 
@@ -116,18 +109,12 @@ class SkipEngine:
         self.frozen: str | None = None
         self.cut: Cut | None = None
         self._forward: Callable[..., Any] = self.model.forward
-        self._recipes: dict[tuple[Any, ...], list[Recipe]] = {}
-        self._refused: set[tuple[Any, ...]] = set()
-        self._num_rehearsals = 0
+        self._book = RecipeBook()
         self._held = FrozenPrefix()
         self._dropout = StatelessDropout(self.model, self._held) if stateless_dropout else None
         self._is_held = False
         """Whether all that runs before the boundary is known to be in inference mode."""
         self._hashes = ContentHash()
-        self._watch: PrefixGuard | None = None
-        self._wait = _FIRST_WAIT
-        self._num_still = 0
-        self._parked: list[dict[tuple[Any, ...], list[Recipe]]] = []
         self._free: dict[Any, frozenset[int]] = {}
         self._announced: set[tuple[int, str]] = set()
         """(id of a cut, loader) that the host was told of."""
@@ -137,20 +124,24 @@ class SkipEngine:
         self._thaw = ThawWatch()
         self._num_bare = self._num_new = 0
         self._was_served = False
-        self._turn = threading.Lock()
+        self._running: dict[str, object] = {}
+        """The call that is being served, if any."""
 
     # ---- the way of a batch -------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Stand in for `model.forward`."""
-        if self._declared[0] is None or not self._turn.acquire(blocking=False):
-            # Nothing is frozen; or this is a call within a call, or of another thread.
-            return self._forward(*unwrap(args), **unwrap(kwargs))
-        try:
-            with healing():
-                return self._called_with(args, kwargs)
-        finally:
-            self._turn.release()
+        if self._declared[0] is not None:
+            ours = object()
+            try:  # around everything: an interrupt may come between any two lines
+                if self._running.setdefault("call", ours) is ours:
+                    with healing():
+                        return self._called_with(args, kwargs)
+            finally:
+                if self._running.get("call") is ours:
+                    self._running.clear()
+        # Nothing is frozen; or this is a call within a call, or of another thread.
+        return self._forward(*unwrap(args), **unwrap(kwargs))
 
     def _called_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._look()
@@ -169,7 +160,7 @@ class SkipEngine:
             return self._cached(call, key)
         with self._dropout.serving(call.batch):
             result = self._cached(call, (*key, self._dropout.key()))
-        for recipe in self._all():  # while it is served, a dropout layer has a forward of ours
+        for recipe in self._book.all():  # while it is served, a dropout layer has a forward of ours
             self._settle(recipe)
         return result
 
@@ -190,7 +181,7 @@ class SkipEngine:
         self.host.note("called", 0.0, call.batch.size)
         self._was_served = True
         self._num_bare = 0 if self._num_bare < _MAX_BARE else self._num_bare
-        recipe = self._find(None, key, call)
+        recipe = self._book.find(key, call, boundary=self.boundary)
         if recipe is None:
             return self._first(key, call)
         self._num_new = 0
@@ -199,7 +190,7 @@ class SkipEngine:
         source: Recipe | None = None
         if entry is not None:
             is_same = entry.cut is recipe.cut
-            source = recipe if is_same else self._find(entry.cut, key, call)
+            source = recipe if is_same else self._book.find(key, call, cut=entry.cut)
         if entry is None or source is None:
             return self._miss(recipe, call)
         try:
@@ -219,27 +210,11 @@ class SkipEngine:
     def _first(self, key: tuple[Any, ...], call: Invocation) -> Any:
         """Prove a cut on this batch; whatever comes of it, return the plain result."""
         assert self.boundary is not None
-        if key in self._refused or not self._ready():
+        alike = self._book.alike(key, self.boundary)
+        if self._is_restless(key, call, alike) or not self._book.may_rehearse(key):
             self._hold(call)
             args, kwargs = call.plain()
             return self._forward(*args, **kwargs)
-        alike = [r for r in self._recipes.get(key, ()) if r.boundary == self.boundary]
-        if len({tuple(r.leaf_names.items()) for r in alike}) > MAX_CHAINS:
-            self._refused.add(key)  # the host has said so
-            args, kwargs = call.plain()
-            return self._forward(*args, **kwargs)
-        restless = [recipe for recipe in alike if recipe.pinned]
-        if len(restless) > 1:
-            paths = call.paths()
-            changing = ", ".join(paths[position] for position in restless[-1].pinned)
-            what = (
-                f"the prefix reads {changing}, which is not a batch of an EgeriaLoader as it came "
-                "and changes from call to call"
-            )
-            self._refuse(key, BoundaryError.impure(self.boundary, what))
-            args, kwargs = call.plain()
-            return self._forward(*args, **kwargs)
-        self._num_rehearsals += 1
         self._num_new += 1
         rehearsal = Rehearsal(
             self.model, self._forward, self.boundary, call, self._held, self.frozen, known=alike
@@ -252,7 +227,7 @@ class SkipEngine:
             outcome.recipe, outcome.error = None, self._dropout.error
         recipe = outcome.recipe
         if recipe is None:
-            self._refused.add(key)
+            self._book.refuse(key)
             if outcome.error is not None:
                 self.host.refused(outcome.error)
             return outcome.result
@@ -267,6 +242,23 @@ class SkipEngine:
         if outcome.rows is not None:
             self.host.captured(call.batch, cut, None, outcome.rows)
         return outcome.result
+
+    def _is_restless(self, key: tuple[Any, ...], call: Invocation, alike: list[Recipe]) -> bool:
+        """Whether every call differs from those before it, so that nothing would be served."""
+        assert self.boundary is not None
+        if len({tuple(recipe.leaf_names.items()) for recipe in alike}) > MAX_CHAINS:
+            self._book.refuse(key)  # the host has said so
+            return True
+        pinned = [recipe.pinned for recipe in alike if recipe.pinned]
+        if len(pinned) < 2:
+            return False
+        paths = call.paths()
+        what = (
+            f"the prefix reads {', '.join(paths[position] for position in pinned[-1])}, which is "
+            "not a batch of an EgeriaLoader as it came and changes from call to call"
+        )
+        self._refuse(key, BoundaryError.impure(self.boundary, what))
+        return True
 
     def _miss(self, recipe: Recipe, call: Invocation) -> Any:
         """Compute every row, and hand what crosses the boundary to the host."""
@@ -372,7 +364,7 @@ class SkipEngine:
         elif self._declared != (self.boundary, self.frozen) and self._thaw.is_frozen_again():
             self._thaw.forget()
             self._place(*self._declared)
-        guards = {id(r.guard): r.guard for r in self._all() if r.guard is not None}
+        guards = {id(r.guard): r.guard for r in self._book.all() if r.guard is not None}
         for guard in guards.values():
             reason = guard.changed()
             if reason is not None:
@@ -381,7 +373,7 @@ class SkipEngine:
 
     def _retreat(self, name: str) -> None:
         """A part of the prefix is trained from now on: cut before it, or not at all."""
-        recipe = next((r for r in self._all() if r.boundary == self.boundary), None)
+        recipe = next((r for r in self._book.all() if r.boundary == self.boundary), None)
         cut: str | None = None
         if recipe is not None:
             inside = {id(p) for step in recipe.steps for p in step.module.parameters()}
@@ -397,24 +389,10 @@ class SkipEngine:
         """What is stored is of another prefix; it may return, or another one be known."""
         self.host.prefix_changed(reason)
         self._held.put_back()
-        self._parked = [self._recipes, *self._parked][:_MAX_PARKED]
-        self._recipes = {}
         self._announced.clear()
         self.cut = None
-        self._refused.clear()
-        if not self._unpark():
+        if not self._book.park(guard):
             self._hashes.forget()
-            self._watch, self._num_still = guard.anew(), 0
-
-    def _unpark(self) -> bool:
-        """Go back to recipes that were proved for what the prefix is now, if there are any."""
-        for parked in self._parked:
-            guards = [r.guard for recipes in parked.values() for r in recipes if r.guard]
-            if guards and all(guard.changed() is None for guard in guards):
-                self._parked.remove(parked)
-                self._recipes, self._watch = parked, None
-                return True
-        return False
 
     def _settle(self, recipe: Recipe) -> None:
         """What the prefix's own run has left on its modules is no change: memoised tables."""
@@ -463,23 +441,19 @@ class SkipEngine:
             return
         self._declared = (name, frozen)
         self._thaw.forget()
-        self._parked.clear()
+        self._book.forget_parked()
         self._place(name, frozen)
 
     def _place(self, name: str | None, frozen: str | None) -> None:
         """Cut there, and hold what is frozen."""
-        before = self._all()
+        before = self._book.all()
         kept = [r for r in before if name is not None and not r.lies_beyond(name)]
-        self._recipes.clear()
-        for recipe in kept:
-            self._recipes.setdefault(recipe.key, []).append(recipe)
+        self._book.turn_to(kept)
         same_prefix = frozen is not None and frozen == self.frozen
         self.boundary, self.frozen, self.cut = name, frozen, None
-        self._refused.clear()
         self._free.clear()
-        self._num_rehearsals = self._num_bare = 0
+        self._num_bare = 0
         self._was_served = False
-        self._watch, self._wait = None, _FIRST_WAIT
         if not same_prefix:
             self._held.release()
             self._is_held = False
@@ -499,7 +473,7 @@ class SkipEngine:
 
     def knows(self, cut: Cut) -> bool:
         """Whether batches may still enter at this cut."""
-        return any(recipe.cut is cut for recipe in self._all())
+        return any(recipe.cut is cut for recipe in self._book.all())
 
     def _resolve(self, name: str) -> str:
         known = dict(self.model.named_modules())
@@ -510,34 +484,12 @@ class SkipEngine:
 
     # ---- recipes ------------------------------------------------------------------------------
 
-    def _find(self, cut: Cut | None, key: tuple[Any, ...], call: Invocation) -> Recipe | None:
-        """Return the recipe for calls like this one, at `cut` or else at the present boundary."""
-        for recipe in self._recipes.get(key, ()):
-            wanted = recipe.boundary == self.boundary if cut is None else recipe.cut is cut
-            if wanted and recipe.fits(call):
-                return recipe
-        return None
-
-    def _ready(self) -> bool:
-        """Whether another rehearsal is worth its price."""
-        if self._watch is not None:
-            if self._unpark():
-                return False
-            if self._watch.changed() is not None:
-                self._watch.renew()
-                self._num_still = 0
-            self._num_still += 1
-            if self._num_still <= self._wait:
-                return False
-            self._watch, self._wait = None, min(2 * self._wait, 1024)
-        return self._num_rehearsals < _MAX_RECIPES
-
     def _adopt(self, recipe: Recipe, twin: Recipe | None) -> Cut | None:
         """Let two modes of the model share a cut whose rows are the same."""
         if twin is None:
             return None
         recipe.cut, recipe.guard = twin.cut, twin.guard
-        self._recipes[recipe.key].append(recipe)
+        self._book.add(recipe)
         return recipe.cut
 
     def _publish(self, recipe: Recipe, call: Invocation, written: dict[Any, Any]) -> Cut:
@@ -558,7 +510,7 @@ class SkipEngine:
             profile=recipe.profile,
             changed=guard.changed,
         )
-        self._recipes.setdefault(recipe.key, []).append(recipe)
+        self._book.add(recipe)
         self._thaw.watch(self.model, self._held, recipe.reads)
         self._announce(recipe, call)
         return recipe.cut
@@ -570,12 +522,8 @@ class SkipEngine:
             self._announced.add((id(cut), loader))
             self.host.cut_found(call.batch, cut)
 
-    def _all(self) -> list[Recipe]:
-        return [recipe for recipes in self._recipes.values() for recipe in recipes]
-
     def _refuse(self, key: tuple[Any, ...], error: BoundaryError) -> None:
-        self._recipes.pop(key, None)
-        self._refused.add(key)
+        self._book.drop(key)
         self.host.refused(error)
 
     def _give_up(self, key: tuple[Any, ...], call: Invocation, error: BoundaryError) -> Any:

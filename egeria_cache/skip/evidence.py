@@ -17,7 +17,7 @@ from egeria_cache.skip import dropout
 from egeria_cache.skip.calls import CallRecord, is_compiled
 from egeria_cache.skip.invocation import Invocation
 from egeria_cache.skip.parts import another, take
-from egeria_cache.skip.recipe import PrefixDone
+from egeria_cache.skip.runs import PrefixDone
 from egeria_cache.skip.state import RandomState
 from egeria_cache.skip.surroundings import Surroundings, World
 from egeria_cache.skip.trace import PrefixTrace, known_tensors

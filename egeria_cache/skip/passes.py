@@ -16,7 +16,8 @@ from egeria_cache.skip import dropout
 from egeria_cache.skip.calls import intercept
 from egeria_cache.skip.invocation import Invocation, plain
 from egeria_cache.skip.placeholder import Source
-from egeria_cache.skip.recipe import CaptureRun, PrefixDone, Recipe, ReplayRun, Unavailable
+from egeria_cache.skip.recipe import Recipe, Unavailable
+from egeria_cache.skip.runs import CaptureRun, PrefixDone, ReplayRun
 from egeria_cache.skip.state import RandomState, Remembered
 
 __all__ = ["full", "prefix", "replay"]

@@ -19,7 +19,8 @@ from egeria_cache.skip.cut import TensorSpec
 from egeria_cache.skip.evidence import Evidence, Recomputed
 from egeria_cache.skip.hooks import has_user_hooks
 from egeria_cache.skip.placeholder import Escape, Placeholder, Scene, Source, placeholders
-from egeria_cache.skip.recipe import Recipe, ReplayRun, Slot, Unavailable
+from egeria_cache.skip.recipe import Recipe, Slot, Unavailable
+from egeria_cache.skip.runs import ReplayRun
 from egeria_cache.skip.twin import Twin
 
 __all__ = ["Prober", "scene_of"]

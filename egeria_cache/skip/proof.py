@@ -24,7 +24,8 @@ from egeria_cache.skip.parts import halves_and_rows, with_made_up
 from egeria_cache.skip.placeholder import Source
 from egeria_cache.skip.probe import Prober, scene_of
 from egeria_cache.skip.purity import Repeats
-from egeria_cache.skip.recipe import Recipe, ReplayRun, Slot, StepPlan, Unavailable
+from egeria_cache.skip.recipe import Recipe, Slot, StepPlan, Unavailable
+from egeria_cache.skip.runs import ReplayRun
 from egeria_cache.skip.state import RandomState
 from egeria_cache.skip.trace import Named, PrefixTrace, known_tensors
 from egeria_cache.skip.twin import Twin

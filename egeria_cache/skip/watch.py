@@ -265,7 +265,7 @@ def written_by_hooks(model: nn.Module) -> Iterator[dict[Any, Any]]:
     Hooks run on hits as well. What they keep for themselves is no setting that somebody changed.
 
     Yields:
-        A dict that is filled at the end: what was written, by the keys that `StateWatch` leaves out.
+        A dict, filled at the end: what was written, by the keys that `StateWatch` leaves out.
     """
     hooks = hooks_of(model.modules())
     written: dict[Any, Any] = {}

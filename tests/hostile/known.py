@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from tests.hostile.harness import (
     Finding,
-    ForeignError,
     NeedlesslyUncached,
-    SilentlyWrong,
-    WithoutAWord,
 )
 
 

@@ -364,7 +364,7 @@ def test_a_prefix_that_asks_whether_autograd_records_is_cut_for_each_answer():
             else:
                 assert torch.equal(model(batch["x"]), plain(DATA["x"][list(ids)]))
     assert harness.host.refusals == []
-    modes = {r.grad_mode for found in harness.engine._recipes.values() for r in found}
+    modes = {recipe.grad_mode for recipe in harness.engine._book.all()}
     assert modes == {True, False}
 
 

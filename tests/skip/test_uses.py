@@ -56,7 +56,7 @@ def harness_of(cls=Net):
 
 
 def recipe_of(harness):
-    (recipe,) = [r for found in harness.engine._recipes.values() for r in found]
+    (recipe,) = harness.engine._book.all()
     return recipe
 
 

@@ -1,0 +1,190 @@
+"""One pass over a loader: ask the planner, let the workers load, hand out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from egeria_cache.batch import outside_inference_mode
+from egeria_cache.loader.ahead import num_foreseeable
+from egeria_cache.loader.plan import Plan, Planner
+from egeria_cache.loader.resume import Progress, draw_base_seed
+from egeria_cache.prefetch import PlannedEntry, Prefetcher
+from egeria_cache.samples import Loaded
+
+if TYPE_CHECKING:
+    from egeria_cache.cache import LoaderPort
+    from egeria_cache.prefetch import View
+
+__all__ = ["Pass", "TaskSource"]
+
+
+class TaskSource:
+    """Batch sampler of the inner DataLoader: the tasks of the pass that began last."""
+
+    def __init__(self) -> None:
+        self.serves: tuple[Planner, Prefetcher, Progress] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        assert self.serves is not None
+        return iter(self.serves[0])
+
+
+class Pass:
+    """One pass over an `EgeriaLoader`: what `iter(loader)` returns.
+
+    Nothing that it makes may refer back to it or to the loader. A cycle would leave its end to the
+    garbage collector, which clears the queues' weak references first: DataLoader's workers are then
+    not told to stop, and each costs its time-out of five seconds.
+    """
+
+    def __init__(
+        self,
+        loader: Any,  # an `EgeriaLoader`, which makes us
+        progress: Progress,
+        base: torch.Generator,
+    ) -> None:
+        self._loader = loader
+        self._progress = progress
+        self._cache = cache = None if loader.cache is None else loader.cache.port
+        executor = None if cache is None else cache.readers
+        self._prefetcher = Prefetcher(
+            executor,
+            ring_batches=0 if cache is None else cache.ring_batches,
+            pin_memory=loader.pin_memory and torch.cuda.is_available(),
+        )
+        self._planner = Planner(
+            iter(loader._index_sampler),
+            loader.source.identify,
+            partial(_outlook, cache, loader.source.key),
+            self._prefetcher,
+            wants_control=partial(_wants_control, cache),
+            variant=progress.variant,
+            seed=loader.seed,
+            first_number=progress.yielded,
+            num_foreseeable=num_foreseeable(loader.batch_sampler),
+        )
+        if progress.drew_base_seed and loader._rest is None:
+            draw_base_seed(loader.generator)
+        loader._rest = None
+        # The workers may start later, when the training loop has drawn numbers of its own.
+        self._inner_generator = base
+        self._step: tuple[Plan, float] | None = None
+        self._assembly = loader._assembly
+        self._assembly.cache = cache
+        self._loads_here = loader.num_workers == 0 and not loader.pin_memory
+        self._inner = self._start_workers()
+
+    def __iter__(self) -> Pass:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __del__(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        self._loader.source.end_pass()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or self.__dict__.get("_inner") is None:
+            raise AttributeError(name)
+        return getattr(self._inner, name)  # what people look up on DataLoader's own iterators
+
+    def __next__(self) -> Any:
+        """Plan, load the misses, yield: A to E of `docs/architecture.md`."""
+        try:
+            if torch.is_inference_mode_enabled():
+                with outside_inference_mode():
+                    batch = self._next()
+            else:
+                batch = self._next()
+        except StopIteration:
+            self._progress.finished = True
+            self._prefetcher.close()
+            self._loader._ask_data_again(at_end=True)
+            self._end()
+            if self._cache is not None:
+                self._cache.log_epoch(self._loader.name, self._progress.epoch)
+            raise
+        self._progress.count()
+        return batch
+
+    def _next(self) -> Any:
+        asked = self._note_step()
+        if self._loads_here and self._planner.is_idle and self._is_unfrozen():
+            return self._load_at_once()
+        if self._loader._persistent is not None and self._loader._persistent[0].serves is not None:
+            # Persistent workers serve the pass that began last; older ones go on with it, as they
+            # do under DataLoader.
+            self._planner, self._prefetcher, self._progress = self._loader._persistent[0].serves
+        self._planner.top_up()
+        try:
+            loaded = next(self._inner)
+        except Exception as error:
+            if not isinstance(error, StopIteration) and self._loader.in_order:
+                self._planner.skip()
+            raise
+        self._loader.source.samples.drawn |= loaded.drawn  # what workers saw
+        plan = self._planner.take(loaded.number)
+        batch = self._assembly.assemble(plan, loaded.data)
+        self._step = plan, asked
+        return batch
+
+    def _is_unfrozen(self) -> bool:
+        if torch.autograd._profiler_enabled():
+            return False  # a profile is to show DataLoader's own events
+        return self._cache is None or self._cache.boundary is None
+
+    def _load_at_once(self) -> Any:
+        """Load the next batch in this process, as DataLoader would, and no more.
+
+        There is nothing to plan while nothing is frozen: the way through the inner DataLoader would
+        cost 10 us a batch, a tenth of a cheap one.
+        """
+        task = self._planner.take_task()
+        if task is None:
+            raise StopIteration
+        source = self._loader.source
+        return source.collate(source.samples.load(task))
+
+    def _note_step(self) -> float:
+        """Tell the cache what the step cost that ends with this call."""
+        now = time.perf_counter()
+        if self._step is not None and self._cache is not None:
+            plan, start = self._step
+            self._cache.note_step(
+                self._loader.source.key, now - start, len(plan.ids), plan.entry,
+                is_control=plan.is_control,
+            )  # fmt: skip
+        self._step = None
+        return now
+
+    def _start_workers(self) -> Iterator[Loaded]:
+        loader = self._loader
+        if not loader.persistent_workers:
+            tasks = TaskSource()
+            tasks.serves = self._planner, self._prefetcher, self._progress
+            return iter(loader._inner_loader(tasks, self._inner_generator))
+        if loader._persistent is None:
+            tasks = TaskSource()
+            loader._persistent = tasks, loader._inner_loader(tasks, self._inner_generator)
+        tasks, inner = loader._persistent
+        tasks.serves = self._planner, self._prefetcher, self._progress
+        return iter(inner)
+
+
+def _outlook(cache: LoaderPort | None, name: str) -> tuple[Sequence[View], bool]:
+    """Return what can be read at the moment, and whether samples that draw nothing are seeded."""
+    if cache is None:
+        return (), True
+    return ((), False) if cache.boundary is None else (cache.readable(name), True)
+
+
+def _wants_control(cache: LoaderPort | None, entry: PlannedEntry) -> bool:
+    return cache is not None and cache.wants_control(entry)
