@@ -23,8 +23,8 @@ _MADE_IN_PYTHON = 1 << 9
 
 _SAMPLED = 16
 """Elements looked at per tensor on each batch."""
-_CHUNK_BYTES = 1 << 16
-"""Read in full with each batch, in turns over all tensors: about 6 us."""
+_CHUNK_BYTES = 1 << 15
+"""Read in full with each batch, in turns over all tensors: about 3 us."""
 
 
 def digest(value: Any) -> str:
@@ -163,7 +163,7 @@ class ContentProbe:
 
     def changed(self) -> bool:
         """Whether anything looks different."""
-        if [view.tobytes() for view in self._host] != self._bytes:
+        if list(map(np.ndarray.tobytes, self._host)) != self._bytes:
             return True
         return self._piece_changed() or (self._device_changed() if self._device else False)
 

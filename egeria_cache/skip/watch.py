@@ -167,7 +167,9 @@ class StateWatch:
         for hooks in _GLOBAL_HOOKS:
             layout.live.append(("a global hook", hooks))
         self._layout = layout
-        self._iterables = [_values(container) for _, container in layout.live]
+        # Most hooks' and buffers' dicts are empty: whether they still are is told in 8 ns.
+        self._empty = [container for _, container in layout.live if not container]
+        self._iterables = [_values(container) for _, container in layout.live if container]
         self._values = list(chain.from_iterable(self._iterables))
         self._looks = [look for _, look in layout.looks]
         self._seen = [look() for look in self._looks]
@@ -182,7 +184,8 @@ class StateWatch:
         """Name what changed; values that are equal again count as unchanged. None if nothing."""
         try:
             if (
-                list(chain.from_iterable(self._iterables)) == self._values
+                not any(self._empty)
+                and list(chain.from_iterable(self._iterables)) == self._values
                 and [look() for look in self._looks] == self._seen
             ):
                 return None
@@ -192,8 +195,13 @@ class StateWatch:
 
     def _explain(self) -> str | None:
         """Compare value by value, by content; take over what is only another object."""
-        before = iter(self._values)
+        before, empty = iter(self._values), set(map(id, self._empty))
         for where, container in self._layout.live:
+            if id(container) in empty:
+                if container:
+                    keys = list(container) if isinstance(container, dict) else None
+                    return f"{_path(where, keys, 0)!r} changed"
+                continue
             keys = list(container) if isinstance(container, dict) else None
             for i, now in enumerate(list(_values(container))):
                 then = next(before, _NOTHING)
