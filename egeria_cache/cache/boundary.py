@@ -8,7 +8,7 @@ from egeria_cache.cache.status import Status, shown_name
 from egeria_cache.errors import BoundaryError
 from egeria_cache.gate import Accounts, Pilot, Turn
 from egeria_cache.prefetch import Views
-from egeria_cache.skip import SkipEngine
+from egeria_cache.skip import SkipEngine, module_named
 
 __all__ = ["Boundary"]
 
@@ -38,11 +38,28 @@ class Boundary:
         Raises:
             BoundaryError: No module has this name, or one of its parameters is trainable.
         """
+        self._engine.follow(None)
+        self._status.is_sought = False
+        self._move(name, by_hand=by_hand, reason=reason)
+
+    def follow(self) -> None:
+        """Freeze up to the deepest module before which nothing trains, now and later."""
+        self._status.is_sought = True
+        self._engine.follow(self._found)
+
+    def _found(self, name: str | None) -> None:
+        self._status.is_sought = False
+        self._move(name, by_hand=False, reason="what trains has been looked at")
+        if name is None:
+            why = "boundary='auto': no module is frozen before the first one that trains"
+            self._accounts.counts.why_not = why
+            log.info(why)
+
+    def _move(self, name: str | None, *, by_hand: bool, reason: str) -> None:
         status = self._status
+        name = None if name is None else self._checked(name)
         if name == status.boundary:
             return
-        if name is not None:
-            self._check(name)
         previous, status.boundary, status.set_by_hand = status.boundary, name, by_hand
         status.num_moves += 1
         status.is_proved = status.is_told = False
@@ -69,10 +86,11 @@ class Boundary:
         """Void the views of cuts that lie beyond the boundary now."""
         self._views.void(lambda view: not self._engine.knows(view.cut), unlink=False)
 
-    def _check(self, name: str) -> None:
-        modules = dict(self._engine.model.named_modules())
-        if name not in modules or not name:
-            raise BoundaryError.unknown(name, [known for known in modules if known])
-        for parameter_name, parameter in modules[name].named_parameters():
+    def _checked(self, name: str) -> str:
+        """Return the model's own name for the module, whose parameters must all be frozen."""
+        name = module_named(self._engine.model, name)
+        module = self._engine.model.get_submodule(name)
+        for parameter_name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 raise BoundaryError.trainable(name, f"{name}.{parameter_name}")
+        return name

@@ -31,7 +31,9 @@ class ActivationCache:
     Args:
         model: The model that is trained; its `forward` is wrapped until `close()`.
         directory: Where activations live. Created with mode 0700; shared by runs and loaders.
-        boundary: Qualified name of the last frozen module; None while nothing is frozen.
+        boundary: Qualified name of the last frozen module; None while nothing is frozen; "auto" for
+            the deepest module before which nothing trains: it is found on the first call, and
+            again whenever `requires_grad` has changed.
         limit: Hard bound on the directory's size: bytes, or text such as "100GB".
         codec: How records are compressed: "auto", "zstd", "raw", ...; see `docs/format.md`.
         ring_batches: How many mini-batches are read ahead; as many recent ones stay on a device.
@@ -104,13 +106,16 @@ class ActivationCache:
         return self._status.boundary
 
     def set_boundary(self, name: str | None) -> None:
-        """Declare that everything up to and including this module is frozen.
+        """Declare that everything up to and including this module is frozen; "auto": find it.
 
         Raises:
             BoundaryError: No module has this name, or one of its parameters is trainable. What
                 shows only when the model runs is raised by its next call.
         """
-        self._moves.move(name, by_hand=True, reason="set by hand")
+        if name == "auto":
+            self._moves.follow()
+        else:
+            self._moves.move(name, by_hand=True, reason="set by hand")
 
     def on_boundary_moved(self, event: BoundaryMoved) -> None:
         """Follow a freeze controller. A model that cannot be cut there trains on uncached."""

@@ -276,7 +276,7 @@ class CacheHost:
         where = f"the model is cut after {cut!r} instead" if cut else "it is computed whole"
         reason = f"{name!r}, which was frozen, is trained again: {where}"
         self._counts.why_not = None if cut else reason
-        log.warning(reason)
+        log.log(logging.WARNING if self._status.set_by_hand else logging.INFO, reason)
         self._views.void(lambda view: True, unlink=False)
 
     def uncached(self, reason: str) -> None:

@@ -48,8 +48,8 @@ class LoaderPort:
 
     @property
     def boundary(self) -> str | None:
-        """The last frozen module; None if nothing is frozen."""
-        return self._status.boundary
+        """The last frozen module; None if nothing is; "auto" until the first call finds it."""
+        return "auto" if self._status.is_sought else self._status.boundary
 
     @property
     def readers(self) -> Executor:

@@ -17,6 +17,8 @@ class Status:
     boundary: str | None = None
     """The last frozen module, as whoever set it named it."""
     set_by_hand: bool = True
+    is_sought: bool = False
+    """Whether the next call of the model finds the boundary."""
     is_told: bool = False
     """Whether it was said under this boundary that the prefix changes."""
     is_proved: bool = False

@@ -13,6 +13,7 @@ from egeria_cache.skip.compare import same_rows
 from egeria_cache.skip.cut import Cut, Step
 from egeria_cache.skip.engine import MAX_CHAINS, SkipEngine, SkipHost
 from egeria_cache.skip.frozen import FrozenPrefix
+from egeria_cache.skip.names import module_named
 from egeria_cache.skip.places import Candidate, candidates
 
 __all__ = [
@@ -24,5 +25,6 @@ __all__ = [
     "SkipHost",
     "Step",
     "candidates",
+    "module_named",
     "same_rows",
 ]

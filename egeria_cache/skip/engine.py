@@ -21,6 +21,7 @@ from egeria_cache.errors import BoundaryError
 from egeria_cache.skip import passes
 from egeria_cache.skip.address import address, prefix_tensors
 from egeria_cache.skip.attach import AttachedForward, inner_model
+from egeria_cache.skip.auto import AutoBoundary
 from egeria_cache.skip.book import RecipeBook
 from egeria_cache.skip.calls import healing, is_compiled
 from egeria_cache.skip.code import reached
@@ -31,6 +32,7 @@ from egeria_cache.skip.dropout import StatelessDropout, counting_calls
 from egeria_cache.skip.frozen import FrozenPrefix
 from egeria_cache.skip.guards import PrefixGuard
 from egeria_cache.skip.invocation import Invocation
+from egeria_cache.skip.names import module_named
 from egeria_cache.skip.recipe import Recipe
 from egeria_cache.skip.rehearsal import Rehearsal
 from egeria_cache.skip.thaw import ThawWatch
@@ -122,6 +124,7 @@ class SkipEngine:
         """(cut, last frozen module) as they were asked for; nearer than that while a part of the
         prefix is trained."""
         self._thaw = ThawWatch()
+        self._auto: AutoBoundary | None = None
         self._num_bare = self._num_new = 0
         self._was_served = False
         self._running: dict[str, object] = {}
@@ -131,7 +134,7 @@ class SkipEngine:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Stand in for `model.forward`."""
-        if self._declared[0] is not None:
+        if self._declared[0] is not None or self._auto is not None:
             ours = object()
             try:  # around everything: an interrupt may come between any two lines
                 if self._running.setdefault("call", ours) is ours:
@@ -144,6 +147,8 @@ class SkipEngine:
         return self._forward(*unwrap(args), **unwrap(kwargs))
 
     def _called_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._auto is not None:
+            self._auto.follow(self._forward, Invocation.of(args, kwargs))
         self._look()
         # Shapes of tagged tensors are read often: not through their `__torch_function__`.
         with torch._C.DisableTorchFunctionSubclass():
@@ -166,8 +171,8 @@ class SkipEngine:
 
     def _uncached(self, call: Invocation) -> Any:
         """Compute a call that cannot be served; the prefix is in inference mode all the same."""
+        self.host.note("called", 0.0, 0)
         if self.boundary is not None and call.why_not is not None:
-            self.host.note("called", 0.0, 0)
             # Where others were served, an evaluation may well bring batches of its own.
             is_trained = self.model.training and torch.is_grad_enabled()
             self._num_bare += is_trained or not self._was_served
@@ -228,7 +233,7 @@ class SkipEngine:
         recipe = outcome.recipe
         if recipe is None:
             self._book.refuse(key)
-            if outcome.error is not None:
+            if outcome.error is not None and not (self._auto is not None and self._auto.refuse()):
                 self.host.refused(outcome.error)
             return outcome.result
         if recipe.free:
@@ -393,6 +398,8 @@ class SkipEngine:
         self.cut = None
         if not self._book.park(guard):
             self._hashes.forget()
+        if self._auto is not None:
+            self._auto.look_again()
 
     def _settle(self, recipe: Recipe) -> None:
         """What the prefix's own run has left on its modules is no change: memoised tables."""
@@ -416,10 +423,19 @@ class SkipEngine:
 
     def detach(self) -> None:
         """Give the model its own forward back, and let the prefix go. Idempotent."""
+        self._auto = None
         self.set_boundary(None)
         self._held.release()  # what an interrupted call left
         if self._attached is not None:
             self._attached.detach()
+
+    def follow(self, found: Callable[[str | None], None] | None) -> None:
+        """Find the boundary by itself, from the next call on; None: no more.
+
+        Args:
+            found: Is told where it is; calls `set_boundary`.
+        """
+        self._auto = None if found is None else AutoBoundary(self.model, found)
 
     def set_boundary(self, name: str | None, *, frozen: str | None = None) -> None:
         """Name the module to cut at: the last frozen one, or an earlier one.
@@ -435,8 +451,8 @@ class SkipEngine:
         Raises:
             BoundaryError: The model has no such module.
         """
-        name = None if name is None else self._resolve(name)
-        frozen = name if frozen is None else self._resolve(frozen)
+        name = None if name is None else module_named(self.model, name)
+        frozen = name if frozen is None else module_named(self.model, frozen)
         if (name, frozen) == self._declared == (self.boundary, self.frozen):
             return
         self._declared = (name, frozen)
@@ -474,13 +490,6 @@ class SkipEngine:
     def knows(self, cut: Cut) -> bool:
         """Whether batches may still enter at this cut."""
         return any(recipe.cut is cut for recipe in self._book.all())
-
-    def _resolve(self, name: str) -> str:
-        known = dict(self.model.named_modules())
-        for candidate in (name, name.removeprefix("module."), name.removeprefix("_orig_mod.")):
-            if candidate and candidate in known:
-                return candidate
-        raise BoundaryError.unknown(name, [other for other in known if other])
 
     # ---- recipes ------------------------------------------------------------------------------
 

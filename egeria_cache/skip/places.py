@@ -17,7 +17,7 @@ from egeria_cache.skip.calls import Recorder, intercept
 from egeria_cache.skip.rehearsal import patchable
 from egeria_cache.skip.state import stashed
 
-__all__ = ["Candidate", "candidates"]
+__all__ = ["Candidate", "candidates", "frozen_places"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,29 @@ def candidates(
             + (", ".join(sorted(called)[:12]) or "none (compile its blocks, not the whole model)")
         )
     return found
+
+
+def frozen_places(model: nn.Module, recorder: Recorder) -> list[str]:
+    """Return where the model might be cut now, deepest first: before none of them anything trains.
+
+    Args:
+        model: The model.
+        recorder: Has seen one forward with autograd recording, and kept the outputs.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    frozen = []
+    for i, call in enumerate(recorder.calls):
+        if call.end < 0 or id(call.module) not in names:
+            continue
+        parameters = [p for step in recorder.before(i)[0] for p in step.module.parameters()]
+        if parameters and not any(p.requires_grad for p in parameters) and not _behind(call.output):
+            frozen.append(i)
+    frozen.sort(key=lambda i: recorder.calls[i].end)
+    blocks = set(_blocks(model))
+    modules = [call.module for call in recorder.calls]
+    chosen = _worthwhile([i for i in frozen if names[id(modules[i])] in blocks], modules)
+    places = [names[id(modules[i])] for i in reversed(chosen or frozen)]
+    return list(dict.fromkeys(places))
 
 
 def _worthwhile(chosen: list[int], modules: list[nn.Module]) -> list[int]:

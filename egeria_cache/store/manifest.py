@@ -63,13 +63,18 @@ class Manifest:
         Raises:
             StoreError: Missing, damaged, or of a newer format.
         """
-        content = read_json(directory / MANIFEST_NAME)
+        path = directory / MANIFEST_NAME
+        content = _load(path)
         try:
+            # The format is part of the name: no newer release writes under one of ours.
+            if content["format"] > FORMAT and generation_name(content["fields"]) == directory.name:
+                raise TypeError
+            _check_format(path, content)
             fields, created = content["fields"], float(content["created"])
             if not isinstance(fields, dict) or not math.isfinite(created):
                 raise TypeError
         except (KeyError, TypeError, ValueError, OverflowError):
-            raise DamagedError(f"{directory / MANIFEST_NAME} is damaged") from None
+            raise DamagedError(f"{path} is damaged") from None
         return cls(directory.name, fields, created, content["format"])
 
     @property
@@ -134,6 +139,12 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         StoreError: Missing, damaged, too large, or written by a newer release.
     """
+    content = _load(path)
+    _check_format(path, content)
+    return content
+
+
+def _load(path: Path) -> dict[str, Any]:
     try:
         with open(open_own(path, os.O_RDONLY), "rb") as file:
             content = json.loads(file.read(MAX_JSON_BYTES), parse_constant=_no_number)
@@ -145,12 +156,15 @@ def read_json(path: Path) -> dict[str, Any]:
         raise DamagedError(f"{path} is damaged: it is not JSON") from None
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
         raise DamagedError(f"{path} was not written by Egeria")
+    return content
+
+
+def _check_format(path: Path, content: Mapping[str, Any]) -> None:
     if content["format"] > FORMAT:
         raise StoreError(
             f"{path} has format {content['format']}, this release knows up to {FORMAT}; use the "
             "release that wrote it, or another directory"
         )
-    return content
 
 
 def _no_number(text: str) -> None:

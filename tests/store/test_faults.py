@@ -122,6 +122,16 @@ def test_a_mutated_file_kills_nobody_and_serves_nothing_wrong(original, tmp_path
         shutil.rmtree(copy)
 
 
+def test_a_manifest_whose_format_was_damaged_is_damaged_and_not_of_a_newer_release(
+    original, tmp_path
+):
+    copy = tmp_path / "cache"
+    shutil.copytree(original, copy)
+    for path in copy.glob("gen-*/manifest.json"):
+        path.write_text(path.read_text().replace('"format": 2', '"format": 6'))
+    assert use(copy) == [0, COUNT] * 2
+
+
 @pytest.mark.parametrize("count", [30, pytest.param(5000, marks=pytest.mark.long)])
 @pytest.mark.timeout(7200)
 def test_files_exchanged_between_generations_serve_nothing_wrong(original, tmp_path, count):

@@ -1,0 +1,233 @@
+"""boundary="auto": the deepest module before which nothing trains, found by itself."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from egeria_cache import ActivationCache, EgeriaLoader, FrozenPrefix
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = torch.relu(self.stem(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Plain(nn.Module):
+    """No list of blocks anywhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.early, self.late, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.late(torch.tanh(self.early(x)))))
+
+
+def data():
+    g = torch.Generator().manual_seed(2)
+    return TensorDataset(torch.randn(32, 6, generator=g), torch.randint(3, (32,), generator=g))
+
+
+def freeze(model, *names):
+    for name, module in model.named_modules():
+        if name:
+            module.requires_grad_(True)
+    for name in names:
+        model.get_submodule(name).requires_grad_(False)
+
+
+def train(model, loader, epochs, each_epoch=lambda epoch: None):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for epoch in range(epochs):
+        each_epoch(epoch)
+        model.train()
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+def both(directory, model, epochs, each_epoch=lambda model, epoch: None, held=(), **options):
+    """Train plainly and cached; return (plain losses, ours, cache's boundaries, stats)."""
+    plain, boundaries = copy.deepcopy(model), []
+
+    def note(epoch):
+        cache.flush()
+        boundaries.append(cache.boundary)
+        each_epoch(model, epoch)
+
+    expected = train(
+        plain, EgeriaLoader(data(), batch_size=8), epochs, lambda epoch: each_epoch(plain, epoch)
+    )
+    with ActivationCache(model, directory, "auto", gate="always", **options) as cache:
+        ours = train(model, EgeriaLoader(data(), batch_size=8, cache=cache), epochs, note)
+        boundaries.append(cache.boundary)
+        return expected, ours, boundaries, cache.stats()
+
+
+def test_the_deepest_frozen_block_is_found_on_the_first_call(directory):
+    model = Blocks()
+    freeze(model, "stem", "blocks.0", "blocks.1")
+    expected, ours, boundaries, stats = both(directory, model, 3)
+    assert boundaries == [None, "blocks.1", "blocks.1", "blocks.1"]
+    assert ours == pytest.approx(expected, abs=1e-6)
+    assert stats.hits == 64  # of the second and third epoch, all
+
+
+def test_models_without_blocks_are_cut_too(directory):
+    model = Plain()
+    freeze(model, "early")
+    expected, ours, boundaries, stats = both(directory, model, 3)
+    assert boundaries[-1] == "early"
+    assert ours == pytest.approx(expected, abs=1e-6)
+    assert stats.hits == 64
+
+
+def test_it_follows_what_is_frozen_and_what_is_thawed(directory):
+    def each_epoch(model, epoch):
+        frozen = {0: 1, 2: 3, 4: 2, 6: 0, 8: 4}.get(epoch)
+        if frozen is not None:
+            freeze(model, *["stem", *(f"blocks.{i}" for i in range(frozen))] if frozen else [])
+
+    expected, ours, boundaries, stats = both(directory, Blocks(), 10, each_epoch)
+    assert boundaries[2::2] == ["blocks.0", "blocks.2", "blocks.1", None, "blocks.3"]
+    assert ours == pytest.approx(expected, abs=1e-5)
+    assert stats.hits > 96
+
+
+def test_gradual_unfreezing_trains_from_that_very_step(directory):
+    """One block more is thawed in every epoch, as in ULMFiT."""
+
+    def each_epoch(model, epoch):
+        names = ["stem", *(f"blocks.{i}" for i in range(4))]
+        freeze(model, *names[: max(0, 5 - epoch)])
+
+    model = Blocks()
+    expected, ours, boundaries, _ = both(directory, model, 7, each_epoch)
+    assert boundaries[1:] == ["blocks.3", "blocks.2", "blocks.1", "blocks.0", "stem", None, None]
+    assert ours == pytest.approx(expected, abs=1e-5)
+
+
+def test_who_thaws_and_freezes_in_turns_is_right_and_does_not_search_at_every_step(directory):
+    model, steps = Blocks(), []
+    freeze(model, "stem", "blocks.0", "blocks.1")
+
+    def run(model, loader):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        losses = []
+        for epoch in range(3):
+            for number, (x, y) in enumerate(loader):
+                model.blocks[1].requires_grad_((epoch + number) % 2 == 0)
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        return losses
+
+    plain = copy.deepcopy(model)
+    expected = run(plain, EgeriaLoader(data(), batch_size=8))
+    with ActivationCache(model, directory, "auto", gate="always") as cache:
+        place = cache._moves._found
+        cache._engine._auto._found = lambda name: (steps.append(name), place(name))
+        assert run(model, EgeriaLoader(data(), batch_size=8, cache=cache)) == pytest.approx(
+            expected, abs=1e-5
+        )
+    assert 1 <= len(steps) < 6
+
+
+def test_nothing_frozen_is_no_error_and_the_reason_is_given(directory):
+    expected, ours, boundaries, stats = both(directory, Blocks(), 2)
+    assert boundaries[-1] is None
+    assert ours == expected
+    assert "no module is frozen" in stats.why_not
+
+
+def test_a_module_that_cannot_be_the_boundary_gives_way_to_one_before_it(directory, caplog):
+    class Mixing(Blocks):
+        def forward(self, x):
+            x = torch.relu(self.stem(x))
+            x = self.blocks[0](x)
+            return self.head(self.blocks[1](x - x.mean(0)))  # depends on the batch
+
+    model = Mixing()
+    freeze(model, "stem", "blocks.0", "blocks.1")
+    with caplog.at_level(logging.WARNING):
+        expected, ours, boundaries, stats = both(directory, model, 4)
+    assert boundaries[-1] == "blocks.0"
+    assert ours == pytest.approx(expected, abs=1e-6)
+    assert stats.hits >= 64
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_what_cannot_be_cut_anywhere_is_told_once(directory, caplog):
+    class Mixing(Plain):
+        def forward(self, x):
+            return super().forward(x - x.mean(0))
+
+    model = Mixing()
+    freeze(model, "early", "late")
+    with caplog.at_level(logging.WARNING):
+        expected, ours, _, stats = both(directory, model, 3)
+    assert ours == expected
+    assert stats.hits == 0
+    assert len([r for r in caplog.records if "uncached" in r.getMessage()]) == 1
+
+
+def test_a_name_given_by_hand_ends_the_search(directory):
+    model = Blocks()
+    freeze(model, "stem", "blocks.0", "blocks.1")
+    with ActivationCache(model, directory, "auto") as cache:
+        cache.set_boundary("blocks.0")
+        train(model, EgeriaLoader(data(), batch_size=8, cache=cache), 2)
+        assert cache.boundary == "blocks.0"
+        cache.set_boundary("auto")
+        train(model, EgeriaLoader(data(), batch_size=8, cache=cache), 1)
+        assert cache.boundary == "blocks.1"
+
+
+def test_batch_norm_in_the_frozen_front_is_held(directory):
+    class Norms(Plain):
+        def __init__(self):
+            super().__init__()
+            self.early = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
+
+    model = Norms()
+    freeze(model, "early")
+    plain = copy.deepcopy(model)
+    FrozenPrefix([plain.early])
+    expected = train(plain, EgeriaLoader(data(), batch_size=8), 3)
+    with ActivationCache(model, directory, "auto", gate="always") as cache:
+        ours = train(model, EgeriaLoader(data(), batch_size=8, cache=cache), 3)
+        assert cache.stats().hits == 64
+    assert ours == pytest.approx(expected, abs=1e-6)

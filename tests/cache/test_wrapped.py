@@ -1,0 +1,94 @@
+"""Models inside wrappers: the cache takes the wrapper and its names, or the model and its own."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
+from egeria_core import FreezeController
+from egeria_core.policies import StaticPolicy
+from tests.cache.test_auto import Blocks, data, freeze, train
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def frozen_blocks():
+    torch.manual_seed(0)
+    model = Blocks()
+    freeze(model, "stem", "blocks.0", "blocks.1")
+    return model
+
+
+@pytest.mark.parametrize("name", ["blocks.1", "module.blocks.1", "auto"])
+def test_a_distributed_model_is_cached_as_it_is_given(process_group, directory, name):
+    expected = train(frozen_blocks(), EgeriaLoader(data(), batch_size=8), 3)
+    wrapped = DistributedDataParallel(frozen_blocks())
+    with ActivationCache(wrapped, directory, name, gate="always") as cache:
+        loader = EgeriaLoader(data(), batch_size=8, cache=cache)
+        ours = train(wrapped, loader, 3, lambda epoch: cache.flush())
+        assert cache.boundary == "blocks.1"
+        assert cache.stats().hits == 64
+    assert ours == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_compiled_block_answers_to_both_of_its_names(directory):
+    model = frozen_blocks()
+    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+    expected = train(frozen_blocks(), EgeriaLoader(data(), batch_size=8), 3)
+    with ActivationCache(model, directory, "blocks.1._orig_mod", gate="always") as cache:
+        cache.set_boundary("_orig_mod.blocks.1")
+        loader = EgeriaLoader(data(), batch_size=8, cache=cache)
+        assert train(model, loader, 3, lambda epoch: cache.flush()) == pytest.approx(
+            expected, abs=1e-6
+        )
+        assert cache.stats().hits == 64
+
+
+def test_a_controller_of_a_distributed_model_tells_its_cache(process_group, directory):
+    torch.manual_seed(0)
+    model = Blocks()
+    plain = copy.deepcopy(model)
+
+    def run(model, wrapped, loader, cache):
+        optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
+        controller = FreezeController(
+            wrapped, optimizer, cache, policy=StaticPolicy([(4, "blocks.0"), (8, "blocks.1")]),
+            layers=r"stem|blocks\.\d|norm|head",
+        )  # fmt: skip
+        losses = []
+        for _ in range(5):
+            wrapped.train()
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(wrapped(x), y)
+                loss.backward()
+                optimizer.step()
+                controller.step(loss)
+                losses.append(loss.item())
+            if cache is not None:
+                cache.flush()
+        return losses
+
+    expected = run(plain, plain, EgeriaLoader(data(), batch_size=8), None)
+    wrapped = DistributedDataParallel(model)
+    with ActivationCache(wrapped, directory, gate="always") as cache:
+        ours = run(model, wrapped, EgeriaLoader(data(), batch_size=8, cache=cache), cache)
+        assert cache.boundary == "blocks.1"
+        assert cache.stats().hits > 64
+    assert ours == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_name_that_no_wrapper_explains_is_refused(directory):
+    with pytest.raises(BoundaryError, match=r"blocks\.9"):
+        ActivationCache(frozen_blocks(), directory, "module.blocks.9")
