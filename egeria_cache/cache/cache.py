@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from torch import nn
 
 from egeria_cache.cache.boundary import Boundary
+from egeria_cache.cache.filling import FillReport, fill
 from egeria_cache.cache.host import CacheHost, device_of
 from egeria_cache.cache.port import LoaderPort
 from egeria_cache.cache.status import Status
 from egeria_cache.cache.trial import TrialReads
+from egeria_cache.errors import EgeriaError
 from egeria_cache.events import BoundaryMoved
 from egeria_cache.gate import Accounts, CacheStats, Pilot
 from egeria_cache.prefetch import ReaderThreads, Views
@@ -128,6 +132,43 @@ class ActivationCache:
     def report(self) -> str:
         """Return `stats()` as text for people."""
         return self.stats().report()
+
+    def fill(
+        self,
+        loader: Any,
+        forward: Callable[[Any], Any] | None = None,
+        *,
+        progress: bool = True,
+    ) -> FillReport:
+        """Compute and store every sample of a loader that is not stored yet, before training.
+
+        The frozen prefix alone is run, on the loader's batches in the data set's order. What was
+        stored before, by a run that was killed or by another process that fills at the same time,
+        is not computed again. Then all batches of this loader are hits; so are those of a later
+        run, from its second batch on. The model and the random generators are left as they were.
+
+        Args:
+            loader: An `EgeriaLoader` of this cache.
+            forward: Called with each batch, calls the model with it as the training loop does. By
+                default a mapping is given by name, and of a list or tuple the first part.
+            progress: Show a bar, if standard error is a terminal.
+
+        Raises:
+            EgeriaError: Nothing is frozen, `gate` is "never", or the loader is of another cache.
+        """
+        if getattr(loader, "cache", None) is not self:
+            raise EgeriaError("fill() takes an EgeriaLoader that was made with cache= this cache")
+        if self._status.gate == "never":
+            raise EgeriaError("a cache with gate='never' stores nothing")
+        self._status.is_filling = True
+        try:
+            with self._accounts.aside():
+                return fill(
+                    self.model, self._engine, self.port, loader, self.flush, forward,
+                    progress=progress,
+                )  # fmt: skip
+        finally:
+            self._status.is_filling = False
 
     def flush(self, timeout_s: float = 60.0) -> None:
         """Wait until what was handed to the writer is on disk."""

@@ -77,6 +77,11 @@ class LoaderPort:
             or loader_name in self._pilot.stopped
         )
 
+    def refusal(self, loader_name: str) -> str | None:
+        """Return why nothing is stored for this loader; None if something is."""
+        reason = self._status.uncached.get(loader_name)
+        return reason or (None if self.views(loader_name) else self._accounts.counts.why_not)
+
     def leave_uncached(self, loader_name: str, reason: str) -> None:
         """Cache nothing for this loader, and say why, once."""
         if loader_name not in self._status.uncached:
@@ -145,6 +150,8 @@ class LoaderPort:
         """Note what a whole training step cost, and stop skipping where it does not pay."""
         views, frozen = self.views(loader_name), self._boundary.frozen
         if self.boundary is None or frozen is None or not (views and num_samples):
+            return
+        if self._status.is_filling:
             return
         turn = self._pilot.step(
             views[0], self.boundary, frozen, seconds, num_samples, entry, is_control=is_control

@@ -28,6 +28,8 @@ class Status:
     uncached: dict[str, str] = field(default_factory=dict)
     """Loaders whose samples cannot be cached, and why."""
     is_closed: bool = False
+    is_filling: bool = False
+    """Whether samples are stored ahead of training: no step is measured then."""
     process: int = field(default_factory=os.getpid)
     """Where the cache was made. A forked child has none of its threads: it computes everything."""
 

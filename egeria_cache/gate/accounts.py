@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -36,6 +38,17 @@ class Accounts:
         self.counts.hit_batches += num_hits == num_samples
         self.counts.miss_batches += num_hits == 0
         self.counts.partial_batches += 0 < num_hits < num_samples
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Count nothing of what happens inside the block as hits and misses of training."""
+        names = ("hits", "misses", "hit_batches", "partial_batches", "miss_batches", "refetched")
+        before = {name: getattr(self.counts, name) for name in names}
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self.counts, name, value)
 
     def yielded(self) -> None:
         """Note that a batch was yielded which the model should see."""

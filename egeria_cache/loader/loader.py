@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -127,6 +128,29 @@ class EgeriaLoader(ResumableLoader[T_co]):
         starts_workers = self._persistent is None and self._iterator is None
         base = self._begin(self._variant, starts_workers)
         return self._plain_iter() if self._is_plain else Pass(self, self._progress, base)
+
+    @property
+    def variant(self) -> int:
+        """Augmented version of the samples in the pass that began last."""
+        return self._progress.variant
+
+    def over(self, sampler: Any) -> EgeriaLoader[T_co]:
+        """Return a loader of what another sampler draws; its samples are the same to the cache."""
+        workers: dict[str, Any] = {}
+        if self.num_workers:
+            workers = {"num_workers": self.num_workers, "prefetch_factor": self.prefetch_factor}
+        part: EgeriaLoader[T_co] = EgeriaLoader(
+            self.dataset,
+            self.batch_size or getattr(self.batch_sampler, "batch_size", None) or 32,
+            sampler=sampler, collate_fn=self.collate_fn, pin_memory=self.pin_memory,
+            timeout=self.timeout, worker_init_fn=self.worker_init_fn,
+            multiprocessing_context=self.multiprocessing_context, cache=self.cache, seed=self.seed,
+            augmentation_variants=self.augmentation_variants, name=self.name, **workers,
+        )  # fmt: skip
+        part.source = self.source
+        part._assembly = self._assembly
+        part._progress = replace(self._progress, finished=True)
+        return part
 
     def _why_plain(self) -> str | None:
         """Why this loader is DataLoader and nothing else; None if it plans its batches."""

@@ -78,6 +78,10 @@ class View:
             for path, value in self.constants.items()
         }
 
+    def refresh(self) -> int:
+        """Take note of what other processes have stored; return how many samples there are."""
+        return self.generation.num_samples if self.alive else 0
+
     def contains(self, ids: Sequence[Any], variant: int) -> np.ndarray:
         """Which samples are stored: bool, shape (B,)."""
         if not self.alive:

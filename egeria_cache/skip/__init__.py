@@ -11,16 +11,19 @@ holds: `guards`. Its name for ever: `address`. Inference mode: `frozen`, `front`
 
 from egeria_cache.skip.compare import same_rows
 from egeria_cache.skip.cut import Cut, Step
-from egeria_cache.skip.engine import MAX_CHAINS, SkipEngine, SkipHost
+from egeria_cache.skip.engine import MAX_CHAINS, Filled, SkipEngine, SkipHost
 from egeria_cache.skip.frozen import FrozenPrefix
 from egeria_cache.skip.names import module_named
 from egeria_cache.skip.places import Candidate, candidates
+from egeria_cache.skip.state import RandomState
 
 __all__ = [
     "MAX_CHAINS",
     "Candidate",
     "Cut",
+    "Filled",
     "FrozenPrefix",
+    "RandomState",
     "SkipEngine",
     "SkipHost",
     "Step",

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from egeria_cache.skip.rehearsal import Rehearsal
 from egeria_cache.skip.thaw import ThawWatch
 from egeria_cache.skip.watch import hooks_of, written_by_hooks
 
-__all__ = ["SkipEngine", "SkipHost"]
+__all__ = ["MAX_CHAINS", "Filled", "SkipEngine", "SkipHost"]
 
 log = logging.getLogger("egeria")
 
@@ -46,6 +46,10 @@ MAX_CHAINS = 4
 """Different operations on a loader's batches before the model; with more, they never repeat."""
 _MAX_BARE = 3
 """Calls under a boundary that may come without a loader's batch before that is said."""
+
+
+class Filled(BaseException):
+    """Leaves the model while a cache is filled: the rows are stored, and nobody wants the rest."""
 
 
 class SkipHost(Protocol):
@@ -125,6 +129,7 @@ class SkipEngine:
         prefix is trained."""
         self._thaw = ThawWatch()
         self._auto: AutoBoundary | None = None
+        self._fills = False
         self._num_bare = self._num_new = 0
         self._was_served = False
         self._running: dict[str, object] = {}
@@ -193,6 +198,8 @@ class SkipEngine:
         self._announce(recipe, call)
         entry = call.batch.entry
         source: Recipe | None = None
+        if self._fills:
+            self._fill(recipe, call, entry)
         if entry is not None:
             is_same = entry.cut is recipe.cut
             source = recipe if is_same else self._book.find(key, call, cut=entry.cut)
@@ -264,6 +271,25 @@ class SkipEngine:
         )
         self._refuse(key, BoundaryError.impure(self.boundary, what))
         return True
+
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        """Store what the prefix gives, and leave the model by `Filled` when it has returned."""
+        self._fills = True
+        try:
+            yield
+        finally:
+            self._fills = False
+
+    def _fill(self, recipe: Recipe, call: Invocation, entry: Entry | None) -> NoReturn:
+        missing = np.ones(call.batch.size, bool) if entry is None else ~entry.hit
+        if missing.any():
+            inputs = call.plain() if missing.all() else None
+            with self._noting("prefix", int(missing.sum())):
+                fresh = passes.prefix(self._forward, recipe, call, missing, inputs)
+            self._settle(recipe)
+            self._captured(recipe, call, None if missing.all() else missing, fresh)
+        raise Filled
 
     def _miss(self, recipe: Recipe, call: Invocation) -> Any:
         """Compute every row, and hand what crosses the boundary to the host."""

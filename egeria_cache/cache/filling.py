@@ -1,0 +1,178 @@
+"""Compute and store every sample once, before training begins."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+from torch.utils.data import SubsetRandomSampler
+
+from egeria_cache.cache.port import LoaderPort
+from egeria_cache.errors import EgeriaError
+from egeria_cache.skip import Filled, RandomState, SkipEngine
+
+__all__ = ["FillReport", "fill", "ordinary_call"]
+
+log = logging.getLogger("egeria")
+_CHUNK = 256
+"""Samples that are looked up at a time; between two chunks another process may have stored some."""
+_FLUSH_EVERY = 8
+"""Batches that may wait for the writer: what does not fit in its queue would be dropped."""
+_MAX_TURNS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class FillReport:
+    """What filling has brought."""
+
+    num_samples: int
+    """Of the data set, times its augmented versions."""
+    num_stored: int
+    """Of them in the cache now."""
+    why_not: str | None
+    """Why not all of them, if so."""
+
+    def __str__(self) -> str:
+        rest = f": {self.why_not}" if self.why_not else ""
+        return f"{self.num_stored:,} of {self.num_samples:,} samples are stored{rest}"
+
+
+def fill(
+    model: nn.Module,
+    engine: SkipEngine,
+    port: LoaderPort,
+    loader: Any,
+    flush: Callable[[], None],
+    forward: Callable[[Any], Any] | None = None,
+    *,
+    progress: bool = True,
+) -> FillReport:
+    """Run the frozen prefix on whatever is not stored yet; see `ActivationCache.fill`."""
+    if port.boundary is None:
+        raise EgeriaError("nothing is frozen: set a boundary before filling the cache")
+    call = forward or (lambda batch: ordinary_call(model, batch))
+    todo = _Missing(_indices(loader), loader.source, port)
+    part = todo.loader = loader.over(todo)
+    variants = loader.augmentation_variants
+    start = copy.deepcopy(part.state_dict())
+    total, stored = len(todo.indices) * variants, 0
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+        console=Console(stderr=True), transient=True,
+        disable=not (progress and sys.stderr.isatty()),
+    )  # fmt: skip
+    with bar, _undisturbed(model), engine.filling():
+        task = bar.add_task(f"filling {loader.name!r}", total=total)
+        for turn in range(_MAX_TURNS):  # what was dropped or displaced meanwhile comes once more
+            part.load_state_dict(start)
+            before, stored = stored, 0
+            for _ in range(variants):
+                for number, batch in enumerate(part):
+                    with suppress(Filled):
+                        call(batch)
+                    if number % _FLUSH_EVERY == _FLUSH_EVERY - 1:
+                        flush()
+                    bar.update(task, completed=stored + todo.num_passed)
+                flush()
+                stored += todo.num_stored()
+                bar.update(task, completed=stored)
+            if stored == total or (turn and stored <= before) or port.refusal(loader.source.key):
+                break
+    why_not = None
+    if stored < total:
+        why_not = port.refusal(loader.source.key) or "the limit of the directory is reached"
+    return FillReport(total, stored, why_not)
+
+
+class _Missing:
+    """Sampler of the samples that are not stored, looked up as it goes."""
+
+    def __init__(self, indices: Sequence[Any], source: Any, port: LoaderPort) -> None:
+        # Each process begins elsewhere, so that several share the work.
+        first = os.getpid() * 7919 % max(1, len(indices))
+        self.indices = [*indices[first:], *indices[:first]]
+        self.loader: Any = None
+        """Whose sampler this is."""
+        self.num_passed = 0
+        self._source = source
+        self._port = port
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.num_passed = 0
+        for start in range(0, len(self.indices), _CHUNK):
+            chunk = self.indices[start : start + _CHUNK]
+            for index, is_stored in zip(chunk, self._stored(chunk), strict=True):
+                self.num_passed += 1
+                if not is_stored:
+                    yield index
+
+    def num_stored(self) -> int:
+        """Return how many of all samples are stored, in the augmented version of this pass."""
+        return sum(map(bool, self._stored(self.indices)))
+
+    def _stored(self, indices: Sequence[Any]) -> Sequence[bool]:
+        views = self._port.views(self._source.key)
+        if not views:
+            return [False] * len(indices)
+        views[0].refresh()
+        ids, variant = self._source.identify(indices), self.loader.variant
+        found: Sequence[bool] = views[0].contains(ids, variant).tolist()
+        return found
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Leave the model, and the random generators, as if it had not been called."""
+    generators, was_training = RandomState.now(), model.training
+    with torch.no_grad():
+        before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    model.train()
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        model.train(was_training)
+        generators.restore()
+        with torch.no_grad():
+            for buffer, content in before:
+                if not torch.equal(buffer, content):
+                    buffer.copy_(content)
+
+
+def _indices(loader: Any) -> Sequence[Any]:
+    """Return what the loader's sampler may draw, each once."""
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if isinstance(sampler, SubsetRandomSampler):
+        return list(sampler.indices)
+    first: Sequence[Any] = next(iter(copy.deepcopy(loader.batch_sampler)), [])
+    if all(isinstance(index, int) for index in first):
+        return range(len(loader.dataset))
+    drawn = (index for batch in copy.deepcopy(loader.batch_sampler) for index in batch)
+    return list(dict.fromkeys(drawn))
+
+
+def ordinary_call(model: nn.Module, batch: Any) -> Any:
+    """Call a model with a batch as most training loops do: a mapping by the names that the forward
+    takes, of a list or tuple the first part, anything else as it is.
+    """
+    if isinstance(batch, Mapping):
+        parameters = inspect.signature(model.forward).parameters.values()
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            names = {parameter.name for parameter in parameters}
+            batch = {key: value for key, value in batch.items() if key in names}
+        return model(**batch)
+    return model(batch[0] if isinstance(batch, list | tuple) else batch)
