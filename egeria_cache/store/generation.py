@@ -88,6 +88,11 @@ class Generation:
         return self._manifest.fields
 
     @property
+    def is_idle(self) -> bool:
+        """Nothing of it waits for the writer."""
+        return self._num_queued <= 0
+
+    @property
     def alive(self) -> bool:
         """It serves records: neither void, nor released, nor stopped by an error."""
         return self._files.usable and not self._released

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 __all__ = ["GenerationCounts", "StoreStats"]
 
@@ -16,6 +16,11 @@ class GenerationCounts:
     writes: int = 0
     dropped_writes: int = 0
     corrupt: int = 0
+
+    def add(self, other: GenerationCounts) -> None:
+        """Take another generation's counts in."""
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,7 +37,7 @@ from egeria_cache.store.manifest import (
 from egeria_cache.store.own import check_own
 from egeria_cache.store.place import claim_directory
 from egeria_cache.store.reader import BatchReader
-from egeria_cache.store.stats import StoreStats
+from egeria_cache.store.stats import GenerationCounts, StoreStats
 from egeria_cache.store.values import Value
 from egeria_cache.store.writer import Writer
 
@@ -102,6 +102,9 @@ class ActivationStore:
         self._lock = threading.RLock()
         self._generations: dict[str, Generation] = {}
         self._finished: list[Generation] = []
+        """Void or released, with writes of theirs still in the queue."""
+        self._past = GenerationCounts()
+        """Of those that are done."""
         self._alone: Generation | None = None
         self._budget = Budget(
             config.directory, config.limit_bytes, evict_unused=config.evict_unused
@@ -138,11 +141,20 @@ class ActivationStore:
             if known is not None and known.alive:
                 return known
             if known is not None:
-                self._finished.append(known)
                 known.release()
+                self._retire(known)
             generation = self._open_or_make(name, fields, num_expected)
             self._generations[name] = generation
             return generation
+
+    def _retire(self, generation: Generation) -> None:
+        """Keep the counts of one that is over, and nothing else once its last write is."""
+        finished, self._finished = [*self._finished, generation], []
+        for one in finished:
+            if one.is_idle:
+                self._past.add(one.counts)
+            else:
+                self._finished.append(one)
 
     def _open_or_make(self, name: str, fields: Mapping[str, Any], num_expected: int) -> Generation:
         deadline = time.monotonic() + REMOVAL_WAIT_S
@@ -287,7 +299,7 @@ class ActivationStore:
         """Return counts and sizes."""
         with self._lock:
             current = list(self._generations.values())
-            counts = [generation.counts for generation in (*current, *self._finished)]
+            counts = [one.counts for one in (*current, *self._finished)] + [self._past]
         alive = [generation for generation in current if generation.alive]
         return StoreStats(
             hits=sum(count.hits for count in counts),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 
 from egeria_cache.inspect.cli import main
+from egeria_cache.store import ActivationStore
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,3 +47,20 @@ def test_two_processes_with_moves_and_a_cleaner_hold_no_more_at_the_end(
         with capsys.disabled():
             if num_steps > 600:
                 print(json.dumps(report))
+
+
+def test_generations_that_are_over_are_let_go_and_their_counts_are_kept(tmp_path):
+    with ActivationStore(tmp_path / "cache") as store:
+        past = []
+        for number in range(20):
+            generation = store.open_generation({"boundary": number % 2})
+            generation.put_batch([1, 2], torch.ones(2, 4))
+            assert store.flush(60)
+            generation.get_batch([1, 2, 3])
+            generation.void("unfrozen")
+            past.append(weakref.ref(generation))
+            del generation
+        gc.collect()
+        assert sum(one() is not None for one in past) <= 2
+        stats = store.stats()
+        assert (stats.hits, stats.misses, stats.writes) == (40, 20, 40)
