@@ -24,7 +24,8 @@ from rich.table import Table
 from rich.text import Text
 
 from egeria_cache.config import parse_size
-from egeria_cache.errors import StoreError
+from egeria_cache.errors import EgeriaError
+from egeria_cache.inspect.fill_command import fill
 from egeria_cache.inspect.plan_command import plan
 from egeria_cache.inspect.words import age, plain, print_json, size
 from egeria_cache.store import (
@@ -55,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["plan"]:  # there is no cache yet; one of that name is ./plan
             return plan(arguments[1:])
+        if arguments[:1] == ["fill"]:
+            return fill(arguments[1:])
         options = _parser().parse_args(arguments)
         command: Callable[[argparse.Namespace, CacheReport], int] = options.run
         return command(options, survey(options.directory))
@@ -66,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (DamagedError, RecursionError) as error:
         print(f"cache-inspect: {plain(error)}", file=sys.stderr)
         return DAMAGED
-    except (StoreError, ValueError, OSError, BudgetBusyError) as error:
+    except (EgeriaError, ValueError, OSError, BudgetBusyError) as error:
         print(f"cache-inspect: {plain(error)}", file=sys.stderr)
         return BAD_ARGUMENTS
 
@@ -76,7 +79,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="cache-inspect",
         description="Show, check and clean a cache directory.",
         epilog="Before any training, instead of DIR: plan MODEL_FACTORY --data DATASET_FACTORY "
-        "measures what a cache would bring (see plan --help). "
+        "measures what a cache would bring (see plan --help); fill MODEL_FACTORY --data "
+        "DATASET_FACTORY --directory DIR stores everything (see fill --help). "
         "Exit codes: 0 healthy, 1 damaged, 2 bad arguments.",
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="the cache's directory")

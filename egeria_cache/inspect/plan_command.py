@@ -21,7 +21,7 @@ from egeria_cache.inspect.ordinary import ordinary_step
 from egeria_cache.inspect.prospect import Forecast, Prospect
 from egeria_cache.inspect.words import print_json, share, size
 
-__all__ = ["plan"]
+__all__ = ["device_of_name", "plan"]
 
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -44,7 +44,7 @@ def plan(argv: list[str]) -> int:
         batch_size=options.batch_size,
         num_samples=options.samples,
         step=ordinary_step if options.step is None else find("--step", options.step),
-        device=_device(options.device),
+        device=device_of_name(options.device),
         autocast=AUTOCAST.get(options.autocast),
         boundaries=options.boundaries,
         codec=options.codec,
@@ -110,7 +110,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _device(name: str | None) -> torch.device:
+def device_of_name(name: str | None) -> torch.device:
+    """Return the device that an option names; by default a GPU if there is one.
+
+    Raises:
+        ValueError: It cannot be used.
+    """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
