@@ -101,7 +101,8 @@ class CacheHost:
                 device=device_of(self._model),
                 constants=context.constants,
                 counts=frozenset(context.source.counts),
-                is_checked=found.raw_bytes == 0,
+                is_checked=found.raw_bytes == 0
+                or any(v.generation is found and v.is_checked for v in self._views.everywhere()),
             )
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,10 +14,13 @@ from egeria_cache.cache.host import CacheHost
 from egeria_cache.cache.status import Status, shown_name
 from egeria_cache.gate import Accounts, CacheStats, Pilot
 from egeria_cache.prefetch import PlannedEntry, ReaderThreads, View, Views
+from egeria_cache.samples import LoaderSource
 
 __all__ = ["LoaderPort"]
 
 log = logging.getLogger("egeria")
+MAX_ALIKE = 4
+"""Loaders of one name whose views are kept; scripts make one for every evaluation."""
 
 
 class LoaderPort:
@@ -65,6 +69,28 @@ class LoaderPort:
         if self._status.is_forked:
             return []
         return [view for view in self._views.of(loader_name) if view.is_checked]
+
+    def adopt(self, source: LoaderSource) -> None:
+        """Let a new loader read from its first batch on what others of its name have stored, if the
+        data are the same: an evaluation that makes its loader anew, say.
+        """
+        if self._status.boundary is None or self._status.is_forked or self.views(source.key):
+            return
+        name = shown_name(source.key)
+        alike = [v for v in self._views.everywhere() if shown_name(v.loader_name) == name]
+        if not alike or source.key in self._status.uncached:
+            return
+        try:
+            fields = source.fields
+        except Exception:  # of the data set's own: the first batch will tell
+            return
+        for view in reversed(alike):
+            theirs = view.generation.fields
+            if view.is_checked and all(theirs.get(key) == fields[key] for key in fields):
+                source.counts |= view.counts
+                self._views.add(replace(view, loader_name=source.key))
+        for key in list(dict.fromkeys(view.loader_name for view in alike))[:-MAX_ALIKE]:
+            self._views.forget(key)  # it asks again when it begins another pass
 
     def may_store(self, loader_name: str) -> bool:
         """Whether what the model computes for this loader may be stored."""

@@ -125,6 +125,8 @@ class EgeriaLoader(ResumableLoader[T_co]):
     def __iter__(self) -> Any:
         self.source.use_collate(self.collate_fn)
         self._ask_data_again(at_end=False)
+        if self.cache is not None and not self._is_plain:
+            self.cache.port.adopt(self.source)
         starts_workers = self._persistent is None and self._iterator is None
         base = self._begin(self._variant, starts_workers)
         return self._plain_iter() if self._is_plain else Pass(self, self._progress, base)

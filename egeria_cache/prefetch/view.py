@@ -103,6 +103,14 @@ class Views:
         """What this loader's samples may be read from now, deepest boundary first."""
         return [view for view in self._live.get(loader_name, ()) if view.alive]
 
+    def everywhere(self) -> list[View]:
+        """What may be read now, of all loaders."""
+        return [view for views in self._live.values() for view in views if view.alive]
+
+    def forget(self, loader_name: str) -> None:
+        """Drop what a loader may read, without a word on whether it is right."""
+        self._live.pop(loader_name, None)
+
     def add(self, view: View) -> None:
         """Read from this one first from now on; the oldest of its loader may have to go."""
         views = [view, *(old for old in self.of(view.loader_name) if old.cut is not view.cut)]
