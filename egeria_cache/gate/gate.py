@@ -107,7 +107,7 @@ class CostMeter:
         if per_byte > 0:
             lookup_s = max(0.0, small_s - per_byte * small)
         else:
-            per_byte = (large_s - lookup_s) / large
+            per_byte = max(0.0, large_s - lookup_s) / large
         overlap = self.max_overlap
         if self._waits:
             overlap = 1 - statistics.median(self._waits) / max(large_s, 1e-12)

@@ -228,6 +228,7 @@ def test_batch_norm_in_the_frozen_front_is_held(directory):
     FrozenPrefix([plain.early])
     expected = train(plain, EgeriaLoader(data(), batch_size=8), 3)
     with ActivationCache(model, directory, "auto", gate="always") as cache:
-        ours = train(model, EgeriaLoader(data(), batch_size=8, cache=cache), 3)
+        loader = EgeriaLoader(data(), batch_size=8, cache=cache)
+        ours = train(model, loader, 3, lambda epoch: cache.flush())
         assert cache.stats().hits == 64
     assert ours == pytest.approx(expected, abs=1e-6)

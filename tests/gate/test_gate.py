@@ -151,3 +151,12 @@ def test_writing_is_spread_over_the_epochs_that_read():
     free = choose(steps, FREE).saved_s
     costs = Costs(fetch_s_per_byte=0, fetch_s_per_sample=0, write_s_per_byte=1e-9)
     assert choose(steps, costs).saved_s == pytest.approx(free - 1e-9 * 100_000 / 5)
+
+
+def test_figures_are_given_whatever_was_measured():
+    """A small read that was slow by chance, and a large one that was fast."""
+    meter = CostMeter()
+    meter.read(1e-3, 1, 1000)
+    meter.read(1e-9, 1, 1500)
+    assert meter.costs.fetch_s_per_byte == 0.0
+    assert "2 reads" in str(meter)

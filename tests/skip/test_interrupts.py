@@ -45,6 +45,8 @@ def alarm():
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.long)])
 @pytest.mark.timeout(3600)
+# The interrupt may come within a callback of the garbage collector, where nobody can catch it.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_step_after_an_interrupted_one_is_as_if_there_had_been_none(alarm, count):
     rng, num_interrupted = random.Random(count), 0
     for trial in range(count):
