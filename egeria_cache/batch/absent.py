@@ -179,12 +179,10 @@ def _absent(
     misses: Tensor | None,
     device: torch.device | None,
 ) -> AbsentTensor:
+    if device is None or device.type == "cpu":
+        device = torch.device("cpu")  # as for tensors with data, which are never on "cpu:0"
     tensor: AbsentTensor = Tensor._make_wrapper_subclass(
-        AbsentTensor,
-        meta.shape,
-        strides=meta.stride(),
-        dtype=meta.dtype,
-        device=device or torch.device("cpu"),
+        AbsentTensor, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
     )
     tensor.batch, tensor.leaf, tensor.chain = batch, leaf, chain
     tensor._meta, tensor._misses, tensor._full = meta, misses, None

@@ -29,7 +29,7 @@ from egeria_cache.skip.runs import ReplayRun
 from egeria_cache.skip.state import RandomState
 from egeria_cache.skip.trace import Named, PrefixTrace, known_tensors
 from egeria_cache.skip.twin import Twin
-from egeria_cache.skip.uses import attributes_read, free_arguments
+from egeria_cache.skip.uses import attributes_read, free_arguments, unread_tensors
 
 __all__ = ["prove", "same_rows"]
 
@@ -72,6 +72,8 @@ def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
     _note_draws(recipe, trace)
     recipe.attributes = attributes_read(evidence, recipe)
     recipe.free = free_arguments(evidence, recipe)
+    for position in unread_tensors(evidence, recipe):
+        del recipe.pinned[position]
     tagged = evidence.call.tagged
     recipe.leaf_names = {i: (leaf.leaf, leaf.chain_key) for i, leaf in tagged.items()}
     recipe.modes = tuple(module.training for module in recipe.ancestors)

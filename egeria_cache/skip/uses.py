@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from egeria_cache.skip.evidence import Evidence, Recomputed, recompute
 from egeria_cache.skip.foreign import own_dict
+from egeria_cache.skip.placeholder import Placeholder, Source, placeholders
+from egeria_cache.skip.probe import scene_of
 from egeria_cache.skip.recipe import Recipe
 from egeria_cache.skip.twin import Twin
 
-__all__ = ["attributes_read", "free_arguments"]
+__all__ = ["attributes_read", "free_arguments", "unread_tensors"]
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"train", "forward", "_compiled_call_impl"}
 
@@ -78,6 +80,43 @@ def free_arguments(evidence: Evidence, recipe: Recipe) -> frozenset[int]:
     if len(candidates) == 1:
         return frozenset()
     return frozenset(i for i in candidates if _same_without(evidence, recipe, known, [i]))
+
+
+def unread_tensors(evidence: Evidence, recipe: Recipe) -> frozenset[int]:
+    """Return the positions of pinned tensors whose values the prefix never reads.
+
+    Its modules are given them (`**kwargs` that are passed on to every layer) and leave them alone:
+    the prefix is run with placeholders in their places, which have no values to read.
+    """
+    candidates = sorted(recipe.pinned)
+    if not candidates:
+        return frozenset()
+    known = recompute(evidence, list(range(evidence.size)))
+    if _same_unread(evidence, recipe, known, candidates):
+        return frozenset(candidates)
+    if len(candidates) == 1:
+        return frozenset()
+    return frozenset(i for i in candidates if _same_unread(evidence, recipe, known, [i]))
+
+
+def _same_unread(
+    evidence: Evidence, recipe: Recipe, known: Recomputed, positions: list[int]
+) -> bool:
+    twin = evidence.twins.fresh()
+    scene, leaves = scene_of(recipe, twin), list(twin.call.leaves)
+    for position in positions:
+        source = frozenset({Source("argument", "", position)})
+        leaves[position] = Placeholder.of(leaves[position], source, scene)
+    twin.call = dataclasses.replace(twin.call, leaves=leaves)
+    try:
+        other = recompute(evidence, known.rows, twin=twin)
+    except Exception:
+        return False
+    finally:
+        scene.finished = True
+    return not placeholders(other.leaves) and all(
+        _same(a, b) for a, b in _needed(recipe, known, other)
+    )
 
 
 def _same_without(

@@ -51,6 +51,17 @@ KINDS = pytest.mark.parametrize("hit", [None, ALL, SOME], ids=["loaded", "absent
 
 
 @KINDS
+def test_the_cpu_by_number_is_the_cpu(hit):
+    x, loads = make_batch(hit)
+    moved = x.to("cpu:0")
+    assert moved.device == torch.device("cpu")
+    assert moved.chain_key == x.chain_key
+    assert not loads
+    moved.add_(1)
+    assert torch.equal(x.full(), RAW)
+
+
+@KINDS
 def test_looking_at_shape_dtype_and_device_loads_nothing(hit):
     x, loads = make_batch(hit)
     assert x.shape == (4, 3, 2)

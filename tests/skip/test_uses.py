@@ -251,3 +251,46 @@ def test_a_checkpointed_region_that_reaches_past_the_boundary_is_refused():
     harness = harness_of(Spanning)
     call(harness.model, harness.batch(BATCHES[0])).backward()
     assert "checkpointed region" in str(harness.host.refusals[0])
+
+
+# ---- tensors that are passed on -----------------------------------------------------------------
+
+
+class Passing(Block):
+    def forward(self, x, **kwargs):
+        return super().forward(x)
+
+
+class Gated(Block):
+    def forward(self, x, **kwargs):
+        return super().forward(x) * (kwargs["count"] > 10)
+
+
+class PassesOn(Net):
+    """Gives every block all that it was called with, as causal language models do."""
+
+    def __init__(self, middle):
+        super().__init__()
+        self.early, self.middle, self.late = Passing(), middle(), Passing()
+
+    def forward(self, x, **kwargs):
+        x = self.late(self.middle(self.early(x, **kwargs), **kwargs), **kwargs)
+        return self.head(x.mean(1)) / kwargs["count"]
+
+
+@pytest.mark.parametrize("middle", [Passing, Gated])
+def test_a_tensor_that_the_prefix_only_passes_on_may_change(middle):
+    harness = harness_of(lambda: PassesOn(middle))
+    plain = copy.deepcopy(harness.model)
+    for n, ids in enumerate(BATCHES * 3):
+
+        def counted(model, batch, count=9.0 + n):
+            out = model(batch["x"], count=torch.tensor(count))
+            return F.cross_entropy(out, batch["y"])
+
+        assert_same(
+            step(harness.model, counted, harness.batch(ids), n),
+            step(plain, counted, harness.plain(ids), n),
+        )
+    assert (harness.host.num_loads > 0) is (middle is Passing)
+    assert bool(harness.host.refusals) is (middle is Gated)
