@@ -5,6 +5,7 @@ never sees the model: what may be served it asks of the cache.
 """
 
 from egeria_cache.loader.loader import EgeriaLoader
+from egeria_cache.loader.rebuilt import original_of
 from egeria_cache.loader.samplers import ShardAffineSampler
 
-__all__ = ["EgeriaLoader", "ShardAffineSampler"]
+__all__ = ["EgeriaLoader", "ShardAffineSampler", "original_of"]

@@ -13,13 +13,14 @@ import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from egeria_cache.loader.assembly import Assembly
 from egeria_cache.loader.one_pass import Pass, TaskSource
+from egeria_cache.loader.rebuilt import note
 from egeria_cache.loader.resume import Progress, ResumableLoader
 from egeria_cache.loader.samplers import LeanRandomSampler
 from egeria_cache.samples import (
@@ -67,6 +68,9 @@ class EgeriaLoader(ResumableLoader[T_co]):
         ValueError: `augmentation_variants` is below 1.
     """
 
+    asked_by_accelerate: ClassVar[Callable[[], None] | None] = None
+    """Called where Accelerate is about to rebuild a loader of this kind from its attributes."""
+
     def __init__(
         self,
         dataset: Dataset[T_co],
@@ -111,6 +115,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self.name = name
         self.seed = 0 if seed is None and cache is not None else seed
         self.augmentation_variants = augmentation_variants
+        self.sample_id, self.sample_version = sample_id, sample_version
         self.source = LoaderSource(
             dataset, self.collate_fn, sample_id=sample_id, sample_version=sample_version,
             name=name, seed=self.seed, variants=augmentation_variants,
@@ -121,6 +126,44 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self._is_plain = self._why_plain() is not None
         self._num_changes, self._ended_unchanged = 0, True
         self._assembly = Assembly(self.source, self.seed)
+        self._is_prepared = False
+        if not self._is_plain:
+            note(self)
+
+    def around(self, batch_sampler: Any) -> EgeriaLoader[T_co]:
+        """Return a loader of the same samples, and what is stored of them, in other batches.
+
+        It goes on with this one's augmented versions, and begins with an epoch of its own.
+
+        Args:
+            batch_sampler: Yields lists of indices, as DataLoader's `batch_sampler`.
+        """
+        other: EgeriaLoader[T_co] = EgeriaLoader(
+            self.dataset, batch_sampler=batch_sampler, num_workers=self.num_workers,
+            collate_fn=self.collate_fn, pin_memory=self.pin_memory, timeout=self.timeout,
+            worker_init_fn=self.worker_init_fn, generator=self.generator,
+            multiprocessing_context=self.multiprocessing_context,
+            prefetch_factor=self.prefetch_factor, persistent_workers=self.persistent_workers,
+            pin_memory_device=self.pin_memory_device, in_order=self.in_order, cache=self.cache,
+            seed=self.seed, augmentation_variants=self.augmentation_variants, name=self.name,
+            sample_id=self.sample_id, sample_version=self.sample_version,
+        )  # fmt: skip
+        other.source, other._assembly = self.source, self._assembly
+        other._progress.first_frozen = self._progress.first_frozen
+        other.outer_epoch = self.outer_epoch
+        return other
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Accelerate asks this of every loader before it rebuilds it: it is told how."""
+        asked = type(self).asked_by_accelerate
+        if not self._is_prepared and not self._is_plain and asked is not None:
+            asked()
+        return self._is_prepared
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        self._is_prepared = value
 
     def __iter__(self) -> Any:
         self.source.use_collate(self.collate_fn)

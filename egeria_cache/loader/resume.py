@@ -87,6 +87,8 @@ class ResumableLoader(DataLoader[T_co]):
     _progress: Progress
     _resumes: bool
     _rest: _Rest | None
+    outer_epoch: Callable[[], int] | None = None
+    """Tells the number of the epoch, at least, where somebody else counts them as well."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader stands, a few kilobytes.
@@ -134,6 +136,8 @@ class ResumableLoader(DataLoader[T_co]):
             if resumes and last.now is not None:
                 rng.set(last.now)
             epoch = 0 if last.start is None else last.epoch + 1
+            if self.outer_epoch is not None:
+                epoch = max(epoch, self.outer_epoch())
         variant, first_frozen = variant_of(epoch, last.first_frozen)
         self._progress = Progress(
             epoch, variant, first_frozen, start=rng.get(), drew_base_seed=draws_base_seed
@@ -208,7 +212,8 @@ class _SamplerRng:
 
     def __init__(self, generator: torch.Generator | None, index_sampler: Any) -> None:
         sampler = getattr(index_sampler, "sampler", None)
-        own = [getattr(thing, "generator", None) for thing in (index_sampler, sampler)]
+        self._samplers = _samplers(index_sampler)
+        own = [getattr(thing, "generator", None) for thing in self._samplers]
         found = [torch.default_generator, generator, *own]
         self._torch = list(dict.fromkeys(g for g in found if isinstance(g, torch.Generator)))
         # torch's own samplers draw from torch alone; a user's may draw from anything.
@@ -226,12 +231,30 @@ class _SamplerRng:
 
     def set(self, state: dict[str, Any]) -> None:
         """Put them back."""
-        for generator, value in zip(self._torch, state["torch"], strict=True):
+        states = state["torch"]
+        for sampler in self._samplers:
+            if len(self._torch) < len(states) and getattr(sampler, "generator", 0) is None:
+                # It makes one with its first pass, and had made it when the state was taken.
+                sampler.generator = torch.Generator()
+                self._torch.append(sampler.generator)
+        for generator, value in zip(self._torch, states, strict=True):
             generator.set_state(value)
         if "python" in state:
             version, internal, gauss = state["python"]
             random.setstate((version, tuple(internal), gauss))
             np.random.set_state(state["numpy"])
+
+
+def _samplers(index_sampler: Any) -> list[Any]:
+    """Return an index sampler, those that it wraps, and the sampler that they draw from."""
+    found: list[Any] = []
+    pending = [index_sampler]
+    while pending:
+        thing = pending.pop()
+        if thing is not None and all(thing is not other for other in found):
+            found.append(thing)
+            pending += [getattr(thing, name, None) for name in ("sampler", "batch_sampler")]
+    return found
 
 
 class _Rest:

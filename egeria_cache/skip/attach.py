@@ -15,9 +15,10 @@ from egeria_cache.skip.front import ForwardSlot
 __all__ = ["AttachedForward", "inner_model"]
 
 _NUMBERS = itertools.count()
+# Not `__func__`: who wraps that one instead of us (Accelerate, for autocast) would lose us.
 _OF_FUNCTIONS = frozenset(
     f"__{name}__"
-    for name in ("code", "globals", "defaults", "kwdefaults", "closure", "func", "name", "qualname",
+    for name in ("code", "globals", "defaults", "kwdefaults", "closure", "name", "qualname",
                  "annotations", "self", "signature", "type_params")
 )  # fmt: skip
 _ATTACHED: weakref.WeakValueDictionary[int, AttachedForward] = weakref.WeakValueDictionary()
@@ -46,6 +47,8 @@ class AttachedForward(ForwardSlot):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; a compiler that traces us sees the plain forward."""
+        if args and args[0] is self.module:
+            args = args[1:]  # Accelerate's unwrap_model binds what it finds to the model
         if torch.compiler.is_compiling():
             _report(self._number)
             return self.__wrapped__(*args, **kwargs)

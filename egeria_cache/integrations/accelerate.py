@@ -1,0 +1,89 @@
+"""Accelerate: an `EgeriaLoader` stays one in `accelerator.prepare` and `skip_first_batches`.
+
+Both rebuild a loader from its attributes as a plain `DataLoader`, inside an adapter that moves
+batches to the device and keeps the count. All of that is left to Accelerate: only the loader inside
+the adapter is replaced, by one of the same samples around the batch sampler that Accelerate made.
+There is no hook for it. So the adapter's constructor is wrapped, the first time that Accelerate asks
+an `EgeriaLoader` whether it was prepared; loaders of other kinds pass through it as before.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from typing import Any
+
+from accelerate import data_loader as accelerated
+
+from egeria_cache.loader import EgeriaLoader, original_of
+
+__all__ = ["keep_caches", "serve"]
+
+log = logging.getLogger("egeria")
+_DISPATCHED: set[str] = set()
+"""Loaders of whose dispatched batches it was said that they are not cached."""
+
+
+def keep_caches() -> None:
+    """From now on, where Accelerate rebuilds an `EgeriaLoader`, the result is served as well."""
+    adapter = accelerated.DataLoaderAdapter
+    if hasattr(adapter.__init__, "keeps_caches"):
+        return
+    original = adapter.__init__
+
+    @functools.wraps(original)
+    def init(
+        self: Any,
+        dataset: Any,
+        use_stateful_dataloader: bool = False,
+        batch_sampler: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        loader = original_of(batch_sampler, dataset, kwargs.get("collate_fn"))
+        if loader is None or not _is_served(self, loader):
+            original(self, dataset, use_stateful_dataloader, batch_sampler, **kwargs)
+            return
+        # Not torchdata's loader, which draws random numbers while it is made.
+        original(self, dataset, False, batch_sampler, **kwargs)
+        self.use_stateful_dataloader = use_stateful_dataloader
+        serve(self, loader.around(batch_sampler))
+
+    init.keeps_caches = True  # type: ignore[attr-defined]
+    adapter.__init__ = init
+
+
+def serve(prepared: Any, loader: EgeriaLoader[Any]) -> None:
+    """Let a prepared loader take its batches from `loader`.
+
+    Args:
+        prepared: A `DataLoaderShard`: what `accelerator.prepare` makes of a DataLoader.
+        loader: Draws from the batch sampler of `prepared`.
+    """
+    this = weakref.ref(prepared)
+    loader.outer_epoch = lambda: getattr(this(), "iteration", 0)
+    prepared.base_dataloader = loader
+    prepared.dl_state_dict = loader.state_dict()
+    prepared.state_dict = functools.partial(_state_dict, this)
+
+
+def _state_dict(this: weakref.ref[Any]) -> dict[str, Any]:
+    """Return where the batch in the loop's hands stands; the one after it is drawn already."""
+    prepared = this()
+    assert prepared is not None
+    now = prepared.base_dataloader.state_dict()["now"]
+    return {**prepared.dl_state_dict, "now": now}
+
+
+def _is_served(adapter: Any, loader: EgeriaLoader[Any]) -> bool:
+    if not issubclass(type(adapter), accelerated.DataLoaderDispatcher):
+        return True
+    if loader.cache is not None and loader.name not in _DISPATCHED:
+        _DISPATCHED.add(loader.name)
+        log.warning(
+            "loader %r passes its batches through uncached: with dispatch_batches=True one process "
+            "loads them for all, and the others cannot tell which samples they are. Leave it out, "
+            "and each process loads its own",
+            loader.name,
+        )
+    return False
