@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -122,23 +124,23 @@ def in_processes(work, num_processes, *args):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    torch.multiprocessing.spawn(
-        _in_group, (work, num_processes, port, results, args), nprocs=num_processes
-    )
-    found = dict(pickle.loads(results.get()) for _ in range(num_processes))
-    return [found[rank] for rank in range(num_processes)]
+    with tempfile.TemporaryDirectory() as directory:
+        torch.multiprocessing.spawn(
+            _in_group, (work, num_processes, port, directory, args), nprocs=num_processes
+        )
+        return [
+            pickle.loads(Path(directory, str(rank)).read_bytes()) for rank in range(num_processes)
+        ]
 
 
-def _in_group(rank, work, num_processes, port, results, args):
+def _in_group(rank, work, num_processes, port, directory, args):
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_processes),
         LOCAL_WORLD_SIZE=str(num_processes), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         ACCELERATE_USE_CPU="true",
     )  # fmt: skip
     torch.set_num_threads(1)
-    results.put(pickle.dumps((rank, work(*args))))  # by value: this process ends before it is read
+    Path(directory, str(rank)).write_bytes(pickle.dumps(work(*args)))
     torch.distributed.destroy_process_group()
 
 
