@@ -15,10 +15,12 @@ import weakref
 from typing import Any
 
 from accelerate import data_loader as accelerated
+from torch.utils.data import IterableDataset
 
+from egeria_cache.cache import ActivationCache
 from egeria_cache.loader import EgeriaLoader, original_of
 
-__all__ = ["keep_caches", "serve"]
+__all__ = ["cached", "keep_caches", "serve"]
 
 log = logging.getLogger("egeria")
 _DISPATCHED: set[str] = set()
@@ -67,6 +69,37 @@ def serve(prepared: Any, loader: EgeriaLoader[Any]) -> None:
     prepared.state_dict = functools.partial(_state_dict, this)
 
 
+def cached(prepared: Any, cache: ActivationCache, *, name: str) -> Any:
+    """Serve a loader that was made and prepared without a cache; return it.
+
+    What cannot be served passes as it is, and that is said.
+
+    Args:
+        prepared: What `accelerator.prepare` made of a DataLoader.
+        cache: The cache of the model that is trained on its batches.
+        name: Of the loader, as for `EgeriaLoader`.
+    """
+    plain = prepared.base_dataloader
+    if not issubclass(type(prepared), accelerated.DataLoaderShard):
+        _say_dispatched(name)
+        return prepared
+    if isinstance(plain.dataset, IterableDataset) or plain.batch_sampler is None:
+        log.warning("loader %r passes its batches through uncached: no sample IDs", name)
+        return prepared
+    keep_caches()
+    loader: EgeriaLoader[Any] = EgeriaLoader(
+        plain.dataset, batch_sampler=plain.batch_sampler, num_workers=plain.num_workers,
+        collate_fn=plain.collate_fn, pin_memory=plain.pin_memory, timeout=plain.timeout,
+        worker_init_fn=plain.worker_init_fn, generator=plain.generator,
+        multiprocessing_context=plain.multiprocessing_context,
+        prefetch_factor=plain.prefetch_factor, persistent_workers=plain.persistent_workers,
+        pin_memory_device=plain.pin_memory_device, in_order=plain.in_order,
+        cache=cache, name=name,
+    )  # fmt: skip
+    serve(prepared, loader)
+    return prepared
+
+
 def _state_dict(this: weakref.ref[Any]) -> dict[str, Any]:
     """Return where the batch in the loop's hands stands; the one after it is drawn already."""
     prepared = this()
@@ -78,12 +111,17 @@ def _state_dict(this: weakref.ref[Any]) -> dict[str, Any]:
 def _is_served(adapter: Any, loader: EgeriaLoader[Any]) -> bool:
     if not issubclass(type(adapter), accelerated.DataLoaderDispatcher):
         return True
-    if loader.cache is not None and loader.name not in _DISPATCHED:
-        _DISPATCHED.add(loader.name)
+    if loader.cache is not None:
+        _say_dispatched(loader.name)
+    return False
+
+
+def _say_dispatched(name: str) -> None:
+    if name not in _DISPATCHED:
+        _DISPATCHED.add(name)
         log.warning(
             "loader %r passes its batches through uncached: with dispatch_batches=True one process "
             "loads them for all, and the others cannot tell which samples they are. Leave it out, "
             "and each process loads its own",
-            loader.name,
+            name,
         )
-    return False

@@ -111,6 +111,16 @@ class ResumableLoader(DataLoader[T_co]):
         """
         self._progress, self._resumes = Progress.from_state(state), True
 
+    def take_versions(self, state: dict[str, Any]) -> None:
+        """Give the samples of the epochs to come the augmented versions that follow `state`.
+
+        For those who find their place in the epoch by other means.
+
+        Raises:
+            ValueError: It is not a state of this loader's kind.
+        """
+        self._progress.first_frozen = Progress.from_state(state).first_frozen
+
     def _begin(
         self, variant_of: Callable[[int, int], tuple[int, int]], draws_base_seed: bool
     ) -> torch.Generator:

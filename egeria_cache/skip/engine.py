@@ -248,7 +248,7 @@ class SkipEngine:
             key = call.key(self._free[call.layout])
             key = key if self._dropout is None else (*key, self._dropout.key())
         recipe.key = key
-        cut = self._adopt(recipe, outcome.twin) or self._publish(recipe, call, written)
+        cut = self._adopt(recipe, outcome.twin, call) or self._publish(recipe, call, written)
         if self._num_new == _MAX_BARE:
             self.host.uncached("no call came with the arguments of one before it")
         if outcome.rows is not None:
@@ -519,12 +519,13 @@ class SkipEngine:
 
     # ---- recipes ------------------------------------------------------------------------------
 
-    def _adopt(self, recipe: Recipe, twin: Recipe | None) -> Cut | None:
+    def _adopt(self, recipe: Recipe, twin: Recipe | None, call: Invocation) -> Cut | None:
         """Let two modes of the model share a cut whose rows are the same."""
         if twin is None:
             return None
         recipe.cut, recipe.guard = twin.cut, twin.guard
         self._book.add(recipe)
+        self._announce(recipe, call)
         return recipe.cut
 
     def _publish(self, recipe: Recipe, call: Invocation, written: dict[Any, Any]) -> Cut:

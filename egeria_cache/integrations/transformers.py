@@ -1,0 +1,171 @@
+"""Hugging Face's Trainer: `EgeriaTrainer`, which is Trainer with a cache.
+
+Trainer makes and prepares its loaders as ever, and the cache takes its place inside them. One loader
+is kept for each data set that is evaluated, so a second evaluation finds what the first has stored.
+The position in an epoch is Trainer's own affair (`resume_from_checkpoint`); a checkpoint holds
+besides which augmented version of the samples comes next, and what the controller knows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+from transformers import Trainer, TrainerCallback
+
+from egeria_cache.cache import ActivationCache
+from egeria_cache.integrations.accelerate import cached
+
+__all__ = ["EgeriaTrainer", "EgeriaTrainerMixin"]
+
+
+class Controller(Protocol):
+    """What is asked of `egeria_core.FreezeController`."""
+
+    def step(self, loss: Any) -> Any:
+        """Take the loss of the optimizer's step that was just made."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint has to hold."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+
+
+class EgeriaTrainerMixin:
+    """Mixed in before a Trainer of any kind: `class Mine(EgeriaTrainerMixin, SFTTrainer)`.
+
+    Args:
+        args: Trainer's.
+        cache: The `ActivationCache` of the model that is given to Trainer. None trains without.
+        controller: Decides what is frozen; is given the loss of every optimizer step.
+        kwargs: Trainer's.
+    """
+
+    accelerator: Any
+    args: Any
+    data_collator: Any
+    eval_dataset: Any
+    state: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        cache: ActivationCache | None = None,
+        controller: Controller | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.cache, self.controller = cache, controller
+        self._kept: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
+        self._train_loader: Any = None
+        self._step_loss: torch.Tensor | None = None
+        self._logged_boundary: str | None = None
+        super().__init__(*args, **kwargs)
+        self.add_callback(_Tells(self))  # type: ignore[attr-defined]
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return Trainer's loader, served from the cache."""
+        prepared = super().get_train_dataloader()  # type: ignore[misc]
+        self._train_loader = self._cached(prepared, "train")
+        return self._train_loader  # type: ignore[no-any-return]
+
+    def get_eval_dataloader(
+        self, eval_dataset: str | Dataset[Any] | None = None
+    ) -> DataLoader[Any]:
+        """Return Trainer's loader, served from the cache; the same one for the same data set."""
+        named = isinstance(eval_dataset, str)
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self.eval_dataset[eval_dataset] if named else dataset
+        make = super().get_eval_dataloader  # type: ignore[misc]
+        name = f"eval-{eval_dataset}" if named else "eval"
+        return self._once(dataset, name, lambda: make(eval_dataset))
+
+    def get_test_dataloader(self, test_dataset: Dataset[Any]) -> DataLoader[Any]:
+        """Return Trainer's loader, served from the cache; the same one for the same data set."""
+        make = super().get_test_dataloader  # type: ignore[misc]
+        return self._once(test_dataset, "test", lambda: make(test_dataset))
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Train on one batch; the loss of an optimizer step is the sum over its batches."""
+        loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        if self.controller is not None:
+            step_loss = loss.detach()
+            self._step_loss = step_loss if self._step_loss is None else self._step_loss + step_loss
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log what the cache did, too."""
+        if self.cache is not None:
+            stats = self.cache.stats()
+            logs = {**logs, "egeria_hits": stats.hits, "egeria_saved_s": round(stats.saved_s, 3)}
+            if stats.boundary != self._logged_boundary:
+                self._logged_boundary = stats.boundary
+                logs["egeria_boundary"] = str(stats.boundary)  # type: ignore[assignment]
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        path = None if checkpoint is None else self._state_path(Path(checkpoint))
+        if path is not None and path.exists():
+            self._load_state(torch.load(path, map_location="cpu", weights_only=False))
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        loader = getattr(self._train_loader, "base_dataloader", None)
+        if hasattr(loader, "take_versions") and state["loader"] is not None:
+            loader.take_versions(state["loader"])
+        if self.controller is not None and state["controller"] is not None:
+            self.controller.load_state_dict(state["controller"])
+
+    def _save_state(self, directory: Path) -> None:
+        loader = getattr(self._train_loader, "base_dataloader", None)
+        state = {
+            "loader": loader.state_dict() if hasattr(loader, "take_versions") else None,
+            "controller": None if self.controller is None else self.controller.state_dict(),
+        }
+        torch.save(state, self._state_path(directory))
+
+    def _state_path(self, checkpoint: Path) -> Path:
+        return checkpoint / f"egeria_{self.args.process_index}.pt"
+
+    def _end_step(self) -> None:
+        if self.controller is not None and self._step_loss is not None:
+            self.controller.step(self._step_loss)
+        self._step_loss = None
+
+    def _once(self, dataset: Any, name: str, make: Any) -> Any:
+        if self.cache is None:
+            return make()
+        size, collator = self.args.eval_batch_size, self.data_collator
+        key = (name.partition("-")[0], id(dataset), size, id(collator))
+        if key not in self._kept:
+            # The data set and the collator are kept with it, so that their ids stay theirs.
+            self._kept[key] = self._cached(make(), name), dataset, collator
+        return self._kept[key][0]
+
+    def _cached(self, prepared: Any, name: str) -> Any:
+        return prepared if self.cache is None else cached(prepared, self.cache, name=name)
+
+
+class EgeriaTrainer(EgeriaTrainerMixin, Trainer):  # type: ignore[misc]
+    """Trainer with a cache.
+
+    trainer = EgeriaTrainer(model=model, args=args, train_dataset=data, cache=cache)
+    """
+
+
+class _Tells(TrainerCallback):  # type: ignore[misc]
+    """Tells the mixin when a step or a checkpoint was made."""
+
+    def __init__(self, trainer: EgeriaTrainerMixin) -> None:
+        self._trainer = trainer
+
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self._trainer._end_step()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer: Any = self._trainer
+        folder = Path(trainer._get_output_dir(trial=None), f"checkpoint-{state.global_step}")
+        if folder.is_dir() and not args.save_only_model:
+            trainer._save_state(folder)

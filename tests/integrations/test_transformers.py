@@ -1,0 +1,297 @@
+"""Hugging Face's Trainer with a cache, against the same Trainer without."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+from egeria_cache import ActivationCache
+from egeria_cache.integrations.transformers import EgeriaTrainer, EgeriaTrainerMixin
+from egeria_core import FreezeController, StaticPolicy
+
+TOKENS = torch.randint(3, 50, (40, 8), generator=torch.Generator().manual_seed(0))
+CAUSAL = [{"input_ids": row, "labels": row} for row in TOKENS]
+CLASSES = [
+    {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": int(row.sum()) % 3}
+    for row in TOKENS
+]
+
+
+def llama():
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=3,
+            num_attention_heads=2, num_key_value_heads=2, pad_token_id=0, bos_token_id=1,
+            eos_token_id=2,
+        )
+    )  # fmt: skip
+    return model, "model.layers.1", [model.model.embed_tokens, *model.model.layers[:2]]
+
+
+def gpt2():
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=50, n_positions=16, n_embd=16, n_layer=3, n_head=2, resid_pdrop=0,
+            embd_pdrop=0, attn_pdrop=0, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
+            loss_type="ForCausalLM",
+        )
+    )  # fmt: skip
+    front = model.transformer
+    return model, "transformer.h.1", [front.wte, front.wpe, *front.h[:2]]
+
+
+def bert():
+    model = BertForSequenceClassification(
+        BertConfig(
+            vocab_size=50, hidden_size=16, num_hidden_layers=3, num_attention_heads=2,
+            intermediate_size=32, max_position_embeddings=16, num_labels=3,
+            hidden_dropout_prob=0, attention_probs_dropout_prob=0, classifier_dropout=0.1,
+        )
+    )  # fmt: skip
+    return model, "bert.encoder.layer.1", [model.bert.embeddings, *model.bert.encoder.layer[:2]]
+
+
+def lora():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        target_modules=["q_proj", "v_proj"], layers_to_transform=[2], r=2, lora_dropout=0.1
+    )
+    model = peft.get_peft_model(llama()[0], config)
+    return model, "base_model.model.model.layers.1", []
+
+
+MODELS = {"llama": llama, "gpt2": gpt2, "lora": lora, "bert": bert}
+
+
+def make(build, directory, *, cache_in=None, trainer=None, data=None, **options):
+    """Return a Trainer, with a cache if `cache_in` names its directory."""
+    torch.manual_seed(0)
+    model, boundary, front = build()
+    for module in front:
+        module.requires_grad_(False)
+    defaults = dict(
+        per_device_train_batch_size=8, per_device_eval_batch_size=8, num_train_epochs=3,
+        logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no",
+        dataloader_pin_memory=False, learning_rate=1e-2, logging_nan_inf_filter=False,
+    )  # fmt: skip
+    extra = {}
+    if cache_in is not None:
+        trainer = trainer or EgeriaTrainer
+        extra["cache"] = ActivationCache(model, cache_in, boundary, gate="always")
+    data = data or (CLASSES if build is bert else CAUSAL)
+    return (trainer or Trainer)(
+        model=model, args=TrainingArguments(str(directory), **(defaults | options)),
+        train_dataset=data, eval_dataset=data[:16], **extra,
+    )  # fmt: skip
+
+
+def history(trainer, *names):
+    return [
+        [row[name] for name in names if name in row]
+        for row in trainer.state.log_history
+        if any(name in row for name in names)
+    ]
+
+
+def losses(trainer):
+    return [value for row in history(trainer, "loss", "eval_loss") for value in row]
+
+
+def both(build, directory, **options):
+    ours = make(build, directory / "ours", cache_in=directory / "cache", **options)
+    plain = make(build, directory / "plain", **options)
+    for trainer in (ours, plain):
+        trainer.train()
+    return ours, plain
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"eval_strategy": "epoch"},
+        {"bf16": True},
+        {"dataloader_num_workers": 1, "dataloader_persistent_workers": True},
+        {"train_sampling_strategy": "group_by_length"},
+        {"accelerator_config": {"use_seedable_sampler": False}},
+    ],
+    ids=str,
+)
+def test_training_is_the_same_and_served(tmp_path, options):
+    ours, plain = both(llama, tmp_path, **options)
+    with ours.cache:
+        tolerance = 1e-2 if "bf16" in options else 1e-5
+        assert losses(ours) == pytest.approx(losses(plain), rel=tolerance)
+        assert len(losses(ours)) >= 9
+        assert ours.cache.stats().hits > 0
+        assert ours.cache.stats().why_not is None
+
+
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+def test_models_of_all_kinds_are_served(tmp_path, build):
+    ours, plain = both(build, tmp_path)
+    with ours.cache:
+        assert losses(ours) == pytest.approx(losses(plain), rel=1e-5)
+        assert ours.cache.stats().hits > 0
+
+
+def test_a_second_evaluation_is_all_hits(tmp_path):
+    ours, plain = (
+        make(llama, tmp_path / name, cache_in=where)
+        for name, where in (("ours", tmp_path / "cache"), ("plain", None))
+    )
+    with ours.cache:
+        for trainer in (ours, plain):
+            trainer.train()
+        first = ours.evaluate()["eval_loss"]
+        ours.cache.flush()
+        before = ours.cache.stats().hits
+        assert ours.evaluate()["eval_loss"] == pytest.approx(first, rel=1e-6)
+        assert first == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
+        assert ours.cache.stats().hits - before == 16
+
+
+def test_predictions_are_those_of_the_plain_trainer(tmp_path):
+    ours, plain = both(bert, tmp_path, num_train_epochs=1)
+    with ours.cache:
+        for _ in range(2):
+            ours.cache.flush()
+            before = ours.cache.stats().hits
+            mine, theirs = ours.predict(CLASSES[:16]), plain.predict(CLASSES[:16])
+            torch.testing.assert_close(
+                torch.from_numpy(mine.predictions), torch.from_numpy(theirs.predictions)
+            )
+            assert (mine.label_ids == theirs.label_ids).all()
+        data = CLASSES[:16]
+        ours.predict(data)
+        ours.cache.flush()
+        before = ours.cache.stats().hits
+        ours.predict(data)
+        assert ours.cache.stats().hits - before == 16
+
+
+@pytest.mark.parametrize("at", [5, 7], ids="step_{}".format)
+def test_a_resumed_run_goes_on_as_it_was_and_is_served(tmp_path, at):
+    """Checkpoints at the end of an epoch (5 steps) and in mid-epoch."""
+    options = {"save_strategy": "steps", "save_steps": at}
+    whole, _ = both(llama, tmp_path, **options)
+    whole.cache.close()
+    resumed = make(llama, tmp_path / "again", cache_in=tmp_path / "cache", **options)
+    with resumed.cache:
+        resumed.train(resume_from_checkpoint=str(tmp_path / "ours" / f"checkpoint-{at}"))
+        assert losses(resumed)[at:] == pytest.approx(losses(whole)[at:], rel=1e-5)
+        assert len(losses(resumed)) == 15
+        # What the first run has stored serves from the second batch on.
+        assert resumed.cache.stats().hits >= 8 * (15 - at - 3)
+
+
+def test_what_the_cache_does_is_logged(tmp_path):
+    ours, _ = both(llama, tmp_path)
+    with ours.cache:
+        hits = [value for (value,) in history(ours, "egeria_hits")]
+        assert hits == sorted(hits)
+        assert hits[-1] == ours.cache.stats().hits
+        assert history(ours, "egeria_boundary") == [["model.layers.1"]]
+        json.dumps(ours.state.log_history)
+
+
+class Notes:
+    """A controller that only notes what it is told."""
+
+    def __init__(self):
+        self.losses, self.loaded = [], None
+
+    def step(self, loss):
+        self.losses.append(float(loss))
+
+    def state_dict(self):
+        return {"steps": len(self.losses)}
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_controller_is_given_the_loss_of_every_step_and_its_state(tmp_path, steps):
+    def train(name, controller, resume=None):
+        class Mine(EgeriaTrainer):
+            def __init__(self, **kwargs):
+                super().__init__(controller=controller, **kwargs)
+
+        trainer = make(
+            llama, tmp_path / name, trainer=Mine, gradient_accumulation_steps=steps,
+            save_strategy="steps", save_steps=3,
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    notes, again = Notes(), Notes()
+    trainer = train("first", notes)
+    logged = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert notes.losses == pytest.approx(logged, rel=1e-4)
+    train("second", again, str(tmp_path / "first" / "checkpoint-3"))
+    assert again.loaded == {"steps": 3}
+    assert len(again.losses) == len(notes.losses) - 3
+
+
+def test_a_freeze_controller_moves_the_boundary(tmp_path):
+    torch.manual_seed(0)
+    model = bert()[0]
+    cache = ActivationCache(model, tmp_path / "cache", gate="always")
+    policy = StaticPolicy([(4, "bert.encoder.layer.0")])
+    controller = FreezeController(model, policy, cache=cache)
+    args = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=8, num_train_epochs=4, report_to=[],
+        use_cpu=True, disable_tqdm=True, save_strategy="no", dataloader_pin_memory=False,
+        logging_steps=1,
+    )  # fmt: skip
+    with cache, controller:
+        trainer = EgeriaTrainer(
+            model=model, args=args, train_dataset=CLASSES, cache=cache, controller=controller
+        )
+        trainer.train()
+        assert cache.boundary == "bert.encoder.layer.0"
+        assert cache.stats().hits > 0
+    named = [value for (value,) in history(trainer, "egeria_boundary")]
+    assert named == ["None", "bert.encoder.layer.0"] or named == ["bert.encoder.layer.0"]
+
+
+def test_an_iterable_data_set_passes_uncached_and_that_is_said(tmp_path, caplog):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(CAUSAL)
+
+    trainer = make(llama, tmp_path / "run", cache_in=tmp_path / "cache", max_steps=4)
+    trainer.train_dataset = Stream()
+    with trainer.cache, caplog.at_level(logging.WARNING, logger="egeria"):
+        trainer.train()
+        assert trainer.cache.stats().hits == 0
+    assert any("uncached" in record.message for record in caplog.records)
+
+
+def test_the_mixin_without_a_cache_is_the_trainer(tmp_path):
+    class Mine(EgeriaTrainerMixin, Trainer):
+        pass
+
+    mine = make(llama, tmp_path / "mine", trainer=Mine)
+    plain = make(llama, tmp_path / "plain")
+    for trainer in (mine, plain):
+        trainer.train()
+    assert losses(mine) == losses(plain)
