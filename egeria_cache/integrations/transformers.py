@@ -8,12 +8,14 @@ besides which augmented version of the samples comes next, and what the controll
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import Trainer, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from egeria_cache.cache import ActivationCache
 from egeria_cache.integrations.accelerate import cached
@@ -40,7 +42,9 @@ class EgeriaTrainerMixin:
     Args:
         args: Trainer's.
         cache: The `ActivationCache` of the model that is given to Trainer. None trains without.
-        controller: Decides what is frozen; is given the loss of every optimizer step.
+        controller: Decides what is frozen; is given the loss of every optimizer step. Or what makes
+            one of the model and the optimizer, once Trainer has made that:
+            `partial(FreezeController, cache=cache)`.
         kwargs: Trainer's.
     """
 
@@ -48,22 +52,35 @@ class EgeriaTrainerMixin:
     args: Any
     data_collator: Any
     eval_dataset: Any
+    model: Any
     state: Any
 
     def __init__(
         self,
         *args: Any,
         cache: ActivationCache | None = None,
-        controller: Controller | None = None,
+        controller: Controller | Callable[[nn.Module, Any], Controller] | None = None,
         **kwargs: Any,
     ) -> None:
-        self.cache, self.controller = cache, controller
+        self.cache = cache
+        self.controller: Any = controller if hasattr(controller, "step") else None
+        self._make_controller: Any = None if self.controller is not None else controller
         self._kept: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
         self._train_loader: Any = None
         self._step_loss: torch.Tensor | None = None
         self._logged_boundary: str | None = None
         super().__init__(*args, **kwargs)
+        if cache is not None:
+            _note_as_saved(self.model)
         self.add_callback(_Tells(self))  # type: ignore[attr-defined]
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the optimizer, and then the controller."""
+        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if self._make_controller is not None:
+            make, self._make_controller = self._make_controller, None
+            self.controller = make(self.model, optimizer)
+        return optimizer
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return Trainer's loader, served from the cache."""
@@ -153,6 +170,18 @@ class EgeriaTrainer(EgeriaTrainerMixin, Trainer):  # type: ignore[misc]
 
     trainer = EgeriaTrainer(model=model, args=args, train_dataset=data, cache=cache)
     """
+
+
+def _note_as_saved(model: nn.Module) -> None:
+    """Write to the model's configuration what the first checkpoint would.
+
+    The frozen layers hold the configuration, and are no longer what they were when it changes.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.config.architectures is None:
+            module.config.architectures = [type(module).__name__]
+            module.config.dtype = str(module.dtype).removeprefix("torch.")
+            break
 
 
 class _Tells(TrainerCallback):  # type: ignore[misc]

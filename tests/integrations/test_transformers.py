@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 
@@ -25,6 +26,7 @@ from egeria_cache import ActivationCache
 from egeria_cache.integrations.transformers import EgeriaTrainer, EgeriaTrainerMixin
 from egeria_core import FreezeController, StaticPolicy
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft
 TOKENS = torch.randint(3, 50, (40, 8), generator=torch.Generator().manual_seed(0))
 CAUSAL = [{"input_ids": row, "labels": row} for row in TOKENS]
 CLASSES = [
@@ -115,9 +117,9 @@ def losses(trainer):
 
 def both(build, directory, **options):
     ours = make(build, directory / "ours", cache_in=directory / "cache", **options)
+    ours.train()
     plain = make(build, directory / "plain", **options)
-    for trainer in (ours, plain):
-        trainer.train()
+    plain.train()
     return ours, plain
 
 
@@ -153,13 +155,8 @@ def test_models_of_all_kinds_are_served(tmp_path, build):
 
 
 def test_a_second_evaluation_is_all_hits(tmp_path):
-    ours, plain = (
-        make(llama, tmp_path / name, cache_in=where)
-        for name, where in (("ours", tmp_path / "cache"), ("plain", None))
-    )
+    ours, plain = both(llama, tmp_path)
     with ours.cache:
-        for trainer in (ours, plain):
-            trainer.train()
         first = ours.evaluate()["eval_loss"]
         ours.cache.flush()
         before = ours.cache.stats().hits
@@ -170,21 +167,17 @@ def test_a_second_evaluation_is_all_hits(tmp_path):
 
 def test_predictions_are_those_of_the_plain_trainer(tmp_path):
     ours, plain = both(bert, tmp_path, num_train_epochs=1)
+    data = CLASSES[:16]
     with ours.cache:
-        for _ in range(2):
+        for expected in (0, 16):
             ours.cache.flush()
             before = ours.cache.stats().hits
-            mine, theirs = ours.predict(CLASSES[:16]), plain.predict(CLASSES[:16])
+            mine, theirs = ours.predict(data), plain.predict(data)
+            assert ours.cache.stats().hits - before == expected
             torch.testing.assert_close(
                 torch.from_numpy(mine.predictions), torch.from_numpy(theirs.predictions)
             )
             assert (mine.label_ids == theirs.label_ids).all()
-        data = CLASSES[:16]
-        ours.predict(data)
-        ours.cache.flush()
-        before = ours.cache.stats().hits
-        ours.predict(data)
-        assert ours.cache.stats().hits - before == 16
 
 
 @pytest.mark.parametrize("at", [5, 7], ids="step_{}".format)
@@ -251,26 +244,45 @@ def test_a_controller_is_given_the_loss_of_every_step_and_its_state(tmp_path, st
     assert len(again.losses) == len(notes.losses) - 3
 
 
-def test_a_freeze_controller_moves_the_boundary(tmp_path):
-    torch.manual_seed(0)
-    model = bert()[0]
-    cache = ActivationCache(model, tmp_path / "cache", gate="always")
-    policy = StaticPolicy([(4, "bert.encoder.layer.0")])
-    controller = FreezeController(model, policy, cache=cache)
-    args = TrainingArguments(
-        str(tmp_path), per_device_train_batch_size=8, num_train_epochs=4, report_to=[],
-        use_cpu=True, disable_tqdm=True, save_strategy="no", dataloader_pin_memory=False,
-        logging_steps=1,
-    )  # fmt: skip
-    with cache, controller:
+@pytest.mark.parametrize("made_first", [True, False])
+def test_a_freeze_controller_moves_the_boundary_and_goes_on_from_a_checkpoint(
+    tmp_path, made_first
+):
+    def run(name, resume=None):
+        torch.manual_seed(0)
+        model = bert()[0]
+        cache = ActivationCache(model, tmp_path / name / "cache", gate="always")
+        policy = StaticPolicy({4: "bert.encoder.layer.0"})
+        args = TrainingArguments(
+            str(tmp_path / name), per_device_train_batch_size=8, num_train_epochs=4, report_to=[],
+            use_cpu=True, disable_tqdm=True, save_strategy="steps", save_steps=12,
+            dataloader_pin_memory=False, logging_steps=1, learning_rate=1e-2,
+        )  # fmt: skip
+        controller = functools.partial(
+            FreezeController, cache=cache, policy=policy, evaluate_every=1, evaluator="inline",
+            layers=r"bert\.embeddings|bert\.encoder\.layer\.\d|classifier",
+        )  # fmt: skip
+        optimizers = (None, None)
+        if made_first:
+            optimizers = (torch.optim.SGD(model.parameters(), lr=1e-2), None)
+            controller = controller(model, optimizers[0])
         trainer = EgeriaTrainer(
-            model=model, args=args, train_dataset=CLASSES, cache=cache, controller=controller
-        )
-        trainer.train()
-        assert cache.boundary == "bert.encoder.layer.0"
-        assert cache.stats().hits > 0
-    named = [value for (value,) in history(trainer, "egeria_boundary")]
-    assert named == ["None", "bert.encoder.layer.0"] or named == ["bert.encoder.layer.0"]
+            model=model, args=args, train_dataset=CLASSES, cache=cache, controller=controller,
+            optimizers=optimizers,
+        )  # fmt: skip
+        with cache:
+            trainer.train(resume_from_checkpoint=resume)
+            assert cache.boundary == "bert.encoder.layer.0"
+            assert cache.stats().hits > 0
+            trainer.controller.close()
+        return trainer
+
+    whole = run("whole")
+    named = [value for (value,) in history(whole, "egeria_boundary")]
+    assert named in (["None", "bert.encoder.layer.0"], ["bert.encoder.layer.0"])
+    resumed = run("resumed", str(tmp_path / "whole" / "checkpoint-12"))
+    assert losses(resumed)[12:] == pytest.approx(losses(whole)[12:], rel=1e-5)
+    assert len(losses(resumed)) == 20
 
 
 def test_an_iterable_data_set_passes_uncached_and_that_is_said(tmp_path, caplog):
@@ -291,7 +303,7 @@ def test_the_mixin_without_a_cache_is_the_trainer(tmp_path):
         pass
 
     mine = make(llama, tmp_path / "mine", trainer=Mine)
+    mine.train()
     plain = make(llama, tmp_path / "plain")
-    for trainer in (mine, plain):
-        trainer.train()
+    plain.train()
     assert losses(mine) == losses(plain)
