@@ -1,10 +1,10 @@
 """Accelerate: an `EgeriaLoader` stays one in `accelerator.prepare` and `skip_first_batches`.
 
 Both rebuild a loader from its attributes as a plain `DataLoader`, inside an adapter that moves
-batches to the device and keeps the count. All of that is left to Accelerate: only the loader inside
-the adapter is replaced, by one of the same samples around the batch sampler that Accelerate made.
-There is no hook for it. So the adapter's constructor is wrapped, the first time that Accelerate asks
-an `EgeriaLoader` whether it was prepared; loaders of other kinds pass through it as before.
+batches to the device and keeps the count. All of that is left to Accelerate: only the loader
+inside the adapter is replaced, by one of the same samples around the batch sampler that Accelerate
+made. There is no hook for it. So the adapter's constructor is wrapped, the first time that
+Accelerate asks an `EgeriaLoader` whether it was prepared; other loaders pass through as before.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from egeria_cache.loader import EgeriaLoader, original_of
 __all__ = ["cached", "keep_caches", "serve"]
 
 log = logging.getLogger("egeria")
-_DISPATCHED: set[str] = set()
-"""Loaders of whose dispatched batches it was said that they are not cached."""
+_DISPATCHED: weakref.WeakKeyDictionary[ActivationCache, set[str]] = weakref.WeakKeyDictionary()
+"""Cache -> loaders of whose dispatched batches it was said that they are not cached."""
 
 
 def keep_caches() -> None:
     """From now on, where Accelerate rebuilds an `EgeriaLoader`, the result is served as well."""
-    adapter = accelerated.DataLoaderAdapter
+    adapter = getattr(accelerated, "DataLoaderAdapter", None)
+    if adapter is None:
+        log.warning("this release of Accelerate is not known: its loaders are uncached")
+        return
     if hasattr(adapter.__init__, "keeps_caches"):
         return
     original = adapter.__init__
@@ -81,7 +84,7 @@ def cached(prepared: Any, cache: ActivationCache, *, name: str) -> Any:
     """
     plain = prepared.base_dataloader
     if not issubclass(type(prepared), accelerated.DataLoaderShard):
-        _say_dispatched(name)
+        _say_dispatched(cache, name)
         return prepared
     if isinstance(plain.dataset, IterableDataset) or plain.batch_sampler is None:
         log.warning("loader %r passes its batches through uncached: no sample IDs", name)
@@ -112,13 +115,14 @@ def _is_served(adapter: Any, loader: EgeriaLoader[Any]) -> bool:
     if not issubclass(type(adapter), accelerated.DataLoaderDispatcher):
         return True
     if loader.cache is not None:
-        _say_dispatched(loader.name)
+        _say_dispatched(loader.cache, loader.name)
     return False
 
 
-def _say_dispatched(name: str) -> None:
-    if name not in _DISPATCHED:
-        _DISPATCHED.add(name)
+def _say_dispatched(cache: ActivationCache, name: str) -> None:
+    said = _DISPATCHED.setdefault(cache, set())
+    if name not in said:
+        said.add(name)
         log.warning(
             "loader %r passes its batches through uncached: with dispatch_batches=True one process "
             "loads them for all, and the others cannot tell which samples they are. Leave it out, "

@@ -1,7 +1,7 @@
 """Hugging Face's Trainer: `EgeriaTrainer`, which is Trainer with a cache.
 
-Trainer makes and prepares its loaders as ever, and the cache takes its place inside them. One loader
-is kept for each data set that is evaluated, so a second evaluation finds what the first has stored.
+Trainer makes and prepares its loaders as ever, and the cache takes its place inside them. One
+loader is kept for each data set that is evaluated, so that a second evaluation is all hits.
 The position in an epoch is Trainer's own affair (`resume_from_checkpoint`); a checkpoint holds
 besides which augmented version of the samples comes next, and what the controller knows.
 """
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from egeria_cache.cache import ActivationCache
@@ -82,15 +82,13 @@ class EgeriaTrainerMixin:
             self.controller = make(self.model, optimizer)
         return optimizer
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
+    def get_train_dataloader(self) -> Any:
         """Return Trainer's loader, served from the cache."""
         prepared = super().get_train_dataloader()  # type: ignore[misc]
         self._train_loader = self._cached(prepared, "train")
-        return self._train_loader  # type: ignore[no-any-return]
+        return self._train_loader
 
-    def get_eval_dataloader(
-        self, eval_dataset: str | Dataset[Any] | None = None
-    ) -> DataLoader[Any]:
+    def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> Any:
         """Return Trainer's loader, served from the cache; the same one for the same data set."""
         named = isinstance(eval_dataset, str)
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
@@ -99,7 +97,7 @@ class EgeriaTrainerMixin:
         name = f"eval-{eval_dataset}" if named else "eval"
         return self._once(dataset, name, lambda: make(eval_dataset))
 
-    def get_test_dataloader(self, test_dataset: Dataset[Any]) -> DataLoader[Any]:
+    def get_test_dataloader(self, test_dataset: Dataset[Any]) -> Any:
         """Return Trainer's loader, served from the cache; the same one for the same data set."""
         make = super().get_test_dataloader  # type: ignore[misc]
         return self._once(test_dataset, "test", lambda: make(test_dataset))
@@ -129,14 +127,14 @@ class EgeriaTrainerMixin:
             self._load_state(torch.load(path, map_location="cpu", weights_only=False))
 
     def _load_state(self, state: dict[str, Any]) -> None:
-        loader = getattr(self._train_loader, "base_dataloader", None)
+        loader: Any = getattr(self._train_loader, "base_dataloader", None)
         if hasattr(loader, "take_versions") and state["loader"] is not None:
             loader.take_versions(state["loader"])
         if self.controller is not None and state["controller"] is not None:
             self.controller.load_state_dict(state["controller"])
 
     def _save_state(self, directory: Path) -> None:
-        loader = getattr(self._train_loader, "base_dataloader", None)
+        loader: Any = getattr(self._train_loader, "base_dataloader", None)
         state = {
             "loader": loader.state_dict() if hasattr(loader, "take_versions") else None,
             "controller": None if self.controller is None else self.controller.state_dict(),
@@ -165,7 +163,7 @@ class EgeriaTrainerMixin:
         return prepared if self.cache is None else cached(prepared, self.cache, name=name)
 
 
-class EgeriaTrainer(EgeriaTrainerMixin, Trainer):  # type: ignore[misc]
+class EgeriaTrainer(EgeriaTrainerMixin, Trainer):
     """Trainer with a cache.
 
     trainer = EgeriaTrainer(model=model, args=args, train_dataset=data, cache=cache)
@@ -184,7 +182,7 @@ def _note_as_saved(model: nn.Module) -> None:
             break
 
 
-class _Tells(TrainerCallback):  # type: ignore[misc]
+class _Tells(TrainerCallback):
     """Tells the mixin when a step or a checkpoint was made."""
 
     def __init__(self, trainer: EgeriaTrainerMixin) -> None:

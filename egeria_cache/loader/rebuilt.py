@@ -7,21 +7,16 @@ and a batch sampler that wraps the loader's own. Whose it was is known by that s
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from egeria_cache.loader.loader import EgeriaLoader
+from typing import Any
 
 __all__ = ["note", "original_of"]
 
-_LOADERS: weakref.WeakKeyDictionary[Any, list[weakref.ref[EgeriaLoader[Any]]]] = (
-    weakref.WeakKeyDictionary()
-)
+_LOADERS: weakref.WeakKeyDictionary[Any, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 """Batch sampler -> the loaders that draw from it, the latest last."""
 
 
-def note(loader: EgeriaLoader[Any]) -> None:
-    """Remember whose batch sampler this is."""
+def note(loader: Any) -> None:
+    """Remember an `EgeriaLoader` by its batch sampler."""
     try:
         known = _LOADERS.setdefault(loader.batch_sampler, [])
     except TypeError:  # it cannot be referred to weakly, or has no hash
@@ -29,8 +24,8 @@ def note(loader: EgeriaLoader[Any]) -> None:
     known[:] = [*(ref for ref in known if ref() is not None), weakref.ref(loader)]
 
 
-def original_of(batch_sampler: Any, dataset: Any, collate_fn: Any) -> EgeriaLoader[Any] | None:
-    """Return the loader that another is being made from, by what it is made of; None if none."""
+def original_of(batch_sampler: Any, dataset: Any, collate_fn: Any) -> Any:
+    """Return the `EgeriaLoader` that another is made from, told by its parts; None if none."""
     while batch_sampler is not None:
         try:
             loaders = [ref() for ref in _LOADERS.get(batch_sampler, ())]

@@ -101,7 +101,9 @@ def train(directory, *, epochs=3, batch_size=8, each=None, loader_kwargs=None, *
                     run.gathered += accelerator.gather_for_metrics(batch["y"]).tolist()
         if cache is not None:
             run.hits, run.why_not = cache.stats().hits, cache.stats().why_not
-        run.weights = {k: v.clone() for k, v in accelerator.unwrap_model(model).state_dict().items()}
+        run.weights = {
+            k: v.clone() for k, v in accelerator.unwrap_model(model).state_dict().items()
+        }
     return run
 
 

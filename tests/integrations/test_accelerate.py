@@ -69,11 +69,15 @@ def test_a_loader_keeps_its_options(directory, options):
     assert ours.hits > 0
 
 
-@pytest.mark.parametrize("kwargs", [{"gradient_accumulation_steps": 3}, {"mixed_precision": "bf16"}])
+@pytest.mark.parametrize(
+    "kwargs", [{"gradient_accumulation_steps": 3}, {"mixed_precision": "bf16"}]
+)
 def test_steps_are_those_without_a_cache(directory, kwargs):
     ours, plain = both(directory, **kwargs)
     assert ours.hits > 0
-    assert ours.losses == pytest.approx(plain.losses, rel=1e-2 if "mixed_precision" in kwargs else 1e-5)
+    assert ours.losses == pytest.approx(
+        plain.losses, rel=1e-2 if "mixed_precision" in kwargs else 1e-5
+    )
 
 
 @pytest.mark.parametrize("keep", [True, False])

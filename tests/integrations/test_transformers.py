@@ -9,7 +9,7 @@ import logging
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 from transformers import (
     BertConfig,
@@ -87,11 +87,12 @@ def make(build, directory, *, cache_in=None, trainer=None, data=None, **options)
     model, boundary, front = build()
     for module in front:
         module.requires_grad_(False)
-    defaults = dict(
-        per_device_train_batch_size=8, per_device_eval_batch_size=8, num_train_epochs=3,
-        logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no",
-        dataloader_pin_memory=False, learning_rate=1e-2, logging_nan_inf_filter=False,
-    )  # fmt: skip
+    defaults = {
+        "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "num_train_epochs": 3,
+        "logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True,
+        "save_strategy": "no", "dataloader_pin_memory": False, "learning_rate": 1e-2,
+        "logging_nan_inf_filter": False,
+    }  # fmt: skip
     extra = {}
     if cache_in is not None:
         trainer = trainer or EgeriaTrainer
@@ -245,9 +246,7 @@ def test_a_controller_is_given_the_loss_of_every_step_and_its_state(tmp_path, st
 
 
 @pytest.mark.parametrize("made_first", [True, False])
-def test_a_freeze_controller_moves_the_boundary_and_goes_on_from_a_checkpoint(
-    tmp_path, made_first
-):
+def test_a_freeze_controller_moves_the_boundary_and_goes_on_from_a_checkpoint(tmp_path, made_first):
     def run(name, resume=None):
         torch.manual_seed(0)
         model = bert()[0]
