@@ -25,6 +25,8 @@ from transformers import (
 from egeria_cache import ActivationCache
 from egeria_cache.integrations.transformers import EgeriaTrainer, EgeriaTrainerMixin
 from egeria_core import FreezeController, StaticPolicy
+from tests.helpers.accelerated import in_processes
+from tests.helpers.trained import train_both
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft
 TOKENS = torch.randint(3, 50, (40, 8), generator=torch.Generator().manual_seed(0))
@@ -306,3 +308,11 @@ def test_the_mixin_without_a_cache_is_the_trainer(tmp_path):
     plain = make(llama, tmp_path / "plain")
     plain.train()
     assert losses(mine) == losses(plain)
+
+
+def test_every_process_of_a_distributed_training_is_served(tmp_path):
+    for ours, plain in in_processes(train_both, 2, str(tmp_path)):
+        assert ours[0] == pytest.approx(plain[0], rel=1e-5)
+        assert len(plain[0]) == 12
+        assert ours[1] > 0
+        assert ours[2] is None
