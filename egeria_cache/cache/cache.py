@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -19,10 +21,18 @@ from egeria_cache.errors import EgeriaError
 from egeria_cache.events import BoundaryMoved
 from egeria_cache.gate import Accounts, CacheStats, Pilot
 from egeria_cache.prefetch import ReaderThreads, Views
-from egeria_cache.skip import SkipEngine
+from egeria_cache.skip import SkipEngine, inner_model
 from egeria_cache.store import ActivationStore
 
 __all__ = ["ActivationCache"]
+
+log = logging.getLogger("egeria")
+_PARTS = frozenset(
+    ("port", "_status", "_store", "_readers", "_views", "_accounts", "_pilot", "_engine", "_moves")
+)
+"""What `_open` makes."""
+_ATTACHED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ActivationCache]]
+_ATTACHED = weakref.WeakKeyDictionary()
 
 
 class ActivationCache:
@@ -31,6 +41,9 @@ class ActivationCache:
     Attach it to the model, give it to an `EgeriaLoader`, and train as before. Everything up to and
     including the module `boundary` must be frozen; it is kept in inference mode. An activation is
     served only while it is what the prefix would compute now: see `docs/correctness.md`.
+
+    A cache that is attached to the same model already is closed. One that is pickled takes its model
+    along, and opens anew with its first use; for a forked child see `reopen`.
 
     Args:
         model: The model that is trained; its `forward` is wrapped until `close()`.
@@ -79,30 +92,75 @@ class ActivationCache:
         if dropout not in ("off", "stateless"):
             raise ValueError(f"dropout must be 'off' or 'stateless', got {dropout!r}")
         self.model = model
+        self.directory = Path(directory).expanduser().absolute()
+        self._settings = {
+            "limit": limit, "codec": codec, "ring_batches": ring_batches, "audit_rate": audit_rate,
+            "gate": gate, "force_network": force_network, "dropout": dropout,
+        }  # fmt: skip
+        self._asked: tuple[str | None, bool] = boundary, True
+        """The boundary that was last asked for, and whether by hand."""
+        self._open()
+
+    def _open(self) -> None:
+        """Make the parts, in this process, and attach them to the model."""
+        _close_other(self.model, self)
+        settings: dict[str, Any] = self._settings
+        model, gate = self.model, settings["gate"]
         self._status = status = Status(gate)
         self._store = ActivationStore(
-            directory, limit=limit, codec=codec, force_network=force_network
-        )
+            self.directory, limit=settings["limit"], codec=settings["codec"],
+            force_network=settings["force_network"],
+        )  # fmt: skip
         self._readers = ReaderThreads()
         self._views, self._accounts = Views(), Accounts()
         self._pilot = pilot = Pilot(gate, 0.5 if device_of(model).type == "cpu" else 0.95)
         trial = TrialReads(pilot, self._readers)
         host = CacheHost(
-            model, self._store, status, self._views, pilot, self._accounts, trial, audit_rate
+            model, self._store, status, self._views, pilot, self._accounts, trial,
+            settings["audit_rate"],
+        )  # fmt: skip
+        self._engine = SkipEngine(
+            model, host, stateless_dropout=settings["dropout"] == "stateless"
         )
-        self._engine = SkipEngine(model, host, stateless_dropout=dropout == "stateless")
         self._moves = Boundary(self._engine, status, self._views, pilot, self._accounts)
         self.port = LoaderPort(
             status, self._moves, self._views, host, pilot, self._accounts, self._readers,
-            ring_batches=ring_batches, stats=self.stats,
+            ring_batches=settings["ring_batches"], stats=self.stats,
         )  # fmt: skip
         """What its loaders ask; no part of what a user needs."""
         self._engine.attach()
+        _ATTACHED[self._engine.model] = weakref.ref(self)
         try:
-            self.set_boundary(boundary)
+            self._move("set by hand")
         except BaseException:
             self.close()
             raise
+
+    def _move(self, reason: str) -> None:
+        boundary, by_hand = self._asked
+        if boundary == "auto":
+            self._moves.follow()
+        else:
+            self._moves.move(boundary, by_hand=by_hand, reason=reason)
+
+    def reopen(self) -> None:
+        """Take the cache up in this process, where it was made in another one.
+
+        A forked child has none of the threads, and computes everything until this is called. It may
+        use the directory together with its parent. Where the cache is open, or was closed, nothing
+        happens.
+
+        Raises:
+            StoreError: The directory cannot be used.
+        """
+        if "_status" in self.__dict__ and self._status.is_forked and not self._status.is_closed:
+            self.close()
+            self._open()
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is a forked child of the process that opened the cache: see `reopen`."""
+        return self._status.is_forked
 
     @property
     def boundary(self) -> str | None:
@@ -116,18 +174,18 @@ class ActivationCache:
             BoundaryError: No module has this name, or one of its parameters is trainable. What
                 shows only when the model runs is raised by its next call.
         """
-        if name == "auto":
-            self._moves.follow()
-        else:
-            self._moves.move(name, by_hand=True, reason="set by hand")
+        self._asked = name, True
+        self._move("set by hand")
 
     def on_boundary_moved(self, event: BoundaryMoved) -> None:
         """Follow a freeze controller. A model that cannot be cut there trains on uncached."""
-        self._moves.move(event.boundary, by_hand=False, reason=event.reason)
+        self._asked = event.boundary, False
+        self._move(event.reason)
 
     def stats(self) -> CacheStats:
         """Return the counts so far."""
-        return self._accounts.stats(self._store, self._views, self._pilot, self.boundary)
+        store = None if self._status.is_forked else self._store  # its locks may be held for ever
+        return self._accounts.stats(store, self._views, self._pilot, self.boundary)
 
     def report(self) -> str:
         """Return `stats()` as text for people."""
@@ -172,7 +230,8 @@ class ActivationCache:
 
     def flush(self, timeout_s: float = 60.0) -> None:
         """Wait until what was handed to the writer is on disk."""
-        self._store.flush(timeout_s=timeout_s)
+        if not self._status.is_forked:  # whose writer is not there
+            self._store.flush(timeout_s=timeout_s)
 
     def close(self) -> None:
         """Give the model its own forward back, stop all threads, close the store. May be called
@@ -181,8 +240,33 @@ class ActivationCache:
         self._status.is_closed = True
         self._engine.detach()
         self._views.clear()
+        if self._status.is_forked:
+            return  # threads and locks are the parent's
         self._readers.close()
         self._store.close()
+
+    def __repr__(self) -> str:
+        if "_status" not in self.__dict__:
+            return f"ActivationCache(in {str(self.directory)!r}, not opened yet)"
+        stats = self.stats()
+        boundary = f"frozen up to {stats.boundary!r}" if stats.boundary else "nothing frozen"
+        closed = "closed, " if self._status.is_closed else ""
+        return (
+            f"ActivationCache({closed}{boundary}, {stats.hits} of {stats.hits + stats.misses} "
+            f"samples from the cache, {stats.bytes_on_disk / 1e6:.1f} MB in "
+            f"{str(self.directory)!r})"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _PARTS or not self.__dict__.pop("_opens_late", False):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        # Only now: while it was unpickled, its model need not have been complete.
+        self._open()
+        return getattr(self, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {key: value for key, value in self.__dict__.items() if key not in _PARTS}
+        return state | {"_opens_late": True}
 
     def __enter__(self) -> ActivationCache:
         return self
@@ -194,3 +278,12 @@ class ActivationCache:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _close_other(model: nn.Module, but: ActivationCache) -> None:
+    """Close the cache that is attached to this model: a cell of a notebook was run again."""
+    known = _ATTACHED.get(inner_model(model))
+    other = None if known is None else known()
+    if other is not None and other is not but and not other._status.is_closed:
+        log.info("%r is closed: its model is given to another cache", other)
+        other.close()

@@ -66,9 +66,11 @@ class Accounts:
         self._num_unseen = 0
 
     def stats(
-        self, store: ActivationStore, views: Views, pilot: Pilot, boundary: str | None
+        self, store: ActivationStore | None, views: Views, pilot: Pilot, boundary: str | None
     ) -> CacheStats:
-        """Return all figures as they are now."""
+        """Return all figures as they are now; without a store, those of the loop alone."""
+        if store is None:
+            return replace(self.counts, boundary=boundary, voided=views.num_voided)
         on_disk, (raw_bytes, stored_bytes) = store.stats(), views.retired_bytes
         return replace(
             self.counts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from dataclasses import dataclass
 
 __all__ = ["CacheStats"]
@@ -65,6 +66,19 @@ class CacheStats:
 
     def report(self) -> str:
         """Return the figures as lines for people."""
+        lines = self._lines()
+        width = max(map(len, lines))
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+
+    def _repr_html_(self) -> str:
+        """Return the report as a table, for notebooks."""
+        rows = (
+            f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>"
+            for name, value in self._lines().items()
+        )
+        return f"<table>{''.join(rows)}</table>"
+
+    def _lines(self) -> dict[str, str]:
         seen = self.hits + self.misses
         lines = {
             "boundary": self.boundary or "none",
@@ -84,5 +98,4 @@ class CacheStats:
             "gate": self.gate or "no decision yet",
             "not cached because": self.why_not or "",
         }
-        width = max(map(len, lines))
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items() if value)
+        return {name: value for name, value in lines.items() if value}

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sized
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from egeria_cache.loader.assembly import Assembly
 from egeria_cache.loader.one_pass import Pass, TaskSource
@@ -38,6 +39,12 @@ __all__ = ["EgeriaLoader"]
 
 T_co = TypeVar("T_co", covariant=True)
 log = logging.getLogger("egeria")
+_ARGUMENTS = (
+    "dataset", "batch_size", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory",
+    "drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
+    "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order", "cache", "seed",
+    "augmentation_variants", "name", "sample_id", "sample_version",
+)  # fmt: skip
 MAX_CHANGES = 3
 """Passes in a row that find another data set; then nothing is stored for it any more."""
 
@@ -115,6 +122,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self.name = name
         self.seed = 0 if seed is None and cache is not None else seed
         self.augmentation_variants = augmentation_variants
+        # Trainers that build a loader anew read its arguments from attributes of the same names.
         self.sample_id, self.sample_version = sample_id, sample_version
         self.source = LoaderSource(
             dataset, self.collate_fn, sample_id=sample_id, sample_version=sample_version,
@@ -164,6 +172,34 @@ class EgeriaLoader(ResumableLoader[T_co]):
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, value: bool) -> None:
         self._is_prepared = value
+
+    def __repr__(self) -> str:
+        size, progress = "?", self._progress
+        with suppress(TypeError):
+            size = str(len(cast(Sized, self.dataset)))
+        where = f"epoch {progress.epoch}, {progress.yielded} batches given out"
+        if self.cache is None:
+            cached = "no cache"
+        elif self._is_plain:
+            cached = "not cached"
+        else:
+            boundary = self.cache.boundary
+            cached = f"cached at {boundary!r}" if boundary else "nothing frozen"
+        kind = type(self).__name__
+        return f"{kind}({self.name!r}, {size} samples by {self.batch_size}, {where}, {cached})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the arguments and the place in the epoch: another process makes its own parts."""
+        arguments = {name: getattr(self, name) for name in _ARGUMENTS}
+        if self.batch_sampler is not None and type(self.batch_sampler) is not BatchSampler:
+            arguments |= {"batch_size": 1, "sampler": None, "drop_last": False}
+        elif self.batch_sampler is not None or self.batch_size is None:
+            arguments["batch_sampler"] = None
+        return {"arguments": arguments, "state": self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        EgeriaLoader.__init__(self, **state["arguments"])
+        self.load_state_dict(state["state"])
 
     def __iter__(self) -> Any:
         self.source.use_collate(self.collate_fn)

@@ -54,8 +54,8 @@ class PlannedEntry:
 
     @property
     def alive(self) -> bool:
-        """False once the activations became stale."""
-        return not self.view.is_void
+        """False once the activations became stale, and in a forked child, which cannot read."""
+        return not self.view.is_void and self._process == os.getpid()
 
     def ready(self) -> bool:
         """Wait until the rows are there. False if they could not be read, or became stale."""

@@ -10,6 +10,7 @@ lock.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -95,6 +96,7 @@ class Views:
     def __init__(self) -> None:
         """Begin with nothing to read."""
         self._live: dict[str, list[View]] = {}
+        self._process = os.getpid()
         self.num_voided = 0
         self.retired_bytes = (0, 0)
         """(raw, stored) of the generations that were given up."""
@@ -131,8 +133,10 @@ class Views:
         for name, views in self._live.items():
             for view in filter(stale, views):
                 view.is_void = True
-                self._retire(view)
                 self.num_voided += 1
+                if os.getpid() != self._process:
+                    continue  # a forked child: its files' locks may be held for ever
+                self._retire(view)
                 if unlink:
                     view.generation.void("its activations are stale")
                 else:

@@ -9,6 +9,7 @@ serves comes from a batch's `Entry`.
 holds: `guards`. Its name for ever: `address`. Inference mode: `frozen`, `front`, `dropout`.
 """
 
+from egeria_cache.skip.attach import inner_model
 from egeria_cache.skip.compare import same_rows
 from egeria_cache.skip.cut import Cut, Step
 from egeria_cache.skip.engine import MAX_CHAINS, Filled, SkipEngine, SkipHost
@@ -28,6 +29,7 @@ __all__ = [
     "SkipHost",
     "Step",
     "candidates",
+    "inner_model",
     "module_named",
     "same_rows",
 ]
