@@ -131,20 +131,20 @@ class ActivationCache:
         self._engine.attach()
         _ATTACHED[self._engine.model] = weakref.ref(self)
         try:
-            self._move("set by hand")
+            self._move(*self._asked, "set by hand")
         except BaseException:
             self.close()
             raise
 
-    def _move(self, reason: str) -> None:
-        boundary, by_hand = self._asked
+    def _move(self, boundary: str | None, by_hand: bool, reason: str) -> None:
         if boundary == "auto":
             self._moves.follow()
         else:
             self._moves.move(boundary, by_hand=by_hand, reason=reason)
+        self._asked = boundary, by_hand
 
-    def reopen(self) -> None:
-        """Take the cache up in this process, where it was made in another one.
+    def reopen(self) -> bool:
+        """Take the cache up in this process, where it was made in another one; whether it was.
 
         A forked child has none of the threads, and computes everything until this is called. It may
         use the directory together with its parent. Where the cache is open, or was closed, nothing
@@ -153,14 +153,13 @@ class ActivationCache:
         Raises:
             StoreError: The directory cannot be used.
         """
-        if "_status" in self.__dict__ and self._status.is_forked and not self._status.is_closed:
-            self.close()
-            self._open()
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether this is a forked child of the process that opened the cache: see `reopen`."""
-        return self._status.is_forked
+        if "_status" not in self.__dict__:  # it was unpickled
+            return self.port is not None
+        if self._status.is_closed or not self._status.is_forked:
+            return False
+        self.close()
+        self._open()
+        return True
 
     @property
     def boundary(self) -> str | None:
@@ -174,13 +173,11 @@ class ActivationCache:
             BoundaryError: No module has this name, or one of its parameters is trainable. What
                 shows only when the model runs is raised by its next call.
         """
-        self._asked = name, True
-        self._move("set by hand")
+        self._move(name, True, "set by hand")
 
     def on_boundary_moved(self, event: BoundaryMoved) -> None:
         """Follow a freeze controller. A model that cannot be cut there trains on uncached."""
-        self._asked = event.boundary, False
-        self._move(event.reason)
+        self._move(event.boundary, False, event.reason)
 
     def stats(self) -> CacheStats:
         """Return the counts so far."""

@@ -9,6 +9,7 @@ together as DataLoader would have given it (`assembly.py`), its tensors knowing 
 
 from __future__ import annotations
 
+import io
 import logging
 import warnings
 from collections.abc import Callable, Sized
@@ -195,11 +196,13 @@ class EgeriaLoader(ResumableLoader[T_co]):
             arguments |= {"batch_size": 1, "sampler": None, "drop_last": False}
         elif self.batch_sampler is not None or self.batch_size is None:
             arguments["batch_sampler"] = None
-        return {"arguments": arguments, "state": self.state_dict()}
+        # As bytes: processes share the memory of tensors, and these are gone before a child looks.
+        torch.save(self.state_dict(), place := io.BytesIO())
+        return {"arguments": arguments, "place": place.getvalue()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         EgeriaLoader.__init__(self, **state["arguments"])
-        self.load_state_dict(state["state"])
+        self.load_state_dict(torch.load(io.BytesIO(state["place"]), weights_only=False))
 
     def __iter__(self) -> Any:
         self.source.use_collate(self.collate_fn)
