@@ -92,6 +92,11 @@ def replay(
         )
         for name, slot in source.slots().items()
     }
+    if torch.is_grad_enabled():
+        for slot in source.wants_grad & values.keys():
+            leaf = values[slot].detach().requires_grad_()
+            # What the model writes into may not be a leaf.
+            values[slot] = leaf.clone() if source.copies else leaf
     run = ReplayRun(source, size, values, proven=True)
     capture = CaptureRun(recipe, size) if source is not recipe else None
     args, kwargs = call.noted(call.rebuild(lambda i, leaf: _input(source, run, i, leaf)))

@@ -93,6 +93,9 @@ class Recipe:
     """Other tensor arguments that the prefix reads: they must not change."""
     copies: bool = False
     """Whether the model writes into what a hit gives it, which must then be a copy."""
+    wants_grad: set[Slot] = field(default_factory=set)
+    """Outputs that autograd follows although nothing before them is trained: somebody asked for it
+    (`enable_input_require_grads`), so that checkpointed regions behind have a gradient to pass."""
     surroundings: Surroundings | None = None
     """What the code may touch outside of the model, hooks too; None if nothing."""
     moving: list[tuple[nn.Module, str]] = field(default_factory=list)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.calls import CallRecord, Recorder, intercept, is_compiled
@@ -31,7 +31,8 @@ from egeria_cache.skip.evidence import Evidence, distinct, trainable
 from egeria_cache.skip.frozen import FrozenPrefix
 from egeria_cache.skip.invocation import Invocation, plain
 from egeria_cache.skip.proof import prove, same_rows
-from egeria_cache.skip.recipe import Recipe
+from egeria_cache.skip.recipe import Recipe, Slot
+from egeria_cache.skip.runs import wants_grad
 from egeria_cache.skip.state import RandomState
 from egeria_cache.skip.surroundings import Surroundings
 from egeria_cache.skip.twin import Twins, shared_modules
@@ -127,6 +128,7 @@ class Rehearsal:
                 grad=torch.is_grad_enabled(),
             )
             outcome.recipe, outcome.rows = prove(evidence)
+            outcome.recipe.wants_grad = plain_run.wants_grad
             outcome.twin = next(
                 (r for r in self.known if same_rows(evidence, outcome.recipe, r)), None
             )
@@ -228,6 +230,7 @@ class _PlainRun:
         self.seconds: list[float] = []
         """From the model's start until each step returned."""
         self._started = 0.0
+        self.wants_grad: set[Slot] = set()
         self._regions: list[Region] = []
         self.error: BoundaryError | None = None
 
@@ -271,6 +274,7 @@ class _PlainRun:
             output = original(*args, **kwargs)
         finally:
             self._inside = False
+        self.wants_grad |= wants_grad(index, tree_leaves(output))
         self.outputs.append(output)
         self.seconds.append(self._now() - self._started)
         if last:

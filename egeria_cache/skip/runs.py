@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,12 @@ from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.placeholder import Placeholder, Scene
 from egeria_cache.skip.recipe import Recipe, Slot, StepPlan
 
-__all__ = ["CaptureRun", "PrefixDone", "ReplayRun"]
+__all__ = ["CaptureRun", "PrefixDone", "ReplayRun", "wants_grad"]
+
+
+def wants_grad(step: int, leaves: Sequence[Any]) -> set[Slot]:
+    """Return which leaves of a step's output autograd follows."""
+    return {(step, j) for j, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad}
 
 
 class PrefixDone(BaseException):
@@ -84,6 +89,8 @@ class CaptureRun:
         if spec != step.spec:
             self._deviate(f"{step.name!r} returned another structure")
             return
+        if step.cached:
+            self.recipe.wants_grad |= wants_grad(self._position, leaves)
         for j, (leaf, known) in enumerate(zip(leaves, step.leaves, strict=True)):
             if j in step.cached:
                 if isinstance(leaf, Placeholder) or not known.matches(leaf, self.batch_size):
