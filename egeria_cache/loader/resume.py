@@ -12,19 +12,35 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from torch.utils.data.dataloader import (
     _MultiProcessingDataLoaderIter,
     _SingleProcessDataLoaderIter,
 )
 
+from egeria_cache.loader.samplers import LeanRandomSampler, ShardAffineSampler
+
 __all__ = ["Progress", "ResumableLoader"]
 
 VERSION = 1
+_WITHOUT_STATE = (
+    RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler,
+    DistributedSampler, LeanRandomSampler, ShardAffineSampler,
+)  # fmt: skip
+"""Neither they nor their iterators have one: they are drawn from again."""
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -48,9 +64,15 @@ class Progress:
     finished: bool = False
     """Whether the pass came to its end; resuming then begins the next epoch."""
     sampler: Any = field(default=None, repr=False)
-    """The state of a sampler that has one, when the last batch given out had been drawn."""
-    drawn: deque[Any] = field(default_factory=deque, repr=False)
+    """The state of a sampler that has one, when the last batch given out had been drawn; before
+    the first and after the last, as it was then."""
+    iterator: Any = field(default=None, repr=False)
+    """The same for the sampler's iterator, if that has a state."""
+    drawn: deque[tuple[Any, Any]] = field(default_factory=deque, repr=False)
     """The same for the batches that were drawn, but not given out; no part of the state."""
+    may_be_empty: bool = False
+    """Whether a sampler whose state was loaded may think that it is still at the end of its last
+    epoch; no part of the state."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and byte tensors, a few kilobytes."""
@@ -60,7 +82,7 @@ class Progress:
         """A batch is given out."""
         self.yielded += 1
         if self.drawn:
-            self.sampler = self.drawn.popleft()
+            self.sampler, self.iterator = self.drawn.popleft()
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
@@ -78,7 +100,7 @@ class Progress:
         return cls(**{name: state[name] for name in _STORED if name in state})
 
 
-_STORED = [f.name for f in fields(Progress) if f.name != "drawn"]
+_STORED = [f.name for f in fields(Progress) if f.name not in ("drawn", "may_be_empty")]
 
 
 class ResumableLoader(DataLoader[T_co]):
@@ -96,9 +118,13 @@ class ResumableLoader(DataLoader[T_co]):
         Batches that were read ahead but not given out do not count. Where several passes are
         alive, it is the latest one's.
         """
+        progress = self._progress
         if self._resumes:
-            return self._progress.state_dict()
-        return replace(self._progress, now=self._sampler_rng.get()).state_dict()
+            return progress.state_dict()
+        now = replace(progress, now=self._sampler_rng.get())
+        if progress.finished or progress.start is None:
+            now.sampler, now.iterator = self._sampler_state(), None
+        return now.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass go on where `state` was taken, and the following epochs after it.
@@ -148,22 +174,28 @@ class ResumableLoader(DataLoader[T_co]):
             epoch = 0 if last.start is None else last.epoch + 1
             if self.outer_epoch is not None:
                 epoch = max(epoch, self.outer_epoch())
+        loaded = resumes and last.sampler is not None and self._stateful is not None
+        if loaded:
+            self._stateful.load_state_dict(last.sampler)
         variant, first_frozen = variant_of(epoch, last.first_frozen)
         self._progress = Progress(
-            epoch, variant, first_frozen, start=rng.get(), drew_base_seed=draws_base_seed
-        )
+            epoch, variant, first_frozen, start=rng.get(), drew_base_seed=draws_base_seed,
+            sampler=self._sampler_state(), may_be_empty=loaded and last.finished,
+        )  # fmt: skip
         return _copy_of(self._base_generator)
 
     def _continue(self, last: Progress, rng: _SamplerRng) -> torch.Generator:
         base = _copy_of(self._base_generator)
         if last.drew_base_seed:
             draw_base_seed(self.generator)
-        if last.sampler is not None and self._stateful is not None:
+        whole, known = self._index_sampler, last.sampler is not None and self._stateful is not None
+        if known:
             self._stateful.load_state_dict(last.sampler)  # it knows where it was
-            batches = iter(self._index_sampler)
+        if isinstance(whole, _Noted) and last.iterator is not None:
+            batches = whole.entered(last.iterator)
         else:
-            batches = iter(self._index_sampler)
-            for _ in range(last.yielded):
+            batches = iter(whole)
+            for _ in range(0 if known else last.yielded):
                 if next(batches, None) is None:
                     break
             last.drawn.clear()
@@ -196,15 +228,20 @@ class ResumableLoader(DataLoader[T_co]):
         if rest is not None:
             return rest
         whole = super()._index_sampler
+        if type(whole) is BatchSampler and type(whole.sampler) in _WITHOUT_STATE:
+            return whole
+        return _Noted(whole, self._sampler_state, self._progress)
+
+    def _sampler_state(self) -> Any:
         stateful = self._stateful
-        return whole if stateful is None else _Noted(whole, stateful, self._progress.drawn)
+        return None if stateful is None else copy.deepcopy(stateful.state_dict())
 
     @property
     def _stateful(self) -> Any:
         """The sampler that keeps its own place, in torchdata's protocol; None if there is none."""
         batch_sampler = super()._index_sampler
         for one in (batch_sampler, getattr(batch_sampler, "sampler", None)):
-            if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
+            if _is_stateful(one):
                 return one
         return None
 
@@ -284,18 +321,70 @@ class _Rest:
 
 
 class _Noted:
-    """An index sampler that notes its state whenever it was drawn from."""
+    """An index sampler that notes its state, and its iterator's, whenever it was drawn from."""
 
-    def __init__(self, whole: Iterable[Any], stateful: Any, states: deque[Any]) -> None:
-        self._whole, self._stateful, self._states = whole, stateful, states
+    def __init__(
+        self, whole: Iterable[Any], state: Callable[[], Any], progress: Progress
+    ) -> None:
+        self._whole, self._state, self._progress = whole, state, progress
 
     def __len__(self) -> int:
         return len(self._whole)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._whole:
-            self._states.append(copy.deepcopy(self._stateful.state_dict()))
-            yield batch
+        # DataLoader asks a batch sampler now, and what lies in a BatchSampler with the first batch.
+        return self._run(None if type(self._whole) is BatchSampler else iter(self._whole))
+
+    def entered(self, state: Any) -> Iterator[Any]:
+        """Return an iterator that goes on where another one had this state."""
+        batches = self._begun()
+        _bearer(batches).load_state_dict(copy.deepcopy(state))
+        return self._run(batches)
+
+    def _begun(self) -> Iterator[Any]:
+        return _Batches(self._whole) if type(self._whole) is BatchSampler else iter(self._whole)
+
+    def _run(self, batches: Iterator[Any] | None) -> Iterator[Any]:
+        batches = self._begun() if batches is None else batches
+        again, self._progress.may_be_empty = self._progress.may_be_empty, False
+        drawn = self._progress.drawn
+        while True:
+            for batch in batches:
+                again, bearer = False, _bearer(batches)
+                own = copy.deepcopy(bearer.state_dict()) if _is_stateful(bearer) else None
+                state = self._state()
+                if state is not None or own is not None:
+                    drawn.append((state, own))
+                yield batch
+            if not again:
+                return
+            again, batches = False, self._begun()
+
+
+class _Batches:
+    """What `BatchSampler` gives, with the sampler's iterator in reach."""
+
+    def __init__(self, whole: BatchSampler) -> None:
+        self.indices = iter(whole.sampler)
+        self._size, self._drop_last = whole.batch_size, whole.drop_last
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __next__(self) -> list[Any]:
+        batch = list(islice(self.indices, self._size))
+        if not batch or (self._drop_last and len(batch) < self._size):
+            raise StopIteration
+        return batch
+
+
+def _bearer(batches: Any) -> Any:
+    """Return the iterator that may have a state."""
+    return batches.indices if isinstance(batches, _Batches) else batches
+
+
+def _is_stateful(one: Any) -> bool:
+    return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
 
 
 class _Counted:

@@ -1,0 +1,315 @@
+"""A loader's state against torchdata's StatefulDataLoader: the same batches before and after.
+
+The cases are those of torchdata's own tests: a state taken before the first batch, in mid-epoch,
+with the last batch and after the end; with and without workers; samplers, batch samplers and
+iterators with states of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+
+pytest.importorskip("torchdata.stateful_dataloader")
+
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler, StatefulDistributedSampler
+
+from egeria_cache import ActivationCache, EgeriaLoader
+
+N, BATCH, WHOLE = 23, 4, 6
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
+
+
+class Place(Sampler):
+    """Keeps its place in the epoch."""
+
+    def __init__(self):
+        self.place = 0
+
+    def __iter__(self):
+        while self.place < N:
+            self.place += 1
+            yield (self.place * 5) % N
+        self.place = 0
+
+    def __len__(self):
+        return N
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+class Epochs(Sampler):
+    """Counts its epochs: every epoch's order depends on how many there have been."""
+
+    def __init__(self):
+        self.epoch, self.place, self.goes_on = -1, 0, False
+
+    def __iter__(self):
+        if not self.goes_on:
+            self.epoch, self.place = self.epoch + 1, 0
+        self.goes_on = False
+        order = torch.randperm(N, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        while self.place < N:
+            self.place += 1
+            yield order[self.place - 1]
+
+    def __len__(self):
+        return N
+
+    def state_dict(self):
+        return {"epoch": self.epoch, "place": self.place}
+
+    def load_state_dict(self, state):
+        self.epoch, self.place = state["epoch"], state["place"]
+        self.goes_on = self.epoch >= 0 and self.place < N
+
+
+class Kept:
+    """An iterator with a state."""
+
+    def __init__(self, items):
+        self.items, self.place = items, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.place == len(self.items):
+            raise StopIteration
+        self.place += 1
+        return self.items[self.place - 1]
+
+    def state_dict(self):
+        return {"items": list(self.items), "place": self.place}
+
+    def load_state_dict(self, state):
+        self.items, self.place = state["items"], state["place"]
+
+
+ENTROPY = random.SystemRandom()
+
+
+class Unrepeatable(Sampler):
+    """Its order comes from nowhere and lies in its iterator: drawing again gives another one."""
+
+    def __iter__(self):
+        return Kept(ENTROPY.sample(range(N), N))
+
+    def __len__(self):
+        return N
+
+
+class UnrepeatableBatches:
+    def __iter__(self):
+        order = ENTROPY.sample(range(N), N)
+        return Kept([order[i : i + BATCH] for i in range(0, N, BATCH)])
+
+    def __len__(self):
+        return WHOLE
+
+
+class Batches:
+    """A batch sampler that keeps its place."""
+
+    def __init__(self):
+        self.place = 0
+
+    def __iter__(self):
+        while self.place < WHOLE:
+            self.place += 1
+            yield list(range((self.place - 1) * BATCH, min(N, self.place * BATCH)))
+        self.place = 0
+
+    def __len__(self):
+        return WHOLE
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+DATA = TensorDataset(torch.arange(N))
+FIXED = {
+    "sequential": lambda: {"batch_size": BATCH},
+    "drop_last": lambda: {"batch_size": BATCH, "drop_last": True},
+    "place": lambda: {"batch_size": BATCH, "sampler": Place()},
+    "epochs": lambda: {"batch_size": BATCH, "sampler": Epochs()},
+    "batches": lambda: {"batch_sampler": Batches()},
+    "torchdata's random": lambda: {
+        "batch_size": BATCH,
+        "sampler": RandomSampler(DATA, generator=torch.Generator().manual_seed(3)),
+    },
+    "torchdata's distributed": lambda: {
+        "batch_size": BATCH, "sampler": StatefulDistributedSampler(DATA, 2, 1, seed=2),
+    },
+}  # fmt: skip
+"""Their order is a function of what they have drawn: both loaders must give the same."""
+FREE = {
+    "shuffle": lambda: {"batch_size": BATCH, "shuffle": True},
+    "iterator": lambda: {"batch_size": BATCH, "sampler": Unrepeatable()},
+    "batch iterator": lambda: {"batch_sampler": UnrepeatableBatches()},
+}
+
+
+def batches(loader):
+    return [rows.tolist() for (rows,) in loader]
+
+
+def ours(workers, seed=0, **kwargs):
+    return EgeriaLoader(DATA, num_workers=workers, seed=seed, **kwargs)
+
+
+def theirs(workers, **kwargs):
+    return StatefulDataLoader(DATA, num_workers=workers, **kwargs)
+
+
+def run(make, moment):
+    """Return an epoch, the one after it, and what a loader with the state of `moment` gives.
+
+    `moment` is the number of batches of the second epoch after which the state is taken; -1 for
+    before any batch of it, and None for after its end.
+    """
+    torch.manual_seed(1)
+    loader = make()
+    batches(loader)
+    state = copy.deepcopy(loader.state_dict()) if moment == -1 else None
+    epoch = []
+    for (rows,) in loader:
+        epoch.append(rows.tolist())
+        if len(epoch) == moment:
+            state = copy.deepcopy(loader.state_dict())
+    state = copy.deepcopy(loader.state_dict()) if moment is None else state
+    following = batches(loader)
+    torch.manual_seed(77)  # another process
+    resumed = make()
+    resumed.load_state_dict(state)
+    return epoch, following, batches(resumed), batches(resumed)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("moment", [1, 2])
+@pytest.mark.parametrize("kind", [*FIXED, "shuffle"])
+@pytest.mark.parametrize("seed", [None, 0])
+def test_in_mid_epoch_both_loaders_go_on_alike(kind, moment, workers, seed):
+    options = (FIXED | FREE)[kind]
+    epoch, following, rest, after = run(lambda: ours(workers, seed, **options()), moment)
+    assert rest == epoch[moment:]
+    if workers or seed is not None or kind != "shuffle":  # else the batches' own draws move it
+        assert after == following
+    their_epoch, their_following, their_rest, their_after = run(
+        lambda: theirs(workers, **options()), moment
+    )
+    assert (their_rest, their_after) == (their_epoch[moment:], their_following)
+    # With workers, StatefulDataLoader asks a sampler for an iterator twice, which draws twice.
+    if kind != "shuffle" and not (workers and kind == "torchdata's random"):
+        assert (epoch, following, rest, after) == (
+            their_epoch, their_following, their_rest, their_after
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", FIXED)
+@pytest.mark.parametrize("seed", [None, 0])
+def test_uninterrupted_the_order_is_dataloaders(kind, workers, seed):
+    plain = DataLoader(DATA, num_workers=workers, **FIXED[kind]())
+    loader = ours(workers, seed, **FIXED[kind]())
+    assert [batches(loader) for _ in range(3)] == [batches(plain) for _ in range(3)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["iterator", "batch iterator"])
+def test_an_iterators_own_state_is_used(kind, workers):
+    for make in (ours, theirs):
+        epoch, _, rest, after = run(lambda make=make: make(workers, **FREE[kind]()), 2)
+        assert rest == epoch[2:]
+        assert sorted(sum(after, [])) == list(range(N))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", FIXED)
+def test_a_state_of_the_end_begins_the_next_epoch(kind, workers):
+    _, following, rest, _ = run(lambda: ours(workers, **FIXED[kind]()), None)
+    assert rest == following
+    if not workers and kind != "torchdata's distributed":  # whose rest is empty there
+        assert rest == run(lambda: theirs(0, **FIXED[kind]()), None)[2]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", FIXED)
+def test_a_state_of_the_beginning_begins_the_epoch(kind, workers):
+    epoch, following, rest, after = run(lambda: ours(workers, **FIXED[kind]()), -1)
+    assert (rest, after) == (epoch, following)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["sequential", "batches", "iterator", "shuffle"])
+def test_a_state_of_the_last_batch_leaves_nothing_of_the_epoch(kind, workers):
+    options = (FIXED | FREE)[kind]
+    assert run(lambda: ours(workers, **options()), WHOLE)[2] == []
+    assert run(lambda: theirs(workers, **options()), WHOLE)[2] == []
+
+
+@pytest.mark.parametrize("kind", [*FIXED, *FREE])
+def test_a_state_may_be_taken_up_twice(kind):
+    """Resume, go on a little, and resume from there: as after every preemption."""
+    options = (FIXED | FREE)[kind]
+    torch.manual_seed(1)
+    whole, epoch, state = ours(0, **options()), [], None
+    for (rows,) in whole:
+        epoch.append(rows.tolist())
+        state = copy.deepcopy(whole.state_dict()) if len(epoch) == 1 else state
+    found = epoch[:1]
+    for stop in (1, 9):
+        loader = ours(0, **options())
+        loader.load_state_dict(state)
+        for number, (rows,) in enumerate(loader, 1):
+            found.append(rows.tolist())
+            if number == stop:
+                state = copy.deepcopy(loader.state_dict())
+                break
+    assert found == epoch
+
+
+@pytest.mark.parametrize("kind", ["place", "epochs", "batches", "iterator"])
+def test_a_sampler_with_a_state_is_resumed_while_batches_are_served(tmp_path, kind):
+    """The look-ahead must not have moved the state that is saved."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Linear(4, 1))
+    model[0].requires_grad_(False)
+    data = TensorDataset(torch.arange(float(N)).reshape(N, 1))
+    options = (FIXED | FREE)[kind]
+    with ActivationCache(model, tmp_path, "0", gate="always") as cache:
+        loader = EgeriaLoader(data, cache=cache, **options())
+        for _ in range(2):
+            for (rows,) in loader:
+                model(rows)
+            cache.flush()
+        epoch = []
+        for (rows,) in loader:
+            model(rows)
+            epoch.append(rows + 0)
+            if len(epoch) == 2:
+                state = copy.deepcopy(loader.state_dict())
+        assert cache.stats().hits >= 2 * N - 2
+        resumed = EgeriaLoader(data, cache=cache, **options())
+        resumed.load_state_dict(state)
+        rest = [rows + 0 for (rows,) in resumed]
+    assert [rows.tolist() for rows in rest] == [rows.tolist() for rows in epoch[2:]]
+
+
+def test_a_snapshot_every_n_steps_has_no_meaning_here():
+    """StatefulDataLoader asks its workers for a state every n batches; ours has none in them."""
+    with pytest.raises(TypeError, match="snapshot_every_n_steps"):
+        EgeriaLoader(DATA, BATCH, snapshot_every_n_steps=5)
+    whole = run(lambda: theirs(2, batch_size=BATCH, snapshot_every_n_steps=3), 2)
+    assert whole[2] == run(lambda: ours(2, batch_size=BATCH), 2)[2]
