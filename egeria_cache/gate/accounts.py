@@ -68,9 +68,10 @@ class Accounts:
     def stats(
         self, store: ActivationStore | None, views: Views, pilot: Pilot, boundary: str | None
     ) -> CacheStats:
-        """Return all figures as they are now; without a store, those of the loop alone."""
+        """Return all figures as they are now; without a store, a forked child's."""
         if store is None:
-            return replace(self.counts, boundary=boundary, voided=views.num_voided)
+            why = "this is a forked child of the process that made the cache; call cache.reopen()"
+            return replace(self.counts, boundary=boundary, voided=views.num_voided, why_not=why)
         on_disk, (raw_bytes, stored_bytes) = store.stats(), views.retired_bytes
         return replace(
             self.counts,
