@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import torch
 
 __all__ = ["compute_on_one_core"]
 
-_lock = threading.Lock()
+_locks: dict[int, threading.Lock] = {}
 
 
 def compute_on_one_core() -> None:
@@ -20,7 +21,8 @@ def compute_on_one_core() -> None:
     What `torch.set_num_threads` sets is also what threads made later start with, the user's too:
     that default is put back, from a thread that ends with it.
     """
-    with _lock:
+    # One for each process: a child forked while it is held would wait for ever.
+    with _locks.setdefault(os.getpid(), threading.Lock()):
         default = torch.get_num_threads()
         torch.set_num_threads(1)
         keeper = threading.Thread(target=torch.set_num_threads, args=(default,))
