@@ -42,8 +42,8 @@ class ActivationCache:
     including the module `boundary` must be frozen; it is kept in inference mode. An activation is
     served only while it is what the prefix would compute now: see `docs/correctness.md`.
 
-    A cache that is attached to the same model already is closed. One that is pickled takes its model
-    along, and opens anew with its first use; for a forked child see `reopen`.
+    A cache that is attached to the same model already is closed. One that is pickled takes its
+    model along, and opens anew with its first use; for a forked child see `reopen`.
 
     Args:
         model: The model that is trained; its `forward` is wrapped until `close()`.
@@ -119,9 +119,7 @@ class ActivationCache:
             model, self._store, status, self._views, pilot, self._accounts, trial,
             settings["audit_rate"],
         )  # fmt: skip
-        self._engine = SkipEngine(
-            model, host, stateless_dropout=settings["dropout"] == "stateless"
-        )
+        self._engine = SkipEngine(model, host, stateless_dropout=settings["dropout"] == "stateless")
         self._moves = Boundary(self._engine, status, self._views, pilot, self._accounts)
         self.port = LoaderPort(
             status, self._moves, self._views, host, pilot, self._accounts, self._readers,

@@ -323,9 +323,7 @@ class _Rest:
 class _Noted:
     """An index sampler that notes its state, and its iterator's, whenever it was drawn from."""
 
-    def __init__(
-        self, whole: Iterable[Any], state: Callable[[], Any], progress: Progress
-    ) -> None:
+    def __init__(self, whole: Iterable[Any], state: Callable[[], Any], progress: Progress) -> None:
         self._whole, self._state, self._progress = whole, state, progress
 
     def __len__(self) -> int:

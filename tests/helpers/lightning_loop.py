@@ -1,6 +1,6 @@
 """Lightning's Trainer on a small network; as a script, on two processes.
 
-    python -m tests.helpers.lightning_loop ddp_spawn OUTPUT with-cache
+python -m tests.helpers.lightning_loop ddp_spawn OUTPUT with-cache
 """
 
 from __future__ import annotations

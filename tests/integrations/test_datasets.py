@@ -8,7 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset
 
-hf = pytest.importorskip("datasets")
+pytest.importorskip("datasets")
+
+import datasets as hf
 
 from egeria_cache import ActivationCache, EgeriaLoader
 

@@ -64,8 +64,7 @@ def test_a_loader_tells_what_it_loads_and_where_it_stands(tmp_path):
         list(loader)
         next(iter(loader))
         assert one_line(repr(loader)) == (
-            "EgeriaLoader('val', 48 samples by 8, epoch 1, 1 batches given out, "
-            "cached at 'layer1')"
+            "EgeriaLoader('val', 48 samples by 8, epoch 1, 1 batches given out, cached at 'layer1')"
         )
 
 
@@ -358,9 +357,7 @@ def test_a_loop_under_tqdm_that_was_interrupted_is_run_again(tmp_path, workers, 
     expected = run(plain, DataLoader(Images(noise=0), 8, shuffle=True, num_workers=workers))
     model = frozen_net()
     with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(
-            Images(noise=0), 8, shuffle=True, cache=cache, num_workers=workers
-        )
+        loader = EgeriaLoader(Images(noise=0), 8, shuffle=True, cache=cache, num_workers=workers)
         losses = run(model, loader, cache.flush)
         assert cache.stats().hits > 48
     assert losses == pytest.approx(expected, rel=1e-4)

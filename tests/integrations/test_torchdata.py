@@ -233,7 +233,7 @@ def test_an_iterators_own_state_is_used(kind, workers):
     for make in (ours, theirs):
         epoch, _, rest, after = run(lambda make=make: make(workers, **FREE[kind]()), 2)
         assert rest == epoch[2:]
-        assert sorted(sum(after, [])) == list(range(N))
+        assert sorted(i for batch in after for i in batch) == list(range(N))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
