@@ -115,8 +115,16 @@ class EgeriaCallback(Callback):
         self._last_step, self._loss = trainer.global_step, None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note how many steps a resumed run has behind it."""
+        """Note how many steps a resumed run has behind it, and let its loaders go on there."""
         self._last_step = trainer.global_step
+        fit = trainer.fit_loop
+        # Lightning passes the loaders' states on in mid-epoch only. At an epoch's end they hold the
+        # number of the epoch, its augmented version and the sampler's random numbers.
+        states = getattr(fit, "_combined_loader_states_to_load", None)
+        if states:
+            fit._combined_loader._load_state_dicts(states)
+            fit._combined_loader_states_to_load = []
+            iter(fit._data_fetcher)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

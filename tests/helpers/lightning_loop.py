@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,8 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.integrations.lightning import EgeriaCallback
+from egeria_core import FreezeController, StaticPolicy
 
 NUM_SAMPLES, BATCH = 48, 8
+LAYERS = ["backbone", "middle", "head"]
 
 
 class Lit(LightningModule):
@@ -96,19 +99,41 @@ def stable_id(index):
     return f"sample {index}"
 
 
-def main(strategy, output, with_cache):
+class FreezeAt(Callback):
+    """What a freeze controller does to a model, and nothing else."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == self.step:
+            for parameter in pl_module.backbone.parameters():
+                parameter.requires_grad_(False).grad = None
+
+
+def controlled(cache, step=4):
+    policy = StaticPolicy([(step, "backbone")])
+    return EgeriaCallback(cache, partial(FreezeController, policy=policy, layers=LAYERS))
+
+
+def main(strategy, output, what):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    model, callbacks = make(), [Report(output)]
+    freezes, with_cache = what.endswith("freezing"), what.startswith("cached")
+    model, callbacks = make(frozen=not freezes), [Report(output)]
     loader = DataLoader(data(), BATCH, shuffle=True)
+    if freezes and not with_cache:
+        callbacks.append(FreezeAt(4))
     if with_cache:
         cache = ActivationCache(model, Path(output, "cache"), gate="always")
-        callbacks.append(EgeriaCallback(cache, boundary="backbone"))
+        callbacks.append(
+            controlled(cache) if freezes else EgeriaCallback(cache, boundary="backbone")
+        )
         loader = EgeriaLoader(data(), BATCH, shuffle=True, cache=cache, sample_id=stable_id)
-    trainer(*callbacks, strategy=strategy, devices=2).fit(model, loader)
+    trainer(*callbacks, strategy=strategy, devices=2, max_epochs=4).fit(model, loader)
     if with_cache:
         cache.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3] == "with-cache")
+    main(*sys.argv[1:])

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,14 +23,22 @@ from lightning.pytorch.utilities import data as trainer_data
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.integrations.lightning import EgeriaCallback
-from egeria_core import FreezeController, StaticPolicy
-from tests.helpers.lightning_loop import BATCH, Lit, data, make, stable_id, trainer
+from egeria_core import FreezeController
+from tests.helpers.lightning_loop import (
+    BATCH,
+    FreezeAt,
+    Lit,
+    controlled,
+    data,
+    make,
+    stable_id,
+    trainer,
+)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::Warning:lightning.*", "ignore:.*eval mode at the start of training",
     "ignore:.*does not have many workers", "ignore:.*LeafSpec",
 )  # fmt: skip
-LAYERS = ["backbone", "middle", "head"]
 
 
 class Flush(Callback):
@@ -42,18 +49,6 @@ class Flush(Callback):
 
     def on_train_epoch_end(self, trainer, pl_module):
         self.cache.flush()
-
-
-class FreezeAt(Callback):
-    """What a freeze controller does to a model, and nothing else."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_step == self.step:
-            for parameter in pl_module.backbone.parameters():
-                parameter.requires_grad_(False).grad = None
 
 
 def loader(cache, **kwargs):
@@ -97,11 +92,6 @@ def test_validation_and_prediction_are_those_without_a_cache(tmp_path):
     assert model.losses == pytest.approx(plain.losses, rel=1e-5)
     assert model.val_losses == pytest.approx(plain.val_losses, rel=1e-5)
     torch.testing.assert_close(torch.cat(found), torch.cat(expected))
-
-
-def controlled(cache, step=4):
-    policy = StaticPolicy([(step, "backbone")])
-    return EgeriaCallback(cache, partial(FreezeController, policy=policy, layers=LAYERS))
 
 
 def test_a_controller_is_stepped_after_each_optimizer_step(tmp_path):
@@ -154,11 +144,11 @@ def resumed(directory, make_callbacks, frozen, stop, epochs=4):
     torch.manual_seed(5)
     first = make(frozen=frozen)
     with ActivationCache(first, directory / "cache", gate="always") as cache:
-        saver = ModelCheckpoint(checkpoints, every_n_train_steps=stop, save_top_k=-1)
-        run = trainer(
-            *make_callbacks(cache), saver, Flush(cache), enable_checkpointing=True, max_steps=stop,
-            max_epochs=epochs,
-        )  # fmt: skip
+        when = {"every_n_train_steps": stop} if type(stop) is int else {"every_n_epochs": 2}
+        saver = ModelCheckpoint(checkpoints, **when, save_top_k=-1)
+        callbacks = [*make_callbacks(cache), saver, Flush(cache)]
+        steps = stop if type(stop) is int else 12
+        run = trainer(*callbacks, enable_checkpointing=True, max_steps=steps, max_epochs=epochs)
         run.fit(first, loader(cache, seed=3))
     [path] = checkpoints.glob("*.ckpt")
     torch.manual_seed(99)
@@ -170,7 +160,7 @@ def resumed(directory, make_callbacks, frozen, stop, epochs=4):
         return first.losses + second.losses, cache.stats().hits
 
 
-@pytest.mark.parametrize("stop", [8, 12, 15])
+@pytest.mark.parametrize("stop", [8, 12, 15, "the end of an epoch"])
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path, stop):
     model = make(frozen=False)
     torch.manual_seed(5)
@@ -242,11 +232,10 @@ def test_a_loader_that_is_built_anew_keeps_its_arguments(tmp_path, update):
     assert {n: getattr(anew, n) for n in names} == {n: getattr(ours, n) for n in names}
 
 
-def run_on_two_processes(directory, strategy, with_cache):
+def run_on_two_processes(directory, strategy, what):
     directory.mkdir()
     subprocess.run(
-        [sys.executable, "-m", "tests.helpers.lightning_loop", strategy, str(directory),
-         "with-cache" if with_cache else "plain"],
+        [sys.executable, "-m", "tests.helpers.lightning_loop", strategy, str(directory), what],
         check=True, timeout=150, cwd=Path(__file__).parents[2],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL,
     )  # fmt: skip
@@ -255,17 +244,40 @@ def run_on_two_processes(directory, strategy, with_cache):
 
 @pytest.fixture(scope="module")
 def plain_ranks(tmp_path_factory):
-    return run_on_two_processes(tmp_path_factory.mktemp("plain") / "run", "ddp_fork", False)
+    return run_on_two_processes(tmp_path_factory.mktemp("plain") / "run", "ddp_fork", "plain")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork", "ddp_spawn"])
 def test_two_processes_have_the_losses_of_two_without_a_cache(tmp_path, strategy, plain_ranks):
-    ranks = run_on_two_processes(tmp_path / "run", strategy, True)
+    ranks = run_on_two_processes(tmp_path / "run", strategy, "cached")
     for rank, plain in zip(ranks, plain_ranks, strict=True):
         assert rank["losses"] == pytest.approx(plain["losses"], rel=1e-5)
         assert rank["sampler"] == plain["sampler"] == "DistributedSampler"
         assert rank["sample_id"] == "stable_id"
         assert rank["hits"] > 0
+
+
+def test_a_controller_freezes_on_two_processes_together(tmp_path):
+    ranks = run_on_two_processes(tmp_path / "run", "ddp_fork", "cached-freezing")
+    plain = run_on_two_processes(
+        tmp_path / "plain", "ddp_fork_find_unused_parameters_true", "plain-freezing"
+    )
+    for rank, expected in zip(ranks, plain, strict=True):
+        assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert rank["hits"] > 0
+
+
+def test_a_boundary_that_follows_what_trains_follows_backbone_finetuning(tmp_path):
+    finetuning = [BackboneFinetuning(2, lambda epoch: 1.0, train_bn=False) for _ in range(2)]
+    model = make(frozen=False)
+    with ActivationCache(model, tmp_path, gate="always") as cache:
+        callback = EgeriaCallback(cache, boundary="auto")
+        run = trainer(finetuning[0], callback, Flush(cache), max_epochs=4)
+        run.fit(model, loader(cache))
+        assert cache.boundary is None
+        assert cache.stats().hits == 48
+    expected = plain_losses(finetuning[1], frozen=False, max_epochs=4)
+    assert model.losses == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_controller_with_several_optimizers_is_to_be_made_by_hand(tmp_path):
