@@ -20,7 +20,7 @@ from torch.utils.data import SubsetRandomSampler
 
 from egeria_cache.cache.port import LoaderPort
 from egeria_cache.errors import EgeriaError
-from egeria_cache.skip import Filled, RandomState, SkipEngine
+from egeria_cache.skip import Filled, RandomState, SkipEngine, what_code_keeps
 
 __all__ = ["FillReport", "fill", "ordinary_call"]
 
@@ -62,7 +62,9 @@ def fill(
     if port.boundary is None:
         raise EgeriaError("nothing is frozen: set a boundary before filling the cache")
     call = forward or (lambda batch: ordinary_call(model, batch))
+    generators = RandomState.now()
     todo = _Missing(_indices(loader), loader.source, port)
+    generators.restore()  # a sampler that shuffles draws a seed when it is asked
     part = todo.loader = loader.over(todo)
     variants = loader.augmentation_variants
     start = copy.deepcopy(part.state_dict())
@@ -136,8 +138,11 @@ class _Missing:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Leave the model, and the random generators, as if it had not been called."""
-    generators, was_training = RandomState.now(), model.training
+    """Leave the model, and the random generators, as if it had not been called.
+
+    The first batch of a kind runs the whole model: what its code counts or keeps is put back.
+    """
+    generators, was_training, kept = RandomState.now(), model.training, what_code_keeps(model)
     with torch.no_grad():
         before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     model.train()
@@ -146,6 +151,8 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
+        for each in kept:
+            each.restore()
         generators.restore()
         with torch.no_grad():
             for buffer, content in before:

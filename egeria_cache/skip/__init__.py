@@ -17,6 +17,7 @@ from egeria_cache.skip.frozen import FrozenPrefix
 from egeria_cache.skip.names import module_named
 from egeria_cache.skip.places import Candidate, candidates
 from egeria_cache.skip.state import RandomState
+from egeria_cache.skip.surroundings import what_code_keeps
 
 __all__ = [
     "MAX_CHAINS",
@@ -32,4 +33,5 @@ __all__ = [
     "inner_model",
     "module_named",
     "same_rows",
+    "what_code_keeps",
 ]

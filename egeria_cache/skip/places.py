@@ -115,7 +115,7 @@ def _worthwhile(chosen: list[int], modules: list[nn.Module]) -> list[int]:
     joins = [
         isinstance(modules[i], _NORMS) or next(modules[i].parameters(), None) is None for i in kept
     ]
-    return [i for i, joined in zip(kept, [*joins[1:], False], strict=True) if not joined]
+    return [i for i, joined in zip(kept, [*joins, False][1:], strict=True) if not joined]
 
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)

@@ -17,8 +17,9 @@ from torch import nn
 
 from egeria_cache.skip.foreign import is_library
 from egeria_cache.skip.state import RandomState, Remembered
+from egeria_cache.skip.watch import watched_attributes
 
-__all__ = ["Surroundings", "World"]
+__all__ = ["Surroundings", "World", "what_code_keeps"]
 
 _MAX_FUNCTIONS = 4000
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -163,3 +164,12 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+
+
+def what_code_keeps(model: nn.Module) -> tuple[Remembered, ...]:
+    """Remember the attributes of a model's modules, and what its code may touch outside of it.
+
+    Parameters, buffers, children and modes are not among it.
+    """
+    slots = [(vars(m), key) for m in model.modules() for key in watched_attributes(m)]
+    return Surroundings(model).but_modules(), Remembered(slots=slots, modules=False)

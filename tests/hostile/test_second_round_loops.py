@@ -436,7 +436,7 @@ class Blocks(nn.Module):
         super().__init__()
         self.stem = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4)
+            nn.Sequential(nn.Dropout(0.1), nn.Linear(8, 8), nn.Tanh()) for _ in range(4)
         )
         self.head = nn.Linear(8, 3)
 
