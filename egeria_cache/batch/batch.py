@@ -36,6 +36,10 @@ class Entry(Protocol):
     def alive(self) -> bool:
         """False once the generation was voided: its activations must not be used any more."""
 
+    @property
+    def was_used(self) -> bool:
+        """Whether a call of the model has asked for its rows."""
+
     def load(self) -> dict[str, Tensor]:
         """Return the hits' activations by name, in row order, on the model's device.
 

@@ -161,6 +161,9 @@ class CacheHost:
         view = self._view_at(cut, batch)
         if view is None or not self._fits(view, batch):
             return
+        entry = batch.entry
+        if entry is not None and entry.cut is not cut and not entry.was_used:
+            self._views.prefer(view)  # autocast was on for a while, say, and is off again
         mask = np.ones(batch.size, bool) if rows is None else rows
         ids = [sample_id for sample_id, use in zip(batch.ids, mask, strict=True) if use]
         new = ~view.contains(ids, batch.variant)

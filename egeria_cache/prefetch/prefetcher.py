@@ -39,6 +39,7 @@ class PlannedEntry:
         self.kept: dict[str, Rows] = {}
         self.on_load: Callable[[], None] | None = None
         """Called when the rows are used for the first time."""
+        self.was_used = False
         self.read_s, self.num_read, self.waited_s = 0.0, 0, 0.0
         """What reading cost a reader thread, for how many samples, and the training thread."""
         self._reading: Future[bool] | None = None
@@ -77,6 +78,7 @@ class PlannedEntry:
         Raises:
             LookupError: They became stale, or can no longer be read.
         """
+        self.was_used = True
         started = time.perf_counter()
         rows = self._load()
         self.waited_s += time.perf_counter() - started

@@ -123,6 +123,12 @@ class Views:
             retired.generation.release()
         self._live[view.loader_name] = kept
 
+    def prefer(self, view: View) -> None:
+        """Read from this one first from now on: the loop has come back to it."""
+        views = self._live.get(view.loader_name, [])
+        if view in views:
+            self._live[view.loader_name] = [view, *(one for one in views if one is not view)]
+
     def void(self, stale: Callable[[View], bool], *, unlink: bool) -> None:
         """Serve nothing from these any more, wherever their batches are by now.
 

@@ -863,7 +863,8 @@ def test_what_a_data_set_has_kept_is_written(run):
     def each_epoch(epoch):
         if epoch == 2:
             run.turn()
-            data.kept[3][0].mul_(-2)
+            for x, _ in data.kept.values():
+                x.mul_(-2)
 
     run.fit(model, run.loader(data), 3, each_epoch=each_epoch)
 

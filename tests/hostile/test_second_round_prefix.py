@@ -776,7 +776,7 @@ def test_loading_with_assign_a_front_that_trains(run):
 # ---- modes and defaults -------------------------------------------------------------------------------
 
 
-@hostile
+@hostile(served=True)
 def test_another_default_dtype_for_what_the_front_makes(run):
     class Making(Net):
         def front(self, x):
@@ -786,7 +786,7 @@ def test_another_default_dtype_for_what_the_front_makes(run):
     model = run.freeze(Making())
     try:
         run.fit(
-            model, run.loader(rows()), 3,
+            model, run.loader(rows()), 4,
             each_epoch=lambda epoch: torch.set_default_dtype(
                 torch.float64 if epoch == 1 else torch.float32
             ),
@@ -805,6 +805,21 @@ def test_autocast_nested_in_the_front(run):
                     return self.middle(torch.tanh(h.float()))
 
     trained(run, model=Mixed())
+
+
+@hostile(served=True)
+def test_autocast_in_one_epoch_alone(run):
+    model, switch = run.freeze(Net()), [False]
+
+    def loss(model, batch):
+        with torch.autocast("cpu", torch.bfloat16, enabled=switch[0]):
+            out = model(batch[0])
+        return F.cross_entropy(out.float(), batch[1])
+
+    def each_epoch(epoch):
+        switch[0] = epoch == 1
+
+    run.fit(model, run.loader(rows()), 4, loss=loss, each_epoch=each_epoch)
 
 
 @hostile
