@@ -41,7 +41,7 @@ from tests.hostile.nets import (
     seeded,
 )
 
-# ---- structures ---------------------------------------------------------------------------------
+# ---- structures -------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -266,9 +266,7 @@ def test_label_smoothing_and_one_hot_are_served(run):
     def loss(model, batch):
         x, y = batch
         target = F.one_hot(y, 3).float() * 0.9 + 0.1 / 3
-        return F.cross_entropy(model(x), target) + F.cross_entropy(
-            model(x), y, label_smoothing=0.1
-        )
+        return F.cross_entropy(model(x), target) + F.cross_entropy(model(x), y, label_smoothing=0.1)
 
     trained(run, loss)
 
@@ -289,7 +287,7 @@ def test_manifold_mixup_is_served(run):
     trained(run, loss, model=Mixing())
 
 
-# ---- several inputs -----------------------------------------------------------------------------
+# ---- several inputs ---------------------------------------------------------------------------
 
 
 class Triples(Dataset):
@@ -421,9 +419,7 @@ def test_a_constant_written_through_numpy(run):
 @hostile
 def test_an_out_argument_of_the_loop(run):
     buffer = torch.empty(8, 6)
-    loss = numbered(
-        lambda m, x, y, n: F.cross_entropy(m(torch.mul(x, 1 + n // 3, out=buffer)), y)
-    )
+    loss = numbered(lambda m, x, y, n: F.cross_entropy(m(torch.mul(x, 1 + n // 3, out=buffer)), y))
     trained(run, loss, epochs=5)
 
 
@@ -503,9 +499,7 @@ def test_two_loaders_joined_into_one_batch(run):
     optimizer = sgd(model)
     for _ in range(4):
         for (x, y), (z, w) in zip(one, itertools.cycle(two), strict=False):
-            run.step(
-                F.cross_entropy(model(torch.cat([x, z])), torch.cat([y, w])), optimizer
-            )
+            run.step(F.cross_entropy(model(torch.cat([x, z])), torch.cat([y, w])), optimizer)
     run.see(model)
 
 
@@ -574,7 +568,7 @@ def test_next_of_iter_of_a_shuffled_loader_every_step(run):
     run.see(model)
 
 
-# ---- samplers and sizes ---------------------------------------------------------------------------
+# ---- samplers and sizes -----------------------------------------------------------------------
 
 KINDS = {
     "batch of one": lambda: {"batch_size": 1},
@@ -736,7 +730,7 @@ def test_a_batch_swapped_by_swap_tensors(run):
     trained(run, loss, epochs=4)
 
 
-# ---- data sets -------------------------------------------------------------------------------------
+# ---- data sets --------------------------------------------------------------------------------
 
 
 def epochs_of(run, dataset, change, epochs=4, **kwargs):
@@ -799,7 +793,6 @@ class Lengthening(Pairs):
 def correct(data, epoch):
     if epoch == 2:
         data.y[5] = (data.y[5] + 1) % 3
-
 
 
 DATA = {

@@ -28,7 +28,7 @@ from tests.hostile.nets import (
     sentences,
 )
 
-# ---- loops ----------------------------------------------------------------------------------------
+# ---- loops ------------------------------------------------------------------------------------
 
 
 @hostile
@@ -404,9 +404,7 @@ def test_double_from_the_middle_and_back(run):
                     state["momentum_buffer"] = state["momentum_buffer"].to(model.head.weight.dtype)
 
     optimizer = sgd(model)
-    run.fit(
-        model, run.loader(rows()), 6, loss=loss, each_epoch=each_epoch, optimizer=optimizer
-    )
+    run.fit(model, run.loader(rows()), 6, loss=loss, each_epoch=each_epoch, optimizer=optimizer)
 
 
 @hostile
@@ -428,7 +426,7 @@ def test_seeds_set_anew_every_epoch(run):
     )  # fmt: skip
 
 
-# ---- boundary="auto" ----------------------------------------------------------------------------
+# ---- boundary="auto" --------------------------------------------------------------------------
 
 
 class Blocks(nn.Module):
@@ -650,7 +648,7 @@ def test_auto_then_a_deep_copy_that_trains_all(run):
     run.fit(model, loader, 2, optimizer=sgd(model, 0.05))
 
 
-# ---- filling -------------------------------------------------------------------------------------
+# ---- filling ----------------------------------------------------------------------------------
 
 
 def filled(run, model, boundary, loader, forward=None):

@@ -38,7 +38,7 @@ def reading(read):
     return model
 
 
-# ---- code that is reached in other ways ---------------------------------------------------------
+# ---- code that is reached in other ways -------------------------------------------------------
 
 
 @hostile
@@ -321,7 +321,7 @@ def test_a_table_keyed_by_name_is_obeyed(run):
             return self.middle(table[self.act](self.early(x)))
 
     changed(run, lambda m: setattr(m, "act", "relu"), Named(), rows())
-    
+
 
 @hostile
 def test_a_function_in_a_table_replaced_is_called(run):
@@ -444,7 +444,7 @@ def test_a_trained_module_hidden_in_the_front_trains(run):
     run.see(model.early.extras[0])
 
 
-# ---- containers -----------------------------------------------------------------------------------
+# ---- containers -------------------------------------------------------------------------------
 
 
 class Contained(Net):
@@ -531,7 +531,7 @@ def test_a_parameter_dict_of_the_front_that_grows(run):
     changed(run, change, Listed(), rows())
 
 
-# ---- ties, buffers, utilities of torch -------------------------------------------------------------
+# ---- ties, buffers, utilities of torch --------------------------------------------------------
 
 
 @hostile
@@ -773,7 +773,7 @@ def test_loading_with_assign_a_front_that_trains(run):
     changed(run, change, Net(), rows())
 
 
-# ---- modes and defaults -------------------------------------------------------------------------------
+# ---- modes and defaults -----------------------------------------------------------------------
 
 
 @hostile(served=True)
