@@ -20,7 +20,7 @@ class MemoryEntry:
     def __init__(self, cut: Cut, rows: dict[str, Tensor], size: int) -> None:
         self.cut = cut
         self.hit = np.ones(size, bool)
-        self.alive = True
+        self.alive = self.was_used = True
         self._rows = rows
 
     def load(self) -> dict[str, Tensor]:

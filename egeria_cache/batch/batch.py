@@ -211,6 +211,11 @@ class PartEntry:
         """Whether the activations may still be used."""
         return self._shared.entry.alive
 
+    @property
+    def was_used(self) -> bool:
+        """Whether rows of the whole batch were asked for."""
+        return self._shared.entry.was_used
+
     def load(self) -> dict[str, Tensor]:
         """Return the rows of this part's hits, a copy."""
         whole = self._shared.load()

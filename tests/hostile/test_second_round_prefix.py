@@ -808,6 +808,22 @@ def test_autocast_nested_in_the_front(run):
 
 
 @hostile(served=True)
+def test_autocast_in_one_epoch_alone_with_slices(run):
+    model, switch = run.freeze(Net()), [False]
+
+    def loss(model, batch):
+        x, y = batch
+        with torch.autocast("cpu", torch.bfloat16, enabled=switch[0]):
+            out = torch.cat([model(x[:4]), model(x[4:])])
+        return F.cross_entropy(out.float(), y)
+
+    def each_epoch(epoch):
+        switch[0] = epoch == 1
+
+    run.fit(model, run.loader(rows()), 4, loss=loss, each_epoch=each_epoch)
+
+
+@hostile(served=True)
 def test_autocast_in_one_epoch_alone(run):
     model, switch = run.freeze(Net()), [False]
 
