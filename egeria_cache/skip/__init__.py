@@ -4,20 +4,22 @@ Owns the stand-in for the model's `forward`, and holds the frozen modules in inf
 no thread, no file, and no notion of a store: what it captures goes to its `SkipHost`, and what it
 serves comes from a batch's `Entry`.
 
-`engine.py` is the whole way of a batch through the model. Finding a cut: `rehearsal` > `proof` >
-`probe`, `evidence`. Serving it: `passes` > `recipe` > `placeholder`. Noticing that it no longer
-holds: `guards`. Its name for ever: `address`. Inference mode: `frozen`, `front`, `dropout`.
+`engine.py` is the whole way of a batch through the model. Below it, each importing only those that
+follow: `prove` finds a cut and proves it (`rehearsal` > `proof` > `probe`, `evidence`); `serve`
+keeps and replays what was proved (`book`, `passes` > `runs` > `recipe`), and names it for ever
+(`address`); `state` says whether the prefix is still what it was (`guards`); `model` takes over the
+user's modules, and holds the frozen ones in inference mode (`frozen`, `dropout`).
 """
 
-from egeria_cache.skip.attach import inner_model
-from egeria_cache.skip.compare import same_rows
-from egeria_cache.skip.cut import Cut, Step
 from egeria_cache.skip.engine import MAX_CHAINS, Filled, SkipEngine, SkipHost
-from egeria_cache.skip.frozen import FrozenPrefix
-from egeria_cache.skip.names import module_named
-from egeria_cache.skip.places import Candidate, candidates
-from egeria_cache.skip.state import RandomState
-from egeria_cache.skip.surroundings import what_code_keeps
+from egeria_cache.skip.model.attach import inner_model
+from egeria_cache.skip.model.frozen import FrozenPrefix
+from egeria_cache.skip.model.names import module_named
+from egeria_cache.skip.prove.places import Candidate, candidates
+from egeria_cache.skip.serve.compare import same_rows
+from egeria_cache.skip.serve.cut import Cut, Step
+from egeria_cache.skip.state.remembered import RandomState
+from egeria_cache.skip.state.surroundings import what_code_keeps
 
 __all__ = [
     "MAX_CHAINS",

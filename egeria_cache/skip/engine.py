@@ -18,25 +18,25 @@ from torch import Tensor, nn
 
 from egeria_cache.batch import Batch, Entry, unwrap
 from egeria_cache.errors import BoundaryError
-from egeria_cache.skip import passes
-from egeria_cache.skip.address import address, prefix_tensors
-from egeria_cache.skip.attach import AttachedForward, inner_model
-from egeria_cache.skip.auto import AutoBoundary
-from egeria_cache.skip.book import RecipeBook
-from egeria_cache.skip.calls import healing, is_compiled
-from egeria_cache.skip.code import reached
-from egeria_cache.skip.compare import difference, tolerance
-from egeria_cache.skip.content import ContentHash
-from egeria_cache.skip.cut import Cut, merge
-from egeria_cache.skip.dropout import StatelessDropout, counting_calls
-from egeria_cache.skip.frozen import FrozenPrefix
-from egeria_cache.skip.guards import PrefixGuard
-from egeria_cache.skip.invocation import Invocation
-from egeria_cache.skip.names import module_named
-from egeria_cache.skip.recipe import Recipe
-from egeria_cache.skip.rehearsal import Rehearsal
-from egeria_cache.skip.thaw import ThawWatch
-from egeria_cache.skip.watch import hooks_of, written_by_hooks
+from egeria_cache.skip.model.attach import AttachedForward, inner_model
+from egeria_cache.skip.model.calls import healing, is_compiled
+from egeria_cache.skip.model.dropout import StatelessDropout, counting_calls
+from egeria_cache.skip.model.frozen import FrozenPrefix
+from egeria_cache.skip.model.names import module_named
+from egeria_cache.skip.prove.auto import AutoBoundary
+from egeria_cache.skip.prove.rehearsal import Rehearsal
+from egeria_cache.skip.serve import passes
+from egeria_cache.skip.serve.address import address, prefix_tensors
+from egeria_cache.skip.serve.book import RecipeBook
+from egeria_cache.skip.serve.compare import difference, tolerance
+from egeria_cache.skip.serve.cut import Cut, merge
+from egeria_cache.skip.serve.invocation import Invocation
+from egeria_cache.skip.serve.recipe import Recipe
+from egeria_cache.skip.serve.thaw import ThawWatch
+from egeria_cache.skip.state.code import reached
+from egeria_cache.skip.state.content import ContentHash
+from egeria_cache.skip.state.guards import PrefixGuard
+from egeria_cache.skip.state.watch import hooks_of, written_by_hooks
 
 __all__ = ["MAX_CHAINS", "Filled", "SkipEngine", "SkipHost"]
 

@@ -5,10 +5,11 @@ decoding threads. It never knows what a model, a loader or a boundary is: a gene
 fields that others gave it, and a record holds named tensors.
 
 The way of a read: `store` > `generation` > `reader` > `fill` > `codecs`; of a write: `generation` >
-`records` > `writer` > `files`. What `cache-inspect` reads and removes: `census`, `removal`.
+`records` > `writer` > `disk`. `disk` has the files: whose they are (`own`, `place`, `claims`), what
+they may take (`budget`), the log of commits and the index made from it (`log`, `index`), the
+records (`segment`). What `cache-inspect` reads and removes: `census`, `removal`.
 """
 
-from egeria_cache.store.budget import BudgetBusyError
 from egeria_cache.store.census import (
     CacheReport,
     GenerationReport,
@@ -17,8 +18,9 @@ from egeria_cache.store.census import (
     survey,
     verify,
 )
+from egeria_cache.store.disk.budget import BudgetBusyError
+from egeria_cache.store.disk.manifest import DamagedError, Manifest, differing_fields
 from egeria_cache.store.generation import Generation
-from egeria_cache.store.manifest import DamagedError, Manifest, differing_fields
 from egeria_cache.store.removal import remove_generations
 from egeria_cache.store.store import ActivationStore
 

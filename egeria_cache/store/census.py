@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from egeria_cache.errors import StoreError
-from egeria_cache.store.budget import directory_bytes, generation_directories, last_use
-from egeria_cache.store.claims import DAMAGED, in_use_elsewhere
 from egeria_cache.store.codecs.codec import Coder
-from egeria_cache.store.files import GenerationFiles, GoneError, is_unfinished
-from egeria_cache.store.keys import decode_key
-from egeria_cache.store.layout import Layout
-from egeria_cache.store.manifest import DamagedError, Manifest, read_json
-from egeria_cache.store.place import ROOT_NAME
-from egeria_cache.store.records import Record, open_record
-from egeria_cache.store.totals import Totals
-from egeria_cache.store.values import RecordError
+from egeria_cache.store.disk.budget import directory_bytes, generation_directories, last_use
+from egeria_cache.store.disk.claims import DAMAGED, in_use_elsewhere
+from egeria_cache.store.disk.files import GenerationFiles, GoneError, is_unfinished
+from egeria_cache.store.disk.manifest import DamagedError, Manifest, read_json
+from egeria_cache.store.disk.place import ROOT_NAME
+from egeria_cache.store.disk.totals import Totals
+from egeria_cache.store.records.keys import decode_key
+from egeria_cache.store.records.layout import Layout
+from egeria_cache.store.records.record import Record, open_record
+from egeria_cache.store.records.values import RecordError
 
 PROGRESS_EVERY = 256
 """Records."""

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from egeria_cache.store.codecs.codec import Codec, CodecError, Coder
 from egeria_cache.store.codecs.gather import Bytes, Places, Source
-from egeria_cache.store.layout import (
+from egeria_cache.store.disk.log import Spans
+from egeria_cache.store.disk.segment import ALIGNMENT, Segment
+from egeria_cache.store.records.layout import (
     CHECKSUM,
     CHECKSUM_BYTES,
     PREFIX_BYTES,
@@ -24,10 +26,8 @@ from egeria_cache.store.layout import (
     Head,
     split_lengths,
 )
-from egeria_cache.store.log import Spans
-from egeria_cache.store.records import open_record, plain_value
-from egeria_cache.store.segment import ALIGNMENT, Segment
-from egeria_cache.store.values import RecordError
+from egeria_cache.store.records.record import open_record, plain_value
+from egeria_cache.store.records.values import RecordError
 
 __all__ = ["Batch", "Spread", "fill"]
 

@@ -18,19 +18,19 @@ import psutil
 from torch import Tensor
 
 from egeria_cache.errors import StoreError
-from egeria_cache.store.budget import Budget, BudgetBusyError
-from egeria_cache.store.choice import choose_codec
 from egeria_cache.store.codecs.codec import Codec, Coder
 from egeria_cache.store.codecs.lossy import LossyError, Storage
-from egeria_cache.store.files import GenerationFiles, GoneError
-from egeria_cache.store.keys import SampleId, encode_keys
-from egeria_cache.store.manifest import Manifest
-from egeria_cache.store.place import FULL
+from egeria_cache.store.disk.budget import Budget, BudgetBusyError
+from egeria_cache.store.disk.files import GenerationFiles, GoneError
+from egeria_cache.store.disk.manifest import Manifest
+from egeria_cache.store.disk.place import FULL
 from egeria_cache.store.reader import BatchReader
-from egeria_cache.store.records import Encoded, Rows, encode_rows
+from egeria_cache.store.records.choice import choose_codec
+from egeria_cache.store.records.keys import SampleId, encode_keys
+from egeria_cache.store.records.record import Encoded, Rows, encode_rows
+from egeria_cache.store.records.values import Value
 from egeria_cache.store.stats import GenerationCounts
 from egeria_cache.store.transfer import to_host
-from egeria_cache.store.values import Value
 from egeria_cache.store.writer import Job, Writer
 
 __all__ = ["Generation"]

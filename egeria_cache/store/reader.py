@@ -18,14 +18,14 @@ from torch import Tensor
 
 from egeria_cache.store.assemble import assemble
 from egeria_cache.store.codecs.codec import Coder
-from egeria_cache.store.files import GenerationFiles, GoneError
+from egeria_cache.store.disk.files import GenerationFiles, GoneError
+from egeria_cache.store.disk.log import Spans
+from egeria_cache.store.disk.segment import Segment
 from egeria_cache.store.fill import Batch, fill
-from egeria_cache.store.keys import SampleId, decode_key, encode_keys
-from egeria_cache.store.layout import CHECKSUM_BYTES, Head
-from egeria_cache.store.log import Spans
-from egeria_cache.store.records import open_record
-from egeria_cache.store.segment import Segment
-from egeria_cache.store.values import RecordError
+from egeria_cache.store.records.keys import SampleId, decode_key, encode_keys
+from egeria_cache.store.records.layout import CHECKSUM_BYTES, Head
+from egeria_cache.store.records.record import open_record
+from egeria_cache.store.records.values import RecordError
 from egeria_cache.threads import compute_on_one_core
 
 __all__ = ["BatchReader", "Fetched"]

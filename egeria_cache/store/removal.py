@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from egeria_cache.store.budget import Budget
-from egeria_cache.store.claims import clear_graves, in_use_elsewhere, remove_directory
+from egeria_cache.store.disk.budget import Budget
+from egeria_cache.store.disk.claims import clear_graves, in_use_elsewhere, remove_directory
 
 __all__ = ["remove_generations"]
 

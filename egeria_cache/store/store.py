@@ -22,23 +22,23 @@ from torch import Tensor
 
 from egeria_cache.config import PAGE_BYTES, StoreConfig, parse_size
 from egeria_cache.errors import StoreError
-from egeria_cache.store.budget import Budget, BudgetBusyError, generation_directories
-from egeria_cache.store.claims import BeingRemovedError, set_aside
-from egeria_cache.store.files import GenerationFiles, is_unfinished
-from egeria_cache.store.generation import Generation
-from egeria_cache.store.keys import SampleId
-from egeria_cache.store.manifest import (
+from egeria_cache.store.disk.budget import Budget, BudgetBusyError, generation_directories
+from egeria_cache.store.disk.claims import BeingRemovedError, set_aside
+from egeria_cache.store.disk.files import GenerationFiles, is_unfinished
+from egeria_cache.store.disk.manifest import (
     DamagedError,
     Manifest,
     canonical,
     differing_fields,
     generation_name,
 )
-from egeria_cache.store.own import check_own
-from egeria_cache.store.place import claim_directory
+from egeria_cache.store.disk.own import check_own
+from egeria_cache.store.disk.place import claim_directory
+from egeria_cache.store.generation import Generation
 from egeria_cache.store.reader import BatchReader
+from egeria_cache.store.records.keys import SampleId
+from egeria_cache.store.records.values import Value
 from egeria_cache.store.stats import GenerationCounts, StoreStats
-from egeria_cache.store.values import Value
 from egeria_cache.store.writer import Writer
 
 __all__ = ["ActivationStore", "Generation", "StoreStats"]

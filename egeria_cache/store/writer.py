@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egeria_cache.store.records import Rows
+from egeria_cache.store.records.record import Rows
 from egeria_cache.threads import compute_on_one_core
 
 __all__ = ["Job", "Writer"]

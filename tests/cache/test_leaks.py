@@ -11,7 +11,7 @@ import time
 import pytest
 
 from egeria_cache import ActivationCache, EgeriaLoader
-from egeria_cache.store.claims import in_use_elsewhere
+from egeria_cache.store.disk.claims import in_use_elsewhere
 from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
 from tests.helpers.runs import assert_same, run
 
@@ -53,7 +53,7 @@ def test_an_epoch_ends_well_though_the_directory_cannot_be_listed(tmp_path, capl
     def refuse(*args):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("egeria_cache.store.budget.os.scandir", refuse)
+    monkeypatch.setattr("egeria_cache.store.disk.budget.os.scandir", refuse)
     assert_same(run(tmp_path / "two", gate="always"), expected)
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.batch.tensor import unwrap
-from egeria_cache.store.budget import Budget
+from egeria_cache.store.disk.budget import Budget
 from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
 
 

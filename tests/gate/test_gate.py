@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from egeria_cache.gate.gate import CostMeter, Costs, Gate, choose
-from egeria_cache.skip.cut import Step
+from egeria_cache.skip.serve.cut import Step
 
 STEPS = [
     Step("stem", seconds_per_sample=1e-4, row_bytes=400_000),

@@ -13,7 +13,7 @@ from torch import nn
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.gate.gate import CostMeter, Costs
 from egeria_cache.gate.ledger import Ledger
-from egeria_cache.skip.cut import Step
+from egeria_cache.skip.serve.cut import Step
 from tests.helpers.nets import Images, Net, freeze, make_net, sgd, train_steps
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from egeria_cache.errors import StoreError
-from egeria_cache.store.manifest import generation_name
+from egeria_cache.store.disk.manifest import generation_name
 from egeria_cache.store.store import ActivationStore
 
 FIELDS = {"use": "flips", "boundary": "layer1"}

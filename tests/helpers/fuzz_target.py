@@ -12,11 +12,11 @@ import torch
 import xxhash
 
 from egeria_cache.store.codecs.codec import Codec, CodecError, Coder
-from egeria_cache.store.keys import decode_key, encode_key
-from egeria_cache.store.layout import parse_head, payload_seed
-from egeria_cache.store.log import parse_commit
-from egeria_cache.store.records import Rows, encode_rows, open_record
-from egeria_cache.store.values import RecordError, decode_value
+from egeria_cache.store.disk.log import parse_commit
+from egeria_cache.store.records.keys import decode_key, encode_key
+from egeria_cache.store.records.layout import parse_head, payload_seed
+from egeria_cache.store.records.record import Rows, encode_rows, open_record
+from egeria_cache.store.records.values import RecordError, decode_value
 
 KEY = encode_key(7)
 CODER = Coder()

@@ -14,7 +14,7 @@ from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
 from egeria_cache.inspect.cli import main
 from egeria_cache.inspect.forecast import Settings, forecast
 from egeria_cache.inspect.prospect import Forecast, Prospect
-from egeria_cache.skip.places import candidates
+from egeria_cache.skip.prove.places import candidates
 from tests.helpers import plan_zoo
 
 ZOO = plan_zoo.__name__

@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 from egeria_cache import ActivationCache, EgeriaLoader
-from egeria_cache.store.keys import encode_keys
+from egeria_cache.store.records.keys import encode_keys
 from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
 
 pytestmark = pytest.mark.usefixtures("way_of_rows")

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
 from egeria_cache.batch.tensor import Batch
-from egeria_cache.skip.dropout import StatelessDropout, only
-from egeria_cache.skip.frozen import FrozenPrefix
+from egeria_cache.skip.model.dropout import StatelessDropout, only
+from egeria_cache.skip.model.frozen import FrozenPrefix
 from tests.helpers.nets import Images, sgd, train_steps
 
 KINDS = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from egeria_cache.skip.frozen import FrozenPrefix
+from egeria_cache.skip.model.frozen import FrozenPrefix
 
 
 def make_model() -> nn.Sequential:

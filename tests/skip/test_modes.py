@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from egeria_cache.skip.frozen import FrozenPrefix
+from egeria_cache.skip.model.frozen import FrozenPrefix
 from tests.helpers.skip_harness import (
     Harness,
     assert_same,

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from egeria_cache.errors import BoundaryError
-from egeria_cache.skip.compare import difference, same_content, tolerance
-from egeria_cache.skip.content import ContentHash
-from egeria_cache.skip.cut import TensorSpec, merge
-from egeria_cache.skip.guards import PrefixGuard
-from egeria_cache.skip.placeholder import Escape, Placeholder, Scene, Source
-from egeria_cache.skip.recipe import Unavailable
+from egeria_cache.skip.serve.compare import difference, same_content, tolerance
+from egeria_cache.skip.serve.cut import TensorSpec, merge
+from egeria_cache.skip.serve.placeholder import Escape, Placeholder, Scene, Source
+from egeria_cache.skip.serve.recipe import Unavailable
+from egeria_cache.skip.state.content import ContentHash
+from egeria_cache.skip.state.guards import PrefixGuard
 
 
 @pytest.fixture

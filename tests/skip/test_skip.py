@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from egeria_cache.errors import BoundaryError
-from egeria_cache.skip.frozen import FrozenPrefix
+from egeria_cache.skip.model.frozen import FrozenPrefix
 from tests.helpers.skip_harness import Harness, assert_same_run, freeze, step
 
 

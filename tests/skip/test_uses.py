@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from egeria_cache.skip.invocation import Invocation
+from egeria_cache.skip.serve.invocation import Invocation
 from tests.helpers.skip_harness import Harness, assert_same, freeze, step
 
 G = torch.Generator().manual_seed(1)

@@ -12,9 +12,9 @@ from tests.helpers.skip_harness import Harness, step
 
 pytest.importorskip("transformers", minversion="5")
 
-from egeria_cache.skip.calls import Recorder, intercept
-from egeria_cache.skip.frozen import FrozenPrefix
-from egeria_cache.skip.rehearsal import patchable
+from egeria_cache.skip.model.calls import Recorder, intercept
+from egeria_cache.skip.model.frozen import FrozenPrefix
+from egeria_cache.skip.prove.rehearsal import patchable
 from tests.helpers import zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore")

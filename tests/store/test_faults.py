@@ -18,15 +18,15 @@ import time
 import pytest
 import torch
 
+import egeria_cache.store.disk.segment as segment_module
 import egeria_cache.store.generation as generation_module
-import egeria_cache.store.segment as segment_module
 from egeria_cache.errors import StoreError
-from egeria_cache.store.budget import directory_bytes, generation_directories
 from egeria_cache.store.census import survey, verify
-from egeria_cache.store.claims import in_use_elsewhere, remove_directory
-from egeria_cache.store.log import Log
-from egeria_cache.store.manifest import write_json
-from egeria_cache.store.own import ForeignError
+from egeria_cache.store.disk.budget import directory_bytes, generation_directories
+from egeria_cache.store.disk.claims import in_use_elsewhere, remove_directory
+from egeria_cache.store.disk.log import Log
+from egeria_cache.store.disk.manifest import write_json
+from egeria_cache.store.disk.own import ForeignError
 from egeria_cache.store.store import ActivationStore
 
 FLUSH_S = 60
@@ -227,8 +227,8 @@ def test_an_index_that_cannot_be_read_in_places_hides_only_those(original, tmp_p
             raise OSError(errno.EIO, "Input/output error")
         return real(descriptor, size, place)
 
-    monkeypatch.setattr("egeria_cache.store.log.PAGE_BYTES", 8)
-    monkeypatch.setattr("egeria_cache.store.log.os.pread", pread)
+    monkeypatch.setattr("egeria_cache.store.disk.log.PAGE_BYTES", 8)
+    monkeypatch.setattr("egeria_cache.store.disk.log.os.pread", pread)
     with ActivationStore(copy) as store:
         assert store.open_generation(FIELDS[0]).get_batch(range(COUNT))[1].sum() == COUNT - 6
 
@@ -367,7 +367,7 @@ def test_an_existing_cache_opens_on_a_full_disk_with_another_limit(original, tmp
     def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("egeria_cache.store.place.write_json", full)
+    monkeypatch.setattr("egeria_cache.store.disk.place.write_json", full)
     assert use(copy, "60MB") == [COUNT] * 4
 
 
@@ -591,7 +591,7 @@ def test_a_reader_that_may_not_lock_sees_only_whole_records(tmp_path, monkeypatc
     with ActivationStore(directory, codec="raw") as writer:
         writer.put_batch([0], torch.zeros(1, 100))
         assert writer.flush(FLUSH_S)
-        monkeypatch.setattr("egeria_cache.store.place.os.access", lambda *args: False)
+        monkeypatch.setattr("egeria_cache.store.disk.place.os.access", lambda *args: False)
         with ActivationStore(directory) as reader:
             for one in range(1, 200):
                 while not writer.put_batch([one], torch.full((1, 100), float(one))):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from egeria_cache.store.codecs.codec import Codec, Coder
 from egeria_cache.store.codecs.gather import Scratch, Source
 from egeria_cache.store.codecs.planes import GROUPS, cut, join
-from egeria_cache.store.segment import SEGMENT_NAME
+from egeria_cache.store.disk.segment import SEGMENT_NAME
 from egeria_cache.store.store import ActivationStore
 
 DATA = np.random.default_rng(0).integers(0, 256, 1000).astype(np.uint8)

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from egeria_cache.store.index import HashTable, Index, IntegerTable
-from egeria_cache.store.keys import encode_key, encode_keys
+from egeria_cache.store.disk.index import HashTable, Index, IntegerTable
+from egeria_cache.store.records.keys import encode_key, encode_keys
 
 sample_ids = (
     st.integers(0, 50)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from egeria_cache.store.keys import decode_key, encode_key, encode_keys
+from egeria_cache.store.records.keys import decode_key, encode_key, encode_keys
 
 int64 = st.integers(-(2**63), 2**63 - 1)
 elements = st.integers() | st.text(max_size=40)

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import egeria_cache.store.place as place_module
+import egeria_cache.store.disk.place as place_module
 from egeria_cache import ActivationCache
 from egeria_cache.errors import StoreError
-from egeria_cache.store.place import filesystem_type
+from egeria_cache.store.disk.place import filesystem_type
 from egeria_cache.store.store import ActivationStore
 
 

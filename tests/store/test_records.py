@@ -8,12 +8,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from egeria_cache.store.choice import choose_codec
 from egeria_cache.store.codecs.codec import Codec, CodecError, Coder
-from egeria_cache.store.keys import encode_keys
-from egeria_cache.store.layout import DTYPES, parse_head
-from egeria_cache.store.records import Rows, encode_rows, open_record
-from egeria_cache.store.values import RecordError, decode_value, encode_value
+from egeria_cache.store.records.choice import choose_codec
+from egeria_cache.store.records.keys import encode_keys
+from egeria_cache.store.records.layout import DTYPES, parse_head
+from egeria_cache.store.records.record import Rows, encode_rows, open_record
+from egeria_cache.store.records.values import RecordError, decode_value, encode_value
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from egeria_cache.errors import StoreError
-from egeria_cache.store.files import GenerationFiles
-from egeria_cache.store.keys import encode_keys
-from egeria_cache.store.records import Rows
+from egeria_cache.store.disk.files import GenerationFiles
+from egeria_cache.store.records.keys import encode_keys
+from egeria_cache.store.records.record import Rows
 from egeria_cache.store.store import ActivationStore
 from egeria_cache.store.writer import Job, Writer
 

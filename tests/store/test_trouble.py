@@ -21,13 +21,13 @@ import numpy as np
 import pytest
 import torch
 
-import egeria_cache.store.budget as budget_module
+import egeria_cache.store.disk.budget as budget_module
 from egeria_cache.errors import StoreError
 from egeria_cache.inspect.cli import main
-from egeria_cache.store.budget import Budget
 from egeria_cache.store.census import survey, verify
-from egeria_cache.store.keys import encode_keys
-from egeria_cache.store.manifest import generation_name
+from egeria_cache.store.disk.budget import Budget
+from egeria_cache.store.disk.manifest import generation_name
+from egeria_cache.store.records.keys import encode_keys
 from egeria_cache.store.store import ActivationStore
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,0 +1,106 @@
+"""Stand in for a model's `forward`, and leave no trace in its copies."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from egeria_cache.skip.model.front import ForwardSlot
+
+__all__ = ["AttachedForward", "inner_model"]
+
+_NUMBERS = itertools.count()
+# Not `__func__`: who wraps that one instead of us (Accelerate, for autocast) would lose us.
+_OF_FUNCTIONS = frozenset(
+    f"__{name}__"
+    for name in ("code", "globals", "defaults", "kwdefaults", "closure", "name", "qualname",
+                 "annotations", "self", "signature", "type_params")
+)  # fmt: skip
+_ATTACHED: weakref.WeakValueDictionary[int, AttachedForward] = weakref.WeakValueDictionary()
+
+
+class AttachedForward(ForwardSlot):
+    """The instance's `forward`; a copy or a pickle of the model gets its plain forward back.
+
+    Args:
+        model: Takes this object as its `forward`.
+        forward: What is called instead.
+        on_traced: Called when a compiler traces the whole model, which then runs without us.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        on_traced: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(model)
+        self._forward = forward
+        self.on_traced = on_traced
+        self._number = next(_NUMBERS)
+        _ATTACHED[self._number] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; a compiler that traces us sees the plain forward."""
+        if args and args[0] is self.module:
+            args = args[1:]  # Accelerate's unwrap_model binds what it finds to the model
+        if torch.compiler.is_compiling():
+            _report(self._number)
+            return self.__wrapped__(*args, **kwargs)
+        return self._forward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        # Compilers that read a function instead of calling it (export) see the plain one.
+        if name not in _OF_FUNCTIONS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.__wrapped__, name)
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own forward."""
+        return self.__wrapped__(*args, **kwargs)
+
+    def attach(self) -> Callable[..., Any]:
+        """Take the place of the model's forward, and return it."""
+        self.module.__dict__["forward"] = self
+        return self.plain
+
+    def detach(self) -> None:
+        """Put back what was there, unless someone else has taken the place since."""
+        if self.module.__dict__.get("forward") is self:
+            del self.module.__dict__["forward"]
+            if self.before is not None:
+                self.module.__dict__["forward"] = self.before
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.before is not None:
+            return _same, (self.before,)
+        # While the copy is built its instance dict is empty: this finds its class's forward.
+        return getattr, (self.module, "forward")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _report(number: int) -> bool:
+    """Run while a compiler traces, and leave nothing in its graph."""
+    attached = _ATTACHED.get(number)
+    if attached is not None:
+        attached.on_traced()
+    return True
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """Look through wrappers that call the model as it is."""
+    names = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
+    while type(model).__name__ in names:
+        inner = getattr(model, names[type(model).__name__])
+        assert isinstance(inner, nn.Module)
+        model = inner
+    return model

@@ -1,0 +1,167 @@
+"""Keep the frozen prefix in inference mode, through every `model.train()`.
+
+`model.train()` at the start of an epoch undoes `.eval()` of a frozen BatchNorm: its running
+statistics then move, and every stored activation is stale. `FrozenPrefix` gives each module that it
+holds a `train` of its own, which notes what was asked for and leaves the module in inference mode.
+It is an ordinary picklable attribute: a copy of the model (`copy.deepcopy`, `torch.save`) is held
+like the original, just as it keeps `requires_grad=False`; `FrozenPrefix.thaw(copy)` lets it go.
+`state_dict` never sees it. Code of the modules around the boundary is held by `front.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+
+from torch import nn
+
+from egeria_cache.skip.model.front import AroundForward, hold_around, let_go_around, thaw_around
+
+__all__ = ["FrozenPrefix", "mode_asked_for"]
+
+
+class _HeldTrain:
+    """Stands in for one module's `train`; shared by all that hold this module."""
+
+    def __init__(self, module: nn.Module, *, with_children: bool) -> None:
+        self.module = module
+        self.with_children = with_children
+        self.wanted = module.training
+        self.num_holders = 0
+
+    def __call__(self, mode: bool = True) -> nn.Module:
+        if not isinstance(mode, bool):
+            raise ValueError("training mode is expected to be boolean")
+        self.wanted = mode
+        self.module.training = False
+        for child in self.module.children():
+            # A child that joined after the freeze has no holder of its own.
+            joined = self.with_children and _held(child) is None
+            child.train(False if joined else mode)
+        return self.module
+
+    def let_go(self) -> None:
+        """Give the module back its own `train`, and the mode it would have had without us."""
+        if _held(self.module) is self:
+            del self.module.__dict__["train"]
+        self.module.training = self.wanted
+
+
+def _held(module: nn.Module) -> _HeldTrain | None:
+    train = module.__dict__.get("train")
+    return train if isinstance(train, _HeldTrain) else None
+
+
+def mode_asked_for(module: nn.Module) -> bool:
+    """Whether the module would be in training mode if nobody held it."""
+    held = _held(module)
+    return module.training if held is None else held.wanted
+
+
+class FrozenPrefix:
+    """Hold modules, with all that is below them, in inference mode until `release()`.
+
+    Args:
+        modules: Whole subtrees: BatchNorm stops updating its statistics and normalises with the
+            stored ones, Dropout passes its input on.
+
+    Several holders may overlap; a module returns to training mode when the last one lets go, and
+    then takes the mode that the latest `train()` or `eval()` asked for. Not thread-safe: call it
+    where `model.train()` is called.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
+        self._modules: dict[int, nn.Module] = {}
+        self._boundary: nn.Module | None = None
+        self._around: dict[int, tuple[nn.Module, AroundForward]] = {}
+        self.extend(modules)
+
+    def extend(self, modules: Iterable[nn.Module], *, recurse: bool = True) -> None:
+        """Hold further modules; those held already are put back into inference mode.
+
+        Args:
+            modules: What to hold.
+            recurse: Hold all that is below them, too. False is for a module of which only the own
+                code belongs to the prefix: an encoder that applies dropout to its embeddings.
+        """
+        for root in modules:
+            for module in root.modules() if recurse else (root,):
+                if id(module) in self._modules:
+                    module.training = False  # whoever set the flag itself
+                    continue
+                held = _held(module) or _HeldTrain(module, with_children=recurse)
+                held.with_children |= recurse
+                held.num_holders += 1
+                module.__dict__["train"] = held
+                module.training = False
+                self._modules[id(module)] = module
+
+    def put_back(self) -> None:
+        """Put every held module back into inference mode, whoever set its flag."""
+        for module in self._modules.values():
+            module.training = False
+
+    def extend_around(self, boundary: nn.Module, modules: Iterable[nn.Module]) -> bool:
+        """Hold the own code of modules, without what is below them, until `boundary` returns.
+
+        Args:
+            boundary: The last frozen module. Those held for another one are let go.
+            modules: Modules that are running when the boundary returns, and whose own code before
+                that draws random numbers.
+
+        Returns:
+            Whether one was not held before.
+        """
+        if boundary is not self._boundary:
+            self._let_go_around()
+            self._boundary = boundary
+        before = len(self._around)
+        for module in modules:
+            if id(module) not in self._around:
+                around = hold_around(module, boundary)
+                if around is not None:
+                    self._around[id(module)] = module, around
+        return len(self._around) > before
+
+    def _let_go_around(self) -> None:
+        for module, around in self._around.values():
+            assert self._boundary is not None
+            let_go_around(module, around, self._boundary)
+        self._around, self._boundary = {}, None
+
+    def release(self) -> None:
+        """Let every module go; may be called twice."""
+        self._let_go_around()
+        for key, module in list(self._modules.items()):
+            held = _held(module)
+            if held is not None:  # else thawed meanwhile
+                held.num_holders -= 1
+                if held.num_holders <= 0:
+                    held.let_go()
+            del self._modules[key]  # one by one: what is interrupted is finished by the next call
+
+    @staticmethod
+    def thaw(model: nn.Module) -> None:
+        """Let go every held module of `model`, whoever holds it: for copies of a frozen model."""
+        for module in model.modules():
+            held = _held(module)
+            if held is not None:
+                held.let_go()
+            thaw_around(module)
+
+    def __contains__(self, module: object) -> bool:
+        return id(module) in self._modules
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __enter__(self) -> FrozenPrefix:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()

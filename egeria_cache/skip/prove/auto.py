@@ -1,0 +1,96 @@
+"""Find the boundary from what trains: the deepest module before which nothing does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from egeria_cache.skip.model.calls import Recorder
+from egeria_cache.skip.prove.places import frozen_places
+from egeria_cache.skip.prove.rehearsal import patchable
+from egeria_cache.skip.prove.twin import Twins, shared_modules
+from egeria_cache.skip.serve.invocation import Invocation
+from egeria_cache.skip.state.surroundings import Surroundings
+
+__all__ = ["AutoBoundary"]
+
+_requires_grad = attrgetter("requires_grad")
+_STILL, _MAX_WAIT = 4, 64
+"""Calls between two changes of `requires_grad` that are waited for where it goes back and forth."""
+_MAX_TRIED = 4
+"""Modules that are tried, deepest first, until the model can be cut."""
+
+
+class AutoBoundary:
+    """Looks for the boundary on the first call, and again when `requires_grad` has changed.
+
+    Args:
+        model: The model.
+        found: Is told the qualified name of the module, or None if nothing is frozen in front.
+    """
+
+    def __init__(self, model: nn.Module, found: Callable[[str | None], None]) -> None:
+        self._model = model
+        self._found = found
+        self._places: list[str] = []
+        """Where the model might be cut, the next to be tried first."""
+        self._wait = 0
+        self.look_again()
+
+    def look_again(self) -> None:
+        """The model is another one: adapters have joined it, say."""
+        self._parameters = list(self._model.parameters())
+        self._seen: list[bool] = []
+        self._is_due, self._num_still = True, 0
+
+    def refuse(self) -> bool:
+        """The model cannot be cut where it was tried last; return whether there is another place,
+        which the next call will try.
+        """
+        self._places = self._places[1:]
+        if self._places:
+            self._found(self._places[0])
+        return bool(self._places)
+
+    def follow(self, forward: Callable[..., Any], call: Invocation) -> None:
+        """Look whether something else trains than at the last call (40 ns a parameter).
+
+        Args:
+            forward: The model's own.
+            call: What it is called with now.
+        """
+        flags = list(map(_requires_grad, self._parameters))
+        if flags != self._seen:
+            is_restless = self._seen and self._num_still < max(_STILL, 2 * self._wait)
+            self._wait = min(2 * self._wait + 1, _MAX_WAIT) if is_restless else 0
+            self._seen, self._is_due, self._num_still = flags, True, 0
+        self._num_still += 1
+        if not self._is_due or self._num_still <= self._wait:
+            return  # what was thawed is trained meanwhile: the engine sees to that
+        self._is_due = False
+        self._places = self._look(forward, call)[:_MAX_TRIED] if not all(flags) else []
+        self._found(self._places[0] if self._places else None)
+
+    def _look(self, forward: Callable[..., Any], call: Invocation) -> list[str]:
+        recorder = Recorder(keep_outputs=True)
+        surroundings = Surroundings(self._model, shared_modules(self._model))
+        world = surroundings.now()
+        try:
+            twin = Twins(self._model, forward, call).fresh()
+            args, kwargs = twin.call.plain()
+            world.restore(for_a_copy=True)
+            with (
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                twin.intercept(patchable(self._model), recorder),
+            ):
+                twin.forward(*args, **kwargs)
+        except Exception:  # the model's own error comes again, from the user's call
+            return []
+        finally:
+            world.restore()
+        return frozen_places(self._model, recorder)

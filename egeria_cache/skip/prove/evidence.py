@@ -1,0 +1,215 @@
+"""What a rehearsal has seen of the model: shared by the steps of the proof."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
+
+from egeria_cache.errors import BoundaryError
+from egeria_cache.skip.model import dropout
+from egeria_cache.skip.model.calls import CallRecord, is_compiled
+from egeria_cache.skip.prove.parts import another, take
+from egeria_cache.skip.prove.twin import Twin, Twins
+from egeria_cache.skip.serve.invocation import Invocation
+from egeria_cache.skip.serve.runs import PrefixDone
+from egeria_cache.skip.serve.trace import PrefixTrace, known_tensors
+from egeria_cache.skip.state.remembered import RandomState
+from egeria_cache.skip.state.surroundings import Surroundings, World
+
+__all__ = ["Evidence", "Recomputed", "distinct", "observe", "recompute", "trainable"]
+
+
+@dataclass(slots=True)
+class Evidence:
+    """The plain run of the first batch, and the means to run the model again."""
+
+    model: nn.Module
+    boundary: str
+    call: Invocation
+    names: dict[int, str]
+    steps: list[CallRecord]
+    """The modules that returned before the boundary did, and the boundary, in order."""
+    ancestors: list[nn.Module]
+    outputs: list[Any]
+    """Per step, as it stood when the boundary returned."""
+    seconds: list[float]
+    """Per step, from the model's start until it returned."""
+    result: Any
+    """The user's."""
+    given: list[Any]
+    """The leaves of the call, as the plain run has left them."""
+    twins: Twins
+    """Copies of the model and its inputs as they were before the plain run."""
+    before: World
+    """What the copies share with the model, at that time."""
+    after: World
+    surroundings: Surroundings
+    grad: bool
+    """Whether autograd recorded in the plain run."""
+    num_runs: int = 0
+    """How often the prefix was run again; each run draws other random numbers."""
+
+    @property
+    def size(self) -> int:
+        """Rows of the batch."""
+        return self.call.batch.size
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The distinct modules of the steps."""
+        return distinct(step.module for step in self.steps)
+
+    def prefix_modules(self) -> list[nn.Module]:
+        """Return all modules of the prefix, at any depth, and those around it."""
+        inside = (module for step in self.modules for module in step.modules())
+        return distinct([*inside, *self.ancestors])
+
+    def leaf(self, step: int, leaf: int) -> Any:
+        """Return one leaf of one step's output."""
+        return tree_leaves(self.outputs[step])[leaf]
+
+    def trained_by(self, tensor: Tensor) -> str | None:
+        """Name a trainable parameter that `tensor` was computed with, if autograd knows one."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        if id(tensor) in names:
+            return names[id(tensor)]
+        pending, seen = [tensor.grad_fn], set()
+        while pending:
+            node = pending.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if variable is not None and id(variable) in names:
+                return names[id(variable)]
+            pending.extend(following for following, _ in node.next_functions)
+        return None
+
+
+@dataclass(slots=True)
+class Recomputed:
+    """The prefix on other rows."""
+
+    rows: list[int]
+    """Which rows of the batch, in which order."""
+    leaves: list[list[Any]]
+    """Per step, the leaves of its output."""
+    drew: bool
+    """Whether it has drawn from a global random generator."""
+
+
+def observe(evidence: Evidence) -> PrefixTrace | None:
+    """Run the prefix once more and note what it reads and draws; None if it is compiled."""
+    if any(is_compiled(m) for module in evidence.modules for m in module.modules()):
+        return None
+    # A run of its own: some modules choose another way where a dispatch mode is active.
+    twin = evidence.twins.fresh()
+    pairs = [(named, twin.of(named[2])) for named in known_tensors(evidence.model)]
+    known = [(named, tensor) for named, tensor in pairs if not is_lazy(tensor)]
+    trace = PrefixTrace(known, twin.names(evidence.names))
+    recompute(evidence, trace=trace, twin=twin)
+    return trace
+
+
+def recompute(
+    evidence: Evidence,
+    rows: list[int] | None = None,
+    *,
+    trace: PrefixTrace | None = None,
+    twin: Twin | None = None,
+    grad: bool | None = None,
+) -> Recomputed:
+    """Run the prefix alone on other rows of the batch, under other random numbers.
+
+    Args:
+        evidence: The plain run.
+        rows: Which rows; by default another number of them, in another order.
+        trace: Watches the run.
+        twin: What to run it on; by default a new copy of the model.
+        grad: Whether autograd records; by default as in the plain run.
+
+    Raises:
+        BoundaryError: The prefix goes astray.
+    """
+    size, tagged = evidence.size, evidence.call.tagged
+    rows = another(size) if rows is None else rows
+    twin = evidence.twins.fresh() if twin is None else twin
+
+    def swap(position: int, leaf: Any) -> Any:
+        if position not in tagged and (leaf.dim() == 0 or leaf.shape[0] != size):
+            return leaf
+        return take(leaf, rows, size)
+
+    run = _OtherRun(evidence, trace)
+    evidence.before.restore(for_a_copy=True)
+    evidence.num_runs += 1
+    RandomState.seed(evidence.num_runs)
+    generators = RandomState.now()
+    seeded = [row % size for row in rows]
+    with (
+        torch.inference_mode(False),
+        torch.set_grad_enabled(evidence.grad if grad is None else grad),
+    ):
+        args, kwargs = twin.call.rebuild(swap)
+        try:
+            with (
+                twin.intercept(evidence.modules, run),
+                trace or nullcontext(),
+                dropout.only(seeded),
+            ):
+                twin.forward(*args, **kwargs)
+        except PrefixDone:
+            pass
+    drew = not RandomState.now().equals(generators)
+    return Recomputed(rows, [tree_leaves(output) for output in run.outputs], drew)
+
+
+class _OtherRun:
+    """Keeps the outputs of the prefix, and leaves the model at the boundary."""
+
+    def __init__(self, evidence: Evidence, trace: PrefixTrace | None) -> None:
+        self._evidence = evidence
+        self._trace = trace
+        self._inside = False
+        self.outputs: list[Any] = []
+
+    def __call__(
+        self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        steps, position = self._evidence.steps, len(self.outputs)
+        if self._inside:
+            return original(*args, **kwargs)
+        if steps[position].module is not module:
+            if any(module is ancestor for ancestor in self._evidence.ancestors):
+                return original(*args, **kwargs)
+            raise BoundaryError.another_way(
+                self._evidence.boundary,
+                f"{self._evidence.names[id(module)]!r} runs for some batches only, or at random",
+            )
+        self._inside = True
+        try:
+            with self._trace.step(position) if self._trace is not None else nullcontext():
+                output = original(*args, **kwargs)
+        finally:
+            self._inside = False
+        self.outputs.append(output)
+        if len(self.outputs) == len(steps):
+            raise PrefixDone
+        return output
+
+
+def distinct(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules without repetition, in order."""
+    return list({id(module): module for module in modules}.values())
+
+
+def trainable(module: nn.Module) -> str | None:
+    """Name one trainable parameter of `module`, if there is one."""
+    return next((name for name, p in module.named_parameters() if p.requires_grad), None)

@@ -1,0 +1,177 @@
+"""Where a model might be cut: its blocks in forward order, and what freezes with each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_leaves
+
+from egeria_cache.skip.model.calls import Recorder, intercept
+from egeria_cache.skip.prove.rehearsal import patchable
+from egeria_cache.skip.state.remembered import stashed
+
+__all__ = ["Candidate", "candidates", "frozen_places"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One place to cut."""
+
+    boundary: str
+    """Qualified name of the last frozen module."""
+    parameters: tuple[str, ...]
+    """What is frozen with it: all that ran before it returned, and all that its output was made
+    from (a class token belongs to no module of the prefix)."""
+
+
+def candidates(
+    model: nn.Module, run: Callable[[], Any], pattern: str | None = None
+) -> list[Candidate]:
+    """Watch one forward; return where it might be cut, front first.
+
+    Args:
+        model: The model, in the mode it trains in.
+        run: Runs its forward once, with autograd recording.
+        pattern: Regular expression for whole qualified names, instead of the model's blocks and
+            what lies between them.
+
+    Raises:
+        ValueError: No module that is called is one; a bad expression.
+    """
+    recorder = Recorder(keep_outputs=True)
+    names = {id(module): name for name, module in model.named_modules()}
+    with stashed(model), intercept(patchable(model), recorder), torch.enable_grad():
+        run()
+    called = {names[id(call.module)]: i for i, call in enumerate(recorder.calls) if call.end >= 0}
+    if pattern is None:
+        wanted = set(_blocks(model))
+    else:
+        try:
+            wanted = {name for name in called if re.fullmatch(pattern, name)}
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+    chosen = sorted(
+        (i for name, i in called.items() if name in wanted), key=lambda i: recorder.calls[i].end
+    )
+    if pattern is None:
+        chosen = _worthwhile(chosen, [call.module for call in recorder.calls])
+    of_parameters = {id(p): name for name, p in model.named_parameters()}
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    found = []
+    for index in chosen:
+        call = recorder.calls[index]
+        steps, _ = recorder.before(index)
+        inside = [p for step in steps for p in step.module.parameters()]
+        behind = _behind(call.output)
+        ids = [id(parameter) for parameter in inside + behind]
+        frozen = dict.fromkeys(of_parameters[one] for one in ids if one in of_parameters)
+        if frozen and trained - frozen.keys():  # something to skip, and something left to train
+            found.append(Candidate(names[id(call.module)], tuple(frozen)))
+    if not found:
+        what = "no block" if pattern is None else f"no module that matches {pattern!r}"
+        raise ValueError(
+            f"{what} of {type(model).__name__} can be a boundary: one is called by the forward, "
+            "has parameters up to it and trainable ones behind it; called were "
+            + (", ".join(sorted(called)[:12]) or "none (compile its blocks, not the whole model)")
+        )
+    return found
+
+
+def frozen_places(model: nn.Module, recorder: Recorder) -> list[str]:
+    """Return where the model might be cut now, deepest first: before none of them anything trains.
+
+    Args:
+        model: The model.
+        recorder: Has seen one forward with autograd recording, and kept the outputs.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    frozen = []
+    for i, call in enumerate(recorder.calls):
+        if call.end < 0 or id(call.module) not in names:
+            continue
+        parameters = [p for step in recorder.before(i)[0] for p in step.module.parameters()]
+        if parameters and not any(p.requires_grad for p in parameters) and not _behind(call.output):
+            frozen.append(i)
+    frozen.sort(key=lambda i: recorder.calls[i].end)
+    blocks = set(_blocks(model))
+    modules = [call.module for call in recorder.calls]
+    chosen = _worthwhile([i for i in frozen if names[id(modules[i])] in blocks], modules)
+    places = [names[id(modules[i])] for i in reversed(chosen or frozen)]
+    return list(dict.fromkeys(places))
+
+
+def _worthwhile(chosen: list[int], modules: list[nn.Module]) -> list[int]:
+    """Leave out what a norm, or a module without parameters, follows: behind the ReLU and the
+    pooling more is skipped and less is stored. Leave out Dropout, which would stop dropping.
+    """
+    kept = [i for i in chosen if not isinstance(modules[i], _DropoutNd)]
+    joins = [
+        isinstance(modules[i], _NORMS) or next(modules[i].parameters(), None) is None for i in kept
+    ]
+    return [i for i, joined in zip(kept, [*joins, False][1:], strict=True) if not joined]
+
+
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def _blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Yield the names of the members of the model's lists, and of what lies between the lists."""
+    listed = _is_list(module)
+    for name, child in module.named_children():
+        path = prefix + name
+        opened = _is_list(child) or (_holds_stage(child) if listed else _holds_list(child))
+        if opened:
+            yield from _blocks(child, path + ".")
+        else:
+            yield path
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential | nn.ModuleList)
+
+
+def _holds_list(module: nn.Module) -> bool:
+    """Whether a list of two or more members with parameters lies anywhere inside."""
+    return any(
+        sum(any(True for _ in child.parameters()) for child in inner.children()) >= 2
+        for inner in module.modules()
+        if _is_list(inner)
+    )
+
+
+def _holds_stage(module: nn.Module) -> bool:
+    """Whether a list inside has two or more composite members of one class.
+
+    A block whose shortcut is `Sequential(conv, norm)` has none, and stays whole.
+    """
+    for inner in filter(_is_list, module.modules()):
+        kinds = [
+            type(child)
+            for child in inner.children()
+            if not _is_list(child) and any(True for _ in child.children())
+        ]
+        if len(kinds) > len(set(kinds)):
+            return True
+    return False
+
+
+def _behind(output: Any) -> list[Tensor]:
+    """Return the leaf tensors that gradients of `output` would flow to."""
+    pending = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    seen, found = set(), []
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(variable := getattr(node, "variable", None), Tensor):
+            found.append(variable)
+        pending.extend(following for following, _ in node.next_functions)
+    return found

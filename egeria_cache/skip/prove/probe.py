@@ -1,0 +1,211 @@
+"""Find what crosses the boundary: replay on placeholders until nothing escapes.
+
+Each escape names its sources, and the next probe is given what was missing: an input leaf is kept,
+a module without parameters is run after all (rotary embeddings, masks), the output of any other is
+cached with the cut, or kept as a constant if it does not depend on the samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from egeria_cache.errors import BoundaryError
+from egeria_cache.skip.prove.evidence import Evidence, Recomputed
+from egeria_cache.skip.prove.twin import Twin
+from egeria_cache.skip.serve.compare import difference, tolerance
+from egeria_cache.skip.serve.cut import TensorSpec
+from egeria_cache.skip.serve.placeholder import Escape, Placeholder, Scene, Source, placeholders
+from egeria_cache.skip.serve.recipe import Recipe, Slot, Unavailable
+from egeria_cache.skip.serve.runs import ReplayRun
+from egeria_cache.skip.state.hooks import has_user_hooks
+
+__all__ = ["Prober", "scene_of"]
+
+_MAX_PROBES = 200
+
+
+class Prober:
+    """Completes a recipe.
+
+    Args:
+        evidence: The plain run.
+        parts: The prefix on other rows.
+        recipe: A draft; what crosses is written into it.
+    """
+
+    def __init__(self, evidence: Evidence, parts: Sequence[Recomputed], recipe: Recipe) -> None:
+        self.evidence = evidence
+        self.parts = parts
+        self.recipe = recipe
+        self.tried: set[int] = set()
+        """Steps that were run for a try."""
+        self._real_arguments: set[int] = set()
+        self._paths = evidence.call.paths()
+
+    def run(self) -> None:
+        """Probe.
+
+        Raises:
+            BoundaryError: Something crosses that cannot be cached, or is trained.
+        """
+        for i, step in enumerate(self.recipe.steps):
+            if not step.run and has_user_hooks(step.module):
+                for j, leaf in enumerate(step.leaves):
+                    if isinstance(leaf, TensorSpec):
+                        self._give(Source("step", step.name, i, j), heavy=True)
+        for _ in range(_MAX_PROBES):
+            twin = self.evidence.twins.fresh()
+            run = _ProbeRun(self, twin)
+            self.evidence.before.restore(for_a_copy=True)
+            try:
+                self._probe(run, twin)
+                # The twin is still there, and so is what its hooks and attributes hold.
+                kept = run.scene.kept()
+                if not kept:
+                    return
+                raise Escape.at(kept, "something that keeps it (a hook, an attribute, a global)")
+            except _TryAgain:
+                pass
+            except Escape as escape:
+                if not self._resolve(escape, run):
+                    raise BoundaryError(str(escape)) from escape
+        raise BoundaryError.not_proved(self.recipe.boundary, "too much crosses the boundary")
+
+    def _probe(self, run: _ProbeRun, twin: Twin) -> None:
+        args, kwargs = self.inputs(run, twin)
+        with twin.intercept(self.recipe.modules, run):
+            output = twin.forward(*args, **kwargs)
+        run.scene.finished = True
+        escaped = {source for p in _leaked(output) for source in p.sources}
+        if escaped:
+            raise Escape.at(escaped, "the model's output")
+
+    def inputs(self, run: ReplayRun, twin: Twin) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return (args, kwargs) with placeholders where a hit has no data."""
+
+        def swap(position: int, leaf: Any) -> Any:
+            if position in self.recipe.kept or position in self._real_arguments:
+                return leaf
+            kind = "leaf" if position in self.evidence.call.tagged else "argument"
+            source = frozenset({Source(kind, self._paths[position], position)})
+            return Placeholder.of(leaf, source, run.scene)
+
+        return twin.call.rebuild(swap)
+
+    def pin(self, position: int) -> None:
+        """Note an argument that the prefix reads and that no loader vouches for."""
+        self.recipe.pinned[position] = self.evidence.twins.leaves[position].detach().clone()
+
+    def _resolve(self, escape: Escape, run: ReplayRun) -> bool:
+        """Give the next probe what was missing; False if there is nothing to give."""
+        progress = False
+        early = not run.scene.after_boundary
+        for source in escape.sources:
+            if source.kind == "leaf" and source.index not in self.recipe.kept:
+                self.recipe.kept.add(source.index)
+                if early:
+                    self.recipe.entered.add(source.index)
+                progress = True
+            elif source.kind == "argument" and source.index not in self._real_arguments:
+                self._real_arguments.add(source.index)
+                if early:
+                    self.pin(source.index)
+                progress = True
+            elif source.kind == "step" and source.index >= 0:
+                progress |= self._give(source)
+        return progress
+
+    def _give(self, source: Source, *, heavy: bool = False) -> bool:
+        """Run a step after all, or store its output, or keep that as a constant."""
+        step = self.recipe.steps[source.index]
+        last = source.index == len(self.recipe.steps) - 1
+        light = not last and next(step.module.parameters(), None) is None
+        if light and not heavy and source.index not in self.tried:
+            self.tried.add(source.index)
+            step.run = True
+            return True
+        spec = step.leaves[source.leaf]
+        if step.run or not isinstance(spec, TensorSpec):
+            return False
+        if source.leaf in step.cached or source.leaf in step.constants:
+            return False
+        if spec.batch_dim is not None:
+            step.cached.add(source.leaf)
+            return True
+        value = self.evidence.leaf(source.index, source.leaf)
+        for part in self.parts:
+            error = difference(value, part.leaves[source.index][source.leaf])
+            if error > tolerance(value):
+                raise BoundaryError.mixes_samples(self.recipe.boundary, step.name, error)
+        step.constants[source.leaf] = value
+        return True
+
+
+class _TryAgain(Exception):  # noqa: N818
+    """A module that was worth a try gives no real output: skip it after all."""
+
+
+class _ProbeRun(ReplayRun):
+    """A replay that also looks at what the skipped modules are called with."""
+
+    def __init__(self, prober: Prober, twin: Twin) -> None:
+        self._prober = prober
+        recipe, evidence = prober.recipe, prober.evidence
+        values: dict[Slot, Tensor] = {
+            slot: evidence.leaf(*slot).clone() for slot in recipe.slots().values()
+        }
+        super().__init__(recipe, evidence.size, values, scene=scene_of(recipe, twin))
+        self.scene.made = []
+
+    def skipping(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Placeholder):
+                for source in leaf.sources:
+                    if source.kind == "trainable":
+                        self._refuse_trained(self.scene.trainable[source.index])
+                    elif source.kind == "leaf":
+                        self.recipe.entered.add(source.index)
+                    elif source.kind == "argument":
+                        self._prober.pin(source.index)
+            elif isinstance(leaf, Tensor) and leaf.requires_grad:
+                self._refuse_trained(leaf)
+
+    def running(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        step = self.recipe.steps[index]
+        given = placeholders((args, kwargs)) if step.real else []
+        if given:
+            raise Escape.at((source for p in given for source in p.sources), step.name)
+
+    def ran(self, index: int, output: Any) -> None:
+        if index in self._prober.tried and _leaked(output):
+            self.recipe.steps[index].run = False
+            raise _TryAgain
+
+    def _refuse_trained(self, tensor: Tensor) -> None:
+        parameter = self._prober.evidence.trained_by(tensor)
+        if parameter is not None:
+            raise BoundaryError.trainable(self.recipe.boundary, parameter)
+
+
+def scene_of(recipe: Recipe, twin: Twin) -> Scene:
+    """Begin a run of a twin on placeholders, which meet its modules as well as the model's."""
+    return Scene(twin.names(recipe.names), twin.ids(recipe.ancestors))
+
+
+def _leaked(output: Any) -> list[Placeholder]:
+    return placeholders([_inside(leaf, depth=6) for leaf in tree_leaves(output)])
+
+
+def _inside(leaf: Any, depth: int) -> Any:
+    """Look into objects that are no pytrees (dataclasses, caches of keys and values)."""
+    if isinstance(leaf, Tensor | Unavailable) or depth == 0:
+        return leaf
+    if isinstance(leaf, dict):
+        return [_inside(item, depth - 1) for item in leaf.values()]
+    if isinstance(leaf, list | tuple):
+        return [_inside(item, depth - 1) for item in leaf]
+    return [_inside(item, depth - 1) for item in getattr(leaf, "__dict__", {}).values()]

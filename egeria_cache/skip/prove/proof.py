@@ -1,0 +1,372 @@
+"""From the plain run of one batch to a recipe, or to the reason why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from egeria_cache.errors import BoundaryError
+from egeria_cache.skip.prove.evidence import Evidence, Recomputed, observe, recompute, trainable
+from egeria_cache.skip.prove.independence import (
+    check_constants,
+    check_rows,
+    check_trained,
+    same_parts,
+)
+from egeria_cache.skip.prove.parts import halves_and_rows, with_made_up
+from egeria_cache.skip.prove.probe import Prober, scene_of
+from egeria_cache.skip.prove.purity import Repeats
+from egeria_cache.skip.prove.twin import Twin
+from egeria_cache.skip.prove.uses import attributes_read, free_arguments, unread_tensors
+from egeria_cache.skip.serve.compare import difference, same_content, tolerance
+from egeria_cache.skip.serve.cut import Step, TensorSpec
+from egeria_cache.skip.serve.placeholder import Source
+from egeria_cache.skip.serve.recipe import Recipe, Slot, StepPlan, Unavailable
+from egeria_cache.skip.serve.runs import ReplayRun
+from egeria_cache.skip.serve.trace import Named, PrefixTrace, known_tensors
+from egeria_cache.skip.state.hooks import has_user_hooks_inside
+from egeria_cache.skip.state.remembered import RandomState
+
+__all__ = ["prove", "same_rows"]
+
+_MAX_ALONE = 8
+"""Samples that are run alone where the prefix branches on values."""
+_MORE_DRAWS = 40
+"""Further runs where random numbers are drawn to no effect so far: what they decide may be rare."""
+
+
+def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
+    """Return the recipe and the first batch's rows.
+
+    Raises:
+        BoundaryError: The model cannot be cut there, and why.
+    """
+    repeats, trace = Repeats(evidence), observe(evidence)
+    parts = [repeats.first, repeats.last, *_in_parts(evidence, trace)]
+    if any(part.drew for part in parts):
+        parts += _under_other_draws(evidence)
+    recipe = _draft(evidence, parts)
+    for position in _written_inputs(evidence):  # so that a hit writes to them as well
+        recipe.kept.add(position)
+        recipe.entered.add(position)
+    prober = Prober(evidence, parts, recipe)
+    prober.run()
+    if not recipe.slots():
+        raise BoundaryError.not_proved(recipe.boundary, "nothing after it reads what it returns")
+    other_mode = recompute(evidence, list(range(evidence.size)), grad=not evidence.grad)
+    check_trained(evidence, recipe, repeats.last if evidence.grad else other_mode)
+    _check_repeats(evidence, repeats, recipe)
+    parts += _with_made_up(evidence, recipe)
+    check_rows(evidence, parts, recipe, trace)
+    check_constants(evidence, parts, recipe)
+    recipe.grad_mode = None if same_parts(recipe, repeats.last, other_mode) else evidence.grad
+    _check_trained(evidence, recipe, trace)
+    recipe.reads = _reads(evidence, recipe, trace)
+    recipe.surroundings = evidence.surroundings if evidence.surroundings else None
+    recipe.moving = [pair for pair in repeats.moving if recipe.surrounds(pair[0])]
+    recipe.draws = any(part.drew for part in parts)
+    _note_draws(recipe, trace)
+    recipe.attributes = attributes_read(evidence, recipe)
+    recipe.free = free_arguments(evidence, recipe)
+    for position in unread_tensors(evidence, recipe):
+        del recipe.pinned[position]
+    tagged = evidence.call.tagged
+    recipe.leaf_names = {i: (leaf.leaf, leaf.chain_key) for i, leaf in tagged.items()}
+    recipe.modes = tuple(module.training for module in recipe.ancestors)
+    recipe.profile = _profile(evidence, recipe)
+    return recipe, _check_replay(evidence, prober, recipe)
+
+
+def _in_parts(evidence: Evidence, trace: PrefixTrace | None) -> Iterator[Recomputed]:
+    """Run the prefix on parts of the batch."""
+    size = evidence.size
+    parts = halves_and_rows(size)
+    if trace is not None and trace.branches:
+        # A value decides what runs (`if mask.all()`): let it be decided by each sample alone.
+        parts += [[i] for i in range(min(size, _MAX_ALONE)) if [i] not in parts]
+    for part in parts:
+        try:
+            yield recompute(evidence, part)
+        except BoundaryError:
+            raise
+        except Exception:
+            if len(part) > 1 or size == 1:
+                raise
+            # Code that takes a batch of one for something else (`squeeze()`): by twos, then.
+            yield recompute(evidence, [*part, (part[0] + 1) % size])
+
+
+def _under_other_draws(evidence: Evidence) -> Iterator[Recomputed]:
+    """Run it on two samples, many times, under other random numbers each time."""
+    twin = evidence.twins.fresh()
+    for _ in range(_MORE_DRAWS):
+        yield recompute(evidence, [evidence.size - 1, 0], twin=twin)
+
+
+def _with_made_up(evidence: Evidence, recipe: Recipe) -> Iterator[Recomputed]:
+    """Run it on made-up samples too, as far as the model takes them for samples."""
+    for rows in with_made_up(evidence.size):
+        try:
+            part = recompute(evidence, rows)
+        except Exception:
+            continue
+        if all(
+            len(leaves) == len(step.leaves)
+            and all(step.leaves[j].matches(leaves[j], len(rows)) for j in step.cached)
+            for leaves, step in zip(part.leaves, recipe.steps, strict=True)
+        ):
+            yield part
+
+
+def same_rows(evidence: Evidence, recipe: Recipe, other: Recipe) -> bool:
+    """Whether `other`, proved with other training flags around the boundary, stores the same."""
+    slots = recipe.slots()
+    if slots != other.slots() or recipe.leaf_names != other.leaf_names:
+        return False
+    if recipe.kept != other.kept or recipe.pinned or other.pinned:
+        return False
+    if any(recipe.tensor_spec(slot) != other.tensor_spec(slot) for slot in slots.values()):
+        return False
+    if recipe.ancestors != other.ancestors or recipe.grad_mode != other.grad_mode:
+        return False
+    ours, twin = recompute(evidence), evidence.twins.fresh()
+    for module, mode in zip(recipe.ancestors, other.modes, strict=True):
+        twin.of(module).training = mode
+    theirs = recompute(evidence, twin=twin)
+    return all(difference(ours.leaves[i][j], theirs.leaves[i][j]) == 0 for i, j in slots.values())
+
+
+def _draft(evidence: Evidence, parts: Sequence[Recomputed]) -> Recipe:
+    """Describe the steps; compare the batch sizes to find the batch dimension."""
+    steps = []
+    for i, (record, output) in enumerate(zip(evidence.steps, evidence.outputs, strict=True)):
+        name = evidence.names[id(record.module)]
+        leaves_a, spec = tree_flatten(output)
+        if any(len(leaves_a) != len(part.leaves[i]) for part in parts):
+            raise BoundaryError.another_way(
+                evidence.boundary, f"{name!r} returns another structure for another batch"
+            )
+        described = [
+            _describe(evidence, name, a, [(part.leaves[i][j], len(part.rows)) for part in parts])
+            for j, a in enumerate(leaves_a)
+        ]
+        real = has_user_hooks_inside(record.module)
+        run = real or trainable(record.module) is not None
+        steps.append(StepPlan(record.module, name, spec, described, run=run, real=real))
+    last = steps[-1]
+    tensors = [j for j, leaf in enumerate(last.leaves) if isinstance(leaf, TensorSpec)]
+    if not last.run and len(tensors) == 1 and last.leaves[tensors[0]].batch_dim is not None:
+        last.cached.add(tensors[0])
+    return Recipe(evidence.boundary, steps, evidence.ancestors, evidence.names, copies=True)
+
+
+def _describe(evidence: Evidence, name: str, a: Any, parts: Sequence[tuple[Any, int]]) -> Any:
+    other, other_size = parts[0]
+    if isinstance(a, Tensor) and isinstance(other, Tensor):
+        spec = TensorSpec.of(a, evidence.size, other, other_size)
+        for b, size in parts:
+            if spec is None or not spec.matches(b, size):
+                raise BoundaryError.impure(
+                    evidence.boundary,
+                    f"{name!r} returns a tensor of shape {tuple(a.shape)} for {evidence.size} "
+                    f"samples and {tuple(b.shape)} for {size}",
+                )
+        return spec
+    if isinstance(a, int | float | str | bool | type(None)):
+        for b, _ in parts:
+            if a != b:
+                raise BoundaryError.impure(
+                    evidence.boundary, f"{name!r} returns {a!r} for one batch and {b!r} for another"
+                )
+        return a
+    return Unavailable(frozenset({Source("step", name)}))
+
+
+def _check_trained(evidence: Evidence, recipe: Recipe, trace: PrefixTrace | None) -> None:
+    """Change what is trained and ran before the boundary: the cut must not notice.
+
+    Autograd has named most offenders already; this finds those used under `no_grad`.
+    """
+    if trace is None:
+        return
+    suspects = [
+        (name, tensor)
+        for name, _, tensor in known_tensors(evidence.model)
+        if tensor.requires_grad and id(tensor) in trace.read and tensor.is_floating_point()
+    ]
+    if not suspects:
+        return
+    ids = {id(tensor) for _, tensor in suspects}
+
+    def change(tensor: Tensor) -> Tensor:
+        if id(tensor) not in ids:
+            return tensor
+        return nn.Parameter(tensor.detach() * 1.5 + 0.1)
+
+    other = recompute(evidence)
+    changed = recompute(evidence, twin=evidence.twins.fresh(change))
+    for i, j in recipe.slots().values():
+        if difference(other.leaves[i][j], changed.leaves[i][j]) > 0:
+            raise BoundaryError.trainable(recipe.boundary, suspects[0][0])
+
+
+def _check_repeats(evidence: Evidence, repeats: Repeats, recipe: Recipe) -> None:
+    """Run twice on the same rows, what is cached must be the same, and nothing may move."""
+    repeats.check(recipe)
+    first, again = repeats.first, repeats.again
+    for i, j in recipe.slots().values():
+        a, b = first.leaves[i][j], again.leaves[i][j]
+        if difference(a, b) > tolerance(a):
+            what = repeats.reason()
+            raise BoundaryError.impure(
+                recipe.boundary,
+                "it gives other results when it is called again"
+                + (f" ({what!r} moves with every call)" if what else ""),
+            )
+
+
+def _reads(evidence: Evidence, recipe: Recipe, trace: PrefixTrace | None) -> list[Named]:
+    """Return what the prefix reads outside of its modules: class tokens, constants."""
+    known = known_tensors(evidence.model)
+    if trace is None:  # compiled code cannot be traced: take all that is near
+        near = {id(module) for module in recipe.ancestors}
+        return [named for named in known if id(named[1]) in near]
+    skipped = {i for i, step in enumerate(recipe.steps) if not step.run} | {-1}
+    return [
+        named
+        for named in known
+        if trace.read.get(id(named[2]), set()) & skipped and not named[2].requires_grad
+    ]
+
+
+def _note_draws(recipe: Recipe, trace: PrefixTrace | None) -> None:
+    """Let a replay draw what the skipped modules would have drawn (to no effect, as was shown)."""
+    if trace is None:
+        return
+    for index, draws in trace.draws.items():
+        recipe.draws = True
+        if index >= 0 and not recipe.steps[index].run:
+            recipe.steps[index].draws = draws
+
+
+def _profile(evidence: Evidence, recipe: Recipe) -> tuple[Step, ...]:
+    """Return what each step cost and gave: where else the model might be cut."""
+    steps = []
+    for seconds, step in zip(evidence.seconds, recipe.steps, strict=True):
+        specs = [leaf for leaf in step.leaves if isinstance(leaf, TensorSpec)]
+        num_bytes = sum(spec.row.num_bytes for spec in specs if spec.batch_dim is not None)
+        steps.append(Step(step.name, seconds / evidence.size, num_bytes))
+    steps[-1] = Step(
+        steps[-1].name,
+        steps[-1].seconds_per_sample,
+        sum(recipe.tensor_spec(slot).row.num_bytes for slot in recipe.slots().values()),
+    )
+    return tuple(steps)
+
+
+def _check_replay(evidence: Evidence, prober: Prober, recipe: Recipe) -> dict[str, Tensor]:
+    """Replay from rows as the store gives them back; the output must be the user's result."""
+    rows: dict[str, Tensor] = {}
+    values: dict[Slot, Tensor] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for name, slot in recipe.slots().items():
+            spec = recipe.tensor_spec(slot)
+            view = spec.to_rows(evidence.leaf(*slot), evidence.size)
+            rows[name] = view.clone(memory_format=torch.contiguous_format)
+            values[slot] = spec.from_rows(rows[name].clone())
+    constants = [step.constants for step in recipe.steps]
+    for step in recipe.steps:
+        step.constants = {j: value.clone() for j, value in step.constants.items()}
+    given = [*values.values(), *(t for step in recipe.steps for t in step.constants.values())]
+    contents = [tensor.clone() for tensor in given]
+    recipe.copies = False
+    twin = evidence.twins.fresh()
+    run = ReplayRun(recipe, evidence.size, values, scene=scene_of(recipe, twin))
+    args, kwargs = prober.inputs(run, twin)
+    evidence.before.restore(for_a_copy=True)
+    with twin.intercept(recipe.modules, run):
+        output = twin.forward(*args, **kwargs)
+    after = RandomState.now()
+    run.scene.finished = True
+    recipe.copies = any(difference(a, b) > 0 for a, b in zip(contents, given, strict=True))
+    for step, kept in zip(recipe.steps, constants, strict=True):
+        step.constants = kept
+    recipe.mutable = _written(evidence, twin)
+    _check_written(evidence, recipe, twin)
+    if not after.equals(evidence.after.generators):
+        raise BoundaryError.impure(
+            recipe.boundary, "the prefix draws random numbers, so that later ones would differ"
+        )
+    recipe.opaque_outputs = _compare_outputs(evidence, output)
+    return rows
+
+
+def _check_written(evidence: Evidence, recipe: Recipe, twin: Twin) -> None:
+    """What the plain run writes to, a replay must write to; what the prefix reads, nothing may."""
+    for position in _written_inputs(evidence):
+        if not same_content(evidence.given[position], twin.call.leaves[position]):
+            raise BoundaryError.impure(
+                recipe.boundary, f"the prefix writes to its input {evidence.call.paths()[position]}"
+            )
+    written = {id(buffer) for buffer in recipe.mutable}
+    skipped = {id(b) for _, module in recipe.skipped_modules() for b in module._buffers.values()}
+    for name, _, tensor in known_tensors(evidence.model):
+        if id(tensor) in written & (skipped | {id(named[2]) for named in recipe.reads}):
+            raise BoundaryError.impure(
+                recipe.boundary, f"the prefix reads {name!r}, which the model writes to after it"
+            )
+
+
+def _written_inputs(evidence: Evidence, given: Sequence[Any] | None = None) -> list[int]:
+    """Return the positions of the loader's leaves that a run has written to."""
+    given = evidence.given if given is None else given
+    return [
+        i
+        for i in evidence.call.tagged
+        if isinstance(given[i], Tensor) and not same_content(given[i], evidence.twins.leaves[i])
+    ]
+
+
+def _written(evidence: Evidence, twin: Twin) -> list[Tensor]:
+    """Return the model's buffers that a replay writes to."""
+    first = evidence.twins.fresh()
+    return [
+        buffer
+        for module in evidence.model.modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and _moved(first.of(module), twin.of(module), key)
+    ]
+
+
+def _moved(before: nn.Module, after: nn.Module, key: str) -> bool:
+    a, b = before._buffers.get(key), after._buffers.get(key)
+    return a is not b and (a is None or b is None or difference(a, b) > 0)
+
+
+def _compare_outputs(evidence: Evidence, output: Any) -> frozenset[int]:
+    """Compare with the plain result; return the leaves that a hit cannot give."""
+    expected, spec = tree_flatten(evidence.result)
+    leaves, other_spec = tree_flatten(output)
+    if spec != other_spec:
+        raise BoundaryError.not_proved(evidence.boundary, "the output has another structure")
+    opaque = set()
+    for i, (a, b) in enumerate(zip(expected, leaves, strict=True)):
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            error = difference(a, b)
+            if error > tolerance(a):
+                raise BoundaryError.not_proved(
+                    evidence.boundary,
+                    f"the output differs by {error:.3g}: something reaches the active part without "
+                    "being passed to it (an attribute, a global, a mutated input)",
+                )
+        elif not same_content(a, b):
+            if len(expected) == 1:
+                raise BoundaryError.not_proved(
+                    evidence.boundary, f"the output, a {type(a).__name__}, is not reproduced"
+                )
+            opaque.add(i)
+    return frozenset(opaque)

@@ -1,0 +1,305 @@
+"""Prove a cut on the first batch, before anything is stored.
+
+Copies of the model (`twin.py`) are run a few times more on that batch; the user's own model and
+tensors are touched by one forward, the user's:
+ 1. *Discovery*: a forward that writes down the order of module calls. The modules that returned
+    before the boundary did are the prefix; they are put into inference mode.
+ 2. *Plain*: the forward whose result the user gets, with every output of the prefix kept.
+ 3. *Recomposition* (evidence.py): the prefix alone, on the rows in another order and number. It
+    shows which dimension is the batch, and that no activation depends on its neighbours.
+ 4. *Probes* (probe.py): replays on placeholders until nothing escapes; each escape adds an input
+    leaf, a light module or a tensor to what a hit needs.
+ 5. *Replay* (proof.py): from rows as they come back from the store; its output must be the plain.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from egeria_cache.errors import BoundaryError
+from egeria_cache.skip.model.calls import CallRecord, Recorder, intercept, is_compiled
+from egeria_cache.skip.model.checkpoints import Region, checkpointed_around
+from egeria_cache.skip.model.frozen import FrozenPrefix
+from egeria_cache.skip.prove.evidence import Evidence, distinct, trainable
+from egeria_cache.skip.prove.proof import prove, same_rows
+from egeria_cache.skip.prove.twin import Twins, shared_modules
+from egeria_cache.skip.serve.invocation import Invocation, plain
+from egeria_cache.skip.serve.recipe import Recipe, Slot
+from egeria_cache.skip.serve.runs import wants_grad
+from egeria_cache.skip.state.remembered import RandomState
+from egeria_cache.skip.state.surroundings import Surroundings
+
+__all__ = ["Outcome", "Rehearsal", "patchable"]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the first batch brought."""
+
+    result: Any
+    """The user's."""
+    recipe: Recipe | None = None
+    rows: dict[str, Tensor] | None = None
+    """The first batch's activations."""
+    twin: Recipe | None = None
+    """A known recipe whose rows are the same: the cut can be shared."""
+    error: BoundaryError | None = None
+    """Why there is no recipe."""
+
+
+class Rehearsal:
+    """One attempt to cut `model` at `boundary` for calls like `call`.
+
+    Args:
+        model: The model.
+        forward: Its own forward.
+        boundary: Qualified name of the last frozen module.
+        call: The first batch.
+        held: Takes the prefix into inference mode.
+        frozen: The last frozen module, where that is not `boundary`.
+        known: Recipes for the same inputs in other modes (training, evaluation).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        boundary: str,
+        call: Invocation,
+        held: FrozenPrefix,
+        frozen: str | None = None,
+        known: Sequence[Recipe] = (),
+    ) -> None:
+        self.model = model
+        self.forward = forward
+        self.boundary = boundary
+        self.call = call
+        self.held = held
+        self.frozen = frozen or boundary
+        self.known = known
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self._surroundings = Surroundings(model, shared_modules(model))
+
+    def run(self) -> Outcome:
+        """Return the user's result, and the recipe or the reason why there is none."""
+        try:
+            recorder = self._discover()
+            steps, around = recorder.before(self._boundary_call(recorder))
+            twins = Twins(self.model, self.forward, self.call)
+        except Exception as error:
+            args, kwargs = self.call.plain()
+            return Outcome(self.forward(*args, **kwargs), error=self._refusal(error))
+        ancestors = distinct([self.model, *(call.module for call in around)])
+        plain_run = _PlainRun(steps, ancestors, self.names, self.boundary)
+        args, kwargs = self.call.plain()
+        given = [plain(leaf) for leaf in self.call.leaves]  # the same memory, by position
+        before = self._surroundings.now()
+        with intercept(distinct(step.module for step in steps), plain_run):
+            plain_run.begin()
+            result = self.forward(*args, **kwargs)
+        plain_run.finish()
+        outcome, after = Outcome(result), self._surroundings.now()
+        try:
+            if plain_run.error is not None:
+                raise plain_run.error
+            evidence = Evidence(
+                model=self.model,
+                boundary=self.boundary,
+                call=self.call,
+                names=self.names,
+                steps=steps,
+                ancestors=ancestors,
+                outputs=plain_run.outputs,
+                seconds=plain_run.seconds,
+                result=result,
+                given=given,
+                twins=twins,
+                before=before,
+                after=after,
+                surroundings=self._surroundings,
+                grad=torch.is_grad_enabled(),
+            )
+            outcome.recipe, outcome.rows = prove(evidence)
+            outcome.recipe.wants_grad = plain_run.wants_grad
+            outcome.twin = next(
+                (r for r in self.known if same_rows(evidence, outcome.recipe, r)), None
+            )
+        except Exception as error:
+            outcome.recipe, outcome.error = None, self._refusal(error)
+        finally:
+            after.restore()
+        return outcome
+
+    def _refusal(self, error: Exception) -> BoundaryError:
+        if isinstance(error, BoundaryError):
+            return error
+        # Any other error comes from the model's code meeting a placeholder, or other rows.
+        refusal = BoundaryError.not_proved(self.boundary, f"{type(error).__name__}: {error}")
+        refusal.__cause__ = error
+        return refusal
+
+    def hold(self) -> None:
+        """Only take the prefix into inference mode."""
+        with suppress(Exception):  # if it is the model's own error, its forward raises it again
+            self._discover()
+
+    def _discover(self) -> Recorder:
+        """Record the calls with the prefix in inference mode, as it will be from now on."""
+        world = self._surroundings.now()
+        for _ in range(3):
+            recorder = Recorder(watch=RandomState.now)
+            twin = Twins(self.model, self.forward, self.call).fresh()
+            args, kwargs = twin.call.plain()
+            world.restore(for_a_copy=True)
+            try:
+                with twin.intercept(patchable(self.model), recorder):
+                    recorder.begin()
+                    twin.forward(*args, **kwargs)
+            finally:
+                world.restore()
+            if self._was_dropped(recorder):
+                continue
+            steps, _ = recorder.before(self._boundary_call(recorder))
+            skipped = [step.module for step in steps if not trainable(step.module)]
+            moved = any(m.training for module in skipped for m in module.modules())
+            self.held.extend(skipped)
+            if not (self._hold_around(recorder) or moved):
+                break
+        return recorder
+
+    def _was_dropped(self, recorder: Recorder) -> bool:
+        """Whether the boundary may have been left out at random; what did so is now held."""
+        module = self.model.get_submodule(self.boundary)
+        if any(call.module is module for call in recorder.calls):
+            return False
+        drawing = [-1, *range(len(recorder.calls))]
+        candidates = [recorder.calls[i].module if i >= 0 else self.model for i in drawing
+                      if i in recorder.drew]  # fmt: skip
+        around = [m for m in candidates if m.training and any(n is module for n in m.modules())]
+        return self.held.extend_around(self.model.get_submodule(self.frozen), around)
+
+    def _hold_around(self, recorder: Recorder) -> bool:
+        """Hold code before the last frozen module that draws; return whether it was not yet."""
+        module = self.model.get_submodule(self.frozen)
+        calls = [i for i, call in enumerate(recorder.calls) if call.module is module]
+        if not calls or any(recorder.calls[i].end < 0 for i in calls):
+            return False
+        drawing = recorder.drawing_around(calls[0], self.model)
+        return self.held.extend_around(module, [m for m in drawing if m.training])
+
+    def _boundary_call(self, recorder: Recorder) -> int:
+        """Choose the last call before which nothing trainable ran; else the very last."""
+        module = self.model.get_submodule(self.boundary)
+        calls = [i for i, call in enumerate(recorder.calls) if call.module is module]
+        if not calls:
+            raise BoundaryError.never_called(self.boundary)
+        parameter = trainable(module)
+        if parameter is not None:
+            raise BoundaryError.trainable(self.boundary, f"{self.boundary}.{parameter}")
+        for index in reversed(calls):
+            steps, _ = recorder.before(index)
+            if not any(trainable(step.module) for step in steps):
+                return index
+        return calls[-1]
+
+
+class _PlainRun:
+    """Keeps every output of the prefix during the user's forward."""
+
+    def __init__(
+        self,
+        steps: list[CallRecord],
+        ancestors: list[nn.Module],
+        names: dict[int, str],
+        boundary: str,
+    ) -> None:
+        self._steps = steps
+        self._ancestors = ancestors
+        self._names = names
+        self._boundary = boundary
+        self._inside = False
+        self.outputs: list[Any] = []
+        self.seconds: list[float] = []
+        """From the model's start until each step returned."""
+        self._started = 0.0
+        self.wants_grad: set[Slot] = set()
+        self._regions: list[Region] = []
+        self.error: BoundaryError | None = None
+
+    def finish(self) -> None:
+        """The model has returned: what was checkpointed must not run again in backward."""
+        if self.error is None and any(region.runs_again() for region in self._regions):
+            self.error = BoundaryError.not_proved(
+                self._boundary,
+                "it is called inside a checkpointed region that reaches past it, which would run "
+                "the skipped modules again in backward; let the checkpointed region begin after it",
+            )
+
+    def begin(self) -> None:
+        """The model is called now."""
+        self._started = self._now()
+
+    def _now(self) -> float:
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def __call__(
+        self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        index = len(self.outputs)
+        if self._inside or index == len(self._steps) or self.error is not None:
+            return original(*args, **kwargs)
+        if self._steps[index].module is not module:
+            if any(module is ancestor for ancestor in self._ancestors):
+                return original(*args, **kwargs)
+            self.error = BoundaryError.another_way(
+                self._boundary,
+                f"{self._names[id(module)]!r} ran where another module did a moment before",
+            )
+            return original(*args, **kwargs)
+        last = index == len(self._steps) - 1
+        if last and torch.is_grad_enabled():
+            self._regions = checkpointed_around(module)
+        self._inside = True
+        try:
+            output = original(*args, **kwargs)
+        finally:
+            self._inside = False
+        self.wants_grad |= wants_grad(index, tree_leaves(output))
+        self.outputs.append(output)
+        self.seconds.append(self._now() - self._started)
+        if last:
+            # Copies, as things stand now: the active part may write into what it is given.
+            self.outputs = tree_map(_copied, self.outputs)
+        return output
+
+
+def _copied(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:
+        return leaf
+    with torch.inference_mode(False), torch.no_grad():
+        return leaf.detach().clone()
+
+
+def patchable(model: nn.Module) -> list[nn.Module]:
+    """Return every module but the model itself, and but what lies inside compiled ones."""
+    found: dict[int, nn.Module] = {}
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if id(child) not in found and child is not model:
+                found[id(child)] = child
+                if not is_compiled(child):
+                    visit(child)
+
+    visit(model)
+    return list(found.values())

@@ -1,0 +1,157 @@
+"""What the prefix makes use of beside tensors: attributes of the modules around it, arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from egeria_cache.skip.prove.evidence import Evidence, Recomputed, recompute
+from egeria_cache.skip.prove.probe import scene_of
+from egeria_cache.skip.prove.twin import Twin
+from egeria_cache.skip.serve.placeholder import Placeholder, Source, placeholders
+from egeria_cache.skip.serve.recipe import Recipe
+from egeria_cache.skip.state.foreign import own_dict
+
+__all__ = ["attributes_read", "free_arguments", "unread_tensors"]
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"train", "forward", "_compiled_call_impl"}
+
+
+def attributes_read(evidence: Evidence, recipe: Recipe) -> frozenset[tuple[int, str]]:
+    """Return (id of an ancestor, attribute) read before the boundary returns.
+
+    Without what that code moves itself, a counter, as no activation depends on it: that was shown.
+    """
+    twin = evidence.twins.fresh()
+    names: set[tuple[int, str]] = set()
+    around = [(module, twin.of(module)) for module in recipe.ancestors]
+    with _noting(((id(module), copy) for module, copy in around if copy is not module), names):
+        try:
+            recompute(evidence, list(range(evidence.size)), twin=twin)
+        except Exception:  # its code asks for its own class: take all that there is
+            names = {(id(m), key) for m, _ in around for key in vars(m)}
+    moving = {(id(module), key) for module, key in recipe.moving}
+    plain = {id(m): own_dict(m) or {} for m, _ in around}
+    return frozenset(
+        (owner, key)
+        for owner, key in names - moving
+        if key not in _OF_EVERY_MODULE and key in plain[owner]
+    )
+
+
+@contextmanager
+def _noting(copies: Iterable[tuple[int, nn.Module]], names: set[tuple[int, str]]) -> Iterator[None]:
+    """Note which attributes of some modules, copies all, are read inside the block."""
+    before: list[tuple[nn.Module, type]] = []
+    try:
+        for owner, copy in copies:
+            cls = type(copy)
+            before.append((copy, cls))
+            copy.__class__ = _noting_class(cls, owner, names)
+        yield
+    finally:
+        for copy, cls in before:
+            copy.__class__ = cls
+
+
+def _noting_class(cls: Any, owner: int, names: set[tuple[int, str]]) -> Any:
+    def note(self: Any, name: str) -> Any:
+        names.add((owner, name))
+        return cls.__getattribute__(self, name)
+
+    return type(cls.__name__, (cls,), {"__getattribute__": note, "__module__": cls.__module__})
+
+
+def free_arguments(evidence: Evidence, recipe: Recipe) -> frozenset[int]:
+    """Return the positions of numbers and strings that no activation depends on."""
+    leaves = enumerate(evidence.call.leaves)
+    candidates = [i for i, leaf in leaves if type(leaf) in (int, float, str)]
+    if not candidates:
+        return frozenset()
+    rows = list(range(evidence.size))
+    known = recompute(evidence, rows)
+    if _same_without(evidence, recipe, known, candidates):
+        return frozenset(candidates)
+    if len(candidates) == 1:
+        return frozenset()
+    return frozenset(i for i in candidates if _same_without(evidence, recipe, known, [i]))
+
+
+def unread_tensors(evidence: Evidence, recipe: Recipe) -> frozenset[int]:
+    """Return the positions of pinned tensors whose values the prefix never reads.
+
+    Its modules are given them (`**kwargs` that are passed on to every layer) and leave them alone:
+    the prefix is run with placeholders in their places, which have no values to read.
+    """
+    candidates = sorted(recipe.pinned)
+    if not candidates:
+        return frozenset()
+    known = recompute(evidence, list(range(evidence.size)))
+    if _same_unread(evidence, recipe, known, candidates):
+        return frozenset(candidates)
+    if len(candidates) == 1:
+        return frozenset()
+    return frozenset(i for i in candidates if _same_unread(evidence, recipe, known, [i]))
+
+
+def _same_unread(
+    evidence: Evidence, recipe: Recipe, known: Recomputed, positions: list[int]
+) -> bool:
+    twin = evidence.twins.fresh()
+    scene, leaves = scene_of(recipe, twin), list(twin.call.leaves)
+    for position in positions:
+        source = frozenset({Source("argument", "", position)})
+        leaves[position] = Placeholder.of(leaves[position], source, scene)
+    twin.call = dataclasses.replace(twin.call, leaves=leaves)
+    try:
+        other = recompute(evidence, known.rows, twin=twin)
+    except Exception:
+        return False
+    finally:
+        scene.finished = True
+    return not placeholders(other.leaves) and all(
+        _same(a, b) for a, b in _needed(recipe, known, other)
+    )
+
+
+def _same_without(
+    evidence: Evidence, recipe: Recipe, known: Recomputed, positions: list[int]
+) -> bool:
+    """Whether other values at these positions change nothing, to the bit."""
+    twin: Twin = evidence.twins.fresh()
+    leaves = list(twin.call.leaves)
+    for position in positions:
+        leaves[position] = _changed(leaves[position])
+    twin.call = dataclasses.replace(twin.call, leaves=leaves)
+    try:
+        other = recompute(evidence, known.rows, twin=twin)
+    except Exception:
+        return False
+    return all(_same(a, b) for a, b in _needed(recipe, known, other))
+
+
+def _needed(recipe: Recipe, a: Recomputed, b: Recomputed) -> Iterator[tuple[Any, Any]]:
+    """Yield what two runs gave for all that a hit is given."""
+    for i, step in enumerate(recipe.steps):
+        needed = {*step.cached, *step.constants}
+        yield len(a.leaves[i]), len(b.leaves[i])
+        for j, (x, y) in enumerate(zip(a.leaves[i], b.leaves[i], strict=False)):
+            if j in needed or not isinstance(x, Tensor):
+                yield x, y
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+    return type(a) is type(b) and (not isinstance(a, int | float | str) or a == b)
+
+
+def _changed(value: Any) -> Any:
+    if isinstance(value, str):
+        return value + " (other)"
+    return value + 1 if isinstance(value, int) else value * 1.37 + 0.11

@@ -1,0 +1,115 @@
+"""The content address of a cut: everything that decides what its activations are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from egeria_cache.skip.serve.arguments import PLAIN
+from egeria_cache.skip.serve.invocation import Invocation, mode_key
+from egeria_cache.skip.serve.recipe import Recipe
+from egeria_cache.skip.state.code import Code
+from egeria_cache.skip.state.content import ContentHash, describe, digest
+from egeria_cache.skip.state.watch import hooks_of, watched_attributes
+
+__all__ = ["address", "prefix_tensors"]
+
+
+def prefix_tensors(recipe: Recipe) -> list[tuple[str, nn.Module | None, Tensor]]:
+    """Return (qualified name, owner, tensor) of all that the skipped modules compute with."""
+    found: dict[int, tuple[str, nn.Module | None, Tensor]] = {}
+    skipped = [step.module for step in recipe.steps if not step.run]
+    for module in skipped:
+        for child in module.modules():
+            _collect(child, recipe.names.get(id(child), ""), found)
+    for named in recipe.reads:
+        found.setdefault(id(named[2]), named)
+    return list(found.values())
+
+
+def _collect(
+    module: nn.Module, prefix: str, found: dict[int, tuple[str, nn.Module | None, Tensor]]
+) -> None:
+    for slot in (module._parameters, module._buffers):
+        for key, tensor in slot.items():
+            if tensor is not None and id(tensor) not in found:
+                found[id(tensor)] = (f"{prefix}.{key}" if prefix else key, module, tensor)
+
+
+def address(
+    recipe: Recipe,
+    call: Invocation,
+    tensors: Iterable[tuple[str, nn.Module | None, Tensor]],
+    hashes: ContentHash,
+    code: Code,
+) -> dict[str, Any]:
+    """Return the fields, JSON values that read well when two addresses are compared."""
+    paths = call.paths()
+    inputs = {}
+    for position, (leaf, chain) in sorted(recipe.leaf_names.items()):
+        tensor = call.leaves[position]
+        inputs[paths[position]] = {
+            "leaf": leaf,
+            "operations": chain,
+            "shape": list(tensor.shape[1:]),
+            "dtype": str(tensor.dtype),
+        }
+    arguments = {
+        path: repr(leaf) if isinstance(leaf, PLAIN) else digest(leaf)
+        for path, leaf in zip(paths, call.leaves, strict=True)
+        if not isinstance(leaf, Tensor) and leaf is not None
+    }
+    for position in recipe.free:
+        arguments.pop(paths[position], None)
+    pinned = {paths[i]: hashes.of(tensor) for i, tensor in recipe.pinned.items()}
+    autocast, default_dtype = mode_key()
+    return {
+        "boundary": recipe.boundary,
+        "weights": hashes.of_all((name, tensor) for name, _, tensor in tensors),
+        "structure": _structure(recipe),
+        "code": code.digest(),
+        "inputs": inputs,
+        "arguments": arguments | pinned,
+        "mode": ["train" if training else "eval" for training in recipe.modes],
+        "autocast": [list(pair) for pair in autocast],
+        "default_dtype": str(default_dtype),
+        "tensors": {
+            name: {
+                "shape": list(recipe.tensor_spec(slot).row.shape),
+                "dtype": str(recipe.tensor_spec(slot).dtype),
+                "order": list(recipe.tensor_spec(slot).order),
+            }
+            for name, slot in recipe.slots().items()
+        },
+        "device": recipe.device.type,
+        "torch": torch.__version__.partition("+")[0],
+    }
+
+
+def _structure(recipe: Recipe) -> str:
+    """Hash the modules' kinds and settings: equal weights may be used in different ways."""
+    total, known = xxhash.xxh3_128(), dict[int, bytes]()
+    for name, module in recipe.skipped_modules():
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        total.update(f"{name}:{kind}({module.extra_repr()});".encode())
+        total.update(_settings(watched_attributes(module), known))
+    for hook in hooks_of(module for _, module in recipe.skipped_modules()):
+        total.update(_settings({"hook": getattr(hook, "__self__", hook)}, known))
+    for name, module, keys in recipe.around():
+        values = {key: vars(module).get(key) for key in sorted(keys)}
+        total.update(f"{name}:".encode() + _settings(values, known))
+    return total.hexdigest()
+
+
+def _settings(values: Mapping[str, Any], known: dict[int, bytes]) -> bytes:
+    """Describe attributes; a configuration that many modules share is read once."""
+    parts = []
+    for key, value in values.items():
+        if id(value) not in known:
+            known[id(value)] = describe(value)
+        parts.append(key.encode() + b"=" + known[id(value)])
+    return b";".join(parts)

@@ -1,0 +1,177 @@
+"""One call of the model: which of its inputs are a loader's leaves, and which signature it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from egeria_cache.batch import Batch, BatchTensor, lost_by, take_rows
+from egeria_cache.skip.serve.arguments import PLAIN, Layout, hand_back, take_apart
+from egeria_cache.skip.state.content import digest, is_content
+
+__all__ = ["Invocation", "mode_key"]
+
+
+@dataclass(frozen=True, slots=True)
+class Invocation:
+    """The arguments of one call, taken apart."""
+
+    leaves: list[Any]
+    """Every leaf of (args, kwargs) in order."""
+    layout: Layout
+    tagged: Mapping[int, BatchTensor]
+    """Leaves that come from the loader, by position."""
+    batch: Batch
+    """Whose leaves they are; not to be asked for where there is a `why_not`."""
+    given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    """The arguments as they came."""
+    last_built: list[Any] = field(default_factory=list)
+    """(args, kwargs) that the model was called with last."""
+    why_not: str | None = None
+    """Why the call cannot be served: its leaves do not come from one batch, or are trained."""
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Invocation:
+        """Take a call apart."""
+        leaves, layout = take_apart(args, kwargs)
+        tagged = {
+            i: leaf
+            for i, leaf in enumerate(leaves)
+            if isinstance(leaf, BatchTensor) and leaf.intact
+        }
+        batches = {id(leaf.batch): leaf.batch for leaf in tagged.values()}
+        why_not = None
+        if len(batches) != 1:
+            why_not = _untagged(leaves) if not batches else "it was given rows of several batches"
+        elif not next(iter(batches.values())).size:
+            why_not = "the batch is empty"
+        elif any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            why_not = "an input requires grad, and its gradient leads through the prefix"
+        batch: Any = next(iter(batches.values()), None)
+        return cls(leaves, layout, tagged, batch, (args, kwargs), why_not=why_not)
+
+    def rebuild(self, swap: Callable[[int, Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return (args, kwargs) with each tensor leaf replaced by `swap(position, leaf)`."""
+        leaves = [
+            swap(i, leaf) if isinstance(leaf, Tensor) else leaf
+            for i, leaf in enumerate(self.leaves)
+        ]
+        return self.layout.build(leaves, self.given)
+
+    def hand_back(self) -> None:
+        """Give the caller's dicts and lists what the model has added to those it was given."""
+        for given, built in zip(self.given, self.last_built, strict=False):
+            hand_back(given, built)
+
+    def plain(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return (args, kwargs) with the data of every leaf, loaded where needed."""
+        return self.noted(self.rebuild(lambda _, leaf: plain(leaf)))
+
+    def noted(self, built: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Remember what the model is called with, for `hand_back`."""
+        self.last_built[:] = built
+        return built
+
+    def rows(self, mask: np.ndarray) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return (args, kwargs) of the masked rows, those that the batch's entry misses."""
+        size = self.batch.size
+
+        def swap(position: int, leaf: Any) -> Any:
+            if position in self.tagged:
+                with torch.inference_mode(False):
+                    return leaf.misses()
+            whole = plain(leaf)
+            return take_rows(whole, mask) if whole.dim() and whole.shape[0] == size else whole
+
+        return self.rebuild(swap)
+
+    def again(
+        self, mask: np.ndarray, loaded: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return (args, kwargs) of the masked rows, from what was loaded again for them."""
+        size = self.batch.size
+
+        def swap(position: int, leaf: Any) -> Any:
+            if position in self.tagged:
+                with torch.inference_mode(False):
+                    return leaf.rows(mask, loaded)
+            whole = plain(leaf)
+            return take_rows(whole, mask) if whole.dim() and whole.shape[0] == size else whole
+
+        return self.rebuild(swap)
+
+    def key(self, free: frozenset[int] = frozenset()) -> tuple[Any, ...]:
+        """What must be equal for two calls to be served by the same recipe.
+
+        Args:
+            free: Positions of plain arguments that may differ: the prefix does not use them.
+        """
+        size = self.batch.size
+        leaves = tuple(
+            "any" if i in free else _describe(leaf, size) for i, leaf in enumerate(self.leaves)
+        )
+        return (self.layout, leaves, mode_key())
+
+    def paths(self) -> list[str]:
+        """Name each leaf as the caller sees it: "args[0]", "kwargs['labels']"."""
+        return self.layout.paths()
+
+
+def plain(leaf: Any) -> Any:
+    """Return the data behind a leaf."""
+    if not isinstance(leaf, BatchTensor):
+        return leaf
+    with torch.inference_mode(False):  # an inference tensor has no version counter to compare
+        return leaf.full()
+
+
+def mode_key() -> tuple[Any, ...]:
+    """Return the modes that decide in which precision kernels run.
+
+    Whether autograd records is not among them: it moves last bits at most, and the same sample is
+    used in training and in evaluation.
+    """
+    autocast = tuple(
+        (kind, str(torch.get_autocast_dtype(kind)))
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    )
+    return autocast, torch.get_default_dtype()
+
+
+def _describe(leaf: Any, batch_size: int) -> Any:
+    if isinstance(leaf, Tensor):
+        shape: tuple[Any, ...] = tuple(leaf.shape)
+        if shape and shape[0] == batch_size:
+            shape = ("B", *shape[1:])
+        return (shape, leaf.dtype, leaf.device)
+    if isinstance(leaf, (*PLAIN, torch.dtype, torch.device)):
+        return (type(leaf), leaf)
+    # An object may be changed in place between two calls, or be made anew for each: it counts by
+    # what it holds, and by itself only where that does not say all of it.
+    return (type(leaf), 0 if is_content(leaf) else id(leaf), digest(leaf))
+
+
+def _untagged(leaves: list[Any]) -> str:
+    """Say what the model was called with instead of a loader's batch."""
+    for leaf in leaves:
+        if isinstance(leaf, BatchTensor):
+            return (
+                f"the loader's leaf {leaf.leaf!r} was changed in place after the loader gave it out"
+                + (f" (by {lost_by()})" if lost_by() else "")
+            )
+    tensor = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+    if tensor is None:
+        kinds = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves)) or "nothing"
+        return f"it was called with {kinds}, in which no tensor of an EgeriaLoader's batch is found"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return (
+        f"it was called with a {type(tensor).__name__} ({dtype}, {list(tensor.shape)}) that does "
+        "not know its samples: "
+        + (f"the rows were lost in {lost_by()}" if lost_by() else "it is not from an EgeriaLoader")
+    )

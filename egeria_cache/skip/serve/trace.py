@@ -1,0 +1,159 @@
+"""What a run of the prefix reads and draws, seen below autograd: every operator passes here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from egeria_cache.skip.serve.placeholder import innermost_module
+
+__all__ = ["Draw", "PrefixTrace", "known_tensors"]
+
+Named = tuple[str, nn.Module | None, Tensor]
+"""(qualified name, owner, tensor)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One use of the global random generators."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def again(self) -> None:
+        """Draw the same amount once more, to no effect."""
+        self.func(*map(_fill, self.args), **{k: _fill(v) for k, v in self.kwargs.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class _Like:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class PrefixTrace(TorchDispatchMode):
+    """Note which of the model's tensors are read, and every draw of random numbers.
+
+    Args:
+        known: Tensors to look for, with what the model that runs has in their place; a view of one
+            counts as the tensor itself.
+        names: Names of the modules by id.
+    """
+
+    def __init__(self, known: Sequence[tuple[Named, Tensor]], names: Mapping[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = names
+        self._drawing: dict[str, str | None] = {}
+        self._known = {_address(tensor): named for named, tensor in known if tensor.numel()}
+        self._step = -1
+        self.read: dict[int, set[int]] = {}
+        """Id of each tensor read -> the steps that read it; -1 is code between the steps."""
+        self.draws: dict[int, list[Draw]] = {}
+        """Step -> its draws."""
+        self.branches = False
+        """Whether values were read into Python, where they may decide what runs."""
+
+    @contextmanager
+    def step(self, index: int) -> Iterator[None]:
+        """Attribute what happens inside the block to step `index`."""
+        before, self._step = self._step, index
+        try:
+            yield
+        finally:
+            self._step = before
+
+    def describe_draws(self) -> str:
+        """Say which module's code draws, for an error message."""
+        func, module = next(iter(self._drawing.items()))
+        return (
+            f"the code of {module or 'the model'!r} draws random numbers ({func}) before the "
+            "boundary; keep that module in inference mode, or set its dropout or noise to zero"
+        )
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _tensors((args, kwargs)):
+            named = self._known.get(_address(tensor))
+            if named is not None:
+                self.read.setdefault(id(named[2]), set()).add(self._step)
+        if torch.Tag.data_dependent_output in func.tags:
+            self.branches = True
+        if torch.Tag.nondeterministic_seeded not in func.tags or _has_generator(args, kwargs):
+            return func(*args, **kwargs)
+        # Attention kernels carry the tag, too, and draw nothing without dropout: see what happens.
+        before = _generators()
+        result = func(*args, **kwargs)
+        if any(not torch.equal(a, b) for a, b in zip(before, _generators(), strict=True)):
+            draw = Draw(func, tuple(map(_empty, args)), {k: _empty(v) for k, v in kwargs.items()})
+            self.draws.setdefault(self._step, []).append(draw)
+            self._drawing.setdefault(str(func), innermost_module(self._names))
+        return result
+
+
+def known_tensors(model: nn.Module) -> list[Named]:
+    """Return parameters, buffers, and tensors kept as plain attributes."""
+    found: dict[int, Named] = {}
+    for name, module in model.named_modules():
+        dot = f"{name}." if name else ""
+        for slot in (module._parameters, module._buffers):
+            for key, tensor in slot.items():
+                if tensor is not None:
+                    found.setdefault(id(tensor), (dot + key, module, tensor))
+        for key, value in module.__dict__.items():
+            if key not in ("_parameters", "_buffers", "_modules"):
+                for tensor in _tensors(value):
+                    found.setdefault(id(tensor), (dot + key, module, tensor))
+    return list(found.values())
+
+
+def _tensors(node: Any) -> Iterator[Tensor]:
+    if isinstance(node, Tensor):
+        yield node
+    elif isinstance(node, tuple | list):
+        for item in node:
+            yield from _tensors(item)
+    elif isinstance(node, dict):
+        for item in node.values():
+            yield from _tensors(item)
+
+
+def _address(tensor: Tensor) -> Any:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # no storage: a subclass, or a sparse tensor
+        return id(tensor)
+
+
+def _generators() -> list[Tensor]:
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if cuda else ())]
+
+
+def _has_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
+
+
+def _empty(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _Like(tuple(value.shape), value.dtype, value.device)
+    return value
+
+
+def _fill(value: Any) -> Any:
+    if isinstance(value, _Like):
+        return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+    return value

@@ -1,0 +1,151 @@
+"""The code that a module's forward is made of: what it does belongs to the content address.
+
+From a class's `forward` the functions that it names are followed: methods of the same class, and
+functions of the same globals, but not into PyTorch itself (its version is in the address). Globals
+and closures that they name are watched, as far as they are plain values.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import xxhash
+from torch import Tensor, nn
+
+from egeria_cache.skip.state.content import describe
+
+__all__ = ["Code", "reached"]
+
+_MAX_FUNCTIONS = 512
+_LIBRARIES = ("torch", "numpy", "builtins", "typing", "functools", "egeria_cache", "egeria_core")
+_PLAIN = (bool, int, float, str, bytes, tuple, list, dict, set, np.ndarray, Tensor)
+
+
+@dataclass(slots=True)
+class Code:
+    """Functions that a forward runs, and what they name beside them."""
+
+    functions: dict[int, FunctionType] = field(default_factory=dict)
+    """By id, in the order in which they were found."""
+    globals: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    """(globals of a function, name in it) of plain values."""
+    cells: list[Any] = field(default_factory=list)
+    """Closure cells that hold plain values."""
+
+    def digest(self) -> str:
+        """Return a hash of all code, with defaults and the values that it names."""
+        total = xxhash.xxh3_128()
+        for function in self.functions.values():
+            total.update(_code(function.__code__))
+            total.update(describe((function.__defaults__, function.__kwdefaults__)))
+        for scope, name in self.globals:
+            total.update(name.encode() + describe(scope.get(name)))
+        for cell in self.cells:
+            total.update(describe(cell.cell_contents))
+        return total.hexdigest()
+
+
+def reached(modules: Iterable[nn.Module], functions: Iterable[Any] = ()) -> Code:
+    """Follow the forwards of these modules, and further callables (hooks)."""
+    code, seen = Code(), set[tuple[int, type | None]]()
+    pending: list[tuple[FunctionType, type | None]] = []
+    for module in modules:
+        own = module.__dict__.get("forward")
+        pending += ((f, type(module)) for f in _functions(own))
+        pending += ((f, type(module)) for f in _functions(type(module).forward))
+    for other in functions:
+        pending += ((f, None) for f in _functions(other))
+    while pending and len(code.functions) < _MAX_FUNCTIONS:
+        function, owner = pending.pop(0)
+        if (id(function), owner) in seen or _is_library(function):
+            continue
+        seen.add((id(function), owner))
+        code.functions.setdefault(id(function), function)
+        pending += _named(function, owner, code)
+    return code
+
+
+def _named(
+    function: FunctionType, owner: type | None, code: Code
+) -> Iterator[tuple[FunctionType, type | None]]:
+    """Yield the functions that one names; note the plain values."""
+    scope = function.__globals__
+    for name in _names(function.__code__):
+        if owner is not None:
+            for found in _functions(_static(owner, name)):
+                yield found, owner
+        if name not in scope:
+            continue
+        value = scope[name]
+        if isinstance(value, _PLAIN):
+            code.globals.append((scope, name))
+        elif isinstance(value, FunctionType | functools.partial):
+            for found in _functions(value):
+                yield found, None
+    for cell in function.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+        if isinstance(value, _PLAIN):
+            code.cells.append(cell)
+        for found in _functions(value):
+            yield found, owner
+
+
+def _static(owner: type, name: str) -> Any:
+    for base in owner.__mro__:
+        if base is nn.Module:
+            return None
+        if name in vars(base):
+            return vars(base)[name]
+    return None
+
+
+def _functions(value: Any) -> Iterator[FunctionType]:
+    """Look through what wraps a function."""
+    for _ in range(8):
+        if isinstance(value, FunctionType):
+            yield value
+            value = getattr(value, "__wrapped__", None)
+        elif isinstance(value, MethodType | staticmethod | classmethod):
+            value = value.__func__
+        elif isinstance(value, functools.partial):
+            value = value.func
+        elif isinstance(value, property):
+            value = value.fget
+        elif value is None or isinstance(value, type):
+            return
+        else:
+            inner = getattr(value, "__wrapped__", None)
+            value = inner if inner is not None else vars(type(value)).get("__call__")
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: CodeType) -> tuple[str, ...]:
+    names = dict.fromkeys(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names.update(dict.fromkeys(_names(constant)))
+    return tuple(names)
+
+
+@functools.lru_cache(maxsize=4096)
+def _code(code: CodeType) -> bytes:
+    """Return what a code object does, without where it stands."""
+    constants = b",".join(
+        _code(one) if isinstance(one, CodeType) else describe(one) for one in code.co_consts
+    )
+    return b"|".join(
+        (code.co_code, repr(code.co_names).encode(), repr(code.co_freevars).encode(), constants)
+    )
+
+
+def _is_library(function: FunctionType) -> bool:
+    package = (function.__module__ or "").partition(".")[0]
+    return package in _LIBRARIES

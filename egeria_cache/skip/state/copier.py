@@ -1,0 +1,459 @@
+"""Copy Python state without running any of the user's code.
+
+No constructor, no `__deepcopy__`, no `__getstate__`: those act (they open, register, draw, count).
+Parameters are shared, as are other worlds (`foreign.py`); everything else that can change is
+copied, aliases and cycles included. What is copied is written to by a rehearsal in place of the
+user's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+import warnings
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from egeria_cache.errors import BoundaryError
+from egeria_cache.skip.model.attach import AttachedForward
+from egeria_cache.skip.model.calls import is_compiled
+from egeria_cache.skip.model.front import ForwardSlot
+from egeria_cache.skip.state.foreign import ATOMS, is_foreign, own_dict, slot_names
+
+__all__ = ["Copier", "is_shared"]
+
+_MAX_OBJECTS = 300_000
+_MAX_BYTES = 2 << 30
+_MAX_DEPTH = 150
+_OURS = ("egeria_cache", "egeria_core")
+_STAND_INS = ("forward", "train")
+
+
+class Uncopied:
+    """Stands on a copy for what has a state and cannot be copied: a running generator."""
+
+    def __init__(self, where: str) -> None:
+        self.__dict__["_where"] = where
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__") and name != "__next__":
+            raise AttributeError(name)
+        self._refuse()
+
+    def _refuse(self, *args: Any) -> NoReturn:
+        raise BoundaryError(
+            f"{self.__dict__['_where']} cannot be copied, so that a rehearsal would use it up; "
+            "keep it out of the model's forward"
+        )
+
+    __iter__ = __next__ = __call__ = _refuse
+
+
+class Copier:
+    """Copies objects; whatever is reached twice is copied once.
+
+    Args:
+        models: Their parameters, and all that lies in the memory of one, are shared.
+        change: Given each parameter and buffer, what a copy has in its place.
+    """
+
+    def __init__(
+        self, *models: nn.Module, change: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self._change = change
+        self.pairs: dict[int, tuple[Any, Any]] = {}
+        """Id of an original -> (it, which keeps the id its own; its copy)."""
+        self._storages: dict[int, Any] = {}
+        self._where: list[str] = []
+        self._num_objects = self._num_bytes = self._depth = 0
+        self.shared: list[str] = []
+        """What was too much, and is the original's own."""
+        self._fixed = {
+            p.untyped_storage()._cdata
+            for model in models
+            for p in model.parameters()
+            if type(p) is nn.Parameter and p.layout == torch.strided
+        }
+
+    def __call__(self, value: Any) -> Any:
+        """Return a copy, or `value` itself if it is shared."""
+        kind = type(value)
+        if kind in ATOMS:
+            return value
+        known = self.pairs.get(id(value))
+        if known is not None:
+            return known[1]
+        self._num_objects += 1
+        if self._num_objects > _MAX_OBJECTS or self._depth > _MAX_DEPTH:
+            self._note()
+            return value
+        self._depth += 1
+        try:
+            return self._copied(value, kind)
+        finally:
+            self._depth -= 1
+
+    def of(self, value: Any) -> Any:
+        """Return the copy that was made of `value`; itself if it is shared."""
+        known = self.pairs.get(id(value))
+        return value if known is None else known[1]
+
+    def modules(self) -> list[tuple[nn.Module, nn.Module]]:
+        """Return (original, copy) of every module that was copied."""
+        return [(a, b) for a, b in self.pairs.values() if isinstance(a, nn.Module) and a is not b]
+
+    def _keep(self, value: Any, new: Any) -> Any:
+        self.pairs[id(value)] = (value, new)
+        return new
+
+    def _note(self) -> None:
+        where = self._path()
+        if where not in self.shared and len(self.shared) < 8:
+            self.shared.append(where)
+
+    def _path(self) -> str:
+        inner = ("_modules", "_buffers", "_parameters")
+        return ".".join(key for key in self._where if key not in inner) or "the model"
+
+    def _copied(self, value: Any, kind: type) -> Any:
+        make = _MAKERS.get(kind)
+        if make is not None:
+            return make(self, value)
+        for base, make in _FAMILIES:
+            if isinstance(value, base):
+                return make(self, value)
+        if is_foreign(value):
+            return value
+        return self._object(value)
+
+    # ---- modules and tensors ------------------------------------------------------------------
+
+    def _module(self, value: nn.Module) -> Any:
+        if is_shared(value):
+            return self._keep(value, value)
+        return self._object(value)
+
+    def _tensor(self, value: Tensor) -> Any:
+        if is_lazy(value):  # made by the first call, of the copy as well
+            make: Any = type(value)
+            like = {"device": value.device, "dtype": value.dtype}
+            return self._keep(value, make(requires_grad=value.requires_grad, **like))
+        if isinstance(value, nn.Parameter) or (value.requires_grad and value.is_leaf):
+            return self._keep(value, value if self._change is None else self._change(value))
+        if type(value) is not Tensor or value.is_meta:
+            return self._keep(value, value)
+        if value.layout != torch.strided or value.is_quantized:
+            return self._keep(value, value.detach().clone())
+        storage = value.untyped_storage()
+        if storage._cdata in self._fixed and self._change is None:
+            return self._keep(value, value)
+        new = self._in_new_storage(value, storage)
+        if self._change is not None:
+            new = self._change(new)
+        if value.__dict__:
+            new.__dict__.update(self(value.__dict__))
+        return self._keep(value, new)
+
+    def _in_new_storage(self, value: Tensor, storage: Any) -> Tensor:
+        if value.is_inference():
+            with torch.inference_mode():
+                return value.clone()
+        with torch.inference_mode(False):
+            if value.requires_grad:  # made from what is trained, which autograd shall know
+                with torch.enable_grad():
+                    return value.clone()
+            copied = self._storages.get(storage._cdata)
+            if copied is None:
+                self._num_bytes += storage.nbytes()
+                if self._num_bytes > _MAX_BYTES:
+                    self._note()
+                    return value
+                copied = self._storages[storage._cdata] = storage.clone()
+            with torch.no_grad():
+                new = torch.empty(0, dtype=value.dtype, device=value.device)
+                new.set_(copied, value.storage_offset(), value.shape, value.stride())
+                return torch._conj(new) if value.is_conj() else new
+
+    def _array(self, value: np.ndarray) -> Any:
+        base = value.base
+        if type(value) is not np.ndarray:
+            return self._keep(value, value)
+        if isinstance(base, np.ndarray) and type(base) is np.ndarray and base.base is None:
+            start = value.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+            whole = self(base)
+            if whole is not base and base.flags.forc:
+                new = np.ndarray(value.shape, value.dtype, whole, start, value.strides)
+                return self._keep(value, new)
+        self._num_bytes += value.nbytes
+        if self._num_bytes > _MAX_BYTES:
+            self._note()
+            return value
+        new = self._keep(value, value.copy(order="K"))
+        if value.dtype == object:
+            for i, item in enumerate(value.flat):
+                new.flat[i] = self(item)
+        return new
+
+    # ---- generators ---------------------------------------------------------------------------
+
+    def _torch_generator(self, value: torch.Generator) -> Any:
+        if value is torch.default_generator:
+            return value
+        return self._keep(value, value.clone_state())
+
+    def _numpy_generator(self, value: np.random.Generator) -> Any:
+        return self._keep(value, type(value)(self(value.bit_generator)))
+
+    def _bit_generator(self, value: np.random.BitGenerator) -> Any:
+        new = type(value)(0)
+        new.state = value.state
+        return self._keep(value, new)
+
+    def _random_state(self, value: np.random.RandomState) -> Any:
+        if value is np.random.mtrand._rand:
+            return value
+        new = np.random.RandomState(0)
+        new.set_state(value.get_state())
+        return self._keep(value, new)
+
+    def _python_random(self, value: random.Random) -> Any:
+        if value is random._inst:
+            return value
+        if type(value) is not random.Random:
+            return self._object(value)
+        new = random.Random(0)
+        new.setstate(value.getstate())
+        return self._keep(value, new)
+
+    # ---- containers ---------------------------------------------------------------------------
+
+    def _list(self, value: list[Any]) -> Any:
+        new = self._keep(value, list.__new__(type(value)))
+        list.extend(new, [self(item) for item in list.__iter__(value)])
+        return self._with_attributes(value, new)
+
+    def _tuple(self, value: tuple[Any, ...]) -> Any:
+        items = [self(item) for item in tuple.__iter__(value)]
+        if all(a is b for a, b in zip(items, tuple.__iter__(value), strict=True)):
+            return value
+        known = self.pairs.get(id(value))  # a cycle through the tuple has made it
+        return self._keep(value, tuple.__new__(type(value), items)) if known is None else known[1]
+
+    def _set(self, value: set[Any]) -> Any:
+        new = self._keep(value, set.__new__(type(value)))
+        set.update(new, [self(item) for item in set.__iter__(value)])
+        return self._with_attributes(value, new)
+
+    def _frozenset(self, value: frozenset[Any]) -> Any:
+        items = [self(item) for item in value]
+        same = all(a is b for a, b in zip(items, value, strict=True))
+        return value if same else self._keep(value, frozenset.__new__(type(value), items))
+
+    def _dict(self, value: dict[Any, Any]) -> Any:
+        base = OrderedDict if isinstance(value, OrderedDict) else dict
+        new = self._keep(value, base.__new__(type(value)))
+        if isinstance(value, defaultdict):
+            defaultdict.__init__(new, self(value.default_factory))
+        for key, item in list(base.items(value)):
+            self._where.append(str(key) if type(key) is str else "[...]")
+            base.__setitem__(new, self(key), self(item))
+            self._where.pop()
+        return self._with_attributes(value, new)
+
+    def _deque(self, value: deque[Any]) -> Any:
+        new = self._keep(value, deque.__new__(type(value)))
+        deque.__init__(new, [self(item) for item in value], value.maxlen)
+        return self._with_attributes(value, new)
+
+    def _mapping_proxy(self, value: Any) -> Any:
+        return value
+
+    def _with_attributes(self, value: Any, new: Any) -> Any:
+        own = own_dict(value) if type(value).__module__ != "builtins" else None
+        if own:
+            object.__getattribute__(new, "__dict__").update(
+                {key: self(item) for key, item in own.items()}
+            )
+        return new
+
+    # ---- code that is bound to something ------------------------------------------------------
+
+    def _function(self, value: types.FunctionType) -> Any:
+        cells = tuple(types.CellType() for _ in value.__closure__ or ())
+        if not (cells or value.__defaults__ or value.__kwdefaults__ or value.__dict__):
+            return value
+        new = types.FunctionType(
+            value.__code__, value.__globals__, value.__name__, None, cells or None
+        )
+        self._keep(value, new)
+        held = [value.__defaults__, value.__kwdefaults__, *value.__dict__.values()]
+        copies = [self(item) for item in held]
+        same = all(a is b for a, b in zip(held, copies, strict=True))
+        for cell, before in zip(cells, value.__closure__ or (), strict=True):
+            same &= self._cell(cell, before)
+        if same:  # others compare functions by identity
+            return self._keep(value, value)
+        new.__defaults__, new.__kwdefaults__ = copies[0], copies[1]
+        new.__qualname__, new.__module__ = value.__qualname__, value.__module__
+        new.__doc__, new.__annotations__ = value.__doc__, value.__annotations__
+        new.__dict__.update(zip(value.__dict__, copies[2:], strict=True))
+        return new
+
+    def _cell(self, cell: types.CellType, before: types.CellType) -> bool:
+        """Fill a copied cell; return whether it holds the same object."""
+        try:
+            content = before.cell_contents
+        except ValueError:  # empty
+            return True
+        cell.cell_contents = self(content)
+        return cell.cell_contents is content
+
+    def _method(self, value: types.MethodType) -> Any:
+        owner = value.__self__
+        if isinstance(owner, AttachedForward):  # a rehearsal runs the model's own
+            return self(owner)
+        new = self(owner)
+        return value if new is owner else types.MethodType(self(value.__func__), new)
+
+    def _attached(self, value: AttachedForward) -> Any:
+        return self(value.__wrapped__)
+
+    def _builtin_method(self, value: types.BuiltinMethodType) -> Any:
+        owner = value.__self__
+        if owner is None or isinstance(owner, types.ModuleType | type):
+            return value
+        new = self(owner)
+        return value if new is owner else getattr(new, value.__name__)
+
+    def _partial(self, value: functools.partial[Any]) -> Any:
+        func = self(value.func)
+        ours = _is_ours(value.func)  # a handler of `intercept` knows the modules themselves
+        args = [arg if ours and isinstance(arg, nn.Module) else self(arg) for arg in value.args]
+        keywords = {key: self(item) for key, item in value.keywords.items()}
+        return self._keep(value, type(value)(func, *args, **keywords))
+
+    def _stand_in(self, value: Any) -> Any:
+        """Copy what we have put into a module, a `train` or a `forward` of our own."""
+        known = self.pairs.get(id(value))
+        if known is not None:
+            return known[1]
+        return self(value) if isinstance(value, ForwardSlot) else self._object(value)
+
+    # ---- what else there is -------------------------------------------------------------------
+
+    def _weak(self, value: weakref.ref[Any]) -> Any:
+        target = value()
+        new = self(target)
+        return value if new is target else self._keep(value, weakref.ref(new))
+
+    def _weak_mapping(self, value: Any) -> Any:
+        new = self._keep(value, type(value)())
+        for key, item in list(value.items()):
+            new[self(key)] = self(item)
+        return new
+
+    def _weak_set(self, value: Any) -> Any:
+        new = self._keep(value, type(value)())
+        for item in list(value):
+            new.add(self(item))
+        return new
+
+    def _iterator(self, value: Any) -> Any:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                make, args, *state = value.__reduce__()
+            new = make(*(self(arg) for arg in args))
+            if state:
+                new.__setstate__(self(state[0]))
+        except (TypeError, AttributeError):
+            new = Uncopied(self._path())
+        return self._keep(value, new)
+
+    def _object(self, value: Any) -> Any:
+        own, slots = own_dict(value), slot_names(type(value))
+        if own is None and not slots:
+            return self._iterator(value) if hasattr(type(value), "__next__") else value
+        try:
+            new = object.__new__(type(value))
+        except TypeError:  # made in C
+            return value
+        self._keep(value, new)
+        if own is not None:
+            copies = object.__getattribute__(new, "__dict__")
+            for key, item in list(own.items()):
+                self._where.append(str(key))
+                ours = key in _STAND_INS and isinstance(value, nn.Module) and _is_ours(item)
+                copies[key] = self._stand_in(item) if ours else self(item)
+                self._where.pop()
+        for name in slots:
+            try:
+                object.__setattr__(new, name, self(object.__getattribute__(value, name)))
+            except AttributeError:  # not set
+                continue
+        return new
+
+
+def _is_ours(func: Any) -> bool:
+    owner = getattr(func, "__self__", func)
+    return getattr(owner, "__module__", "").partition(".")[0] in _OURS
+
+
+def is_shared(module: nn.Module) -> bool:
+    """Whether a module is compiled: a copy would be compiled anew, or cannot be made."""
+    return (
+        isinstance(module, torch.jit.ScriptModule)
+        or is_compiled(module)
+        or hasattr(type(module).forward, "_torchdynamo_orig_callable")
+    )
+
+
+_MAKERS: dict[type, Callable[[Copier, Any], Any]] = {
+    list: Copier._list,
+    tuple: Copier._tuple,
+    dict: Copier._dict,
+    OrderedDict: Copier._dict,
+    defaultdict: Copier._dict,
+    set: Copier._set,
+    frozenset: Copier._frozenset,
+    deque: Copier._deque,
+    nn.Parameter: Copier._tensor,
+    Tensor: Copier._tensor,
+    types.FunctionType: Copier._function,
+    types.MethodType: Copier._method,
+    types.BuiltinMethodType: Copier._builtin_method,
+    types.MethodWrapperType: Copier._builtin_method,
+    types.GeneratorType: Copier._iterator,
+    types.MappingProxyType: Copier._mapping_proxy,
+    weakref.ref: Copier._weak,
+    weakref.WeakKeyDictionary: Copier._weak_mapping,
+    weakref.WeakValueDictionary: Copier._weak_mapping,
+    weakref.WeakSet: Copier._weak_set,
+    AttachedForward: Copier._attached,
+}
+_FAMILIES: tuple[tuple[type, Callable[[Copier, Any], Any]], ...] = (
+    (ForwardSlot, Copier._object),
+    (nn.Module, Copier._module),
+    (Tensor, Copier._tensor),
+    (np.ndarray, Copier._array),
+    (torch.Generator, Copier._torch_generator),
+    (np.random.Generator, Copier._numpy_generator),
+    (np.random.BitGenerator, Copier._bit_generator),
+    (np.random.RandomState, Copier._random_state),
+    (random.Random, Copier._python_random),
+    (functools.partial, Copier._partial),
+    (dict, Copier._dict),
+    (list, Copier._list),
+    (tuple, Copier._tuple),
+    (set, Copier._set),
+    (frozenset, Copier._frozenset),
+    (deque, Copier._deque),
+)

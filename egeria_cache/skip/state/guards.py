@@ -1,0 +1,155 @@
+"""Notice that the frozen prefix is no longer what it was when its activations were stored.
+
+Compared on every batch, for each parameter and buffer: is it in the same memory, with the same
+version counter, frozen as it was, and are a few of its elements what they were (a write through
+`p.data` moves no counter)? And for each module: is all of its Python state the same (`watch.py`)?
+What differs is compared by content before it counts: weights that were loaded again, or swapped out
+and back, are the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from egeria_cache.skip.state.code import Code
+from egeria_cache.skip.state.content import ContentHash, ContentProbe, pointer, version
+from egeria_cache.skip.state.watch import StateWatch
+
+__all__ = ["PrefixGuard"]
+
+Named = tuple[str, nn.Module | None, Tensor]
+_requires_grad, _version = attrgetter("requires_grad"), attrgetter("_version")
+
+
+class PrefixGuard:
+    """Remembers parameters, buffers and modules as they are now, and says what changed.
+
+    Args:
+        tensors: (qualified name, owner, tensor); the owner is None for a plain constant.
+        modules: (qualified name, module): the skipped modules; all are in inference mode.
+        around: See `StateWatch`.
+        code: Likewise.
+        apart: Likewise.
+        hashes: What the tensors hold; without it a tensor that was written to is a changed one.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterable[Named],
+        modules: Iterable[tuple[str, nn.Module]] = (),
+        around: Iterable[tuple[str, nn.Module, Iterable[str]]] = (),
+        code: Code | None = None,
+        apart: Mapping[Any, Any] = MappingProxyType({}),
+        hashes: ContentHash | None = None,
+    ) -> None:
+        self._given = list(tensors), list(modules), list(around), code, apart
+        self._state = StateWatch(*self._given[1:])
+        self._tensors = list(self._given[0])
+        self._tensors += [(name, None, tensor) for name, tensor in self._state.tensors]
+        self._slots = [_slots(owner, tensor) for _, owner, tensor in self._tensors]
+        self._hashes = hashes
+        self._contents = [hashes.of(t) if hashes is not None else "" for _, _, t in self._tensors]
+        self._renew_tensors()
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether hooks run with the prefix, also on a hit."""
+        return self._state.has_hooks
+
+    def anew(self) -> PrefixGuard:
+        """Return another guard of the same things as they are now, by identity and not content."""
+        return PrefixGuard([self._now(i) for i in range(len(self._given[0]))], *self._given[1:])
+
+    def renew(self) -> None:
+        """Take the present state as the one to keep."""
+        self._state.renew()
+        self._tensors = [self._now(i) for i in range(len(self._tensors))]
+        if self._hashes is not None:
+            self._contents = [self._hashes.of(tensor) for _, _, tensor in self._tensors]
+        self._renew_tensors()
+
+    def _renew_tensors(self) -> None:
+        values = [tensor for _, _, tensor in self._tensors]
+        # An inference tensor has no version counter (and cannot be written to outside of the mode).
+        self._counted = [tensor for tensor in values if not tensor.is_inference()]
+        self._placed = [tensor for tensor in values if tensor.layout == torch.strided]
+        self._grown = values
+        self._frozen = list(map(_requires_grad, values))
+        self._versions = [tensor._version for tensor in self._counted]
+        self._pointers = [tensor.data_ptr() for tensor in self._placed]
+        self._probe = ContentProbe(values)
+
+    def thawed(self) -> str | None:
+        """Name a tensor that is to be trained from now on, or return None."""
+        if list(map(_requires_grad, self._grown)) == self._frozen:
+            return None
+        for (name, _, tensor), before in zip(self._tensors, self._frozen, strict=True):
+            if tensor.requires_grad and not before:
+                return name
+        self._frozen = list(map(_requires_grad, self._grown))
+        return None
+
+    def changed(self) -> str | None:
+        """Name what changed, or return None. Costs about half a microsecond per tensor."""
+        if (
+            list(map(_version, self._counted)) != self._versions
+            or list(map(Tensor.data_ptr, self._placed)) != self._pointers
+        ) and (reason := self._explain()) is not None:
+            return reason
+        reason = self._state.changed()
+        if reason is None and self._state.rebound:
+            self._state.rebound = False
+            reason = self._explain()
+        if reason is None and self._probe.changed():
+            return "the content of a parameter or buffer of the prefix was changed"
+        return reason
+
+    def settle(self) -> None:
+        """Take over what the prefix's own run has left on its modules (memoised tables)."""
+        if self._state.changed() is not None:
+            self._state.renew()
+
+    def _explain(self) -> str | None:
+        """Compare by content; None, and watch the present tensors, if they hold the same."""
+        now, moved = [self._now(i) for i in range(len(self._tensors))], self._moved()
+        for (name, _, old), (_, _, new), content in zip(
+            self._tensors, now, self._contents, strict=True
+        ):
+            if new is old and id(old) not in moved:
+                continue
+            if self._hashes is None or self._hashes.of(new) != content:
+                how = "was changed" if new is old else "was replaced by another tensor"
+                return f"{name!r} {how}"
+        self._tensors = now
+        self._renew_tensors()
+        return None
+
+    def _moved(self) -> set[int]:
+        """Ids of the tensors whose version or memory is another one."""
+        versions = zip(self._counted, self._versions, strict=True)
+        places = zip(self._placed, self._pointers, strict=True)
+        moved = {id(tensor) for tensor, before in versions if version(tensor) != before}
+        return moved | {id(tensor) for tensor, before in places if pointer(tensor) != before}
+
+    def _now(self, i: int) -> Named:
+        """Return the tensor that stands in the place of the i-th."""
+        name, owner, tensor = self._tensors[i]
+        for slot, key in self._slots[i]:
+            current = slot.get(key)
+            if isinstance(current, Tensor):
+                return name, owner, current
+        return name, owner, tensor
+
+
+def _slots(owner: nn.Module | None, tensor: Tensor) -> list[tuple[dict[str, Any], str]]:
+    """Return where the owner keeps a tensor."""
+    if owner is None:
+        return []
+    slots: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers, vars(owner))
+    return [(slot, key) for slot in slots for key, value in slot.items() if value is tensor]

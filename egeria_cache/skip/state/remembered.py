@@ -1,0 +1,299 @@
+"""The little that a rehearsal shares with the user: remembered, and put back in place.
+
+The model's own state needs no list of things to put back, since a rehearsal runs on a copy
+(`twin.py`). What is left lies outside of the model, in one place for all copies: the global random
+generators, the globals and class attributes that the model's code names, global hooks, and modules
+that cannot be copied because they are compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import is_not
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from egeria_cache.skip.model.attach import AttachedForward
+from egeria_cache.skip.model.front import ForwardSlot
+from egeria_cache.skip.state.copier import Copier
+from egeria_cache.skip.state.foreign import ATOMS, is_foreign, is_library, own_dict
+
+__all__ = ["RandomState", "Remembered", "stashed"]
+
+_MAX_OBJECTS = 100_000
+_MAX_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """The generators that a forward may draw from."""
+
+    cpu: Tensor
+    cuda: tuple[Tensor, ...]
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> RandomState:
+        """Copy the present states."""
+        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        return cls(
+            torch.get_rng_state(),
+            tuple(torch.cuda.get_rng_state_all()) if cuda else (),
+            random.getstate(),
+            np.random.get_state(),
+        )
+
+    @staticmethod
+    def seed(number: int) -> None:
+        """Begin all of them anew, somewhere else for every number."""
+        torch.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number)
+
+    def restore(self) -> None:
+        """Make them the present ones."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(list(self.cuda))
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+    def equals(self, other: RandomState) -> bool:
+        """Whether the same numbers would be drawn."""
+        return (
+            torch.equal(self.cpu, other.cpu)
+            and all(torch.equal(a, b) for a, b in zip(self.cuda, other.cuda, strict=True))
+            and self.python == other.python
+            and self.numpy[2:] == other.numpy[2:]
+            and np.array_equal(self.numpy[1], other.numpy[1])
+        )
+
+
+class Remembered:
+    """The content of everything that can be reached from some objects, to be put back in place.
+
+    Args:
+        roots: Modules, containers, functions (what their closures hold), objects.
+        slots: Single entries of dicts, a global number say.
+        classes: Classes, whose attributes are looked at.
+        modules: Whether to look into modules.
+    """
+
+    def __init__(
+        self,
+        roots: Iterable[Any] = (),
+        slots: Iterable[tuple[dict[str, Any], str]] = (),
+        classes: Iterable[type] = (),
+        *,
+        modules: bool = True,
+    ) -> None:
+        self._modules = modules
+        self._seen: dict[int, Any] = {}
+        self._contents: list[tuple[Any, Any]] = []
+        self._num_bytes = 0
+        self._versions: list[Tensor] = []
+        self._iterators: list[tuple[types.CellType | dict[str, Any], str, Any]] = []
+        self._slots = [(where, key, where.get(key, _MISSING)) for where, key in slots]
+        self._classes = [(cls, _data(cls)) for cls in classes]
+        for where, key, value in self._slots:
+            self._note_iterator(where, key, value)
+        pending = [*roots, *(value for _, _, value in self._slots)]
+        pending += [value for _, data in self._classes for value in data.values()]
+        while pending:
+            pending.extend(self._look(pending.pop()))
+        self._preserved = torch.autograd._unsafe_preserve_version_counter(tuple(self._versions))
+
+    def restore(self, *, for_a_copy: bool = False) -> None:
+        """Put back what differs. May be called again and again.
+
+        Args:
+            for_a_copy: Put copies in the place of iterators, as they were: those themselves cannot
+                be set back. Without it they stand in their places again.
+        """
+        for where, key, value in self._slots:
+            if where.get(key, _MISSING) is not value:
+                _set(where, key, value)
+        for cls, data in self._classes:
+            now = _data(cls)
+            for key in now.keys() - data.keys():
+                delattr(cls, key)
+            for key, value in data.items():
+                if now.get(key, _MISSING) is not value:
+                    setattr(cls, key, value)
+        for value, content in self._contents:
+            _put_back(value, content)
+        if for_a_copy:
+            for place, key, kept in self._iterators:
+                _fill(place, key, Copier()(kept))
+        self._preserved.__exit__(None, None, None)
+
+    def _look(self, value: Any) -> Iterable[Any]:
+        """Remember one object; return what it holds."""
+        if type(value) in ATOMS or id(value) in self._seen or len(self._seen) > _MAX_OBJECTS:
+            return ()
+        self._seen[id(value)] = value  # keeps its id its own
+        if isinstance(value, Tensor):
+            return self._look_at_tensor(value)
+        if isinstance(value, types.FunctionType):
+            if is_library(value.__module__):
+                return ()
+            return [cell for cell in value.__closure__ or () if _is_filled(cell)] + [
+                value.__defaults__, value.__kwdefaults__, value.__dict__,
+            ]  # fmt: skip
+        if isinstance(value, types.CellType):
+            self._contents.append((value, value.cell_contents))
+            self._note_iterator(value, "", value.cell_contents)
+            return (value.cell_contents,)
+        if isinstance(value, functools.partial):
+            return (value.func, *value.args, *value.keywords.values())
+        if isinstance(value, nn.Module) and not self._modules:
+            return ()
+        if isinstance(value, types.MethodType | types.BuiltinMethodType | types.MethodWrapperType):
+            return (value.__self__,)
+        if isinstance(value, AttachedForward):
+            return (value.before,)
+        if isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState):
+            self._contents.append((value, _state_of(value)))
+            return ()
+        if isinstance(value, random.Random):
+            self._contents.append((value, value.getstate()))
+            return ()
+        if isinstance(value, np.ndarray):
+            self._num_bytes += value.nbytes
+            if self._num_bytes <= _MAX_BYTES and value.flags.writeable:
+                self._contents.append((value, value.copy()))
+            return ()
+        if isinstance(value, dict):
+            self._contents.append((value, dict(value)))
+            return [*value.keys(), *value.values()]
+        if isinstance(value, list | set | deque):
+            self._contents.append((value, list(value)))
+            return value
+        if isinstance(value, tuple | frozenset):
+            return value
+        if is_foreign(value) and not isinstance(value, ForwardSlot):
+            return ()
+        own = own_dict(value)
+        return () if own is None else (own,)
+
+    def _note_iterator(self, where: types.CellType | dict[str, Any], key: str, value: Any) -> None:
+        kind = type(value)
+        if hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools"):
+            self._iterators.append((where, key, Copier()(value)))
+
+    def _look_at_tensor(self, value: Tensor) -> Iterable[Any]:
+        plain = type(value) is Tensor and value.layout == torch.strided and not value.is_meta
+        if plain and not (value.is_inference() or value.requires_grad):
+            self._num_bytes += value.nbytes
+            if self._num_bytes <= _MAX_BYTES:
+                self._contents.append((value, value.detach().clone()))
+                self._versions.append(value)
+        return ()
+
+
+def _data(cls: type) -> dict[str, Any]:
+    """Return the attributes of a class that are neither code nor the interpreter's own."""
+    code = (types.FunctionType, staticmethod, classmethod, property, type,
+            types.MemberDescriptorType, types.GetSetDescriptorType)  # fmt: skip
+    return {
+        key: value
+        for key, value in vars(cls).items()
+        if not isinstance(value, code) and not (key.startswith("__") and key.endswith("__"))
+    }
+
+
+class _Missing:
+    pass
+
+
+_MISSING = _Missing()
+
+
+def _set(where: dict[str, Any], key: str, value: Any) -> None:
+    if value is _MISSING:
+        where.pop(key, None)
+    else:
+        where[key] = value
+
+
+def _fill(where: types.CellType | dict[str, Any], key: str, value: Any) -> None:
+    if isinstance(where, dict):
+        where[key] = value
+    else:
+        where.cell_contents = value
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state()
+    return generator.bit_generator.state
+
+
+def _put_back(value: Any, content: Any) -> None:
+    if isinstance(value, Tensor):
+        if value.shape != content.shape or not torch.equal(value, content):
+            with torch.no_grad():
+                if value.shape != content.shape:
+                    value.data = content.clone()
+                value.data.copy_(content)
+    elif isinstance(value, torch.Generator | np.random.RandomState):
+        value.set_state(content)
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = content
+    elif isinstance(value, random.Random):
+        value.setstate(content)
+    elif isinstance(value, np.ndarray):
+        value[...] = content
+    elif isinstance(value, types.CellType):
+        value.cell_contents = content
+    elif isinstance(value, dict):
+        _put_back_dict(value, content)
+    elif isinstance(value, set):
+        if len(value) != len(content) or not value.issuperset(content):
+            set.clear(value)
+            set.update(value, content)
+    elif len(value) != len(content) or any(map(is_not, value, content)):
+        value.clear()
+        value.extend(content)
+
+
+def _put_back_dict(value: dict[Any, Any], content: dict[Any, Any]) -> None:
+    same = len(value) == len(content)
+    same = same and not any(map(is_not, value.keys(), content.keys()))
+    if not same or any(map(is_not, value.values(), content.values())):
+        value.clear()
+        value.update(content)
+
+
+@contextmanager
+def stashed(model: nn.Module) -> Iterator[None]:
+    """Put back the model's state and the random generators when the block ends.
+
+    For forwards that only the user's own code can start, so that they cannot run on a copy.
+    """
+    state, rng = Remembered([model]), RandomState.now()
+    try:
+        yield
+    finally:
+        state.restore()
+        rng.restore()

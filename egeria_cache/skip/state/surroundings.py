@@ -1,0 +1,175 @@
+"""What a model's code may touch outside of the model: globals, class attributes, global hooks.
+
+Found by the names in the code of its forwards and hooks, through the helpers that they call, as far
+as the code is the user's own: what libraries keep in their globals is their affair.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch.nn.modules.module as registry
+from torch import nn
+
+from egeria_cache.skip.state.foreign import is_library
+from egeria_cache.skip.state.remembered import RandomState, Remembered
+from egeria_cache.skip.state.watch import watched_attributes
+
+__all__ = ["Surroundings", "World", "what_code_keeps"]
+
+_MAX_FUNCTIONS = 4000
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_CODE = (FunctionType, MethodType, functools.partial)
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All that twins of a model share with it, as it was at one moment."""
+
+    generators: RandomState
+    outside: Remembered
+
+    def restore(self, *, for_a_copy: bool = False) -> None:
+        """Make it the present one; iterators can only be as they were for a copy of the model."""
+        self.outside.restore(for_a_copy=for_a_copy)
+        self.generators.restore()
+
+
+class Surroundings:
+    """Finds what the code of a model names.
+
+    Args:
+        model: The model.
+        shared: Modules that are not copied for a rehearsal.
+    """
+
+    def __init__(self, model: nn.Module, shared: Iterable[nn.Module] = ()) -> None:
+        self._shared = list(shared)
+        self._functions: dict[int, FunctionType] = {}
+        self._classes: dict[int, type] = {}
+        self._slots: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+        self._hooks = [getattr(registry, name) for name in _GLOBAL_HOOKS]
+        self._module_hooks: list[Any] = []
+        for hooks in self._hooks:
+            self._visit_all(hooks.values())
+        for module in model.modules():
+            self._visit(type(module))
+            own = module.__dict__
+            self._visit(own.get("forward"))
+            for value in own.values():
+                self._visit(type(value))
+                self._visit_all(_callables(value))
+            for name in _HOOKS:
+                self._visit_all(own.get(name, {}).values())
+                self._module_hooks += own.get(name, {}).values()
+
+    def now(self) -> World:
+        """Remember what they hold at present, and the random generators."""
+        roots = [*self._shared, *self._functions_with_state(), *self._global_hooks()]
+        outside = Remembered(roots, self._slots.values(), self._classes.values())
+        return World(RandomState.now(), outside)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything beside modules to remember."""
+        roots = (*self._functions_with_state(), *self._global_hooks(), *self._module_hooks)
+        return bool(roots or self._slots or self._classes)
+
+    def but_modules(self) -> Remembered:
+        """Remember what code of the model may touch outside of it, and what its hooks hold."""
+        roots = [*self._functions_with_state(), *self._global_hooks(), *self._module_hooks]
+        return Remembered(roots, self._slots.values(), self._classes.values(), modules=False)
+
+    def _functions_with_state(self) -> list[FunctionType]:
+        return [f for f in self._functions.values() if f.__closure__ or f.__defaults__]
+
+    def _global_hooks(self) -> list[Any]:
+        return [hook for hooks in self._hooks for hook in hooks.values()]
+
+    def _visit_all(self, values: Iterable[Any]) -> None:
+        for value in list(values):
+            self._visit(value)
+
+    def _visit(self, value: Any) -> None:
+        """Look at the code behind a function, a class, or an object that is called."""
+        pending = [value]
+        while pending and len(self._functions) < _MAX_FUNCTIONS:
+            pending.extend(self._behind(pending.pop()))
+
+    def _behind(self, value: Any) -> Iterator[Any]:
+        if isinstance(value, type):
+            if id(value) not in self._classes:
+                yield from self._behind_class(value)
+        elif isinstance(value, FunctionType):
+            if id(value) not in self._functions and not is_library(value.__module__):
+                self._functions[id(value)] = value
+                yield from self._behind_code(value)
+        elif isinstance(value, functools.partial):
+            yield value.func
+        elif isinstance(value, MethodType):
+            yield value.__func__
+        elif isinstance(value, property):
+            yield from (value.fget, value.fset)
+        elif isinstance(value, staticmethod | classmethod):
+            yield value.__func__
+        elif not isinstance(value, ModuleType | nn.Module) and callable(value):
+            yield type(value)
+
+    def _behind_class(self, cls: type) -> Iterator[Any]:
+        for base in cls.__mro__:
+            if id(base) in self._classes or is_library(base.__module__):
+                continue
+            self._classes[id(base)] = base
+            yield from list(vars(base).values())
+
+    def _behind_code(self, function: FunctionType) -> Iterator[Any]:
+        for cell in function.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:
+                continue
+        names = set(_names(function.__code__))
+        for name in names:
+            yield from self._behind_name(function.__globals__, name, names)
+
+    def _behind_name(self, where: dict[str, Any], name: str, names: set[str]) -> Iterator[Any]:
+        value = where.get(name)
+        if isinstance(value, ModuleType):
+            if not is_library(value.__name__):
+                inner = vars(value)
+                for other in names & inner.keys():
+                    if not isinstance(inner[other], ModuleType):
+                        yield from self._behind_name(inner, other, set())
+        elif isinstance(value, type | FunctionType):
+            yield value
+        else:
+            self._slots[id(where), name] = where, name
+            yield type(value)
+
+
+def _callables(value: Any) -> list[Any]:
+    """Return a function kept as an attribute, or those in a container."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    found = value if isinstance(value, list | tuple) else [value]
+    return [item for item in found if isinstance(item, _CODE)]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def what_code_keeps(model: nn.Module) -> tuple[Remembered, ...]:
+    """Remember the attributes of a model's modules, and what its code may touch outside of it.
+
+    Parameters, buffers, children and modes are not among it.
+    """
+    slots = [(vars(m), key) for m in model.modules() for key in watched_attributes(m)]
+    return Surroundings(model).but_modules(), Remembered(slots=slots, modules=False)

@@ -1,0 +1,128 @@
+"""The byte limit of one cache directory, over all its generations and all processes.
+
+Every commit happens under one file lock per directory, so that two processes cannot both see the
+last free megabyte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from egeria_cache.config import PAGE_BYTES
+from egeria_cache.store.disk.claims import (
+    DAMAGED,
+    IN_USE_NAME,
+    clear_graves,
+    in_use_elsewhere,
+    remove_directory,
+)
+from egeria_cache.store.disk.own import is_own_directory, open_own
+
+__all__ = ["Budget", "BudgetBusyError", "directory_bytes", "generation_directories"]
+
+logger = logging.getLogger("egeria_cache.store")
+
+LOCK_NAME = "cache.lock"
+LOCK_WAIT_S = 10.0
+
+
+class BudgetBusyError(Exception):
+    """Another process held the directory's lock for too long (it may be stopped)."""
+
+
+def directory_bytes(directory: Path) -> int:
+    """Return the bytes all files below use on disk, in whole pages, directories included."""
+    total = PAGE_BYTES
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):  # removed while we looked, or not for us to see
+                if entry.is_dir(follow_symlinks=False):
+                    total += directory_bytes(Path(entry.path))
+                else:
+                    size = entry.stat(follow_symlinks=False).st_size
+                    total += -(-size // PAGE_BYTES) * PAGE_BYTES
+    return total
+
+
+def generation_directories(directory: Path, *, damaged: bool = False) -> list[Path]:
+    """Return the generations' directories, by name; also those that were set aside, if asked for.
+    Links and what belongs to others are none.
+    """
+    prefixes = ("gen-", DAMAGED) if damaged else ("gen-",)
+    try:
+        names = sorted(name for name in os.listdir(directory) if name.startswith(prefixes))
+    except OSError:
+        return []
+    return [directory / name for name in names if is_own_directory(directory / name)]
+
+
+class Budget:
+    """Admits bytes, and makes room by removing whole generations that nobody uses."""
+
+    def __init__(self, directory: Path, limit_bytes: int, *, evict_unused: bool) -> None:
+        self.directory = directory
+        self.limit_bytes = limit_bytes
+        self._evict_unused = evict_unused
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the directory's lock; the kernel drops it if this process dies.
+
+        Raises:
+            BudgetBusyError: Not free within ten seconds.
+        """
+        descriptor = open_own(self.directory / LOCK_NAME, os.O_RDWR | os.O_CREAT)
+        try:
+            deadline = time.monotonic() + LOCK_WAIT_S
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise BudgetBusyError(f"{self.directory / LOCK_NAME} is held") from None
+                    time.sleep(0.002)  # flock has no timed wait
+            yield
+        finally:
+            # Closing is not enough: a worker forked meanwhile has a duplicate that keeps the lock.
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+    def used_bytes(self) -> int:
+        """Return what the whole directory takes on disk now."""
+        return directory_bytes(self.directory)
+
+    def make_room(self, needed_bytes: int) -> int:
+        """Return how many bytes may be added; call with the lock held.
+
+        Removes unused generations, oldest use first, while less than `needed_bytes` is free.
+        """
+        free = self.limit_bytes - self.used_bytes()
+        if free < needed_bytes:
+            clear_graves(self.directory)
+            free = self.limit_bytes - self.used_bytes()
+        if free < needed_bytes and self._evict_unused:
+            paths = generation_directories(self.directory, damaged=True)
+            for path in sorted(paths, key=last_use):
+                if in_use_elsewhere(path) or not remove_directory(path):
+                    continue
+                free = self.limit_bytes - self.used_bytes()
+                logger.info("%s removed: unused, and the limit was reached", path)
+                if free >= needed_bytes:
+                    break
+        return max(free, 0)
+
+
+def last_use(directory: Path) -> float:
+    """Return when a process last opened or closed the generation, seconds since the epoch."""
+    try:
+        return (directory / IN_USE_NAME).lstat().st_mtime
+    except OSError:
+        return 0.0

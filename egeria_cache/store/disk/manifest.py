@@ -1,0 +1,186 @@
+"""What a generation is: its fields in words, their hash as its name. JSON, written atomically."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from egeria_cache.errors import StoreError
+from egeria_cache.store.disk.own import open_own
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST_NAME",
+    "ROOT_FORMAT",
+    "DamagedError",
+    "Manifest",
+    "canonical",
+    "differing_fields",
+    "generation_name",
+    "read_json",
+    "write_json",
+]
+
+FORMAT, ROOT_FORMAT = 2, 1
+"""Version of a generation, and of the directory around it; what has a higher one is refused, never
+guessed at. A generation of a lower one is left alone, and goes when room is needed."""
+MANIFEST_NAME = "manifest.json"
+MAX_JSON_BYTES = 16 * 2**20
+
+
+class DamagedError(StoreError):
+    """A file of the cache is not what was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One generation's description."""
+
+    name: str
+    fields: Mapping[str, Any]
+    created: float
+    """Seconds since the epoch."""
+    format: int = FORMAT
+
+    @classmethod
+    def new(cls, fields: Mapping[str, Any]) -> Manifest:
+        """Describe a generation that begins now."""
+        return cls(generation_name(fields), fields, time.time())
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Read and check a generation's manifest.
+
+        Raises:
+            StoreError: Missing, damaged, or of a newer format.
+        """
+        path = directory / MANIFEST_NAME
+        content = _load(path)
+        try:
+            # The format is part of the name: no newer release writes under one of ours.
+            if content["format"] > FORMAT and generation_name(content["fields"]) == directory.name:
+                raise TypeError
+            _check_format(path, content)
+            fields, created = content["fields"], float(content["created"])
+            if not isinstance(fields, dict) or not math.isfinite(created):
+                raise TypeError
+        except (KeyError, TypeError, ValueError, OverflowError):
+            raise DamagedError(f"{path} is damaged") from None
+        return cls(directory.name, fields, created, content["format"])
+
+    @property
+    def is_old(self) -> bool:
+        """It is of an earlier release, whose generations this one does not read."""
+        return self.format < FORMAT
+
+    def write(self, directory: Path) -> None:
+        """Replace the manifest in one step."""
+        write_json(directory / MANIFEST_NAME, self._content())
+
+    def num_bytes(self) -> int:
+        """Return the size of the file."""
+        return len(json.dumps(self._content(), indent=2, sort_keys=True))
+
+    def _content(self) -> dict[str, Any]:
+        created, fields = self.created, dict(self.fields)
+        return {"format": FORMAT, "name": self.name, "created": created, "fields": fields}
+
+
+def canonical(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields as they read back from JSON.
+
+    Raises:
+        StoreError: A value JSON cannot hold.
+    """
+    try:
+        loaded = json.loads(json.dumps(dict(fields), sort_keys=True, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise StoreError(f"the fields of a generation must be plain JSON values: {error}") from None
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def generation_name(fields: Mapping[str, Any]) -> str:
+    """Return "gen-" and 12 hexadecimal digits of the SHA-256 of format and fields."""
+    text = json.dumps([FORMAT, canonical(fields)], sort_keys=True, separators=(",", ":"))
+    return "gen-" + hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def differing_fields(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Return, per field that differs, (our value, their value); None where it is absent.
+
+    Of fields that hold fields, only those inside that differ: "tensors.layer1.shape".
+    """
+    differing: dict[str, tuple[Any, Any]] = {}
+    for name in sorted({*ours, *theirs}):
+        one, other = ours.get(name), theirs.get(name)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            inside = differing_fields(one, other)
+            differing.update({f"{name}.{inner}": pair for inner, pair in inside.items()})
+        elif (name in ours) != (name in theirs) or one != other:
+            differing[name] = one, other
+    return differing
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read one of our JSON files.
+
+    Raises:
+        StoreError: Missing, damaged, too large, or written by a newer release.
+    """
+    content = _load(path)
+    _check_format(path, content)
+    return content
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        with open(open_own(path, os.O_RDONLY), "rb") as file:
+            content = json.loads(file.read(MAX_JSON_BYTES), parse_constant=_no_number)
+    except FileNotFoundError:
+        raise DamagedError(f"{path} is missing") from None
+    except OSError as error:  # of now: nothing is wrong with it
+        raise StoreError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError):
+        raise DamagedError(f"{path} is damaged: it is not JSON") from None
+    if not isinstance(content, dict) or not isinstance(content.get("format"), int):
+        raise DamagedError(f"{path} was not written by Egeria")
+    return content
+
+
+def _check_format(path: Path, content: Mapping[str, Any]) -> None:
+    if content["format"] > FORMAT:
+        raise StoreError(
+            f"{path} has format {content['format']}, this release knows up to {FORMAT}; use the "
+            "release that wrote it, or another directory"
+        )
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no JSON")
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write beside, flush to disk, and rename over: a reader sees the old or the new one."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
+    try:
+        with open(open_own(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+            file.write(json.dumps(content, indent=2, sort_keys=True))
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise

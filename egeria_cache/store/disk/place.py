@@ -1,0 +1,131 @@
+"""The directory a cache lives in: made, recognised, or refused with the reason."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import time
+from pathlib import Path
+
+import psutil
+
+from egeria_cache.errors import StoreError
+from egeria_cache.store.disk.manifest import ROOT_FORMAT, read_json, write_json
+from egeria_cache.store.disk.own import check_private
+
+__all__ = ["ROOT_NAME", "claim_directory", "filesystem_type"]
+
+logger = logging.getLogger("egeria_cache.store")
+
+ROOT_NAME = "cache.json"
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+BEGUN_S = 600.0
+"""A description takes milliseconds to be written."""
+
+NETWORK_TYPES = frozenset(
+    {
+        "9p", "afs", "beegfs", "ceph", "cifs", "davfs", "fuse.gcsfuse", "fuse.glusterfs",
+        "fuse.rclone", "fuse.s3fs", "fuse.sshfs", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs",
+        "nfs3", "nfs4", "smb3", "smbfs", "wekafs",
+    }
+)  # fmt: skip
+"""Where hosts see different contents of a file, or file locks are not reliable."""
+
+
+def claim_directory(directory: Path, limit_bytes: int, *, force_network: bool) -> bool:
+    """Create the directory, or check that it is a cache this release can use.
+
+    Returns:
+        Whether it can be written; an existing cache may lie on a read-only disk.
+
+    Raises:
+        StoreError: It cannot be used; the message says why, and what to do.
+    """
+    kind = filesystem_type(directory)
+    if kind in NETWORK_TYPES and not force_network:
+        raise StoreError(
+            f"{directory} lies on a network filesystem ({kind}), where file locks and "
+            "what other hosts see of a file are not reliable; choose a local disk, or pass "
+            "force_network=True if only one host at a time will use it"
+        )
+    root = directory / ROOT_NAME
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not force_network:  # a server may give files to another user
+            check_private(directory)
+        _clear_beginnings(directory)
+        if os.path.lexists(root):
+            return _join(root, limit_bytes)
+        # A beginning by another process, or by one that was killed, is not foreign.
+        names = sorted(path.name for path in directory.iterdir())
+        if ROOT_NAME in names:
+            return _join(root, limit_bytes)
+        foreign = [name for name in names if not name.startswith(f".{ROOT_NAME}.")]
+        if foreign:
+            raise StoreError(
+                f"{directory} is no cache of Egeria: it holds {foreign[0]!r}; choose an empty or "
+                "new directory"
+            )
+        _write_root(root, limit_bytes)
+    except (NotADirectoryError, FileExistsError) as error:
+        raise StoreError(f"{directory} is not a directory") from error
+    except OSError as error:
+        hint = "; check its owner and mode" if error.errno in (errno.EACCES, errno.EPERM) else ""
+        raise StoreError(f"{directory} cannot be written: {error.strerror}{hint}") from error
+    return True
+
+
+def filesystem_type(path: Path) -> str | None:
+    """Return the type of the filesystem a path lies on, or would lie on; None if unknown."""
+    try:
+        mounts = psutil.disk_partitions(all=True)
+    except OSError:
+        return None
+    real = os.path.realpath(path)
+    best: tuple[int, str | None] = (-1, None)
+    for mount in mounts:
+        if os.path.commonpath((real, mount.mountpoint)) == mount.mountpoint:
+            # Of two mounts at one place, the later one covers the earlier.
+            best = max(best, (len(mount.mountpoint), mount.fstype), key=lambda one: one[0])
+            if best[0] == len(mount.mountpoint):
+                best = (best[0], mount.fstype)
+    return best[1]
+
+
+def _join(root: Path, limit_bytes: int) -> bool:
+    """Read the root of an existing cache, and note our limit in it, for `cache-inspect` alone."""
+    content = read_json(root)
+    try:
+        if not os.access(root.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, "no permission")
+        if content.get("limit_bytes") != limit_bytes:
+            _write_root(root, limit_bytes)
+    except OSError as error:
+        if error.errno in FULL:
+            logger.info("the limit of %s is not noted: %s", root.parent, error.strerror)
+            return True
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        logger.warning(
+            "%s cannot be written (%s): what it holds is served, nothing is stored",
+            root.parent,
+            error.strerror,
+        )
+        return False
+    return True
+
+
+def _clear_beginnings(directory: Path) -> None:
+    """Remove what processes that were killed, or met a full disk, had begun to write long ago."""
+    for path in directory.glob(".*.json.*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.lstat().st_mtime > BEGUN_S:
+                path.unlink()
+
+
+def _write_root(root: Path, limit_bytes: int) -> None:
+    content = {"format": ROOT_FORMAT, "created_by": "egeria", "limit_bytes": limit_bytes}
+    write_json(root, content)

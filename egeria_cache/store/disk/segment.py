@@ -1,0 +1,114 @@
+"""The file that holds a generation's records, one behind the other; only ever appended to.
+
+Nothing is mapped: touching a mapping where the disk cannot read, or where the file was cut short,
+is a signal that kills the process; a read that fails is an exception. To where it is wanted, it is
+about as fast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from egeria_cache.store.disk.own import open_own, same_file
+
+__all__ = ["SEGMENT_NAME", "Segment"]
+
+SEGMENT_NAME = "records.bin"
+ALIGNMENT = 8
+_PER_CALL = 1024
+"""Buffers for one call, as the system allows."""
+
+
+class Segment:
+    """Any number of threads read, with the GIL released; one at a time appends."""
+
+    def __init__(self, path: Path, *, readonly: bool) -> None:
+        flags = os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT
+        self._descriptor = open_own(path, flags)
+        weakref.finalize(self, os.close, self._descriptor)
+        self.read = functools.partial(os.preadv, self._descriptor)
+        """Fills buffers, one behind the other, from a place; returns how many bytes there were."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return os.fstat(self._descriptor).st_size
+
+    def try_read(self, buffer: Any, place: int) -> int:
+        """Fill the buffer; return how many bytes there were: none where the disk cannot read, which
+        `record` explains.
+        """
+        try:
+            return self.read((buffer,), place)
+        except OSError:
+            return 0
+
+    def record(self, place: int, size: int) -> memoryview:
+        """Return these bytes; fewer, or none, where the file ends before.
+
+        Raises:
+            OSError: The disk cannot read them.
+        """
+        size = max(min(size, self.size - place), 0)
+        record, at = memoryview(bytearray(size)), 0
+        while at < size:
+            num_bytes = os.preadv(self._descriptor, [record[at:]], place + at)
+            if not num_bytes:
+                break
+            at += num_bytes
+        return record[:at]
+
+    def append(self, end: int, buffers: Sequence[Any]) -> list[int]:
+        """Write the buffers behind `end`, flush them to disk, and return where each begins.
+
+        Whatever lies there was never committed: the tail of a process that was killed.
+
+        Raises:
+            OSError: The disk is full, or fails.
+        """
+        offsets, pieces, at = [], [], end
+        for buffer in buffers:
+            gap = -at % ALIGNMENT
+            if gap:
+                pieces.append(bytes(gap))
+            offsets.append(at + gap)
+            pieces.append(buffer)
+            at += gap + len(buffer)
+        remaining, at = iter(pieces), end
+        try:
+            while some := list(itertools.islice(remaining, _PER_CALL)):
+                at += self._write_all(some, at)
+            os.fdatasync(self._descriptor)
+        except OSError:
+            self.cut(end)
+            raise
+        return offsets
+
+    def cut(self, end: int) -> None:
+        """Give back what was written behind the end in vain."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._descriptor, end)
+
+    def is_at(self, directory: Path) -> bool:
+        """Tell whether this very file still lies in its place."""
+        return same_file(self._descriptor, directory / SEGMENT_NAME)
+
+    def _write_all(self, buffers: Sequence[Any], at: int) -> int:
+        """Write despite short writes; return how many bytes."""
+        total = sum(map(len, buffers))
+        done = os.pwritev(self._descriptor, buffers, at)
+        if done < total:
+            rest = memoryview(b"".join(buffers))
+            while done < total:
+                written = os.pwrite(self._descriptor, rest[done:], at + done)
+                if written == 0:
+                    raise OSError("the disk takes no more bytes")
+                done += written
+        return total

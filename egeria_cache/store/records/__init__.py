@@ -1,0 +1,1 @@
+"""Samples as bytes: their keys, and one record for each."""
