@@ -21,7 +21,7 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
-# Tracing every line makes it several times slower.
+# Tracing every line takes longer.
 coverage: setup
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal --timeout 1200 --cov --cov-report=term:skip-covered --cov-fail-under=90
 

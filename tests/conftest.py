@@ -23,7 +23,19 @@ def way_of_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     )
 
 
+SLOW = (
+    ("test_other_ways_to_start_workers_are_served_the_same", "ring"),
+    ("test_a_dead_or_stuck_worker_gives_dataloaders_own_error", "ring"),
+    ("test_a_generation_cleared_by_the_inspector_while_a_loader_runs_is_left_alone", "ring"),
+    ("test_a_stopped_run_goes_on_to_the_same_losses", "segmentation"),
+)
+"""(test, parameter) whose like is tested by default, and which takes long."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(item.name.startswith(test) and part in item.name for test, part in SLOW):
+            item.add_marker(pytest.mark.long)
     if "long" in config.option.markexpr:
         return
     for item in items:

@@ -111,6 +111,22 @@ def test_adapters_in_the_last_layers_are_trained_behind_the_cut(tmp_path, checkp
     assert stats.hits == 2 * 4 * BATCHES
 
 
+def test_the_front_before_the_first_adapter_is_found_by_itself(tmp_path):
+    plain, model = train(make(), DataLoader(Texts(), 4)), make()
+    with ActivationCache(model, tmp_path, "auto", gate="always") as cache:
+        loader = EgeriaLoader(Texts(), 4, cache=cache)
+        assert train(model, loader, flush=cache.flush) == plain
+        assert cache.boundary == BOUNDARY
+        assert cache.stats().hits == 2 * 4 * BATCHES
+
+
+def test_with_adapters_everywhere_no_layer_is_skipped(tmp_path):
+    plain, model = train(make(None), DataLoader(Texts(), 4)), make(None)
+    with ActivationCache(model, tmp_path, "auto", gate="always") as cache:
+        assert train(model, EgeriaLoader(Texts(), 4, cache=cache)) == plain
+        assert ".layers." not in (cache.boundary or "")
+
+
 def test_adapters_everywhere_are_refused_by_name(tmp_path):
     model = make(None)
     with pytest.raises(BoundaryError, match=r"layers\.1\.self_attn\.q_proj\.lora_A.*trainable"):
