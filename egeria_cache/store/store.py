@@ -172,6 +172,10 @@ class ActivationStore:
                     "stopped (SIGSTOP, a debugger)?"
                 ) from None
             except OSError as error:
+                removed = isinstance(error, FileNotFoundError) and self.config.directory.is_dir()
+                if removed and time.monotonic() < deadline:  # it was, while it was being opened
+                    time.sleep(0.001)
+                    continue
                 raise StoreError(
                     f"{self.config.directory / name} cannot be opened: {error.strerror}; is the "
                     "disk full, or was the directory removed?"

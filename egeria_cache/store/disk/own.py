@@ -77,8 +77,10 @@ def check_own(directory: Path) -> None:
 
     Raises:
         ForeignError: A link, a file, or another user's.
+        FileNotFoundError: There is none (any more).
     """
     if not is_own_directory(directory):
+        directory.lstat()
         raise ForeignError(f"{directory} is no directory of this user's; it is left alone")
 
 
