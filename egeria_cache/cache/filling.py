@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 from torch.utils.data import SubsetRandomSampler
 
@@ -69,11 +67,7 @@ def fill(
     variants = loader.augmentation_variants
     start = copy.deepcopy(part.state_dict())
     total, stored = len(todo.indices) * variants, 0
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-        console=Console(stderr=True), transient=True,
-        disable=not (progress and sys.stderr.isatty()),
-    )  # fmt: skip
+    bar = _bar(shown=progress and sys.stderr.isatty())
     with bar, _undisturbed(model), engine.filling():
         task = bar.add_task(f"filling {loader.name!r}", total=total)
         for turn in range(_MAX_TURNS):  # what was dropped or displaced meanwhile comes once more
@@ -95,6 +89,24 @@ def fill(
     if stored < total:
         why_not = port.refusal(loader.source.key) or "the limit of the directory is reached"
     return FillReport(total, stored, why_not)
+
+
+def _bar(*, shown: bool) -> Any:
+    # Only here: a training script need not wait for what draws bars.
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    console = Console(stderr=True)
+    return Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not shown
+    )
 
 
 class _Missing:

@@ -10,7 +10,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["find", "make", "where_raised"]
+from torch import nn
+
+__all__ = ["find", "make", "make_model", "where_raised"]
 
 
 def find(what: str, text: str) -> Callable[..., Any]:
@@ -75,6 +77,21 @@ def make(what: str, text: str) -> Any:
         raise ValueError(
             f"{what} {text!r}, called without arguments, failed: {_named(error)}"
         ) from (error)
+
+
+def make_model(text: str) -> nn.Module:
+    """Return the model of MODEL_FACTORY.
+
+    Raises:
+        ValueError: As `make` does, or it is no model.
+    """
+    model = make("MODEL_FACTORY", text)
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"MODEL_FACTORY {text!r} returned a {type(model).__name__}; it must return "
+            "the model, a torch.nn.Module"
+        )
+    return model
 
 
 def where_raised(error: BaseException) -> str:

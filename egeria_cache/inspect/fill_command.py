@@ -7,11 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from torch.utils.data import DataLoader
 
 from egeria_cache.cache import ActivationCache
-from egeria_cache.inspect.factories import find, make
+from egeria_cache.inspect.factories import find, make, make_model
 from egeria_cache.inspect.plan_command import device_of_name
 from egeria_cache.inspect.words import print_json
 from egeria_cache.loader import EgeriaLoader
@@ -28,12 +27,7 @@ def fill(argv: list[str]) -> int:
         SystemExit: argparse has printed help, or a mistake.
     """
     options = _parser().parse_args(argv)
-    model = make("MODEL_FACTORY", options.model)
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"MODEL_FACTORY {options.model!r} returned a {type(model).__name__}; it must return "
-            "the model, a torch.nn.Module, with what is frozen in requires_grad"
-        )
+    model = make_model(options.model)
     model.to(device_of_name(options.device))
     data = make("--data", options.data)
     forward = (

@@ -12,10 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
-from torch import nn
 
 from egeria_cache.config import parse_size
-from egeria_cache.inspect.factories import find, make
+from egeria_cache.inspect.factories import find, make, make_model
 from egeria_cache.inspect.forecast import Settings, forecast
 from egeria_cache.inspect.ordinary import ordinary_step
 from egeria_cache.inspect.prospect import Forecast, Prospect
@@ -34,12 +33,7 @@ def plan(argv: list[str]) -> int:
         SystemExit: argparse has printed help, or a mistake.
     """
     options = _parser().parse_args(argv)
-    model = make("MODEL_FACTORY", options.model)
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"MODEL_FACTORY {options.model!r} returned a {type(model).__name__}; it must return "
-            "the model, a torch.nn.Module"
-        )
+    model = make_model(options.model)
     settings = Settings(
         batch_size=options.batch_size,
         num_samples=options.samples,

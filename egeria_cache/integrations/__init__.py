@@ -1,7 +1,7 @@
 """The loops of others: what makes an `EgeriaLoader` and its cache at home in their trainers.
 
 Each library has a module of its own, which is the only place that imports it, and which is imported
-by whoever uses that library: `egeria_cache.integrations.accelerate`, `.transformers`. This room
+by whoever uses that library: `accelerate`, `transformers` and `lightning` beside this file. This room
 never changes what is cached or served.
 """
 

@@ -46,6 +46,8 @@ _ARGUMENTS = (
     "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order", "cache", "seed",
     "augmentation_variants", "name", "sample_id", "sample_version",
 )  # fmt: skip
+_OF_BATCHES = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last"})
+"""Those of them that a batch sampler replaces."""
 MAX_CHANGES = 3
 """Passes in a row that find another data set; then nothing is stored for it any more."""
 
@@ -147,17 +149,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         Args:
             batch_sampler: Yields lists of indices, as DataLoader's `batch_sampler`.
         """
-        other: EgeriaLoader[T_co] = EgeriaLoader(
-            self.dataset, batch_sampler=batch_sampler, num_workers=self.num_workers,
-            collate_fn=self.collate_fn, pin_memory=self.pin_memory, timeout=self.timeout,
-            worker_init_fn=self.worker_init_fn, generator=self.generator,
-            multiprocessing_context=self.multiprocessing_context,
-            prefetch_factor=self.prefetch_factor, persistent_workers=self.persistent_workers,
-            pin_memory_device=self.pin_memory_device, in_order=self.in_order, cache=self.cache,
-            seed=self.seed, augmentation_variants=self.augmentation_variants, name=self.name,
-            sample_id=self.sample_id, sample_version=self.sample_version,
-        )  # fmt: skip
-        other.source, other._assembly = self.source, self._assembly
+        other = self._alike(batch_sampler)
         other._progress.first_frozen = self._progress.first_frozen
         other.outer_epoch = self.outer_epoch
         return other
@@ -220,21 +212,21 @@ class EgeriaLoader(ResumableLoader[T_co]):
 
     def over(self, sampler: Any) -> EgeriaLoader[T_co]:
         """Return a loader of what another sampler draws; its samples are the same to the cache."""
-        workers: dict[str, Any] = {}
-        if self.num_workers:
-            workers = {"num_workers": self.num_workers, "prefetch_factor": self.prefetch_factor}
-        part: EgeriaLoader[T_co] = EgeriaLoader(
-            self.dataset,
-            self.batch_size or getattr(self.batch_sampler, "batch_size", None) or 32,
-            sampler=sampler, collate_fn=self.collate_fn, pin_memory=self.pin_memory,
-            timeout=self.timeout, worker_init_fn=self.worker_init_fn,
-            multiprocessing_context=self.multiprocessing_context, cache=self.cache, seed=self.seed,
-            augmentation_variants=self.augmentation_variants, name=self.name, **workers,
-        )  # fmt: skip
-        part.source = self.source
-        part._assembly = self._assembly
+        size = self.batch_size or getattr(self.batch_sampler, "batch_size", None) or 32
+        batches = BatchSampler(sampler, size, drop_last=False)
+        # A generator of its own: this loader's order is left as it is.
+        part = self._alike(batches, generator=None, persistent_workers=False)
         part._progress = replace(self._progress, finished=True)
         return part
+
+    def _alike(self, batch_sampler: Any, **changed: Any) -> EgeriaLoader[T_co]:
+        """Return a loader of the same source in other batches."""
+        arguments = {name: getattr(self, name) for name in _ARGUMENTS if name not in _OF_BATCHES}
+        other: EgeriaLoader[T_co] = EgeriaLoader(
+            **{**arguments, "batch_sampler": batch_sampler, **changed}
+        )
+        other.source, other._assembly = self.source, self._assembly
+        return other
 
     def _why_plain(self) -> str | None:
         """Why this loader is DataLoader and nothing else; None if it plans its batches."""
