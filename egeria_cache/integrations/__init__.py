@@ -1,8 +1,8 @@
 """The loops of others: what makes an `EgeriaLoader` and its cache at home in their trainers.
 
 Each library has a module of its own, which is the only place that imports it, and which is imported
-by whoever uses that library: `accelerate`, `transformers`, `lightning`. This room never changes what
-is cached or served.
+by whoever uses that library: `accelerate`, `transformers`, `lightning`. This room never changes
+what is cached or served.
 """
 
 __all__ = ["keep_through_accelerate"]
