@@ -203,11 +203,13 @@ class ActivationCache:
         Args:
             loader: An `EgeriaLoader` of this cache.
             forward: Called with each batch, calls the model with it as the training loop does. By
-                default a mapping is given by name, and of a list or tuple the first part.
+                default a mapping is given by name, and of a list or tuple the first parts, as many
+                as the model's forward requires.
             progress: Show a bar, if standard error is a terminal.
 
         Raises:
-            EgeriaError: Nothing is frozen, `gate` is "never", or the loader is of another cache.
+            EgeriaError: Nothing is frozen, `gate` is "never", the loader is of another cache, or
+                its batches do not fit the model's forward.
         """
         if getattr(loader, "cache", None) is not self:
             raise EgeriaError("fill() takes an EgeriaLoader that was made with cache= this cache")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +17,16 @@ from torch.utils.data import SubsetRandomSampler
 
 from egeria_cache.cache.port import LoaderPort
 from egeria_cache.errors import EgeriaError
-from egeria_cache.skip import Filled, RandomState, SkipEngine, what_code_keeps
+from egeria_cache.skip import (
+    CallError,
+    Filled,
+    RandomState,
+    SkipEngine,
+    ordinary_arguments,
+    what_code_keeps,
+)
 
-__all__ = ["FillReport", "fill", "ordinary_call"]
+__all__ = ["FillReport", "fill"]
 
 log = logging.getLogger("egeria")
 _CHUNK = 256
@@ -59,7 +65,7 @@ def fill(
     """Run the frozen prefix on whatever is not stored yet; see `ActivationCache.fill`."""
     if port.boundary is None:
         raise EgeriaError("nothing is frozen: set a boundary before filling the cache")
-    call = forward or (lambda batch: ordinary_call(model, batch))
+    call = forward or (lambda batch: _ordinary_call(model, batch))
     generators = RandomState.now()
     todo = _Missing(_indices(loader), loader.source, port)
     generators.restore()  # a sampler that shuffles draws a seed when it is asked
@@ -184,14 +190,11 @@ def _indices(loader: Any) -> Sequence[Any]:
     return list(dict.fromkeys(drawn))
 
 
-def ordinary_call(model: nn.Module, batch: Any) -> Any:
-    """Call a model with a batch as most training loops do: a mapping by the names that the forward
-    takes, of a list or tuple the first part, anything else as it is.
-    """
-    if isinstance(batch, Mapping):
-        parameters = inspect.signature(model.forward).parameters.values()
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            names = {parameter.name for parameter in parameters}
-            batch = {key: value for key, value in batch.items() if key in names}
-        return model(**batch)
-    return model(batch[0] if isinstance(batch, list | tuple) else batch)
+def _ordinary_call(model: nn.Module, batch: Any) -> Any:
+    try:
+        arguments, by_name = ordinary_arguments(model, batch)
+    except CallError as error:
+        raise EgeriaError(
+            f"{error}; give fill() a `forward`, which is called with a batch and calls the model"
+        ) from None
+    return model(*arguments, **by_name)

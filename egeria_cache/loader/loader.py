@@ -201,8 +201,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self._ask_data_again(at_end=False)
         if self.cache is not None and not self._is_plain:
             self.cache.port.adopt(self.source)
-        starts_workers = self._persistent is None and self._iterator is None
-        base = self._begin(self._variant, starts_workers)
+        base = self._begin(self._variant)
         return self._plain_iter() if self._is_plain else Pass(self, self._progress, base)
 
     @property
@@ -230,7 +229,8 @@ class EgeriaLoader(ResumableLoader[T_co]):
 
     def _why_plain(self) -> str | None:
         """Why this loader is DataLoader and nothing else; None if it plans its batches."""
-        if self.cache is None and self.seed is None:
+        in_any_order = self.num_workers > 0 and not self.in_order and _has_length(self.dataset)
+        if self.cache is None and self.seed is None and not in_any_order:
             return "there is neither a cache nor a seed"
         reason = None
         if isinstance(self.dataset, IterableDataset):
@@ -262,6 +262,10 @@ class EgeriaLoader(ResumableLoader[T_co]):
                 give_up=stuck or self._num_changes > MAX_CHANGES,
             )  # fmt: skip
         self._ended_unchanged = at_end
+
+    @property
+    def _keeps_workers(self) -> bool:
+        return self._persistent is not None or super()._keeps_workers
 
     def _worker_options(self) -> dict[str, Any]:
         return {

@@ -112,7 +112,6 @@ class Pass:
             if self._cache is not None:
                 self._cache.log_epoch(self._loader.name, self._progress.epoch)
             raise
-        self._progress.count()
         return batch
 
     def _next(self) -> Any:
@@ -133,6 +132,7 @@ class Pass:
         self._loader.source.samples.drawn |= loaded.drawn  # what workers saw
         plan = self._planner.take(loaded.number)
         batch = self._assembly.assemble(plan, loaded.data)
+        self._progress.count(plan.number, self._planner.planned_before(plan.number))
         self._step = plan, asked
         return batch
 
@@ -151,7 +151,9 @@ class Pass:
         if task is None:
             raise StopIteration
         source = self._loader.source
-        return source.collate(source.samples.load(task))
+        batch = source.collate(source.samples.load(task))
+        self._progress.count()
+        return batch
 
     def _note_step(self) -> float:
         """Tell the cache what the step cost that ends with this call."""

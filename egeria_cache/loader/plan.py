@@ -161,6 +161,10 @@ class Planner:
         self._prefetcher.release_before(number)
         return plan
 
+    def planned_before(self, number: int) -> dict[int, list[Any]]:
+        """Return the indices of earlier batches that were not taken, where order is free."""
+        return {plan.number: plan.indices for plan in self._planned if plan.number < number}
+
     def skip(self) -> None:
         """Forget the next plan: its samples could not be loaded."""
         if self._planned:

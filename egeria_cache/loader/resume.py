@@ -8,19 +8,19 @@ the number of workers: resuming draws the same index batches again and drops tho
 from __future__ import annotations
 
 import copy
-import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from itertools import islice
-from typing import Any, TypeVar
+from functools import partial
+from itertools import chain, islice
+from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -31,11 +31,12 @@ from torch.utils.data.dataloader import (
     _SingleProcessDataLoaderIter,
 )
 
+from egeria_cache.loader.sampler_rng import SamplerRng
 from egeria_cache.loader.samplers import LeanRandomSampler, ShardAffineSampler
 
 __all__ = ["Progress", "ResumableLoader"]
 
-VERSION = 1
+VERSION = 2
 _WITHOUT_STATE = (
     RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler,
     DistributedSampler, LeanRandomSampler, ShardAffineSampler,
@@ -57,12 +58,19 @@ class Progress:
     """The sampler's generators when the pass began; None before the first pass."""
     drew_base_seed: bool = False
     """Whether DataLoader drew a base seed for new workers when the pass began."""
+    keeps_workers: bool = False
+    """Whether the next pass goes on with the workers of this one, and draws no base seed."""
     now: dict[str, Any] | None = field(default=None, repr=False)
     """The generators when the state was taken."""
     yielded: int = 0
     """Batches given out."""
     finished: bool = False
     """Whether the pass came to its end; resuming then begins the next epoch."""
+    late: list[Any] = field(default_factory=list, repr=False)
+    """Index batches that were overtaken by one given out (`in_order=False`), and did not follow."""
+    dataset: Any = field(default=None, repr=False)
+    """The state of an iterable data set, or of its iterator, that has one, where this process draws
+    from it: {"dataset": state} or {"iterator": state}."""
     sampler: Any = field(default=None, repr=False)
     """The state of a sampler that has one, when the last batch given out had been drawn; before
     the first and after the last, as it was then."""
@@ -70,19 +78,35 @@ class Progress:
     """The same for the sampler's iterator, if that has a state."""
     drawn: deque[tuple[Any, Any]] = field(default_factory=deque, repr=False)
     """The same for the batches that were drawn, but not given out; no part of the state."""
+    waiting: dict[int, Any] = field(default_factory=dict, repr=False)
+    """`late`, by the batches' numbers in this pass; no part of the state."""
+    front: int = 0
+    """The number after the foremost batch given out; no part of the state."""
     may_be_empty: bool = False
     """Whether a sampler whose state was loaded may think that it is still at the end of its last
     epoch; no part of the state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values and byte tensors, a few kilobytes."""
+        """Return values that JSON can write, if those of a sampler are; a few kilobytes."""
         return {"version": VERSION} | {name: getattr(self, name) for name in _STORED}
 
-    def count(self) -> None:
-        """A batch is given out."""
+    def count(self, number: int | None = None, overtaken: Mapping[int, Any] | None = None) -> None:
+        """A batch is given out.
+
+        Args:
+            number: Its number in the pass; None for the next.
+            overtaken: Index batches of lower numbers that were drawn, but not given out.
+        """
+        number = self.yielded if number is None else number
         self.yielded += 1
-        if self.drawn:
+        for _ in range(min(number + 1 - self.front, len(self.drawn))):
             self.sampler, self.iterator = self.drawn.popleft()
+        self.waiting.pop(number, None)
+        if overtaken:
+            self.waiting |= {n: overtaken[n] for n in overtaken if n >= self.front}
+        self.front = max(self.front, number + 1)
+        if self.late or self.waiting:
+            self.late = list(self.waiting.values())
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
@@ -100,7 +124,8 @@ class Progress:
         return cls(**{name: state[name] for name in _STORED if name in state})
 
 
-_STORED = [f.name for f in fields(Progress) if f.name not in ("drawn", "may_be_empty")]
+_NOT_STORED = ("drawn", "waiting", "front", "may_be_empty")
+_STORED = [f.name for f in fields(Progress) if f.name not in _NOT_STORED]
 
 
 class ResumableLoader(DataLoader[T_co]):
@@ -109,6 +134,8 @@ class ResumableLoader(DataLoader[T_co]):
     _progress: Progress
     _resumes: bool
     _rest: _Rest | None
+    _drawn_from: Any = None
+    """The latest iterator over an iterable data set in this process."""
     outer_epoch: Callable[[], int] | None = None
     """Tells the number of the epoch, at least, where somebody else counts them as well."""
 
@@ -121,9 +148,10 @@ class ResumableLoader(DataLoader[T_co]):
         progress = self._progress
         if self._resumes:
             return progress.state_dict()
-        now = replace(progress, now=self._sampler_rng.get())
+        now = replace(progress, now=self._sampler_rng.get(), keeps_workers=self._keeps_workers)
         if progress.finished or progress.start is None:
             now.sampler, now.iterator = self._sampler_state(), None
+        now.dataset = self._dataset_state(progress.finished)
         return now.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -147,30 +175,30 @@ class ResumableLoader(DataLoader[T_co]):
         """
         self._progress.first_frozen = Progress.from_state(state).first_frozen
 
-    def _begin(
-        self, variant_of: Callable[[int, int], tuple[int, int]], draws_base_seed: bool
-    ) -> torch.Generator:
+    def _begin(self, variant_of: Callable[[int, int], tuple[int, int]]) -> torch.Generator:
         """Begin the next pass, or the rest of one.
 
         Sets `_progress`, and lets `_index_sampler` give the batches that are left.
 
         Args:
             variant_of: (epoch, first frozen epoch) -> (variant, first frozen epoch).
-            draws_base_seed: Whether new workers will be started.
 
         Returns:
             A generator in the state from which DataLoader draws the base seed of this pass.
         """
         last, resumes, self._resumes = self._progress, self._resumes, False
-        rng = self._sampler_rng
+        rng, draws_base_seed = self._sampler_rng, not self._keeps_workers
+        if resumes and self.num_workers == 0 and "dataset" in (last.dataset or ()):
+            cast(Any, self.dataset).load_state_dict(copy.deepcopy(last.dataset["dataset"]))
         if resumes and last.start is not None and not last.finished:
             rng.set(last.start)
-            if last.yielded:
+            if last.yielded or last.dataset is not None:
                 return self._continue(last, rng)
-            epoch = last.epoch
+            epoch, draws_base_seed = last.epoch, last.drew_base_seed
         else:
             if resumes and last.now is not None:
                 rng.set(last.now)
+                draws_base_seed = not last.keeps_workers
             epoch = 0 if last.start is None else last.epoch + 1
             if self.outer_epoch is not None:
                 epoch = max(epoch, self.outer_epoch())
@@ -184,7 +212,11 @@ class ResumableLoader(DataLoader[T_co]):
         )  # fmt: skip
         return _copy_of(self._base_generator)
 
-    def _continue(self, last: Progress, rng: _SamplerRng) -> torch.Generator:
+    @property
+    def _keeps_workers(self) -> bool:
+        return self._iterator is not None
+
+    def _continue(self, last: Progress, rng: SamplerRng) -> torch.Generator:
         base = _copy_of(self._base_generator)
         if last.drew_base_seed:
             draw_base_seed(self.generator)
@@ -195,25 +227,63 @@ class ResumableLoader(DataLoader[T_co]):
             batches = whole.entered(last.iterator)
         else:
             batches = iter(whole)
-            for _ in range(0 if known else last.yielded):
+            for _ in range(0 if known else last.yielded + len(last.late)):
                 if next(batches, None) is None:
                     break
             last.drawn.clear()
         assert last.now is not None, "a loaded state holds the generators of its moment"
         rng.set(last.now)
-        self._rest = _Rest(batches, self._index_sampler)
-        self._progress = replace(last, now=None)
+        self._rest = _Rest(chain(last.late, batches), self._index_sampler)
+        front = last.yielded + len(last.late)
+        waiting = dict(enumerate(last.late, last.yielded))
+        self._progress = replace(last, now=None, waiting=waiting, front=front)
         return base
 
     def _plain_iter(self) -> Any:
         """Iterate as DataLoader does, counting what is given out."""
+        if self._progress.drew_base_seed and self._rest is None:
+            self._iterator = None  # DataLoader draws a seed where it starts workers
+        elif self._rest is None and self._iterator is None:
+            batches = iter(self._index_sampler)
+            self._rest = _Rest(chain(list(islice(batches, 1)), batches), self._index_sampler)
         continued = self._rest is not None
         before = self._sampler_rng.get() if continued else None
-        iterator = super().__iter__()
+        iterator: Any = self._repeated() if continued and self._is_iterable else super().__iter__()
         if before is not None:  # the base seed was drawn when the pass began
             self._sampler_rng.set(before)
         self._rest = None
-        iterator.progress = self._progress  # type: ignore[attr-defined]
+        self._drawn_from = iterator if self._is_iterable and self.num_workers == 0 else None
+        iterator.progress = self._progress
+        return iterator
+
+    def _repeated(self) -> Any:
+        """Iterate over an iterable data set from the pass's beginning, past what was given out.
+
+        Without a state of its own, its batches can only be loaded again, from the same random
+        numbers.
+        """
+        if self.num_workers and not self.in_order:
+            raise ValueError(
+                "an IterableDataset whose batches come in any order (in_order=False) cannot go on "
+                "in mid-epoch: which samples were given out is not known; begin an epoch"
+            )
+        progress = self._progress
+        assert progress.start is not None, "a pass had begun"
+        if progress.drew_base_seed:
+            self._iterator = None  # the numbers of persistent workers have gone on: others start
+        here = (progress.dataset or {}) if self.num_workers == 0 else {}
+        if not here:
+            self._sampler_rng.set(progress.start)
+        self._rest = None
+        iterator: Any = super().__iter__()
+        if "iterator" in here:
+            iterator._dataset_fetcher.dataset_iter.load_state_dict(copy.deepcopy(here["iterator"]))
+        if here:
+            return iterator
+        iterator.progress = Progress()  # these do not count
+        for _ in range(progress.yielded):
+            if next(iterator, None) is None:
+                break
         return iterator
 
     def _get_iterator(self) -> Any:
@@ -228,13 +298,25 @@ class ResumableLoader(DataLoader[T_co]):
         if rest is not None:
             return rest
         whole = super()._index_sampler
-        if type(whole) is BatchSampler and type(whole.sampler) in _WITHOUT_STATE:
+        if type(whole.sampler if type(whole) is BatchSampler else whole) in _WITHOUT_STATE:
             return whole
-        return _Noted(whole, self._sampler_state, self._progress)
+        # Without a way back to the loader: see `Pass` about cycles.
+        return _Noted(whole, partial(_state_of, self._stateful), self._progress)
+
+    @property
+    def _is_iterable(self) -> bool:
+        return isinstance(self.dataset, IterableDataset)
+
+    def _dataset_state(self, finished: bool) -> dict[str, Any] | None:
+        if self._drawn_from is None:
+            return None
+        iterator = self._drawn_from._dataset_fetcher.dataset_iter
+        if _is_stateful(iterator):
+            return None if finished else {"iterator": _state_of(iterator)}
+        return {"dataset": _state_of(self.dataset)} if _is_stateful(self.dataset) else None
 
     def _sampler_state(self) -> Any:
-        stateful = self._stateful
-        return None if stateful is None else copy.deepcopy(stateful.state_dict())
+        return _state_of(self._stateful)
 
     @property
     def _stateful(self) -> Any:
@@ -250,58 +332,8 @@ class ResumableLoader(DataLoader[T_co]):
         return self.generator if self.generator is not None else torch.default_generator
 
     @property
-    def _sampler_rng(self) -> _SamplerRng:
-        return _SamplerRng(self.generator, super()._index_sampler)
-
-
-class _SamplerRng:
-    """The random generators that a loader's sampler may draw from."""
-
-    def __init__(self, generator: torch.Generator | None, index_sampler: Any) -> None:
-        sampler = getattr(index_sampler, "sampler", None)
-        self._samplers = _samplers(index_sampler)
-        own = [getattr(thing, "generator", None) for thing in self._samplers]
-        found = [torch.default_generator, generator, *own]
-        self._torch = list(dict.fromkeys(g for g in found if isinstance(g, torch.Generator)))
-        # torch's own samplers draw from torch alone; a user's may draw from anything.
-        self._is_torch = type(index_sampler) is BatchSampler and isinstance(
-            sampler, RandomSampler | SequentialSampler
-        )
-
-    def get(self) -> dict[str, Any]:
-        """Return their states, as byte tensors and plain values."""
-        state: dict[str, Any] = {"torch": [generator.get_state() for generator in self._torch]}
-        if not self._is_torch:
-            state["python"] = random.getstate()
-            state["numpy"] = np.random.get_state()
-        return state
-
-    def set(self, state: dict[str, Any]) -> None:
-        """Put them back."""
-        states = state["torch"]
-        for sampler in self._samplers:
-            if len(self._torch) < len(states) and getattr(sampler, "generator", 0) is None:
-                # It makes one with its first pass, and had made it when the state was taken.
-                sampler.generator = torch.Generator()
-                self._torch.append(sampler.generator)
-        for generator, value in zip(self._torch, states, strict=True):
-            generator.set_state(value)
-        if "python" in state:
-            version, internal, gauss = state["python"]
-            random.setstate((version, tuple(internal), gauss))
-            np.random.set_state(state["numpy"])
-
-
-def _samplers(index_sampler: Any) -> list[Any]:
-    """Return an index sampler, those that it wraps, and the sampler that they draw from."""
-    found: list[Any] = []
-    pending = [index_sampler]
-    while pending:
-        thing = pending.pop()
-        if thing is not None and all(thing is not other for other in found):
-            found.append(thing)
-            pending += [getattr(thing, name, None) for name in ("sampler", "batch_sampler")]
-    return found
+    def _sampler_rng(self) -> SamplerRng:
+        return SamplerRng(self.generator, super()._index_sampler)
 
 
 class _Rest:
@@ -381,6 +413,10 @@ def _bearer(batches: Any) -> Any:
     return batches.indices if isinstance(batches, _Batches) else batches
 
 
+def _state_of(stateful: Any) -> Any:
+    return None if stateful is None else copy.deepcopy(stateful.state_dict())
+
+
 def _is_stateful(one: Any) -> bool:
     return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
 
@@ -405,7 +441,10 @@ class _CountedSingle(_Counted, _SingleProcessDataLoaderIter):
 
 
 class _CountedMulti(_Counted, _MultiProcessingDataLoaderIter):
-    pass
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        # Persistent workers serve many passes, and each may have an index sampler of its own.
+        self._index_sampler = loader._index_sampler
+        super()._reset(loader, first_iter)
 
 
 def draw_base_seed(generator: torch.Generator | None) -> None:

@@ -15,6 +15,7 @@ from egeria_cache.skip.engine import MAX_CHAINS, Filled, SkipEngine, SkipHost
 from egeria_cache.skip.model.attach import inner_model
 from egeria_cache.skip.model.frozen import FrozenPrefix
 from egeria_cache.skip.model.names import module_named
+from egeria_cache.skip.model.ordinary import CallError, ordinary_arguments
 from egeria_cache.skip.prove.places import Candidate, candidates
 from egeria_cache.skip.serve.compare import same_rows
 from egeria_cache.skip.serve.cut import Cut, Step
@@ -23,6 +24,7 @@ from egeria_cache.skip.state.surroundings import what_code_keeps
 
 __all__ = [
     "MAX_CHAINS",
+    "CallError",
     "Candidate",
     "Cut",
     "Filled",
@@ -34,6 +36,7 @@ __all__ = [
     "candidates",
     "inner_model",
     "module_named",
+    "ordinary_arguments",
     "same_rows",
     "what_code_keeps",
 ]

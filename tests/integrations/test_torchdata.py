@@ -8,11 +8,22 @@ iterators with states of their own.
 from __future__ import annotations
 
 import copy
+import gc
+import json
 import random
+import time
 
+import psutil
 import pytest
 import torch
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+    get_worker_info,
+)
 
 pytest.importorskip("torchdata.stateful_dataloader")
 
@@ -313,3 +324,198 @@ def test_a_snapshot_every_n_steps_has_no_meaning_here():
         EgeriaLoader(DATA, BATCH, snapshot_every_n_steps=5)
     whole = run(lambda: theirs(2, batch_size=BATCH, snapshot_every_n_steps=3), 2)
     assert whole[2] == run(lambda: ours(2, batch_size=BATCH), 2)[2]
+
+
+class Numbers(IterableDataset):
+    """Draws from the random generator, and says nothing of its place."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for i in range(first, N, step):
+            yield i + 100 * torch.randint(9, ()).item()
+
+
+class Stream(IterableDataset):
+    """Knows its place and its epoch."""
+
+    def __init__(self):
+        self.epoch, self.place = 0, 0
+
+    def __iter__(self):
+        while self.place < N:
+            self.place += 1
+            yield 100 * self.epoch + self.place
+        self.epoch, self.place = self.epoch + 1, 0
+
+    def state_dict(self):
+        return {"epoch": self.epoch, "place": self.place}
+
+    def load_state_dict(self, state):
+        self.epoch, self.place = state["epoch"], state["place"]
+
+
+class Own(IterableDataset):
+    """Its own iterator; there is no state before there is one."""
+
+    def __iter__(self):
+        self.place = 0
+        return self
+
+    def __next__(self):
+        if self.place >= N:
+            raise StopIteration
+        self.place += 1
+        return self.place
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("moment", [-1, 1, 3, None])
+@pytest.mark.parametrize("kind", [Numbers, Stream, Own])
+def test_an_iterable_data_set_goes_on_where_it_was(kind, moment, workers):
+    def make(loader):
+        return run_values(lambda: loader(kind(), BATCH, num_workers=workers), moment)
+
+    for loader in (EgeriaLoader, StatefulDataLoader):
+        epoch, following, rest, _ = make(loader)
+        expected = following if moment is None else epoch[max(0, moment) :]
+        # StatefulDataLoader has no random numbers of a data set that keeps none.
+        if loader is EgeriaLoader or kind is not Numbers:
+            assert rest == expected
+
+
+def run_values(make, moment):
+    torch.manual_seed(1)
+    loader, epoch = make(), []
+    if moment is None:
+        list(loader)
+        state = copy.deepcopy(loader.state_dict())
+        following = [rows.tolist() for rows in loader]
+    else:
+        state = copy.deepcopy(loader.state_dict()) if moment == -1 else None
+        for rows in loader:
+            epoch.append(rows.tolist())
+            if len(epoch) == moment:
+                state = copy.deepcopy(loader.state_dict())
+        following = None
+    torch.manual_seed(77)
+    resumed = make()
+    resumed.load_state_dict(state)
+    return epoch, following, [rows.tolist() for rows in resumed], None
+
+
+def test_an_iterable_data_set_in_any_order_is_refused():
+    def make():
+        return EgeriaLoader(Numbers(), BATCH, num_workers=2, in_order=False)
+
+    loader = make()
+    for _ in loader:
+        state = loader.state_dict()
+        break
+    resumed = make()
+    resumed.load_state_dict(state)
+    with pytest.raises(ValueError, match="in_order=False"):
+        iter(resumed)
+
+
+class Uneven(Dataset):
+    """Its first batch comes last."""
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        if index < BATCH:
+            time.sleep(0.2)
+        return index
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize("sampler", [None, Place])
+@pytest.mark.parametrize("stops", [(2,), (1, 1), (2, 1, 1)])
+def test_batches_that_were_overtaken_are_not_lost(stops, sampler, seed):
+    def make():
+        return EgeriaLoader(
+            Uneven(), BATCH, sampler=sampler and sampler(), num_workers=2, in_order=False, seed=seed
+        )
+
+    found, state = [], None
+    for stop in (*stops, 99):
+        loader = make()
+        if state is not None:
+            loader.load_state_dict(state)
+        for number, rows in enumerate(loader, 1):
+            found += rows.tolist()
+            if number == stop:
+                state = copy.deepcopy(loader.state_dict())
+                break
+    assert sorted(found) == list(range(N))
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize("moment", [0, 2, WHOLE])
+def test_persistent_workers_do_not_change_the_order_of_a_resumed_run(moment, seed):
+    """They draw no base seed in later epochs, and new ones do."""
+
+    def make():
+        return EgeriaLoader(
+            DATA, BATCH, shuffle=True, num_workers=2, persistent_workers=True, seed=seed
+        )
+
+    torch.manual_seed(1)
+    loader = make()
+    batches(loader)
+    iterator = iter(loader)
+    epoch = [next(iterator)[0].tolist() for _ in range(moment)]
+    if moment == WHOLE:
+        assert next(iterator, None) is None
+    state = copy.deepcopy(loader.state_dict())
+    rest = [rows.tolist() for (rows,) in iterator]
+    following = batches(loader)
+    for again in (make(), loader):  # one that starts workers, and one that has them
+        torch.manual_seed(77)
+        again.load_state_dict(state)
+        assert batches(again) == (following if moment == WHOLE else rest)
+        if moment != WHOLE:
+            assert batches(again) == following
+    assert len(epoch + rest) == WHOLE
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in [*FIXED, "shuffle"] if kind != "torchdata's random"]
+)
+def test_a_state_goes_through_json(kind):
+    options = (FIXED | FREE)[kind]
+    torch.manual_seed(1)
+    loader = ours(0, **options())
+    iterator = iter(loader)
+    next(iterator)
+    state = json.loads(json.dumps(loader.state_dict()))
+    rest = [rows.tolist() for (rows,) in iterator]
+    torch.manual_seed(77)
+    resumed = ours(0, **options())
+    resumed.load_state_dict(state)
+    assert batches(resumed) == rest
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_workers_end_with_their_loader_whatever_its_sampler(seed):
+    """A cycle would leave them to the garbage collector, and to a time-out of five seconds."""
+    before = {child.pid for child in psutil.Process().children()}
+    loader = ours(2, seed, batch_size=BATCH, sampler=Place(), persistent_workers=True)
+    batches(loader)
+    workers = {child.pid for child in psutil.Process().children()} - before
+    gc.disable()
+    try:
+        del loader
+        alive = {child.pid for child in psutil.Process().children()}
+    finally:
+        gc.enable()
+    assert len(workers) >= 2
+    assert not alive & workers
