@@ -56,7 +56,8 @@ class Accounts:
         if self._num_unseen == MAX_UNSEEN:
             self.counts.why_not = (
                 f"{MAX_UNSEEN} batches were yielded and the model was not called with any of them, "
-                "so nothing is cached. Is the whole model compiled? Compile its blocks instead "
+                "so nothing is cached. Does the loop call a part of it (`self.net(x)`)? Make the "
+                "cache of that part. Is the whole model compiled? Compile its blocks instead "
                 "(block.compile()), and give it the loader's batches as they come"
             )
             log.warning(self.counts.why_not)

@@ -300,3 +300,32 @@ def test_a_boundary_and_a_controller_exclude_each_other(tmp_path):
         pytest.raises(ValueError, match="leave out boundary='backbone'"),
     ):
         EgeriaCallback(cache, FreezeController, boundary="backbone")
+
+
+class Direct(Lit):
+    """Calls a part of itself, and never its own forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(self.backbone, self.middle, self.head)
+
+    def training_step(self, batch, number):
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+
+@pytest.mark.parametrize("part", ["net", None])
+def test_a_part_that_the_step_calls_has_the_cache(tmp_path, part):
+    torch.manual_seed(0)
+    model = Direct()
+    cached = getattr(model, part) if part else model
+    with ActivationCache(cached, tmp_path, gate="always") as cache:
+        callback = EgeriaCallback(cache, boundary="0" if part else "auto")
+        trainer(callback, Flush(cache)).fit(model, loader(cache))
+        stats = cache.stats()
+    assert model.losses == pytest.approx(plain_losses(), rel=1e-5)
+    if part:
+        assert stats.hits == 2 * 48
+    else:
+        assert "Make the cache of that part" in stats.why_not
