@@ -61,6 +61,17 @@ class BoundaryError(EgeriaError):
         )
 
     @classmethod
+    def reads_padding(cls, boundary: str, who: str, error: float | None = None) -> BoundaryError:
+        """What is computed for a sample depends on how far its batch is padded."""
+        much = "" if error is None else f" (by {error:.3g} of the largest value)"
+        return cls(
+            f"skipping the prefix up to {boundary!r} is not possible for padded batches: {who} "
+            f"depends on what stands in the padding{much}, so a sample would differ from batch to "
+            "batch; give the model a mask and let everything respect it, or pad all samples to one "
+            "length"
+        )
+
+    @classmethod
     def compiled_whole(cls, boundary: str) -> BoundaryError:
         """The model is one compiled graph: there is no place to enter it."""
         return cls(

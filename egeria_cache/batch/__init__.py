@@ -6,13 +6,15 @@ and never reads an activation; whoever made the batch gave it a way to do so.
 `batch.py` is a batch and its parts, `tensor.py` holds the tensors that know their samples and
 `absent.py` those that were not loaded, `chain.py` the operations that they record, `selection.py`
 those that take rows, `vouch.py` what they held, `lost.py` where their rows were lost;
-`structure.py` takes a batch apart into leaves with a row per sample, `seeds.py` names samples.
+`structure.py` takes a batch apart into leaves with a row per sample, `padding.py` says how they were
+padded, `seeds.py` names samples.
 """
 
 from egeria_cache.batch.absent import without_data
 from egeria_cache.batch.batch import Batch, Entry
 from egeria_cache.batch.chain import outside_inference_mode
 from egeria_cache.batch.lost import forget_lost, lost_by
+from egeria_cache.batch.padding import Axis, Lengths, Padding
 from egeria_cache.batch.seeds import SampleId, sample_seed
 from egeria_cache.batch.structure import (
     Rows,
@@ -30,9 +32,12 @@ from egeria_cache.batch.structure import (
 from egeria_cache.batch.tensor import BatchTensor, unwrap
 
 __all__ = [
+    "Axis",
     "Batch",
     "BatchTensor",
     "Entry",
+    "Lengths",
+    "Padding",
     "Rows",
     "SampleId",
     "Structure",

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from egeria_cache.batch.padding import Lengths
 from egeria_cache.batch.seeds import SampleId
 from egeria_cache.batch.structure import Rows, is_rows, take_rows
 from egeria_cache.batch.vouch import held
@@ -62,6 +63,7 @@ class Batch:
         entry: Entry | None = None,
         context: Any = None,
         may_be_stored: bool = True,
+        lengths: Lengths | None = None,
     ) -> None:
         """Collect a batch.
 
@@ -75,6 +77,8 @@ class Batch:
             entry: Where the hits enter the model; None if every row was loaded.
             context: For whoever made the batch.
             may_be_stored: Whether what it holds has to be vouched for by content.
+            lengths: Of the samples, where the collate function has padded them; `leaves` and what
+                `load_rows` gives are as long as the batch.
         """
         self.ids = ids
         self.size = len(ids)
@@ -87,6 +91,7 @@ class Batch:
         """As they were handed out: what the loop does to its own is not done to these."""
         self.may_be_stored = may_be_stored
         self.context = context
+        self.lengths = lengths
         self._load_rows = load_rows
         self._planned_entry = entry
         self._loaded: Mapping[str, Rows] | None = None
@@ -141,6 +146,7 @@ class Batch:
             entry=part,
             context=None if self.context is None else self.context.select(rows),
             may_be_stored=self.may_be_stored,
+            lengths=None if self.lengths is None else self.lengths.select(rows),
         )
 
     def load_rows(self, rows: np.ndarray) -> Mapping[str, Rows]:

@@ -101,6 +101,7 @@ class CacheHost:
                 device=device_of(self._model),
                 constants=context.constants,
                 counts=frozenset(context.source.counts),
+                padding=None if batch.lengths is None else batch.lengths.padding,
                 is_checked=found.raw_bytes == 0
                 or any(v.generation is found and v.is_checked for v in self._views.everywhere()),
             )
@@ -180,17 +181,18 @@ class CacheHost:
         if not new.all():
             ids = [sample_id for sample_id, use in zip(ids, new, strict=True) if use]
             tensors = {name: take_rows(values, new) for name, values in tensors.items()}  # type: ignore[misc]
+        lengths = None if batch.lengths is None else batch.lengths.select(np.flatnonzero(wanted))
         started = time.perf_counter()
-        view.generation.put_batch(ids, record(tensors, kept), variant=batch.variant)  # type: ignore[arg-type]
+        named = record(cut, tensors, kept, lengths)  # type: ignore[arg-type]
+        view.generation.put_batch(ids, named, variant=batch.variant)
         self._pilot.meter.wrote(time.perf_counter() - started, len(ids) * cut.row_bytes)
         self._trial.stored(view, ids, batch.variant)
 
     def _fits(self, view: View, batch: Batch) -> bool:
-        """Whether the batch's rows look like those the view was opened with; if not, never again.
-
-        Rows that are padded to the longest of their batch cannot be given back in another batch.
-        """
+        """Whether the batch's rows look like those the view was opened with; if not, never again."""
         context: BatchContext = batch.context
+        if view.padding != (None if batch.lengths is None else batch.lengths.padding):
+            return False  # it was loaded before it was known how samples are padded
         for path, meta in context.metas.items():
             expected = view.rows.get(path)
             if expected is not None and expected.shape != meta.shape:
@@ -198,7 +200,7 @@ class CacheHost:
                 self.leave_uncached(
                     batch.loader_name,
                     f"leaf {path!r} has rows of shape {shapes[0]} in one batch and {shapes[1]} in "
-                    "another; pad all samples to the same size",
+                    "another, and that is no padding",
                 )
                 return False
         for path, value in view.constants_for(batch.size).items():
@@ -219,9 +221,11 @@ class CacheHost:
         kept = {path: batch.rows_of(path, rows) for path in view.kept}
         stored, found = view.generation.get_batch(ids, variant=batch.variant)
         view.is_checked = bool(found.any())
-        fresh = record(tensors, {p: r for p, r in kept.items() if r is not None})
+        lengths = None if batch.lengths is None else batch.lengths.select(np.flatnonzero(rows))
+        known = {path: values for path, values in kept.items() if values is not None}
+        fresh, at = record(view.cut, tensors, known, lengths), np.flatnonzero(found)
         for name in fresh.keys() & stored.keys():
-            if not same_rows(take_rows(stored[name], found), take_rows(fresh[name], found)):
+            if not same_rows(_at(stored[name], at), _at(fresh[name], at)):
                 self.audit_failed(batch, rows, f"{name} is not what an earlier run stored")
                 return
 
@@ -321,6 +325,10 @@ def device_of(model: nn.Module) -> torch.device:
     """Where the model is; the CPU if it has no parameter."""
     tensor = next(model.parameters(), None)
     return torch.device("cpu") if tensor is None else tensor.device
+
+
+def _at(rows: Any, at: np.ndarray) -> Any:
+    return rows[torch.from_numpy(at)] if isinstance(rows, Tensor) else [rows[i] for i in at]
 
 
 def _operations(cut: Cut) -> tuple[str, ...]:

@@ -88,6 +88,7 @@ class LoaderPort:
             theirs = view.generation.fields
             if view.is_checked and all(theirs.get(key) == fields[key] for key in fields):
                 source.counts |= view.counts
+                source.padding = source.padding or view.padding
                 self._views.add(replace(view, loader_name=source.key))
         for key in list(dict.fromkeys(view.loader_name for view in alike))[:-MAX_ALIKE]:
             self._views.forget(key)  # it asks again when it begins another pass
@@ -136,6 +137,10 @@ class LoaderPort:
         log.log(level, "loader %r: %s", shown_name(loader_name), text)
         self._views.void(lambda view: view.loader_name == loader_name, unlink=unlink)
         self._host.open_again(loader_name)
+
+    def padding_found(self, loader_name: str) -> None:
+        """The loader's samples are padded where that was not known: what is stored has padding."""
+        self._views.void(lambda view: view.loader_name == loader_name, unlink=True)
 
     def tagged_leaves(self, loader_name: str) -> frozenset[str] | None:
         """The leaves that must know their samples; None for all."""

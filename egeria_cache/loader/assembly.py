@@ -7,11 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from egeria_cache.batch import (
     Batch,
     BatchTensor,
+    Lengths,
     Rows,
     Structure,
     flatten,
@@ -25,10 +27,11 @@ from egeria_cache.batch import (
     without_data,
 )
 from egeria_cache.loader.plan import Plan
-from egeria_cache.samples import BatchContext, LoaderSource, Task
+from egeria_cache.samples import BatchContext, Loaded, LoaderSource, Task
 
 if TYPE_CHECKING:
     from egeria_cache.cache import LoaderPort
+    from egeria_cache.prefetch import PlannedEntry
 
 __all__ = ["Assembly"]
 
@@ -49,45 +52,68 @@ class Assembly:
         self._rebuilds: bool | None = None
         """Whether its batches can be taken apart and built again; None until one was tried."""
 
-    def assemble(self, plan: Plan, missing: Any) -> Any:
-        """Return the batch: `missing` holds the collated misses (None if there are none)."""
-        entry = plan.entry
+    def assemble(self, plan: Plan, loaded: Loaded) -> Any:
+        """Return the batch: `loaded` holds the collated misses, if there are any."""
+        entry, missing = plan.entry, loaded.data
         if self.cache is None or (entry is None and self.cache.boundary is None):
             return missing
         if entry is None:
-            return self._tag(plan, missing)
+            return self._tag(plan, loaded)
         view, num_misses = entry.view, int((~entry.hit).sum())
         _, misses = flatten(missing, num_misses) if num_misses else (None, {})
         if not entry.ready() or (num_misses and not view.admits(misses)):
-            self.cache.count_refetched(int(entry.hit.sum()))
-            return self._tag(plan, self._load_here(plan))
+            return self._load_instead(plan)
+        lengths, kept = None, entry.kept
+        if view.padding is not None:
+            lengths = self._joint_lengths(plan, entry, loaded)
+            if lengths is None:
+                return self._load_instead(plan)
+            entry.whole, widened = lengths.whole, view.padding.widened
+            misses = {path: widened(path, rows, lengths.whole) for path, rows in misses.items()}
+            kept = {path: widened(path, rows, lengths.whole) for path, rows in kept.items()}
         constants = view.constants_for(len(plan.ids))
         leaves: dict[str, Rows] = misses | constants
         for path in view.kept:
-            hits = entry.kept[path]
+            hits = kept[path]
             leaves[path] = merge_rows(entry.hit, hits, misses[path]) if num_misses else hits
-        batch = self._batch(plan, leaves, view.structure, view.rows)
+        batch = self._batch(plan, leaves, view.structure, view.rows, lengths)
         tagged = {
             path: _wrap(leaves[path], batch, path) if path in view.cut.tagged else leaves[path]
             for path in view.kept
         } | constants
         for path in view.dropped:
-            whole = view.rows[path].expand(batch.size, *view.rows[path].shape[1:]).contiguous()
+            row = view.rows[path]
+            shape = row.shape[1:] if lengths is None else view.shape_of(path, lengths.whole)
+            whole = torch.empty((batch.size, *shape), dtype=row.dtype, device="meta")
             tagged[path] = without_data(whole, batch, path, misses.get(path))
         entry.on_load = partial(self.cache.count_batch, len(plan.ids), entry.hit)
         self.cache.count_yielded()
         return view.structure.rebuild(tagged)
 
-    def _tag(self, plan: Plan, data: Any) -> Any:
+    def _load_instead(self, plan: Plan) -> Any:
+        """Load a whole batch in this process: what was planned to be read cannot be."""
+        assert self.cache is not None and plan.entry is not None
+        self.cache.count_refetched(int(plan.entry.hit.sum()))
+        every = np.ones(len(plan.ids), bool)
+        task = plan.whole(self._seed).take(every)
+        return self._tag(plan, Loaded(plan.number, self._source.load(task), frozenset()))
+
+    def _tag(self, plan: Plan, loaded: Loaded) -> Any:
         """Return a fully loaded batch whose tensors know their samples."""
         assert self.cache is not None
+        data = loaded.data
         if self.cache.boundary is None:
             return data
         plan.entry = None
         structure, leaves = flatten(data, len(plan.ids))
         if not self._is_understood(structure, data, leaves, len(plan.ids)):
             return data
-        batch = self._batch(plan, leaves, structure, {})
+        lengths = None
+        if self.cache.may_store(self._source.key):
+            if self._source.study(plan.whole(self._seed), leaves):
+                self.cache.padding_found(self._source.key)
+            lengths = self._own_lengths(plan, leaves, loaded)
+        batch = self._batch(plan, leaves, structure, {}, lengths)
         only = self.cache.tagged_leaves(self._source.key)
         tagged = {
             path: _wrap(rows, batch, path) if only is None or path in only else rows
@@ -97,6 +123,49 @@ class Assembly:
         self.cache.count_yielded()
         self._source.yields(tagged.values())
         return own_containers(data, structure.rebuild(tagged))
+
+    def _own_lengths(self, plan: Plan, leaves: Mapping[str, Any], loaded: Loaded) -> Lengths | None:
+        """Return how long the samples of a loaded batch are, where it is padded."""
+        padding = self._source.padding
+        if padding is None:
+            return None
+        assert self.cache is not None
+        try:
+            lengths = Lengths(padding, self._measured(plan, loaded), padding.sizes(leaves))
+        except Exception as error:  # of the data set's or the collate function's own, too
+            self.cache.leave_uncached(self._source.key, f"its samples cannot be measured: {error}")
+            return None
+        longest = tuple(lengths.own.max(0).tolist())
+        if longest == lengths.whole:
+            return lengths
+        self.cache.leave_uncached(
+            self._source.key,
+            f"a batch is {lengths.whole} long where its longest samples are {longest}: the "
+            "collate_fn cuts samples, packs them, or pads them to another length",
+        )
+        return None
+
+    def _measured(self, plan: Plan, loaded: Loaded) -> np.ndarray:
+        if loaded.lengths is not None and loaded.axes == self._source.axes:
+            return loaded.lengths
+        task = plan.whole(self._seed)  # it was loaded before it was known that it has to be
+        rows = np.ones(len(plan.ids), bool) if plan.entry is None else ~plan.entry.hit
+        return self._source.measure(task.take(rows))
+
+    def _joint_lengths(self, plan: Plan, entry: PlannedEntry, loaded: Loaded) -> Lengths | None:
+        """Return how long hits and misses are together; None if the misses cannot tell."""
+        view, own = entry.view, entry.lengths
+        assert view.padding is not None and own is not None
+        if not entry.hit.all():
+            try:
+                measured = self._measured(plan, loaded)
+            except Exception:  # it will be raised again where the whole batch is loaded
+                return None
+            if self._source.padding != view.padding:
+                return None
+            own = np.empty((len(plan.ids), measured.shape[1]), np.int64)
+            own[entry.hit], own[~entry.hit] = entry.lengths, measured
+        return Lengths(view.padding, own, tuple(own.max(0).tolist()))
 
     def _is_understood(
         self, structure: Structure, data: Any, leaves: Mapping[str, Any], size: int
@@ -121,6 +190,7 @@ class Assembly:
         leaves: Mapping[str, Rows],
         structure: Structure,
         rows: Mapping[str, Tensor],
+        lengths: Lengths | None,
     ) -> Batch:
         forget_lost()
         source, task = self._source, plan.whole(self._seed)
@@ -131,7 +201,7 @@ class Assembly:
             if (path in view.constants if view is not None else not is_rows(leaf, size))
         }
         own = {
-            path: row_meta(leaf)
+            path: row_meta(leaf) if lengths is None else lengths.padding.row_meta(path, leaf)
             for path, leaf in leaves.items()
             if isinstance(leaf, Tensor) and path not in constants
         }
@@ -144,25 +214,29 @@ class Assembly:
             variant=plan.variant,
             loader_name=source.key,
             leaves=leaves,
-            load_rows=partial(_load_rows, self.cache, source, task),
+            load_rows=partial(_load_rows, self.cache, source, task, lengths),
             entry=plan.entry,
             context=context,
             may_be_stored=self.cache is not None and self.cache.may_store(source.key),
+            lengths=lengths,
         )
-
-    def _load_here(self, plan: Plan) -> Any:
-        """Load and collate a whole batch in this process."""
-        every = np.ones(len(plan.ids), bool)
-        return self._source.load(plan.whole(self._seed).take(every))
 
 
 def _load_rows(
-    cache: LoaderPort | None, source: LoaderSource, task: Task, rows: np.ndarray
+    cache: LoaderPort | None,
+    source: LoaderSource,
+    task: Task,
+    lengths: Lengths | None,
+    rows: np.ndarray,
 ) -> Mapping[str, Rows]:
-    """Load some rows of a batch that was yielded without them."""
+    """Load some rows of a batch that was yielded without them, as long as the batch is."""
     if cache is not None:
         cache.count_refetched(int(rows.sum()))
-    return flatten(source.load(task.take(rows)), int(rows.sum()))[1]
+    leaves = flatten(source.load(task.take(rows)), int(rows.sum()))[1]
+    if lengths is None:
+        return leaves
+    widened, whole = lengths.padding.widened, lengths.whole
+    return {path: widened(path, leaf, whole) for path, leaf in leaves.items()}
 
 
 def _wrap(rows: Any, batch: Batch, path: str) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import logging
 import warnings
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Mapping, Sized
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
@@ -44,7 +44,7 @@ _ARGUMENTS = (
     "dataset", "batch_size", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory",
     "drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
     "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order", "cache", "seed",
-    "augmentation_variants", "name", "sample_id", "sample_version",
+    "augmentation_variants", "name", "sample_id", "sample_version", "ragged",
 )  # fmt: skip
 _OF_BATCHES = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last"})
 """Those of them that a batch sampler replaces."""
@@ -72,6 +72,9 @@ class EgeriaLoader(ResumableLoader[T_co]):
         sample_version: Maps an index to the version of the sample's content (a file's time of
             change, say): another version is another sample. Defaults to the data set's
             `sample_version` method if it has one.
+        ragged: What the collate function pads leaves with, by their key or place in the batch:
+            `{"input_ids": 0, "labels": -100}`. It is found out where it is not given; what is given
+            is checked.
 
     Raises:
         TypeError: A cache was given, and the dataset has no length.
@@ -107,6 +110,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         name: str = "train",
         sample_id: Callable[[Any], Any] | None = None,
         sample_version: Callable[[Any], Any] | None = None,
+        ragged: Mapping[Any, Any] | None = None,
     ) -> None:
         if augmentation_variants < 1:
             raise ValueError(f"augmentation_variants must be >= 1, got {augmentation_variants}")
@@ -127,9 +131,10 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self.augmentation_variants = augmentation_variants
         # Trainers that build a loader anew read its arguments from attributes of the same names.
         self.sample_id, self.sample_version = sample_id, sample_version
+        self.ragged = ragged
         self.source = LoaderSource(
             dataset, self.collate_fn, sample_id=sample_id, sample_version=sample_version,
-            name=name, seed=self.seed, variants=augmentation_variants,
+            name=name, seed=self.seed, variants=augmentation_variants, ragged=ragged,
             workers=self._worker_options() if num_workers else None,
         )  # fmt: skip
         self._progress, self._resumes, self._rest = Progress(), False, None

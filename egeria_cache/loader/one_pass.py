@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from egeria_cache.batch import outside_inference_mode
+from egeria_cache.batch import Axis, outside_inference_mode
 from egeria_cache.loader.ahead import num_foreseeable
 from egeria_cache.loader.plan import Plan, Planner
 from egeria_cache.loader.resume import Progress, draw_base_seed
 from egeria_cache.prefetch import PlannedEntry, Prefetcher
-from egeria_cache.samples import Loaded
+from egeria_cache.samples import Loaded, LoaderSource
 
 if TYPE_CHECKING:
     from egeria_cache.cache import LoaderPort
@@ -63,6 +63,7 @@ class Pass:
             partial(_outlook, cache, loader.source.key),
             self._prefetcher,
             wants_control=partial(_wants_control, cache),
+            axes=partial(_axes, cache, loader.source),
             variant=progress.variant,
             seed=loader.seed,
             first_number=progress.yielded,
@@ -131,7 +132,7 @@ class Pass:
             raise
         self._loader.source.samples.drawn |= loaded.drawn  # what workers saw
         plan = self._planner.take(loaded.number)
-        batch = self._assembly.assemble(plan, loaded.data)
+        batch = self._assembly.assemble(plan, loaded)
         self._progress.count(plan.number, self._planner.planned_before(plan.number))
         self._step = plan, asked
         return batch
@@ -186,6 +187,10 @@ def _outlook(cache: LoaderPort | None, name: str) -> tuple[Sequence[View], bool]
     if cache is None:
         return (), True
     return ((), False) if cache.boundary is None else (cache.readable(name), True)
+
+
+def _axes(cache: LoaderPort | None, source: LoaderSource) -> tuple[Axis, ...]:
+    return () if cache is None or cache.boundary is None else source.axes
 
 
 def _wants_control(cache: LoaderPort | None, entry: PlannedEntry) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from egeria_cache.batch import SampleId
+from egeria_cache.batch import Axis, SampleId
 from egeria_cache.prefetch import PlannedEntry, Prefetcher, View
 from egeria_cache.samples import Task
 
@@ -30,10 +30,14 @@ class Plan:
     """See `Task.seeds_all`."""
     is_control: bool = False
     """It could be served, and is computed to know what that costs."""
+    axes: tuple[Axis, ...] = ()
+    """See `Task.axes`."""
 
     def whole(self, seed: int | None) -> Task:
         """Return the task of loading every sample."""
-        return Task(self.number, self.indices, self.ids, self.variant, seed, self.seeds_all)
+        return Task(
+            self.number, self.indices, self.ids, self.variant, seed, self.seeds_all, axes=self.axes
+        )
 
     def misses(self, seed: int | None) -> Task:
         """Return the samples that DataLoader's workers have to load."""
@@ -77,6 +81,7 @@ class Planner:
         prefetcher: Prefetcher,
         *,
         wants_control: Callable[[PlannedEntry], bool] = lambda entry: False,
+        axes: Callable[[], tuple[Axis, ...]] = tuple,
         variant: int,
         seed: int | None,
         first_number: int = 0,
@@ -91,6 +96,7 @@ class Planner:
                 `Task.seeds_all`.
             prefetcher: Reads the hits of plans that come near.
             wants_control: Whether a batch is to be computed although this would serve it.
+            axes: Along which samples are to be measured when they are loaded.
             variant: This epoch's augmented version.
             seed: The run's augmentation seed.
             first_number: Number of the first batch.
@@ -101,6 +107,7 @@ class Planner:
         self._outlook = outlook
         self._prefetcher = prefetcher
         self._wants_control = wants_control
+        self._axes = axes
         self._variant = variant
         self._seed = seed
         self._next_number = first_number
@@ -185,7 +192,10 @@ class Planner:
         is_control = entry is not None and self._wants_control(entry)
         if is_control:
             entry = None
-        plan = Plan(self._next_number, indices, ids, self._variant, entry, seeds_all, is_control)
+        plan = Plan(
+            self._next_number, indices, ids, self._variant, entry, seeds_all, is_control,
+            self._axes(),
+        )  # fmt: skip
         self._next_number += 1
         self._planned.append(plan)
         self._undispatched.append(plan)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from egeria_cache.batch import Rows, SampleId
 from egeria_cache.prefetch.ring import Ring
-from egeria_cache.prefetch.view import ACTIVATION, KEPT, View
+from egeria_cache.prefetch.view import ACTIVATION, KEPT, LENGTHS, View
 
 __all__ = ["PlannedEntry", "Prefetcher", "needs_ring"]
 
@@ -37,6 +37,10 @@ class PlannedEntry:
         self.view, self.number, self.variant, self.hit = view, number, variant, hit
         self.ids = [sample_id for sample_id, is_hit in zip(ids, hit, strict=True) if is_hit]
         self.kept: dict[str, Rows] = {}
+        self.lengths: np.ndarray | None = None
+        """Of the hits, where samples are padded; int64, shape (hits, axes)."""
+        self.whole: tuple[int, ...] | None = None
+        """Of the batch that they are given out in."""
         self.on_load: Callable[[], None] | None = None
         """Called when the rows are used for the first time."""
         self.was_used = False
@@ -92,7 +96,7 @@ class PlannedEntry:
             raise LookupError("the generation was voided")
         rows, self._rows = self._rows, None
         if rows is not None:
-            return rows
+            return self._widened(rows)
         if self._ring is not None:
             assert self._keys is not None
             with suppress(LookupError):
@@ -102,7 +106,28 @@ class PlannedEntry:
         tensors, found = self.view.generation.get_batch(self.ids, variant=self.variant)
         if not found.all():
             raise LookupError("the rows can no longer be read")
-        return _activations(tensors, self.view.device)
+        return self._widened(self._take(tensors))
+
+    def _take(self, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the activations of records on the model's device, put together where padded.
+
+        Raises:
+            LookupError: It is not known how long the activations of such a batch are.
+        """
+        view, rows = self.view, {}
+        for name in _names(tensors):
+            values = tensors[ACTIVATION + name]
+            if view.padding is not None:
+                assert self.lengths is not None
+                values = view.cut.padded(name, values, tuple(self.lengths.max(0).tolist()))
+            rows[name] = values.to(view.device, non_blocking=True)
+        return rows
+
+    def _widened(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return rows as long as those of the whole batch, some of which may be no hits."""
+        if self.whole is None:
+            return rows
+        return {name: self.cut.padded(name, values, self.whole) for name, values in rows.items()}
 
 
 class Prefetcher:
@@ -140,8 +165,8 @@ class Prefetcher:
     def _read(self, entry: PlannedEntry) -> bool:
         if self._closed or not entry.alive:
             return False
-        if not needs_ring(entry.view.device):
-            return self._read_whole(entry)
+        if not needs_ring(entry.view.device) or entry.view.padding is not None:
+            return self._read_whole(entry)  # nor has the ring slots of many sizes
         keys = [self._key(sample_id) for sample_id in entry.ids]
         first_at = {key: i for i, key in reversed(list(enumerate(keys)))}
         unique, ids = list(first_at), [entry.ids[i] for i in first_at.values()]
@@ -179,9 +204,16 @@ class Prefetcher:
         entry.num_read += len(entry.ids)
         if not found.all():
             return False
-        entry._rows = _activations(tensors, entry.view.device)
+        padding, longest = entry.view.padding, ()
+        if padding is not None:
+            entry.lengths = tensors[LENGTHS].numpy().astype(np.int64)
+            longest = tuple(entry.lengths.max(0).tolist())
+        entry._rows = entry._take(tensors)
         entry.kept = {
-            path: _column(kind, tensors[KEPT + path]) for path, kind in entry.view.kept.items()
+            path: _column(kind, tensors[KEPT + path])
+            if padding is None or path not in padding.values
+            else padding.padded(path, tensors[KEPT + path], longest)
+            for path, kind in entry.view.kept.items()
         }
         return True
 
@@ -209,14 +241,8 @@ def needs_ring(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _names(tensors: dict[str, Any]) -> list[str]:
+def _names(tensors: Mapping[str, Any]) -> list[str]:
     return [name[len(ACTIVATION) :] for name in tensors if name.startswith(ACTIVATION)]
-
-
-def _activations(tensors: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
-    return {
-        name: tensors[ACTIVATION + name].to(device, non_blocking=True) for name in _names(tensors)
-    }
 
 
 def _kept_rows(

@@ -19,16 +19,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from egeria_cache.batch import Rows, Structure, counting
+from egeria_cache.batch import Lengths, Padding, Rows, Structure, counting
 
 if TYPE_CHECKING:
     from egeria_cache.skip import Cut
     from egeria_cache.store import Generation
 
-__all__ = ["ACTIVATION", "KEPT", "View", "Views", "record"]
+__all__ = ["ACTIVATION", "KEPT", "LENGTHS", "View", "Views", "record"]
 
-ACTIVATION, KEPT = "a:", "k:"
-"""Prefixes of a record's names: activations at the cut, and leaves kept from the loader's batch."""
+ACTIVATION, KEPT, LENGTHS = "a:", "k:", "lengths"
+"""Prefixes of a record's names: activations at the cut, and leaves kept from the loader's batch;
+and the name of a padded sample's own lengths, int32."""
 MAX_LIVE_BOUNDARIES = 2
 """What was stored two moves ago is not read any more: the last move has filled anew from it."""
 MAX_LIVE_VIEWS = 16
@@ -56,6 +57,8 @@ class View:
     """Leaves without rows: their value in every batch."""
     counts: frozenset[str] = frozenset()
     """Those of them that count the samples."""
+    padding: Padding | None = None
+    """How the loader pads its samples; stored rows have none of it."""
     is_void: bool = False
     is_checked: bool = False
     """Whether rows that were found in it have been compared with computed ones."""
@@ -68,9 +71,17 @@ class View:
     def admits(self, leaves: Mapping[str, Rows]) -> bool:
         """Whether loaded leaves can stand beside stored ones: same paths, same shape of rows."""
         return leaves.keys() == set(self.structure.paths) and all(
-            row.shape[1:] == leaves[path].shape[1:]  # type: ignore[union-attr]
-            for path, row in self.rows.items()
+            row.shape[1:] == self._row_shape(path, leaves[path]) for path, row in self.rows.items()
         )
+
+    def _row_shape(self, path: str, leaf: Any) -> torch.Size:
+        rows = leaf if self.padding is None else self.padding.row_meta(path, leaf)
+        return torch.Size(rows.shape[1:])
+
+    def shape_of(self, path: str, whole: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape that a leaf's rows have in a batch of these lengths."""
+        assert self.padding is not None
+        return self.padding.shape(path, self.rows[path], whole)
 
     def constants_for(self, batch_size: int) -> dict[str, Any]:
         """Return the leaves without rows for a batch of this size, each the caller's own."""
@@ -159,8 +170,19 @@ class Views:
         self.retired_bytes = raw + generation.raw_bytes, stored + generation.stored_bytes
 
 
-def record(activations: Mapping[str, Tensor], kept: Mapping[str, Rows]) -> dict[str, Any]:
-    """Name a batch of rows as they are stored."""
-    return {ACTIVATION + name: rows for name, rows in activations.items()} | {
-        KEPT + path: rows for path, rows in kept.items()
-    }
+def record(
+    cut: Cut,
+    activations: Mapping[str, Tensor],
+    kept: Mapping[str, Rows],
+    lengths: Lengths | None,
+) -> dict[str, Any]:
+    """Name a batch of rows as they are stored: without padding, where there is some."""
+    if lengths is None:
+        return {ACTIVATION + name: rows for name, rows in activations.items()} | {
+            KEPT + path: rows for path, rows in kept.items()
+        }
+    return (
+        {ACTIVATION + name: cut.stripped(name, rows, lengths) for name, rows in activations.items()}
+        | {KEPT + path: lengths.rows(path, rows) for path, rows in kept.items()}
+        | {LENGTHS: torch.from_numpy(lengths.own.astype(np.int32))}
+    )

@@ -7,13 +7,16 @@ plain DataLoader; only the global random generators that are drawn from are seed
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from torch.utils.data import get_worker_info
 
-from egeria_cache.batch import SampleId, sample_seed
+from egeria_cache.batch import Axis, SampleId, flatten, sample_seed
+from egeria_cache.samples.collation import own_lengths
 from egeria_cache.samples.fingerprint import Look, look
 from egeria_cache.samples.generators import GENERATORS
 
@@ -43,6 +46,8 @@ class Task(NamedTuple):
     may read its seed (`torch.initial_seed()`). Not while nothing is frozen, for it takes time."""
     looks: bool = False
     """Whether the samples are to be described (`Look`) instead of given."""
+    axes: tuple[Axis, ...] = ()
+    """Along which each sample is to be measured: it is collated alone for that."""
 
     def take(self, rows: np.ndarray) -> Task:
         """Return the task of loading the masked rows again: bool, shape (B,)."""
@@ -60,6 +65,10 @@ class Loaded(NamedTuple):
     """The collated batch, or a `Look`; None where the task held no samples."""
     drawn: frozenset[str]
     """Which of `GENERATORS` the data set draws from, as far as is known."""
+    axes: tuple[Axis, ...] = ()
+    """The task's."""
+    lengths: npt.NDArray[np.int64] | None = None
+    """Of the samples along these axes, shape (B, axes); None if they were not measured."""
 
 
 class SampleLoader:
@@ -200,7 +209,7 @@ class SeededDataset:
         self._samples = samples
 
     def __getitems__(self, task: Task) -> Loaded:
-        return Loaded(task.number, self._samples.answer(task), self._samples.drawn)
+        return Loaded(task.number, self._samples.answer(task), self._samples.drawn, task.axes)
 
 
 class CollateLoaded:
@@ -212,9 +221,16 @@ class CollateLoaded:
 
     def __call__(self, loaded: Loaded) -> Loaded:
         """Collate what `SeededDataset` gave."""
-        number, samples, drawn = loaded
-        as_it_is = samples is None or isinstance(samples, Look)
-        return Loaded(number, samples if as_it_is else self.collate(samples), drawn)
+        samples, axes = loaded.data, loaded.axes
+        if samples is None or isinstance(samples, Look):
+            return loaded
+        if not axes or not isinstance(samples, list):
+            return loaded._replace(data=self.collate(samples))
+        # Copies: collate functions pad the very lists that they are given.
+        alone = [copy.deepcopy(sample) for sample in samples]
+        data = self.collate(samples)
+        lengths = [own_lengths(axes, flatten(self.collate([one]), 1)[1]) for one in alone]
+        return loaded._replace(data=data, lengths=np.array(lengths, np.int64))
 
 
 class SeededWorkerInit:

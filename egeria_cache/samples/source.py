@@ -16,19 +16,24 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from egeria_cache.batch import (
+    Axis,
     Batch,
+    Padding,
     SampleId,
     Structure,
     counting,
     flatten,
     is_dense,
     is_rows,
+    row_meta,
     take_rows,
     unwrap,
 )
 from egeria_cache.samples.aside import Aside
+from egeria_cache.samples.collation import find_padding, given_values
 from egeria_cache.samples.content import same_bytes
 from egeria_cache.samples.fingerprint import Fingerprint, Look
+from egeria_cache.samples.generators import preserved
 from egeria_cache.samples.loading import CollateLoaded, Loaded, SampleLoader, SeededDataset, Task
 
 __all__ = ["BatchContext", "LoaderSource", "same_values"]
@@ -45,7 +50,7 @@ class BatchContext:
     task: Task
     """How its samples were loaded, or would be."""
     metas: Mapping[str, Tensor]
-    """Meta tensor of one row of each tensor leaf."""
+    """Meta tensor of one row of each tensor leaf, of size 1 where samples are padded."""
     kinds: Mapping[str, type]
     """Type of each leaf that has rows."""
     constants: Mapping[str, Any]
@@ -75,6 +80,7 @@ class LoaderSource:
         name: str,
         seed: int | None,
         variants: int,
+        ragged: Mapping[Any, Any] | None = None,
         workers: Mapping[str, Any] | None = None,
     ) -> None:
         """Describe a loader; see `EgeriaLoader` for the arguments.
@@ -107,6 +113,11 @@ class LoaderSource:
         self._live: list[weakref.ref[Tensor]] = []
         self._recent: Sequence[Any] | None = None
         self._proven: set[tuple[Any, ...]] = set()
+        self.padding: Padding | None = None
+        """How its collate function pads, as far as has been seen."""
+        self._ragged = ragged
+        self._studied: set[tuple[Any, ...]] = set()
+        self._no_padding: str | None = None
 
     def identify(self, indices: Sequence[Any]) -> list[SampleId]:
         """Return the samples' stable IDs.
@@ -142,6 +153,8 @@ class LoaderSource:
         if collate is not self.collate:
             self.collate = self.samples.collate = self._roots["collate_fn"] = collate
             self._proven.clear()
+            self._studied.clear()
+            self.padding = self._no_padding = None
             self.end_pass()
 
     def end_pass(self) -> None:
@@ -177,6 +190,66 @@ class LoaderSource:
             return
         self._live = [weakref.ref(one) for one in tensors if isinstance(one, Tensor)]
 
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Along which every sample has to be measured when it is loaded."""
+        return () if self.padding is None else self.padding.axes
+
+    def study(self, task: Task, leaves: Mapping[str, Any]) -> bool:
+        """Find out how a loaded batch was padded, if batches of its shape are new.
+
+        Every sample of it is loaded again and collated alone. What the collate function draws or
+        raises then is no news: whether its samples can be cached at all is told later, with the
+        reason (`why_not_cacheable`).
+
+        Returns:
+            Whether more is padded than was known: what was stored before must not be served.
+        """
+        if self.collate is default_collate or task.indices is None:
+            return False
+        kind = tuple(
+            (path, *self._shape(path, leaf).shape)
+            for path, leaf in leaves.items()
+            if isinstance(leaf, Tensor) and is_dense(leaf) and leaf.dim()
+        )
+        if kind in self._studied or self._no_padding is not None:
+            return False
+        self._studied.add(kind)
+        size, found = len(task.ids), None
+        try:
+            with preserved():
+                alone = [self._leaves(task, np.arange(size) == row) for row in range(size)]
+            given = None if self._ragged is None else given_values(self._ragged, leaves)
+            found = find_padding(leaves, alone, given)
+        except Exception as error:
+            self._no_padding = str(error) if isinstance(error, ValueError) else None
+        if found is None:
+            return False
+        old = self.padding or Padding((), {})
+        axes, values = {*old.axes, *found.axes}, {**old.values, **found.values}
+        if len({(axis.leaf, axis.dim) for axis in axes}) < len(axes) or not all(
+            same_values(old.values[path], values[path]) for path in old.values
+        ):
+            self._no_padding = "its collate_fn pads in one way in one batch, and in another later"
+            return False
+        is_new = axes != set(old.axes)
+        self.padding = Padding(tuple(sorted(axes)), values)
+        return is_new
+
+    def measure(self, task: Task) -> np.ndarray:
+        """Return the lengths of samples that are loaded for that, int64, shape (B, axes).
+
+        Raises:
+            TypeError: The data set gives no list of samples.
+        """
+        lengths = self._answer(task._replace(axes=self.axes)).lengths
+        if lengths is None:
+            raise TypeError("samples can only be measured one by one")
+        return lengths
+
+    def _shape(self, path: str, leaf: Tensor) -> Tensor:
+        return row_meta(leaf) if self.padding is None else self.padding.row_meta(path, leaf)
+
     def _look_at(self, indices: list[int] | None) -> Look:
         if indices is None:  # any that the data set surely takes
             indices = list(self._recent or ())[:2]
@@ -192,8 +265,8 @@ class LoaderSource:
         other than torch's own, every sample is collated alone, which shows whether it depends on
         the rest of the batch. Repeated for batches whose rows have another shape.
         """
-        if self._unnamed is not None:
-            return self._unnamed
+        if self._unnamed is not None or self._no_padding is not None:
+            return self._unnamed or self._no_padding
         self._recent = batch.context.task.indices
         if batch.absent is not None:
             return None  # it has hits, so batches like it were proved before
@@ -266,9 +339,9 @@ class LoaderSource:
             there, here = tuple(once.shape[1:]), tuple(again.shape[1:])
             how = f", of shape {there} there and {here} alone" if there != here else ""
         return (
-            f"{leaf} depends on the rest of its batch{how}: the collate_fn pads to the longest of "
-            "the batch, or mixes samples; pad every sample to one fixed length in the data set, "
-            "and mix after the boundary"
+            f"{leaf} depends on the rest of its batch{how}: the collate_fn mixes, packs or cuts "
+            "samples, or pads them otherwise than to the longest of the batch, with one value, at "
+            "one end; do such things in the data set, or after the boundary"
         )
 
     def _first_difference(self, batch: Batch, rows: list[int]) -> tuple[str, Any, Any] | None:
@@ -276,6 +349,9 @@ class LoaderSource:
         mask = np.zeros(batch.size, bool)
         mask[rows] = True
         again = self._leaves(batch.context.task, mask)
+        if batch.lengths is not None:
+            padding, whole = batch.lengths.padding, batch.lengths.whole
+            again = {path: padding.widened(path, leaf, whole) for path, leaf in again.items()}
         for path, leaf in batch.leaves.items():
             if path in batch.context.constants:
                 same = self._agrees(batch, path, again.get(path), len(rows))
@@ -296,7 +372,7 @@ class LoaderSource:
             "dataset": str(self.fingerprint),
             "augmentation_seed": self.seed,
             "augmentation_variants": self.variants,
-        }
+        } | ({} if self.padding is None else {"padding": self.padding.fields})
 
 
 def _method(dataset: Any, name: str) -> Callable[[Any], Any] | None:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -33,6 +34,7 @@ from egeria_cache.skip.serve.cut import Cut, merge
 from egeria_cache.skip.serve.invocation import Invocation
 from egeria_cache.skip.serve.recipe import Recipe
 from egeria_cache.skip.serve.thaw import ThawWatch
+from egeria_cache.skip.serve.unread import awaits_proof, watch
 from egeria_cache.skip.state.code import reached
 from egeria_cache.skip.state.content import ContentHash
 from egeria_cache.skip.state.guards import PrefixGuard
@@ -44,6 +46,8 @@ log = logging.getLogger("egeria")
 
 MAX_CHAINS = 4
 """Different operations on a loader's batches before the model; with more, they never repeat."""
+_MAX_EVEN = 8
+"""Batches without padding that are computed in the hope of one that has some."""
 _MAX_BARE = 3
 """Calls under a boundary that may come without a loader's batch before that is said."""
 
@@ -130,7 +134,7 @@ class SkipEngine:
         self._thaw = ThawWatch()
         self._auto: AutoBoundary | None = None
         self._fills = False
-        self._num_bare = self._num_new = 0
+        self._num_bare = self._num_new = self._num_even = 0
         self._was_served = False
         self._running: dict[str, object] = {}
         """The call that is being served, if any."""
@@ -203,7 +207,9 @@ class SkipEngine:
         if entry is not None:
             is_same = entry.cut is recipe.cut
             source = recipe if is_same else self._book.find(key, call, cut=entry.cut)
-        if entry is None or source is None:
+        lengths = call.batch.lengths
+        source = None if source is None else source.at(lengths)
+        if entry is None or source is None or awaits_proof(recipe.growth):
             return self._miss(recipe, call)
         try:
             stored = entry.load()
@@ -215,7 +221,7 @@ class SkipEngine:
                 return self._forward(*args, **kwargs)
             if not entry.hit.all():
                 stored = self._complete(source, call, entry, stored)
-            return self._replay(source, recipe, call, stored)
+            return self._replay(source, recipe.at(lengths), call, stored)
         except BoundaryError as error:
             return self._give_up(key, call, error)
 
@@ -223,7 +229,11 @@ class SkipEngine:
         """Prove a cut on this batch; whatever comes of it, return the plain result."""
         assert self.boundary is not None
         alike = self._book.alike(key, self.boundary)
-        if self._is_restless(key, call, alike) or not self._book.may_rehearse(key):
+        if (
+            self._is_restless(key, call, alike)
+            or self._waits_for_padding(call)
+            or not self._book.may_rehearse(key)
+        ):
             self._hold(call)
             args, kwargs = call.plain()
             return self._forward(*args, **kwargs)
@@ -254,6 +264,14 @@ class SkipEngine:
         if outcome.rows is not None:
             self.host.captured(call.batch, cut, None, outcome.rows)
         return outcome.result
+
+    def _waits_for_padding(self, call: Invocation) -> bool:
+        """Whether samples of other lengths should come first: these show no padding at all."""
+        lengths = call.batch.lengths
+        if lengths is None or (lengths.own != lengths.whole).any():
+            return False
+        self._num_even += 1
+        return self._num_even <= _MAX_EVEN
 
     def _is_restless(self, key: tuple[Any, ...], call: Invocation, alike: list[Recipe]) -> bool:
         """Whether every call differs from those before it, so that nothing would be served."""
@@ -300,6 +318,7 @@ class SkipEngine:
             self.host.front_returned(recipe.boundary, capture.front_s, call.batch.size)
         self._settle(recipe)
         self._captured(recipe, call, None, capture.rows())
+        watch(recipe.growth, output, call.batch.lengths, partial(self._reads_padding, recipe))
         if capture.deviation is not None:
             self._refuse(recipe.key, BoundaryError.another_way(recipe.boundary, capture.deviation))
         return output
@@ -327,8 +346,14 @@ class SkipEngine:
             return False
         fresh = passes.prefix(self._forward, source, call, mask, call.again(mask, loaded))
         rows = torch.from_numpy(np.flatnonzero(mask[entry.hit]))
+        growth, lengths = source.row_growth(), call.batch.lengths
         for name, computed in fresh.items():
-            error = difference(computed, stored[name][rows.to(computed.device)])
+            known = stored[name][rows.to(computed.device)]
+            if name in growth and lengths is not None:
+                of_these = lengths.select(np.flatnonzero(mask))
+                computed = growth[name].blanked(computed, of_these)
+                known = growth[name].blanked(known, of_these)
+            error = difference(computed, known)
             if error > tolerance(computed):
                 finding = (
                     f"{name} at {source.boundary!r} differs by {error:.3g} of its largest value"
@@ -350,14 +375,16 @@ class SkipEngine:
         return {name: merge(entry.hit, stored[name], fresh[name]) for name in fresh}
 
     def _replay(
-        self, source: Recipe, recipe: Recipe, call: Invocation, stored: Mapping[str, Tensor]
+        self, source: Recipe, recipe: Recipe | None, call: Invocation, stored: Mapping[str, Tensor]
     ) -> Any:
         """Enter at `source`'s cut; an older one than `recipe`'s fills the newer one on the way."""
         with self._noting("replay", call.batch.size):
             output, rows = passes.replay(self._forward, source, recipe, call, stored)
         if source.guard is not None and source.guard.has_hooks:
             self._settle(source)  # they may keep a count or a list
-        self._captured(recipe, call, None, rows)
+        if recipe is not None:
+            self._captured(recipe, call, None, rows)
+        watch(source.growth, output, call.batch.lengths, partial(self._reads_padding, source))
         return output
 
     def _captured(
@@ -543,6 +570,7 @@ class SkipEngine:
             dropped=frozenset(dropped - kept),
             tagged=frozenset(dropped | kept),
             fields=address(recipe, call, tensors, self._hashes, code) | dropped_at_random,
+            growth=recipe.row_growth(),
             profile=recipe.profile,
             changed=guard.changed,
         )
@@ -557,6 +585,11 @@ class SkipEngine:
         if cut is not None and (id(cut), loader) not in self._announced:
             self._announced.add((id(cut), loader))
             self.host.cut_found(call.batch, cut)
+
+    def _reads_padding(self, recipe: Recipe) -> None:
+        """The gradient of the loss comes from padding too: serve nothing like this any more."""
+        if any(known.cut is recipe.cut for known in self._book.all()):
+            self._refuse(recipe.key, BoundaryError.reads_padding(recipe.boundary, "the loss"))
 
     def _refuse(self, key: tuple[Any, ...], error: BoundaryError) -> None:
         self._book.drop(key)

@@ -125,6 +125,7 @@ def recompute(
     trace: PrefixTrace | None = None,
     twin: Twin | None = None,
     grad: bool | None = None,
+    resize: Callable[[int, Tensor], Tensor] | None = None,
 ) -> Recomputed:
     """Run the prefix alone on other rows of the batch, under other random numbers.
 
@@ -134,6 +135,7 @@ def recompute(
         trace: Watches the run.
         twin: What to run it on; by default a new copy of the model.
         grad: Whether autograd records; by default as in the plain run.
+        resize: Changes the lengths of the loader's leaves: position, rows -> rows.
 
     Raises:
         BoundaryError: The prefix goes astray.
@@ -145,7 +147,8 @@ def recompute(
     def swap(position: int, leaf: Any) -> Any:
         if position not in tagged and (leaf.dim() == 0 or leaf.shape[0] != size):
             return leaf
-        return take(leaf, rows, size)
+        taken = take(leaf, rows, size)
+        return taken if resize is None or position not in tagged else resize(position, taken)
 
     run = _OtherRun(evidence, trace)
     evidence.before.restore(for_a_copy=True)

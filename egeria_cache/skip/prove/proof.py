@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,12 @@ from egeria_cache.skip.prove.independence import (
     check_rows,
     check_trained,
     same_parts,
+)
+from egeria_cache.skip.prove.lengths import (
+    compared,
+    fillings,
+    find_output_axes,
+    study_lengths,
 )
 from egeria_cache.skip.prove.parts import halves_and_rows, with_made_up
 from egeria_cache.skip.prove.probe import Prober, scene_of
@@ -78,6 +84,7 @@ def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
     recipe.leaf_names = {i: (leaf.leaf, leaf.chain_key) for i, leaf in tagged.items()}
     recipe.modes = tuple(module.training for module in recipe.ancestors)
     recipe.profile = _profile(evidence, recipe)
+    recipe.growth = study_lengths(evidence, recipe)
     return recipe, _check_replay(evidence, prober, recipe)
 
 
@@ -129,7 +136,10 @@ def same_rows(evidence: Evidence, recipe: Recipe, other: Recipe) -> bool:
         return False
     if recipe.kept != other.kept or recipe.pinned or other.pinned:
         return False
-    if any(recipe.tensor_spec(slot) != other.tensor_spec(slot) for slot in slots.values()):
+    here = other.at(evidence.call.batch.lengths)
+    if here is None or (recipe.growth is None) is not (other.growth is None):
+        return False
+    if any(recipe.tensor_spec(slot) != here.tensor_spec(slot) for slot in slots.values()):
         return False
     if recipe.ancestors != other.ancestors or recipe.grad_mode != other.grad_mode:
         return False
@@ -271,13 +281,25 @@ def _profile(evidence: Evidence, recipe: Recipe) -> tuple[Step, ...]:
 def _check_replay(evidence: Evidence, prober: Prober, recipe: Recipe) -> dict[str, Tensor]:
     """Replay from rows as the store gives them back; the output must be the user's result."""
     rows: dict[str, Tensor] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for name, slot in recipe.slots().items():
+            view = recipe.tensor_spec(slot).to_rows(evidence.leaf(*slot), evidence.size)
+            rows[name] = view.clone(memory_format=torch.contiguous_format)
+        filled = fillings(evidence, recipe, rows)
+    outputs = [_replayed(evidence, prober, recipe, stored) for stored in filled]
+    find_output_axes(evidence, recipe, outputs)
+    recipe.opaque_outputs = _compare_outputs(evidence, outputs[0], recipe)
+    return rows
+
+
+def _replayed(
+    evidence: Evidence, prober: Prober, recipe: Recipe, rows: Mapping[str, Tensor]
+) -> Any:
+    """Return the output of a replay; what it writes to, and draws, must be what the plain run did."""
     values: dict[Slot, Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():
         for name, slot in recipe.slots().items():
-            spec = recipe.tensor_spec(slot)
-            view = spec.to_rows(evidence.leaf(*slot), evidence.size)
-            rows[name] = view.clone(memory_format=torch.contiguous_format)
-            values[slot] = spec.from_rows(rows[name].clone())
+            values[slot] = recipe.tensor_spec(slot).from_rows(rows[name].clone())
     constants = [step.constants for step in recipe.steps]
     for step in recipe.steps:
         step.constants = {j: value.clone() for j, value in step.constants.items()}
@@ -301,8 +323,7 @@ def _check_replay(evidence: Evidence, prober: Prober, recipe: Recipe) -> dict[st
         raise BoundaryError.impure(
             recipe.boundary, "the prefix draws random numbers, so that later ones would differ"
         )
-    recipe.opaque_outputs = _compare_outputs(evidence, output)
-    return rows
+    return output
 
 
 def _check_written(evidence: Evidence, recipe: Recipe, twin: Twin) -> None:
@@ -347,8 +368,9 @@ def _moved(before: nn.Module, after: nn.Module, key: str) -> bool:
     return a is not b and (a is None or b is None or difference(a, b) > 0)
 
 
-def _compare_outputs(evidence: Evidence, output: Any) -> frozenset[int]:
+def _compare_outputs(evidence: Evidence, output: Any, recipe: Recipe) -> frozenset[int]:
     """Compare with the plain result; return the leaves that a hit cannot give."""
+    axes = {} if recipe.growth is None else recipe.growth.outputs
     expected, spec = tree_flatten(evidence.result)
     leaves, other_spec = tree_flatten(output)
     if spec != other_spec:
@@ -356,7 +378,7 @@ def _compare_outputs(evidence: Evidence, output: Any) -> frozenset[int]:
     opaque = set()
     for i, (a, b) in enumerate(zip(expected, leaves, strict=True)):
         if isinstance(a, Tensor) and isinstance(b, Tensor):
-            error = difference(a, b)
+            error = difference(*compared(a, b, axes.get(i), evidence.call.batch.lengths))
             if error > tolerance(a):
                 raise BoundaryError.not_proved(
                     evidence.boundary,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from egeria_cache.skip.serve.arguments import PLAIN
 from egeria_cache.skip.serve.invocation import Invocation, mode_key
-from egeria_cache.skip.serve.recipe import Recipe
+from egeria_cache.skip.serve.recipe import Recipe, Slot
 from egeria_cache.skip.state.code import Code
 from egeria_cache.skip.state.content import ContentHash, describe, digest
 from egeria_cache.skip.state.watch import hooks_of, watched_attributes
@@ -55,7 +55,7 @@ def address(
         inputs[paths[position]] = {
             "leaf": leaf,
             "operations": chain,
-            "shape": list(tensor.shape[1:]),
+            "shape": list(call.shape(position)[1:]),
             "dtype": str(tensor.dtype),
         }
     arguments = {
@@ -79,7 +79,7 @@ def address(
         "default_dtype": str(default_dtype),
         "tensors": {
             name: {
-                "shape": list(recipe.tensor_spec(slot).row.shape),
+                "shape": _row_shape(recipe, name, slot),
                 "dtype": str(recipe.tensor_spec(slot).dtype),
                 "order": list(recipe.tensor_spec(slot).order),
             }
@@ -88,6 +88,15 @@ def address(
         "device": recipe.device.type,
         "torch": torch.__version__.partition("+")[0],
     }
+
+
+def _row_shape(recipe: Recipe, name: str, slot: Slot) -> list[Any]:
+    """Return the shape of a row, without the sizes that follow the lengths of samples."""
+    shape: list[Any] = list(recipe.tensor_spec(slot).row.shape)
+    growth = recipe.row_growth().get(name)
+    for dim, _ in () if growth is None else growth.dims:
+        shape[dim] = "length"
+    return shape
 
 
 def _structure(recipe: Recipe) -> str:

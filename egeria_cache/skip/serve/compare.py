@@ -101,4 +101,10 @@ def same_rows(a: Any, b: Any) -> bool:
     """Whether two sets of rows, tensors or values, agree within the tolerance of their dtype."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return difference(a.to(b.device), b) <= tolerance(b)
-    return list(a) == list(b)
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        a, b = list(a), list(b)
+    pairs = zip(a, b, strict=False)
+    return len(a) == len(b) and all(
+        same_rows(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) and x.dim() else x == y
+        for x, y in pairs
+    )

@@ -15,6 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from egeria_cache.batch import Lengths
+from egeria_cache.ragged import PaddedRows
+from egeria_cache.skip.serve.growth import RowGrowth
+
 __all__ = ["Cut", "RowSpec", "TensorSpec", "merge"]
 
 
@@ -45,10 +49,27 @@ class Cut:
     """Leaves of the loader's batch that the model is called with: they must stay `BatchTensor`s."""
     fields: Mapping[str, Any]
     """The cut's part of the content address, JSON values."""
+    growth: Mapping[str, RowGrowth] = field(default_factory=dict)
+    """Of the cached tensors whose rows follow the lengths of their samples."""
     profile: tuple[Step, ...] = ()
     """What each module of the prefix cost and gave, in execution order: the gate chooses by it."""
     changed: Callable[[], str | None] = field(repr=False)
     """The guard: says what changed in the prefix since the cut was proved, None if nothing."""
+
+    def stripped(self, name: str, rows: Tensor, lengths: Lengths) -> Tensor | PaddedRows:
+        """Return the rows of a cached tensor without what was computed for padding."""
+        growth = self.growth.get(name)
+        return rows if growth is None else growth.stripped(rows, lengths)
+
+    def padded(self, name: str, rows: Any, whole: tuple[int, ...]) -> Tensor:
+        """Put stored rows together for a batch of these lengths.
+
+        Raises:
+            LookupError: It is not known how large they are then.
+        """
+        growth = self.growth.get(name)
+        result: Tensor = rows if growth is None else growth.padded(rows, whole)
+        return result
 
     def still_valid(self) -> bool:
         """Whether the prefix still computes what it computed when the cut was proved."""
@@ -122,10 +143,11 @@ class TensorSpec:
     @property
     def row(self) -> RowSpec:
         """One sample's part, in memory order."""
-        return RowSpec(tuple(self.shape[i] for i in self._row_dims), self.dtype)
+        return RowSpec(tuple(self.shape[i] for i in self.row_dims), self.dtype)
 
     @property
-    def _row_dims(self) -> list[int]:
+    def row_dims(self) -> list[int]:
+        """The tensor's dimensions that a row has, in memory order."""
         return [i for i in self.order if i != self.batch_dim or self.shape[i] != 1]
 
     def matches(self, tensor: Any, batch_size: int) -> bool:
@@ -142,14 +164,14 @@ class TensorSpec:
         assert dim is not None
         rows = tensor.detach()
         if self.shape[dim] == 1:
-            return rows.permute(dim, *self._row_dims)
+            return rows.permute(dim, *self.row_dims)
         # (..., B * k, ...) -> (B, ..., k, ...): k rows of the model's tensor belong to a sample.
         shape = (*rows.shape[:dim], batch_size, self.shape[dim], *rows.shape[dim + 1 :])
         strides = rows.stride()
         step = strides[dim]
         split = (*strides[:dim], step * self.shape[dim], step, *strides[dim + 1 :])
         rows = rows.as_strided(shape, split, rows.storage_offset()).movedim(dim, 0)
-        return rows.permute(0, *(i + 1 for i in self._row_dims))
+        return rows.permute(0, *(i + 1 for i in self.row_dims))
 
     def from_rows(self, rows: Tensor) -> Tensor:
         """Restore the tensor with the strides it had; copies only where memory order differs."""
@@ -157,7 +179,7 @@ class TensorSpec:
         assert dim is not None
         shape = self.shape_at(rows.shape[0])
         # Position of every logical dimension among the row's; the batch itself stands first.
-        where = {d: i + 1 for i, d in enumerate(self._row_dims)}
+        where = {d: i + 1 for i, d in enumerate(self.row_dims)}
         if self.shape[dim] == 1:
             view = rows.permute(*(where.get(d, 0) for d in range(len(shape))))
         else:

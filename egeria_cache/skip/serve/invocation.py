@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from egeria_cache.batch import Batch, BatchTensor, lost_by, take_rows
+from egeria_cache.batch import Batch, BatchTensor, Lengths, lost_by, take_rows
 from egeria_cache.skip.serve.arguments import PLAIN, Layout, hand_back, take_apart
 from egeria_cache.skip.state.content import digest, is_content
 
-__all__ = ["Invocation", "mode_key"]
+__all__ = ["Invocation", "following", "mode_key"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +111,29 @@ class Invocation:
         Args:
             free: Positions of plain arguments that may differ: the prefix does not use them.
         """
-        size = self.batch.size
         leaves = tuple(
-            "any" if i in free else _describe(leaf, size) for i, leaf in enumerate(self.leaves)
+            "any"
+            if i in free
+            else (self.shape(i), leaf.dtype, leaf.device)
+            if isinstance(leaf, Tensor)
+            else _describe(leaf)
+            for i, leaf in enumerate(self.leaves)
         )
         return (self.layout, leaves, mode_key())
+
+    def shape(self, position: int) -> tuple[Any, ...]:
+        """Return the shape of a tensor, with names for the sizes that differ from batch to batch:
+        "B" for the number of samples, "L" where a dimension follows their lengths.
+        """
+        leaf = self.leaves[position]
+        shape: tuple[Any, ...] = tuple(leaf.shape)
+        if not shape or shape[0] != self.batch.size:
+            return shape
+        lengths, tagged = self.batch.lengths, self.tagged.get(position)
+        follows: frozenset[int] = frozenset()
+        if lengths is not None and tagged is not None:
+            follows = following(tagged, lengths)
+        return ("B", *("L" if i in follows else n for i, n in enumerate(shape[1:], 1)))
 
     def paths(self) -> list[str]:
         """Name each leaf as the caller sees it: "args[0]", "kwargs['labels']"."""
@@ -144,12 +162,35 @@ def mode_key() -> tuple[Any, ...]:
     return autocast, torch.get_default_dtype()
 
 
-def _describe(leaf: Any, batch_size: int) -> Any:
-    if isinstance(leaf, Tensor):
-        shape: tuple[Any, ...] = tuple(leaf.shape)
-        if shape and shape[0] == batch_size:
-            shape = ("B", *shape[1:])
-        return (shape, leaf.dtype, leaf.device)
+def following(leaf: BatchTensor, lengths: Lengths) -> frozenset[int]:
+    """Return the dimensions of a loader's leaf, after what the loop did, that follow lengths."""
+    padding, path = lengths.padding, leaf.leaf
+    dims = frozenset(dim + 1 for dim, _ in padding.dims(path))
+    if not dims or not leaf.chain_key:
+        return dims
+    known = (leaf.chain_key, path, padding.axes, tuple(leaf.shape[1:]))
+    if known not in _FOLLOWING:
+        if len(_FOLLOWING) > 1024:
+            _FOLLOWING.clear()
+        row = leaf.batch.context.metas[path]
+        shapes = []
+        for more in (0, 8):
+            whole = [size + more for size in lengths.whole]
+            meta = torch.empty(
+                (2, *padding.shape(path, row, whole)), dtype=row.dtype, device="meta"
+            )
+            for op in leaf.chain:
+                meta = op.run(meta)
+            shapes.append(meta.shape)
+        differing = zip(*shapes, strict=True)
+        _FOLLOWING[known] = frozenset(i for i, (a, b) in enumerate(differing) if a != b)
+    return _FOLLOWING[known]
+
+
+_FOLLOWING: dict[Any, frozenset[int]] = {}
+
+
+def _describe(leaf: Any) -> Any:
     if isinstance(leaf, (*PLAIN, torch.dtype, torch.device)):
         return (type(leaf), leaf)
     # An object may be changed in place between two calls, or be made anew for each: it counts by

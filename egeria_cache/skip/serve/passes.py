@@ -17,7 +17,7 @@ from egeria_cache.skip.model.calls import intercept
 from egeria_cache.skip.serve.invocation import Invocation, plain
 from egeria_cache.skip.serve.placeholder import Source
 from egeria_cache.skip.serve.recipe import Recipe, Unavailable
-from egeria_cache.skip.serve.runs import CaptureRun, PrefixDone, ReplayRun
+from egeria_cache.skip.serve.runs import CaptureRun, PrefixDone, ReplayRun, capturing
 from egeria_cache.skip.state.remembered import RandomState, Remembered
 
 __all__ = ["full", "prefix", "replay"]
@@ -28,7 +28,7 @@ Rows = dict[str, Tensor]
 
 def full(forward: Forward, recipe: Recipe, call: Invocation) -> tuple[Any, CaptureRun]:
     """Compute every row; what crosses the boundary is captured on the way."""
-    capture = CaptureRun(recipe, call.batch.size)
+    capture = capturing(recipe, call.batch.lengths, call.batch.size)
     args, kwargs = call.plain()
     with intercept(recipe.modules, capture):
         capture.begin()
@@ -49,7 +49,7 @@ def prefix(
     Raises:
         BoundaryError: The model took another way this time.
     """
-    capture = CaptureRun(source, int(rows.sum()), stop=True)
+    capture = capturing(source, call.batch.lengths, int(rows.sum()), stop=True)
     args, kwargs = inputs or call.rows(rows)
     generators = RandomState.now() if source.draws else None
     # The code around the boundary will run again, in the replay: let it count once.
@@ -75,9 +75,15 @@ def prefix(
 
 
 def replay(
-    forward: Forward, source: Recipe, recipe: Recipe, call: Invocation, stored: Mapping[str, Tensor]
+    forward: Forward,
+    source: Recipe,
+    recipe: Recipe | None,
+    call: Invocation,
+    stored: Mapping[str, Tensor],
 ) -> tuple[Any, Rows | None]:
     """Enter at `source`'s cut; if the boundary has moved on, capture `recipe`'s on the way.
+
+    Both are those for batches of these lengths; None if such a batch has to be seen first.
 
     Returns:
         The model's output, and the rows of `recipe` if it is another one than `source`.
@@ -98,11 +104,11 @@ def replay(
             # What the model writes into may not be a leaf.
             values[slot] = leaf.clone() if source.copies else leaf
     run = ReplayRun(source, size, values, proven=True)
-    capture = CaptureRun(recipe, size) if source is not recipe else None
+    capture = CaptureRun(recipe, size) if recipe is not None and recipe is not source else None
     args, kwargs = call.noted(call.rebuild(lambda i, leaf: _input(source, run, i, leaf)))
     undo = _Undo(source)
     try:
-        with intercept(*_handler(source, run, recipe, capture)):
+        with intercept(*_handler(source, run, capture)):
             output = forward(*args, **kwargs)
     except BoundaryError:
         undo.restore()
@@ -135,11 +141,12 @@ def _input(source: Recipe, replay: ReplayRun, position: int, leaf: Tensor) -> Te
 
 
 def _handler(
-    source: Recipe, replay: ReplayRun, recipe: Recipe, capture: CaptureRun | None
+    source: Recipe, replay: ReplayRun, capture: CaptureRun | None
 ) -> tuple[list[nn.Module], Callable[..., Any]]:
     """Route calls to the replay, and around it to the capture of a later boundary."""
     if capture is None:
         return source.modules, replay
+    recipe = capture.recipe
     old, new = set(map(id, source.modules)), set(map(id, recipe.modules))
 
     def handle(module: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:

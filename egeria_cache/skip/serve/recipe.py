@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from egeria_cache.batch import Lengths
 from egeria_cache.skip.serve.cut import Cut, Step, TensorSpec
+from egeria_cache.skip.serve.growth import Growth, RowGrowth
 from egeria_cache.skip.serve.invocation import Invocation, plain
 from egeria_cache.skip.serve.placeholder import Escape, Placeholder, Scene, Source
 from egeria_cache.skip.serve.trace import Draw, Named
@@ -121,6 +123,8 @@ class Recipe:
     profile: tuple[Step, ...] = ()
     guard: PrefixGuard | None = None
     cut: Cut | None = None
+    growth: Growth | None = None
+    """How it looks for batches of other lengths, where samples are padded."""
     mutable: list[Tensor] = field(default_factory=list)
     """Buffers that the active part writes to: put back if a replay has to be abandoned."""
     _metas: dict[int, list[list[Tensor | None]]] = field(default_factory=dict)
@@ -133,6 +137,25 @@ class Recipe:
     def modules(self) -> list[nn.Module]:
         """The distinct modules of the steps."""
         return list({id(step.module): step.module for step in self.steps}.values())
+
+    def at(self, lengths: Lengths | None) -> Recipe | None:
+        """Return the recipe for batches of these lengths; None if they have to be seen first."""
+        if self.growth is None or lengths is None:
+            return self
+        return self.growth.at(self, lengths.whole)
+
+    def with_steps(self, steps: list[StepPlan]) -> Recipe:
+        """Return the same recipe for steps whose tensors have other sizes."""
+        return replace(
+            self, steps=steps, _metas={}, _stage=None, _stand_ins={}, _inputs={}, _saved=[]
+        )
+
+    def row_growth(self) -> dict[str, RowGrowth]:
+        """Return how the rows of the cached tensors follow the lengths of their samples."""
+        if self.growth is None:
+            return {}
+        found = {name: self.growth.of_rows(self, slot) for name, slot in self.slots().items()}
+        return {name: growth for name, growth in found.items() if growth is not None}
 
     def fits(self, call: Invocation) -> bool:
         """Whether the inputs and modes are those that it was proved with."""

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from egeria_cache.batch import Lengths
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.serve.placeholder import Placeholder, Scene
 from egeria_cache.skip.serve.recipe import Recipe, Slot, StepPlan
 
-__all__ = ["CaptureRun", "PrefixDone", "ReplayRun", "wants_grad"]
+__all__ = ["CaptureRun", "LearnRun", "PrefixDone", "ReplayRun", "capturing", "wants_grad"]
 
 
 def wants_grad(step: int, leaves: Sequence[Any]) -> set[Slot]:
@@ -115,6 +116,56 @@ class CaptureRun:
         self.deviation = self.deviation or how
         if self.stop:
             raise BoundaryError.another_way(self.recipe.boundary, how)
+
+
+class LearnRun(CaptureRun):
+    """A `CaptureRun` for a batch of lengths that the recipe does not know yet: it does afterwards.
+
+    Args:
+        recipe: What to keep.
+        lengths: Of the batch.
+        batch_size: Rows of this forward.
+        stop: Leave the model by `PrefixDone` when the boundary has returned.
+    """
+
+    def __init__(
+        self, recipe: Recipe, lengths: Lengths, batch_size: int, *, stop: bool = False
+    ) -> None:
+        super().__init__(recipe, batch_size, stop=stop)
+        self._lengths = lengths
+        self._outputs: list[list[Any]] = []
+
+    def _keep(self, step: StepPlan, output: Any) -> None:
+        leaves, spec = tree_flatten(output)
+        if spec != step.spec:
+            self._deviate(f"{step.name!r} returned another structure")
+        self._outputs.append(leaves)
+
+    def _finish(self) -> dict[str, Tensor]:
+        recipe, whole = self.recipe, self._lengths.whole
+        assert recipe.growth is not None
+        odd = recipe.growth.learn(recipe, whole, self.batch_size, self._outputs)
+        here = None if odd is not None else recipe.at(self._lengths)
+        if here is None:
+            self._deviate(f"the shape of what {odd or recipe.boundary!r} returned follows no rule")
+            return {}
+        self.recipe, outputs = here, self._outputs
+        for index, step in enumerate(here.steps):
+            self._position = index
+            super()._keep(step, tree_unflatten(outputs[index], step.spec))
+        self._position = len(here.steps)
+        return {} if self.deviation else super()._finish()
+
+
+def capturing(
+    recipe: Recipe, lengths: Lengths | None, batch_size: int, *, stop: bool = False
+) -> CaptureRun:
+    """Return the handler of a forward of `batch_size` rows, as long as a batch of these lengths."""
+    here = recipe.at(lengths)
+    if here is None:
+        assert lengths is not None
+        return LearnRun(recipe, lengths, batch_size, stop=stop)
+    return CaptureRun(here, batch_size, stop=stop)
 
 
 class ReplayRun:

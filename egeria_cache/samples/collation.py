@@ -1,0 +1,131 @@
+"""How a collate function pads, found from the function itself: samples collated together and alone.
+
+A batch may then be put together again from stored rows: each padded to the longest of the batch, on
+the same side, with the same value. What cannot be told like this is not padding.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from egeria_cache.batch import Axis, Padding, is_rows
+from egeria_cache.ragged import Dims, blank
+
+__all__ = ["find_padding", "given_values", "own_lengths"]
+
+
+def find_padding(
+    together: Mapping[str, Any],
+    alone: Sequence[Mapping[str, Any]],
+    given: Mapping[str, Any] | None = None,
+) -> Padding | None:
+    """Return how the samples of a batch were padded; None if nothing was.
+
+    Args:
+        together: The leaves of the batch, by path.
+        alone: The leaves of each of its samples, collated alone.
+        given: What leaves are padded with, as the user says.
+
+    Raises:
+        ValueError: A leaf is padded with something else than what was given.
+    """
+    axes: list[Axis] = []
+    values: dict[str, Any] = {}
+    for path, whole in together.items():
+        rows = [leaves.get(path) for leaves in alone]
+        if not isinstance(whole, Tensor) or not is_rows(whole, len(alone)):
+            continue
+        if not all(isinstance(row, Tensor) and is_rows(row, 1) for row in rows):
+            continue
+        found = _of_leaf(whole, [row[0] for row in rows])  # type: ignore[index]
+        if found is None:
+            continue
+        dims, value = found
+        if given is not None and path in given and not _same_value(given[path], value):
+            raise ValueError(
+                f"leaf {path!r} is padded with {value!r}, not with {given[path]!r} as `ragged` says"
+            )
+        axes += [Axis(path, dim, left) for dim, left in dims]
+        values[path] = value
+    return Padding(tuple(axes), values) if axes else None
+
+
+def own_lengths(axes: Sequence[Axis], leaves: Mapping[str, Any]) -> list[int]:
+    """Return how long a sample that was collated alone is along each axis."""
+    return [leaves[axis.leaf].shape[axis.dim + 1] for axis in axes]
+
+
+def given_values(given: Mapping[Any, Any], leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the user gave by the leaves' paths.
+
+    Args:
+        given: By the leaf's key, attribute or place in the batch.
+        leaves: Of a batch.
+
+    Raises:
+        ValueError: The batch has no such leaf.
+    """
+    by_path = {}
+    for key, value in given.items():
+        names = (key, f"[{key!r}]", f".{key}")
+        path = next((path for path in leaves if path in names), None)
+        if path is None:
+            raise ValueError(
+                f"`ragged` names {key!r}, and the batch has the leaves {', '.join(leaves)}"
+            )
+        by_path[path] = value
+    return by_path
+
+
+def _of_leaf(whole: Tensor, rows: Sequence[Tensor]) -> tuple[Dims, Any] | None:
+    """Return the padded dimensions of a leaf and the value; None if it is not padded."""
+    if any(row.dim() != whole.dim() - 1 or row.dtype != whole.dtype for row in rows):
+        return None
+    sizes = torch.tensor([list(row.shape) for row in rows]).view(len(rows), -1)
+    most = torch.tensor(list(whole.shape[1:]))
+    ragged = (sizes != most).any(0).nonzero().flatten().tolist()
+    if not ragged or not torch.equal(sizes.amax(0), most):
+        return None
+    own = sizes[:, ragged].numpy()
+    for sides in itertools.product((False, True), repeat=len(ragged)):
+        dims = tuple(zip(ragged, sides, strict=True))
+        value = next(_outside(whole, dims, own), None)
+        if value is None:
+            continue
+        again = blank(whole, dims, own, value)
+        if _same(again, whole) and all(
+            _same(_row(part, dims, row.shape), row) for part, row in zip(whole, rows, strict=True)
+        ):
+            return dims, value
+    return None
+
+
+def _outside(whole: Tensor, dims: Dims, own: Any) -> Iterator[Any]:
+    """Yield what stands in the padding of the first row that has some."""
+    for row, sizes in zip(whole, own.tolist(), strict=True):
+        for (dim, left), size in zip(dims, sizes, strict=True):
+            rest = row.shape[dim] - size
+            if rest and row.numel():
+                yield row.narrow(dim, 0 if left else size, rest).flatten()[0].item()
+
+
+def _row(part: Tensor, dims: Dims, shape: Sequence[int]) -> Tensor:
+    for dim, left in dims:
+        start = part.shape[dim] - shape[dim] if left else 0
+        part = part.narrow(dim, start, shape[dim])
+    return part
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or (
+        a.shape == b.shape and a.is_floating_point() and torch.equal(a.nan_to_num(), b.nan_to_num())
+    )
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    return bool(a == b) or (a != a and b != b)

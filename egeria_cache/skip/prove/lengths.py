@@ -1,0 +1,370 @@
+"""Whether a sample's activation is the same however far its batch is padded.
+
+The prefix is run on shorter batches, made of the shorter samples, and on longer ones. What is
+cached of a sample must come out the same where the sample is; sizes must follow the lengths by a
+rule. Then what stands in the padding is overwritten, twice, each time with something else: where
+the model's output notices must be padding itself, and whether the loss reads that is seen in its
+gradient (`serve/unread.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from egeria_cache.batch import Lengths
+from egeria_cache.errors import BoundaryError
+from egeria_cache.ragged import PaddedRows, widen
+from egeria_cache.skip.prove.evidence import Evidence, Recomputed, recompute
+from egeria_cache.skip.prove.parts import take
+from egeria_cache.skip.serve.compare import difference, tolerance
+from egeria_cache.skip.serve.cut import TensorSpec
+from egeria_cache.skip.serve.growth import Growth, OutputAxis, grown
+from egeria_cache.skip.serve.invocation import following, plain
+from egeria_cache.skip.serve.recipe import Recipe, Slot
+from egeria_cache.skip.serve.rule import Rule
+from egeria_cache.skip.serve.unread import CALLS_TO_PROVE
+
+__all__ = ["compared", "fillings", "find_output_axes", "study_lengths"]
+
+Whole = tuple[int, ...]
+
+
+def study_lengths(evidence: Evidence, recipe: Recipe) -> Growth | None:
+    """Return how the recipe looks at other lengths; None if the batch is not padded.
+
+    Raises:
+        BoundaryError: What is cached of a sample depends on the padding, or follows no rule.
+    """
+    lengths = evidence.call.batch.lengths
+    if lengths is None:
+        return None
+    parts = list(_parts(evidence, recipe, lengths))
+    if not parts:
+        raise BoundaryError.not_proved(
+            recipe.boundary, "the model takes no batch of other lengths than the first, so that "
+            "nothing is known of padding",
+        )  # fmt: skip
+    rules = _rules(evidence, recipe, lengths, parts)
+    lefts = tuple(axis.left for axis in lengths.padding.axes)
+    growth = Growth(rules, {}, lefts)
+    recipe.growth = growth
+    for whole, part, are_whole in parts:
+        if are_whole:
+            _check_samples(evidence, recipe, lengths, whole, part)
+    growth.cuttable = frozenset(_cuttable(evidence, recipe, parts))
+    growth.constants = {
+        whole: {slot: part.leaves[slot[0]][slot[1]].detach().clone() for slot in _growing(recipe)}
+        for whole, part, _ in parts
+    } | {lengths.whole: {slot: evidence.leaf(*slot) for slot in _growing(recipe)}}
+    growth.fills = {
+        slot: _fill(evidence, recipe, slot, lengths) for slot in recipe.slots().values()
+    }
+    return growth
+
+
+# ---- runs at other lengths -----------------------------------------------------------------------
+
+
+def _parts(
+    evidence: Evidence, recipe: Recipe, lengths: Lengths
+) -> Iterator[tuple[Whole, Recomputed, bool]]:
+    """Yield (lengths, the prefix on such a batch, whether its samples are whole)."""
+    own, whole = lengths.own, np.array(lengths.whole)
+    order = np.argsort(own.sum(1), kind="stable").tolist()
+    shorter = [order[:1], order[: max(1, len(order) // 2)]]
+    tried: set[Whole] = {lengths.whole}
+    for rows in shorter:
+        target = tuple(own[rows].max(0).tolist())
+        if target not in tried:
+            tried.add(target)
+            yield target, _at(evidence, lengths, rows, target), True
+    units = _units(lengths)
+    several = order[: min(4, len(order))]
+    for target in (_longer(lengths, units), tuple(np.maximum(units, whole // 2 // units * units))):
+        longer = target[0] > whole[0] or any(np.array(target) > whole)
+        if target in tried or (longer and len(tried) > 1 and _are_far(tried)):
+            continue
+        tried.add(target)
+        try:
+            yield target, _at(evidence, lengths, several, target), longer
+        except BoundaryError:
+            raise
+        except Exception:  # longer than the model takes, or cut where it must not be
+            continue
+
+
+def _are_far(tried: set[Whole]) -> bool:
+    """Whether the lengths tried differ enough for a rule, along each axis."""
+    sizes = np.array(list(tried))
+    return bool((sizes.min(0) <= 0.8 * sizes.max(0)).all())
+
+
+def _units(lengths: Lengths) -> np.ndarray:
+    """Return the step in which lengths grow along each axis: collate functions round them up."""
+    units = []
+    for own in lengths.own.T.tolist():
+        common = math.gcd(*own)
+        units.append(math.gcd(common, 64) if common % 2 == 0 else 1)
+    return np.array(units)
+
+
+def _longer(lengths: Lengths, units: np.ndarray) -> Whole:
+    """Return greater lengths, those that may differ by other amounts."""
+    alike: dict[tuple[int, ...], int] = {}
+    target = []
+    for own, size, unit in zip(lengths.own.T, lengths.whole, units.tolist(), strict=True):
+        nth = alike.setdefault((*own.tolist(), size), len(alike))
+        target.append(size + unit * (3 + 2 * nth))
+    return tuple(target)
+
+
+def _at(evidence: Evidence, lengths: Lengths, rows: list[int], target: Whole) -> Recomputed:
+    call, padding = evidence.call, lengths.padding
+
+    def resize(position: int, leaf: Tensor) -> Tensor:
+        tagged = call.tagged[position]
+        if not following(tagged, lengths):
+            return leaf
+        path = tagged.leaf
+        if tagged.chain:  # what the loop did is done to other rows
+            leaf = take(_base(evidence, path), rows, evidence.size)
+        at = padding.positions(path)
+        sizes = [target[i] for i in at]
+        for (dim, left), size in zip(padding.dims(path), sizes, strict=True):
+            if size < leaf.shape[dim + 1]:
+                leaf = leaf.narrow(dim + 1, leaf.shape[dim + 1] - size if left else 0, size)
+        leaf = widen(leaf, padding.dims(path), sizes, padding.values[path]).contiguous()
+        for op in tagged.chain:
+            leaf = op.run(leaf)
+        return leaf
+
+    return recompute(evidence, rows, resize=resize)
+
+
+def _base(evidence: Evidence, path: str) -> Tensor:
+    """Return a loader's leaf as it came."""
+    batch = evidence.call.batch
+    rows = batch.leaves.get(path)
+    if not isinstance(rows, Tensor) or len(rows) != batch.size:
+        rows = batch.load_rows(np.ones(batch.size, bool))[path]
+    result: Tensor = plain(rows)
+    return result
+
+
+# ---- what was seen -------------------------------------------------------------------------------
+
+
+def _rules(
+    evidence: Evidence,
+    recipe: Recipe,
+    lengths: Lengths,
+    parts: Sequence[tuple[Whole, Recomputed, bool]],
+) -> dict[Slot, dict[int, Rule]]:
+    found: dict[Slot, dict[int, Rule]] = {}
+    for i, step in enumerate(recipe.steps):
+        for j, spec in enumerate(step.leaves) if not step.run else ():
+            if not isinstance(spec, TensorSpec):
+                for _, part, _ in parts:
+                    if isinstance(spec, int | float | str | bool) and part.leaves[i][j] != spec:
+                        raise _odd(recipe, step.name)
+                continue
+            for dim in range(len(spec.shape)):
+                rule = Rule()
+                runs = [(lengths.whole, evidence.leaf(i, j), evidence.size)]
+                runs += [(whole, part.leaves[i][j], len(part.rows)) for whole, part, _ in parts]
+                for whole, value, size in runs:
+                    if value.dim() != len(spec.shape):
+                        raise _odd(recipe, step.name)
+                    rule.add(whole, value.shape[dim] // (size if dim == spec.batch_dim else 1))
+                if rule.is_constant:
+                    continue
+                if rule.at(lengths.whole) is None or not rule.explains:
+                    raise _odd(recipe, step.name)
+                found.setdefault((i, j), {})[dim] = rule
+    return found
+
+
+def _odd(recipe: Recipe, name: str) -> BoundaryError:
+    return BoundaryError.not_proved(
+        recipe.boundary,
+        f"what {name!r} returns does not follow the lengths of padded samples in a simple way",
+    )
+
+
+def _check_samples(
+    evidence: Evidence, recipe: Recipe, lengths: Lengths, whole: Whole, part: Recomputed
+) -> None:
+    """Compare what is cached of each sample with what it is in a batch of other lengths."""
+    assert recipe.growth is not None
+    of_these = lengths.select(np.array(part.rows))
+    for slot in recipe.slots().values():
+        spec = recipe.tensor_spec(slot)
+        there = grown(spec, recipe.growth.rules.get(slot, {}), whole)
+        if there is None:
+            raise _odd(recipe, recipe.steps[slot[0]].name)
+        a = spec.to_rows(evidence.leaf(*slot), evidence.size)[torch.tensor(part.rows)]
+        b = there.to_rows(part.leaves[slot[0]][slot[1]], len(part.rows))
+        growth = recipe.growth.of_rows(recipe, slot)
+        if growth is not None:
+            sizes = [[rule.least(tuple(o)) for rule in growth.rules] for o in of_these.own.tolist()]
+            pairs = list(zip(
+                PaddedRows(a, growth.dims, np.array(sizes)),
+                PaddedRows(b, growth.dims, np.array(sizes)), strict=True,
+            ))  # fmt: skip
+        else:
+            pairs = list(zip(a, b, strict=True))
+        for x, y in pairs:
+            error = difference(x, y)
+            if error > tolerance(x):
+                name = recipe.steps[slot[0]].name
+                raise BoundaryError.reads_padding(recipe.boundary, repr(name), error)
+
+
+def _growing(recipe: Recipe) -> Iterator[Slot]:
+    """Yield the constants that are larger in longer batches."""
+    assert recipe.growth is not None
+    for i, step in enumerate(recipe.steps):
+        for j in step.constants:
+            if (i, j) in recipe.growth.rules:
+                yield i, j
+
+
+def _cuttable(
+    evidence: Evidence, recipe: Recipe, parts: Sequence[tuple[Whole, Recomputed, bool]]
+) -> Iterator[Slot]:
+    for i, j in _growing(recipe):
+        value = evidence.leaf(i, j)
+        others = [part.leaves[i][j] for _, part, _ in parts]
+        if all(_begins_alike(value, other) for other in others):
+            yield i, j
+    growing = set(_growing(recipe))
+    for i, step in enumerate(recipe.steps):
+        for j, value in step.constants.items():
+            for _, part, _ in parts if (i, j) not in growing else ():
+                error = difference(value, part.leaves[i][j])
+                if error > tolerance(value):
+                    raise BoundaryError.reads_padding(recipe.boundary, repr(step.name), error)
+
+
+def _begins_alike(a: Tensor, b: Tensor) -> bool:
+    shared = tuple(slice(0, min(n, m)) for n, m in zip(a.shape, b.shape, strict=True))
+    return difference(a[shared], b[shared]) <= tolerance(a)
+
+
+def _fill(evidence: Evidence, recipe: Recipe, slot: Slot, lengths: Lengths) -> Any:
+    """Return what to write into padding: what always stands there (a mask), or zero."""
+    assert recipe.growth is not None
+    growth = recipe.growth.of_rows(recipe, slot)
+    if growth is None:
+        return 0
+    rows = recipe.tensor_spec(slot).to_rows(evidence.leaf(*slot), evidence.size)
+    seen: set[Any] = set()
+    for row, own in zip(rows, lengths.own.tolist(), strict=True):
+        for (dim, left), rule in zip(growth.dims, growth.rules, strict=True):
+            size = rule.most(tuple(own))
+            rest = row.shape[dim] - size
+            row = row.narrow(dim, 0 if left else min(size, row.shape[dim]), max(rest, 0))
+        if row.numel():
+            seen.update(row.flatten()[:2].tolist() if row.numel() > 64 else row.flatten().tolist())
+            if row.numel() > 64 and not bool((row == row.flatten()[0]).all()):
+                return 0
+        if len(seen) > 1:
+            return 0
+    return seen.pop() if seen else 0
+
+
+# ---- what the rest of the model notices ----------------------------------------------------------
+
+
+def fillings(
+    evidence: Evidence, recipe: Recipe, rows: Mapping[str, Tensor]
+) -> list[dict[str, Tensor]]:
+    """Return the rows as the store gives them back: once, or twice with other padding."""
+    lengths, growth = evidence.call.batch.lengths, recipe.row_growth()
+    if lengths is None or not growth:
+        return [dict(rows)]
+    plainly, otherwise = dict(rows), dict(rows)
+    for name, how in growth.items():
+        plainly[name] = how.blanked(rows[name], lengths)
+        otherwise[name] = plainly[name]
+        if rows[name].is_floating_point() and how.fill == 0:
+            noise = torch.linspace(-1, 1, rows[name].numel()).view(rows[name].shape)
+            noise = noise.to(rows[name]) * float(rows[name].float().abs().mean())
+            inside = how.blanked(torch.ones_like(rows[name]), lengths) != 0
+            otherwise[name] = torch.where(inside, plainly[name], noise)
+    return [plainly, otherwise]
+
+
+def find_output_axes(evidence: Evidence, recipe: Recipe, outputs: Sequence[Any]) -> None:
+    """Find where the model's output is padded: there it may be anything, elsewhere it must be right.
+
+    Args:
+        evidence: The plain run.
+        recipe: Is told.
+        outputs: Of the replays, in the order of `fillings`.
+
+    Raises:
+        BoundaryError: What stands in the padding reaches what a user reads of a sample.
+    """
+    growth, lengths = recipe.growth, evidence.call.batch.lengths
+    if growth is None or lengths is None or len(outputs) < 2:
+        return
+    axes: dict[int, OutputAxis] = {}
+    expected, first, second = (tree_leaves(tree) for tree in (evidence.result, *outputs))
+    for index, leaves in enumerate(zip(expected, first, second, strict=False)):
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):
+            continue
+        a, b, c = leaves
+        if a.shape != b.shape or (
+            difference(b, c) <= tolerance(b) and difference(a, b) <= tolerance(a)
+        ):
+            continue
+        axis = _axis_of((a, b, c), lengths, evidence.size)
+        if axis is None:
+            raise BoundaryError.reads_padding(recipe.boundary, "the model's output")
+        axes[index] = axis
+    growth.outputs = axes
+    growth.unproved = CALLS_TO_PROVE if axes else 0
+
+
+def _axis_of(
+    leaves: tuple[Tensor, Tensor, Tensor], lengths: Lengths, size: int
+) -> OutputAxis | None:
+    """Return the dimension along which all differences lie in the padding."""
+    a, b, c = leaves
+    if not a.dim() or a.shape[0] != size:
+        return None
+    for offset in (0, -1, 1):
+        for at, axis in enumerate(lengths.padding.axes):
+            for dim in range(1, a.dim()):
+                if a.shape[dim] != lengths.whole[at] + offset:
+                    continue
+                found = OutputAxis(dim, at, offset, axis.left)
+                if all(
+                    difference(x, y) <= tolerance(x)
+                    for x, y in (_outside(a, b, found, lengths), _outside(a, c, found, lengths))
+                ):
+                    return found
+    return None
+
+
+def _outside(a: Tensor, b: Tensor, axis: OutputAxis, lengths: Lengths) -> tuple[Tensor, Tensor]:
+    """Return what two outputs hold elsewhere than in the padding."""
+    inside = torch.from_numpy(~axis.is_padding(lengths, a.shape[axis.dim])).to(a.device)
+    return a.movedim(axis.dim, 1)[inside], b.movedim(axis.dim, 1)[inside]
+
+
+def compared(
+    output: Tensor, other: Tensor, axis: OutputAxis | None, lengths: Lengths | None
+) -> tuple[Tensor, Tensor]:
+    """Return the parts of two outputs that must be equal."""
+    if axis is None or lengths is None:
+        return output, other
+    return _outside(output, other, axis, lengths)

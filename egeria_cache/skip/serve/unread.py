@@ -1,0 +1,77 @@
+"""Whether a training loop reads what the model gives where its batch is padded.
+
+A hit has other values there than the plain model. Where the gradient of an output is zero at all
+padded positions, the loss does not know of them, whoever computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from egeria_cache.batch import Lengths
+from egeria_cache.skip.serve.growth import Growth, OutputAxis
+
+__all__ = ["awaits_proof", "watch"]
+
+CALLS_TO_PROVE = 2
+"""Computed batches whose gradient must be zero in the padding before anything is served."""
+_MAX_WAITED = 8
+"""Calls that are computed for that; what comes without a backward is no training."""
+_AGAIN_EVERY = 64
+"""Calls after which it is looked again."""
+_NEGLIGIBLE = 1e-6
+"""Of the largest gradient."""
+
+
+def awaits_proof(growth: Growth | None) -> bool:
+    """Whether a call has to be computed plainly, for its gradient to be looked at."""
+    if growth is None or not growth.unproved or not torch.is_grad_enabled():
+        return False
+    growth.num_waited += 1
+    return growth.num_waited <= _MAX_WAITED
+
+
+def watch(
+    growth: Growth | None, output: Any, lengths: Lengths | None, found: Callable[[], None]
+) -> None:
+    """Look at the gradient of a model's output when it comes.
+
+    Args:
+        growth: Of the recipe that the call belongs to; counts what was proved.
+        output: The model's.
+        lengths: Of the batch.
+        found: Called if the loss reads what is padded.
+    """
+    if growth is None or lengths is None or not growth.outputs or not torch.is_grad_enabled():
+        return
+    growth.num_calls += 1
+    if not growth.unproved and growth.num_calls % _AGAIN_EVERY:
+        return
+    leaves = tree_leaves(output)
+    for index, axis in growth.outputs.items():
+        leaf = leaves[index] if index < len(leaves) else None
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(partial(_look, growth, axis, lengths, found))
+
+
+def _look(
+    growth: Growth, axis: OutputAxis, lengths: Lengths, found: Callable[[], None], grad: Tensor
+) -> None:
+    padding = axis.is_padding(lengths, grad.shape[axis.dim])
+    if not padding.any():
+        return
+    size = grad.detach().abs()
+    rest = [dim for dim in range(grad.dim()) if dim not in (0, axis.dim)]
+    largest = (size.amax(rest) if rest else size).cpu()
+    if not largest.isfinite().all():
+        return  # a scaled loss that overflowed
+    if largest[torch.from_numpy(padding)].max() > _NEGLIGIBLE * largest.max():
+        found()
+    else:
+        growth.unproved = max(0, growth.unproved - 1)
