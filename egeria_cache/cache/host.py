@@ -189,7 +189,7 @@ class CacheHost:
         self._trial.stored(view, ids, batch.variant)
 
     def _fits(self, view: View, batch: Batch) -> bool:
-        """Whether the batch's rows look like those the view was opened with; if not, never again."""
+        """Whether the batch's rows look like those that the view was opened with."""
         context: BatchContext = batch.context
         if view.padding != (None if batch.lengths is None else batch.lengths.padding):
             return False  # it was loaded before it was known how samples are padded
@@ -291,6 +291,8 @@ class CacheHost:
         """The model is called, and nothing can be served or stored: say what came instead."""
         if self._told_chains and self._counts.why_not == self._told_chains:
             return  # what the loop does to its batches has been named
+        if self._counts.why_not in self._status.uncached.values():
+            return  # so has why a loader's batches do not know their samples
         self._counts.why_not = reason
         log.warning(
             "a boundary is set, but nothing is cached: %s. Give the model the loader's batches as "

@@ -26,6 +26,7 @@ from egeria_cache.batch import (
     row_meta,
     without_data,
 )
+from egeria_cache.errors import EgeriaError
 from egeria_cache.loader.plan import Plan
 from egeria_cache.samples import BatchContext, Loaded, LoaderSource, Task
 
@@ -114,6 +115,8 @@ class Assembly:
                 self.cache.padding_found(self._source.key)
             lengths = self._own_lengths(plan, leaves, loaded)
         batch = self._batch(plan, leaves, structure, {}, lengths)
+        if not self._is_cacheable(batch):
+            return data
         only = self.cache.tagged_leaves(self._source.key)
         tagged = {
             path: _wrap(rows, batch, path) if only is None or path in only else rows
@@ -123,6 +126,22 @@ class Assembly:
         self.cache.count_yielded()
         self._source.yields(tagged.values())
         return own_containers(data, structure.rebuild(tagged))
+
+    def _is_cacheable(self, batch: Batch) -> bool:
+        """Whether a collate function of the user's gives batches whose samples can be told apart:
+        it is asked before the model is, which might fail at such a batch otherwise.
+        """
+        assert self.cache is not None
+        source = self._source
+        if not batch.may_be_stored or not source.has_own_collate:
+            return True
+        try:
+            why_not = source.why_not_cacheable(batch)
+        except Exception as error:  # of the data set's or the collate function's own, too
+            why_not = str(error) if isinstance(error, EgeriaError) else repr(error)
+        if why_not is not None:
+            self.cache.leave_uncached(source.key, why_not)
+        return why_not is None
 
     def _own_lengths(self, plan: Plan, leaves: Mapping[str, Any], loaded: Loaded) -> Lengths | None:
         """Return how long the samples of a loaded batch are, where it is padded."""

@@ -190,7 +190,9 @@ def _outlook(cache: LoaderPort | None, name: str) -> tuple[Sequence[View], bool]
 
 
 def _axes(cache: LoaderPort | None, source: LoaderSource) -> tuple[Axis, ...]:
-    return () if cache is None or cache.boundary is None else source.axes
+    if cache is None or cache.boundary is None or not cache.may_store(source.key):
+        return ()
+    return source.axes
 
 
 def _wants_control(cache: LoaderPort | None, entry: PlannedEntry) -> bool:

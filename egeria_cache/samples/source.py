@@ -118,6 +118,8 @@ class LoaderSource:
         self._ragged = ragged
         self._studied: set[tuple[Any, ...]] = set()
         self._no_padding: str | None = None
+        self._alone: tuple[int, list[dict[str, Any]]] | None = None
+        """A batch's number, and its samples collated alone."""
 
     def identify(self, indices: Sequence[Any]) -> list[SampleId]:
         """Return the samples' stable IDs.
@@ -191,6 +193,11 @@ class LoaderSource:
         self._live = [weakref.ref(one) for one in tensors if isinstance(one, Tensor)]
 
     @property
+    def has_own_collate(self) -> bool:
+        """Whether its samples are collated otherwise than torch does it by itself."""
+        return self.collate is not default_collate
+
+    @property
     def axes(self) -> tuple[Axis, ...]:
         """Along which every sample has to be measured when it is loaded."""
         return () if self.padding is None else self.padding.axes
@@ -219,6 +226,7 @@ class LoaderSource:
         try:
             with preserved():
                 alone = [self._leaves(task, np.arange(size) == row) for row in range(size)]
+            self._alone = task.number, alone
             given = None if self._ragged is None else given_values(self._ragged, leaves)
             found = find_padding(leaves, alone, given)
         except Exception as error:
@@ -242,7 +250,8 @@ class LoaderSource:
         Raises:
             TypeError: The data set gives no list of samples.
         """
-        lengths = self._answer(task._replace(axes=self.axes)).lengths
+        with preserved():  # the collate function may draw, which will be found out
+            lengths = self._answer(task._replace(axes=self.axes)).lengths
         if lengths is None:
             raise TypeError("samples can only be measured one by one")
         return lengths
@@ -281,13 +290,15 @@ class LoaderSource:
         if kind in self._proven:
             return None
         ends = sorted({0, batch.size - 1})
-        for rows in [[i] for i in range(batch.size)] if alone else [ends]:
-            differs = self._first_difference(batch, rows)
-            if differs is not None:
-                return self._why(batch, *differs, alone)
-        if alone and not self._collates_rows(batch):
-            return "the collate_fn does not give one row per sample"
+        with preserved():  # the collate function may draw
+            for rows in [[i] for i in range(batch.size)] if alone else [ends]:
+                differs = self._first_difference(batch, rows)
+                if differs is not None:
+                    return self._why(batch, *differs, alone)
+            if alone and not self._collates_rows(batch):
+                return "the collate_fn does not give one row per sample"
         self._proven.add(kind)
+        self._alone = None
         return None
 
     def _collates_rows(self, batch: Batch) -> bool:
@@ -348,7 +359,11 @@ class LoaderSource:
         """Load rows again; return the first leaf that differs: its path, as it was, as it is."""
         mask = np.zeros(batch.size, bool)
         mask[rows] = True
-        again = self._leaves(batch.context.task, mask)
+        task, known = batch.context.task, self._alone
+        if known is not None and known[0] == task.number and len(rows) == 1:
+            again = known[1][rows[0]]
+        else:
+            again = self._leaves(task, mask)
         if batch.lengths is not None:
             padding, whole = batch.lengths.padding, batch.lengths.whole
             again = {path: padding.widened(path, leaf, whole) for path, leaf in again.items()}

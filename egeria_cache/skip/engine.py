@@ -34,7 +34,7 @@ from egeria_cache.skip.serve.cut import Cut, merge
 from egeria_cache.skip.serve.invocation import Invocation
 from egeria_cache.skip.serve.recipe import Recipe
 from egeria_cache.skip.serve.thaw import ThawWatch
-from egeria_cache.skip.serve.unread import awaits_proof, watch
+from egeria_cache.skip.serve.unread import awaits_proof, watched
 from egeria_cache.skip.state.code import reached
 from egeria_cache.skip.state.content import ContentHash
 from egeria_cache.skip.state.guards import PrefixGuard
@@ -318,7 +318,7 @@ class SkipEngine:
             self.host.front_returned(recipe.boundary, capture.front_s, call.batch.size)
         self._settle(recipe)
         self._captured(recipe, call, None, capture.rows())
-        watch(recipe.growth, output, call.batch.lengths, partial(self._reads_padding, recipe))
+        output = self._watched(recipe, call, output)
         if capture.deviation is not None:
             self._refuse(recipe.key, BoundaryError.another_way(recipe.boundary, capture.deviation))
         return output
@@ -384,8 +384,7 @@ class SkipEngine:
             self._settle(source)  # they may keep a count or a list
         if recipe is not None:
             self._captured(recipe, call, None, rows)
-        watch(source.growth, output, call.batch.lengths, partial(self._reads_padding, source))
-        return output
+        return self._watched(source, call, output)
 
     def _captured(
         self,
@@ -585,6 +584,10 @@ class SkipEngine:
         if cut is not None and (id(cut), loader) not in self._announced:
             self._announced.add((id(cut), loader))
             self.host.cut_found(call.batch, cut)
+
+    def _watched(self, recipe: Recipe, call: Invocation, output: Any) -> Any:
+        found = partial(self._reads_padding, recipe)
+        return watched(recipe.growth, output, call.batch.lengths, found)
 
     def _reads_padding(self, recipe: Recipe) -> None:
         """The gradient of the loss comes from padding too: serve nothing like this any more."""

@@ -59,10 +59,9 @@ def study_lengths(evidence: Evidence, recipe: Recipe) -> Growth | None:
         if are_whole:
             _check_samples(evidence, recipe, lengths, whole, part)
     growth.cuttable = frozenset(_cuttable(evidence, recipe, parts))
-    growth.constants = {
-        whole: {slot: part.leaves[slot[0]][slot[1]].detach().clone() for slot in _growing(recipe)}
-        for whole, part, _ in parts
-    } | {lengths.whole: {slot: evidence.leaf(*slot) for slot in _growing(recipe)}}
+    growth.keep_constants(recipe, lengths.whole, [tree_leaves(o) for o in evidence.outputs])
+    for whole, part, _ in parts:
+        growth.keep_constants(recipe, whole, part.leaves)
     growth.fills = {
         slot: _fill(evidence, recipe, slot, lengths) for slot in recipe.slots().values()
     }
@@ -87,9 +86,12 @@ def _parts(
             yield target, _at(evidence, lengths, rows, target), True
     units = _units(lengths)
     several = order[: min(4, len(order))]
-    for target in (_longer(lengths, units), tuple(np.maximum(units, whole // 2 // units * units))):
-        longer = target[0] > whole[0] or any(np.array(target) > whole)
-        if target in tried or (longer and len(tried) > 1 and _are_far(tried)):
+    targets = [_longer(lengths, units), tuple(np.maximum(units, whole // 2 // units * units))]
+    if any(step.constants for step in recipe.steps):
+        targets.append(tuple((2 * whole).tolist()))  # tables for longer batches than this
+    for nth, target in enumerate(targets):
+        longer = target[0] > whole[0]
+        if target in tried or (nth == 0 and len(tried) > 1 and _are_far(tried)):
             continue
         tried.add(target)
         try:

@@ -108,8 +108,8 @@ class Growth:
     """Leaves of the model's output that are padded."""
     unproved: int = 0
     """Calls to be computed yet, to see whether their gradient comes from padding."""
-    num_waited: int = 0
-    num_calls: int = 0
+    num_watched: int = 0
+    """Calls whose output's gradient was waited for, or could have been."""
     _known: OrderedDict[Whole, Recipe] = field(default_factory=OrderedDict)
 
     def at(self, recipe: Recipe, whole: Whole) -> Recipe | None:
@@ -169,13 +169,22 @@ class Growth:
                 size = value.shape[dim]
                 if not rule.add(whole, size // batch_size if dim == spec.batch_dim else size):
                     return recipe.steps[i].name
+        self.keep_constants(recipe, whole, outputs)
+        return None
+
+    def keep_constants(
+        self, recipe: Recipe, whole: Whole, outputs: Sequence[Sequence[Any]]
+    ) -> None:
+        """Remember what crosses the boundary in batches of these lengths, whatever the samples."""
+        if len(self.constants) >= MAX_LENGTHS:
+            del self.constants[next(iter(self.constants))]
         self.constants[whole] = {
             (i, j): outputs[i][j].detach().clone()
             for i, step in enumerate(recipe.steps)
-            for j in step.constants
+            for j, first in step.constants.items()
             if (i, j) in self.rules
+            and self._constant((i, j), first, outputs[i][j].shape, whole) is None
         }
-        return None
 
     def of_rows(self, recipe: Recipe, slot: Slot) -> RowGrowth | None:
         """Return how the rows of a cached tensor grow; None if they are all of one size."""

@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from egeria_cache.batch import Lengths
 from egeria_cache.skip.serve.growth import Growth, OutputAxis
 
-__all__ = ["awaits_proof", "watch"]
+__all__ = ["CALLS_TO_PROVE", "awaits_proof", "watched"]
 
 CALLS_TO_PROVE = 2
 """Computed batches whose gradient must be zero in the padding before anything is served."""
-_MAX_WAITED = 8
-"""Calls that are computed for that; what comes without a backward is no training."""
+_MAX_WATCHED = 8
+"""Calls that are computed for that; an output whose gradient never comes is not in the loss."""
 _AGAIN_EVERY = 64
 """Calls after which it is looked again."""
 _NEGLIGIBLE = 1e-6
@@ -33,14 +33,16 @@ def awaits_proof(growth: Growth | None) -> bool:
     """Whether a call has to be computed plainly, for its gradient to be looked at."""
     if growth is None or not growth.unproved or not torch.is_grad_enabled():
         return False
-    growth.num_waited += 1
-    return growth.num_waited <= _MAX_WAITED
+    return growth.num_watched < _MAX_WATCHED
 
 
-def watch(
+def watched(
     growth: Growth | None, output: Any, lengths: Lengths | None, found: Callable[[], None]
-) -> None:
-    """Look at the gradient of a model's output when it comes.
+) -> Any:
+    """Look at the gradient of a model's output when it comes; return the output to hand out.
+
+    An output of a model that is frozen as a whole has no gradient by itself: the loop may go on
+    from it, and it gets one for the first calls.
 
     Args:
         growth: Of the recipe that the call belongs to; counts what was proved.
@@ -49,15 +51,24 @@ def watch(
         found: Called if the loss reads what is padded.
     """
     if growth is None or lengths is None or not growth.outputs or not torch.is_grad_enabled():
-        return
-    growth.num_calls += 1
-    if not growth.unproved and growth.num_calls % _AGAIN_EVERY:
-        return
-    leaves = tree_leaves(output)
+        return output
+    growth.num_watched += 1
+    is_proving = growth.unproved and growth.num_watched <= _MAX_WATCHED
+    if not is_proving and growth.num_watched % _AGAIN_EVERY:
+        return output
+    leaves, spec = tree_flatten(output)
     for index, axis in growth.outputs.items():
         leaf = leaves[index] if index < len(leaves) else None
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaf.register_hook(partial(_look, growth, axis, lengths, found))
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            continue
+        look = partial(_look, growth, axis, lengths, found)
+        if leaf.requires_grad:
+            leaf.register_hook(look)
+        elif is_proving:
+            root = leaf.detach().requires_grad_()
+            root.register_hook(look)
+            leaves[index] = root.clone()  # the loop may write into it
+    return tree_unflatten(leaves, spec)
 
 
 def _look(
