@@ -61,17 +61,6 @@ class BoundaryError(EgeriaError):
         )
 
     @classmethod
-    def reads_padding(cls, boundary: str, who: str, error: float | None = None) -> BoundaryError:
-        """What is computed for a sample depends on how far its batch is padded."""
-        much = "" if error is None else f" (by {error:.3g} of the largest value)"
-        return cls(
-            f"skipping the prefix up to {boundary!r} is not possible for padded batches: {who} "
-            f"depends on what stands in the padding{much}, so a sample would differ from batch to "
-            "batch; give the model a mask and let everything respect it, or pad all samples to one "
-            "length"
-        )
-
-    @classmethod
     def compiled_whole(cls, boundary: str) -> BoundaryError:
         """The model is one compiled graph: there is no place to enter it."""
         return cls(
@@ -106,3 +95,34 @@ class BoundaryError(EgeriaError):
     def not_proved(cls, boundary: str, why: str) -> BoundaryError:
         """The rehearsal did not reproduce the model's output."""
         return cls(f"skipping the prefix up to {boundary!r} is not possible: {why}")
+
+
+class PaddingError(BoundaryError):
+    """The model can be cut there, but not for batches that are padded like this."""
+
+    @classmethod
+    def reads_padding(cls, boundary: str, who: str, error: float | None = None) -> PaddingError:
+        """What is computed for a sample depends on how far its batch is padded."""
+        much = "" if error is None else f" (by {error:.3g} of the largest value)"
+        return cls(
+            f"padded batches are not cached at {boundary!r}: {who} depends on what stands in the "
+            f"padding{much}, so that a sample differs from batch to batch; give the model a mask "
+            "that everything respects, or pad all samples to one length"
+        )
+
+    @classmethod
+    def follows_no_rule(cls, boundary: str, module: str) -> PaddingError:
+        """A size inside the model cannot be told from the lengths of the samples."""
+        return cls(
+            f"padded batches are not cached at {boundary!r}: the size of what {module!r} returns "
+            "does not follow the lengths of the samples in a simple way; pad all samples to one "
+            "length, or choose an earlier boundary"
+        )
+
+    @classmethod
+    def no_other_length(cls, boundary: str) -> PaddingError:
+        """Nothing can be said of padding: only one length was ever seen."""
+        return cls(
+            f"padded batches are not cached at {boundary!r}: the model takes no batch of other "
+            "lengths than the first, which has no padding"
+        )

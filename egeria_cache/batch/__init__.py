@@ -6,8 +6,8 @@ and never reads an activation; whoever made the batch gave it a way to do so.
 `batch.py` is a batch and its parts, `tensor.py` holds the tensors that know their samples and
 `absent.py` those that were not loaded, `chain.py` the operations that they record, `selection.py`
 those that take rows, `vouch.py` what they held, `lost.py` where their rows were lost;
-`structure.py` takes a batch apart into leaves with a row per sample, `padding.py` says how they were
-padded, `seeds.py` names samples.
+`structure.py` takes a batch apart into leaves with a row per sample, `padding.py` says how they
+were padded, `seeds.py` names samples.
 """
 
 from egeria_cache.batch.absent import without_data

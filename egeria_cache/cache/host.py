@@ -15,7 +15,7 @@ from egeria_cache.batch import Batch, Entry, SampleId, take_rows
 from egeria_cache.cache.audit import AuditPlan
 from egeria_cache.cache.status import Status, shown_name
 from egeria_cache.cache.trial import TrialReads
-from egeria_cache.errors import BoundaryError, EgeriaError
+from egeria_cache.errors import BoundaryError, EgeriaError, PaddingError
 from egeria_cache.gate import Accounts, Pilot
 from egeria_cache.prefetch import View, Views, record
 from egeria_cache.samples import BatchContext, same_values
@@ -303,7 +303,8 @@ class CacheHost:
     def refused(self, error: BoundaryError) -> None:
         """The model cannot be cut here; where it could be before, that is no error of training."""
         self._counts.why_not = str(error)
-        if self._status.set_by_hand and not self._status.is_proved:
+        is_of_batches = isinstance(error, PaddingError)
+        if self._status.set_by_hand and not self._status.is_proved and not is_of_batches:
             raise error
         log.warning("training goes on uncached: %s", error)
 

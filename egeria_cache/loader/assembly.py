@@ -93,7 +93,8 @@ class Assembly:
 
     def _load_instead(self, plan: Plan) -> Any:
         """Load a whole batch in this process: what was planned to be read cannot be."""
-        assert self.cache is not None and plan.entry is not None
+        assert self.cache is not None
+        assert plan.entry is not None
         self.cache.count_refetched(int(plan.entry.hit.sum()))
         every = np.ones(len(plan.ids), bool)
         task = plan.whole(self._seed).take(every)
@@ -174,7 +175,8 @@ class Assembly:
     def _joint_lengths(self, plan: Plan, entry: PlannedEntry, loaded: Loaded) -> Lengths | None:
         """Return how long hits and misses are together; None if the misses cannot tell."""
         view, own = entry.view, entry.lengths
-        assert view.padding is not None and own is not None
+        assert view.padding is not None
+        assert own is not None
         if not entry.hit.all():
             try:
                 measured = self._measured(plan, loaded)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria_cache.batch import Batch, Entry, unwrap
-from egeria_cache.errors import BoundaryError
+from egeria_cache.errors import BoundaryError, PaddingError
 from egeria_cache.skip.model.attach import AttachedForward, inner_model
 from egeria_cache.skip.model.calls import healing, is_compiled
 from egeria_cache.skip.model.dropout import StatelessDropout, counting_calls
@@ -351,8 +351,8 @@ class SkipEngine:
             known = stored[name][rows.to(computed.device)]
             if name in growth and lengths is not None:
                 of_these = lengths.select(np.flatnonzero(mask))
-                computed = growth[name].blanked(computed, of_these)
-                known = growth[name].blanked(known, of_these)
+                computed = growth[name].blanked(computed, of_these, surely=True)
+                known = growth[name].blanked(known, of_these, surely=True)
             error = difference(computed, known)
             if error > tolerance(computed):
                 finding = (
@@ -592,7 +592,7 @@ class SkipEngine:
     def _reads_padding(self, recipe: Recipe) -> None:
         """The gradient of the loss comes from padding too: serve nothing like this any more."""
         if any(known.cut is recipe.cut for known in self._book.all()):
-            self._refuse(recipe.key, BoundaryError.reads_padding(recipe.boundary, "the loss"))
+            self._refuse(recipe.key, PaddingError.reads_padding(recipe.boundary, "the loss"))
 
     def _refuse(self, key: tuple[Any, ...], error: BoundaryError) -> None:
         self._book.drop(key)

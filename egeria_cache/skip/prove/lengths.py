@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from egeria_cache.batch import Lengths
-from egeria_cache.errors import BoundaryError
+from egeria_cache.errors import BoundaryError, PaddingError
 from egeria_cache.ragged import PaddedRows, widen
 from egeria_cache.skip.prove.evidence import Evidence, Recomputed, recompute
 from egeria_cache.skip.prove.parts import take
@@ -34,6 +34,8 @@ from egeria_cache.skip.serve.unread import CALLS_TO_PROVE
 __all__ = ["compared", "fillings", "find_output_axes", "study_lengths"]
 
 Whole = tuple[int, ...]
+_MAX_SHARPENED = 32
+"""Runs of the prefix on one sample, to find out how a size is rounded."""
 
 
 def study_lengths(evidence: Evidence, recipe: Recipe) -> Growth | None:
@@ -47,14 +49,12 @@ def study_lengths(evidence: Evidence, recipe: Recipe) -> Growth | None:
         return None
     parts = list(_parts(evidence, recipe, lengths))
     if not parts:
-        raise BoundaryError.not_proved(
-            recipe.boundary, "the model takes no batch of other lengths than the first, so that "
-            "nothing is known of padding",
-        )  # fmt: skip
+        raise PaddingError.no_other_length(recipe.boundary)
     rules = _rules(evidence, recipe, lengths, parts)
     lefts = tuple(axis.left for axis in lengths.padding.axes)
     growth = Growth(rules, {}, lefts)
     recipe.growth = growth
+    _sharpen(evidence, recipe, lengths)
     for whole, part, are_whole in parts:
         if are_whole:
             _check_samples(evidence, recipe, lengths, whole, part)
@@ -193,11 +193,43 @@ def _rules(
     return found
 
 
-def _odd(recipe: Recipe, name: str) -> BoundaryError:
-    return BoundaryError.not_proved(
-        recipe.boundary,
-        f"what {name!r} returns does not follow the lengths of padded samples in a simple way",
-    )
+def _sharpen(evidence: Evidence, recipe: Recipe, lengths: Lengths) -> None:
+    """Run the prefix on one sample, cut short, until sizes that are rounded leave no doubt."""
+    assert recipe.growth is not None
+    longest = int(lengths.own.sum(1).argmax())
+    shortest = lengths.own.min(0) // 2 + 1
+    for slot, rules in recipe.growth.rules.items():
+        for rule in rules.values():
+            axis, tried = rule.axis, set[Whole]()
+            low, high = int(shortest[axis]), int(lengths.own[longest, axis])
+            evenly = np.linspace(low, high, 33).astype(int).tolist()
+            for _ in range(_MAX_SHARPENED):
+                targets = [_cut(lengths, longest, axis, n) for n in rule.telling(low, high)]
+                targets += [_cut(lengths, longest, axis, n) for n in evenly]
+                doubts = [one for one in rule.in_doubt(targets) if one not in tried]
+                if not doubts:
+                    break
+                tried.add(doubts[0])
+                try:
+                    part = _at(evidence, lengths, [longest], doubts[0])
+                except BoundaryError:
+                    raise
+                except Exception:  # shorter than the model takes
+                    continue
+                recipe.growth.learn_sizes(recipe, doubts[0], 1, part.leaves)
+        if not all(rule.explains for rule in rules.values()):
+            raise _odd(recipe, recipe.steps[slot[0]].name)
+
+
+def _cut(lengths: Lengths, row: int, axis: int, size: int) -> Whole:
+    """Return the lengths of a sample that is cut along an axis, and along all that go with it."""
+    own = lengths.own
+    alike = [bool((own[:, i] == own[:, axis]).all()) for i in range(own.shape[1])]
+    return tuple(size if same else n for same, n in zip(alike, own[row].tolist(), strict=True))
+
+
+def _odd(recipe: Recipe, name: str) -> PaddingError:
+    return PaddingError.follows_no_rule(recipe.boundary, name)
 
 
 def _check_samples(
@@ -226,7 +258,7 @@ def _check_samples(
             error = difference(x, y)
             if error > tolerance(x):
                 name = recipe.steps[slot[0]].name
-                raise BoundaryError.reads_padding(recipe.boundary, repr(name), error)
+                raise PaddingError.reads_padding(recipe.boundary, repr(name), error)
 
 
 def _growing(recipe: Recipe) -> Iterator[Slot]:
@@ -252,7 +284,7 @@ def _cuttable(
             for _, part, _ in parts if (i, j) not in growing else ():
                 error = difference(value, part.leaves[i][j])
                 if error > tolerance(value):
-                    raise BoundaryError.reads_padding(recipe.boundary, repr(step.name), error)
+                    raise PaddingError.reads_padding(recipe.boundary, repr(step.name), error)
 
 
 def _begins_alike(a: Tensor, b: Tensor) -> bool:
@@ -305,7 +337,7 @@ def fillings(
 
 
 def find_output_axes(evidence: Evidence, recipe: Recipe, outputs: Sequence[Any]) -> None:
-    """Find where the model's output is padded: there it may be anything, elsewhere it must be right.
+    """Find where the model's output is padded: it may be anything there, and nowhere else.
 
     Args:
         evidence: The plain run.
@@ -330,7 +362,7 @@ def find_output_axes(evidence: Evidence, recipe: Recipe, outputs: Sequence[Any])
             continue
         axis = _axis_of((a, b, c), lengths, evidence.size)
         if axis is None:
-            raise BoundaryError.reads_padding(recipe.boundary, "the model's output")
+            raise PaddingError.reads_padding(recipe.boundary, "the model's output")
         axes[index] = axis
     growth.outputs = axes
     growth.unproved = CALLS_TO_PROVE if axes else 0

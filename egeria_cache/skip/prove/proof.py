@@ -295,7 +295,7 @@ def _check_replay(evidence: Evidence, prober: Prober, recipe: Recipe) -> dict[st
 def _replayed(
     evidence: Evidence, prober: Prober, recipe: Recipe, rows: Mapping[str, Tensor]
 ) -> Any:
-    """Return the output of a replay; what it writes to, and draws, must be what the plain run did."""
+    """Return the output of a replay, which must write and draw what the plain run did."""
     values: dict[Slot, Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():
         for name, slot in recipe.slots().items():

@@ -52,10 +52,21 @@ class RowGrowth:
         ]
         return PaddedRows(rows, self.dims, np.array(sizes, np.int64))
 
-    def blanked(self, rows: Tensor, lengths: Lengths) -> Tensor:
-        """Return a copy of rows, shape (B, ...), with all that was computed for padding filled."""
-        sizes = [[rule.least(tuple(own)) for rule in self.rules] for own in lengths.own.tolist()]
-        return blank(rows, self.dims, np.array(sizes, np.int64), self.fill)
+    def blanked(self, rows: Tensor, lengths: Lengths, *, surely: bool = False) -> Tensor:
+        """Return a copy of rows, shape (B, ...), with what was computed for padding filled.
+
+        Args:
+            rows: Of a batch.
+            lengths: Of the batch.
+            surely: Fill also what may be padding, where rules leave a doubt; else it is kept, as
+                it is in what is stored.
+        """
+        stripped = self.stripped(rows, lengths)
+        if surely:
+            own = lengths.own.tolist()
+            sizes = [[rule.least(tuple(one)) for rule in self.rules] for one in own]
+            stripped = PaddedRows(rows, self.dims, np.array(sizes, np.int64))
+        return blank(rows, self.dims, stripped.sizes, self.fill)
 
     def padded(self, rows: Tensor | Sequence[Tensor], whole: Whole) -> Tensor:
         """Put stored rows together for a batch of these lengths.
@@ -161,6 +172,15 @@ class Growth:
             batch_size: Its size.
             outputs: The leaves of every step's output.
         """
+        odd = self.learn_sizes(recipe, whole, batch_size, outputs)
+        if odd is None:
+            self.keep_constants(recipe, whole, outputs)
+        return odd
+
+    def learn_sizes(
+        self, recipe: Recipe, whole: Whole, batch_size: int, outputs: Sequence[Sequence[Any]]
+    ) -> str | None:
+        """Take in the sizes alone; see `learn`."""
         for (i, j), rules in self.rules.items():
             value, spec = outputs[i][j], recipe.steps[i].leaves[j]
             if not isinstance(value, Tensor) or value.dim() != len(spec.shape):
@@ -169,7 +189,6 @@ class Growth:
                 size = value.shape[dim]
                 if not rule.add(whole, size // batch_size if dim == spec.batch_dim else size):
                     return recipe.steps[i].name
-        self.keep_constants(recipe, whole, outputs)
         return None
 
     def keep_constants(

@@ -7,7 +7,7 @@ was seen, and says a size only where they agree with each other: it never guesse
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -94,6 +94,21 @@ class Rule:
         found = self._range(lengths)
         assert found is not None
         return found[0]
+
+    def in_doubt(self, lengths: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Return those lengths at which the size is not certain."""
+        return [one for one in lengths if self.at(one) is None]
+
+    def telling(self, shortest: int, longest: int) -> list[int]:
+        """Return lengths along its axis at which a run would halve what a rounding may be."""
+        found = []
+        for function in self._functions[:1]:
+            if isinstance(function, _Floor):
+                middle = (function.low + function.high + 1) // 2
+                first = -(-(shortest - middle) // function.stride)
+                last = (longest - middle) // function.stride
+                found += [middle + step * function.stride for step in (first, last)]
+        return [length for length in found if shortest <= length <= longest]
 
     def _range(self, lengths: tuple[int, ...]) -> tuple[int, int] | None:
         if lengths in self._seen:
