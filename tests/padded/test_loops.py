@@ -1,0 +1,485 @@
+"""Training on padded batches, served, is the same as computed: in any loop, or refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from egeria_cache import ActivationCache, EgeriaLoader
+from tests.helpers.sentences import (
+    ByTokens,
+    Encoder,
+    Listener,
+    Sentences,
+    Waves,
+    classify,
+    freeze_front,
+    masked_mean,
+    pad_by_eights,
+    pad_left,
+    pad_right,
+    pad_waves,
+)
+
+FRONT = ("embed", "layers.0")
+
+
+class Run:
+    """One training run, cached if it has a directory; `losses` and `hits` per epoch."""
+
+    def __init__(
+        self,
+        model: Callable[[], nn.Module],
+        data: Any,
+        collate: Callable[..., Any],
+        directory: Path | None = None,
+        *,
+        front: tuple[str, ...] = FRONT,
+        step: Callable[..., Any] = classify,
+        options: dict[str, Any] | None = None,
+        cached: dict[str, Any] | None = None,
+        batches: dict[str, Any] | None = None,
+        workers: int = 0,
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = model().train()
+        freeze_front(self.model, *front)
+        self.front = front
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
+        self.step, self.data = step, data
+        generator = torch.Generator().manual_seed(1)
+        how = batches or {"batch_size": 8, "shuffle": True, "generator": generator}
+        how = {**how, "collate_fn": collate, "num_workers": workers}
+        self.cache = None
+        if directory is not None:
+            self.cache = ActivationCache(
+                self.model, directory, front[-1], gate="always", **(options or {})
+            )
+            how |= {"cache": self.cache, **(cached or {})}
+            self.loader: Any = EgeriaLoader(data, **how)
+        else:
+            self.loader = DataLoader(data, **how)
+        self.losses: list[float] = []
+        self.hits: list[int] = []
+
+    def epochs(self, number: int) -> Run:
+        torch.manual_seed(9)  # for collate functions that draw
+        for _ in range(number):
+            for name in self.front if self.cache is None else ():
+                self.model.get_submodule(name).eval()  # as a cache holds what is frozen
+            before = 0 if self.cache is None else self.cache.stats().hits
+            for batch in self.loader:
+                self.train(batch)
+            if self.cache is not None:
+                self.cache.flush()
+                self.hits.append(self.cache.stats().hits - before)
+        return self
+
+    def train(self, batch: Any) -> None:
+        loss = self.step(self.model, batch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+
+    def move(self, *front: str) -> None:
+        freeze_front(self.model, *front)
+        self.model.train()
+        self.front = front
+        if self.cache is not None:
+            self.cache.set_boundary(front[-1] if front else None)
+
+
+def both(directory: Path, *args: Any, **kwargs: Any) -> contextlib.ExitStack:
+    stack = contextlib.ExitStack()
+    plain = Run(*args, **{k: v for k, v in kwargs.items() if k not in ("options", "cached")})
+    served = Run(*args, directory, **kwargs)  # type: ignore[misc]
+    assert served.cache is not None
+    stack.enter_context(served.cache)
+    stack.runs = plain, served  # type: ignore[attr-defined]
+    return stack
+
+
+def assert_same(plain: Run, served: Run) -> None:
+    assert len(plain.losses) == len(served.losses)
+    torch.testing.assert_close(served.losses, plain.losses, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("collate", [pad_right, pad_left, pad_by_eights])
+def test_padded_batches_are_served(directory, collate, workers):
+    data = Sentences(40)
+    with both(directory, Encoder, data, collate, workers=workers) as stack:
+        plain, served = (run.epochs(3) for run in stack.runs)
+        assert_same(plain, served)
+        assert served.hits == [0, 40, 40]
+
+
+def test_a_hit_batch_is_what_the_collate_function_would_have_given(directory):
+    """Same length, side, values and dtypes: of tokens without data, and of what is kept."""
+
+    def collate(samples):
+        tokens, labels = pad_left(samples)
+        return {"tokens": tokens, "mask": tokens != 0, "weights": (tokens != 0) * 2.5 - 1,
+                "tags": torch.where(tokens == 0, -100, tokens % 3), "labels": labels}  # fmt: skip
+
+    def step(model, batch):
+        kept = [batch["mask"].float().sum(), batch["weights"].sum(), batch["tags"].sum()]
+        seen.append([*map(float, kept), *batch["tokens"].shape])
+        return F.cross_entropy(model(batch["tokens"]), batch["labels"])
+
+    seen: list[list[float]] = []
+    with both(directory, Encoder, Sentences(40), collate, step=step) as stack:
+        plain, served = stack.runs
+        plain.epochs(3)
+        expected, seen[:] = list(seen), []
+        served.epochs(3)
+        assert seen == expected
+        assert_same(plain, served)
+        assert served.hits == [0, 40, 40]
+        batch = next(iter(served.loader))
+        assert [batch[key].dtype for key in ("tokens", "mask", "weights", "tags")] == [
+            torch.int64, torch.bool, torch.float32, torch.int64,
+        ]  # fmt: skip
+
+
+def test_batches_of_the_same_samples_are_equal_to_the_bit(directory):
+    batches = {"batch_size": 8}
+    with both(directory, Encoder, Sentences(40), pad_right, batches=batches) as stack:
+        plain, served = (run.epochs(3) for run in stack.runs)
+        assert served.losses == plain.losses
+        assert served.hits == [0, 40, 40]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_filled_up_to_a_number_of_tokens(directory, workers):
+    data = Sentences(60)
+    runs = []
+    for place in (None, directory):
+        batches = {"batch_sampler": ByTokens([len(row) for row in data.tokens], 120)}
+        runs.append(Run(Encoder, data, pad_right, place, batches=batches, workers=workers))
+    plain, served = (run.epochs(3) for run in runs)
+    assert_same(plain, served)
+    assert served.hits == [0, 60, 60]
+    served.cache.close()
+
+
+def test_boundary_moves(directory):
+    with both(directory, Encoder, Sentences(40), pad_right) as stack:
+        for run in stack.runs:
+            run.epochs(2)
+            run.move("embed", "layers.0", "layers.1")
+            run.epochs(2)
+            run.move()
+            run.epochs(1)
+            run.move("embed", "layers.0")
+            run.epochs(2)
+        plain, served = stack.runs
+        assert_same(plain, served)
+        assert served.hits[1] == 40
+        assert served.hits[2] >= 30, "they enter at the old boundary"
+        assert served.hits[3:] == [40, 0, 0, 40], "what was trained meanwhile is another prefix"
+
+
+def test_hits_and_misses_in_one_batch(directory):
+    """Half of the samples are stored; a miss may be longer than all hits of its batch."""
+    first = {"batch_sampler": [list(range(i, i + 8)) for i in range(0, 24, 8)]}
+    order = torch.randperm(48, generator=torch.Generator().manual_seed(5)).tolist()
+    mixed = {"batch_sampler": [order[i : i + 8] for i in range(0, 48, 8)]}
+    losses = []
+    for place in (None, directory):
+        run = Run(Encoder, Sentences(48), pad_right, place, batches=first).epochs(2)
+        loader = run.loader
+        run.loader = (
+            DataLoader(run.data, collate_fn=pad_right, **mixed)
+            if place is None
+            else loader.around(mixed["batch_sampler"])
+        )
+        run.epochs(2)
+        losses.append(run.losses)
+        if run.cache is not None:
+            stats = run.cache.stats()
+            assert stats.partial_batches >= 5
+            assert run.hits == [0, 24, 24, 48]
+            run.cache.close()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_resume_in_mid_epoch(directory, workers):
+    plain = Run(Encoder, Sentences(48), pad_right).epochs(3)
+    first = Run(Encoder, Sentences(48), pad_right, directory, workers=workers)
+    first.epochs(1)
+    for batch in itertools.islice(first.loader, 2):
+        first.train(batch)
+    state = {
+        "model": first.model.state_dict(),
+        "optimizer": first.optimizer.state_dict(),
+        "loader": first.loader.state_dict(),
+        "cache": first.cache.state_dict() if hasattr(first.cache, "state_dict") else None,
+    }
+    first.cache.close()
+    second = Run(Encoder, Sentences(48), pad_right, directory, workers=workers)
+    second.model.load_state_dict(state["model"])
+    second.optimizer.load_state_dict(state["optimizer"])
+    second.loader.load_state_dict(state["loader"])
+    second.epochs(2)
+    torch.testing.assert_close(first.losses + second.losses, plain.losses, rtol=1e-5, atol=1e-5)
+    assert second.hits[-1] == 48
+    second.cache.close()
+
+
+def test_a_second_run_starts_with_hits(directory):
+    Run(Encoder, Sentences(40), pad_right, directory).epochs(1).cache.close()
+    with both(directory, Encoder, Sentences(40), pad_right) as stack:
+        plain, served = (run.epochs(2) for run in stack.runs)
+        assert_same(plain, served)
+        assert served.hits[0] >= 40 - 4 * 8
+        assert served.hits[1] == 40
+
+
+def test_audits_compare_samples_without_their_padding(directory):
+    with both(
+        directory, Encoder, Sentences(40), pad_right, options={"audit_rate": 0.5}
+    ) as stack:
+        plain, served = (run.epochs(4) for run in stack.runs)
+        assert_same(plain, served)
+        stats = served.cache.stats()
+        assert stats.audited >= 30
+        assert stats.audit_failures == 0
+        assert served.hits[1:] == [40, 40, 40]
+
+
+def test_a_sample_that_changed_is_found_by_an_audit(directory):
+    data = Sentences(40)
+    run = Run(Encoder, data, pad_right, directory, options={"audit_rate": 1.0})
+    run.epochs(1)
+    for row in data.tokens:
+        row.data[0] = (row[0] + 1) % 49 + 1
+    run.epochs(2)
+    assert run.cache.stats().voided >= 1
+    run.cache.close()
+
+
+def test_augmented_variants(directory):
+    class Noisy(Sentences):
+        def __getitem__(self, index):
+            tokens, label = super().__getitem__(index)
+            return tokens.roll(int(torch.randint(3, ()))), label
+
+    losses = []
+    for gate in ("always", "never"):
+        run = Run(
+            Encoder, Noisy(40), pad_right, directory / gate, options={},
+            cached={"augmentation_variants": 2},
+        )  # fmt: skip
+        run.cache.gate = gate
+        run.epochs(5)
+        losses.append(run.losses)
+        assert run.hits == [0, 0, 40, 40, 40]
+        run.cache.close()
+    assert losses[0] == losses[1]
+
+
+def test_evaluation_between_epochs(directory):
+    def evaluate(run: Run) -> None:
+        kwargs = {} if run.cache is None else {"cache": run.cache, "name": "eval"}
+        kind = DataLoader if run.cache is None else EgeriaLoader
+        run.model.eval()
+        with torch.no_grad():
+            for batch in kind(run.data, 16, collate_fn=pad_right, **kwargs):
+                run.losses.append(classify(run.model, batch).item())
+        run.model.train()
+
+    with both(directory, Encoder, Sentences(40), pad_right) as stack:
+        for run in stack.runs:
+            for _ in range(3):
+                run.epochs(1)
+                evaluate(run)
+        plain, served = stack.runs
+        assert_same(plain, served)
+        assert served.cache.stats().hits >= 80 + 80
+
+
+def test_micro_batches_of_a_padded_batch(directory):
+    def step(model, batch):
+        tokens, labels = batch
+        parts = zip(tokens.chunk(2), labels.chunk(2), strict=True)
+        return sum(F.cross_entropy(model(rows), targets) for rows, targets in parts)
+
+    with both(directory, Encoder, Sentences(48), pad_right, step=step) as stack:
+        plain, served = (run.epochs(3) for run in stack.runs)
+        assert_same(plain, served)
+        assert served.hits[1:] == [48, 48]
+
+
+def test_lengths_behind_strided_convolutions(directory):
+    with both(directory, Listener, Waves(48), pad_waves, front=("convs",)) as stack:
+        plain, served = (run.epochs(3) for run in stack.runs)
+        assert_same(plain, served)
+        assert served.hits == [0, 48, 48]
+
+
+def test_bfloat16(directory):
+    def step(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return classify(model, batch)
+
+    with both(directory, Encoder, Sentences(40), pad_right, step=step) as stack:
+        plain, served = (run.epochs(3) for run in stack.runs)
+        torch.testing.assert_close(served.losses, plain.losses, rtol=1e-2, atol=1e-2)
+        assert served.hits == [0, 40, 40]
+
+
+def loop_pools(how: Callable[..., Any]) -> Callable[..., Any]:
+    def step(model: nn.Module, batch: Any) -> Any:
+        tokens, labels = batch
+        return F.cross_entropy(how(model(tokens), tokens)[:, :3], labels)
+
+    return step
+
+
+def test_a_loss_of_the_loop_that_respects_the_mask(directory):
+    kwargs = {"step": loop_pools(masked_mean)}
+    with both(directory, lambda: Encoder(pool="none"), Sentences(40), pad_right, **kwargs) as stack:
+        plain, served = (run.epochs(3) for run in stack.runs)
+        assert_same(plain, served)
+        assert served.hits == [0, 40, 40]
+
+
+REFUSED = {
+    "attention without a mask": (lambda: Encoder(masked=False), classify, "'layers.0' depends"),
+    "a mean over all positions": (lambda: Encoder(pool="mean"), classify, "output depends"),
+    "a statistic over time": (lambda: Encoder(norm=True), classify, "output depends"),
+    "a mean over all positions in the loop": (
+        lambda: Encoder(pool="none"), loop_pools(lambda h, _: h.mean(1)), "the loss depends",
+    ),
+    "a maximum over all positions in the loop": (
+        lambda: Encoder(pool="none"), loop_pools(lambda h, _: h.amax(1)), "the loss depends",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_reads_padding_is_refused_by_name(directory, what, caplog):
+    model, step, told = REFUSED[what]
+    with both(directory, model, Sentences(40), pad_right, step=step) as stack:
+        plain, served = (run.epochs(3) for run in stack.runs)
+        assert_same(plain, served)
+        assert served.hits == [0, 0, 0]
+        assert told in served.cache.stats().why_not
+        assert caplog.text.count("padded batches are not cached") == 1
+
+
+def test_a_frozen_model_whose_output_a_head_of_the_loop_averages(directory):
+    """Its output has no gradient of its own; the loss is seen all the same."""
+    for pool, hits in ((lambda h, _: h.mean(1), [0, 0, 0]), (masked_mean, [0, 40, 40])):
+        losses = []
+        for place in (None, directory / str(hits[1])):
+            torch.manual_seed(3)
+            head = nn.Linear(16, 3)
+
+            def step(model, batch, pool=pool, head=head):
+                loss = F.cross_entropy(head(pool(model(batch[0]), batch[0])), batch[1])
+                loss.backward()
+                with torch.no_grad():
+                    for parameter in head.parameters():
+                        parameter -= 0.1 * parameter.grad
+                        parameter.grad = None
+                return loss.detach().requires_grad_()
+
+            front = ("embed", "layers", "head", "layers.2")  # all of it
+            run = Run(lambda: Encoder(pool="none"), Sentences(40), pad_right, place,
+                      front=front, step=step).epochs(3)  # fmt: skip
+            losses.append(run.losses)
+            if run.cache is not None:
+                assert run.hits == hits
+                run.cache.close()
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
+
+
+def shortest(samples):
+    tokens, labels = zip(*samples, strict=True)
+    size = min(map(len, tokens))
+    return torch.stack([row[:size] for row in tokens]), torch.tensor(labels)
+
+
+def packed(samples):
+    tokens, labels = zip(*samples, strict=True)
+    return torch.cat(tokens)[None], torch.tensor(labels)
+
+
+def masked_at_random(samples):
+    tokens, labels = pad_right(samples)
+    return torch.where(torch.rand(tokens.shape) < 0.2, 1, tokens), labels
+
+
+def padded_beyond(samples):
+    tokens, labels = pad_right(samples)
+    return F.pad(tokens, (0, len(samples) % 2)), labels
+
+
+def padded_with_noise(samples):
+    tokens, labels = pad_right(samples)
+    return torch.where(tokens == 0, torch.arange(tokens.shape[1])[None] + 1, tokens), labels
+
+
+@pytest.mark.parametrize(
+    "collate", [shortest, packed, masked_at_random, padded_beyond, padded_with_noise]
+)
+def test_a_collate_function_that_cannot_be_undone_is_refused_by_name(directory, collate, caplog):
+    def step(model, batch):
+        torch.manual_seed(len(losses))  # what the collate function draws must be the same
+        losses.append(0)
+        return F.cross_entropy(model(batch[0])[:1].expand(len(batch[1]), -1), batch[1])
+
+    losses: list[int] = []
+    kwargs = {"step": step, "batches": {"batch_size": 8}}
+    with both(directory, Encoder, Sentences(40), collate, **kwargs) as stack:
+        plain, served = stack.runs
+        plain.epochs(3)
+        losses.clear()
+        served.epochs(3)
+        assert_same(plain, served)
+        assert served.hits == [0, 0, 0]
+        assert "is not cached: " in caplog.text
+        assert "leaf '[0]'" in served.cache.stats().why_not or "long where" in caplog.text
+
+
+def test_what_the_user_says_of_padding_is_checked(directory, caplog):
+    for ragged, hits in (({0: 0}, 40), ({0: 1}, 0), ({"tokens": 0}, 0)):
+        run = Run(Encoder, Sentences(40), pad_right, directory / str(hits), cached={"ragged": ragged})
+        run.epochs(2)
+        assert run.hits[1] == hits
+        run.cache.close()
+    assert "is padded with 0, not with 1 as `ragged` says" in caplog.text
+    assert "`ragged` names 'tokens', and the batch has the leaves [0], [1]" in caplog.text
+
+
+def test_padding_that_shows_late_voids_what_was_stored_with_it(directory):
+    """The first batches are of samples of one length, and look as if nothing were padded."""
+    data = Sentences(48)
+    data.tokens[:16] = [row[:1].expand(12).clone() for row in data.tokens[:16]]
+    batches = {"batch_sampler": [list(range(i, i + 8)) for i in range(0, 48, 8)]}
+    with both(directory, Encoder, data, pad_right, batches=batches) as stack:
+        plain, served = (run.epochs(4) for run in stack.runs)
+        assert_same(plain, served)
+        assert served.hits[-1] == 48
+
+
+def test_disk_holds_no_padding(directory):
+    data = Sentences(64, longest=200)
+    run = Run(Encoder, data, pad_right, directory, options={"codec": "raw"}).epochs(1)
+    tokens = sum(map(len, data.tokens))
+    stored = run.cache.stats().raw_bytes
+    assert tokens * 16 * 4 <= stored <= tokens * 16 * 4 * 1.1 + 64 * 400
+    run.cache.close()
