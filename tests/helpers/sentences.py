@@ -1,4 +1,4 @@
-"""Sequences of differing lengths, collate functions that pad them, and small models that read them."""
+"""Sequences of differing lengths, collate functions that pad them, and models that read them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def pad_by_eights(samples: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor
 class Encoder(nn.Module):
     """Embedding and layers of a transformer, masked or not, and what becomes of the positions."""
 
-    def __init__(self, *, masked: bool = True, pool: str = "masked mean", norm: bool = False) -> None:
+    def __init__(
+        self, *, masked: bool = True, pool: str = "masked mean", norm: bool = False
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 16)
         self.layers = nn.ModuleList(

@@ -248,9 +248,7 @@ def test_a_second_run_starts_with_hits(directory):
 
 
 def test_audits_compare_samples_without_their_padding(directory):
-    with both(
-        directory, Encoder, Sentences(40), pad_right, options={"audit_rate": 0.5}
-    ) as stack:
+    with both(directory, Encoder, Sentences(40), pad_right, options={"audit_rate": 0.5}) as stack:
         plain, served = (run.epochs(4) for run in stack.runs)
         assert_same(plain, served)
         stats = served.cache.stats()
@@ -457,7 +455,9 @@ def test_a_collate_function_that_cannot_be_undone_is_refused_by_name(directory, 
 
 def test_what_the_user_says_of_padding_is_checked(directory, caplog):
     for ragged, hits in (({0: 0}, 40), ({0: 1}, 0), ({"tokens": 0}, 0)):
-        run = Run(Encoder, Sentences(40), pad_right, directory / str(hits), cached={"ragged": ragged})
+        run = Run(
+            Encoder, Sentences(40), pad_right, directory / str(hits), cached={"ragged": ragged}
+        )
         run.epochs(2)
         assert run.hits[1] == hits
         run.cache.close()

@@ -360,7 +360,7 @@ def find_output_axes(evidence: Evidence, recipe: Recipe, outputs: Sequence[Any])
             difference(b, c) <= tolerance(b) and difference(a, b) <= tolerance(a)
         ):
             continue
-        axis = _axis_of((a, b, c), lengths, evidence.size)
+        axis = _axis_of((a, b, c), growth, lengths, evidence.size)
         if axis is None:
             raise PaddingError.reads_padding(recipe.boundary, "the model's output")
         axes[index] = axis
@@ -369,23 +369,23 @@ def find_output_axes(evidence: Evidence, recipe: Recipe, outputs: Sequence[Any])
 
 
 def _axis_of(
-    leaves: tuple[Tensor, Tensor, Tensor], lengths: Lengths, size: int
+    leaves: tuple[Tensor, Tensor, Tensor], growth: Growth, lengths: Lengths, size: int
 ) -> OutputAxis | None:
     """Return the dimension along which all differences lie in the padding."""
     a, b, c = leaves
     if not a.dim() or a.shape[0] != size:
         return None
-    for offset in (0, -1, 1):
-        for at, axis in enumerate(lengths.padding.axes):
-            for dim in range(1, a.dim()):
-                if a.shape[dim] != lengths.whole[at] + offset:
-                    continue
-                found = OutputAxis(dim, at, offset, axis.left)
-                if all(
-                    difference(x, y) <= tolerance(x)
-                    for x, y in (_outside(a, b, found, lengths), _outside(a, c, found, lengths))
-                ):
-                    return found
+    axes = range(len(lengths.whole))
+    rules = [Rule.longer_by(offset, axis) for offset in (0, -1, 1) for axis in axes]
+    rules += [rule for found in growth.rules.values() for rule in found.values()]
+    for rule in rules:
+        for dim in range(1, a.dim()):
+            if a.shape[dim] != rule.at(lengths.whole):
+                continue
+            found = OutputAxis(dim, rule, growth.lefts[rule.axis])
+            pairs = _outside(a, b, found, lengths), _outside(a, c, found, lengths)
+            if all(difference(x, y) <= tolerance(x) for x, y in pairs):
+                return found
     return None
 
 

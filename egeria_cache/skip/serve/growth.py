@@ -89,14 +89,14 @@ class OutputAxis:
 
     dim: int
     """Of the tensor; dimension 0 are the samples."""
-    axis: int
-    """Of the lengths that it follows."""
-    offset: int
+    rule: Rule
+    """How its size follows the lengths."""
     left: bool
 
     def is_padding(self, lengths: Lengths, size: int) -> np.ndarray:
         """Return where samples are padded: bool, shape (B, size)."""
-        own = np.clip(lengths.own[:, self.axis] + self.offset, 0, size)[:, None]
+        sizes = [self.rule.most(tuple(own)) for own in lengths.own.tolist()]
+        own = np.clip(np.array(sizes), 0, size)[:, None]
         at = np.arange(size)[None]
         return np.asarray(at < size - own if self.left else at >= own)
 
@@ -121,6 +121,8 @@ class Growth:
     """Calls to be computed yet, to see whether their gradient comes from padding."""
     num_watched: int = 0
     """Calls whose output's gradient was waited for, or could have been."""
+    seen: Any = None
+    """What came of the last of them (`unread.py`)."""
     _known: OrderedDict[Whole, Recipe] = field(default_factory=OrderedDict)
 
     def at(self, recipe: Recipe, whole: Whole) -> Recipe | None:

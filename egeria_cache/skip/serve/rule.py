@@ -53,6 +53,13 @@ class Rule:
         self._functions: list[_Linear | _Floor] = []
         self._answers: dict[tuple[int, ...], tuple[int, int] | None] = {}
 
+    @classmethod
+    def longer_by(cls, offset: int, axis: int) -> Rule:
+        """Return the rule of what is so much longer than the samples along an axis."""
+        rule = cls()
+        rule._functions = [_Linear(axis, 1, offset)]
+        return rule
+
     def add(self, lengths: tuple[int, ...], size: int) -> bool:
         """Learn from one run; return whether any function is left that explains all runs."""
         if self._seen.get(lengths, size) != size:
