@@ -17,9 +17,11 @@ from egeria_cache.batch.lost import forget_lost, lost_by
 from egeria_cache.batch.padding import Axis, Lengths, Padding
 from egeria_cache.batch.seeds import SampleId, sample_seed
 from egeria_cache.batch.structure import (
+    PerSample,
     Rows,
     Structure,
     counting,
+    find_lists,
     flatten,
     is_dense,
     is_faithful,
@@ -38,10 +40,12 @@ __all__ = [
     "Entry",
     "Lengths",
     "Padding",
+    "PerSample",
     "Rows",
     "SampleId",
     "Structure",
     "counting",
+    "find_lists",
     "flatten",
     "forget_lost",
     "is_dense",

@@ -61,7 +61,8 @@ class Assembly:
         if entry is None:
             return self._tag(plan, loaded)
         view, num_misses = entry.view, int((~entry.hit).sum())
-        _, misses = flatten(missing, num_misses) if num_misses else (None, {})
+        lists = self._source.lists
+        _, misses = flatten(missing, num_misses, lists) if num_misses else (None, {})
         if not entry.ready() or (num_misses and not view.admits(misses)):
             return self._load_instead(plan)
         lengths, kept = None, entry.kept
@@ -107,7 +108,9 @@ class Assembly:
         if self.cache.boundary is None:
             return data
         plan.entry = None
-        structure, leaves = flatten(data, len(plan.ids))
+        if self.cache.may_store(self._source.key):
+            self._source.look_for_lists(plan.whole(self._seed))
+        structure, leaves = flatten(data, len(plan.ids), self._source.lists)
         if not self._is_understood(structure, data, leaves, len(plan.ids)):
             return data
         lengths = None
@@ -253,7 +256,7 @@ def _load_rows(
     """Load some rows of a batch that was yielded without them, as long as the batch is."""
     if cache is not None:
         cache.count_refetched(int(rows.sum()))
-    leaves = flatten(source.load(task.take(rows)), int(rows.sum()))[1]
+    leaves = flatten(source.load(task.take(rows)), int(rows.sum()), source.lists)[1]
     if lengths is None:
         return leaves
     widened, whole = lengths.padding.widened, lengths.whole

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from egeria_cache.batch import Rows, SampleId
+from egeria_cache.batch import PerSample, Rows, SampleId
 from egeria_cache.prefetch.ring import Ring
 from egeria_cache.prefetch.view import ACTIVATION, KEPT, LENGTHS, View
 
@@ -264,6 +264,8 @@ def _stack_kept(rows: list[tuple[Any, ...]], kept: Mapping[str, type]) -> dict[s
 
 def _column(kind: type, rows: Any) -> Rows:
     """Return the kept values of a batch as its collate function made them."""
+    if kind is PerSample:
+        return PerSample(rows)
     if isinstance(rows, Tensor):
         return rows
     if issubclass(kind, Tensor):

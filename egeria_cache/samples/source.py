@@ -19,9 +19,11 @@ from egeria_cache.batch import (
     Axis,
     Batch,
     Padding,
+    PerSample,
     SampleId,
     Structure,
     counting,
+    find_lists,
     flatten,
     is_dense,
     is_rows,
@@ -115,8 +117,11 @@ class LoaderSource:
         self._proven: set[tuple[Any, ...]] = set()
         self.padding: Padding | None = None
         """How its collate function pads, as far as has been seen."""
+        self.lists: frozenset[str] = frozenset()
+        """Paths of lists in its batches that hold an item per sample."""
         self._ragged = ragged
         self._studied: set[tuple[Any, ...]] = set()
+        self._looked_for_lists = False
         self._no_padding: str | None = None
         self._alone: tuple[int, list[dict[str, Any]]] | None = None
         """A batch's number, and its samples collated alone."""
@@ -156,6 +161,7 @@ class LoaderSource:
             self.collate = self.samples.collate = self._roots["collate_fn"] = collate
             self._proven.clear()
             self._studied.clear()
+            self._looked_for_lists, self.lists = False, frozenset()
             self.padding = self._no_padding = None
             self.end_pass()
 
@@ -201,6 +207,23 @@ class LoaderSource:
     def axes(self) -> tuple[Axis, ...]:
         """Along which every sample has to be measured when it is loaded."""
         return () if self.padding is None else self.padding.axes
+
+    def look_for_lists(self, task: Task) -> None:
+        """Find the lists in its batches that hold an item per sample.
+
+        They look like other lists in a batch of as many samples by chance: one sample is collated
+        alone, and twice.
+        """
+        if self.collate is default_collate or task.indices is None or self._looked_for_lists:
+            return
+        self._looked_for_lists = True
+        one = task.take(np.arange(len(task.ids)) == 0)
+        twice = one._replace(indices=[*task.indices[:1]] * 2, ids=[*task.ids[:1]] * 2)
+        try:
+            with preserved():
+                self.lists = find_lists(self.load(one), self.load(twice))
+        except Exception:  # of the data set's or the collate function's own: it will tell again
+            self.lists = frozenset()
 
     def study(self, task: Task, leaves: Mapping[str, Any]) -> bool:
         """Find out how a loaded batch was padded, if batches of its shape are new.
@@ -305,7 +328,7 @@ class LoaderSource:
         """Collate the first sample twice: every leaf must have two rows then, or stay as it is."""
         task = batch.context.task.take(np.arange(batch.size) == 0)
         twice = task._replace(indices=[*task.indices] * 2, ids=[*task.ids] * 2)
-        leaves = flatten(self.load(twice), 2)[1]
+        leaves = flatten(self.load(twice), 2, self.lists)[1]
         return leaves.keys() == batch.leaves.keys() and all(
             self._agrees(batch, path, leaf, 2)
             if path in batch.context.constants
@@ -377,7 +400,7 @@ class LoaderSource:
         return None
 
     def _leaves(self, task: Task, rows: np.ndarray) -> dict[str, Any]:
-        return flatten(self.load(task.take(rows)), int(rows.sum()))[1]
+        return flatten(self.load(task.take(rows)), int(rows.sum()), self.lists)[1]
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -430,4 +453,6 @@ def same_values(left: Any, right: Any) -> bool:
         return True
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return same_bytes(left, right)
+    if isinstance(left, PerSample) and isinstance(right, PerSample):
+        return len(left) == len(right) and all(map(same_values, left, right))
     return type(left) is type(right) and bool(left == right)

@@ -68,9 +68,18 @@ def _noting_class(cls: Any, owner: int, names: set[tuple[int, str]]) -> Any:
 
 
 def free_arguments(evidence: Evidence, recipe: Recipe) -> frozenset[int]:
-    """Return the positions of numbers and strings that no activation depends on."""
-    leaves = enumerate(evidence.call.leaves)
-    candidates = [i for i, leaf in leaves if type(leaf) in (int, float, str)]
+    """Return the positions of numbers, strings and tensors that no activation depends on.
+
+    Tensors that no loader vouches for: boxes of other numbers for each sample, say, which are for
+    the loss alone.
+    """
+    tagged = evidence.call.tagged
+    candidates = [
+        i
+        for i, leaf in enumerate(evidence.call.leaves)
+        if type(leaf) in (int, float, str)
+        or (isinstance(leaf, Tensor) and leaf.dim() and i not in tagged and i not in recipe.pinned)
+    ]
     if not candidates:
         return frozenset()
     rows = list(range(evidence.size))
@@ -152,6 +161,8 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _changed(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.cat([value, value[:1], value])
     if isinstance(value, str):
         return value + " (other)"
     return value + 1 if isinstance(value, int) else value * 1.37 + 0.11
