@@ -173,7 +173,7 @@ class LoaderPort:
         self,
         loader_name: str,
         seconds: float,
-        num_samples: int,
+        num_samples: float,
         entry: PlannedEntry | None,
         *,
         is_control: bool = False,

@@ -39,12 +39,12 @@ class Ledger:
         self.saved_s = 0.0
         """Time saved so far, against computing every served sample; negative if it was lost."""
 
-    def computed(self, seconds: float, num_samples: int, *, is_control: bool = False) -> None:
+    def computed(self, seconds: float, num_samples: float, *, is_control: bool = False) -> None:
         """Note a batch that was loaded and computed whole, and captured unless it is a control."""
         (self._controls if is_control else self._computed).append(seconds / num_samples)
         self._baseline_s = None
 
-    def served(self, seconds: float, num_samples: int) -> None:
+    def served(self, seconds: float, num_samples: float) -> None:
         """Note a batch that was served whole."""
         self._served.append(seconds / num_samples)
         if self.has_computed:

@@ -64,7 +64,7 @@ class Pilot:
         boundary: str,
         frozen: str,
         seconds: float,
-        num_samples: int,
+        num_samples: float,
         entry: PlannedEntry | None,
         *,
         is_control: bool,

@@ -50,6 +50,8 @@ class Assembly:
         """Of the pass that began last."""
         self._source = source
         self._seed = seed
+        self._mean_length = 0.0
+        """Of its batches, where samples are padded."""
         self._rebuilds: bool | None = None
         """Whether its batches can be taken apart and built again; None until one was tried."""
 
@@ -130,6 +132,14 @@ class Assembly:
         self.cache.count_yielded()
         self._source.yields(tagged.values())
         return own_containers(data, structure.rebuild(tagged))
+
+    def _size(self, num_samples: int, lengths: Lengths | None) -> float:
+        """Return how many samples of ordinary length the batch is worth, padding included."""
+        if lengths is None:
+            return float(num_samples)
+        length = sum(lengths.whole)
+        self._mean_length += (length - self._mean_length) * (0.05 if self._mean_length else 1.0)
+        return num_samples * length / max(self._mean_length, 1.0)
 
     def _is_cacheable(self, batch: Batch) -> bool:
         """Whether a collate function of the user's gives batches whose samples can be told apart:
@@ -217,6 +227,7 @@ class Assembly:
         lengths: Lengths | None,
     ) -> Batch:
         forget_lost()
+        plan.size = self._size(len(plan.ids), lengths)
         source, task = self._source, plan.whole(self._seed)
         size, view = len(plan.ids), None if plan.entry is None else plan.entry.view
         constants = {

@@ -162,7 +162,7 @@ class Pass:
         if self._step is not None and self._cache is not None:
             plan, start = self._step
             self._cache.note_step(
-                self._loader.source.key, now - start, len(plan.ids), plan.entry,
+                self._loader.source.key, now - start, plan.size or len(plan.ids), plan.entry,
                 is_control=plan.is_control,
             )  # fmt: skip
         self._step = None

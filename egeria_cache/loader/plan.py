@@ -14,6 +14,9 @@ from egeria_cache.samples import Task
 
 __all__ = ["Plan", "Planner", "best_entry"]
 
+_MOST_NEAR = 4
+"""Times as many batches as the window has, however small they are, are read ahead at most."""
+
 
 @dataclass(slots=True, eq=False)
 class Plan:
@@ -32,6 +35,8 @@ class Plan:
     """It could be served, and is computed to know what that costs."""
     axes: tuple[Axis, ...] = ()
     """See `Task.axes`."""
+    size: float = 0.0
+    """Number of samples, those of a padded batch counted by its length: what a step costs by."""
 
     def whole(self, seed: int | None) -> Task:
         """Return the task of loading every sample."""
@@ -114,6 +119,8 @@ class Planner:
         self._num_foreseeable = num_foreseeable
         self._is_exhausted = False
         self._planned: deque[Plan] = deque()
+        self._mean_bytes = 0.0
+        """Of the records of a batch, where batches differ in size."""
         self._undispatched: deque[Plan] = deque()
 
     def __iter__(self) -> Iterator[Task]:
@@ -149,15 +156,28 @@ class Planner:
         views, seeds_all = self._outlook()
         window = self._prefetcher.window if views else 0
         while not self._planned or (
-            len(self._planned) <= window and self._next_number < self._num_foreseeable
+            self._near(window)[1] and self._next_number < self._num_foreseeable
         ):
             if not self._draw(views, seeds_all):
                 break
         if not views:
             return
-        for plan in islice(self._planned, window + 1):
+        for plan in islice(self._planned, self._near(window)[0]):
             if plan.entry is not None:
                 self._prefetcher.start(plan.entry)
+
+    def _near(self, window: int) -> tuple[int, bool]:
+        """Return how many of the plans are near, and whether there is room for another.
+
+        Near are `window` batches beyond the next one, or as much to read as that where batches of
+        padded samples differ in size.
+        """
+        room, most = window + 1.0, _MOST_NEAR * (window + 1)
+        for number, plan in enumerate(islice(self._planned, most)):
+            if room <= 0:
+                return number, False
+            room -= 1.0 if plan.entry is None else plan.entry.weight
+        return min(len(self._planned), most), room > 0 and len(self._planned) < most
 
     def take(self, number: int) -> Plan:
         """Return the plan of that number, which is the next one unless order does not matter."""
@@ -177,6 +197,12 @@ class Planner:
         if self._planned:
             self._planned.popleft()
 
+    def _weight(self, entry: PlannedEntry) -> float:
+        """Return how much there is to read for a batch, against those before it."""
+        stored = entry.view.generation.bytes_of(entry.ids, variant=entry.variant)
+        self._mean_bytes += (stored - self._mean_bytes) * (0.1 if self._mean_bytes else 1.0)
+        return stored / self._mean_bytes if self._mean_bytes else 1.0
+
     def _next_indices(self) -> Sequence[Any] | None:
         indices = None if self._is_exhausted else next(self._index_batches, None)
         self._is_exhausted = indices is None
@@ -189,6 +215,8 @@ class Planner:
         indices = list(indices)
         ids = self._identify(indices)
         entry = best_entry(views, self._next_number, ids, self._variant) if views else None
+        if entry is not None and entry.view.padding is not None:
+            entry.weight = self._weight(entry)
         is_control = entry is not None and self._wants_control(entry)
         if is_control:
             entry = None

@@ -36,6 +36,8 @@ class PlannedEntry:
         """Plan to serve the masked rows of batch `number` from `view`."""
         self.view, self.number, self.variant, self.hit = view, number, variant, hit
         self.ids = [sample_id for sample_id, is_hit in zip(ids, hit, strict=True) if is_hit]
+        self.weight = 1.0
+        """How much there is to read, where a batch of ordinary size is one."""
         self.kept: dict[str, Rows] = {}
         self.lengths: np.ndarray | None = None
         """Of the hits, where samples are padded; int64, shape (hits, axes)."""

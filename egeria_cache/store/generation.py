@@ -128,6 +128,10 @@ class Generation:
             return np.zeros(len(ids), np.bool_)
         return self._files.contains(ids, variant)
 
+    def bytes_of(self, ids: Sequence[SampleId], *, variant: int = 0) -> int:
+        """Return the bytes that the records of these samples take on disk. From memory."""
+        return self._files.bytes_of(ids, variant) if self.alive else 0
+
     def get_batch(
         self, ids: Sequence[SampleId], *, variant: int = 0, pin_memory: bool = False
     ) -> tuple[Any, npt.NDArray[np.bool_]]:

@@ -25,8 +25,9 @@ from egeria_cache.skip.prove.evidence import Evidence, Recomputed, recompute
 from egeria_cache.skip.prove.parts import take
 from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import TensorSpec
-from egeria_cache.skip.serve.growth import Growth, OutputAxis, grown
+from egeria_cache.skip.serve.growth import Growth
 from egeria_cache.skip.serve.invocation import following, plain
+from egeria_cache.skip.serve.padded import OutputAxis
 from egeria_cache.skip.serve.recipe import Recipe, Slot
 from egeria_cache.skip.serve.rule import Rule
 from egeria_cache.skip.serve.unread import CALLS_TO_PROVE
@@ -59,9 +60,9 @@ def study_lengths(evidence: Evidence, recipe: Recipe) -> Growth | None:
         if are_whole:
             _check_samples(evidence, recipe, lengths, whole, part)
     growth.cuttable = frozenset(_cuttable(evidence, recipe, parts))
-    growth.keep_constants(recipe, lengths.whole, [tree_leaves(o) for o in evidence.outputs])
+    growth.keep_constants(recipe.steps, lengths.whole, [tree_leaves(o) for o in evidence.outputs])
     for whole, part, _ in parts:
-        growth.keep_constants(recipe, whole, part.leaves)
+        growth.keep_constants(recipe.steps, whole, part.leaves)
     growth.fills = {
         slot: _fill(evidence, recipe, slot, lengths) for slot in recipe.slots().values()
     }
@@ -216,7 +217,7 @@ def _sharpen(evidence: Evidence, recipe: Recipe, lengths: Lengths) -> None:
                     raise
                 except Exception:  # shorter than the model takes
                     continue
-                recipe.growth.learn_sizes(recipe, doubts[0], 1, part.leaves)
+                recipe.growth.learn_sizes(recipe.steps, doubts[0], 1, part.leaves)
         if not all(rule.explains for rule in rules.values()):
             raise _odd(recipe, recipe.steps[slot[0]].name)
 
@@ -240,12 +241,12 @@ def _check_samples(
     of_these = lengths.select(np.array(part.rows))
     for slot in recipe.slots().values():
         spec = recipe.tensor_spec(slot)
-        there = grown(spec, recipe.growth.rules.get(slot, {}), whole)
+        there = spec.grown(recipe.growth.rules.get(slot, {}), whole)
         if there is None:
             raise _odd(recipe, recipe.steps[slot[0]].name)
         a = spec.to_rows(evidence.leaf(*slot), evidence.size)[torch.tensor(part.rows)]
         b = there.to_rows(part.leaves[slot[0]][slot[1]], len(part.rows))
-        growth = recipe.growth.of_rows(recipe, slot)
+        growth = recipe.growth.of_rows(recipe.tensor_spec(slot), slot)
         if growth is not None:
             sizes = [[rule.least(tuple(o)) for rule in growth.rules] for o in of_these.own.tolist()]
             pairs = list(zip(
@@ -295,7 +296,7 @@ def _begins_alike(a: Tensor, b: Tensor) -> bool:
 def _fill(evidence: Evidence, recipe: Recipe, slot: Slot, lengths: Lengths) -> Any:
     """Return what to write into padding: what always stands there (a mask), or zero."""
     assert recipe.growth is not None
-    growth = recipe.growth.of_rows(recipe, slot)
+    growth = recipe.growth.of_rows(recipe.tensor_spec(slot), slot)
     if growth is None:
         return 0
     rows = recipe.tensor_spec(slot).to_rows(evidence.leaf(*slot), evidence.size)

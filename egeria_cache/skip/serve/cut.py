@@ -8,7 +8,7 @@ had: kernels are chosen by layout, and equal bits need equal kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from egeria_cache.batch import Lengths
 from egeria_cache.ragged import PaddedRows
-from egeria_cache.skip.serve.growth import RowGrowth
+from egeria_cache.skip.serve.padded import RowGrowth
+from egeria_cache.skip.serve.rule import Rule
 
 __all__ = ["Cut", "RowSpec", "TensorSpec", "merge"]
 
@@ -132,6 +133,21 @@ class TensorSpec:
         if self.batch_dim is not None:
             shape[self.batch_dim] *= batch_size
         return tuple(shape)
+
+    def grown(self, rules: Mapping[int, Rule], whole: tuple[int, ...]) -> TensorSpec | None:
+        """Return what describes it in a batch of other lengths; None if that is not certain.
+
+        Args:
+            rules: Of its dimensions that follow the lengths; of the batch's own, of its multiple.
+            whole: The lengths.
+        """
+        shape = list(self.shape)
+        for dim, rule in rules.items():
+            size = rule.at(whole)
+            if size is None or (dim == self.batch_dim and (size == 1) != (shape[dim] == 1)):
+                return None
+            shape[dim] = size
+        return replace(self, shape=tuple(shape))
 
     def empty(self, batch_size: int, device: torch.device) -> Tensor:
         """Return an uninitialised tensor with the shape and strides of the original."""

@@ -7,98 +7,22 @@ length where not. What cannot be told for certain is computed plainly, and told 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 from torch import Tensor
 
-from egeria_cache.batch import Lengths
-from egeria_cache.ragged import Dims, PaddedRows, blank, pad_rows, widen
+from egeria_cache.skip.serve.cut import TensorSpec
+from egeria_cache.skip.serve.padded import OutputAxis, RowGrowth
 from egeria_cache.skip.serve.rule import Rule
+from egeria_cache.skip.serve.step import Slot, StepPlan
 
-if TYPE_CHECKING:
-    from egeria_cache.skip.serve.cut import TensorSpec
-    from egeria_cache.skip.serve.recipe import Recipe
-
-__all__ = ["Growth", "OutputAxis", "RowGrowth", "grown"]
+__all__ = ["MAX_LENGTHS", "Growth"]
 
 MAX_LENGTHS = 512
 """Lengths of batches that a recipe is kept ready for."""
 Whole = tuple[int, ...]
-Slot = tuple[int, int]
-"""(step, leaf of its output)"""
-
-
-@dataclass(frozen=True, slots=True)
-class RowGrowth:
-    """How the rows of one cached tensor follow the lengths of their samples."""
-
-    dims: Dims
-    """Of a row as it is stored."""
-    rules: tuple[Rule, ...]
-    """One for each."""
-    fill: Any
-    """What is written where a sample is padded: nothing that reaches the loss."""
-
-    def stripped(self, rows: Tensor, lengths: Lengths) -> PaddedRows:
-        """Return rows, shape (B, ...), without what was computed for padding."""
-        wide = [rows.shape[dim + 1] for dim, _ in self.dims]
-        sizes = [
-            [min(rule.most(tuple(own)), most) for rule, most in zip(self.rules, wide, strict=True)]
-            for own in lengths.own.tolist()
-        ]
-        return PaddedRows(rows, self.dims, np.array(sizes, np.int64))
-
-    def blanked(self, rows: Tensor, lengths: Lengths, *, surely: bool = False) -> Tensor:
-        """Return a copy of rows, shape (B, ...), with what was computed for padding filled.
-
-        Args:
-            rows: Of a batch.
-            lengths: Of the batch.
-            surely: Fill also what may be padding, where rules leave a doubt; else it is kept, as
-                it is in what is stored.
-        """
-        stripped = self.stripped(rows, lengths)
-        if surely:
-            own = lengths.own.tolist()
-            sizes = [[rule.least(tuple(one)) for rule in self.rules] for one in own]
-            stripped = PaddedRows(rows, self.dims, np.array(sizes, np.int64))
-        return blank(rows, self.dims, stripped.sizes, self.fill)
-
-    def padded(self, rows: Tensor | Sequence[Tensor], whole: Whole) -> Tensor:
-        """Put stored rows together for a batch of these lengths.
-
-        Raises:
-            LookupError: It is not known how large they are then.
-        """
-        sizes = [rule.at(whole) for rule in self.rules]
-        if None in sizes:
-            raise LookupError(f"no batch of lengths {whole} was seen yet")
-        known = [size for size in sizes if size is not None]
-        if isinstance(rows, Tensor):
-            return widen(rows, self.dims, known, self.fill)
-        return pad_rows(rows, self.dims, known, self.fill)
-
-
-@dataclass(frozen=True, slots=True)
-class OutputAxis:
-    """Where one leaf of the model's output is padded: users see it, and may use it."""
-
-    dim: int
-    """Of the tensor; dimension 0 are the samples."""
-    rule: Rule
-    """How its size follows the lengths."""
-    left: bool
-
-    def is_padding(self, lengths: Lengths, size: int) -> np.ndarray:
-        """Return where samples are padded: bool, shape (B, size)."""
-        sizes = [self.rule.most(tuple(own)) for own in lengths.own.tolist()]
-        own = np.clip(np.array(sizes), 0, size)[:, None]
-        at = np.arange(size)[None]
-        return np.asarray(at < size - own if self.left else at >= own)
 
 
 @dataclass(slots=True, eq=False)
@@ -123,20 +47,15 @@ class Growth:
     """Calls whose output's gradient was waited for, or could have been."""
     seen: Any = None
     """What came of the last of them (`unread.py`)."""
-    _known: OrderedDict[Whole, Recipe] = field(default_factory=OrderedDict)
 
-    def at(self, recipe: Recipe, whole: Whole) -> Recipe | None:
-        """Return the recipe for batches of these lengths; None if they have to be seen first."""
-        known = self._known.get(whole)
-        if known is not None:
-            self._known.move_to_end(whole)
-            return known
+    def steps(self, known: Sequence[StepPlan], whole: Whole) -> list[StepPlan] | None:
+        """Return the steps for batches of these lengths; None if they have to be seen first."""
         steps = []
-        for i, step in enumerate(recipe.steps):
+        for i, step in enumerate(known):
             leaves, constants = list(step.leaves), dict(step.constants)
             for j, spec in enumerate(leaves):
                 if (i, j) in self.rules:
-                    leaves[j] = grown(spec, self.rules[i, j], whole)
+                    leaves[j] = spec.grown(self.rules[i, j], whole)
                     if leaves[j] is None:
                         return None
             for j in constants:
@@ -145,11 +64,7 @@ class Growth:
                     return None
                 constants[j] = value
             steps.append(replace(step, leaves=leaves, constants=constants))
-        known = recipe.with_steps(steps)
-        self._known[whole] = known
-        if len(self._known) > MAX_LENGTHS:
-            self._known.popitem(last=False)
-        return known
+        return steps
 
     def _constant(
         self, slot: Slot, first: Tensor, shape: Sequence[int], whole: Whole
@@ -164,69 +79,62 @@ class Growth:
         return self.constants.get(whole, {}).get(slot)
 
     def learn(
-        self, recipe: Recipe, whole: Whole, batch_size: int, outputs: Sequence[Sequence[Any]]
+        self,
+        steps: Sequence[StepPlan],
+        whole: Whole,
+        batch_size: int,
+        outputs: Sequence[Sequence[Any]],
     ) -> str | None:
         """Take in how the steps' outputs looked at these lengths; say which one no rule explains.
 
         Args:
-            recipe: The recipe.
+            steps: The recipe's.
             whole: The lengths of the batch.
             batch_size: Its size.
             outputs: The leaves of every step's output.
         """
-        odd = self.learn_sizes(recipe, whole, batch_size, outputs)
+        odd = self.learn_sizes(steps, whole, batch_size, outputs)
         if odd is None:
-            self.keep_constants(recipe, whole, outputs)
+            self.keep_constants(steps, whole, outputs)
         return odd
 
     def learn_sizes(
-        self, recipe: Recipe, whole: Whole, batch_size: int, outputs: Sequence[Sequence[Any]]
+        self,
+        steps: Sequence[StepPlan],
+        whole: Whole,
+        batch_size: int,
+        outputs: Sequence[Sequence[Any]],
     ) -> str | None:
         """Take in the sizes alone; see `learn`."""
         for (i, j), rules in self.rules.items():
-            value, spec = outputs[i][j], recipe.steps[i].leaves[j]
+            value, spec = outputs[i][j], steps[i].leaves[j]
             if not isinstance(value, Tensor) or value.dim() != len(spec.shape):
-                return recipe.steps[i].name
+                return steps[i].name
             for dim, rule in rules.items():
                 size = value.shape[dim]
                 if not rule.add(whole, size // batch_size if dim == spec.batch_dim else size):
-                    return recipe.steps[i].name
+                    return steps[i].name
         return None
 
     def keep_constants(
-        self, recipe: Recipe, whole: Whole, outputs: Sequence[Sequence[Any]]
+        self, steps: Sequence[StepPlan], whole: Whole, outputs: Sequence[Sequence[Any]]
     ) -> None:
         """Remember what crosses the boundary in batches of these lengths, whatever the samples."""
         if len(self.constants) >= MAX_LENGTHS:
             del self.constants[next(iter(self.constants))]
         self.constants[whole] = {
             (i, j): outputs[i][j].detach().clone()
-            for i, step in enumerate(recipe.steps)
+            for i, step in enumerate(steps)
             for j, first in step.constants.items()
             if (i, j) in self.rules
             and self._constant((i, j), first, outputs[i][j].shape, whole) is None
         }
 
-    def of_rows(self, recipe: Recipe, slot: Slot) -> RowGrowth | None:
+    def of_rows(self, spec: TensorSpec, slot: Slot) -> RowGrowth | None:
         """Return how the rows of a cached tensor grow; None if they are all of one size."""
         rules = self.rules.get(slot)
         if not rules:
             return None
-        rows = [
-            (at, rules[dim])
-            for at, dim in enumerate(recipe.tensor_spec(slot).row_dims)
-            if dim in rules
-        ]
+        rows = [(at, rules[dim]) for at, dim in enumerate(spec.row_dims) if dim in rules]
         dims = tuple((at, self.lefts[rule.axis]) for at, rule in rows)
         return RowGrowth(dims, tuple(rule for _, rule in rows), self.fills.get(slot, 0))
-
-
-def grown(spec: TensorSpec, rules: Mapping[int, Rule], whole: Whole) -> TensorSpec | None:
-    """Return what describes a tensor in a batch of other lengths; None if that is not certain."""
-    shape = list(spec.shape)
-    for dim, rule in rules.items():
-        size = rule.at(whole)
-        if size is None or (dim == spec.batch_dim and (size == 1) != (shape[dim] == 1)):
-            return None
-        shape[dim] = size
-    return replace(spec, shape=tuple(shape))

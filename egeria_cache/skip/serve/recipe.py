@@ -4,77 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from egeria_cache.batch import Lengths
 from egeria_cache.skip.serve.cut import Cut, Step, TensorSpec
-from egeria_cache.skip.serve.growth import Growth, RowGrowth
+from egeria_cache.skip.serve.growth import MAX_LENGTHS, Growth
 from egeria_cache.skip.serve.invocation import Invocation, plain
-from egeria_cache.skip.serve.placeholder import Escape, Placeholder, Scene, Source
-from egeria_cache.skip.serve.trace import Draw, Named
+from egeria_cache.skip.serve.padded import RowGrowth
+from egeria_cache.skip.serve.placeholder import Placeholder, Scene, Source
+from egeria_cache.skip.serve.step import Slot, StepPlan, Unavailable
+from egeria_cache.skip.serve.trace import Named
 from egeria_cache.skip.state.guards import PrefixGuard
 from egeria_cache.skip.state.surroundings import Surroundings
 
 __all__ = ["Recipe", "Slot", "StepPlan", "Unavailable"]
-
-Slot = tuple[int, int]
-"""(step, leaf of its output)"""
-
-
-class Unavailable:
-    """An object that a skipped module would have made, and whose content nobody may read."""
-
-    def __init__(self, sources: frozenset[Source]) -> None:
-        self.__dict__["_sources"] = sources
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise Escape.at(self._sources, f".{name}")
-
-    def _refuse(self, *args: Any) -> NoReturn:
-        raise Escape.at(self._sources, "the caller")
-
-    __getitem__ = __iter__ = __len__ = __bool__ = _refuse
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """One module call of the prefix."""
-
-    module: nn.Module
-    name: str
-    spec: TreeSpec
-    leaves: list[Any]
-    """Per leaf of the output: a TensorSpec, or the plain value it always has."""
-    run: bool = False
-    """Not skipped: it costs little, is trained, or has hooks of the user inside."""
-    real: bool = False
-    """Whether it must be given real inputs: somebody reads what goes on inside."""
-    cached: set[int] = field(default_factory=set)
-    """Leaves of the output that are stored with the cut."""
-    constants: dict[int, Tensor] = field(default_factory=dict)
-    """Leaves that cross the boundary but do not depend on the samples."""
-    draws: list[Draw] = field(default_factory=list)
-    """Random numbers that it draws to no effect, drawn again so that later ones are the same."""
-    single: bool = False
-    """Whether the output is one leaf."""
-    _sources: list[frozenset[Source]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.single = self.spec.is_leaf()
-
-    def sources(self, index: int) -> list[frozenset[Source]]:
-        """Name the leaves of the output as step `index`."""
-        if not self._sources:
-            self._sources = [
-                frozenset({Source("step", self.name, index, j)}) for j in range(len(self.leaves))
-            ]
-        return self._sources
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +79,8 @@ class Recipe:
     _stand_ins: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
     _inputs: dict[tuple[Any, ...], Placeholder] = field(default_factory=dict)
     _saved: list[tuple[list[Tensor], list[Tensor]]] = field(default_factory=list)
+    _grown: dict[tuple[int, ...], Recipe] = field(default_factory=dict)
+    """The same for batches of other lengths; one dict for all of them."""
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -142,19 +91,26 @@ class Recipe:
         """Return the recipe for batches of these lengths; None if they have to be seen first."""
         if self.growth is None or lengths is None:
             return self
-        return self.growth.at(self, lengths.whole)
-
-    def with_steps(self, steps: list[StepPlan]) -> Recipe:
-        """Return the same recipe for steps whose tensors have other sizes."""
-        return replace(
-            self, steps=steps, _metas={}, _stage=None, _stand_ins={}, _inputs={}, _saved=[]
-        )
+        known, whole = self._grown, lengths.whole
+        if whole not in known:
+            steps = self.growth.steps(self.steps, whole)
+            if steps is None:
+                return None
+            if len(known) >= MAX_LENGTHS:
+                del known[next(iter(known))]
+            known[whole] = replace(
+                self, steps=steps, _metas={}, _stage=None, _stand_ins={}, _inputs={}, _saved=[]
+            )
+        return known[whole]
 
     def row_growth(self) -> dict[str, RowGrowth]:
         """Return how the rows of the cached tensors follow the lengths of their samples."""
         if self.growth is None:
             return {}
-        found = {name: self.growth.of_rows(self, slot) for name, slot in self.slots().items()}
+        found = {
+            name: self.growth.of_rows(self.tensor_spec(slot), slot)
+            for name, slot in self.slots().items()
+        }
         return {name: growth for name, growth in found.items() if growth is not None}
 
     def fits(self, call: Invocation) -> bool:

@@ -144,7 +144,7 @@ class LearnRun(CaptureRun):
     def _finish(self) -> dict[str, Tensor]:
         recipe, whole = self.recipe, self._lengths.whole
         assert recipe.growth is not None
-        odd = recipe.growth.learn(recipe, whole, self.batch_size, self._outputs)
+        odd = recipe.growth.learn(recipe.steps, whole, self.batch_size, self._outputs)
         here = None if odd is not None else recipe.at(self._lengths)
         if here is None:
             self._deviate(f"the shape of what {odd or recipe.boundary!r} returned follows no rule")

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from egeria_cache.batch import Lengths
-from egeria_cache.skip.serve.growth import Growth, OutputAxis
+from egeria_cache.skip.serve.growth import Growth
+from egeria_cache.skip.serve.padded import OutputAxis
 
 __all__ = ["CALLS_TO_PROVE", "awaits_proof", "watched"]
 

@@ -1,0 +1,87 @@
+"""Tensors of the model that are padded: rows that are stored without, outputs that users see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from egeria_cache.batch import Lengths
+from egeria_cache.ragged import Dims, PaddedRows, blank, pad_rows, widen
+from egeria_cache.skip.serve.rule import Rule
+
+__all__ = ["OutputAxis", "RowGrowth"]
+
+Whole = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowGrowth:
+    """How the rows of one cached tensor follow the lengths of their samples."""
+
+    dims: Dims
+    """Of a row as it is stored."""
+    rules: tuple[Rule, ...]
+    """One for each."""
+    fill: Any
+    """What is written where a sample is padded: nothing that reaches the loss."""
+
+    def stripped(self, rows: Tensor, lengths: Lengths) -> PaddedRows:
+        """Return rows, shape (B, ...), without what was computed for padding."""
+        wide = [rows.shape[dim + 1] for dim, _ in self.dims]
+        sizes = [
+            [min(rule.most(tuple(own)), most) for rule, most in zip(self.rules, wide, strict=True)]
+            for own in lengths.own.tolist()
+        ]
+        return PaddedRows(rows, self.dims, np.array(sizes, np.int64))
+
+    def blanked(self, rows: Tensor, lengths: Lengths, *, surely: bool = False) -> Tensor:
+        """Return a copy of rows, shape (B, ...), with what was computed for padding filled.
+
+        Args:
+            rows: Of a batch.
+            lengths: Of the batch.
+            surely: Fill also what may be padding, where rules leave a doubt; else it is kept, as
+                it is in what is stored.
+        """
+        stripped = self.stripped(rows, lengths)
+        if surely:
+            own = lengths.own.tolist()
+            sizes = [[rule.least(tuple(one)) for rule in self.rules] for one in own]
+            stripped = PaddedRows(rows, self.dims, np.array(sizes, np.int64))
+        return blank(rows, self.dims, stripped.sizes, self.fill)
+
+    def padded(self, rows: Tensor | Sequence[Tensor], whole: Whole) -> Tensor:
+        """Put stored rows together for a batch of these lengths.
+
+        Raises:
+            LookupError: It is not known how large they are then.
+        """
+        sizes = [rule.at(whole) for rule in self.rules]
+        if None in sizes:
+            raise LookupError(f"no batch of lengths {whole} was seen yet")
+        known = [size for size in sizes if size is not None]
+        if isinstance(rows, Tensor):
+            return widen(rows, self.dims, known, self.fill)
+        return pad_rows(rows, self.dims, known, self.fill)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputAxis:
+    """Where one leaf of the model's output is padded: users see it, and may use it."""
+
+    dim: int
+    """Of the tensor; dimension 0 are the samples."""
+    rule: Rule
+    """How its size follows the lengths."""
+    left: bool
+
+    def is_padding(self, lengths: Lengths, size: int) -> np.ndarray:
+        """Return where samples are padded: bool, shape (B, size)."""
+        sizes = [self.rule.most(tuple(own)) for own in lengths.own.tolist()]
+        own = np.clip(np.array(sizes), 0, size)[:, None]
+        at = np.arange(size)[None]
+        return np.asarray(at < size - own if self.left else at >= own)
