@@ -68,7 +68,7 @@ class Rule:
             self._seen[lengths] = size
             self._answers.clear()
             self._functions = _functions(self._seen)
-        return bool(self._functions)
+        return self.explains
 
     @property
     def is_constant(self) -> bool:
@@ -77,8 +77,8 @@ class Rule:
 
     @property
     def explains(self) -> bool:
-        """Whether some function agrees with all runs."""
-        return bool(self._functions)
+        """Whether some function agrees with all runs; one run agrees with any."""
+        return bool(self._functions) or len(self._seen) < 2
 
     @property
     def axis(self) -> int:
