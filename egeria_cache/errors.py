@@ -120,6 +120,16 @@ class PaddingError(BoundaryError):
         )
 
     @classmethod
+    def not_shorter(cls, boundary: str, error: Exception) -> PaddingError:
+        """The model fails where some samples of a batch are given alone, with less padding."""
+        return cls(
+            f"padded batches are not cached at {boundary!r}: the model does not take the batch's "
+            f"shorter samples by themselves ({type(error).__name__}: {error}); an argument that is "
+            "as long as the batch, and does not come from the loader as it is, should be given by "
+            "the collate_fn"
+        )
+
+    @classmethod
     def no_other_length(cls, boundary: str) -> PaddingError:
         """Nothing can be said of padding: only one length was ever seen."""
         return cls(

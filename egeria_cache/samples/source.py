@@ -121,10 +121,12 @@ class LoaderSource:
         """Paths of lists in its batches that hold an item per sample."""
         self._ragged = ragged
         self._studied: set[tuple[Any, ...]] = set()
+        self._before: tuple[Any, SampleId] | None = None
+        """A sample of the batch that was studied last: alone, no sample shows padding."""
         self._looked_for_lists = False
         self._no_padding: str | None = None
-        self._alone: tuple[int, list[dict[str, Any]]] | None = None
-        """A batch's number, and its samples collated alone."""
+        self._alone: tuple[tuple[Any, ...], list[dict[str, Any]]] | None = None
+        """Which samples a batch has, and each collated alone."""
 
     def identify(self, indices: Sequence[Any]) -> list[SampleId]:
         """Return the samples' stable IDs.
@@ -245,11 +247,17 @@ class LoaderSource:
         if kind in self._studied or self._no_padding is not None:
             return False
         self._studied.add(kind)
-        size, found = len(task.ids), None
+        found = None
         try:
             with preserved():
+                if len(task.ids) == 1 and self._before is not None:
+                    index, sample_id = self._before
+                    task = task._replace(indices=[index, *task.indices], ids=[sample_id, *task.ids])
+                    leaves = self._leaves(task, np.ones(2, bool))
+                size = len(task.ids)
+                self._before = task.indices[0], task.ids[0]  # type: ignore[index]
                 alone = [self._leaves(task, np.arange(size) == row) for row in range(size)]
-            self._alone = task.number, alone
+            self._alone = (*task.ids, task.variant), alone
             given = None if self._ragged is None else given_values(self._ragged, leaves)
             found = find_padding(leaves, alone, given)
         except Exception as error:
@@ -383,7 +391,8 @@ class LoaderSource:
         mask = np.zeros(batch.size, bool)
         mask[rows] = True
         task, known = batch.context.task, self._alone
-        if known is not None and known[0] == task.number and len(rows) == 1:
+        is_known = known is not None and known[0] == (*task.ids, task.variant)
+        if known is not None and is_known and len(rows) == 1:
             again = known[1][rows[0]]
         else:
             again = self._leaves(task, mask)

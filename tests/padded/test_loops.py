@@ -152,6 +152,15 @@ def test_a_hit_batch_is_what_the_collate_function_would_have_given(directory):
         ]  # fmt: skip
 
 
+def test_batches_of_one_sample(directory):
+    """None of them shows padding; two samples together do."""
+    batches = {"batch_sampler": [[i] for i in range(30)]}
+    with both(directory, Encoder, Sentences(30), pad_right, batches=batches) as stack:
+        plain, served = (run.epochs(3) for run in stack.runs)
+        assert_same(plain, served)
+        assert served.hits[2] == 30
+
+
 def test_batches_of_the_same_samples_are_equal_to_the_bit(directory):
     batches = {"batch_size": 8}
     with both(directory, Encoder, Sentences(40), pad_right, batches=batches) as stack:

@@ -82,9 +82,16 @@ def _parts(
     tried: set[Whole] = {lengths.whole}
     for rows in shorter:
         target = tuple(own[rows].max(0).tolist())
-        if target not in tried:
-            tried.add(target)
-            yield target, _at(evidence, lengths, rows, target), True
+        if target in tried:
+            continue
+        tried.add(target)
+        try:
+            part = _at(evidence, lengths, rows, target)
+        except BoundaryError:
+            raise
+        except Exception as error:
+            raise PaddingError.not_shorter(recipe.boundary, error) from error
+        yield target, part, True
     units = _units(lengths)
     several = order[: min(4, len(order))]
     targets = [_longer(lengths, units), tuple(np.maximum(units, whole // 2 // units * units))]
