@@ -88,7 +88,7 @@ class LoaderPort:
             theirs = view.generation.fields
             if view.is_checked and all(theirs.get(key) == fields[key] for key in fields):
                 source.counts |= view.counts
-                source.padding = source.padding or view.padding
+                source.study.padding = source.study.padding or view.padding
                 self._views.add(replace(view, loader_name=source.key))
         for key in list(dict.fromkeys(view.loader_name for view in alike))[:-MAX_ALIKE]:
             self._views.forget(key)  # it asks again when it begins another pass

@@ -63,7 +63,7 @@ class Assembly:
         if entry is None:
             return self._tag(plan, loaded)
         view, num_misses = entry.view, int((~entry.hit).sum())
-        lists = self._source.lists
+        lists = self._source.study.lists
         _, misses = flatten(missing, num_misses, lists) if num_misses else (None, {})
         if not entry.ready() or (num_misses and not view.admits(misses)):
             return self._load_instead(plan)
@@ -110,14 +110,15 @@ class Assembly:
         if self.cache.boundary is None:
             return data
         plan.entry = None
-        if self.cache.may_store(self._source.key):
-            self._source.look_for_lists(plan.whole(self._seed))
-        structure, leaves = flatten(data, len(plan.ids), self._source.lists)
+        studies = self._source.has_own_collate and self.cache.may_store(self._source.key)
+        if studies:
+            self._source.study.look_for_lists(plan.whole(self._seed))
+        structure, leaves = flatten(data, len(plan.ids), self._source.study.lists)
         if not self._is_understood(structure, data, leaves, len(plan.ids)):
             return data
         lengths = None
-        if self.cache.may_store(self._source.key):
-            if self._source.study(plan.whole(self._seed), leaves):
+        if studies:
+            if self._source.study.look_for_padding(plan.whole(self._seed), leaves):
                 self.cache.padding_found(self._source.key)
             lengths = self._own_lengths(plan, leaves, loaded)
         batch = self._batch(plan, leaves, structure, {}, lengths)
@@ -159,7 +160,7 @@ class Assembly:
 
     def _own_lengths(self, plan: Plan, leaves: Mapping[str, Any], loaded: Loaded) -> Lengths | None:
         """Return how long the samples of a loaded batch are, where it is padded."""
-        padding = self._source.padding
+        padding = self._source.study.padding
         if padding is None:
             return None
         assert self.cache is not None
@@ -195,7 +196,7 @@ class Assembly:
                 measured = self._measured(plan, loaded)
             except Exception:  # it will be raised again where the whole batch is loaded
                 return None
-            if self._source.padding != view.padding:
+            if self._source.study.padding != view.padding:
                 return None
             own = np.empty((len(plan.ids), measured.shape[1]), np.int64)
             own[entry.hit], own[~entry.hit] = entry.lengths, measured
@@ -267,7 +268,7 @@ def _load_rows(
     """Load some rows of a batch that was yielded without them, as long as the batch is."""
     if cache is not None:
         cache.count_refetched(int(rows.sum()))
-    leaves = flatten(source.load(task.take(rows)), int(rows.sum()), source.lists)[1]
+    leaves = flatten(source.load(task.take(rows)), int(rows.sum()), source.study.lists)[1]
     if lengths is None:
         return leaves
     widened, whole = lengths.padding.widened, lengths.whole

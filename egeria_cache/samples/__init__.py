@@ -5,11 +5,12 @@ owns one more process (`aside.py`), for samples that are asked for out of turn. 
 store; a sample is what the data set gives.
 
 `loading.py` loads a `Task`, `generators.py` seeds and restores the global generators around each
-sample, `source.py` is one loader's data set with its names and its self-test, `fingerprint.py` says
-which data set it is and whether it still is, by the content of all that decides a sample
-(`portrait.py`, `content.py`).
+sample, `source.py` is one loader's data set with its names and its self-test, `study.py` finds out
+what its collate function does (`collation.py`), `fingerprint.py` says which data set it is and
+whether it still is, by the content of all that decides a sample (`portrait.py`, `content.py`).
 """
 
+from egeria_cache.samples.content import same_values
 from egeria_cache.samples.loading import (
     CollateLoaded,
     Loaded,
@@ -17,7 +18,7 @@ from egeria_cache.samples.loading import (
     SeededWorkerInit,
     Task,
 )
-from egeria_cache.samples.source import BatchContext, LoaderSource, same_values
+from egeria_cache.samples.source import BatchContext, LoaderSource
 
 __all__ = [
     "BatchContext",

@@ -17,6 +17,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from egeria_cache.batch import PerSample
+
 __all__ = [
     "PLAIN",
     "array_print",
@@ -24,6 +26,7 @@ __all__ = [
     "long_print",
     "plain_print",
     "same_bytes",
+    "same_values",
     "tensor_print",
 ]
 
@@ -148,3 +151,14 @@ def same_bytes(left: Tensor, right: Tensor) -> bool:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def same_values(left: Any, right: Any) -> bool:
+    """Whether two leaves are equal, to the bit where they are tensors."""
+    if left is right:
+        return True
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return same_bytes(left, right)
+    if isinstance(left, PerSample) and isinstance(right, PerSample):
+        return len(left) == len(right) and all(map(same_values, left, right))
+    return type(left) is type(right) and bool(left == right)

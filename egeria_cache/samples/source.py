@@ -18,27 +18,23 @@ from torch.utils.data import default_collate
 from egeria_cache.batch import (
     Axis,
     Batch,
-    Padding,
-    PerSample,
     SampleId,
     Structure,
     counting,
-    find_lists,
     flatten,
     is_dense,
     is_rows,
-    row_meta,
     take_rows,
     unwrap,
 )
 from egeria_cache.samples.aside import Aside
-from egeria_cache.samples.collation import find_padding, given_values
-from egeria_cache.samples.content import same_bytes
+from egeria_cache.samples.content import same_values
 from egeria_cache.samples.fingerprint import Fingerprint, Look
 from egeria_cache.samples.generators import preserved
 from egeria_cache.samples.loading import CollateLoaded, Loaded, SampleLoader, SeededDataset, Task
+from egeria_cache.samples.study import Study
 
-__all__ = ["BatchContext", "LoaderSource", "same_values"]
+__all__ = ["BatchContext", "LoaderSource"]
 
 _NUMBERS = itertools.count()
 
@@ -98,6 +94,7 @@ class LoaderSource:
         self.variants = variants
         self.key = f"{name}#{next(_NUMBERS)}"
         """Tells this loader from all others, also from those of the same name."""
+        self._ragged = ragged
         self._sample_id = sample_id or _method(dataset, "sample_id")
         self._version = sample_version or _method(dataset, "sample_version")
         self._unnamed: str | None = None
@@ -115,18 +112,8 @@ class LoaderSource:
         self._live: list[weakref.ref[Tensor]] = []
         self._recent: Sequence[Any] | None = None
         self._proven: set[tuple[Any, ...]] = set()
-        self.padding: Padding | None = None
-        """How its collate function pads, as far as has been seen."""
-        self.lists: frozenset[str] = frozenset()
-        """Paths of lists in its batches that hold an item per sample."""
-        self._ragged = ragged
-        self._studied: set[tuple[Any, ...]] = set()
-        self._before: tuple[Any, SampleId] | None = None
-        """A sample of the batch that was studied last: alone, no sample shows padding."""
-        self._looked_for_lists = False
-        self._no_padding: str | None = None
-        self._alone: tuple[tuple[Any, ...], list[dict[str, Any]]] | None = None
-        """Which samples a batch has, and each collated alone."""
+        self.study = self._new_study()
+        """Of a collate function of the user's."""
 
     def identify(self, indices: Sequence[Any]) -> list[SampleId]:
         """Return the samples' stable IDs.
@@ -162,9 +149,7 @@ class LoaderSource:
         if collate is not self.collate:
             self.collate = self.samples.collate = self._roots["collate_fn"] = collate
             self._proven.clear()
-            self._studied.clear()
-            self._looked_for_lists, self.lists = False, frozenset()
-            self.padding = self._no_padding = None
+            self.study = self._new_study()
             self.end_pass()
 
     def end_pass(self) -> None:
@@ -200,6 +185,10 @@ class LoaderSource:
             return
         self._live = [weakref.ref(one) for one in tensors if isinstance(one, Tensor)]
 
+    def _new_study(self) -> Study:
+        load = weakref.WeakMethod(self.load)  # no cycle
+        return Study(lambda task: load()(task), self._ragged)  # type: ignore[misc]
+
     @property
     def has_own_collate(self) -> bool:
         """Whether its samples are collated otherwise than torch does it by itself."""
@@ -208,72 +197,7 @@ class LoaderSource:
     @property
     def axes(self) -> tuple[Axis, ...]:
         """Along which every sample has to be measured when it is loaded."""
-        return () if self.padding is None else self.padding.axes
-
-    def look_for_lists(self, task: Task) -> None:
-        """Find the lists in its batches that hold an item per sample.
-
-        They look like other lists in a batch of as many samples by chance: one sample is collated
-        alone, and twice.
-        """
-        if self.collate is default_collate or task.indices is None or self._looked_for_lists:
-            return
-        self._looked_for_lists = True
-        one = task.take(np.arange(len(task.ids)) == 0)
-        twice = one._replace(indices=[*task.indices[:1]] * 2, ids=[*task.ids[:1]] * 2)
-        try:
-            with preserved():
-                self.lists = find_lists(self.load(one), self.load(twice))
-        except Exception:  # of the data set's or the collate function's own: it will tell again
-            self.lists = frozenset()
-
-    def study(self, task: Task, leaves: Mapping[str, Any]) -> bool:
-        """Find out how a loaded batch was padded, if batches of its shape are new.
-
-        Every sample of it is loaded again and collated alone. What the collate function draws or
-        raises then is no news: whether its samples can be cached at all is told later, with the
-        reason (`why_not_cacheable`).
-
-        Returns:
-            Whether more is padded than was known: what was stored before must not be served.
-        """
-        if self.collate is default_collate or task.indices is None:
-            return False
-        kind = tuple(
-            (path, *self._shape(path, leaf).shape)
-            for path, leaf in leaves.items()
-            if isinstance(leaf, Tensor) and is_dense(leaf) and leaf.dim()
-        )
-        if kind in self._studied or self._no_padding is not None:
-            return False
-        self._studied.add(kind)
-        found = None
-        try:
-            with preserved():
-                if len(task.ids) == 1 and self._before is not None:
-                    index, sample_id = self._before
-                    task = task._replace(indices=[index, *task.indices], ids=[sample_id, *task.ids])
-                    leaves = self._leaves(task, np.ones(2, bool))
-                size = len(task.ids)
-                self._before = task.indices[0], task.ids[0]  # type: ignore[index]
-                alone = [self._leaves(task, np.arange(size) == row) for row in range(size)]
-            self._alone = (*task.ids, task.variant), alone
-            given = None if self._ragged is None else given_values(self._ragged, leaves)
-            found = find_padding(leaves, alone, given)
-        except Exception as error:
-            self._no_padding = str(error) if isinstance(error, ValueError) else None
-        if found is None:
-            return False
-        old = self.padding or Padding((), {})
-        axes, values = {*old.axes, *found.axes}, {**old.values, **found.values}
-        if len({(axis.leaf, axis.dim) for axis in axes}) < len(axes) or not all(
-            same_values(old.values[path], values[path]) for path in old.values
-        ):
-            self._no_padding = "its collate_fn pads in one way in one batch, and in another later"
-            return False
-        is_new = axes != set(old.axes)
-        self.padding = Padding(tuple(sorted(axes)), values)
-        return is_new
+        return () if self.study.padding is None else self.study.padding.axes
 
     def measure(self, task: Task) -> np.ndarray:
         """Return the lengths of samples that are loaded for that, int64, shape (B, axes).
@@ -286,9 +210,6 @@ class LoaderSource:
         if lengths is None:
             raise TypeError("samples can only be measured one by one")
         return lengths
-
-    def _shape(self, path: str, leaf: Tensor) -> Tensor:
-        return row_meta(leaf) if self.padding is None else self.padding.row_meta(path, leaf)
 
     def _look_at(self, indices: list[int] | None) -> Look:
         if indices is None:  # any that the data set surely takes
@@ -305,8 +226,8 @@ class LoaderSource:
         other than torch's own, every sample is collated alone, which shows whether it depends on
         the rest of the batch. Repeated for batches whose rows have another shape.
         """
-        if self._unnamed is not None or self._no_padding is not None:
-            return self._unnamed or self._no_padding
+        if self._unnamed is not None or self.study.why_not is not None:
+            return self._unnamed or self.study.why_not
         self._recent = batch.context.task.indices
         if batch.absent is not None:
             return None  # it has hits, so batches like it were proved before
@@ -329,14 +250,14 @@ class LoaderSource:
             if alone and not self._collates_rows(batch):
                 return "the collate_fn does not give one row per sample"
         self._proven.add(kind)
-        self._alone = None
+        self.study.forget_samples()
         return None
 
     def _collates_rows(self, batch: Batch) -> bool:
         """Collate the first sample twice: every leaf must have two rows then, or stay as it is."""
         task = batch.context.task.take(np.arange(batch.size) == 0)
         twice = task._replace(indices=[*task.indices] * 2, ids=[*task.ids] * 2)
-        leaves = flatten(self.load(twice), 2, self.lists)[1]
+        leaves = flatten(self.load(twice), 2, self.study.lists)[1]
         return leaves.keys() == batch.leaves.keys() and all(
             self._agrees(batch, path, leaf, 2)
             if path in batch.context.constants
@@ -390,12 +311,8 @@ class LoaderSource:
         """Load rows again; return the first leaf that differs: its path, as it was, as it is."""
         mask = np.zeros(batch.size, bool)
         mask[rows] = True
-        task, known = batch.context.task, self._alone
-        is_known = known is not None and known[0] == (*task.ids, task.variant)
-        if known is not None and is_known and len(rows) == 1:
-            again = known[1][rows[0]]
-        else:
-            again = self._leaves(task, mask)
+        task, study = batch.context.task, self.study
+        again = study.alone(task, rows[0]) if len(rows) == 1 else study.leaves(task, mask)
         if batch.lengths is not None:
             padding, whole = batch.lengths.padding, batch.lengths.whole
             again = {path: padding.widened(path, leaf, whole) for path, leaf in again.items()}
@@ -408,9 +325,6 @@ class LoaderSource:
                 return path, leaf, again.get(path)
         return None
 
-    def _leaves(self, task: Task, rows: np.ndarray) -> dict[str, Any]:
-        return flatten(self.load(task.take(rows)), int(rows.sum()), self.lists)[1]
-
     @property
     def fields(self) -> dict[str, Any]:
         """This loader's part of a generation's content address."""
@@ -419,7 +333,7 @@ class LoaderSource:
             "dataset": str(self.fingerprint),
             "augmentation_seed": self.seed,
             "augmentation_variants": self.variants,
-        } | ({} if self.padding is None else {"padding": self.padding.fields})
+        } | ({} if self.study.padding is None else {"padding": self.study.padding.fields})
 
 
 def _method(dataset: Any, name: str) -> Callable[[Any], Any] | None:
@@ -454,14 +368,3 @@ def _count(leaf: Any) -> int | None:
 
 def _is_lasting(leaf: Any) -> bool:
     return isinstance(leaf, str | bytes | int | float | bool | np.generic | None) or is_dense(leaf)
-
-
-def same_values(left: Any, right: Any) -> bool:
-    """Whether two leaves are equal, to the bit where they are tensors."""
-    if left is right:
-        return True
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        return same_bytes(left, right)
-    if isinstance(left, PerSample) and isinstance(right, PerSample):
-        return len(left) == len(right) and all(map(same_values, left, right))
-    return type(left) is type(right) and bool(left == right)

@@ -68,5 +68,6 @@ def test_the_default_rate_audits_one_hit_in_a_thousand(tmp_path):
         loader = EgeriaLoader(Images(), 8, cache=cache)
         train_steps(model, loader, sgd(model), 60, on_step=lambda _: cache.flush())
         num_epochs = cache.stats().hits // 48
-        assert num_epochs < cache.stats().audited < num_epochs + 15
+        # One at the start of an epoch, and with its fourth batch where there is time.
+        assert num_epochs < cache.stats().audited < 2 * num_epochs + 15
         assert cache.stats().audit_failures == 0

@@ -11,18 +11,14 @@ from torch.utils._pytree import tree_flatten
 
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.prove.evidence import Evidence, Recomputed, observe, recompute, trainable
+from egeria_cache.skip.prove.fillings import compared, fillings, find_output_axes
 from egeria_cache.skip.prove.independence import (
     check_constants,
     check_rows,
     check_trained,
     same_parts,
 )
-from egeria_cache.skip.prove.lengths import (
-    compared,
-    fillings,
-    find_output_axes,
-    study_lengths,
-)
+from egeria_cache.skip.prove.lengths import study_lengths
 from egeria_cache.skip.prove.parts import halves_and_rows, with_made_up
 from egeria_cache.skip.prove.probe import Prober, scene_of
 from egeria_cache.skip.prove.purity import Repeats

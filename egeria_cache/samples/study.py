@@ -1,0 +1,130 @@
+"""What a collate function does, found by calling it: lists of items, and padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from egeria_cache.batch import Padding, SampleId, find_lists, flatten, is_dense, row_meta
+from egeria_cache.samples.collation import find_padding, given_values
+from egeria_cache.samples.content import same_values
+from egeria_cache.samples.generators import preserved
+from egeria_cache.samples.loading import Task
+
+__all__ = ["Study"]
+
+Leaves = Mapping[str, Any]
+
+
+class Study:
+    """What is known of one collate function so far.
+
+    Args:
+        load: Loads and collates samples.
+        ragged: What the user says it pads leaves with.
+    """
+
+    def __init__(self, load: Callable[[Task], Any], ragged: Mapping[Any, Any] | None) -> None:
+        self.padding: Padding | None = None
+        """How it pads, as far as has been seen."""
+        self.lists: frozenset[str] = frozenset()
+        """Paths of lists in its batches that hold an item per sample."""
+        self.why_not: str | None = None
+        """Why its padding cannot be undone."""
+        self._load = load
+        self._ragged = ragged
+        self._looked_for_lists = False
+        self._kinds: set[tuple[Any, ...]] = set()
+        self._before: tuple[Any, SampleId] | None = None
+        """A sample of the batch that was studied last: alone, no sample shows padding."""
+        self._alone: tuple[tuple[Any, ...], list[dict[str, Any]]] | None = None
+        """Which samples a batch has, and each collated alone."""
+
+    def leaves(self, task: Task, rows: np.ndarray) -> dict[str, Any]:
+        """Return the leaves of a batch of some samples of a task: bool, shape (B,)."""
+        return flatten(self._load(task.take(rows)), int(rows.sum()), self.lists)[1]
+
+    def alone(self, task: Task, row: int) -> dict[str, Any]:
+        """Return the leaves of one sample, collated alone."""
+        if self._alone is not None and self._alone[0] == _samples(task):
+            return self._alone[1][row]
+        return self.leaves(task, np.arange(len(task.ids)) == row)
+
+    def forget_samples(self) -> None:
+        """Keep what was found out, and not the samples."""
+        self._alone = None
+
+    def look_for_lists(self, task: Task) -> None:
+        """Find the lists in its batches that hold an item per sample.
+
+        They look like other lists in a batch of as many samples by chance: one sample is collated
+        alone, and twice.
+        """
+        if task.indices is None or self._looked_for_lists:
+            return
+        self._looked_for_lists = True
+        one = task.take(np.arange(len(task.ids)) == 0)
+        twice = one._replace(indices=[*task.indices[:1]] * 2, ids=[*task.ids[:1]] * 2)
+        try:
+            with preserved():
+                self.lists = find_lists(self._load(one), self._load(twice))
+        except Exception:  # of the data set's or the collate function's own: it will tell again
+            self.lists = frozenset()
+
+    def look_for_padding(self, task: Task, leaves: Leaves) -> bool:
+        """Find out how a loaded batch was padded, if batches of its shape are new.
+
+        Every sample of it is loaded again and collated alone. What the collate function draws or
+        raises then is no news: whether its samples can be cached at all is told later, with the
+        reason (`why_not_cacheable`).
+
+        Returns:
+            Whether more is padded than was known: what was stored before must not be served.
+        """
+        if task.indices is None:
+            return False
+        kind = tuple(
+            (path, *self._shape(path, leaf).shape)
+            for path, leaf in leaves.items()
+            if isinstance(leaf, Tensor) and is_dense(leaf) and leaf.dim()
+        )
+        if kind in self._kinds or self.why_not is not None:
+            return False
+        self._kinds.add(kind)
+        found = None
+        try:
+            with preserved():
+                if len(task.ids) == 1 and self._before is not None:
+                    index, sample_id = self._before
+                    task = task._replace(indices=[index, *task.indices], ids=[sample_id, *task.ids])
+                    leaves = self.leaves(task, np.ones(2, bool))
+                size = len(task.ids)
+                self._before = task.indices[0], task.ids[0]  # type: ignore[index]
+                alone = [self.leaves(task, np.arange(size) == row) for row in range(size)]
+            self._alone = _samples(task), alone
+            given = None if self._ragged is None else given_values(self._ragged, leaves)
+            found = find_padding(leaves, alone, given)
+        except Exception as error:
+            self.why_not = str(error) if isinstance(error, ValueError) else None
+        if found is None:
+            return False
+        old = self.padding or Padding((), {})
+        axes, values = {*old.axes, *found.axes}, {**old.values, **found.values}
+        if len({(axis.leaf, axis.dim) for axis in axes}) < len(axes) or not all(
+            same_values(old.values[path], values[path]) for path in old.values
+        ):
+            self.why_not = "its collate_fn pads in one way in one batch, and in another later"
+            return False
+        is_new = axes != set(old.axes)
+        self.padding = Padding(tuple(sorted(axes)), values)
+        return is_new
+
+    def _shape(self, path: str, leaf: Tensor) -> Tensor:
+        return row_meta(leaf) if self.padding is None else self.padding.row_meta(path, leaf)
+
+
+def _samples(task: Task) -> tuple[Any, ...]:
+    return (*task.ids, task.variant)

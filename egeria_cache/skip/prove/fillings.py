@@ -1,0 +1,113 @@
+"""What the rest of the model makes of what stands in the padding: nothing, but for padding itself.
+
+It is overwritten twice, each time with something else. Where the model's output notices must be
+padding; whether the loss reads that is seen in its gradient (`serve/unread.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from egeria_cache.batch import Lengths
+from egeria_cache.errors import PaddingError
+from egeria_cache.skip.prove.evidence import Evidence
+from egeria_cache.skip.serve.compare import difference, tolerance
+from egeria_cache.skip.serve.growth import Growth
+from egeria_cache.skip.serve.padded import OutputAxis
+from egeria_cache.skip.serve.recipe import Recipe
+from egeria_cache.skip.serve.rule import Rule
+from egeria_cache.skip.serve.unread import CALLS_TO_PROVE
+
+__all__ = ["compared", "fillings", "find_output_axes"]
+
+
+def fillings(
+    evidence: Evidence, recipe: Recipe, rows: Mapping[str, Tensor]
+) -> list[dict[str, Tensor]]:
+    """Return the rows as the store gives them back: once, or twice with other padding."""
+    lengths, growth = evidence.call.batch.lengths, recipe.row_growth()
+    if lengths is None or not growth:
+        return [dict(rows)]
+    plainly, otherwise = dict(rows), dict(rows)
+    for name, how in growth.items():
+        plainly[name] = how.blanked(rows[name], lengths)
+        otherwise[name] = plainly[name]
+        if rows[name].is_floating_point() and how.fill == 0:
+            noise = torch.linspace(-1, 1, rows[name].numel()).view(rows[name].shape)
+            noise = noise.to(rows[name]) * float(rows[name].float().abs().mean())
+            inside = how.blanked(torch.ones_like(rows[name]), lengths) != 0
+            otherwise[name] = torch.where(inside, plainly[name], noise)
+    return [plainly, otherwise]
+
+
+def find_output_axes(evidence: Evidence, recipe: Recipe, outputs: Sequence[Any]) -> None:
+    """Find where the model's output is padded: it may be anything there, and nowhere else.
+
+    Args:
+        evidence: The plain run.
+        recipe: Is told.
+        outputs: Of the replays, in the order of `fillings`.
+
+    Raises:
+        BoundaryError: What stands in the padding reaches what a user reads of a sample.
+    """
+    growth, lengths = recipe.growth, evidence.call.batch.lengths
+    if growth is None or lengths is None or len(outputs) < 2:
+        return
+    axes: dict[int, OutputAxis] = {}
+    expected, first, second = (tree_leaves(tree) for tree in (evidence.result, *outputs))
+    for index, leaves in enumerate(zip(expected, first, second, strict=False)):
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):
+            continue
+        a, b, c = leaves
+        if a.shape != b.shape or (
+            difference(b, c) <= tolerance(b) and difference(a, b) <= tolerance(a)
+        ):
+            continue
+        axis = _axis_of((a, b, c), growth, lengths, evidence.size)
+        if axis is None:
+            raise PaddingError.reads_padding(recipe.boundary, "the model's output")
+        axes[index] = axis
+    growth.outputs = axes
+    growth.unproved = CALLS_TO_PROVE if axes else 0
+
+
+def _axis_of(
+    leaves: tuple[Tensor, Tensor, Tensor], growth: Growth, lengths: Lengths, size: int
+) -> OutputAxis | None:
+    """Return the dimension along which all differences lie in the padding."""
+    a, b, c = leaves
+    if not a.dim() or a.shape[0] != size:
+        return None
+    axes = range(len(lengths.whole))
+    rules = [Rule.longer_by(offset, axis) for offset in (0, -1, 1) for axis in axes]
+    rules += [rule for found in growth.rules.values() for rule in found.values()]
+    for rule in rules:
+        for dim in range(1, a.dim()):
+            if a.shape[dim] != rule.at(lengths.whole):
+                continue
+            found = OutputAxis(dim, rule, growth.lefts[rule.axis])
+            pairs = _outside(a, b, found, lengths), _outside(a, c, found, lengths)
+            if all(difference(x, y) <= tolerance(x) for x, y in pairs):
+                return found
+    return None
+
+
+def _outside(a: Tensor, b: Tensor, axis: OutputAxis, lengths: Lengths) -> tuple[Tensor, Tensor]:
+    """Return what two outputs hold elsewhere than in the padding."""
+    inside = torch.from_numpy(~axis.is_padding(lengths, a.shape[axis.dim])).to(a.device)
+    return a.movedim(axis.dim, 1)[inside], b.movedim(axis.dim, 1)[inside]
+
+
+def compared(
+    output: Tensor, other: Tensor, axis: OutputAxis | None, lengths: Lengths | None
+) -> tuple[Tensor, Tensor]:
+    """Return the parts of two outputs that must be equal."""
+    if axis is None or lengths is None:
+        return output, other
+    return _outside(output, other, axis, lengths)
