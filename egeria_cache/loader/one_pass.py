@@ -12,7 +12,8 @@ import torch
 from egeria_cache.batch import Axis, outside_inference_mode
 from egeria_cache.loader.ahead import num_foreseeable
 from egeria_cache.loader.plan import Plan, Planner
-from egeria_cache.loader.resume import Progress, draw_base_seed
+from egeria_cache.loader.progress import Progress
+from egeria_cache.loader.resume import draw_base_seed
 from egeria_cache.prefetch import PlannedEntry, Prefetcher
 from egeria_cache.samples import Loaded, LoaderSource
 
