@@ -111,8 +111,10 @@ def test_adapters_in_the_last_layers_are_trained_behind_the_cut(tmp_path, checkp
     assert stats.hits == 2 * 4 * BATCHES
 
 
-def test_the_front_before_the_first_adapter_is_found_by_itself(tmp_path):
-    plain, model = train(make(), DataLoader(Texts(), 4)), make()
+@pytest.mark.parametrize("checkpointing", [None, "non-reentrant", "reentrant"])
+def test_the_front_before_the_first_adapter_is_found_by_itself(tmp_path, checkpointing):
+    plain = train(make(checkpointing=checkpointing), DataLoader(Texts(), 4))
+    model = make(checkpointing=checkpointing)
     with ActivationCache(model, tmp_path, "auto", gate="always") as cache:
         loader = EgeriaLoader(Texts(), 4, cache=cache)
         assert train(model, loader, flush=cache.flush) == plain

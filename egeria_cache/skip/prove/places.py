@@ -92,12 +92,17 @@ def frozen_places(model: nn.Module, recorder: Recorder) -> list[str]:
         recorder: Has seen one forward with autograd recording, and kept the outputs.
     """
     names = {id(module): name for name, module in model.named_modules()}
+    outputs = [leaf for call in recorder.calls for leaf in tree_leaves(call.output)]
+    made_here = {id(leaf) for leaf in outputs if isinstance(leaf, Tensor)}
     frozen = []
     for i, call in enumerate(recorder.calls):
         if call.end < 0 or id(call.module) not in names:
             continue
         parameters = [p for step in recorder.before(i)[0] for p in step.module.parameters()]
-        if parameters and not any(p.requires_grad for p in parameters) and not _behind(call.output):
+        if not parameters or any(p.requires_grad for p in parameters):
+            continue
+        # A hook may ask for a gradient of an output (`enable_input_require_grads`): nothing trains.
+        if all(id(leaf) in made_here for leaf in _behind(call.output)):
             frozen.append(i)
     frozen.sort(key=lambda i: recorder.calls[i].end)
     blocks = set(_blocks(model))
