@@ -210,6 +210,13 @@ class EgeriaLoader(ResumableLoader[T_co]):
         base = self._begin(self._variant)
         return self._plain_iter() if self._is_plain else Pass(self, self._progress, base)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loader stands: see `ResumableLoader`."""
+        state = super().state_dict()
+        if self.cache is not None and self.cache.port.boundary is None and not self._resumes:
+            state["first_frozen"] = state["epoch"] + 1  # no cycle has begun yet
+        return state
+
     @property
     def variant(self) -> int:
         """Augmented version of the samples in the pass that began last."""
@@ -286,7 +293,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         Epochs that begin unfrozen have a version of their own. The first frozen epoch keeps that of
         the epoch in which the boundary was set, so what was stored since then is found again.
         """
-        if self.cache is None or self.cache.boundary is None:
+        if self.cache is None or self.cache.port.boundary is None:
             return epoch, epoch
         since = min(first_frozen, epoch)
         return since + (epoch - since) % self.augmentation_variants, since

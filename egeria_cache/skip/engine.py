@@ -38,6 +38,7 @@ from egeria_cache.skip.serve.unread import awaits_proof, watched
 from egeria_cache.skip.state.code import reached
 from egeria_cache.skip.state.content import ContentHash
 from egeria_cache.skip.state.guards import PrefixGuard
+from egeria_cache.skip.state.hooks import hook_of_training
 from egeria_cache.skip.state.watch import hooks_of, written_by_hooks
 
 __all__ = ["MAX_CHAINS", "Filled", "SkipEngine", "SkipHost"]
@@ -445,6 +446,9 @@ class SkipEngine:
     def _void(self, reason: str, guard: PrefixGuard) -> None:
         """What is stored is of another prefix; it may return, or another one be known."""
         self.host.prefix_changed(reason)
+        if any(map(hook_of_training, self._held)):  # it has joined, and is refused in a moment
+            self._held.release()
+            self._is_held = False
         self._held.put_back()
         self._announced.clear()
         self.cut = None

@@ -22,7 +22,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from egeria_cache import ActivationCache
+from egeria_cache import ActivationCache, BoundaryError
 from egeria_cache.integrations.transformers import EgeriaTrainer, EgeriaTrainerMixin
 from egeria_core import FreezeController, StaticPolicy
 from tests.helpers.accelerated import in_processes
@@ -155,6 +155,28 @@ def test_models_of_all_kinds_are_served(tmp_path, build):
     with ours.cache:
         assert losses(ours) == pytest.approx(losses(plain), rel=1e-5)
         assert ours.cache.stats().hits > 0
+
+
+@pytest.mark.parametrize("evaluated_before", [False, True])
+def test_noise_that_a_hook_adds_to_the_front_is_not_left_out(tmp_path, evaluated_before, caplog):
+    """NEFTune asks whether the embedding trains; what is held in inference mode does not."""
+    runs = []
+    with caplog.at_level(logging.WARNING, logger="egeria"):
+        for where in (tmp_path / "cache", None):
+            trainer = make(llama, tmp_path / "out", cache_in=where, neftune_noise_alpha=5.0)
+            if where is not None:
+                trainer.cache.set_boundary("auto")
+            if evaluated_before:
+                trainer.evaluate()
+            trainer.train()
+            runs.append(losses(trainer))
+            if where is not None:
+                trainer.cache.close()
+    assert runs[0] == pytest.approx(runs[1], rel=1e-5)
+    assert any("neftune_post_forward_hook" in record.message for record in caplog.records)
+    trainer = make(llama, tmp_path / "out", cache_in=tmp_path / "cache", neftune_noise_alpha=5.0)
+    with trainer.cache, pytest.raises(BoundaryError, match="neftune_post_forward_hook"):
+        trainer.train()
 
 
 def test_a_second_evaluation_is_all_hits(tmp_path):

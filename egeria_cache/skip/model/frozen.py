@@ -10,7 +10,7 @@ like the original, just as it keeps `requires_grad=False`; `FrozenPrefix.thaw(co
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 
 from torch import nn
@@ -151,6 +151,9 @@ class FrozenPrefix:
 
     def __contains__(self, module: object) -> bool:
         return id(module) in self._modules
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._modules.values())
 
     def __len__(self) -> int:
         return len(self._modules)

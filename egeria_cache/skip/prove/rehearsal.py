@@ -27,13 +27,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model.calls import CallRecord, Recorder, intercept, is_compiled
 from egeria_cache.skip.model.checkpoints import Region, checkpointed_around
-from egeria_cache.skip.model.frozen import FrozenPrefix
+from egeria_cache.skip.model.frozen import FrozenPrefix, mode_asked_for
 from egeria_cache.skip.prove.evidence import Evidence, distinct, trainable
 from egeria_cache.skip.prove.proof import prove, same_rows
 from egeria_cache.skip.prove.twin import Twins, shared_modules
 from egeria_cache.skip.serve.invocation import Invocation, plain
 from egeria_cache.skip.serve.recipe import Recipe, Slot
 from egeria_cache.skip.serve.runs import wants_grad
+from egeria_cache.skip.state.hooks import hook_of_training
 from egeria_cache.skip.state.remembered import RandomState
 from egeria_cache.skip.state.surroundings import Surroundings
 
@@ -169,11 +170,25 @@ class Rehearsal:
                 continue
             steps, _ = recorder.before(self._boundary_call(recorder))
             skipped = [step.module for step in steps if not trainable(step.module)]
-            moved = any(m.training for module in skipped for m in module.modules())
+            inside = distinct(m for module in skipped for m in module.modules())
+            self._check_hooks(inside)
+            moved = any(m.training for m in inside)
             self.held.extend(skipped)
             if not (self._hold_around(recorder) or moved):
                 break
         return recorder
+
+    def _check_hooks(self, modules: list[nn.Module]) -> None:
+        """Refuse what would be off in inference mode, and is no layer's own: noise by a hook."""
+        for module in filter(mode_asked_for, modules):
+            hook = hook_of_training(module)
+            if hook is not None:
+                self.held.release()  # it is to do what it does
+                raise BoundaryError.impure(
+                    self.boundary,
+                    f"the hook {hook!r} of {self.names.get(id(module))!r} asks whether that module "
+                    "trains, and what it does then (noise, say) would be off in a frozen front",
+                )
 
     def _was_dropped(self, recorder: Recorder) -> bool:
         """Whether the boundary may have been left out at random; what did so is now held."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
 from egeria_cache.skip.state.foreign import is_library
 
-__all__ = ["has_user_hooks", "has_user_hooks_inside"]
+__all__ = ["has_user_hooks", "has_user_hooks_inside", "hook_of_training"]
 
 _SLOTS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -24,9 +25,31 @@ def has_user_hooks_inside(module: nn.Module) -> bool:
     return any(has_user_hooks(m) for m in module.modules() if m is not module)
 
 
-def _is_users(hook: Any) -> bool:
+def hook_of_training(module: nn.Module) -> str | None:
+    """Return the name of a forward hook whose code asks whether the module trains.
+
+    What it does in training alone (NEFTune's noise) would be off in a module held in inference
+    mode. PyTorch's own hooks are meant for both modes.
+    """
+    for hook in (hook for slot in _SLOTS for hook in getattr(module, slot).values()):
+        function = _bare(hook)
+        if not isinstance(function, FunctionType | MethodType):
+            function = vars(type(function)).get("__call__")
+        code = getattr(function, "__code__", None)
+        is_torchs = (getattr(function, "__module__", None) or "").partition(".")[0] == "torch"
+        if code is not None and not is_torchs and "training" in code.co_names:
+            return str(getattr(function, "__qualname__", function))
+    return None
+
+
+def _bare(hook: Any) -> Any:
     while isinstance(hook, functools.partial):
         hook = hook.func
+    return hook
+
+
+def _is_users(hook: Any) -> bool:
+    hook = _bare(hook)
     owner = getattr(hook, "__self__", None)
     kind = type(owner) if owner is not None else hook if hasattr(hook, "__code__") else type(hook)
     return not is_library(getattr(kind, "__module__", None))
