@@ -20,6 +20,7 @@ import xxhash
 from torch import Tensor
 
 from egeria_cache.batch import flatten
+from egeria_cache.kinds import kind_name
 from egeria_cache.samples.content import PLAIN, array_print, plain_print, tensor_print
 from egeria_cache.samples.portrait import Portrait, first_difference, portrait
 
@@ -164,8 +165,7 @@ class Fingerprint:
         digest.update(repr((lasting, list(self._prints.items()))).encode("utf-8", "replace"))
         now = time.perf_counter()
         self._next_full = now + (now - started) / MAX_SHARE
-        kind = type(self._dataset)
-        return f"{kind.__module__}.{kind.__qualname__}[{length}]:{digest.hexdigest()}"
+        return f"{kind_name(type(self._dataset))}[{length}]:{digest.hexdigest()}"
 
 
 def _sample_print(sample: Any) -> int | None:

@@ -32,6 +32,7 @@ import xxhash
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from egeria_cache.kinds import home, kind_name
 from egeria_cache.samples import content
 
 __all__ = ["Portrait", "first_difference", "portrait"]
@@ -145,7 +146,7 @@ class _Walk:
         if found is not None:
             self.prints[path] = found
             return
-        self._note(path, f"{_name(type(value))} of {len(value)}")
+        self._note(path, f"{kind_name(type(value))} of {len(value)}")
         if isinstance(value, Mapping):
             for i, (key, item) in enumerate(islice(value.items(), MAX_ITEMS)):
                 text = repr(key) if type(key) in content.PLAIN else f"{i}: {_text(key)}"
@@ -200,11 +201,11 @@ class _Walk:
         for name in names:
             value = function.__globals__.get(name, function)
             if value is not function and not isinstance(value, ModuleType):
-                self.visit(f"{function.__module__}.{name}", value, depth + 1)
+                self.visit(f"{home(function.__module__)}.{name}", value, depth + 1)
 
     def _class(self, path: str, kind: type, depth: int) -> None:
         """Add a class: its name, and the code and plain values of all that it inherits from."""
-        self._note(path, _name(kind))
+        self._note(path, kind_name(kind))
         for base in kind.__mro__[:-1]:
             if _is_standard(base) or _is_opaque(base):
                 continue
@@ -214,7 +215,7 @@ class _Walk:
                 if isinstance(inner, FunctionType) or (
                     not name.startswith("__") and _is_value(inner)
                 ):
-                    self.visit(f"{_name(base)}.{name}", inner, depth + 1)
+                    self.visit(f"{kind_name(base)}.{name}", inner, depth + 1)
 
     # ---- objects ------------------------------------------------------------------------------
 
@@ -222,12 +223,12 @@ class _Walk:
         kind = type(value)
         if _is_opaque(kind):
             return
-        self._note(path, _name(kind))
+        self._note(path, kind_name(kind))
         if isinstance(value, torch.Generator):
             self._note(path, f"generator {value.initial_seed()}")
             return
         if not _is_standard(kind):
-            self.visit(_name(kind), kind, depth + 1)
+            self.visit(kind_name(kind), kind, depth + 1)
         elif " at 0x" not in (text := repr(value)):
             self._note(path, text)
             return
@@ -307,13 +308,9 @@ def _is_standard(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in sys.stdlib_module_names
 
 
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 def _text(value: Any) -> str:
     text = repr(value)
-    return _name(type(value)) if " at 0x" in text else text
+    return kind_name(type(value)) if " at 0x" in text else text
 
 
 _CODE: dict[int, tuple[CodeType, int, tuple[str, ...]]] = {}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from torch.utils.data import DataLoader
@@ -51,6 +54,55 @@ def test_the_next_run_finds_everything(capsys, directory, source):
     code, shown = ask(capsys, directory, "--json", source=source)
     assert code == 0
     assert json.loads(shown.out) == {"samples": 32, "stored": 32, "why_not": None}
+
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from egeria_cache import ActivationCache, EgeriaLoader
+
+class Front(nn.Linear):
+    pass
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+    def __getitem__(self, index):
+        return torch.full((4,), float(index)) * FACTOR
+
+FACTOR = 2.0
+
+def model():
+    torch.manual_seed(0)
+    made = nn.Sequential(Front(4, 4), nn.Linear(4, 2))
+    made[0].requires_grad_(False)
+    return made
+
+if __name__ == "__main__":
+    net = model()
+    with ActivationCache(net, sys.argv[1], "auto", gate="always", audit_rate=0) as cache:
+        for batch in EgeriaLoader(Rows(), 8, cache=cache):
+            net(batch)
+        print(cache.stats().hits)
+"""
+
+
+def test_what_is_filled_by_the_name_of_a_script_is_found_by_the_script(
+    capsys, directory, tmp_path, monkeypatch
+):
+    (tmp_path / "a_training_script.py").write_text(SCRIPT)
+    monkeypatch.syspath_prepend(tmp_path)
+    code = main(
+        ["fill", "a_training_script:model", "--data", "a_training_script:Rows", "--directory",
+         str(directory), "--batch-size", "8", "--device", "cpu"]
+    )  # fmt: skip
+    assert (code, capsys.readouterr().out) == (0, "24 of 24 samples are stored\n")
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "a_training_script.py"), str(directory)], check=True,
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+    assert int(done.stdout) >= 16  # the first batch is the proof's
 
 
 def test_mistakes_are_told_in_one_line(capsys, directory):

@@ -9,6 +9,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from egeria_cache.kinds import kind_name
 from egeria_cache.skip.serve.arguments import PLAIN
 from egeria_cache.skip.serve.invocation import Invocation, mode_key
 from egeria_cache.skip.serve.recipe import Recipe, Slot
@@ -103,7 +104,7 @@ def _structure(recipe: Recipe) -> str:
     """Hash the modules' kinds and settings: equal weights may be used in different ways."""
     total, known = xxhash.xxh3_128(), dict[int, bytes]()
     for name, module in recipe.skipped_modules():
-        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        kind = kind_name(type(module))
         total.update(f"{name}:{kind}({module.extra_repr()});".encode())
         total.update(_settings(watched_attributes(module), known))
     for hook in hooks_of(module for _, module in recipe.skipped_modules()):

@@ -16,6 +16,8 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from egeria_cache.kinds import kind_name
+
 __all__ = ["ContentHash", "ContentProbe", "describe", "digest", "is_content"]
 
 _MADE_IN_PYTHON = 1 << 9
@@ -44,7 +46,7 @@ def describe(value: Any, depth: int = 6) -> bytes:
     if isinstance(value, np.generic | torch.dtype | torch.device | torch.Size | enum.Enum):
         return repr(value).encode()
     if isinstance(value, type):
-        return f"{value.__module__}.{value.__qualname__}".encode()
+        return kind_name(value).encode()
     if isinstance(value, ModuleType | nn.Module | FunctionType | MethodType):
         return str(getattr(value, "__name__", type(value).__qualname__)).encode()
     kind = type(value).__qualname__.encode()

@@ -1,0 +1,30 @@
+"""Names of modules and classes that two runs agree on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+__all__ = ["home", "kind_name"]
+
+_MAIN = ("__main__", "__mp_main__")
+"""The script that runs, and the same in a process that it has spawned."""
+
+
+def home(module: str) -> str:
+    """Return the name of a Python module; of the script that runs, what importing it would give.
+
+    So what `python train.py` stores is found by whoever imports `train`, and the other way round.
+    """
+    main = sys.modules.get(module) if module in _MAIN else None
+    if main is None:
+        return module
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if spec is not None:
+        return str(spec.name)
+    return module if file is None else Path(file).stem
+
+
+def kind_name(kind: type) -> str:
+    """Return the qualified name of a class."""
+    return f"{home(kind.__module__)}.{kind.__qualname__}"
