@@ -25,6 +25,10 @@ from egeria_cache.store import ActivationStore, Generation
 __all__ = ["CacheHost", "device_of"]
 
 log = logging.getLogger("egeria")
+_FORKED = (
+    "this process was forked from the one that made the cache, and has none of its threads; "
+    "`cache.reopen()` takes it up (Lightning: `EgeriaCallback`)"
+)
 TOLD_CHAINS = 3
 """Different operations on the first batches, before it is said that none has come again yet."""
 
@@ -114,6 +118,9 @@ class CacheHost:
     def _view_at(self, cut: Cut, batch: Batch) -> View | None:
         """Return the view that this batch is stored in, opened anew where that has to be."""
         if self._status.is_forked:
+            if self._counts.why_not != _FORKED:
+                self._counts.why_not = _FORKED
+                log.warning("nothing is cached here: %s", _FORKED)
             return None
         name = batch.loader_name
         opened = self._opened.get(name)

@@ -104,6 +104,35 @@ def test_the_deepest_frozen_block_is_found_on_the_first_call(directory):
     assert stats.hits == 64  # of the second and third epoch, all
 
 
+def test_a_resumed_run_finds_what_was_stored_from_its_first_epoch_on(directory):
+    """Which version of its samples the next epoch has is not to wait for the boundary."""
+    model = Blocks()
+    freeze(model, "stem", "blocks.0", "blocks.1")
+    with ActivationCache(model, directory, "auto", gate="always") as cache:
+        loader = EgeriaLoader(data(), batch_size=8, cache=cache)
+        train(model, loader, 2)
+        state = loader.state_dict()
+    with ActivationCache(model, directory, "auto", gate="always", audit_rate=0) as cache:
+        loader = EgeriaLoader(data(), batch_size=8, cache=cache)
+        loader.load_state_dict(state)
+        train(model, loader, 1)
+        assert loader.variant == 0
+        assert cache.stats().hits == 24  # all but the first batch, which finds the boundary
+
+
+def test_epochs_that_pass_unfrozen_keep_their_versions_when_resumed(directory):
+    model = Blocks()
+    freeze(model)
+    with ActivationCache(model, directory, "auto", gate="always") as cache:
+        loader = EgeriaLoader(data(), batch_size=8, cache=cache)
+        train(model, loader, 2)
+        resumed = EgeriaLoader(data(), batch_size=8, cache=cache)
+        resumed.load_state_dict(loader.state_dict())
+        cache.set_boundary("auto")
+        next(iter(resumed))
+        assert resumed.variant == 2
+
+
 def test_models_without_blocks_are_cut_too(directory):
     model = Plain()
     freeze(model, "early")

@@ -21,7 +21,10 @@ CONFIGS = {
     "split": {"split_batches": True},
     "uneven": {"even_batches": False},
     "stateful": {"use_stateful_dataloader": True},
-}
+    "stateful, seedable": {
+        "use_stateful_dataloader": True, "use_seedable_sampler": True, "data_seed": 3,
+    },
+}  # fmt: skip
 
 
 def both(directory, **kwargs):
@@ -38,8 +41,6 @@ def assert_alike(ours, plain):
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_prepared_loader_serves(directory, config):
     ours = train(directory, dataloader_config=DataLoaderConfiguration(**config))
-    # torchdata's loader, which Accelerate would take, shuffles in another order than DataLoader.
-    config = config | {"use_stateful_dataloader": False}
     plain = train(None, dataloader_config=DataLoaderConfiguration(**config))
     assert_alike(ours, plain)
     assert ours.hits >= 2 * 42

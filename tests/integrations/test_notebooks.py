@@ -224,6 +224,7 @@ def test_a_fork_after_use_trains_on_in_the_child_and_in_the_parent(workers):
                 own += [F.cross_entropy(model(x), y).item() for x, y in begun]
             own += train_steps(model, loader, optimizer, 2)[0]
             assert cache.stats().hits == 48
+            assert "cache.reopen()" in cache.stats().why_not
             os.write(writing, repr(own).encode())
 
         assert fork(child) == 0
