@@ -120,6 +120,17 @@ class PaddingError(BoundaryError):
         )
 
     @classmethod
+    def unseen(cls, boundary: str) -> str:
+        """Say that nothing shows whether the loop reads padding."""
+        return (
+            f"padded batches are not served at {boundary!r} yet: the model returns a tensor that "
+            "is padded itself, and no gradient has shown that the loss leaves its padding alone "
+            "(the model is called without gradients, or what it returns is detached); let the model "
+            "reduce it under the mask, or say ActivationCache(padding='unread') if your loop reads "
+            "nothing there"
+        )
+
+    @classmethod
     def not_shorter(cls, boundary: str, error: Exception) -> PaddingError:
         """The model fails where some samples of a batch are given alone, with less padding."""
         return cls(

@@ -57,6 +57,9 @@ class MemoryHost:
         """Cannot happen here."""
         raise RuntimeError(reason)
 
+    def unproved(self, reason: str) -> None:
+        """Nothing here is padded."""
+
     def refused(self, error: BoundaryError) -> None:
         """Cannot happen here."""
         raise error

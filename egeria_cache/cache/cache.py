@@ -62,6 +62,9 @@ class ActivationCache:
         dropout: What dropout layers of the frozen prefix do in training mode: "off", they pass
             their input on; "stateless", they drop what seed, sample and variant decide, so that
             each sample has `augmentation_variants` masks.
+        padding: What the loop does with a tensor of the model's output that is as long as its
+            padded batch: "proved", nothing is served before gradients have shown that the loss
+            reads none of its padding; "unread", you say so.
 
     Raises:
         BoundaryError: The model has no such module, or it is trainable.
@@ -82,6 +85,7 @@ class ActivationCache:
         gate: str = "auto",
         force_network: bool = False,
         dropout: str = "off",
+        padding: str = "proved",
     ) -> None:
         if ring_batches < 1:
             raise ValueError(f"ring_batches must be at least 1, got {ring_batches}")
@@ -91,11 +95,14 @@ class ActivationCache:
             raise ValueError(f"gate must be 'auto', 'always' or 'never', got {gate!r}")
         if dropout not in ("off", "stateless"):
             raise ValueError(f"dropout must be 'off' or 'stateless', got {dropout!r}")
+        if padding not in ("proved", "unread"):
+            raise ValueError(f"padding must be 'proved' or 'unread', got {padding!r}")
         self.model = model
         self.directory = Path(directory).expanduser().absolute()
         self._settings = {
             "limit": limit, "codec": codec, "ring_batches": ring_batches, "audit_rate": audit_rate,
             "gate": gate, "force_network": force_network, "dropout": dropout,
+            "padding": padding,
         }  # fmt: skip
         self._asked: tuple[str | None, bool] = boundary, True
         """The boundary that was last asked for, and whether by hand."""
@@ -119,7 +126,10 @@ class ActivationCache:
             model, self._store, status, self._views, pilot, self._accounts, trial,
             settings["audit_rate"],
         )  # fmt: skip
-        self._engine = SkipEngine(model, host, stateless_dropout=settings["dropout"] == "stateless")
+        self._engine = SkipEngine(
+            model, host, stateless_dropout=settings["dropout"] == "stateless",
+            padding_unread=settings["padding"] == "unread",
+        )  # fmt: skip
         self._moves = Boundary(self._engine, status, self._views, pilot, self._accounts)
         self.port = LoaderPort(
             status, self._moves, self._views, host, pilot, self._accounts, self._readers,

@@ -66,7 +66,7 @@ class CacheHost:
         self._counts = accounts.counts
         self._model_called = accounts.model_called
         self._trial = trial
-        self._told_chains = ""
+        self._told_chains = self._told_unproved = ""
         self._restless_since: str | None = None
         """Why nothing is served until the prefix has been still for a while."""
         self._audits = AuditPlan(audit_rate, lambda: pilot.saved_s)
@@ -240,7 +240,7 @@ class CacheHost:
 
     def audited(self, batch: Batch, entry: Entry) -> np.ndarray | None:
         """Choose the hits to be recomputed from the raw sample."""
-        if self._counts.why_not == self._told_chains:
+        if self._counts.why_not in (self._told_chains, self._told_unproved):
             self._counts.why_not = None
         number = batch.context.task.number
         rows = self._audits.choose(batch.loader_name, id(entry.cut), number, entry.hit)
@@ -306,6 +306,12 @@ class CacheHost:
             "they come, or do what changes them after the boundary or in the data set",
             reason,
         )
+
+    def unproved(self, reason: str) -> None:
+        """What is stored is not served as long as something has not been shown: say so, once."""
+        if self._told_unproved != reason:
+            log.warning(reason)
+        self._told_unproved = self._counts.why_not = reason
 
     def refused(self, error: BoundaryError) -> None:
         """The model cannot be cut here; where it could be before, that is no error of training."""

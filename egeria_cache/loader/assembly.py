@@ -167,7 +167,8 @@ class Assembly:
         try:
             lengths = Lengths(padding, self._measured(plan, loaded), padding.sizes(leaves))
         except Exception as error:  # of the data set's or the collate function's own, too
-            self.cache.leave_uncached(self._source.key, f"its samples cannot be measured: {error}")
+            why_not = str(error) if isinstance(error, EgeriaError) else repr(error)
+            self.cache.leave_uncached(self._source.key, why_not)
             return None
         longest = tuple(lengths.own.max(0).tolist())
         if longest == lengths.whole:
@@ -180,11 +181,23 @@ class Assembly:
         return None
 
     def _measured(self, plan: Plan, loaded: Loaded) -> np.ndarray:
-        if loaded.lengths is not None and loaded.axes == self._source.axes:
-            return loaded.lengths
-        task = plan.whole(self._seed)  # it was loaded before it was known that it has to be
-        rows = np.ones(len(plan.ids), bool) if plan.entry is None else ~plan.entry.hit
-        return self._source.measure(task.take(rows))
+        """Return the lengths of loaded samples, int64, shape (B, axes).
+
+        Raises:
+            EgeriaError: They cannot be told, or a sample is not in its place in the batch.
+        """
+        if loaded.lengths is None or loaded.axes != self._source.axes:
+            task = plan.whole(self._seed)  # it was loaded before it was known that it has to be
+            rows = np.ones(len(plan.ids), bool) if plan.entry is None else ~plan.entry.hit
+            loaded = self._source.measure(task.take(rows))
+        if loaded.lengths is None:
+            raise EgeriaError("its samples cannot be measured one by one")
+        if loaded.differs is not None:
+            raise EgeriaError(
+                f"in leaf {loaded.differs!r} of a batch a sample does not stand in its place, or "
+                "is not what it is alone: the collate_fn sorts or mixes samples"
+            )
+        return loaded.lengths
 
     def _joint_lengths(self, plan: Plan, entry: PlannedEntry, loaded: Loaded) -> Lengths | None:
         """Return how long hits and misses are together; None if the misses cannot tell."""

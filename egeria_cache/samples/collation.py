@@ -15,8 +15,9 @@ from torch import Tensor
 
 from egeria_cache.batch import Axis, Padding, is_rows
 from egeria_cache.ragged import Dims, blank
+from egeria_cache.samples.content import same_values
 
-__all__ = ["find_padding", "given_values", "own_lengths"]
+__all__ = ["differing_leaf", "find_padding", "given_values", "own_lengths"]
 
 
 def find_padding(
@@ -58,6 +59,33 @@ def find_padding(
 def own_lengths(axes: Sequence[Axis], leaves: Mapping[str, Any]) -> list[int]:
     """Return how long a sample that was collated alone is along each axis."""
     return [leaves[axis.leaf].shape[axis.dim + 1] for axis in axes]
+
+
+def differing_leaf(
+    axes: Sequence[Axis], together: Mapping[str, Any], alone: Sequence[Mapping[str, Any]]
+) -> str | None:
+    """Name a leaf of a batch in which a sample is not, in its place, what it is alone.
+
+    Args:
+        axes: Along which the samples are padded.
+        together: The leaves of the batch, by path.
+        alone: The leaves of each of its samples, in order.
+    """
+    for path, whole in together.items():
+        if not is_rows(whole, len(alone)):
+            continue
+        dims = tuple((axis.dim, axis.left) for axis in axes if axis.leaf == path)
+        for row, leaves in zip(whole, alone, strict=True):
+            other = leaves.get(path)
+            if not is_rows(other, 1):
+                continue
+            assert other is not None
+            known, here = other[0], row
+            if isinstance(known, Tensor) and isinstance(row, Tensor):
+                here = _row(row, dims, known.shape) if row.dim() == known.dim() else row
+            if not same_values(here, known):
+                return path
+    return None
 
 
 def given_values(given: Mapping[Any, Any], leaves: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from torch.utils.data import get_worker_info
 
 from egeria_cache.batch import Axis, SampleId, flatten, sample_seed
-from egeria_cache.samples.collation import own_lengths
+from egeria_cache.samples.collation import differing_leaf, own_lengths
 from egeria_cache.samples.fingerprint import Look, look
 from egeria_cache.samples.generators import GENERATORS
 
@@ -69,6 +69,8 @@ class Loaded(NamedTuple):
     """The task's."""
     lengths: npt.NDArray[np.int64] | None = None
     """Of the samples along these axes, shape (B, axes); None if they were not measured."""
+    differs: str | None = None
+    """A leaf in which a sample is not in its place what it is alone, where they were measured."""
 
 
 class SampleLoader:
@@ -229,8 +231,10 @@ class CollateLoaded:
         # Copies: collate functions pad the very lists that they are given.
         alone = [copy.deepcopy(sample) for sample in samples]
         data = self.collate(samples)
-        lengths = [own_lengths(axes, flatten(self.collate([one]), 1)[1]) for one in alone]
-        return loaded._replace(data=data, lengths=np.array(lengths, np.int64))
+        leaves = [flatten(self.collate([one]), 1)[1] for one in alone]
+        lengths = np.array([own_lengths(axes, one) for one in leaves], np.int64)
+        differs = differing_leaf(axes, flatten(data, len(samples))[1], leaves)
+        return loaded._replace(data=data, lengths=lengths, differs=differs)
 
 
 class SeededWorkerInit:

@@ -199,17 +199,10 @@ class LoaderSource:
         """Along which every sample has to be measured when it is loaded."""
         return () if self.study.padding is None else self.study.padding.axes
 
-    def measure(self, task: Task) -> np.ndarray:
-        """Return the lengths of samples that are loaded for that, int64, shape (B, axes).
-
-        Raises:
-            TypeError: The data set gives no list of samples.
-        """
+    def measure(self, task: Task) -> Loaded:
+        """Load samples once more, measured along the axes."""
         with preserved():  # the collate function may draw, which will be found out
-            lengths = self._answer(task._replace(axes=self.axes)).lengths
-        if lengths is None:
-            raise TypeError("samples can only be measured one by one")
-        return lengths
+            return self._answer(task._replace(axes=self.axes))
 
     def _look_at(self, indices: list[int] | None) -> Look:
         if indices is None:  # any that the data set surely takes

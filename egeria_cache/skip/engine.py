@@ -34,7 +34,7 @@ from egeria_cache.skip.serve.cut import Cut, merge
 from egeria_cache.skip.serve.invocation import Invocation
 from egeria_cache.skip.serve.recipe import Recipe
 from egeria_cache.skip.serve.thaw import ThawWatch
-from egeria_cache.skip.serve.unread import awaits_proof, watched
+from egeria_cache.skip.serve.unread import MAX_WATCHED, awaits_proof, watched
 from egeria_cache.skip.state.code import reached
 from egeria_cache.skip.state.content import ContentHash
 from egeria_cache.skip.state.guards import PrefixGuard
@@ -86,6 +86,9 @@ class SkipHost(Protocol):
     def uncached(self, reason: str) -> None:
         """Several calls under a boundary came with batches that cannot be served."""
 
+    def unproved(self, reason: str) -> None:
+        """What is stored is not served as long as something has not been shown."""
+
     def refused(self, error: BoundaryError) -> None:
         """The model cannot be cut here; if this returns, the engine goes on uncached."""
 
@@ -106,15 +109,22 @@ class SkipEngine:
         model: The model, possibly wrapped by DistributedDataParallel.
         host: Who keeps the activations.
         stateless_dropout: Whether dropout in the frozen prefix stays active: see `dropout.py`.
+        padding_unread: Whether the user says that the loop reads nothing where a batch is padded.
     """
 
     def __init__(
-        self, model: nn.Module, host: SkipHost, *, stateless_dropout: bool = False
+        self,
+        model: nn.Module,
+        host: SkipHost,
+        *,
+        stateless_dropout: bool = False,
+        padding_unread: bool = False,
     ) -> None:
         self.model = inner_model(model)
         self._attached: AttachedForward | None = None
         self._compiled = is_compiled(model)
         self._is_traced = False
+        self._padding_unread = padding_unread
         self.host = host
         self.boundary: str | None = None
         self.frozen: str | None = None
@@ -210,7 +220,7 @@ class SkipEngine:
             source = recipe if is_same else self._book.find(key, call, cut=entry.cut)
         lengths = call.batch.lengths
         source = None if source is None else source.at(lengths)
-        if entry is None or source is None or awaits_proof(recipe.growth):
+        if entry is None or source is None or self._awaits_proof(recipe):
             return self._miss(recipe, call)
         try:
             stored = entry.load()
@@ -554,6 +564,8 @@ class SkipEngine:
         if twin is None:
             return None
         recipe.cut, recipe.guard = twin.cut, twin.guard
+        if recipe.growth is not None and twin.growth is not None and recipe.growth.outputs:
+            recipe.growth.proof = twin.growth.proof if twin.growth.outputs else recipe.growth.proof
         self._book.add(recipe)
         self._announce(recipe, call)
         return recipe.cut
@@ -589,7 +601,18 @@ class SkipEngine:
             self._announced.add((id(cut), loader))
             self.host.cut_found(call.batch, cut)
 
+    def _awaits_proof(self, recipe: Recipe) -> bool:
+        """Whether nothing shows yet that the loop leaves padding alone; say so if that lasts."""
+        growth = recipe.growth
+        if growth is None or self._padding_unread or not awaits_proof(growth):
+            return False
+        if growth.proof.num_watched >= MAX_WATCHED:
+            self.host.unproved(PaddingError.unseen(recipe.boundary))
+        return True
+
     def _watched(self, recipe: Recipe, call: Invocation, output: Any) -> Any:
+        if self._padding_unread:
+            return output
         found = partial(self._reads_padding, recipe)
         return watched(recipe.growth, output, call.batch.lengths, found)
 

@@ -70,6 +70,9 @@ class FakeHost:
         self.changes.append(reason)
         self.stored.clear()
 
+    def unproved(self, reason):
+        raise AssertionError(reason)
+
     def refused(self, error):
         self.refusals.append(error)
         if self.raise_refusals:

@@ -414,6 +414,47 @@ def test_a_frozen_model_whose_output_a_head_of_the_loop_averages(directory):
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
 
 
+def longest_first(samples):
+    return pad_right(sorted(samples, key=lambda sample: -len(sample[0])))
+
+
+def test_a_collate_function_that_sorts_is_refused_when_it_shows(directory, caplog):
+    """The first batches are in order by chance."""
+    data = Sentences(40)
+    for i in range(16):
+        data.tokens[i] = torch.arange(1, 24 - i)
+    batches = {"batch_sampler": [list(range(i, i + 4)) for i in range(0, 40, 4)]}
+    with both(directory, Encoder, data, longest_first, batches=batches) as stack:
+        plain, served = (run.epochs(3) for run in stack.runs)
+        assert_same(plain, served)
+        assert served.hits == [0, 0, 0]
+        assert "the collate_fn sorts or mixes samples" in served.cache.stats().why_not
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_an_output_that_no_gradient_comes_back_through_waits_for_a_word(directory, grad, caplog):
+    """Detached, or computed without gradients: nothing shows whether its padding is read."""
+
+    def step(model, batch):
+        with torch.set_grad_enabled(grad):
+            hidden = model(batch[0]).detach()
+        assert hidden.numpy().shape == hidden.shape
+        head = torch.zeros(3, 16, requires_grad=True)
+        return F.cross_entropy(F.linear(masked_mean(hidden, batch[0]), head), batch[1])
+
+    for padding, hits in (("proved", [0, 0, 0]), ("unread", [0, 40, 40])):
+        kwargs = {"step": step, "front": ("embed", "layers", "head", "layers.2"),
+                  "options": {"padding": padding}}  # fmt: skip
+        place = directory / padding
+        with both(place, lambda: Encoder(pool="none"), Sentences(40), pad_right, **kwargs) as stack:
+            plain, served = (run.epochs(3) for run in stack.runs)
+            assert_same(plain, served)
+            assert served.hits == hits
+            told = served.cache.stats().why_not or ""
+            assert ("padding='unread'" in told) is (padding == "proved")
+    assert caplog.text.count("are not served at 'layers.2' yet") == 1
+
+
 def shortest(samples):
     tokens, labels = zip(*samples, strict=True)
     size = min(map(len, tokens))

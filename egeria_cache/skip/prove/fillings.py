@@ -74,7 +74,7 @@ def find_output_axes(evidence: Evidence, recipe: Recipe, outputs: Sequence[Any])
             raise PaddingError.reads_padding(recipe.boundary, "the model's output")
         axes[index] = axis
     growth.outputs = axes
-    growth.unproved = CALLS_TO_PROVE if axes else 0
+    growth.proof.num_missing = CALLS_TO_PROVE if axes else 0
 
 
 def _axis_of(

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from egeria_cache.skip.serve.cut import TensorSpec
-from egeria_cache.skip.serve.padded import OutputAxis, RowGrowth
+from egeria_cache.skip.serve.padded import OutputAxis, Proof, RowGrowth
 from egeria_cache.skip.serve.rule import Rule
 from egeria_cache.skip.serve.step import Slot, StepPlan
 
@@ -41,12 +41,8 @@ class Growth:
     """As they were seen at some lengths."""
     outputs: Mapping[int, OutputAxis] = field(default_factory=dict)
     """Leaves of the model's output that are padded."""
-    unproved: int = 0
-    """Calls to be computed yet, to see whether their gradient comes from padding."""
-    num_watched: int = 0
-    """Calls whose output's gradient was waited for, or could have been."""
-    seen: Any = None
-    """What came of the last of them (`unread.py`)."""
+    proof: Proof = field(default_factory=Proof)
+    """That the loss does not read them."""
 
     def steps(self, known: Sequence[StepPlan], whole: Whole) -> list[StepPlan] | None:
         """Return the steps for batches of these lengths; None if they have to be seen first."""

@@ -13,7 +13,7 @@ from egeria_cache.batch import Lengths
 from egeria_cache.ragged import Dims, PaddedRows, blank, pad_rows, widen
 from egeria_cache.skip.serve.rule import Rule
 
-__all__ = ["OutputAxis", "RowGrowth"]
+__all__ = ["OutputAxis", "Proof", "RowGrowth"]
 
 Whole = tuple[int, ...]
 
@@ -67,6 +67,18 @@ class RowGrowth:
         if isinstance(rows, Tensor):
             return widen(rows, self.dims, known, self.fill)
         return pad_rows(rows, self.dims, known, self.fill)
+
+
+@dataclass(slots=True)
+class Proof:
+    """Whether the loss reads what a model gives where its batch is padded: see `unread.py`."""
+
+    num_missing: int = 0
+    """Calls to be computed yet, to see whether their gradient comes from padding."""
+    num_watched: int = 0
+    """Calls whose gradient was waited for, or could have been."""
+    seen: Any = None
+    """What came of the last of them."""
 
 
 @dataclass(frozen=True, slots=True)

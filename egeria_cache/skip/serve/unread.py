@@ -16,26 +16,30 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from egeria_cache.batch import Lengths
 from egeria_cache.skip.serve.growth import Growth
-from egeria_cache.skip.serve.padded import OutputAxis
+from egeria_cache.skip.serve.padded import OutputAxis, Proof
 
-__all__ = ["CALLS_TO_PROVE", "awaits_proof", "watched"]
+__all__ = ["CALLS_TO_PROVE", "MAX_WATCHED", "awaits_proof", "watched"]
 
 CALLS_TO_PROVE = 2
 """Computed batches whose gradient must be zero in the padding before anything is served."""
-_MAX_WATCHED = 8
-"""Calls that are computed for that; what comes without a backward is no training."""
-_AGAIN_EVERY = 64
+MAX_WATCHED = 8
+"""Calls whose gradient is waited for; then it is said that none has come."""
+_AGAIN_EVERY = 8
 """Calls after which it is looked again."""
 _NEGLIGIBLE = 1e-6
 """Of the largest gradient."""
 
 
 def awaits_proof(growth: Growth | None) -> bool:
-    """Whether a call has to be computed plainly, for its gradient to be looked at."""
-    if growth is None or not growth.unproved or not torch.is_grad_enabled():
+    """Whether a call has to be computed plainly: nothing shows yet that the loss reads no padding.
+
+    Nor does anything show it where no gradient is recorded; what was proved in training holds there
+    as well.
+    """
+    if growth is None or not growth.proof.num_missing:
         return False
-    _take_in(growth)
-    return bool(growth.unproved) and growth.num_watched < _MAX_WATCHED
+    _take_in(growth.proof)
+    return growth.proof.num_missing > 0
 
 
 def watched(
@@ -52,15 +56,18 @@ def watched(
         lengths: Of the batch.
         found: Called if the loss reads what is padded.
     """
-    if growth is None or lengths is None or not growth.outputs or not torch.is_grad_enabled():
+    if growth is None or lengths is None or not growth.outputs:
         return output
-    _take_in(growth)
-    growth.num_watched += 1
-    is_proving = growth.unproved and growth.num_watched <= _MAX_WATCHED
-    if not is_proving and growth.num_watched % _AGAIN_EVERY:
+    proof = growth.proof
+    _take_in(proof)
+    proof.num_watched += 1
+    if not torch.is_grad_enabled():
+        return output
+    is_proving = proof.num_missing > 0
+    if not is_proving and proof.num_watched % _AGAIN_EVERY:
         return output
     leaves, spec = tree_flatten(output)
-    seen = growth.seen = Seen()
+    seen = proof.seen = Seen()
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             continue
@@ -75,12 +82,24 @@ def watched(
         elif is_proving:
             root = leaf.detach().requires_grad_()
             root.register_hook(look)
-            leaves[index] = root.clone()  # the loop may write into it
+            leaves[index] = root.clone().as_subclass(Followed)  # the loop may write into it
     seen.has_padding = any(
         axis.is_padding(lengths, leaves[index].shape[axis.dim]).any()
         for index, axis in growth.outputs.items()
     )
     return tree_unflatten(leaves, spec)
+
+
+class Followed(Tensor):
+    """A tensor with a gradient that may be used as if it had none."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.detach().numpy(force=force)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.detach().__array__(*args, **kwargs)
 
 
 class Seen:
@@ -96,11 +115,11 @@ class Seen:
         self.came_back = True
 
 
-def _take_in(growth: Growth) -> None:
-    """Count the last call that was watched as a proof, if it was one."""
-    seen, growth.seen = growth.seen, None
+def _take_in(proof: Proof) -> None:
+    """Count the last call that was watched, if its gradient has come."""
+    seen, proof.seen = proof.seen, None
     if seen is not None and seen.has_padding and seen.came_back:
-        growth.unproved = max(0, growth.unproved - 1)
+        proof.num_missing = max(0, proof.num_missing - 1)
 
 
 def _look(
