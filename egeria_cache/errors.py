@@ -125,9 +125,9 @@ class PaddingError(BoundaryError):
         return (
             f"padded batches are not served at {boundary!r} yet: the model returns a tensor that "
             "is padded itself, and no gradient has shown that the loss leaves its padding alone "
-            "(the model is called without gradients, or what it returns is detached); let the model "
-            "reduce it under the mask, or say ActivationCache(padding='unread') if your loop reads "
-            "nothing there"
+            "(the model is called without gradients, or what it returns is detached); let the "
+            "model reduce it under the mask, or say ActivationCache(padding='unread') if your loop "
+            "reads nothing there"
         )
 
     @classmethod
