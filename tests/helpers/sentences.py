@@ -75,6 +75,10 @@ class Encoder(nn.Module):
             hidden = self.norm(hidden.transpose(1, 2)).transpose(1, 2)
         if self.pool == "none":
             return hidden
+        if self.pool == "folded":
+            return hidden.flatten(0, 1)
+        if self.pool == "time first":
+            return hidden.transpose(0, 1)
         if self.pool == "first":
             return self.head(hidden[:, 0])
         if self.pool == "mean":

@@ -363,6 +363,30 @@ def test_a_loss_of_the_loop_that_respects_the_mask(directory):
         assert served.hits == [0, 40, 40]
 
 
+def over_tokens(form: str, *, padding: bool) -> Callable[..., Any]:
+    """Predict each token, from an output of another form; with or without what is padded."""
+
+    def step(model: nn.Module, batch: Any) -> Any:
+        scores, tokens = model(batch[0])[..., :3], batch[0]
+        if form == "time first":
+            scores = scores.transpose(0, 1)
+        targets = torch.where(tokens == 0, 0 if padding else -100, tokens % 3)
+        return F.cross_entropy(scores.reshape(-1, 3), targets.flatten(), ignore_index=-100)
+
+    return step
+
+
+@pytest.mark.parametrize("form", ["folded", "time first"])
+def test_outputs_of_other_forms(directory, form):
+    for padding, hits in ((False, [0, 40, 40]), (True, [0, 0, 0])):
+        kwargs = {"step": over_tokens(form, padding=padding)}
+        place, data = directory / str(padding), Sentences(40)
+        with both(place, lambda: Encoder(pool=form), data, pad_right, **kwargs) as stack:
+            plain, served = (run.epochs(3) for run in stack.runs)
+            assert_same(plain, served)
+            assert served.hits == hits
+
+
 REFUSED = {
     "attention without a mask": (lambda: Encoder(masked=False), classify, "'layers.0' depends"),
     "a mean over all positions": (lambda: Encoder(pool="mean"), classify, "output depends"),

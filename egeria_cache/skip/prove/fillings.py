@@ -6,7 +6,7 @@ padding; whether the loss reads that is seen in its gradient (`serve/unread.py`)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,26 +82,37 @@ def _axis_of(
 ) -> OutputAxis | None:
     """Return the dimension along which all differences lie in the padding."""
     a, b, c = leaves
-    if not a.dim() or a.shape[0] != size:
-        return None
     axes = range(len(lengths.whole))
     rules = [Rule.longer_by(offset, axis) for offset in (0, -1, 1) for axis in axes]
     rules += [rule for found in growth.rules.values() for rule in found.values()]
     for rule in rules:
-        for dim in range(1, a.dim()):
-            if a.shape[dim] != rule.at(lengths.whole):
-                continue
-            found = OutputAxis(dim, rule, growth.lefts[rule.axis])
+        length = rule.at(lengths.whole)
+        for form, dim in _places(a, size, length):
+            found = OutputAxis(dim, rule, growth.lefts[rule.axis], form)
             pairs = _outside(a, b, found, lengths), _outside(a, c, found, lengths)
             if all(difference(x, y) <= tolerance(x) for x, y in pairs):
                 return found
     return None
 
 
+def _places(tensor: Tensor, size: int, length: int | None) -> Iterator[tuple[str, int]]:
+    """Yield (form, dimension) where a tensor may have so many positions for each sample."""
+    shape = tensor.shape
+    if length is None or not shape:
+        return
+    if shape[0] == size:
+        yield from (("rows", dim) for dim in range(1, len(shape)) if shape[dim] == length)
+    if shape[:2] == (length, size):
+        yield "time", 1
+    if shape[0] == length * size:
+        yield "folded", 1
+
+
 def _outside(a: Tensor, b: Tensor, axis: OutputAxis, lengths: Lengths) -> tuple[Tensor, Tensor]:
     """Return what two outputs hold elsewhere than in the padding."""
-    inside = torch.from_numpy(~axis.is_padding(lengths, a.shape[axis.dim])).to(a.device)
-    return a.movedim(axis.dim, 1)[inside], b.movedim(axis.dim, 1)[inside]
+    a, b = (axis.arranged(tensor, len(lengths.own)) for tensor in (a, b))
+    inside = torch.from_numpy(~axis.is_padding(lengths, a.shape[1])).to(a.device)
+    return a[inside], b[inside]
 
 
 def compared(

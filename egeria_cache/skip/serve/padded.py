@@ -86,10 +86,19 @@ class OutputAxis:
     """Where one leaf of the model's output is padded: users see it, and may use it."""
 
     dim: int
-    """Of the tensor; dimension 0 are the samples."""
+    """Behind that of the samples, once these come first; at least 1."""
     rule: Rule
     """How its size follows the lengths."""
     left: bool
+    form: str = "rows"
+    """"rows": samples come first; "time": they come second; "folded": samples and positions are one
+    dimension."""
+
+    def arranged(self, tensor: Tensor, batch_size: int) -> Tensor:
+        """Return a view whose first dimension are samples, and whose second is this one."""
+        if self.form == "folded":
+            return tensor.reshape(batch_size, -1, *tensor.shape[1:])
+        return tensor.transpose(0, 1) if self.form == "time" else tensor.movedim(self.dim, 1)
 
     def is_padding(self, lengths: Lengths, size: int) -> np.ndarray:
         """Return where samples are padded: bool, shape (B, size)."""

@@ -84,7 +84,7 @@ def watched(
             root.register_hook(look)
             leaves[index] = root.clone().as_subclass(Followed)  # the loop may write into it
     seen.has_padding = any(
-        axis.is_padding(lengths, leaves[index].shape[axis.dim]).any()
+        axis.is_padding(lengths, axis.arranged(leaves[index], len(lengths.own)).shape[1]).any()
         for index, axis in growth.outputs.items()
     )
     return tree_unflatten(leaves, spec)
@@ -125,12 +125,11 @@ def _take_in(proof: Proof) -> None:
 def _look(
     seen: Seen, axis: OutputAxis, lengths: Lengths, found: Callable[[], None], grad: Tensor
 ) -> None:
-    size = grad.detach().abs()
-    rest = [dim for dim in range(grad.dim()) if dim not in (0, axis.dim)]
-    largest = (size.amax(rest) if rest else size).cpu()
+    size = axis.arranged(grad.detach(), len(lengths.own)).abs()
+    largest = (size.flatten(2).amax(2) if size.dim() > 2 else size).cpu()
     if not largest.isfinite().all():
         return  # a scaled loss that overflowed
     seen.came_back = True
-    padding = torch.from_numpy(axis.is_padding(lengths, grad.shape[axis.dim]))
+    padding = torch.from_numpy(axis.is_padding(lengths, size.shape[1]))
     if padding.any() and largest[padding].max() > _NEGLIGIBLE * largest.max():
         found()
