@@ -6,6 +6,7 @@ dimension 0 is the first one behind the samples'.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, overload
 
@@ -73,6 +74,8 @@ def pad_rows(rows: Sequence[Tensor], dims: Dims, whole: Sequence[int], fill: Any
         shape[dim] = size
     if all(list(row.shape) == shape for row in rows):
         return torch.stack(tuple(rows))
+    if len(dims) == 1 and dims[0][0] == 0:
+        return _joined(rows, dims[0][1], shape, fill)
     out = rows[0].new_empty((len(rows), *shape))
     if len(dims) > 1:
         out.fill_(fill)
@@ -85,6 +88,17 @@ def pad_rows(rows: Sequence[Tensor], dims: Dims, whole: Sequence[int], fill: Any
             if rest:
                 target.narrow(dim, 0 if left else sizes[0], rest).fill_(fill)
     return out
+
+
+def _joined(rows: Sequence[Tensor], left: bool, shape: Sequence[int], fill: Any) -> Tensor:
+    """Pad the first dimension: rows and padding one behind the other, in one call for all."""
+    inner = math.prod(shape[1:])
+    rest = [(shape[0] - len(row)) * inner for row in rows]
+    padding = rows[0].new_full((max(rest),), fill)
+    pieces = []
+    for row, size in zip(rows, rest, strict=True):
+        pieces += [padding[:size], row.reshape(-1)] if left else [row.reshape(-1), padding[:size]]
+    return torch.cat(pieces).view(len(rows), *shape)
 
 
 def widen(padded: Tensor, dims: Dims, whole: Sequence[int], fill: Any) -> Tensor:

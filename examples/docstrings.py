@@ -7,6 +7,7 @@ twenty has more than 170. The task is to tell which package one comes from.
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import sysconfig
 import warnings
@@ -46,19 +47,23 @@ class Docstrings(Dataset[Sample]):
     """
 
     def __init__(self, packages: Sequence[str] = PACKAGES, max_length: int = 128) -> None:
-        self.samples: list[Sample] = [
+        found = [
             (_codes(text, max_length), label)
             for label, package in enumerate(packages)
             for text in _docstrings(package)
         ]
-        self.num_classes = len(packages)
+        self._words = torch.tensor([code for codes, _ in found for code in codes])
+        self.labels = [label for _, label in found]
+        self.lengths = [len(codes) for codes, _ in found]
+        self._ends = list(itertools.accumulate(self.lengths))
         self.max_length = max_length
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self.labels)
 
     def __getitem__(self, index: int) -> Sample:
-        return self.samples[index]
+        end = self._ends[index]
+        return self._words[end - self.lengths[index] : end], self.labels[index]
 
 
 def pad(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
@@ -132,7 +137,6 @@ def _docstrings(package: str) -> Iterator[str]:
                 yield text
 
 
-def _codes(text: str, max_length: int) -> Tensor:
+def _codes(text: str, max_length: int) -> list[int]:
     words = _WORD.findall(text.lower())[: max_length - 1]
-    codes = [2 + zlib.crc32(word.encode()) % (VOCABULARY - 2) for word in words]
-    return torch.tensor([START, *codes])
+    return [START, *(2 + zlib.crc32(word.encode()) % (VOCABULARY - 2) for word in words)]

@@ -29,7 +29,7 @@ from egeria_cache.store.records.layout import (
 from egeria_cache.store.records.record import open_record, plain_value
 from egeria_cache.store.records.values import RecordError
 
-__all__ = ["Batch", "Spread", "fill"]
+__all__ = ["PARALLEL_COPY_BYTES", "Batch", "Spread", "fill", "fill_one"]
 
 T = TypeVar("T")
 
@@ -122,7 +122,7 @@ def fill(
 
     for left in spread(work, len(keys), len(keys) * batch.shared_bytes):
         for row in left:
-            _fill_one(segment, spans[row], keys[row], row, batch)
+            fill_one(segment, spans[row], keys[row], row, batch)
 
 
 def _fill_plain(
@@ -312,14 +312,14 @@ def _decode_tensors(
     return failed
 
 
-def _fill_one(segment: Segment, span: Any, key: bytes, row: int, batch: Batch) -> None:
+def fill_one(segment: Segment, span: Any, key: bytes, row: int, batch: Batch) -> None:
     """Read a record of another layout, or say what is wrong with it."""
     try:
-        record = open_record(key, segment.record(*span.tolist()), batch.identity)
+        record, coder = open_record(key, segment.record(*span.tolist()), batch.identity), Coder()
         batch.odd[row] = {
             entry.name: record.value(position)
             if entry.dtype is None
-            else record.tensor(position, Coder())
+            else record.tensor(position, coder)
             for position, entry in enumerate(record.layout.fields)
         }
         batch.hit[row] = True

@@ -26,6 +26,7 @@ from egeria_cache.store.records.keys import SampleId, decode_key, encode_keys
 from egeria_cache.store.records.layout import CHECKSUM_BYTES, Head
 from egeria_cache.store.records.record import open_record
 from egeria_cache.store.records.values import RecordError
+from egeria_cache.store.varied import fill_varied
 from egeria_cache.threads import compute_on_one_core
 
 __all__ = ["BatchReader", "Fetched"]
@@ -36,6 +37,10 @@ T = TypeVar("T")
 
 MIN_BYTES_PER_THREAD = 512 * 1024
 """Decoding less takes about as long as waking a thread."""
+
+MANY_ODD = 0.25
+"""Part of a batch's records. Where more have another shape than the first one had, they are not
+looked for together any more."""
 
 
 @dataclass(slots=True)
@@ -88,8 +93,12 @@ class BatchReader:
             if template is None:
                 return Fetched(False, {}, nothing, self._forget(files, corrupt))
         batch = Batch(*template, files.identity, len(keys), pin_memory, nothing)
-        fill(segment, spans, keys, batch, self._spread)
-        fields = assemble(batch) if batch.columns else {}
+        if files.is_varied:
+            fields = fill_varied(segment, spans, keys, batch, self._spread)
+        else:
+            fill(segment, spans, keys, batch, self._spread)
+            files.is_varied = len(batch.odd) > MANY_ODD * len(keys)
+            fields = assemble(batch) if batch.columns else {}
         num_corrupt = self._forget(files, batch.corrupt)
         if not files.usable:  # became void while we were reading
             batch.hit[:] = False

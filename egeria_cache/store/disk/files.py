@@ -65,6 +65,8 @@ class GenerationFiles:
         self.index, self.totals = Index(), Totals()
         self.template: tuple[Head, memoryview] | None = None
         """Head of an intact record, parsed and as stored: what most others look like."""
+        self.is_varied = False
+        """Many records were seen to have other shapes than that one."""
         self.reason_stopped = absent
         self._pid = os.getpid()
         self._lock = threading.Lock()

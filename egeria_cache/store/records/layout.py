@@ -136,10 +136,16 @@ def parse_head(value: memoryview) -> Head:
     end = _PREFIX.size + 8 * num_fields + layout_bytes
     if layout_bytes > MAX_LAYOUT_BYTES or end > len(value):
         raise RecordError("the head exceeds the record")
-    layout = _parse_layout(bytes(value[end - layout_bytes : end]), num_fields)
-    lengths = struct.unpack_from(f"<{num_fields}Q", value, _PREFIX.size)
-    seed = xxhash.xxh3_64_intdigest(value[CHECKSUM_BYTES:end])
-    return _bounded(layout, lengths, end, seed, len(value))
+    return _parse_head(bytes(value[CHECKSUM_BYTES:end]), num_fields, layout_bytes, len(value))
+
+
+@functools.lru_cache(maxsize=1024)
+def _parse_head(blob: bytes, num_fields: int, layout_bytes: int, record_bytes: int) -> Head:
+    """Many records have the same head, those of raw tensors all of one size."""
+    layout = _parse_layout(blob[len(blob) - layout_bytes :], num_fields)
+    lengths = struct.unpack_from(f"<{num_fields}Q", blob, PREFIX_BYTES - CHECKSUM_BYTES)
+    end = CHECKSUM_BYTES + len(blob)
+    return _bounded(layout, lengths, end, xxhash.xxh3_64_intdigest(blob), record_bytes)
 
 
 def split_lengths(
