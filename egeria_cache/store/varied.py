@@ -140,7 +140,11 @@ def _read(
             same.stored.append(payload)
         batch.hit[row] = True
     pieces = [
-        [piece for entry, same in alike.items() for piece in _decoded(entry, same, keys, batch, coder)]
+        [
+            piece
+            for entry, same in alike.items()
+            for piece in _decoded(entry, same, keys, batch, coder)
+        ]
         for alike in fields
     ]
     return pieces, left
