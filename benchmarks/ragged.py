@@ -1,6 +1,6 @@
 """What padded text costs: bytes of a sample, and an epoch of hits beside an oracle.
 
-    python -m benchmarks.ragged [--rounds 6] [--samples 768] [--threads 1] [--json] [--quick]
+    python -m benchmarks.ragged [--rounds 6] [--samples 2048] [--widths 128 256] [--json] [--quick]
 
 Docstrings of the standard library, at most 128 words, and encoders as BERT's. The oracle trains the
 active part alone on the same padded batches, whose activations lie in memory: nothing can be
@@ -36,7 +36,9 @@ MAX_LENGTH = 128
 BATCH_SIZE = 32
 TOKENS = 1024
 """Of a batch with a budget, with its padding."""
-WARM_UP = 2
+WARM_UP = 1
+NUM_FILLS = 3
+"""Epochs at most until all samples are stored."""
 
 Batches = list[list[int]]
 Batch = tuple[Tensor, Tensor]
@@ -55,7 +57,7 @@ class Shape:
         return round(self.num_layers * 2 / 3)
 
 
-SIZES = ((128, 4), (128, 6), (256, 4))
+SIZES = ((128, 4), (128, 6), (256, 4), (256, 6))
 SHAPES = tuple(Shape(width=width, num_layers=layers) for width, layers in SIZES)
 
 
@@ -176,11 +178,12 @@ class Contest:
 
     def fill(self) -> None:
         """Train until all samples are stored."""
-        for self.epochs.epoch in range(3):
+        for self.epochs.epoch in range(NUM_FILLS):
             self.hits()
             self.cache.flush()
-        if (self.cache.stats().num_samples) < len(self.data):
-            raise RuntimeError(f"not all samples are stored: {self.cache.stats().why_not}")
+            if self.cache.stats().num_samples == len(self.data):
+                return
+        raise RuntimeError(f"not all samples are stored: {self.cache.stats().why_not}")
 
     def hits(self) -> None:
         """One epoch from the cache."""
@@ -195,7 +198,7 @@ class Contest:
     def rounds(self, count: int) -> Iterator[Round]:
         """Yield epochs to be run in turns, each of other batches."""
         for number in range(count):
-            self.epochs.epoch = 3 + number
+            self.epochs.epoch = NUM_FILLS + number
             batches = [pad([self.data[i] for i in ids]) for ids in self.epochs.batches]
             with torch.no_grad():
                 states = [(self.oracle.prefix((b[0],), self.shape.stop), b) for b in batches]
@@ -252,10 +255,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options_of = parser(__doc__)
     options_of.add_argument("--rounds", type=int, default=6)
     options_of.add_argument("--threads", type=int, default=1)
-    options_of.add_argument("--samples", type=int, default=768)
+    options_of.add_argument("--samples", type=int, default=2048)
+    options_of.add_argument("--widths", type=int, nargs="+", default=[128, 256])
     options = options_of.parse_args(argv)
     torch.set_num_threads(options.threads)
-    shapes: Sequence[Shape] = SHAPES
+    shapes = [shape for shape in SHAPES if shape.width in options.widths]
     if options.quick:
         options.samples, options.rounds, shapes = 128, 2, [Shape(width=32, num_layers=3)]
     whole = Docstrings(max_length=MAX_LENGTH)

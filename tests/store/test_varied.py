@@ -1,0 +1,119 @@
+"""Records whose shapes differ, as those of padded samples: each comes back as it was, or not."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from egeria_cache.store import ActivationStore
+from egeria_cache.store.disk.segment import SEGMENT_NAME
+
+LENGTHS = [5, 3, 900, 3, 1, 40, 0, 700, 5, 9]
+
+
+def rows_of(lengths):
+    torch.manual_seed(0)
+    states = [torch.randn(length, 24).relu() for length in lengths]
+    return {
+        "states": states,
+        "mask": [torch.ones(length, dtype=torch.bool) for length in lengths],
+        "label": torch.arange(len(lengths)),
+        "text": [str(length) for length in lengths],
+    }
+
+
+@pytest.fixture(params=["raw", "zstd", "split+zstd", "bitmap+split"])
+def stored(request, tmp_path):
+    rows = rows_of(LENGTHS)
+    with ActivationStore(tmp_path, codec=request.param) as store:
+        store.put_batch(range(len(LENGTHS)), rows)
+        assert store.flush(30)
+        yield store, rows
+
+
+def check(store, rows, order):
+    found, hit = store.get_batch(order)
+    assert hit.tolist() == [one < len(LENGTHS) for one in order]
+    for name, column in found.items():
+        for one, value in zip(order, column, strict=True):
+            if one >= len(LENGTHS):
+                continue
+            expected = rows[name][one]
+            if isinstance(expected, str):
+                assert value == expected
+            else:
+                assert value.dtype == expected.dtype
+                assert torch.equal(value, expected)
+    return found
+
+
+def test_they_come_back_as_they_were_however_often_they_are_read(stored):
+    store, rows = stored
+    for order in ([2, 7, 1, 0], [6, 99, 2, 2, 3, 5], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0], [98, 4]):
+        check(store, rows, order)
+
+
+def test_what_has_one_shape_in_all_rows_of_a_batch_is_one_tensor(stored):
+    store, rows = stored
+    for _ in range(2):
+        found = check(store, rows, [0, 2, 5, 7])
+        assert isinstance(found["label"], torch.Tensor)
+        assert isinstance(found["states"], list)
+    found = check(store, rows, [1, 99, 3])
+    assert isinstance(found["states"], torch.Tensor)
+    assert found["states"].shape == (3, 3, 24)
+    assert not found["states"][1].any()
+
+
+def test_rows_are_the_callers_own(stored):
+    store, rows = stored
+    for _ in range(2):
+        found, _ = store.get_batch([0, 8, 2])
+        for row in found["states"]:
+            row.fill_(7.0)
+    check(store, rows, [0, 8, 2])
+
+
+def test_a_damaged_record_is_no_hit_and_the_others_are(stored, tmp_path):
+    store, rows = stored
+    order = list(range(len(LENGTHS)))
+    check(store, rows, order)
+    (path,) = tmp_path.glob(f"gen-*/{SEGMENT_NAME}")
+    content = bytearray(path.read_bytes())
+    for place in (len(content) // 3, len(content) - 4):
+        content[place] ^= 1
+    path.write_bytes(content)
+    found, hit = store.get_batch(order)
+    assert len(LENGTHS) - 2 <= hit.sum() < len(LENGTHS)
+    assert store.stats().corrupt == (~hit).sum()
+    for one, is_hit in enumerate(hit.tolist()):
+        assert is_hit == (found["states"][one] is not None)
+        if is_hit:
+            assert torch.equal(found["states"][one], rows["states"][one])
+            assert found["label"][one] == one
+
+
+def test_lossy_numbers_of_differing_shapes_are_unpacked(tmp_path):
+    rows = rows_of(LENGTHS)["states"]
+    with ActivationStore(tmp_path, codec="bf16") as store:
+        store.put_batch(range(len(rows)), {"x": rows})
+        assert store.flush(30)
+        for order in itertools.permutations([0, 2, 7]):
+            found, _ = store.get_batch(list(order))
+            for one, row in zip(order, found["x"], strict=True):
+                assert torch.equal(row, rows[one].bfloat16().float())
+
+
+def test_records_with_other_names_are_left_out(tmp_path):
+    rows = rows_of(LENGTHS)["states"]
+    with ActivationStore(tmp_path) as store:
+        store.put_batch(range(len(rows)), {"x": rows})
+        store.put_batch([50], {"y": torch.ones(1, 3)})
+        assert store.flush(30)
+        for _ in range(2):
+            found, hit = store.get_batch([0, 50, 2])
+            assert hit.tolist() == [True, False, True]
+            assert found["x"][1] is None
+            assert torch.equal(found["x"][2], rows[2])
