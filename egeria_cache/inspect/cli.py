@@ -26,8 +26,10 @@ from rich.text import Text
 from egeria_cache.config import parse_size
 from egeria_cache.errors import EgeriaError
 from egeria_cache.inspect.fill_command import fill
+from egeria_cache.inspect.lengths import length_words, sample_words
 from egeria_cache.inspect.plan_command import plan
 from egeria_cache.inspect.words import age, plain, print_json, size
+from egeria_cache.prefetch import LENGTHS
 from egeria_cache.store import (
     BudgetBusyError,
     CacheReport,
@@ -158,7 +160,7 @@ def _list(options: argparse.Namespace, report: CacheReport) -> int:
 def _show(options: argparse.Namespace, report: CacheReport) -> int:
     one = find_generation(report, options.generation)
     path = report.directory / one.name
-    manifest, inside = Manifest.read(path), contents(path)
+    manifest, inside = Manifest.read(path), contents(path, numbers_of=LENGTHS)
     if options.json:
         print_json(
             {
@@ -186,6 +188,14 @@ def _show(options: argparse.Namespace, report: CacheReport) -> int:
         console.print(f"[bold]{title}[/]")
         for name, text in pairs.items():
             console.print(f"  {plain(name)}: {plain(text):.100}", markup=False)
+    for title, lines in (
+        ("a sample, decoded", sample_words(inside)),
+        ("lengths", length_words(inside)),
+    ):
+        if lines:
+            console.print(f"[bold]{title}[/]")
+        for line in lines:
+            console.print(f"  {line}", markup=False, soft_wrap=True)
     console.print("[bold]sizes of records[/]")
     most = max((count for *_, count in inside.histogram), default=1)
     for low, high, count in inside.histogram:

@@ -4,7 +4,8 @@ Owns the cache directory with all its files and locks, the byte limit, the write
 decoding threads. It never knows what a model, a loader or a boundary is: a generation is named by
 fields that others gave it, and a record holds named tensors.
 
-The way of a read: `store` > `generation` > `reader` > `fill` > `codecs`; of a write: `generation` >
+The way of a read: `store` > `generation` > `reader` > `fill` (`varied`, where shapes differ) >
+`codecs`; of a write: `generation` >
 `records` > `writer` > `disk`. `disk` has the files: whose they are (`own`, `place`, `claims`), what
 they may take (`budget`), the log of commits and the index made from it (`log`, `index`), the
 records (`segment`). What `cache-inspect` reads and removes: `census`, `removal`.
@@ -12,7 +13,9 @@ records (`segment`). What `cache-inspect` reads and removes: `census`, `removal`
 
 from egeria_cache.store.census import (
     CacheReport,
+    Contents,
     GenerationReport,
+    Spread,
     contents,
     find_generation,
     survey,
@@ -28,10 +31,12 @@ __all__ = [
     "ActivationStore",
     "BudgetBusyError",
     "CacheReport",
+    "Contents",
     "DamagedError",
     "Generation",
     "GenerationReport",
     "Manifest",
+    "Spread",
     "contents",
     "differing_fields",
     "find_generation",

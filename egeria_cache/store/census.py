@@ -6,11 +6,16 @@ Looks at a cache that a live run is writing without disturbing it.
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from egeria_cache.errors import StoreError
 from egeria_cache.store.codecs.codec import Coder
@@ -21,18 +26,21 @@ from egeria_cache.store.disk.manifest import DamagedError, Manifest, read_json
 from egeria_cache.store.disk.place import ROOT_NAME
 from egeria_cache.store.disk.totals import Totals
 from egeria_cache.store.records.keys import decode_key
-from egeria_cache.store.records.layout import Layout
+from egeria_cache.store.records.layout import FieldLayout, Layout
 from egeria_cache.store.records.record import Record, open_record
 from egeria_cache.store.records.values import RecordError
 
 PROGRESS_EVERY = 256
 """Records."""
+Largest = tuple[tuple[int, ...], int]
+"""A tensor's shape and bytes of an element."""
 
 __all__ = [
     "CacheReport",
     "Contents",
     "Damage",
     "GenerationReport",
+    "Spread",
     "contents",
     "find_generation",
     "survey",
@@ -100,6 +108,24 @@ class Damage:
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """How many numbers are distributed."""
+
+    least: int
+    median: float
+    p90: float
+    most: int
+    total: int
+
+    @classmethod
+    def of(cls, numbers: npt.ArrayLike) -> Spread:
+        """Describe some numbers, at least one."""
+        found = np.asarray(numbers, np.int64)
+        median, p90 = np.percentile(found, (50, 90)).tolist()
+        return cls(int(found.min()), median, p90, int(found.max()), int(found.sum()))
+
+
+@dataclass(frozen=True, slots=True)
 class Contents:
     """What the records of one generation hold."""
 
@@ -111,6 +137,12 @@ class Contents:
     """Records per variant."""
     histogram: tuple[tuple[int, int, int], ...]
     """(from, to, records) by size of the record in bytes; powers of two."""
+    tensor_bytes: Spread | None = None
+    """Per record, decoded; None if there are no records."""
+    largest_bytes: int = 0
+    """Of all records' tensors, if each were as large as the largest of its name in any record."""
+    numbers: tuple[Spread, ...] = ()
+    """Per element of the field that was asked for, where all records have it."""
 
 
 def survey(directory: Path) -> CacheReport:
@@ -185,8 +217,12 @@ def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> It
             progress(done, done)
 
 
-def contents(path: Path) -> Contents:
+def contents(path: Path, *, numbers_of: str | None = None) -> Contents:
     """Read the heads of all records of a generation.
+
+    Args:
+        path: The generation's directory.
+        numbers_of: A field of integers, one row of them per record, that is read as well.
 
     Raises:
         StoreError: It cannot be opened.
@@ -195,6 +231,10 @@ def contents(path: Path) -> Contents:
     codecs: collections.Counter[str] = collections.Counter()
     variants: collections.Counter[int] = collections.Counter()
     sizes: collections.Counter[int] = collections.Counter()
+    largest: dict[str, Largest] = {}
+    tensor_bytes: list[int] = []
+    numbers: list[list[int]] = []
+    coder = Coder()
     if is_unfinished(path):
         return Contents(shapes, {}, {}, ())
     files = GenerationFiles.open(path, inspecting=True)
@@ -210,9 +250,23 @@ def contents(path: Path) -> Contents:
         codecs[_codec_name(record)] += 1
         for name, text in _describe(record.layout):
             shapes[name] = text if shapes.get(name, text) == text else "varies"
+        tensors = [field for field in record.layout.fields if field.dtype is not None]
+        tensor_bytes.append(sum(field.num_bytes for field in tensors))
+        for field in tensors:
+            largest[field.name] = _larger(field, largest.get(field.name))
+        numbers += _numbers(record, numbers_of, coder)
     bins = range(min(sizes), max(sizes) + 1) if sizes else ()
     histogram = tuple((2 ** (one - 1) if one else 0, 2**one, sizes[one]) for one in bins)
-    return Contents(shapes, dict(codecs), dict(sorted(variants.items())), histogram)
+    columns = zip(*numbers, strict=True) if len({len(row) for row in numbers}) == 1 else ()
+    return Contents(
+        shapes,
+        dict(codecs),
+        dict(sorted(variants.items())),
+        histogram,
+        Spread.of(tensor_bytes) if tensor_bytes else None,
+        len(tensor_bytes) * sum(math.prod(shape) * size for shape, size in largest.values()),
+        tuple(map(Spread.of, columns)) if len(numbers) == len(tensor_bytes) else (),
+    )
 
 
 def _glance(path: Path) -> GenerationReport:
@@ -265,6 +319,23 @@ def _describe(layout: Layout) -> list[tuple[str, str]]:
         )
         for field in layout.fields
     ]
+
+
+def _larger(field: FieldLayout, known: Largest | None) -> Largest:
+    """Return what a field's tensor takes if it is as large as both in every dimension."""
+    shape, size = field.shape, field.dtype.itemsize if field.dtype is not None else 0
+    if known is None or len(known[0]) != len(shape):
+        return shape, size
+    return tuple(map(max, known[0], shape)), max(size, known[1])
+
+
+def _numbers(record: Record, name: str | None, coder: Coder) -> Iterator[list[int]]:
+    """Yield the row of integers that a record has under this name, if it has one."""
+    for position, field in enumerate(record.layout.fields):
+        is_row = len(field.shape) == 1 and field.dtype in (torch.int32, torch.int64)
+        if field.name == name and is_row:
+            with contextlib.suppress(RecordError):
+                yield record.tensor(position, coder).tolist()
 
 
 def _codec_name(record: Record) -> str:

@@ -294,3 +294,46 @@ def test_a_terminal_gets_a_progress_bar_and_colours(filled):
     assert "5/5" in done.stdout
     assert "\x1b[" in done.stdout
     assert "8 records in 2 generations: all intact" in done.stdout
+
+
+def test_show_tells_true_lengths_and_what_padding_to_the_longest_would_take(tmp_path, capsys):
+    lengths = [3, 5, 4, 20, 4]
+    with ActivationStore(tmp_path, "10MB", codec="zstd") as store:
+        generation = store.open_generation({"boundary": "layer1"})
+        batch = {
+            "a:0": [torch.ones(length, 8) for length in lengths],
+            "k:[0]": [torch.ones(length, dtype=torch.int64) for length in lengths],
+            "k:[1]": torch.zeros(5, dtype=torch.int64),
+            "lengths": torch.tensor([[length, length, 7] for length in lengths]).int(),
+        }
+        generation.put_batch(range(5), batch)
+        store.flush(30)
+    code, report = ask_json(capsys, tmp_path, "show", generation.name)
+    assert code == 0
+    inside = report["contents"]
+    fixed, token = 8 + 3 * 4, 8 * 4 + 8
+    own = [fixed + token * length for length in lengths]
+    assert inside["tensor_bytes"] == {
+        "least": min(own),
+        "median": sorted(own)[2],
+        "p90": pytest.approx(fixed + token * (5 + 0.6 * 15)),
+        "most": max(own),
+        "total": sum(own),
+    }
+    assert inside["largest_bytes"] == 5 * (fixed + token * 20)
+    words, mask, same = inside["numbers"]
+    assert words == mask
+    assert words["total"] == sum(lengths)
+    assert (words["least"], words["median"], words["most"]) == (3, 4, 20)
+    assert (same["least"], same["most"]) == (7, 7)
+    out = ask(capsys, tmp_path, "show", generation.name)[1].out
+    assert "axis 0, 1: 3 at least, median 4, nine in ten up to 14, 20 at most; 36 tokens" in out
+    assert f"{5 * (fixed + token * 20) / sum(own):.2f} times as many" in out
+
+
+def test_show_says_nothing_of_lengths_where_nothing_is_padded(filled, capsys):
+    (name, _) = [one["name"] for one in ask_json(capsys, filled)[1]["generations"]]
+    assert ask_json(capsys, filled, "show", name)[1]["contents"]["numbers"] == []
+    out = ask(capsys, filled, "show", name)[1].out
+    assert "4 kB each" in out
+    assert "tokens" not in out

@@ -97,7 +97,7 @@ def test_a_damaged_record_is_no_hit_and_the_others_are(stored, tmp_path):
 
 def test_lossy_numbers_of_differing_shapes_are_unpacked(tmp_path):
     rows = rows_of(LENGTHS)["states"]
-    with ActivationStore(tmp_path, codec="bf16") as store:
+    with ActivationStore(tmp_path, storage_dtype="bfloat16") as store:
         store.put_batch(range(len(rows)), {"x": rows})
         assert store.flush(30)
         for order in itertools.permutations([0, 2, 7]):
