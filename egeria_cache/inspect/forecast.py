@@ -30,7 +30,10 @@ from egeria_cache.gate import Costs, choose
 from egeria_cache.inspect.factories import where_raised
 from egeria_cache.inspect.ordinary import Step, StepError, ordinary_step
 from egeria_cache.inspect.prospect import Forecast, Prospect
+from egeria_cache.inspect.typical import scale
 from egeria_cache.loader import EgeriaLoader
+from egeria_cache.prefetch import LENGTHS
+from egeria_cache.samples import Task
 from egeria_cache.skip import Candidate, candidates
 from egeria_cache.store import ActivationStore, Generation, survey
 
@@ -40,6 +43,8 @@ MIN_ROUNDS, MAX_ROUNDS, ENOUGH_S = 3, 30, 1.0
 """How often the batches are trained on, with and without the cache in turn: until it has taken
 `ENOUGH_S`, so that small models are measured more often than large ones."""
 NUM_WRITES = 4
+MAX_LOOKED, LOOKING_S = 1000, 2.0
+"""How many samples of a data set are measured for their lengths, and how long that may take."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +105,7 @@ def forecast(
         variants=settings.variants,
         limit_bytes=settings.limit_bytes,
         load_s=trial.load_s,
+        mean_lengths=None if trial.mean_lengths is None else tuple(trial.mean_lengths.tolist()),
         prospects=tuple(prospects),
     )
 
@@ -120,6 +126,8 @@ class _Trial:
         )
         self.load_s = (time.perf_counter() - started) / count
         self.batches = [self._moved(batch) for batch in batches]
+        self.mean_lengths: np.ndarray | None = None
+        """Of the data set's samples, where they are padded."""
         self.model = model.to(settings.device).train()
 
     def candidates(self) -> list[Candidate]:
@@ -181,12 +189,13 @@ class _Trial:
         (kept,) = survey(scratch / "cache").generations
         generation, ids = views[0].generation, loader.source.identify(self.indices)
         rows, _ = generation.get_batch(ids[: self.batch_size])
+        factor = 1.0 if views[0].padding is None else self._scale(loader, generation, ids)
         read_s = self._read_s(generation, ids)
         costs = Costs(fetch_s_per_byte=read_s * kept.num_samples / max(kept.raw_bytes, 1))
         return Prospect(
             boundary=place.boundary,
-            raw_bytes=kept.raw_bytes / kept.num_samples,
-            stored_bytes=kept.stored_bytes / kept.num_samples,
+            raw_bytes=factor * kept.raw_bytes / kept.num_samples,
+            stored_bytes=factor * kept.stored_bytes / kept.num_samples,
             codec=kept.codec or self.settings.codec,
             forward_s=forward_s,
             served_forward_s=served_forward_s,
@@ -197,6 +206,20 @@ class _Trial:
             prove_s=max(first_s - step_s * self.batch_size, 0.0),
             cut_at=choose(views[0].cut.profile, costs).boundary,
         )
+
+    def _scale(self, loader: Any, generation: Generation, ids: Any) -> float:
+        """Return how much larger the data set's samples are than those that were measured with."""
+        rows, found = generation.get_batch(ids)
+        if not found.all():
+            return 1.0
+        if self.mean_lengths is None:
+            affordable = int(LOOKING_S / max(self.load_s, 1e-6))
+            count = min(max(affordable, len(ids)), MAX_LOOKED, len(self.dataset))
+            looked = np.linspace(0, len(self.dataset) - 1, count).astype(int).tolist()
+            source = loader.source
+            task = Task(-1, looked, source.identify(looked), 0, source.seed)
+            self.mean_lengths = source.measure(task).mean(0)
+        return scale(rows, rows[LENGTHS], self.mean_lengths)
 
     def _train(self, batches: Any, optimizer: torch.optim.Optimizer) -> list[tuple[float, float]]:
         """Return, per batch, the seconds of its forward and of its whole step."""

@@ -168,6 +168,12 @@ def _notes(found: Forecast) -> list[str]:
         for one in found.prospects
         if one.refused is None and one.cut_at not in (None, one.boundary)
     ]
+    if found.mean_lengths is not None:
+        shown = ", ".join(dict.fromkeys(f"{one:.3g}" for one in found.mean_lengths))
+        notes.append(
+            f"samples are padded and stored at their own lengths, {shown} on average over the data "
+            "set: bytes are of such a sample, times are of the samples measured with."
+        )
     notes.append(
         "forward, step: what a hit skips of them, against the same step with the prefix frozen and "
         "no cache. even after: the epoch in which the time for proving, writing and reading has "

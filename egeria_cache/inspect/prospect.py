@@ -71,6 +71,9 @@ class Forecast:
     """Time to load a sample in one process. A hit saves that, too; it is not counted, since
     workers may hide it."""
     prospects: tuple[Prospect, ...]
+    mean_lengths: tuple[float, ...] | None = None
+    """Of the data set's samples, where they are padded: bytes are given for samples of such
+    lengths."""
 
     def set_bytes(self, one: Prospect) -> float:
         """Bytes on disk of all samples in all variants."""

@@ -250,3 +250,20 @@ def test_help_exits_0_and_a_cache_called_plan_is_reached_by_its_path(capsys, tmp
     assert "MODEL_FACTORY" in capsys.readouterr().out
     assert main([str(tmp_path / "plan")]) == 2
     assert "is not a directory" in capsys.readouterr().err
+
+
+def test_bytes_of_padded_samples_are_those_of_the_data_sets_own_lengths(capsys):
+    report = ask_json(
+        capsys, f"{ZOO}:encoder", "--data", f"{ZOO}:lines", "--step", f"{ZOO}:classify",
+        "--boundaries", "blocks.0",
+    )  # fmt: skip
+    lines = plan_zoo.Lines()
+    mean = sum(len(words) for words, _ in lines) / len(lines)
+    assert report["mean_lengths"] == pytest.approx([mean])
+    (found,) = report["prospects"]
+    assert found["refused"] is None
+    states_and_mask, label_and_length = 16 * 4 + 1, 8 + 4
+    assert found["raw_bytes"] == pytest.approx(states_and_mask * mean + label_and_length, rel=0.01)
+    assert ask_json(
+        capsys, f"{ZOO}:cnn", "--data", f"{ZOO}:Images", "--boundaries", "layer1.0"
+    )["mean_lengths"] is None  # fmt: skip
