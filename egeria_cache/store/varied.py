@@ -51,9 +51,10 @@ class _Stored:
         if len(kinds) == 1 and self.entries[0].storage is None:
             return (self,)
         found: dict[Any, _Stored] = {}
-        for entry, *rest in zip(self.entries, self.rows, self.codecs, self.stored, strict=True):
-            kind = (entry.dtype, None) if entry.storage is None else (entry, None)
-            found.setdefault(kind, _Stored()).add(entry, *rest)
+        fields = zip(self.entries, self.rows, self.codecs, self.stored, strict=True)
+        for entry, row, codec, stored in fields:
+            kind = entry.dtype if entry.storage is None else entry
+            found.setdefault(kind, _Stored()).add(entry, row, codec, stored)
         return found.values()
 
 
@@ -230,6 +231,7 @@ def _joined(pieces: Sequence[_Piece], batch: Batch) -> Tensor | list[Any]:
         else:
             whole = first.new_zeros((num_rows, *first.shape[1:]))
             for piece in pieces:
+                assert isinstance(piece.values, Tensor)
                 whole[piece.rows] = piece.values
         if len(missing):
             whole[torch.from_numpy(missing)] = torch.zeros((), dtype=whole.dtype)

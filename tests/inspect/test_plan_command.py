@@ -258,12 +258,12 @@ def test_bytes_of_padded_samples_are_those_of_the_data_sets_own_lengths(capsys):
         "--boundaries", "blocks.0",
     )  # fmt: skip
     lines = plan_zoo.Lines()
-    mean = sum(len(words) for words, _ in lines) / len(lines)
+    mean = sum(len(lines[index][0]) for index in range(len(lines))) / len(lines)
     assert report["mean_lengths"] == pytest.approx([mean])
     (found,) = report["prospects"]
     assert found["refused"] is None
-    states_and_mask, label_and_length = 16 * 4 + 1, 8 + 4
-    assert found["raw_bytes"] == pytest.approx(states_and_mask * mean + label_and_length, rel=0.01)
+    a_word, label_and_length = 16 * 4 + 8, 8 + 4  # its state; the word itself, for the mask
+    assert found["raw_bytes"] == pytest.approx(a_word * mean + label_and_length, rel=0.01)
     assert ask_json(
         capsys, f"{ZOO}:cnn", "--data", f"{ZOO}:Images", "--boundaries", "layer1.0"
     )["mean_lengths"] is None  # fmt: skip
