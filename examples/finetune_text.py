@@ -159,6 +159,7 @@ def main(argv: list[str] | None = None) -> int:
         f"{own / 1e3:.1f} kB a sample are stored; padded to the longest they would be about "
         f"{rest / 1e3:.1f} kB, {rest / own:.1f} times as many"
     )
+    console.print("(samples that were no hits after epoch 0: batches computed to see if hits pay)")
     if stats.why_not:
         console.print(f"not everything was cached: {stats.why_not}")
     return int(worst > 1e-5)
