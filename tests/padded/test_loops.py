@@ -527,6 +527,86 @@ def test_a_collate_function_that_cannot_be_undone_is_refused_by_name(directory, 
         assert "leaf '[0]'" in served.cache.stats().why_not or "long where" in caplog.text
 
 
+SLICES = {
+    "every second from the left": (pad_left, lambda tokens: tokens[:, ::2]),
+    "the last eight": (pad_right, lambda tokens: tokens[:, -8:]),
+    "the first eight of what is padded there": (pad_left, lambda tokens: tokens[:, :8]),
+}
+
+
+@pytest.mark.parametrize("what", SLICES)
+def test_slices_of_the_loop_that_move_with_the_length_of_the_batch(directory, what):
+    collate, take = SLICES[what]
+
+    def step(model, batch):
+        return F.cross_entropy(model(take(batch[0]).clamp(min=1)), batch[1])
+
+    data = Sentences(40)
+    with both(directory, Encoder, data, collate, step=step) as stack:
+        plain, served = (run.epochs(3) for run in stack.runs)
+        assert_same(plain, served)
+        assert served.hits == [0, 0, 0]
+        assert "padded batches are not cached" in served.cache.stats().why_not
+
+
+def test_slices_that_keep_the_samples_in_place_are_served(directory):
+    def step(model, batch):
+        return F.cross_entropy(model(batch[0][:, :8]), batch[1])
+
+    with both(directory, Encoder, Sentences(40), pad_right, step=step) as stack:
+        plain, served = (run.epochs(3) for run in stack.runs)
+        assert_same(plain, served)
+        assert served.hits == [0, 40, 40]
+
+
+class Switching(Encoder):
+    """Does something else to long batches."""
+
+    def forward(self, tokens):
+        if tokens.shape[1] > 100:
+            tokens = torch.where(tokens == 0, 0, (tokens + 7) % 49 + 1)
+        return super().forward(tokens)
+
+
+def test_a_front_that_does_otherwise_in_longer_batches(directory, caplog):
+    """One long sample comes after the proof, with short ones in its batch."""
+    data = Sentences(40)
+    data.tokens[30] = torch.arange(150) % 49 + 1
+    batches = {"batch_sampler": [list(range(i, i + 8)) for i in range(0, 40, 8)]}
+    with both(directory, Switching, data, pad_right, batches=batches) as stack:
+        order = torch.randperm(40, generator=torch.Generator().manual_seed(2)).tolist()
+        for run in stack.runs:
+            run.epochs(1)
+            again = [order[i : i + 8] for i in range(0, 40, 8)]
+            run.loader = (
+                run.loader.around(again)
+                if run.cache is not None
+                else DataLoader(data, batch_sampler=again, collate_fn=pad_right)
+            )
+            run.epochs(2)
+        plain, served = stack.runs
+        assert_same(plain, served)
+        assert served.hits[2] == 32, "all but the batch with the long one"
+
+
+def test_attention_without_a_mask_shows_in_few_digits_too(directory):
+    """The first batch is nearly even: one padded position in many."""
+    data = Sentences(24)
+    for i in range(8):
+        data.tokens[i] = torch.arange(46 + (i > 0)) % 49 + 1
+
+    def step(model, batch):
+        return F.cross_entropy(model(batch[0]).float(), batch[1])
+
+    batches = {"batch_sampler": [list(range(i, i + 8)) for i in range(0, 24, 8)]}
+    kwargs = {"step": step, "batches": batches}
+    make = lambda: Encoder(masked=False, pool="first").bfloat16()  # noqa: E731
+    with both(directory, make, data, pad_right, **kwargs) as stack:
+        served = stack.runs[1].epochs(2)
+        assert served.hits == [0, 0]
+        assert "depends on what stands in the padding" in served.cache.stats().why_not
+
+
 def test_what_the_user_says_of_padding_is_checked(directory, caplog):
     for ragged, hits in (({0: 0}, 40), ({0: 1}, 0), ({"tokens": 0}, 0)):
         run = Run(

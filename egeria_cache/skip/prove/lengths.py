@@ -24,7 +24,7 @@ from egeria_cache.skip.prove.parts import take
 from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import TensorSpec
 from egeria_cache.skip.serve.growth import Growth
-from egeria_cache.skip.serve.invocation import following, plain
+from egeria_cache.skip.serve.invocation import plain
 from egeria_cache.skip.serve.recipe import Recipe, Slot
 from egeria_cache.skip.serve.rule import Rule
 
@@ -49,7 +49,8 @@ def study_lengths(evidence: Evidence, recipe: Recipe) -> Growth | None:
         raise PaddingError.no_other_length(recipe.boundary)
     rules = _rules(evidence, recipe, lengths, parts)
     lefts = tuple(axis.left for axis in lengths.padding.axes)
-    growth = Growth(rules, {}, lefts)
+    tried = [lengths.whole, *(whole for whole, _, are_whole in parts if are_whole)]
+    growth = Growth(rules, {}, lefts, tuple(np.array(tried).max(0).tolist()))
     recipe.growth = growth
     _sharpen(evidence, recipe, lengths)
     for whole, part, are_whole in parts:
@@ -90,12 +91,14 @@ def _parts(
         yield target, part, True
     units = _units(lengths)
     several = order[: min(4, len(order))]
-    targets = [_longer(lengths, units), tuple(np.maximum(units, whole // 2 // units * units))]
-    if any(step.constants for step in recipe.steps):
-        targets.append(tuple((2 * whole).tolist()))  # tables for longer batches than this
-    for nth, target in enumerate(targets):
+    targets = [
+        _longer(lengths, units),  # by little: what is sliced in steps shows there
+        tuple((2 * whole).tolist()),  # by much: a padded position in many may pass for rounding
+        tuple(np.maximum(units, whole // 2 // units * units).tolist()),
+    ]
+    for target in targets:
         longer = target[0] > whole[0]
-        if target in tried or (nth == 0 and len(tried) > 1 and _are_far(tried)):
+        if target in tried or (not longer and _are_far(tried)):
             continue
         tried.add(target)
         try:
@@ -127,7 +130,7 @@ def _longer(lengths: Lengths, units: np.ndarray) -> Whole:
     target = []
     for own, size, unit in zip(lengths.own.T, lengths.whole, units.tolist(), strict=True):
         nth = alike.setdefault((*own.tolist(), size), len(alike))
-        target.append(size + unit * (3 + 2 * nth))
+        target.append(size + unit * (1 + 2 * nth))
     return tuple(target)
 
 
@@ -136,9 +139,9 @@ def _at(evidence: Evidence, lengths: Lengths, rows: list[int], target: Whole) ->
 
     def resize(position: int, leaf: Tensor) -> Tensor:
         tagged = call.tagged[position]
-        if not following(tagged, lengths):
-            return leaf
         path = tagged.leaf
+        if path not in padding.values:
+            return leaf
         if tagged.chain:  # what the loop did is done to other rows
             leaf = take(_base(evidence, path), rows, evidence.size)
         at = padding.positions(path)

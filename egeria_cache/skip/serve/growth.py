@@ -22,6 +22,8 @@ __all__ = ["MAX_LENGTHS", "Growth"]
 
 MAX_LENGTHS = 512
 """Lengths of batches that a recipe is kept ready for."""
+_REACH = 1.5
+"""How much longer than what was tried a batch may be."""
 Whole = tuple[int, ...]
 
 
@@ -35,6 +37,8 @@ class Growth:
     """Of the tensors that are cached."""
     lefts: tuple[bool, ...]
     """Per axis, whether samples are padded on the left."""
+    reach: Whole
+    """The longest batch that was tried, along each axis."""
     cuttable: frozenset[Slot] = frozenset()
     """Constants that are the beginning of those of longer batches."""
     constants: dict[Whole, dict[Slot, Tensor]] = field(default_factory=dict)
@@ -43,6 +47,10 @@ class Growth:
     """Leaves of the model's output that are padded."""
     proof: Proof = field(default_factory=Proof)
     """That the loss does not read them."""
+
+    def is_beyond(self, whole: Whole) -> bool:
+        """Whether batches of these lengths have to be studied: a model may do otherwise there."""
+        return any(n > _REACH * most for n, most in zip(whole, self.reach, strict=True))
 
     def steps(self, known: Sequence[StepPlan], whole: Whole) -> list[StepPlan] | None:
         """Return the steps for batches of these lengths; None if they have to be seen first."""

@@ -115,6 +115,9 @@ class Recipe:
 
     def fits(self, call: Invocation) -> bool:
         """Whether the inputs and modes are those that it was proved with."""
+        lengths = call.batch.lengths
+        if self.growth is not None and lengths is not None and self.growth.is_beyond(lengths.whole):
+            return False
         if tuple(module.training for module in self.ancestors) != self.modes:
             return False
         if self.grad_mode is not None and torch.is_grad_enabled() is not self.grad_mode:
