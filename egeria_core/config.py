@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from egeria_cache.device import runs_late
 from egeria_core.bootstrap import Bootstrap
 from egeria_core.learning_rate import UnfreezeRule
 
@@ -113,7 +114,7 @@ class ControllerConfig:
         """Return the kind of evaluator for a model on this type of device."""
         if self.evaluator != "auto":
             return self.evaluator
-        roomy = device_type != "cpu" or (os.cpu_count() or 1) > ROOMY_ABOVE_CPUS
+        roomy = runs_late(device_type) or (os.cpu_count() or 1) > ROOMY_ABOVE_CPUS
         return "process" if roomy else "thread"
 
     def interval(self, num_layers: int, *, measured: bool) -> int:

@@ -41,8 +41,8 @@ class Ranks:
     def __init__(self, ddp: DistributedDataParallel | None) -> None:
         self._group = None if ddp is None else ddp.process_group
         self._device = torch.device("cpu")
-        if self._group is not None and dist.get_backend(self._group) == "nccl":
-            self._device = torch.device("cuda", torch.cuda.current_device())
+        if ddp is not None and not _takes_host_tensors(ddp.process_group):
+            self._device = next(ddp.module.parameters()).device
 
     @property
     def is_first(self) -> bool:
@@ -86,6 +86,14 @@ class Ranks:
         stride = 3 + width
         shared = [_verdict(rows[i * stride : (i + 1) * stride]) for i in range(count)]
         return verdicts if self.is_first else shared
+
+
+def _takes_host_tensors(group: Any) -> bool:
+    """Whether a group of processes can broadcast what lies in the host's memory."""
+    kinds = getattr(group, "_device_types", None)
+    if kinds is None:
+        return bool(dist.get_backend(group) in ("gloo", "mpi"))
+    return torch.device("cpu") in kinds
 
 
 def _row(verdict: Verdict, width: int) -> list[float]:

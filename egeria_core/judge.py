@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from egeria_cache.device import Event
 from egeria_core.config import ReferenceKind
 from egeria_core.errors import EvaluatorError
 from egeria_core.hooks import Probe
@@ -48,6 +49,14 @@ class InputItem:
     weights: Weights | None = None
     modules: list[nn.Module] | None = None
     """Structure of the layer; sent once, when the layer becomes the front."""
+    ready: Event | None = None
+    """When what was copied from the device has arrived; None: it has."""
+
+    def arrive(self) -> None:
+        """Wait until all that was copied from the device is there, the training output as well."""
+        ready, self.ready = self.ready, None
+        if ready is not None:
+            ready.synchronize()
 
 
 @dataclass(slots=True)
@@ -124,6 +133,7 @@ class ReferenceRunner:
             EvaluatorError: The layer's structure never arrived.
             Exception: Whatever the layer's own code raises.
         """
+        item.arrive()
         with self._apart:
             return self._run(item)
 

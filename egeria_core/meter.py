@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from egeria_cache.device import Event, Held, mark, runs_late
 from egeria_core.config import ControllerConfig
 from egeria_core.errors import EvaluatorError
 from egeria_core.evaluator import (
@@ -70,14 +71,14 @@ def make_evaluator(config: ControllerConfig, device: torch.device) -> Evaluator:
     """Return the evaluator that the options ask for, for a model on `device`."""
     kind = config.evaluator_for(device.type)
     if config.reference == "device":
-        deferred = device.type != "cpu" and kind != "inline"
+        deferred = runs_late(device) and kind != "inline"
         return InlineEvaluator(ReferenceRunner("device", device), deferred=deferred)
     if kind == "process":
         return ProcessEvaluator(
             config.reference,
             cpu_load_limit=config.cpu_load_limit,
             num_threads=config.evaluator_threads,
-            training_on_cpu=device.type == "cpu",
+            training_on_cpu=not runs_late(device),
         )
     if kind == "inline":
         return InlineEvaluator(ReferenceRunner(config.reference))
@@ -119,6 +120,7 @@ class ActivationMeter:
         self._short = 0
         self._drops = 0
         self._undecided: list[Verdict] = []
+        self._held = Held()
         self._forget_reference()
         self.bind()
         device = next(model.parameters()).device.type
@@ -132,6 +134,7 @@ class ActivationMeter:
         self._since_refresh = 0
         self._costly = False
         self._kept: tuple[Probe, Weights] | None = None
+        self._kept_ready: Event | None = None
 
     @property
     def immediate(self) -> bool:
@@ -184,6 +187,7 @@ class ActivationMeter:
             return
         inference = self._config.train_output == "inference"
         modules = [self._model.get_submodule(call.module) for call in probe.calls]
+        device = next(self._model.parameters()).device
         self._submit(
             InputItem(
                 step=step,
@@ -194,7 +198,8 @@ class ActivationMeter:
                 inference=inference,
                 weights=copy_weights(modules, self._device) if refresh or inference else None,
                 modules=self._structure(modules) if new else None,
-            )
+            ),
+            mark(device) if self._device is None else None,
         )
 
     @property
@@ -210,7 +215,7 @@ class ActivationMeter:
 
     def _to_evaluator(self, probe: Probe) -> Probe:
         """Start the copy to where the reference runs."""
-        if self._device is not None or probe.output is None or not probe.output.is_cuda:
+        if self._device is not None or probe.output is None or not runs_late(probe.output.device):
             return probe
 
         def move(leaf: Any) -> Any:
@@ -223,11 +228,13 @@ class ActivationMeter:
         output = copy_tensor(probe.output, None)
         return Probe(calls, output, probe.batch_size, probe.num_rows, probe.batch_dim)
 
-    def _submit(self, item: InputItem) -> None:
+    def _submit(self, item: InputItem, ready: Event | None = None) -> None:
         training = OutputItem(
             item.step, self._measure, None if item.inference else item.probe.output
         )
-        item.probe.output = None
+        item.probe.output, item.ready = None, ready
+        # A copy into memory that was given back, because the item was dropped, would hit others'.
+        self._held.hold((item.probe, item.weights, training.output), ready)
         try:
             if self._evaluator is None:
                 self._evaluator = self._make_evaluator()
@@ -242,7 +249,7 @@ class ActivationMeter:
         self._since_refresh = 0 if item.refresh else self._since_refresh + 1
         if item.refresh and item.weights is not None:
             self._refreshed_at = item.step
-            self._kept = (item.probe, item.weights)
+            self._kept, self._kept_ready = (item.probe, item.weights), ready
             self._history.add("refresh", item.step, layer=item.layer)
 
     def _missed(self, step: int, frozen: int) -> None:
@@ -326,6 +333,8 @@ class ActivationMeter:
         """Return the reference (weights and calibration probe) and verdicts not yet taken."""
         if self._evaluator is not None:
             self._undecided.extend(self._evaluator.drain(timeout_s=30.0))
+        if self._kept_ready is not None:
+            self._kept_ready.synchronize()
         return {
             "layer": self._layer,
             "refreshed_at": self._refreshed_at,

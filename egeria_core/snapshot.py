@@ -12,8 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from egeria_cache import FrozenPrefix
+from egeria_cache.device import runs_late, to_host
 
-__all__ = ["Weights", "copy_between", "copy_modules", "copy_tensor", "copy_weights", "load_weights"]
+__all__ = [
+    "Weights",
+    "copy_between",
+    "copy_modules",
+    "copy_tensor",
+    "copy_weights",
+    "deep_copy",
+    "load_weights",
+]
 
 Weights = list[dict[str, Tensor]]
 """Parameters and buffers (persistent or not) of each module, by name."""
@@ -44,10 +53,19 @@ def _without_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
             module.__dict__.update(hooks)
 
 
+def deep_copy(modules: list[nn.Module]) -> list[nn.Module]:
+    """Return `copy.deepcopy` of modules, on any device.
+
+    Buffers are copied by operators of tensors: storages are copied by none that every device has.
+    """
+    buffers = [b for module in modules for b in module.buffers() if runs_late(b.device)]
+    return copy.deepcopy(modules, {id(buffer): buffer.clone() for buffer in buffers})
+
+
 def copy_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return copies in inference mode, without gradients or hooks, on their device."""
     with _without_hooks(modules):
-        copies = copy.deepcopy(list(modules))
+        copies = deep_copy(list(modules))
     for module in copies:
         FrozenPrefix.thaw(module)
         module.eval().requires_grad_(False)
@@ -65,8 +83,8 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def copy_weights(modules: Sequence[nn.Module], device: torch.device | None = None) -> Weights:
     """Return the modules' weights as they are now.
 
-    From a CUDA device to the CPU the copies are only started, into pinned memory: wait for the
-    current stream (an event) before reading them.
+    From an accelerator to the host the copies are only started where it has pinned memory and
+    streams: wait for a `mark` of the device before reading them.
     """
     return [
         {name: copy_tensor(tensor, device) for name, tensor in _tensors(module)}
@@ -77,9 +95,8 @@ def copy_weights(modules: Sequence[nn.Module], device: torch.device | None = Non
 def copy_tensor(tensor: Tensor, device: torch.device | None) -> Tensor:
     """Copy to `device` (None: the CPU) without waiting."""
     target = torch.device("cpu") if device is None else device
-    if tensor.is_cuda and target.type == "cpu":
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return pinned.copy_(tensor.detach(), non_blocking=True)
+    if target.type == "cpu":
+        return to_host(tensor)
     return tensor.detach().to(target, copy=True)
 
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from egeria_cache.device import random_states
+
 __all__ = ["ForwardTrace", "parameters_behind", "registration_prefix"]
 
 
@@ -154,11 +156,10 @@ class _Watch:
 
 def _random_state() -> tuple[Any, ...]:
     """Return the states of the generators that a forward may draw from, for comparison."""
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    generators = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if cuda else ())]
+    generators = [torch.get_rng_state(), *random_states()]
     name, key, *rest = np.random.get_state()
     return (
-        *(state.numpy().tobytes() for state in generators),
+        *(state.cpu().numpy().tobytes() for state in generators),
         random.getstate(),
         (name, np.asarray(key).tobytes(), *rest),
     )

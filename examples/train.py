@@ -26,6 +26,7 @@ from training import Checkpoint, CheckpointError, RunLog, Settings, parse_argume
 from training.progress import Progress
 
 from egeria_cache import ActivationCache, EgeriaError, EgeriaLoader
+from egeria_cache.device import default_device, runs_late
 from egeria_core import FreezeController
 
 
@@ -111,7 +112,7 @@ def make_loaders(
     common: dict[str, Any] = {
         "batch_size": settings.batch_size,
         "num_workers": settings.workers,
-        "pin_memory": device.type == "cuda",
+        "pin_memory": runs_late(device),
         "cache": cache,
         "seed": settings.seed,
     }
@@ -144,7 +145,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def pick_device(name: str) -> str:
     """Return a device's name, for "auto" the accelerator if there is one."""
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return str(default_device())
     return name
 
 

@@ -1,7 +1,7 @@
 """What a skipped forward saves, per model and boundary: the paper's seven models at real size.
 
     python -m benchmarks.forward_skip [--model NAME ...] [--boundary 50 | MODULE ...]
-        [--device cuda] [--bf16] [--batch-size N] [--rounds N] [--json] [--quick]
+        [--device NAME] [--bf16] [--batch-size N] [--rounds N] [--json] [--quick]
 
 Each cell: one training step with nothing frozen, with the front frozen and computed, with the front
 read from the cache (the whole way: loader, disk store, ring), and of the rest alone on activations
@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import RESULTS, environment, keep, parser, print_report, pyplot, tell
+from egeria_cache.device import runs_late
 
 from .cells import Bench, measure
 from .tasks import ALL, Task
@@ -54,7 +55,7 @@ def run_model(task: Task, options: argparse.Namespace) -> dict[str, Any]:
     where = environment(seeds=1, device=options.device)
     where["dtype"] = "bfloat16 autocast" if options.bf16 else "float32"
     device = torch.device(options.device)
-    shape = task.cuda if device.type == "cuda" else task.cpu
+    shape = task.accelerator if runs_late(device) else task.cpu
     if options.quick:
         shape = replace(shape, batch_size=min(8, shape.batch_size))
     if options.batch_size:

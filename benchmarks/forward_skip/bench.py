@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, default_collate
 
 from benchmarks.models import Staged
 from egeria_cache import ActivationCache, EgeriaLoader
+from egeria_cache.device import pinned, pins
 from egeria_cache.prefetch import NUM_READERS
 
 from .tasks import Sample, Shape, Task
@@ -87,8 +88,7 @@ class Bench:
         samples = Samples(task, shape, NUM_BATCHES * shape.batch_size)
         order = Around(NUM_BATCHES, shape.batch_size).batches
         batches = [default_collate([samples[i] for i in ids]) for ids in order]
-        if device.type == "cuda":
-            batches = [[part.pin_memory() for part in batch] for batch in batches]
+        batches = [[pinned(part, device) for part in batch] for batch in batches]
         inputs = [tuple(part.to(device) for part in batch[: task.num_inputs]) for batch in batches]
         calibrate(model, inputs[:2])
         full = copy.deepcopy(model)
@@ -188,7 +188,7 @@ def opened(
                 bench.samples,
                 batch_sampler=Around(NUM_BATCHES, bench.shape.batch_size),
                 cache=cache,
-                pin_memory=bench.device.type == "cuda",
+                pin_memory=pins(bench.device),
             ),
         )
 

@@ -54,7 +54,7 @@ class Task:
     loss: Callable[..., Tensor]
     """(output, *what the loss needs)."""
     cpu: Shape
-    cuda: Shape
+    accelerator: Shape
     data_set: str
     num_samples: int
     """Of the real training set."""
@@ -157,7 +157,7 @@ ALL: dict[str, Task] = {
             num_inputs=1,
             loss=F.cross_entropy,
             cpu=Shape(batch_size=4, size=224),
-            cuda=Shape(batch_size=128, size=224),
+            accelerator=Shape(batch_size=128, size=224),
             rounds=7,
             **IMAGENET,  # type: ignore[arg-type]
         ),
@@ -169,7 +169,7 @@ ALL: dict[str, Task] = {
             num_inputs=1,
             loss=F.cross_entropy,
             cpu=Shape(batch_size=8, size=224),
-            cuda=Shape(batch_size=128, size=224),
+            accelerator=Shape(batch_size=128, size=224),
             rounds=7,
             **IMAGENET,  # type: ignore[arg-type]
         ),
@@ -181,7 +181,7 @@ ALL: dict[str, Task] = {
             num_inputs=1,
             loss=F.cross_entropy,
             cpu=Shape(batch_size=128, size=32),
-            cuda=Shape(batch_size=128, size=32),
+            accelerator=Shape(batch_size=128, size=32),
             data_set="CIFAR-10",
             num_samples=50_000,
             source="training set (Krizhevsky 2009)",
@@ -195,7 +195,7 @@ ALL: dict[str, Task] = {
             loss=map_loss,
             # 321 is the crop of DeepLab (2015) and DeepLabv2, 513 that of DeepLabv3.
             cpu=Shape(batch_size=2, size=321),
-            cuda=Shape(batch_size=16, size=513),
+            accelerator=Shape(batch_size=16, size=513),
             data_set="VOC 2012, augmented",
             num_samples=10_582,
             source="trainaug: VOC 2012 with the masks of Hariharan et al. 2011, as DeepLabv3 uses",
@@ -212,7 +212,7 @@ ALL: dict[str, Task] = {
             num_inputs=2,
             loss=text_loss,
             cpu=Shape(batch_size=4, size=64),
-            cuda=Shape(batch_size=128, size=64),
+            accelerator=Shape(batch_size=128, size=64),
             language=True,
             **WMT16,  # type: ignore[arg-type]
         ),
@@ -224,7 +224,7 @@ ALL: dict[str, Task] = {
             num_inputs=2,
             loss=text_loss,
             cpu=Shape(batch_size=16, size=64),
-            cuda=Shape(batch_size=512, size=64),
+            accelerator=Shape(batch_size=512, size=64),
             language=True,
             **WMT16,  # type: ignore[arg-type]
         ),
@@ -236,7 +236,7 @@ ALL: dict[str, Task] = {
             num_inputs=3,
             loss=span_loss,
             cpu=Shape(batch_size=1, size=384),
-            cuda=Shape(batch_size=32, size=384),
+            accelerator=Shape(batch_size=32, size=384),
             data_set="SQuAD 1.1",
             num_samples=88_000,
             source="87,599 questions (Rajpurkar et al. 2016), about 88,000 windows of 384 tokens",

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from egeria_cache.device import device_name
+
 __all__ = ["command", "environment"]
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +40,7 @@ def environment(
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": round(os.getloadavg()[0], 2),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "gpu": device_name(device),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }

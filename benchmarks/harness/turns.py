@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from egeria_cache.device import synchronize
+
 __all__ = ["Round", "Times", "Turns", "in_turns", "percentiles_ms", "seconds"]
 
 Round = Mapping[str, Callable[[], object]]
@@ -66,18 +68,13 @@ def seconds(use: Callable[[], object], device: torch.device = CPU) -> float:
 
 
 def _spent(use: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    _synchronize(device)
+    synchronize(device)
     worked, started = time.process_time(), time.perf_counter()
     result = use()
-    _synchronize(device)
+    synchronize(device)
     spent = time.perf_counter() - started, time.process_time() - worked
     del result  # not earlier: letting go of it is not what is measured
     return spent
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def percentiles_ms(times: Sequence[float]) -> dict[str, float]:

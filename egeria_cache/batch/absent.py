@@ -18,6 +18,7 @@ from egeria_cache.batch.chain import Op, outside_inference_mode
 from egeria_cache.batch.structure import Rows, merge_rows
 from egeria_cache.batch.tensor import BatchTensor, unwrap
 from egeria_cache.batch.vouch import Vouched
+from egeria_cache.device import located, uploaded
 
 __all__ = ["AbsentTensor", "without_data"]
 
@@ -129,7 +130,7 @@ class AbsentTensor(BatchTensor):
                 return super()._select(rows, part)
             assert self._misses is not None
             at = (np.cumsum(~mask) - 1)[rows[~mask[rows]]]
-            misses = self._misses[torch.from_numpy(at).to(self._misses.device)]
+            misses = self._misses[uploaded(torch.from_numpy(at), self._misses.device)]
         result = _absent(meta, batch, self.leaf, self.chain, misses, self.device)
         if meta._is_view():
             result._alias = self, Op(part, (), {}, key="")
@@ -179,8 +180,7 @@ def _absent(
     misses: Tensor | None,
     device: torch.device | None,
 ) -> AbsentTensor:
-    if device is None or device.type == "cpu":
-        device = torch.device("cpu")  # as for tensors with data, which are never on "cpu:0"
+    device = located(device or torch.device("cpu"))  # as for tensors with data
     tensor: AbsentTensor = Tensor._make_wrapper_subclass(
         AbsentTensor, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
     )

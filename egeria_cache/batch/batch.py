@@ -18,6 +18,7 @@ from egeria_cache.batch.padding import Lengths
 from egeria_cache.batch.seeds import SampleId
 from egeria_cache.batch.structure import Rows, is_rows, take_rows
 from egeria_cache.batch.vouch import held
+from egeria_cache.device import uploaded
 
 __all__ = ["Batch", "Entry"]
 
@@ -225,13 +226,13 @@ class PartEntry:
     def load(self) -> dict[str, Tensor]:
         """Return the rows of this part's hits, a copy."""
         whole = self._shared.load()
-        return {name: rows[self._at.to(rows.device)] for name, rows in whole.items()}
+        return {name: rows[uploaded(self._at, rows.device)] for name, rows in whole.items()}
 
 
 def at_rows(values: Rows, rows: np.ndarray) -> Rows:
     """Return the rows at these positions."""
     if isinstance(values, Tensor):
-        return values[torch.from_numpy(rows).to(values.device)]
+        return values[uploaded(torch.from_numpy(rows), values.device)]
     return type(values)(values[i] for i in rows)
 
 

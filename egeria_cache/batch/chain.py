@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from egeria_cache.batch.structure import is_dense
 from egeria_cache.batch.vouch import SMALL_BYTES, content_print
+from egeria_cache.device import moved_to
 
 __all__ = ["IN_PLACE", "Op", "outside_inference_mode"]
 
@@ -35,7 +36,7 @@ def outside_inference_mode() -> Iterator[None]:
 
 
 _KEEPS_VALUES = {
-    Tensor.cuda, Tensor.cpu, Tensor.pin_memory, Tensor.contiguous, Tensor.clone, Tensor.detach,
+    Tensor.cpu, Tensor.pin_memory, Tensor.contiguous, Tensor.clone, Tensor.detach,
 }  # fmt: skip
 _MOVES = _KEEPS_VALUES | {
     Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.long, Tensor.int,
@@ -119,7 +120,7 @@ class Op:
             leaf: The leaf; only its shape, dtype and device are looked at.
             at: The leaf's place among the arguments.
         """
-        if func in _MOVES and at == 0:
+        if at == 0 and (func in _MOVES or moved_to(func)):
             return cls._move(func, args, kwargs)
         if func not in _BY_ROW or not leaf.dim() or kwargs.get("out") is not None:
             return None
@@ -144,13 +145,16 @@ class Op:
     def _move(
         cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Op | None:
+        kind = moved_to(func)
+        if kind is not None:
+            where = args[0] if args else kwargs.get("device")
+            there = torch.device(kind, where) if isinstance(where, int) else where or kind
+            others = {k: v for k, v in kwargs.items() if k != "device"}
+            # As `to`: the method may be one that was added to `Tensor` from outside.
+            return cls._move(Tensor.to, (torch.device(there), None, *args[1:2]), others)
+        device: torch.device | None
         if func is not Tensor.to:
-            device = torch.device("cuda") if func is Tensor.cuda else None
-            device = torch.device("cpu") if func is Tensor.cpu else device
-            if func is Tensor.cuda and (args or kwargs.get("device") is not None):
-                where = args[0] if args else kwargs["device"]
-                device = torch.device("cuda", where) if isinstance(where, int) else where
-                device = torch.device(device) if isinstance(device, str) else device
+            device = torch.device("cpu") if func is Tensor.cpu else None
             text = f"{func.__name__}({kwargs.get('memory_format', '')})"
             key = "" if func in _KEEPS_VALUES and not kwargs.get("memory_format") else text
             return cls(func, tuple(args), kwargs, key=key, device=device)
@@ -188,6 +192,9 @@ class Op:
         """Apply the operation to some rows (or, without moving it, to a meta tensor)."""
         if data.is_meta and self.func in _MOVES:
             return self._run_meta(data)
+        if self.func in _MOVES:  # `to(other)` goes where the other one is
+            moved: Tensor = self.func(data, *self.args, **self.kwargs)
+            return moved
         args = [_filled(value, data) for value in self.args]
         kwargs = {name: _filled(value, data) for name, value in self.kwargs.items()}
         result: Tensor = self.func(*args[: self.at], data, *args[self.at :], **kwargs)

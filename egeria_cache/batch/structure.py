@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from egeria_cache.device import uploaded
+
 __all__ = [
     "Leaf",
     "PerSample",
@@ -278,15 +280,15 @@ def _holds_tensors(node: Any, around: tuple[int, ...]) -> bool:
 def take_rows(rows: Rows, mask: np.ndarray) -> Rows:
     """Return the rows where the boolean `mask` is True, in order."""
     if isinstance(rows, Tensor):
-        return rows[torch.from_numpy(np.flatnonzero(mask)).to(rows.device)]
+        return rows[uploaded(torch.from_numpy(np.flatnonzero(mask)), rows.device)]
     return type(rows)(value for value, keep in zip(rows, mask, strict=True) if keep)
 
 
 def merge_rows(mask: np.ndarray, where_true: Rows, where_false: Rows) -> Rows:
     """Interleave two sets of rows: row i comes from `where_true` if mask[i], else `where_false`."""
     if isinstance(where_true, Tensor) and isinstance(where_false, Tensor):
-        true_at = torch.from_numpy(np.flatnonzero(mask)).to(where_true.device)
-        false_at = torch.from_numpy(np.flatnonzero(~mask)).to(where_true.device)
+        true_at = uploaded(torch.from_numpy(np.flatnonzero(mask)), where_true.device)
+        false_at = uploaded(torch.from_numpy(np.flatnonzero(~mask)), where_true.device)
         out = torch.empty(
             (len(mask), *where_true.shape[1:]), dtype=where_true.dtype, device=where_true.device
         )

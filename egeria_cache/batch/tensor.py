@@ -22,6 +22,7 @@ from egeria_cache.batch.lost import note_lost
 from egeria_cache.batch.selection import selected_rows
 from egeria_cache.batch.structure import Rows, own_containers, take_rows
 from egeria_cache.batch.vouch import Vouched
+from egeria_cache.device import LEAF_FLAGS
 
 __all__ = ["BatchTensor", "batch_tensors", "loaded_tensor", "unwrap"]
 
@@ -196,8 +197,8 @@ _GIVES_THE_MEMORY = {
     Tensor.numpy, Tensor.__array__, Tensor.data.__get__, Tensor.data_ptr,  # type: ignore[attr-defined]
     Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__,
 }  # fmt: skip
-_PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "requires_grad", "is_leaf",
-               "grad", "is_sparse", "_version")  # fmt: skip
+_PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad",
+               "is_sparse", "_version", *LEAF_FLAGS)  # fmt: skip
 _ABOUT_THE_TENSOR = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.__len__,
     Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.is_contiguous,

@@ -17,6 +17,7 @@ from egeria_cache.cache.host import CacheHost, device_of
 from egeria_cache.cache.port import LoaderPort
 from egeria_cache.cache.status import Status
 from egeria_cache.cache.trial import TrialReads
+from egeria_cache.device import runs_late
 from egeria_cache.errors import EgeriaError
 from egeria_cache.events import BoundaryMoved
 from egeria_cache.gate import Accounts, CacheStats, Pilot
@@ -120,7 +121,7 @@ class ActivationCache:
         )  # fmt: skip
         self._readers = ReaderThreads()
         self._views, self._accounts = Views(), Accounts()
-        self._pilot = pilot = Pilot(gate, 0.5 if device_of(model).type == "cpu" else 0.95)
+        self._pilot = pilot = Pilot(gate, 0.95 if runs_late(device_of(model)) else 0.5)
         trial = TrialReads(pilot, self._readers)
         host = CacheHost(
             model, self._store, status, self._views, pilot, self._accounts, trial,

@@ -102,7 +102,7 @@ class CacheHost:
                 rows=context.metas,
                 dropped=tuple(sorted(cut.dropped)),
                 kept={p: kind for p, kind in context.kinds.items() if p not in cut.dropped},
-                device=device_of(self._model),
+                device=next(iter(cut.devices.values()), device_of(self._model)),
                 constants=context.constants,
                 counts=frozenset(context.source.counts),
                 padding=None if batch.lengths is None else batch.lengths.padding,

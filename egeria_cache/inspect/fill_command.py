@@ -106,6 +106,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--limit", default="100GB", metavar="SIZE", help="of the cache")
     parser.add_argument("--codec", default="auto", help="as ActivationCache takes it")
-    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
+    parser.add_argument("--device", help="default: the accelerator if there is one, else cpu")
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
     return parser

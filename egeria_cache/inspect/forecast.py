@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from egeria_cache.cache import ActivationCache
+from egeria_cache.device import synchronize
 from egeria_cache.errors import EgeriaError
 from egeria_cache.gate import Costs, choose
 from egeria_cache.inspect.factories import where_raised
@@ -240,8 +241,7 @@ class _Trial:
             return self.settings.step(self.model, batch)
 
     def _now(self) -> float:
-        if self.settings.device.type == "cuda":
-            torch.cuda.synchronize(self.settings.device)
+        synchronize(self.settings.device)
         return time.perf_counter()
 
     def _medians(self, times: list[tuple[float, float]]) -> tuple[float, float]:

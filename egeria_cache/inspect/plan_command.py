@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from egeria_cache.config import parse_size
+from egeria_cache.device import default_device
 from egeria_cache.inspect.factories import find, make, make_model
 from egeria_cache.inspect.forecast import Settings, forecast
 from egeria_cache.inspect.ordinary import ordinary_step
@@ -88,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         "the inputs that the forward requires, and the model's own loss or its mean square",
     )  # fmt: skip
     parser.add_argument("--boundaries", metavar="REGEX", help="try the modules with such names")
-    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
+    parser.add_argument("--device", help="default: the accelerator if there is one, else cpu")
     parser.add_argument("--autocast", choices=sorted(AUTOCAST), help="train under autocast")
     parser.add_argument("--codec", default="auto", help="as ActivationCache takes it")
     parser.add_argument(
@@ -105,13 +106,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def device_of_name(name: str | None) -> torch.device:
-    """Return the device that an option names; by default a GPU if there is one.
+    """Return the device that an option names; by default an accelerator if there is one.
 
     Raises:
         ValueError: It cannot be used.
     """
     if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return default_device()
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

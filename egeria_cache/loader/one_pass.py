@@ -56,7 +56,7 @@ class Pass:
         self._prefetcher = Prefetcher(
             executor,
             ring_batches=0 if cache is None else cache.ring_batches,
-            pin_memory=loader.pin_memory and torch.cuda.is_available(),
+            pin_memory=loader.pin_memory,
         )
         self._planner = Planner(
             iter(loader._index_sampler),

@@ -7,6 +7,7 @@ that either has its rows or says that it has not.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
@@ -19,13 +20,21 @@ import torch
 from torch import Tensor
 
 from egeria_cache.batch import PerSample, Rows, SampleId
-from egeria_cache.prefetch.ring import Ring
+from egeria_cache.device import Held, mark, pinned, pins, runs_late, to_device
+from egeria_cache.prefetch.ring import Place, Ring
 from egeria_cache.prefetch.view import ACTIVATION, KEPT, LENGTHS, View
 
 __all__ = ["PlannedEntry", "Prefetcher", "needs_ring"]
 
+WHOLE_BYTES = 64 * 2**20
+"""All samples of a loader stay on the device where they take no more: then nothing is copied there
+from the second pass on. Where they take more, recent rows are asked for again only by samplers that
+repeat themselves (docs/device.md has the figures)."""
 READ_TIMEOUT_S = 60.0
 """A read that takes longer is given up; its samples are loaded from the dataset instead."""
+
+_passes = count()
+_held, _lock = Held(), threading.Lock()
 
 
 class PlannedEntry:
@@ -51,7 +60,7 @@ class PlannedEntry:
         self._reading: Future[bool] | None = None
         self._process = os.getpid()
         self._ring: Ring | None = None
-        self._keys: Tensor | None = None
+        self._place: Place | None = None
         self._rows: dict[str, Tensor] | None = None
 
     @property
@@ -98,32 +107,35 @@ class PlannedEntry:
             raise LookupError("the generation was voided")
         rows, self._rows = self._rows, None
         if rows is not None:
-            return self._widened(rows)
+            return self._widened(_on_device(rows, self.view))
         if self._ring is not None:
-            assert self._keys is not None
+            assert self._place is not None
             with suppress(LookupError):
-                return self._ring.gather(self.number, self._keys)
+                return self._ring.gather(self._place)
         # Served before, and perhaps written to by the loop since; or held back for longer than the
         # ring remembers: read again.
-        tensors, found = self.view.generation.get_batch(self.ids, variant=self.variant)
+        tensors, found = self.view.generation.get_batch(
+            self.ids, variant=self.variant, pin_memory=pins(self.view.device)
+        )
         if not found.all():
             raise LookupError("the rows can no longer be read")
-        return self._widened(self._take(tensors))
+        return self._widened(_on_device(self._take(tensors), self.view))
 
     def _take(self, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the activations of records on the model's device, put together where padded.
+        """Return the activations of records, still on the host, put together where padded.
 
         Raises:
             LookupError: It is not known how long the activations of such a batch are.
         """
-        view, rows = self.view, {}
-        for name in _names(tensors):
-            values = tensors[ACTIVATION + name]
-            if view.padding is not None:
-                assert self.lengths is not None
-                values = view.cut.padded(name, values, tuple(self.lengths.max(0).tolist()))
-            rows[name] = values.to(view.device, non_blocking=True)
-        return rows
+        view = self.view
+        if view.padding is None:
+            return _activations(tensors)
+        assert self.lengths is not None
+        longest = tuple(self.lengths.max(0).tolist())
+        return {
+            name: pinned(view.cut.padded(name, values, longest), view.device_for(name))
+            for name, values in _activations(tensors).items()
+        }
 
     def _widened(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return rows as long as those of the whole batch, some of which may be no hits."""
@@ -133,18 +145,24 @@ class PlannedEntry:
 
 
 class Prefetcher:
-    """Reads planned batches for one pass over a loader, and owns its ring, where there is one."""
+    """Reads planned batches for one pass over a loader; the rings they lie in outlive it."""
 
     def __init__(self, executor: Executor | None, ring_batches: int, pin_memory: bool) -> None:
-        """Prefetch on the threads of `executor`, with a ring of `ring_batches` recent batches."""
+        """Prefetch on the threads of `executor`.
+
+        Args:
+            executor: None: nothing is ever read.
+            ring_batches: How many are read ahead, and how many that were used stay on the device.
+            pin_memory: Whether the loop wants its batches in page-locked memory.
+        """
         self.window = ring_batches
         """How many batches ahead of the one to be yielded are read."""
         self._executor = executor
         self._pin_memory = pin_memory
-        self._rings: dict[View, Ring] = {}
-        self._interned: dict[SampleId, int] = {}
-        self._numbers = count(1 << 61)
+        self._first = next(_passes) << 40
+        """Number of this pass's first batch in a ring: later than all of the passes before."""
         self._closed = False
+        self._rings: set[Ring] = set()
 
     def start(self, entry: PlannedEntry) -> None:
         """Begin to read an entry's rows; returns at once."""
@@ -156,52 +174,57 @@ class Prefetcher:
 
     def release_before(self, number: int) -> None:
         """Batches before `number` were used; the most recent ones stay resident."""
-        for ring in list(self._rings.values()):  # readers add to it
-            ring.release_before(number - self.window)
+        for ring in list(self._rings):  # readers add to it
+            ring.release_before(self._first + number - self.window)
 
     def close(self) -> None:
-        """Stop reading ahead, and forget the ring."""
+        """Stop reading ahead. What is on the device stays there for the next pass."""
         self._closed = True
+        for ring in list(self._rings):
+            ring.release_before(self._first + (1 << 40))
         self._rings.clear()
 
     def _read(self, entry: PlannedEntry) -> bool:
         if self._closed or not entry.alive:
             return False
-        if not needs_ring(entry.view.device) or entry.view.padding is not None:
+        view = entry.view
+        if view.is_spread or view.padding is not None or not needs_ring(view.device):
             return self._read_whole(entry)  # nor has the ring slots of many sizes
-        keys = [self._key(sample_id) for sample_id in entry.ids]
-        first_at = {key: i for i, key in reversed(list(enumerate(keys)))}
-        unique, ids = list(first_at), [entry.ids[i] for i in first_at.values()]
-        ring = self._rings.get(entry.view)
-        resident = [False] * len(unique) if ring is None else ring.adopt(entry.number, unique)
-        wanted = [i for i, there in enumerate(resident) if not there]
+        keys = [(sample_id, entry.variant) for sample_id in entry.ids]
+        unique = list(dict.fromkeys(keys))
+        ring, number = entry.view.ring, self._first + entry.number
+        resident = [False] * len(unique) if ring is None else ring.adopt(number, unique)
+        new = [key for key, there in zip(unique, resident, strict=True) if not there]
         tensors: dict[str, Any] = {}
-        if wanted:
+        if new:
             started = time.perf_counter()
             tensors, found = entry.view.generation.get_batch(
-                [ids[i] for i in wanted], variant=entry.variant, pin_memory=self._pin_memory
+                [sample_id for sample_id, _ in new],
+                variant=entry.variant,
+                pin_memory=pins(entry.view.device),
             )
-            entry.read_s, entry.num_read = time.perf_counter() - started, len(wanted)
+            entry.read_s, entry.num_read = time.perf_counter() - started, len(new)
             if not found.all():
                 return False
-        kept = _kept_rows(tensors, entry.view.kept, len(wanted))
-        rows = {name: tensors[ACTIVATION + name] for name in _names(tensors)}
+        rows = _activations(tensors)
         if ring is None:
-            ring = self._ring_for(entry, rows)
-        new_keys = [unique[i] for i in wanted]
-        if ring is not None and ring.insert(entry.number, new_keys, rows, kept):
-            entry._ring = ring
-            entry._keys = torch.tensor(keys, dtype=torch.int64)
-            if self._pin_memory:
-                entry._keys = entry._keys.pin_memory()
-            entry.kept = _stack_kept(ring.kept(keys), entry.view.kept)
-            return True
+            ring = self._ring_for(entry, tensors, rows)
+        columns = {path: tensors[KEPT + path] for path in entry.view.kept} if new else {}
+        kept = [(columns, i) for i in range(len(new))]
+        if ring is not None and ring.insert(number, new, rows, kept):
+            self._rings.add(ring)
+            with suppress(LookupError):  # it was closed meanwhile
+                entry._place, entry._ring = ring.place(number, keys), ring
+                entry.kept = self._pinned(entry, _columns(ring.kept(keys), entry.view.kept))
+                return True
         return self._read_whole(entry)  # no room in the ring
 
     def _read_whole(self, entry: PlannedEntry) -> bool:
         """Read all rows, and keep them with the batch itself."""
-        started = time.perf_counter()
-        tensors, found = entry.view.generation.get_batch(entry.ids, variant=entry.variant)
+        started, device = time.perf_counter(), entry.view.device
+        tensors, found = entry.view.generation.get_batch(
+            entry.ids, variant=entry.variant, pin_memory=pins(device)
+        )
         entry.read_s += time.perf_counter() - started
         entry.num_read += len(entry.ids)
         if not found.all():
@@ -211,26 +234,46 @@ class Prefetcher:
             entry.lengths = tensors[LENGTHS].numpy().astype(np.int64)
             longest = tuple(entry.lengths.max(0).tolist())
         entry._rows = entry._take(tensors)
-        entry.kept = {
+        kept = {
             path: _column(kind, tensors[KEPT + path])
             if padding is None or path not in padding.values
             else padding.padded(path, tensors[KEPT + path], longest)
             for path, kind in entry.view.kept.items()
         }
+        entry.kept = self._pinned(entry, kept)
         return True
 
-    def _ring_for(self, entry: PlannedEntry, rows: dict[str, Any]) -> Ring | None:
-        """Return this view's ring, made on first use; None where rows differ in shape."""
-        if not all(isinstance(values, Tensor) for values in rows.values()):
-            return None
-        slots = (2 * self.window + 2) * len(entry.hit)
-        return self._rings.setdefault(entry.view, Ring(rows, slots, entry.view.device))
+    def _pinned(self, entry: PlannedEntry, kept: dict[str, Rows]) -> dict[str, Rows]:
+        """Return the leaves as `pin_memory` of the loader asks for them."""
+        if not self._pin_memory or not pins(entry.view.device):
+            return kept
+        return {
+            path: pinned(rows, entry.view.device) if isinstance(rows, Tensor) else rows
+            for path, rows in kept.items()
+        }
 
-    def _key(self, sample_id: SampleId) -> int:
-        if isinstance(sample_id, int) and 0 <= sample_id < 1 << 61:
-            return sample_id
-        # Readers run side by side: a number drawn twice would give one sample another's rows.
-        return self._interned.setdefault(sample_id, next(self._numbers))
+    def _ring_for(
+        self, entry: PlannedEntry, tensors: dict[str, Any], rows: dict[str, Any]
+    ) -> Ring | None:
+        """Return this view's ring, made on first use; None where rows differ in shape."""
+        if not rows or not all(isinstance(values, Tensor) for values in rows.values()):
+            return None
+        view, batch_size = entry.view, len(entry.hit)
+        # What is being used, what is read ahead and what stays; all samples, where that is little.
+        slots = (2 * self.window + 2) * batch_size
+        row_bytes = sum(v.nbytes for v in tensors.values() if isinstance(v, Tensor)) // max(
+            len(next(iter(rows.values()))), 1
+        )
+        everything = view.generation.num_expected
+        if 0 < everything * row_bytes <= WHOLE_BYTES:
+            slots = max(slots, everything)
+        with _lock:
+            if view.ring is None and not view.is_void:
+                try:
+                    view.ring = Ring(rows, slots, view.device)
+                except RuntimeError:  # no memory left there: rows come with their batch
+                    return None
+            return view.ring
 
 
 def needs_ring(device: torch.device) -> bool:
@@ -240,27 +283,33 @@ def needs_ring(device: torch.device) -> bool:
     row twice more, and take the interpreter from training: a reader's time for 64 records of 9 KiB
     goes from 2.3 to 1.5 ms without it, and the training thread's 0.2 ms a batch go to nothing.
     """
-    return device.type != "cpu"
+    return runs_late(device)
 
 
 def _names(tensors: Mapping[str, Any]) -> list[str]:
     return [name[len(ACTIVATION) :] for name in tensors if name.startswith(ACTIVATION)]
 
 
-def _kept_rows(
-    tensors: dict[str, Any], kept: Mapping[str, type], num_rows: int
-) -> list[tuple[Any, ...]]:
-    """Return one tuple of kept values per row."""
-    columns = [tensors[KEPT + path] for path in kept] if num_rows else []
-    return list(zip(*columns, strict=True)) if columns else [()] * num_rows
+def _activations(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: tensors[ACTIVATION + name] for name in _names(tensors)}
 
 
-def _stack_kept(rows: list[tuple[Any, ...]], kept: Mapping[str, type]) -> dict[str, Rows]:
-    """Undo `_kept_rows` for the rows of one batch."""
-    columns = zip(*rows, strict=True)
+def _on_device(rows: dict[str, Tensor], view: View) -> dict[str, Tensor]:
+    """Copy rows that came with their batch, among the training step's own work."""
+    there = {name: to_device(values, view.device_for(name)) for name, values in rows.items()}
+    with _lock:
+        for name, values in rows.items():
+            _held.hold(values, mark(view.device_for(name)))
+    return there
+
+
+def _columns(
+    rows: Sequence[tuple[dict[str, Any], int]], kept: Mapping[str, type]
+) -> dict[str, Rows]:
+    """Return the kept values of a batch, each row of which stands in the columns of a read."""
     return {
-        path: _column(kind, column)
-        for (path, kind), column in zip(kept.items(), columns, strict=False)
+        path: _column(kind, [columns[path][i] for columns, i in rows])
+        for path, kind in kept.items()
     }
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from egeria_cache.batch import Lengths, Padding, Rows, Structure, counting
 
 if TYPE_CHECKING:
+    from egeria_cache.prefetch.ring import Ring
     from egeria_cache.skip import Cut
     from egeria_cache.store import Generation
 
@@ -52,16 +53,27 @@ class View:
     kept: Mapping[str, type]
     """Leaves stored beside the activation, so that a hit needs no dataset, and their type."""
     device: torch.device
-    """Where the activations are wanted."""
+    """Where the activations are wanted, but for those that `cut.devices` names."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Leaves without rows: their value in every batch."""
     counts: frozenset[str] = frozenset()
     """Those of them that count the samples."""
+    ring: Ring | None = None
+    """Rows on the device, where they are gathered from there; kept from pass to pass."""
     padding: Padding | None = None
     """How the loader pads its samples; stored rows have none of it."""
     is_void: bool = False
     is_checked: bool = False
     """Whether rows that were found in it have been compared with computed ones."""
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether the activations of one sample lie on several devices."""
+        return len(set(self.cut.devices.values())) > 1
+
+    def device_for(self, name: str) -> torch.device:
+        """Return where an activation is wanted."""
+        return self.cut.devices.get(name, self.device)
 
     @property
     def alive(self) -> bool:
@@ -122,7 +134,8 @@ class Views:
 
     def forget(self, loader_name: str) -> None:
         """Drop what a loader may read, without a word on whether it is right."""
-        self._live.pop(loader_name, None)
+        for view in self._live.pop(loader_name, ()):
+            self._let_go(view)
 
     def add(self, view: View) -> None:
         """Read from this one first from now on; the oldest of its loader may have to go."""
@@ -162,9 +175,18 @@ class Views:
 
     def clear(self) -> None:
         """Forget all of them; the store is about to be closed."""
-        self._live.clear()
+        for name in list(self._live):
+            self.forget(name)
+
+    def _let_go(self, view: View) -> None:
+        """Free a view's memory on the device, unless another reads from it, too."""
+        ring, view.ring = view.ring, None
+        others = (one.ring for views in self._live.values() for one in views if one is not view)
+        if ring is not None and os.getpid() == self._process and ring not in others:
+            ring.close()
 
     def _retire(self, view: View) -> None:
+        self._let_go(view)
         raw, stored = self.retired_bytes
         generation = view.generation
         self.retired_bytes = raw + generation.raw_bytes, stored + generation.stored_bytes

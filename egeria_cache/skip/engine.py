@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria_cache.batch import Batch, Entry, unwrap
+from egeria_cache.device import runs_late, uploaded
 from egeria_cache.errors import BoundaryError, PaddingError
 from egeria_cache.skip.model.attach import AttachedForward, inner_model
 from egeria_cache.skip.model.calls import healing, is_compiled
@@ -324,7 +325,7 @@ class SkipEngine:
         """Compute every row, and hand what crosses the boundary to the host."""
         with self._noting("full", call.batch.size):
             output, capture = passes.full(self._forward, recipe, call)
-        on_host = recipe.cut is not None and recipe.device.type == "cpu"
+        on_host = recipe.cut is not None and not runs_late(recipe.device)
         if on_host and capture.front_s is not None:  # elsewhere the device runs behind the host
             self.host.front_returned(recipe.boundary, capture.front_s, call.batch.size)
         self._settle(recipe)
@@ -359,7 +360,7 @@ class SkipEngine:
         rows = torch.from_numpy(np.flatnonzero(mask[entry.hit]))
         growth, lengths = source.row_growth(), call.batch.lengths
         for name, computed in fresh.items():
-            known = stored[name][rows.to(computed.device)]
+            known = stored[name][uploaded(rows, computed.device)]
             if name in growth and lengths is not None:
                 of_these = lengths.select(np.flatnonzero(mask))
                 computed = growth[name].blanked(computed, of_these, surely=True)
@@ -582,6 +583,7 @@ class SkipEngine:
         recipe.cut = self.cut = Cut(
             boundary=recipe.boundary,
             tensors={n: recipe.tensor_spec(slot).row for n, slot in recipe.slots().items()},
+            devices={n: recipe.tensor_spec(slot).device for n, slot in recipe.slots().items()},
             dropped=frozenset(dropped - kept),
             tagged=frozenset(dropped | kept),
             fields=address(recipe, call, tensors, self._hashes, code) | dropped_at_random,

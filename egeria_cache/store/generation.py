@@ -98,6 +98,11 @@ class Generation:
         return self._files.usable and not self._released
 
     @property
+    def num_expected(self) -> int:
+        """Records that it will hold when all are stored; 0 if nobody said."""
+        return self._num_expected
+
+    @property
     def num_samples(self) -> int:
         """Records on disk."""
         try:
@@ -275,8 +280,8 @@ class Generation:
 
     def _encode(self, job: Job, error: LossyError) -> Encoded:
         """Return the records of a batch; none if it was changed meanwhile."""
-        if job.ready is not None:
-            job.ready.synchronize()
+        for arrived in job.ready:
+            arrived.synchronize()
         codec = self._codec if self._codec is not None else self._choose_codec(job)
         changed = LossyError()
         records = encode_rows(

@@ -1,4 +1,4 @@
-"""Device -> page-locked host memory on a stream of its own, beside the training step's kernels."""
+"""Device -> page-locked host memory in a lane of its own, beside the training step's kernels."""
 
 from __future__ import annotations
 
@@ -9,47 +9,65 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from egeria_cache import device as devices
+from egeria_cache.device import Event, Lane, runs_late
+from egeria_cache.ragged import PaddedRows
+
 __all__ = ["to_host"]
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-_streams_lock = threading.Lock()
+_lanes: dict[torch.device, Lane] = {}
+_lock = threading.Lock()
 
 
 def to_host(
     fields: Mapping[str, Tensor | Sequence[Any]],
-) -> tuple[dict[str, Tensor | Sequence[Any]], torch.cuda.Event | None]:
-    """Return the fields in host memory, and the event to wait for before reading them.
+) -> tuple[dict[str, Tensor | Sequence[Any]], tuple[Event, ...]]:
+    """Return the fields in host memory, and the events to wait for before reading them.
 
-    Host tensors pass through untouched. The caller does not wait for the copy.
+    Host tensors pass through untouched. The caller does not wait for the copy, where the device can
+    copy beside it.
     """
-    devices = {
+    moved: dict[str, Tensor | Sequence[Any]] = dict(fields)
+    elsewhere = {
         item.device
         for value in fields.values()
-        for item in ([value] if isinstance(value, Tensor) else value)
-        if isinstance(item, Tensor) and item.is_cuda
+        for item in _tensors(value)
+        if isinstance(item, Tensor) and runs_late(item.device)
     }
-    if not devices:
-        return dict(fields), None
-    device = devices.pop()
-    with _streams_lock:
-        stream = _streams.setdefault(device, torch.cuda.Stream(device))
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        moved: dict[str, Tensor | Sequence[Any]] = {
-            name: _copy(value, stream)
-            if isinstance(value, Tensor)
-            else [_copy(item, stream) if isinstance(item, Tensor) else item for item in value]
-            for name, value in fields.items()
-        }
-        event = torch.cuda.Event()
-        event.record(stream)
-    return moved, event
+    if not elsewhere:
+        return moved, ()
+    with _lock:
+        events = [_fetch(moved, device) for device in elsewhere]
+    return moved, tuple(event for event in events if event is not None)
 
 
-def _copy(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
-    if not tensor.is_cuda:
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor.detach(), non_blocking=True)
-    tensor.record_stream(stream)  # its memory must not be reused before the copy is done
-    return host
+def _tensors(value: Tensor | Sequence[Any]) -> Sequence[Any]:
+    value = value.padded if isinstance(value, PaddedRows) else value
+    return [value] if isinstance(value, Tensor) else value
+
+
+def _fetch(fields: dict[str, Tensor | Sequence[Any]], device: torch.device) -> Event | None:
+    """Replace what lies on a device; return when it has arrived."""
+    if device not in _lanes:
+        _lanes[device] = Lane(device)
+    lane, sources = _lanes[device], []
+
+    def fetched(item: Any) -> Any:
+        if not isinstance(item, Tensor) or item.device != device:
+            return item
+        copy = devices.to_host(item)
+        sources.append((item, copy))
+        return copy
+
+    lane.follow_current()
+    with lane.use():
+        for name, value in fields.items():
+            if isinstance(value, PaddedRows):  # one copy, not one a row
+                fields[name] = value.on(fetched(value.padded))
+            else:
+                many = not isinstance(value, Tensor)
+                fields[name] = list(map(fetched, value)) if many else fetched(value)
+    ready = lane.mark()
+    # The training step may let go of a tensor, and a full queue of its copy, before that is done.
+    lane.held.hold(sources, ready)
+    return ready

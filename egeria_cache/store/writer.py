@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from egeria_cache.device import Event
 from egeria_cache.store.records.record import Rows
 from egeria_cache.threads import compute_on_one_core
 
@@ -40,8 +40,8 @@ class Job:
     rows: Rows
     versions: Sequence[tuple[Tensor, int]]
     num_bytes: int
-    ready: torch.cuda.Event | None = None
-    """Recorded after the copy from the device; None on CPU."""
+    ready: Sequence[Event] = ()
+    """Points after the copies from the device; none where the rows are there."""
 
     @classmethod
     def of(
@@ -50,7 +50,7 @@ class Job:
         keys: Sequence[bytes],
         picked: Sequence[int],
         rows: Rows,
-        ready: torch.cuda.Event | None,
+        ready: Sequence[Event] = (),
     ) -> Job:
         """Note the tensors' version counters; inference tensors have none."""
         tensors = [

@@ -12,8 +12,6 @@ from contextlib import suppress
 from multiprocessing.connection import Pipe
 from pathlib import Path
 
-import torch
-
 from egeria_core.config import ReferenceKind
 from egeria_core.errors import EvaluatorError
 from egeria_core.evaluator.base import POLL_S, QUEUE_LENGTH
@@ -21,8 +19,6 @@ from egeria_core.evaluator.wire import send
 from egeria_core.judge import InputItem, OutputItem, Verdict
 
 __all__ = ["ProcessEvaluator"]
-
-_Ready = torch.cuda.Event | None
 
 
 class ProcessEvaluator:
@@ -69,9 +65,7 @@ class ProcessEvaluator:
         )
         for connection in theirs:
             connection.close()
-        self._items: queue.Queue[tuple[InputItem, OutputItem, _Ready] | None] = queue.Queue(
-            QUEUE_LENGTH
-        )
+        self._items: queue.Queue[tuple[InputItem, OutputItem] | None] = queue.Queue(QUEUE_LENGTH)
         self._ready: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._error: str | None = None
@@ -97,9 +91,8 @@ class ProcessEvaluator:
                 continue
             if found is None:
                 return
-            item, training, ready = found
-            if ready is not None:
-                ready.synchronize()
+            item, training = found
+            item.arrive()
             try:
                 send(self._inputs, item)
                 send(self._outputs, training)
@@ -133,9 +126,8 @@ class ProcessEvaluator:
         # What is in the pipes and in the worker counts as well: it is all waiting in front of us.
         if self._error is not None or self._in_flight >= QUEUE_LENGTH:
             return False
-        ready = _copies_done()
         try:
-            self._items.put_nowait((item, training, ready))
+            self._items.put_nowait((item, training))
         except queue.Full:
             return False
         self._in_flight += 1
@@ -177,15 +169,6 @@ class ProcessEvaluator:
             thread.join(timeout=30.0)
         for connection in (self._inputs, self._outputs, self._verdicts):
             connection.close()
-
-
-def _copies_done() -> _Ready:
-    """Return an event that fires when the copies started so far have arrived on the host."""
-    if not torch.cuda.is_initialized():
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event
 
 
 def _search_path() -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from egeria_core.hooks import Probe
 from egeria_core.reference.base import run_layer
-from egeria_core.snapshot import copy_between
+from egeria_core.snapshot import copy_between, deep_copy
 
 __all__ = ["FloatReference"]
 
@@ -36,8 +35,8 @@ class FloatReference:
         """Copy the weights; the structure only once."""
         if not self._copies:
             self._copies = [
-                copy.deepcopy(module).to(device=self._device, dtype=self._dtype)
-                for module in modules
+                module.to(device=self._device, dtype=self._dtype)
+                for module in deep_copy(list(modules))
             ]
         copy_between(modules, self._copies)
 

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from egeria_cache.device import random_states, set_random_states
+
 __all__ = ["Checkpoint", "CheckpointError", "Stateful"]
 
 VERSION = 1
@@ -107,7 +109,7 @@ def _random_state() -> dict[str, Any]:
     kind, words, *rest = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "device": list(random_states()),
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(np.asarray(words).astype(np.int64)), *rest),
     }
@@ -115,8 +117,7 @@ def _random_state() -> dict[str, Any]:
 
 def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    set_random_states(state.get("device", ()))
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, words, *rest = state["numpy"]

@@ -70,7 +70,7 @@ def parse_arguments(description: str, argv: Sequence[str] | None) -> Settings:
     add("--size", type=_positive, help="pixels or tokens of a row; by default the task's own")
     add("--languages", help="suffixes of the text files, source first: en-de")
     add("--workers", type=int, default=2, help="processes that load samples")
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    add("--device", default="auto", help="auto, cpu, or an accelerator's name, with its number")
     add("--amp", action="store_true", help="autocast to bfloat16")
     add("--no-cache", dest="cache", action="store_false", help="compute every activation")
     add("--no-freeze", dest="freeze", action="store_false", help="plain training")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria_cache.batch import Batch, sample_seed
+from egeria_cache.device import uploaded
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model.calls import intercept, is_compiled
 from egeria_cache.skip.model.frozen import FrozenPrefix, mode_asked_for
@@ -192,9 +193,9 @@ def _drop(layer: nn.Module, x: Tensor, p: float, masks: Tensor) -> Tensor:
         shift = (1 - masks) * (scale * _ALPHA_PRIME) - scale * _ALPHA_PRIME * p
     else:
         scale, shift = (1 / (1 - p) if p < 1 else 0.0), None
-    factor = (masks * scale).to(x.device, x.dtype)
+    factor = uploaded((masks * scale).to(x.dtype), x.device)
     if getattr(layer, "inplace", False):
         x.mul_(factor)
-        return x if shift is None else x.add_(shift.to(x.device, x.dtype))
+        return x if shift is None else x.add_(uploaded(shift.to(x.dtype), x.device))
     dropped = x * factor
-    return dropped if shift is None else dropped + shift.to(x.device, x.dtype)
+    return dropped if shift is None else dropped + uploaded(shift.to(x.dtype), x.device)

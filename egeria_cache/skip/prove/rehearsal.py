@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from egeria_cache.device import synchronize
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model.calls import CallRecord, Recorder, intercept, is_compiled
 from egeria_cache.skip.model.checkpoints import Region, checkpointed_around
@@ -263,8 +264,7 @@ class _PlainRun:
         self._started = self._now()
 
     def _now(self) -> float:
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        synchronize()
         return time.perf_counter()
 
     def __call__(

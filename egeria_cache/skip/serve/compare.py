@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from egeria_cache.device import without_autocast
+
 __all__ = ["difference", "same_content", "same_rows", "slice_difference", "tolerance"]
 
 # Relative to the largest value. Kernels choose their blocking by the batch size, so the same sample
@@ -28,7 +30,7 @@ def difference(a: Tensor, b: Tensor) -> float:
     """Return max|a - b| / max|a|; infinity if shapes or non-finite values differ."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
-    with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(a.device):
         if torch.equal(a, b):
             return 0.0
         if not a.is_floating_point():
@@ -63,7 +65,7 @@ def slice_difference(a: Tensor, b: Tensor) -> float:
     """
     if a.shape != b.shape or not a.is_floating_point() or torch.equal(a, b):
         return 0.0
-    with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(a.device):
         a, b = a.double().nan_to_num(), b.double().nan_to_num()
         size, error = a.abs(), (a - b).abs()
         floor = float(size.max()) * 1e-6 + 1e-300

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from egeria_cache.batch import Lengths
+from egeria_cache.device import uploaded
 from egeria_cache.ragged import PaddedRows
 from egeria_cache.skip.serve.padded import RowGrowth
 from egeria_cache.skip.serve.rule import Rule
@@ -50,6 +51,8 @@ class Cut:
     """Leaves of the loader's batch that the model is called with: they must stay `BatchTensor`s."""
     fields: Mapping[str, Any]
     """The cut's part of the content address, JSON values."""
+    devices: Mapping[str, torch.device] = field(default_factory=dict)
+    """Where each of them lies: a model may be spread over several devices."""
     growth: Mapping[str, RowGrowth] = field(default_factory=dict)
     """Of the cached tensors whose rows follow the lengths of their samples."""
     profile: tuple[Step, ...] = ()
@@ -227,6 +230,6 @@ def merge(hit: np.ndarray, loaded: Tensor, fresh: Tensor) -> Tensor:
     """Interleave stored and fresh rows: row i is the next of `loaded` where hit[i]."""
     device = fresh.device
     out = torch.empty((len(hit), *fresh.shape[1:]), dtype=fresh.dtype, device=device)
-    out.index_copy_(0, torch.from_numpy(np.flatnonzero(hit)).to(device), loaded.to(device))
-    out.index_copy_(0, torch.from_numpy(np.flatnonzero(~hit)).to(device), fresh)
+    out.index_copy_(0, uploaded(torch.from_numpy(np.flatnonzero(hit)), device), loaded.to(device))
+    out.index_copy_(0, uploaded(torch.from_numpy(np.flatnonzero(~hit)), device), fresh)
     return out

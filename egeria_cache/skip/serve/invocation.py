@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from egeria_cache.batch import Batch, BatchTensor, Lengths, lost_by, take_rows
+from egeria_cache.device import autocast_kinds
 from egeria_cache.skip.serve.arguments import PLAIN, Layout, hand_back, take_apart
 from egeria_cache.skip.state.content import digest, is_content
 
@@ -156,7 +157,7 @@ def mode_key() -> tuple[Any, ...]:
     """
     autocast = tuple(
         (kind, str(torch.get_autocast_dtype(kind)))
-        for kind in ("cpu", "cuda")
+        for kind in autocast_kinds()
         if torch.is_autocast_enabled(kind)
     )
     return autocast, torch.get_default_dtype()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from egeria_cache.device import random_states
 from egeria_cache.skip.serve.placeholder import innermost_module
 
 __all__ = ["Draw", "PrefixTrace", "known_tensors"]
@@ -139,8 +140,7 @@ def _address(tensor: Tensor) -> Any:
 
 
 def _generators() -> list[Tensor]:
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if cuda else ())]
+    return [torch.get_rng_state(), *random_states()]
 
 
 def _has_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

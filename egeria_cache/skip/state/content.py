@@ -7,6 +7,7 @@ an object of C) counts by its class alone.
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Iterable, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from egeria_cache.device import Event, copies_beside, mark, runs_late, to_host
 from egeria_cache.kinds import kind_name
 
 __all__ = ["ContentHash", "ContentProbe", "describe", "digest", "is_content"]
@@ -25,6 +27,8 @@ _MADE_IN_PYTHON = 1 << 9
 
 _SAMPLED = 16
 """Elements looked at per tensor on each batch."""
+_MAX_PENDING, _RARELY = 64, 16
+"""Verdicts that a device may be behind with; and how often one is asked that has no events."""
 _CHUNK_BYTES = 1 << 15
 """Read in full with each batch, in turns over all tensors: about 3 us."""
 
@@ -139,29 +143,31 @@ class ContentHash:
 class ContentProbe:
     """Looks at a few elements of every tensor, bit by bit, and at a piece of one of them in full.
 
-    On the CPU by NumPy views, a quarter of a microsecond each. On a GPU by one joined comparison
-    whose verdict is read on the next call: to wait for the device would cost more than the batch
-    that is then served too late.
+    On the CPU by NumPy views, a quarter of a microsecond each. On an accelerator by one joined
+    comparison whose verdict is read on the first call after the device has come so far: to wait for
+    it would cost more than the batch that is then served too late. A device without events would
+    have to be waited for, and is asked on every 16th call.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._host: list[np.ndarray] = []
-        self._device: dict[torch.dtype, list[Tensor]] = {}
+        apart: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         self._pieces: list[np.ndarray] = []
         for tensor in tensors:
             view = _some_elements(tensor)
             if view is None:
                 continue
-            if view.device.type == "cpu":
+            if not runs_late(view.device):
                 self._host.append(view.numpy())
                 self._pieces += _pieces(tensor)
             else:
-                self._device.setdefault(view.dtype, []).append(view)
+                apart.setdefault((view.device, view.dtype), []).append(view)
         self._bytes = [view.tobytes() for view in self._host]
         self._hashes: list[int | None] = [None] * len(self._pieces)
         self._turn = 0
-        self._before = {dtype: torch.cat(views) for dtype, views in self._device.items()}
-        self._pending: list[tuple[Tensor, torch.cuda.Event]] = []
+        self._device = {place: (views, torch.cat(views)) for place, views in apart.items()}
+        self._pending: deque[tuple[Tensor, Event | None]] = deque()
+        self._is_beside = all(copies_beside(device) for device, _ in self._device)
 
     def changed(self) -> bool:
         """Whether anything looks different."""
@@ -179,19 +185,22 @@ class ContentProbe:
         return before is not None and now != before
 
     def _device_changed(self) -> bool:
-        done, self._pending = self._pending, []
-        for verdict, event in done:
-            event.synchronize()
-            if bool(verdict):
+        while self._pending and _is_past(self._pending[0][1]):
+            if bool(self._pending.popleft()[0]):
                 return True
-        for dtype, views in self._device.items():
-            different = (torch.cat(views) != self._before[dtype]).any()
-            verdict = torch.empty((), dtype=torch.bool, pin_memory=True)
-            verdict.copy_(different, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._pending.append((verdict, event))
+        self._turn += 1
+        if len(self._pending) >= _MAX_PENDING or not (self._is_beside or self._turn % _RARELY == 1):
+            return False
+        parts: dict[torch.device, list[Tensor]] = {}
+        for (device, _), (views, before) in self._device.items():
+            parts.setdefault(device, []).append((torch.cat(views) != before).any())
+        for device, different in parts.items():  # one copy of a byte
+            self._pending.append((to_host(torch.stack(different).any()), mark(device)))
         return False
+
+
+def _is_past(event: Event | None) -> bool:
+    return event is None or event.query()
 
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from egeria_cache.device import runs_late
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model.attach import AttachedForward
 from egeria_cache.skip.model.calls import is_compiled
@@ -57,6 +58,18 @@ class Uncopied:
     __iter__ = __next__ = __call__ = _refuse
 
 
+def _whole(value: Tensor) -> Tensor:
+    """Return a copy of all the memory that a tensor is a view of, as elements like its own.
+
+    By operators of tensors: storages are copied by none that every device has.
+    """
+    plain = value.detach()
+    plain = plain.conj() if plain.is_conj() else plain
+    num = plain.untyped_storage().nbytes() // plain.element_size()
+    with torch.no_grad():
+        return plain.as_strided((num,), (1,), 0).clone()
+
+
 class Copier:
     """Copies objects; whatever is reached twice is copied once.
 
@@ -71,7 +84,7 @@ class Copier:
         self._change = change
         self.pairs: dict[int, tuple[Any, Any]] = {}
         """Id of an original -> (it, which keeps the id its own; its copy)."""
-        self._storages: dict[int, Any] = {}
+        self._storages: dict[Any, Any] = {}
         self._where: list[str] = []
         self._num_objects = self._num_bytes = self._depth = 0
         self.shared: list[str] = []
@@ -170,14 +183,21 @@ class Copier:
             if value.requires_grad:  # made from what is trained, which autograd shall know
                 with torch.enable_grad():
                     return value.clone()
-            copied = self._storages.get(storage._cdata)
+            late = runs_late(value.device)
+            key = (storage._cdata, value.dtype) if late else storage._cdata
+            copied: Any = self._storages.get(key)
             if copied is None:
                 self._num_bytes += storage.nbytes()
                 if self._num_bytes > _MAX_BYTES:
                     self._note()
                     return value
-                copied = self._storages[storage._cdata] = storage.clone()
+                copied = self._storages[key] = _whole(value) if late else storage.clone()
             with torch.no_grad():
+                if late:
+                    new: Tensor = copied.as_strided(
+                        value.shape, value.stride(), value.storage_offset()
+                    )
+                    return new.detach().conj() if value.is_conj() else new.detach()
                 new = torch.empty(0, dtype=value.dtype, device=value.device)
                 new.set_(copied, value.storage_offset(), value.shape, value.stride())
                 return torch._conj(new) if value.is_conj() else new

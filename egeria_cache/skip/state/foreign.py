@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from egeria_cache.device import FOREIGN_PACKAGES
+
 __all__ = ["ATOMS", "is_foreign", "is_library", "own_dict", "slot_names"]
 
 ATOMS: frozenset[type] = frozenset(
@@ -42,8 +44,10 @@ _ROOTS = frozenset(
         "tensorboard", "tensorboardX", "threading", "wandb", "zmq",
     }
 )  # fmt: skip
-_PACKAGES = ("torch._C", "torch._dynamo", "torch.cuda", "torch.distributed", "torch.optim",
-             "torch.utils.data", "torch.utils.tensorboard")  # fmt: skip
+_PACKAGES = (
+    "torch._C", "torch._dynamo", "torch.distributed", "torch.optim", "torch.utils.data",
+    "torch.utils.tensorboard", *FOREIGN_PACKAGES,
+)  # fmt: skip
 _LIBRARIES = sys.stdlib_module_names | {
     "accelerate", "bitsandbytes", "deepspeed", "diffusers", "egeria_cache", "egeria_core", "einops",
     "huggingface_hub", "lightning", "lightning_fabric", "numpy", "peft", "pytorch_lightning",

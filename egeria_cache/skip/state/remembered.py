@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from egeria_cache.device import random_states, set_random_states
 from egeria_cache.skip.model.attach import AttachedForward
 from egeria_cache.skip.model.front import ForwardSlot
 from egeria_cache.skip.state.copier import Copier
@@ -38,17 +39,16 @@ class RandomState:
     """The generators that a forward may draw from."""
 
     cpu: Tensor
-    cuda: tuple[Tensor, ...]
+    device: tuple[Tensor, ...]
     python: Any
     numpy: Any
 
     @classmethod
     def now(cls) -> RandomState:
         """Copy the present states."""
-        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         return cls(
             torch.get_rng_state(),
-            tuple(torch.cuda.get_rng_state_all()) if cuda else (),
+            random_states(),
             random.getstate(),
             np.random.get_state(),
         )
@@ -63,8 +63,7 @@ class RandomState:
     def restore(self) -> None:
         """Make them the present ones."""
         torch.set_rng_state(self.cpu)
-        if self.cuda:
-            torch.cuda.set_rng_state_all(list(self.cuda))
+        set_random_states(self.device)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 
@@ -72,7 +71,7 @@ class RandomState:
         """Whether the same numbers would be drawn."""
         return (
             torch.equal(self.cpu, other.cpu)
-            and all(torch.equal(a, b) for a, b in zip(self.cuda, other.cuda, strict=True))
+            and all(torch.equal(a, b) for a, b in zip(self.device, other.device, strict=True))
             and self.python == other.python
             and self.numpy[2:] == other.numpy[2:]
             and np.array_equal(self.numpy[1], other.numpy[1])

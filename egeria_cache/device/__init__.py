@@ -1,0 +1,62 @@
+"""What an accelerator is: the only room that knows, and that names a kind of device.
+
+Built on `torch.accelerator` and `torch.get_device_module`, so that one code serves every device
+that PyTorch knows, also one that is registered from outside. What a device lacks is done without:
+where there are no streams or events, or no page-locked memory, copies run in order, and whoever
+starts one waits for it. It holds no model and no batch, and decides nothing about caching.
+
+`kinds` says which devices there are and what they are called, `streams` orders what they are given
+to do, `memory` copies both ways, `randomness` keeps the states of their generators.
+"""
+
+from egeria_cache.device.kinds import (
+    FOREIGN_PACKAGES,
+    LEAF_FLAGS,
+    accelerator,
+    autocast_kinds,
+    default_device,
+    device_name,
+    located,
+    moved_to,
+    runs_late,
+    synchronize,
+    without_autocast,
+)
+from egeria_cache.device.memory import (
+    copies_beside,
+    host_memory,
+    pinned,
+    pins,
+    to_device,
+    to_host,
+    uploaded,
+)
+from egeria_cache.device.randomness import random_states, set_random_states
+from egeria_cache.device.streams import Event, Held, Lane, mark
+
+__all__ = [
+    "FOREIGN_PACKAGES",
+    "LEAF_FLAGS",
+    "Event",
+    "Held",
+    "Lane",
+    "accelerator",
+    "autocast_kinds",
+    "copies_beside",
+    "default_device",
+    "device_name",
+    "host_memory",
+    "located",
+    "mark",
+    "moved_to",
+    "pinned",
+    "pins",
+    "random_states",
+    "runs_late",
+    "set_random_states",
+    "synchronize",
+    "to_device",
+    "to_host",
+    "uploaded",
+    "without_autocast",
+]

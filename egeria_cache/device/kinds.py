@@ -1,0 +1,148 @@
+"""Which devices there are, what they are called, and what PyTorch names after them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "FOREIGN_PACKAGES",
+    "LEAF_FLAGS",
+    "accelerator",
+    "autocast_kinds",
+    "default_device",
+    "device_name",
+    "located",
+    "module_of",
+    "moved_to",
+    "runs_late",
+    "synchronize",
+    "without_autocast",
+]
+
+_NAMED = ("cuda", "xpu", "mps", "mtia", "hpu", "ipu", "maia")
+"""Kinds after which `Tensor` has methods and flags whether or not there is such a device."""
+
+FOREIGN_PACKAGES = ("torch.accelerator", *(f"torch.{kind}" for kind in _NAMED))
+"""Packages whose objects are no part of a model's state."""
+
+LEAF_FLAGS = tuple(
+    flag for flag in ("is_cpu", *(f"is_{kind}" for kind in _NAMED)) if hasattr(Tensor, flag)
+)
+"""Properties of a tensor that say where it is."""
+
+
+def accelerator() -> torch.device | None:
+    """Return the kind of accelerator that can be used, without an index; None: there is none."""
+    kind = torch.accelerator.current_accelerator()
+    try:
+        return kind if torch.accelerator.is_available() else None
+    except (RuntimeError, AttributeError):  # its module does not say
+        return kind
+
+
+def default_device() -> torch.device:
+    """Return the accelerator if there is one, else the CPU."""
+    return accelerator() or torch.device("cpu")
+
+
+def located(device: torch.device) -> torch.device:
+    """Return the device that tensors are on which were moved there: never without an index."""
+    if device.index is not None or not runs_late(device):
+        return torch.device("cpu") if device.type == "cpu" else device
+    kind = accelerator()
+    is_ours = kind is not None and kind.type == device.type
+    return torch.device(device.type, current_index() if is_ours else 0)
+
+
+def current_index() -> int:
+    """Return the number of the accelerator that this thread works with."""
+    now = getattr(torch.accelerator, "current_device_index", None)
+    try:
+        return max(0, torch.accelerator.current_device_idx() if now is None else now())
+    except RuntimeError:  # it has but one
+        return 0
+
+
+def runs_late(device: torch.device | str) -> bool:
+    """Whether what a device is given to do may run after the call that gave it has returned.
+
+    To read a value from it makes the host wait then, and time is not to be taken without waiting.
+    """
+    return torch.device(device).type not in ("cpu", "meta")
+
+
+def module_of(device: torch.device | str) -> ModuleType | None:
+    """Return PyTorch's module for a kind of device; None where there is none."""
+    try:
+        module: ModuleType = torch.get_device_module(device)
+    except (RuntimeError, AttributeError):
+        return None
+    return module
+
+
+def initialised_module() -> ModuleType | None:
+    """Return the module of the accelerator that is in use in this process; None without one.
+
+    A forked child of a process that used it cannot.
+    """
+    kind = accelerator()
+    module = None if kind is None else module_of(kind)
+    if module is None or not getattr(module, "is_initialized", lambda: True)():
+        return None
+    return None if getattr(module, "_is_in_bad_fork", lambda: False)() else module
+
+
+def synchronize(device: torch.device | None = None) -> None:
+    """Wait until a device has done all it was given to do; None: the accelerator, if it is used."""
+    if device is None:
+        device = None if initialised_module() is None else accelerator()
+    if device is None or not runs_late(device):
+        return
+    kind = accelerator()
+    if kind is not None and kind.type == device.type:
+        try:
+            torch.accelerator.synchronize(device)
+            return
+        except RuntimeError:  # it cannot be asked so
+            pass
+    getattr(module_of(device), "synchronize", lambda: None)()
+
+
+def device_name(device: torch.device) -> str | None:
+    """Return what a device is called by its maker; its kind where nobody says; None for the CPU."""
+    if not runs_late(device):
+        return None
+    name = getattr(module_of(device), "get_device_name", None)
+    return device.type if name is None else str(name(device))
+
+
+def autocast_kinds() -> tuple[str, ...]:
+    """Return the kinds of devices for which autocast may be on."""
+    kind = torch.accelerator.current_accelerator()
+    return ("cpu",) if kind is None else ("cpu", kind.type)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Compute on a device in the numbers' own precision inside the block."""
+    try:
+        return torch.autocast(device.type, enabled=False)
+    except (RuntimeError, AssertionError):  # a device that has no autocast
+        return nullcontext()
+
+
+def moved_to(func: Callable[..., Any]) -> str | None:
+    """Return the kind of device that a method of `Tensor` is named after; None for others.
+
+    `x.cuda()` and its like: a device that is registered from outside gives `Tensor` one, too.
+    """
+    name = getattr(func, "__name__", "")
+    kind = torch.accelerator.current_accelerator() if name not in _NAMED else None
+    if name not in _NAMED and (kind is None or name != kind.type):
+        return None
+    return name if getattr(Tensor, name, None) is func else None

@@ -1,0 +1,98 @@
+"""Copies between host and device, and the host's page-locked memory that they run from."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from egeria_cache.device.kinds import accelerator, runs_late
+from egeria_cache.device.streams import Held, mark, streams_of
+
+__all__ = ["copies_beside", "host_memory", "pinned", "pins", "to_device", "to_host", "uploaded"]
+
+_pins: dict[str, bool] = {}
+
+
+def pins(device: torch.device) -> bool:
+    """Whether copies to and from a device can run beside the host, from page-locked memory."""
+    if not runs_late(device):
+        return False
+    if device.type not in _pins:
+        _pins[device.type] = _tried(device)
+    return _pins[device.type]
+
+
+def _tried(device: torch.device) -> bool:
+    kind = accelerator()
+    if kind is None or kind.type != device.type:
+        return False
+    try:
+        return bool(torch.empty(1, pin_memory=True).is_pinned())
+    except Exception:  # of any kind: each device says in its own way what it lacks
+        return False
+
+
+def copies_beside(device: torch.device) -> bool:
+    """Whether a copy to or from a device can be started without waiting for it."""
+    return pins(device) and streams_of(device) is not None
+
+
+def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return uninitialised host memory for copies with a device, page-locked if that is possible.
+
+    Raises:
+        RuntimeError: There is no memory left.
+    """
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=pins(device))
+
+
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a host tensor in page-locked memory where a device has that; else the tensor."""
+    return tensor.pin_memory() if pins(device) else tensor
+
+
+def to_device(
+    tensor: Tensor, device: torch.device | None = None, *, into: Tensor | None = None
+) -> Tensor:
+    """Copy to a device, or into a tensor there; from page-locked memory the copy is only started.
+
+    Whoever gives that memory to others must hold it until the copy is done (`Lane.held`).
+    """
+    where = device if into is None else into.device
+    assert where is not None
+    beside = copies_beside(where) and (runs_late(tensor.device) or tensor.is_pinned())
+    if into is None:
+        return tensor.to(where, non_blocking=beside)
+    return into.copy_(tensor, non_blocking=beside)
+
+
+_sources, _lock = Held(), threading.Lock()
+
+
+def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a small tensor that was just made on the host, without waiting for the device."""
+    if not runs_late(device):
+        return tensor
+    source = pinned(tensor, device)
+    there = to_device(source, device)
+    with _lock:
+        _sources.hold(source, mark(device))
+    return there
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Copy from a device into host memory of its own.
+
+    Where there are streams and page-locked memory the copy is only started: wait for a `mark` made
+    after it before the numbers are read. Else they are there.
+    """
+    device = tensor.device
+    if not runs_late(device):
+        return tensor.detach().clone()
+    beside = copies_beside(device)
+    # As `empty_like` the copy has the strides of the original, which decide what kernels compute.
+    host = torch.empty_like(tensor.detach(), device="cpu", pin_memory=beside)
+    return host.copy_(tensor.detach(), non_blocking=beside)
