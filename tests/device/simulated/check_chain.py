@@ -1,0 +1,62 @@
+"""The whole chain on a device that is not the CPU: equal to plain computation there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from egeria_cache import device as devices
+from tests.device import backend
+from tests.device.simulated.runs import assert_same, plain, run
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("boundary", ["stem", "layer1", "layer2"])
+def test_misses_are_written_and_hits_served_to_the_bit(tmp_path, boundary, workers):
+    if workers and boundary != "layer1":
+        pytest.skip("one boundary is enough with workers")
+    settings = {"boundary": boundary, "num_workers": workers, "epochs": 4}
+    cached = run(tmp_path / "a", gate="always", **settings)
+    computed = plain(**settings)
+    assert_same(cached, computed)
+    assert cached[2].hits == 48 * 3
+    assert cached[2].misses == 48
+    assert computed[2].hits == 0
+
+
+@pytest.mark.parametrize(
+    "moves",
+    [{4: "layer2"}, {9: "layer2", 14: None}, {2: None, 9: "stem", 13: "layer2", 21: "layer1"}],
+    ids=str,
+)
+def test_boundary_moves_change_nothing(tmp_path, moves):
+    settings = {"moves": moves, "epochs": 5}
+    cached = run(tmp_path / "a", gate="always", **settings)
+    assert_same(cached, plain(**settings))
+    assert cached[2].hits > 0
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+def test_autocast_is_part_of_the_signature(tmp_path, autocast):
+    cached = run(tmp_path / "a", gate="always", autocast=autocast)
+    assert_same(cached, plain(autocast=autocast))
+    assert cached[2].hits == 48 * 2
+
+
+def test_audits_compare_on_the_device(tmp_path):
+    cached = run(tmp_path / "a", gate="always", cache_kwargs={"audit_rate": 0.5})
+    assert_same(cached, plain())
+    assert cached[2].audited > 10
+    assert cached[2].audit_failures == 0
+
+
+def test_the_room_knows_what_the_device_has(device):
+    has_streams = "streams" not in backend.WITHOUT and "events" not in backend.WITHOUT
+    assert devices.runs_late(device)
+    assert devices.pins(device) == ("pinned" not in backend.WITHOUT)
+    assert devices.Lane(device).is_beside == has_streams
+    assert (devices.mark(device) is None) == (not has_streams)
+    assert len(devices.random_states()) == (0 if "module" in backend.WITHOUT else 2)
+    assert devices.located(torch.device(device.type)) == device
+    devices.synchronize()
+    devices.synchronize(device)

@@ -1,0 +1,141 @@
+"""Nothing waits, and nothing crosses twice: counted, not timed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, RandomSampler
+
+from egeria_cache import ActivationCache, EgeriaLoader
+from egeria_cache.prefetch import prefetcher
+from tests.device.backend import Counts, counts
+from tests.device.simulated.runs import DEVICE
+from tests.helpers.nets import Images, freeze, make_net, sgd
+
+B, ROWS, ROW_BYTES, LABEL_BYTES, IMAGE_BYTES = 8, 48, 4 * 10 * 10 * 4, 8, 400
+INDEX_BYTES = 8
+"""What says where a resident row lies, where the rows of a batch do not lie together."""
+
+
+def steps(loader, epochs=1, model=None, end=lambda: None):
+    """Train without reading a loss; return each step's counts of this thread, by epoch."""
+    model = _frozen() if model is None else model
+    optimizer, found = sgd(model), []
+    for _ in range(epochs):
+        model.train()
+        iterator, of_epoch = iter(loader), []
+        while True:
+            before = counts()
+            batch = next(iterator, None)
+            if batch is None:
+                break
+            images, targets = (part.to(DEVICE, non_blocking=True) for part in batch)
+            loss = F.cross_entropy(model(images), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            of_epoch.append(counts() - before)
+            end()
+        found.append(of_epoch)
+    return found
+
+
+def _frozen():
+    model = make_net().to(DEVICE)
+    freeze(model, "layer1")
+    return model
+
+
+def cached(directory, epochs, *, ring_batches=5, sampler=None, rows=ROWS, on_epoch=None):
+    """Train with a cache; return the steps' counts, and each epoch's of all threads."""
+    model, whole = _frozen(), []
+    with ActivationCache(
+        model, directory, "layer1", gate="always", audit_rate=0, ring_batches=ring_batches
+    ) as cache:
+        data = Images(rows)
+        loader = EgeriaLoader(
+            data, B, shuffle=sampler is None, sampler=sampler and sampler(data), cache=cache,
+            seed=3, pin_memory=True,
+        )  # fmt: skip
+        found = []
+        for _ in range(epochs):
+            before = counts(all_threads=True)
+            found += steps(loader, 1, model, cache.flush)
+            whole.append(counts(all_threads=True) - before)
+        return found, whole, cache.stats()
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """One step of a plain loop in this thread."""
+    loader = DataLoader(Images(ROWS), B, shuffle=True, pin_memory=True)
+    return steps(loader, 2)[1][3]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return cached(tmp_path_factory.mktemp("cache"), 4)
+
+
+def test_a_plain_step_counts_what_it_copies(plain):
+    assert plain == Counts(waits=0, to_device=B * (IMAGE_BYTES + LABEL_BYTES), copies_to_device=2)
+
+
+def test_a_step_of_hits_makes_the_host_wait_no_more_than_a_plain_one(run, plain):
+    for epoch in run[0][1:]:
+        # The first batch of an epoch has an audit: a sample is loaded and computed beside it.
+        assert [step.waits for step in epoch[1:]] == [plain.waits] * (ROWS // B - 1)
+
+
+def test_on_a_step_of_hits_labels_alone_are_copied_by_the_training_thread(run):
+    for epoch in run[0][1:]:
+        for step in epoch[1:]:
+            assert (step.to_device, step.copies_to_device) == (B * LABEL_BYTES, 1)
+            assert step.pageable == 0
+            assert (step.to_host, step.copies_to_host) == (1, 1)  # the guard's verdict
+
+
+def test_a_step_of_misses_waits_for_nothing_and_copies_once_to_the_host(run, plain):
+    for step in run[0][0][1:]:  # the first one is proved
+        assert step.waits == plain.waits
+        assert step.to_device == plain.to_device
+        assert (step.to_host, step.copies_to_host) == (B * ROW_BYTES + 1, 2)  # and the verdict
+        assert step.pageable == 0
+
+
+def test_over_an_epoch_each_row_crosses_once_and_then_no_more(run):
+    audit = IMAGE_BYTES + LABEL_BYTES
+    first, *later = [whole.to_device - ROWS * LABEL_BYTES for whole in run[1][1:]]
+    assert ROWS * ROW_BYTES <= first <= ROWS * ROW_BYTES + audit
+    for epoch in later:
+        assert epoch <= ROWS * INDEX_BYTES + audit
+    assert run[2].hits == 3 * ROWS
+
+
+@pytest.mark.parametrize("ring_batches", [1, 3])
+def test_with_more_samples_than_slots_each_row_crosses_once_an_epoch(
+    tmp_path, monkeypatch, ring_batches
+):
+    monkeypatch.setattr(prefetcher, "WHOLE_BYTES", 0)
+    _, whole, stats = cached(tmp_path, 3, ring_batches=ring_batches, rows=160)
+    audit = IMAGE_BYTES + LABEL_BYTES
+    for epoch in whole[1:]:
+        rows = epoch.to_device - 160 * LABEL_BYTES
+        assert rows <= 160 * (ROW_BYTES + INDEX_BYTES) + 2 * audit
+        assert epoch.pageable <= 2 * 2  # of what audits load
+    assert stats.hits == 2 * 160
+
+
+def test_what_is_drawn_again_while_it_is_resident_is_not_copied_again(tmp_path, monkeypatch):
+    """Sampling with replacement: of N rows R are resident, and so many draws are spared."""
+    monkeypatch.setattr(prefetcher, "WHOLE_BYTES", 0)
+
+    def sampler(data):
+        generator = torch.Generator().manual_seed(0)
+        return RandomSampler(data, replacement=True, num_samples=400, generator=generator)
+
+    _, whole, stats = cached(tmp_path, 6, sampler=sampler, rows=ROWS * 3)
+    assert stats.hit_rate > 0.5
+    served = 400 * (ROW_BYTES + LABEL_BYTES)
+    assert whole[-1].to_device < 0.7 * served

@@ -1,0 +1,280 @@
+"""Order is proved: whatever is queued runs in any order that the events allow, and it is right.
+
+Each property is also run with one wait, one slot's keeping or one buffer's keeping taken away. It
+must fail then, or it proves nothing.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from egeria_cache import device as devices
+from egeria_cache.prefetch import ring as rings
+from egeria_cache.prefetch.ring import Ring
+from egeria_cache.skip.state.content import ContentProbe
+from egeria_cache.store import transfer
+from tests.device.late import late
+from tests.device.simulated.runs import DEVICE
+
+HERE = torch.device("privateuseone", 0)  # its name until it is registered
+ORDERS = st.one_of(st.sampled_from(["nothing", "main", "lanes"]), st.integers(0, 2**32 - 1))
+QUICK = settings(
+    max_examples=30, deadline=None, database=None, derandomize=True,
+    phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+
+
+def row_of(key, version=0):
+    return torch.full((3,), float(key + 1000 * version))
+
+
+# ---- the ring ------------------------------------------------------------------------------------
+
+
+def read_rows(keys):
+    """What a reader gives: page-locked rows, which it does not keep."""
+    rows = devices.host_memory((len(keys), 3), torch.float32, HERE)
+    for row, key in zip(rows, keys, strict=True):
+        row.copy_(row_of(key))
+    return {"a": rows}
+
+
+@QUICK
+@given(order=ORDERS, max_runs=st.sampled_from([0, 8]), draws=st.randoms(use_true_random=False))
+def ring_property(order, max_runs, draws):
+    window, size = 2, 4
+    with pytest.MonkeyPatch.context() as patch, late(order) as device:
+        patch.setattr(rings, "MAX_RUNS", max_runs)
+        ring = Ring({"a": torch.empty(1, 3)}, (2 * window + 2) * size, HERE)
+        ahead, results = {}, []
+        plans = [draws.sample(range(60), size) for _ in range(14)]
+        for number in range(len(plans)):
+            for coming in range(number, min(number + window + 1, len(plans))):
+                if coming in ahead:
+                    continue
+                keys = plans[coming]
+                there = ring.adopt(coming, keys)
+                new = [k for k, is_there in zip(keys, there, strict=True) if not is_there]
+                assert ring.insert(coming, new, read_rows(new), [()] * len(new))
+                ahead[coming] = ring.place(coming, keys)
+            ring.release_before(number - window)
+            rows = ring.gather(ahead[number])["a"]
+            results.append((plans[number], rows * 2))  # a kernel of the step reads them
+            del rows
+        assert device.num_waits == 0
+        answers = [(keys, rows.cpu()) for keys, rows in results]
+        assert device.num_late
+    for keys, rows in answers:
+        assert torch.equal(rows, torch.stack([row_of(key) * 2 for key in keys]))
+
+
+def test_ring_rows_are_right_in_any_order():
+    ring_property()
+
+
+# ---- the writer's copies -------------------------------------------------------------------------
+
+
+@QUICK
+@given(order=ORDERS)
+def transfer_property(order):
+    """What is captured arrives as it was, though the step goes on and reuses its memory."""
+    with late(order) as device:
+        jobs = []
+        for step in range(8):
+            x = torch.full((4, 3), float(step), device=DEVICE)
+            captured = x * 3 + 1
+            jobs.append((step, *transfer.to_host({"a": captured, "ids": [1, 2, 3, 4]})))
+            del x, captured
+            torch.full((4, 3), -1.0, device=DEVICE)  # may get the same memory
+            if len(jobs) > 2:
+                step, fields, ready = jobs.pop(0)
+                if step % 3:  # every third was dropped: the queue was full
+                    for event in ready:
+                        event.synchronize()
+                    assert torch.equal(fields["a"], torch.full((4, 3), step * 3.0 + 1))
+        assert device.num_late
+
+
+def test_the_writers_rows_are_right_in_any_order():
+    transfer_property()
+
+
+# ---- the guard's verdicts ------------------------------------------------------------------------
+
+
+@QUICK
+@given(order=ORDERS, change_at=st.integers(0, 6))
+def guard_property(order, change_at):
+    """What did not change is never reported; what did is, once the device has come so far."""
+    with late(order) as device:
+        weights = [
+            torch.arange(40.0, device=DEVICE),
+            torch.ones(3, dtype=torch.int64, device=DEVICE),
+        ]
+        probe = ContentProbe(weights)
+        for _ in range(change_at):
+            assert not probe.changed()
+            torch.full((1,), 1.0, device=DEVICE)
+        weights[0].data.add_(1.0)
+        seen = [probe.changed()]
+        for _ in range(3):
+            device.drain()
+            seen.append(probe.changed())
+        assert any(seen)
+
+
+def test_the_guard_reports_what_changed_and_nothing_else_in_any_order():
+    guard_property()
+
+
+# ---- the prefetcher, and all of it in a training run ---------------------------------------------
+
+
+class Inline:
+    """In the place of the reader threads: what is handed in is done at once, by this thread."""
+
+    def submit(self, work, *args):
+        from concurrent.futures import Future
+
+        done = Future()
+        try:
+            done.set_result(work(*args))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
+def trained(directory, gate, order, whole_bytes=0, **kwargs):
+    """A run whose readers work in this thread, under the order; the writer has its own."""
+    from egeria_cache.prefetch import ReaderThreads, prefetcher
+    from tests.device.simulated.runs import run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReaderThreads, "executor", property(lambda self: Inline()))
+        patch.setattr(prefetcher, "WHOLE_BYTES", whole_bytes)
+        patch.setattr(torch.optim.SGD, "__init__", _one_by_one(torch.optim.SGD.__init__))
+        with late(order) as device:
+            found = run(directory, gate=gate, **kwargs)
+            device.drain()
+        return found
+
+
+def _one_by_one(make):
+    return lambda self, params, **kwargs: make(self, params, foreach=False, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("order", "whole_bytes"),
+    [("nothing", 0), ("main", 0), ("lanes", 0), (1, 0), ("lanes", 1 << 20), (2, 1 << 20)],
+)
+def test_a_training_run_is_right_in_any_order(tmp_path, order, whole_bytes):
+    settings = {"epochs": 3, "cache_kwargs": {"ring_batches": 2}, "pin_memory": True}
+    cached = trained(tmp_path / "a", "always", order, whole_bytes, **settings)
+    computed = trained(tmp_path / "b", "never", 7, **settings)
+    assert cached[0] == computed[0]
+    assert cached[2].hits == 2 * 48
+
+
+def test_a_boundary_that_moves_is_followed_in_any_order(tmp_path):
+    settings = {"epochs": 4, "moves": {3: "layer1", 8: "layer2", 15: None, 17: "layer1"},
+                "boundary": "stem"}  # fmt: skip
+    cached = trained(tmp_path / "a", "always", 5, **settings)
+    computed = trained(tmp_path / "b", "never", 6, **settings)
+    torch.testing.assert_close(cached[0], computed[0], rtol=1e-5, atol=1e-6)
+    assert cached[2].hits > 0
+
+
+# ---- the evaluator -------------------------------------------------------------------------------
+
+
+@QUICK
+@given(order=ORDERS)
+def evaluator_property(order):
+    """The weights and activations that are judged are those of their step."""
+    from egeria_core.hooks import Call, Probe
+    from egeria_core.judge import InputItem
+    from egeria_core.snapshot import copy_tensor, copy_weights
+
+    with late(order) as device:
+        layer = torch.nn.Linear(3, 3, bias=False).to(DEVICE)
+        layer.requires_grad_(False)
+        items = []
+        for step in range(5):
+            layer.weight.copy_(torch.full((3, 3), float(step), device=DEVICE))
+            x = torch.full((2, 3), float(step + 1), device=DEVICE) * 2
+            probe = Probe([Call("0", (copy_tensor(x, None),), {})], None, 2, 2, 0)
+            item = InputItem(
+                step=step, layer=0, probe=probe, judge=False, refresh=True, inference=True,
+                weights=copy_weights([layer]), ready=devices.mark(HERE),
+            )  # fmt: skip
+            del x
+            items.append(item)
+        for step, item in enumerate(items):
+            item.arrive()
+            assert torch.equal(item.weights[0]["weight"], torch.full((3, 3), float(step)))
+            assert torch.equal(item.probe.calls[0].args[0], torch.full((2, 3), (step + 1) * 2.0))
+        assert device.num_late
+
+
+def test_the_evaluator_judges_what_was_there_in_any_order():
+    evaluator_property()
+
+
+# ---- what is taken away is missed ----------------------------------------------------------------
+
+
+def nothing(*args, **kwargs):
+    return None
+
+
+MUTATIONS = {
+    # A gather does not wait for the copy of its rows.
+    "gather before its copy": (ring_property, [(devices.Lane, "lead", nothing)]),
+    # A slot is written again while an earlier gather still reads it.
+    "slot freed early": (ring_property, [(devices.Lane, "follow", nothing)]),
+    # Rows are given back to the pinned pool while their copy to the device is still to run.
+    "pinned rows reused": (ring_property, [(devices.Held, "hold", nothing)]),
+    # What the step wrote to memory is copied to the host before it was written.
+    "copy before its kernel": (
+        transfer_property, [(devices.Lane, "follow_current", nothing)]
+    ),
+    # The writer reads the rows before they have arrived.
+    "rows read before they came": (
+        transfer_property, [(devices.Lane, "mark", lambda lane: SimpleNamespace(
+            query=lambda: False, synchronize=nothing))]
+    ),
+    # Tensors of the step, and dropped copies, are given back while they are copied.
+    "sources freed early": (transfer_property, [(devices.Held, "hold", nothing)]),
+    # The guard reads its verdict without asking whether it is there.
+    "verdict read too soon": (
+        guard_property, [("egeria_cache.skip.state.content", "_is_past", lambda event: True)]
+    ),
+    # The evaluator does not wait for the weights it is given.
+    "weights judged before they came": (
+        evaluator_property, [("egeria_core.judge.InputItem", "arrive", nothing)]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_of_the_order_gives_wrong_numbers(name):
+    prove, changes = MUTATIONS[name]
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, attribute, value in changes:
+            if isinstance(owner, str):
+                patch.setattr(f"{owner}.{attribute}", value)
+            else:
+                patch.setattr(owner, attribute, value)
+        with pytest.raises(AssertionError):
+            prove()
+
+
+def test_without_a_mutation_all_properties_hold():
+    for prove, _ in MUTATIONS.values():
+        prove()

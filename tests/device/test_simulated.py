@@ -1,0 +1,68 @@
+"""The tests on the simulated device, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.device import backend
+
+HERE = Path(__file__).parent / "simulated"
+ROOT = HERE.parents[2]
+GROUPS = {
+    "chain": ("chain", "features", "counts"),
+    "loops": ("loops", "ring"),
+    "models": ("zoo", "controller"),
+    "order": ("order",),
+    "hostile": ("hostile",),
+}
+"""To begin a process costs as much as ten tests. Of the hostile tries, those that write to weights
+are run by default, and all in long mode."""
+TIMEOUT_S = 600
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 30)
+
+
+@pytest.mark.skipif(bool(backend.compiler_missing()), reason=str(backend.compiler_missing()))
+@pytest.mark.parametrize(
+    "group", [pytest.param(g, marks=pytest.mark.long if g == "hostile" else ()) for g in GROUPS]
+)
+def test_all_checks_on_the_simulated_device_pass(group: str) -> None:
+    check(*(str(HERE / f"check_{name}.py") for name in GROUPS[group]))
+
+
+@pytest.mark.skipif(bool(backend.compiler_missing()), reason=str(backend.compiler_missing()))
+def test_hostile_writes_to_the_prefix_are_seen_on_the_simulated_device() -> None:
+    some = "written_weight or statistics or channels_last or comes_to_rest"
+    check(str(HERE / "check_hostile.py"), "-k", some)
+
+
+def test_no_check_is_left_out() -> None:
+    named = {f"check_{name}.py" for group in GROUPS.values() for name in group}
+    assert named == {path.name for path in HERE.glob("check_*.py")}
+
+
+@pytest.mark.skipif(bool(backend.compiler_missing()), reason=str(backend.compiler_missing()))
+@pytest.mark.parametrize("lacks", ["streams", "pinned", "streams,pinned,events,waiting,module"])
+def test_what_a_device_lacks_is_done_without(lacks: str) -> None:
+    some = "layer1-0 or moves or room or audits"
+    check(str(HERE / "check_chain.py"), "-k", some, EGSIM_WITHOUT=lacks, EGSIM_NAME="another")
+
+
+def check(*arguments: str, **variables: str) -> None:
+    """Run tests in a process of their own."""
+    command = [
+        sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-q",
+        "-o", "python_files=check_*.py", "--tb=short", *arguments,
+    ]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | variables
+    environment.pop("PYTEST_ADDOPTS", None)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, timeout=TIMEOUT_S, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:]
