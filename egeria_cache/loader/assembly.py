@@ -195,7 +195,8 @@ class Assembly:
         if loaded.differs is not None:
             raise EgeriaError(
                 f"in leaf {loaded.differs!r} of a batch a sample does not stand in its place, or "
-                "is not what it is alone: the collate_fn sorts or mixes samples"
+                "is not what it is alone: the collate_fn sorts or mixes samples, or draws random "
+                "numbers (draw them in the data set)"
             )
         return loaded.lengths
 

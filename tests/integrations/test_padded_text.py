@@ -255,7 +255,7 @@ REFUSED = {
     "tokens masked at random": (
         lambda: bert("MaskedLM"), "text", _collate("ForLanguageModeling", mlm=True, seed=None),
         "bert.encoder.layer.0", ("bert.embeddings", "bert.encoder.layer.0"),
-        "is not the same when it is loaded again",
+        "is not what it is alone: the collate_fn sorts or mixes samples, or draws random numbers",
     ),
     "samples packed into one row": (
         llama, "text", transformers.DataCollatorWithFlattening(), "model.layers.0",
