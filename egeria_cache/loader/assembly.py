@@ -153,7 +153,8 @@ class Assembly:
         try:
             why_not = source.why_not_cacheable(batch)
         except Exception as error:  # of the data set's or the collate function's own, too
-            why_not = str(error) if isinstance(error, EgeriaError) else repr(error)
+            alone = f"its samples cannot be loaded again and collated alone: {error!r}"
+            why_not = str(error) if isinstance(error, EgeriaError) else alone
         if why_not is not None:
             self.cache.leave_uncached(source.key, why_not)
         return why_not is None

@@ -83,6 +83,9 @@ class Encoder(nn.Module):
             return self.head(hidden[:, 0])
         if self.pool == "mean":
             return self.head(hidden.mean(1))
+        if self.pool == "small term":
+            return {"scores": self.head(masked_mean(hidden, tokens)),
+                    "term": 1e-2 * hidden.pow(2).mean()}  # fmt: skip
         return self.head(masked_mean(hidden, tokens))
 
 

@@ -250,7 +250,7 @@ REFUSED = {
     ),
     "Llama, padded on the left, whose loss begins there": (
         llama, "text", _collate("ForSeq2Seq", "left"), "model.layers.0",
-        ("model.embed", "model.layers.0"), "the loss depends on what stands",
+        ("model.embed", "model.layers.0"), "loss depends on what stands",
     ),
     "tokens masked at random": (
         lambda: bert("MaskedLM"), "text", _collate("ForLanguageModeling", mlm=True, seed=None),

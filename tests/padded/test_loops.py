@@ -391,6 +391,11 @@ REFUSED = {
     "attention without a mask": (lambda: Encoder(masked=False), classify, "'layers.0' depends"),
     "a mean over all positions": (lambda: Encoder(pool="mean"), classify, "output depends"),
     "a statistic over time": (lambda: Encoder(norm=True), classify, "output depends"),
+    "a small term of the loss": (
+        lambda: Encoder(pool="small term"),
+        lambda m, b: (out := m(b[0]))["term"] + F.cross_entropy(out["scores"], b[1]),
+        "loss depends",
+    ),
     "a mean over all positions in the loop": (
         lambda: Encoder(pool="none"), loop_pools(lambda h, _: h.mean(1)), "the loss depends",
     ),

@@ -15,15 +15,19 @@ from torch.utils._pytree import tree_leaves
 
 from egeria_cache.batch import Lengths
 from egeria_cache.errors import PaddingError
+from egeria_cache.ragged import blank
 from egeria_cache.skip.prove.evidence import Evidence
 from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.growth import Growth
 from egeria_cache.skip.serve.padded import OutputAxis
 from egeria_cache.skip.serve.recipe import Recipe
 from egeria_cache.skip.serve.rule import Rule
-from egeria_cache.skip.serve.unread import CALLS_TO_PROVE
+from egeria_cache.skip.serve.unread import CALLS_TO_PROVE, NEGLIGIBLE
 
-__all__ = ["compared", "fillings", "find_output_axes"]
+__all__ = ["check_losses", "compared", "fillings", "find_output_axes"]
+
+_OF_THE_TOLERANCE = 1e-3
+"""What the same computation may differ by where sums have no fixed order."""
 
 
 def fillings(
@@ -39,7 +43,9 @@ def fillings(
         otherwise[name] = plainly[name]
         if rows[name].is_floating_point() and how.fill == 0:
             noise = torch.linspace(-1, 1, rows[name].numel()).view(rows[name].shape)
-            noise = noise.to(rows[name]) * float(rows[name].float().abs().mean())
+            # Large, so that it shows through a small coefficient; in half precision not too large.
+            size = 10 if rows[name].dtype == torch.float16 else 100
+            noise = noise.to(rows[name]) * size * float(rows[name].float().abs().mean())
             inside = how.blanked(torch.ones_like(rows[name]), lengths) != 0
             otherwise[name] = torch.where(inside, plainly[name], noise)
     return [plainly, otherwise]
@@ -65,9 +71,7 @@ def find_output_axes(evidence: Evidence, recipe: Recipe, outputs: Sequence[Any])
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             continue
         a, b, c = leaves
-        if a.shape != b.shape or (
-            difference(b, c) <= tolerance(b) and difference(a, b) <= tolerance(a)
-        ):
+        if a.shape != b.shape or (_same(b, c) and difference(a, b) <= tolerance(a)):
             continue
         axis = _axis_of((a, b, c), growth, lengths, evidence.size)
         if axis is None:
@@ -75,6 +79,39 @@ def find_output_axes(evidence: Evidence, recipe: Recipe, outputs: Sequence[Any])
         axes[index] = axis
     growth.outputs = axes
     growth.proof.num_missing = CALLS_TO_PROVE if axes else 0
+
+
+def check_losses(
+    evidence: Evidence, recipe: Recipe, output: Any, roots: Mapping[str, Tensor]
+) -> None:
+    """Look at the gradient of losses that the model computes: none may come from padding.
+
+    Args:
+        evidence: The plain run, which recorded gradients.
+        recipe: Its tensors are padded.
+        output: Of a replay.
+        roots: What it was given, by name.
+
+    Raises:
+        PaddingError: One does.
+    """
+    lengths = evidence.call.batch.lengths
+    losses = [
+        leaf for leaf in tree_leaves(output)
+        if isinstance(leaf, Tensor) and not leaf.dim() and leaf.requires_grad
+    ]  # fmt: skip
+    for loss in losses:
+        grads = torch.autograd.grad(
+            loss, list(roots.values()), retain_graph=True, allow_unused=True
+        )
+        for name, grad in zip(roots, grads, strict=True):
+            growth = recipe.row_growth().get(name)
+            if grad is None or growth is None or lengths is None or not grad.isfinite().all():
+                continue
+            rows = growth.stripped(grad, lengths)
+            outside = grad - blank(grad, rows.dims, rows.sizes, 0)
+            if outside.abs().max() > NEGLIGIBLE * grad.abs().max():
+                raise PaddingError.reads_padding(recipe.boundary, "the model's loss")
 
 
 def _axis_of(
@@ -88,11 +125,18 @@ def _axis_of(
     for rule in rules:
         length = rule.at(lengths.whole)
         for form, dim in _places(a, size, length):
-            found = OutputAxis(dim, rule, growth.lefts[rule.axis], form)
-            pairs = _outside(a, b, found, lengths), _outside(a, c, found, lengths)
-            if all(difference(x, y) <= tolerance(x) for x, y in pairs):
+            found = OutputAxis(dim, rule, growth.lefts[rule.axis_among(growth.entered)], form)
+            like_plain = _outside(a, b, found, lengths)
+            if difference(*like_plain) <= tolerance(a) and _same(*_outside(b, c, found, lengths)):
                 return found
     return None
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two outputs of the same computation but for padding are equal: the same kernels have
+    run on the same shapes, in the same order where they run on the host.
+    """
+    return difference(a, b) <= (0.0 if a.is_cpu else tolerance(a) * _OF_THE_TOLERANCE)
 
 
 def _places(tensor: Tensor, size: int, length: int | None) -> Iterator[tuple[str, int]]:

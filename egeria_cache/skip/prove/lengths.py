@@ -31,6 +31,8 @@ from egeria_cache.skip.serve.rule import Rule
 __all__ = ["study_lengths"]
 
 Whole = tuple[int, ...]
+_MAX_ALONE = 8
+"""Samples that are run without any padding: what reads one position too far shows there."""
 _MAX_SHARPENED = 32
 """Runs of the prefix on one sample, to find out how a size is rounded."""
 
@@ -50,7 +52,12 @@ def study_lengths(evidence: Evidence, recipe: Recipe) -> Growth | None:
     rules = _rules(evidence, recipe, lengths, parts)
     lefts = tuple(axis.left for axis in lengths.padding.axes)
     tried = [lengths.whole, *(whole for whole, _, are_whole in parts if are_whole)]
-    growth = Growth(rules, {}, lefts, tuple(np.array(tried).max(0).tolist()))
+    entered = {evidence.call.tagged[i].leaf for i in recipe.entered if i in evidence.call.tagged}
+    axes = lengths.padding.axes
+    growth = Growth(
+        rules, {}, lefts, tuple(np.array(tried).max(0).tolist()),
+        frozenset(i for i, axis in enumerate(axes) if axis.leaf in entered),
+    )  # fmt: skip
     recipe.growth = growth
     _sharpen(evidence, recipe, lengths)
     for whole, part, are_whole in parts:
@@ -75,7 +82,9 @@ def _parts(
     """Yield (lengths, the prefix on such a batch, whether its samples are whole)."""
     own, whole = lengths.own, np.array(lengths.whole)
     order = np.argsort(own.sum(1), kind="stable").tolist()
-    shorter = [order[:1], order[: max(1, len(order) // 2)]]
+    alone = {tuple(own[row].tolist()): row for row in order}  # of each length one
+    some = list(alone.values())[:: max(1, len(alone) // _MAX_ALONE)]
+    shorter = [order[: max(1, len(order) // 2)], *([row] for row in some)]
     tried: set[Whole] = {lengths.whole}
     for rows in shorter:
         target = tuple(own[rows].max(0).tolist())

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten
 
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.prove.evidence import Evidence, Recomputed, observe, recompute, trainable
-from egeria_cache.skip.prove.fillings import compared, fillings, find_output_axes
+from egeria_cache.skip.prove.fillings import check_losses, compared, fillings, find_output_axes
 from egeria_cache.skip.prove.independence import (
     check_constants,
     check_rows,
@@ -282,6 +282,12 @@ def _check_replay(evidence: Evidence, prober: Prober, recipe: Recipe) -> dict[st
             view = recipe.tensor_spec(slot).to_rows(evidence.leaf(*slot), evidence.size)
             rows[name] = view.clone(memory_format=torch.contiguous_format)
         filled = fillings(evidence, recipe, rows)
+    for stored in filled if len(filled) > 1 and evidence.grad else ():
+        floating = {name: part for name, part in stored.items() if part.is_floating_point()}
+        roots = {name: part.detach().requires_grad_() for name, part in floating.items()}
+        check_losses(
+            evidence, recipe, _replayed(evidence, prober, recipe, {**stored, **roots}), roots
+        )
     outputs = [_replayed(evidence, prober, recipe, stored) for stored in filled]
     find_output_axes(evidence, recipe, outputs)
     recipe.opaque_outputs = _compare_outputs(evidence, outputs[0], recipe)
@@ -295,6 +301,10 @@ def _replayed(
     values: dict[Slot, Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():
         for name, slot in recipe.slots().items():
+            if not rows[name].requires_grad:
+                values[slot] = recipe.tensor_spec(slot).from_rows(rows[name].clone())
+    for name, slot in recipe.slots().items():
+        if slot not in values:
             values[slot] = recipe.tensor_spec(slot).from_rows(rows[name].clone())
     constants = [step.constants for step in recipe.steps]
     for step in recipe.steps:

@@ -39,6 +39,8 @@ class Growth:
     """Per axis, whether samples are padded on the left."""
     reach: Whole
     """The longest batch that was tried, along each axis."""
+    entered: frozenset[int]
+    """Axes of leaves that the prefix reads: where others are as long, these count."""
     cuttable: frozenset[Slot] = frozenset()
     """Constants that are the beginning of those of longer batches."""
     constants: dict[Whole, dict[Slot, Tensor]] = field(default_factory=dict)
@@ -140,5 +142,5 @@ class Growth:
         if not rules:
             return None
         rows = [(at, rules[dim]) for at, dim in enumerate(spec.row_dims) if dim in rules]
-        dims = tuple((at, self.lefts[rule.axis]) for at, rule in rows)
+        dims = tuple((at, self.lefts[rule.axis_among(self.entered)]) for at, rule in rows)
         return RowGrowth(dims, tuple(rule for _, rule in rows), self.fills.get(slot, 0))

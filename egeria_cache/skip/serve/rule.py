@@ -7,7 +7,7 @@ was seen, and says a size only where they agree with each other: it never guesse
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -101,6 +101,11 @@ class Rule:
         found = self._range(lengths)
         assert found is not None
         return found[0]
+
+    def axis_among(self, preferred: Collection[int]) -> int:
+        """Return an axis that it may follow, one of these if it can."""
+        axes = [function.axis for function in self._functions]
+        return next((axis for axis in axes if axis in preferred), axes[0])
 
     def in_doubt(self, lengths: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Return those lengths at which the size is not certain."""

@@ -18,7 +18,7 @@ from egeria_cache.batch import Lengths
 from egeria_cache.skip.serve.growth import Growth
 from egeria_cache.skip.serve.padded import OutputAxis, Proof
 
-__all__ = ["CALLS_TO_PROVE", "MAX_WATCHED", "awaits_proof", "watched"]
+__all__ = ["CALLS_TO_PROVE", "MAX_WATCHED", "NEGLIGIBLE", "awaits_proof", "watched"]
 
 CALLS_TO_PROVE = 2
 """Computed batches whose gradient must be zero in the padding before anything is served."""
@@ -26,7 +26,7 @@ MAX_WATCHED = 8
 """Calls whose gradient is waited for; then it is said that none has come."""
 _AGAIN_EVERY = 8
 """Calls after which it is looked again."""
-_NEGLIGIBLE = 1e-6
+NEGLIGIBLE = 1e-8
 """Of the largest gradient."""
 
 
@@ -79,7 +79,7 @@ def watched(
         look = partial(_look, seen, axis, lengths, found)
         if leaf.requires_grad:
             leaf.register_hook(look)
-        elif is_proving:
+        else:
             root = leaf.detach().requires_grad_()
             root.register_hook(look)
             leaves[index] = root.clone().as_subclass(Followed)  # the loop may write into it
@@ -131,5 +131,5 @@ def _look(
         return  # a scaled loss that overflowed
     seen.came_back = True
     padding = torch.from_numpy(axis.is_padding(lengths, size.shape[1]))
-    if padding.any() and largest[padding].max() > _NEGLIGIBLE * largest.max():
+    if padding.any() and largest[padding].max() > NEGLIGIBLE * largest.max():
         found()
