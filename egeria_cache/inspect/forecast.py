@@ -219,7 +219,10 @@ class _Trial:
             looked = np.linspace(0, len(self.dataset) - 1, count).astype(int).tolist()
             source = loader.source
             task = Task(-1, looked, source.identify(looked), 0, source.seed)
-            self.mean_lengths = source.measure(task).mean(0)
+            lengths = source.measure(task).lengths
+            if lengths is None:  # the data set gives no list of samples
+                return 1.0
+            self.mean_lengths = lengths.mean(0)
         return scale(rows, rows[LENGTHS], self.mean_lengths)
 
     def _train(self, batches: Any, optimizer: torch.optim.Optimizer) -> list[tuple[float, float]]:

@@ -213,7 +213,8 @@ class EgeriaLoader(ResumableLoader[T_co]):
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader stands: see `ResumableLoader`."""
         state = super().state_dict()
-        if self.cache is not None and self.cache.port.boundary is None and not self._resumes:
+        is_unfrozen = self.cache is not None and self.cache.port.boundary is None
+        if is_unfrozen and self._progress.finished and not self._resumes:
             state["first_frozen"] = state["epoch"] + 1  # no cycle has begun yet
         return state
 

@@ -90,6 +90,7 @@ def ours(threads):
 
 def test_a_cell_that_is_run_again_leaves_no_threads_of_the_first_time(tmp_path, caplog):
     caplog.set_level(logging.INFO, "egeria")
+    of_other_tests = {thread.ident for thread in ours(threading.enumerate())}
     model, seen, caches = frozen_net(), [], []
     for number in range(3):
         cache = ActivationCache(model, tmp_path / str(number), "layer1", gate="always")
@@ -105,7 +106,7 @@ def test_a_cell_that_is_run_again_leaves_no_threads_of_the_first_time(tmp_path, 
     assert [cache._status.is_closed for cache in caches] == [True, True, False]
     assert caches[2].stats().hits == 48
     caches[2].close()
-    assert ours(threading.enumerate()) == []
+    assert {thread.ident for thread in ours(threading.enumerate())} <= of_other_tests
     assert "forward" not in model.__dict__
 
 
