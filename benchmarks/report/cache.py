@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .parts import Report, Section, Table, bytes_, number, percent, ratio, seconds, verdict
 
-__all__ = ["forward_skip", "loader", "skip", "store", "variants"]
+__all__ = ["forward_skip", "loader", "ragged", "skip", "store", "variants"]
 
 
 def forward_skip(section: Section, report: Report) -> None:
@@ -151,6 +151,29 @@ def _store_targets(kinds: Report) -> list[tuple[str, float, float, str]]:
             measured, where = worst(of)
             found.append((what, measured, target, where))
     return found
+
+
+def ragged(section: Section, report: Report) -> None:
+    rows = [
+        [str(r["width"]), str(r["layers"]), r["batches"], seconds(r["oracle_s"]),
+         ratio(r["hits_vs_oracle"])]
+        for r in report["epochs"]
+    ]  # fmt: skip
+    columns = ["width", "layers", "batches", "oracle", "hits / oracle"]
+    section.tables = [Table(title="Epochs of hits", columns=columns, rows=rows)]
+    rows = [
+        [str(r["width"]), number(r["own_bytes"]), number(r["maximum_bytes"]), ratio(r["saved"])]
+        for r in report["stored"]
+    ]
+    columns = ["width", "bytes a sample", "padded to the longest", "times as many"]
+    section.tables.append(Table(title="Bytes", columns=columns, rows=rows))
+    worst = max(report["epochs"], key=lambda r: float(r["hits_vs_oracle"]))
+    where = f"{worst['width']} wide, {worst['batches']}, the worst of {len(report['epochs'])}"
+    section.findings = [
+        verdict(
+            "An epoch of hits against the oracle", worst["hits_vs_oracle"], most=1.05, where=where
+        )
+    ]
 
 
 def loader(section: Section, report: Report) -> None:

@@ -96,6 +96,13 @@ KNOWN: dict[str, tuple[str, str, Callable[[Section, Report], None], bool]] = {
         cache.loader,
         True,
     ),
+    "ragged": (
+        "Padded text",
+        "Docstrings of the standard library, padded to the longest of each batch: bytes of a "
+        "sample, and epochs of hits beside an oracle that has the activations in memory.",
+        cache.ragged,
+        False,
+    ),
     "controller": (
         "The controller",
         "What deciding costs the training thread, and how fast the references are.",
