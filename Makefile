@@ -3,19 +3,23 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.egeria-ready
+DEMO_STAMP := $(VENV)/.egeria-demo
 
 .PHONY: setup demo test coverage lint bench report clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): EXTRA := dev
+$(DEMO_STAMP): EXTRA := demo
+$(STAMP) $(DEMO_STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Egeria needs Python 3.10 or newer; this is " + sys.version.split()[0] + ". Set PYTHON=/path/to/python3.")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRA)]'
 	@touch $@
 
-demo: setup
+# It needs little: a newcomer need not wait for the trainers that the tests want.
+demo: $(DEMO_STAMP)
 	$(BIN)/python examples/demo.py
 
 test: setup

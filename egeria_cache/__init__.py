@@ -9,7 +9,7 @@ for images, targets in loader:
 from __future__ import annotations
 
 from egeria_cache.batch import sample_seed
-from egeria_cache.cache import ActivationCache
+from egeria_cache.cache import ActivationCache, FrozenFront
 from egeria_cache.errors import BoundaryError, EgeriaError, StoreError
 from egeria_cache.events import BoundaryMoved
 from egeria_cache.gate import CacheStats
@@ -26,6 +26,7 @@ __all__ = [
     "CacheStats",
     "EgeriaError",
     "EgeriaLoader",
+    "FrozenFront",
     "FrozenPrefix",
     "ShardAffineSampler",
     "StoreError",

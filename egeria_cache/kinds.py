@@ -26,5 +26,7 @@ def home(module: str) -> str:
 
 
 def kind_name(kind: type) -> str:
-    """Return the qualified name of a class."""
+    """Return the qualified name of a class; of one that `fully_shard` has made, what it was."""
+    if kind.__module__.startswith("torch.distributed.fsdp") and len(kind.__bases__) == 2:
+        kind = kind.__bases__[1]
     return f"{home(kind.__module__)}.{kind.__qualname__}"

@@ -52,8 +52,8 @@ class PaddedRows(Sequence[Tensor]):
     def nbytes(self) -> int:
         """Bytes of the rows alone."""
         whole = np.array([self.padded.shape[dim + 1] for dim, _ in self.dims])
-        share = (self.sizes / np.maximum(whole, 1)).prod(1).sum() / max(len(self), 1)
-        return int(self.padded.nbytes * share)
+        share = float((self.sizes / np.maximum(whole, 1)).prod(1).sum()) / max(len(self), 1)
+        return round(self.padded.nbytes * share)
 
     def on(self, padded: Tensor) -> PaddedRows:
         """Return the same rows in a copy of their tensor, on another device, say."""

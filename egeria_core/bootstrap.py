@@ -5,6 +5,7 @@ Networks have a critical period at the start of training; what is frozen then st
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Any
 
@@ -18,20 +19,41 @@ class Bootstrap:
         change: Relative change that ends the stage; the paper's "permissively set" 10 %.
         smoothing: Looks averaged into one value. Single batches differ by more than 10 % from
             each other at any stage of training, in either direction.
+        share: Part of the schedule that lies between two looks, where its length is known. Looks
+            a few steps apart differ by less than 10 % from the start, whatever there is to learn.
+        fall: The smoothed loss must be below its first value by this part. A loss that has not
+            begun to fall changes as little as one that has settled. None: not asked for.
     """
 
-    def __init__(self, change: float = 0.1, smoothing: int = 3) -> None:
+    def __init__(
+        self,
+        change: float = 0.1,
+        smoothing: int = 3,
+        *,
+        share: float = 0.025,
+        fall: float | None = 0.2,
+    ) -> None:
         if change <= 0 or smoothing < 1:
             raise ValueError(f"change and smoothing must be positive, got {change}, {smoothing}")
-        self.change = change
+        if not 0 <= share < 1 or not 0 <= (fall or 0) < 1:
+            raise ValueError(f"share and fall must lie in [0, 1), got {share} and {fall}")
+        self.change, self.share, self.fall = change, share, fall
         self.done = False
         self._recent: deque[float] = deque(maxlen=smoothing)
         self._previous: float | None = None
+        self._first: float | None = None
+
+    def interval(self, every: int, total_steps: int | None) -> int:
+        """Return the steps between two looks: a multiple of `every`, at least `share`."""
+        apart = self.share * (total_steps or 0)
+        return every * max(1, math.ceil(apart / every))
 
     def observe(self, loss: float) -> bool:
         """Take the mean loss since the last look; return whether the stage is over."""
         if self.done:
             return True
+        if self._first is None and math.isfinite(loss):
+            self._first = loss
         self._recent.append(loss)
         if len(self._recent) < (self._recent.maxlen or 1):
             return False
@@ -39,15 +61,26 @@ class Bootstrap:
         previous, self._previous = self._previous, smooth
         # NaN and infinity compare false: a diverging run stays in its critical period.
         if previous is not None and abs(smooth - previous) < self.change * abs(previous):
-            self.done = True
+            self.done = self._has_fallen(smooth)
         return self.done
+
+    def _has_fallen(self, smooth: float) -> bool:
+        if self.fall is None or self._first is None:
+            return True
+        return smooth <= self._first - self.fall * abs(self._first)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the stage and the recent losses."""
-        return {"done": self.done, "recent": list(self._recent), "previous": self._previous}
+        return {
+            "done": self.done,
+            "recent": list(self._recent),
+            "previous": self._previous,
+            "first": self._first,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
         self.done, self._previous = state["done"], state["previous"]
+        self._first = state.get("first")
         self._recent.clear()
         self._recent.extend(state["recent"])

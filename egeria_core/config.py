@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +13,13 @@ from egeria_cache.device import runs_late
 from egeria_core.bootstrap import Bootstrap
 from egeria_core.learning_rate import UnfreezeRule
 
-__all__ = ["ControllerConfig", "EvaluatorKind", "ReferenceKind", "guideline_interval"]
+__all__ = [
+    "ControllerConfig",
+    "EvaluatorKind",
+    "ReferenceKind",
+    "guideline_interval",
+    "movement_interval",
+]
 
 ReferenceKind = Literal["auto", "int8", "bf16", "fp32", "device"]
 EvaluatorKind = Literal["auto", "process", "thread", "inline"]
@@ -20,6 +27,19 @@ EvaluatorKind = Literal["auto", "process", "thread", "inline"]
 
 ROOMY_ABOVE_CPUS = 4
 """With more CPUs than these, a CPU training leaves some to an evaluator process."""
+
+
+READINGS = 100
+"""Of every layer, in the whole schedule, for the prediction of harm."""
+
+
+def movement_interval(total_steps: int | None, num_layers: int) -> int:
+    """Return the steps between two readings of the layers' movement.
+
+    A layer is looked at in one step, the next one in the following, so that a reading of all takes
+    as many steps as there are layers; more than a hundred readings bring nothing.
+    """
+    return max(num_layers, (total_steps or 0) // READINGS)
 
 
 def guideline_interval(total_steps: int, num_layers: int, window: int) -> int:
@@ -62,8 +82,18 @@ class ControllerConfig:
     unfreeze_rule: str | UnfreezeRule = "tenfold_drop"
     """When frozen layers are trained again: `tenfold_drop` (the paper's), `warm_restart` for
     cosine and cyclical schedules, or an object with the methods of `UnfreezeRule`."""
-    bootstrap: Bootstrap | None = field(default_factory=Bootstrap)
-    """The stage in which nothing may freeze. None: over at once, for fine-tuning."""
+    calibration: int = 3
+    """Readings whose largest slope sets a layer's tolerance (the paper's 3). Three scatter much;
+    `window` of them steady it, and freeze later."""
+    bootstrap: Bootstrap | Literal["auto"] | None = "auto"
+    """The stage in which nothing may freeze. None: over at once, for fine-tuning. `auto`: Egeria's
+    own policies have it, and policies that measure gradients, whose authors know none, do not."""
+    harm_budget: float | None = None
+    """By how much the final loss may be worse for what `budget` freezes, in units of the loss.
+    None: 0.01, or a hundredth of the loss at the start where that is less."""
+    move_cost: float | None = None
+    """Steps that a move of the boundary takes by itself. None: measured at the moves of this run,
+    3 before the first. With a number no decision depends on measured times."""
     probe_rows: int = 32
     """Samples of the batch that are compared. SP depends on their number, so it is fixed; more
     rows steady the reading and cost the reference's forward."""
@@ -93,13 +123,27 @@ class ControllerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be a positive number, got {value}")
-        for name, least in (("window", 2), ("num_layers", 2), ("probe_rows", 2), ("batch_dim", 0)):
+        for name, least in (
+            ("window", 2),
+            ("num_layers", 2),
+            ("probe_rows", 2),
+            ("batch_dim", 0),
+            ("calibration", 2),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        for name in ("harm_budget", "move_cost"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} must be a positive number, got {value}")
         if self.tolerance <= 0:
             raise ValueError(f"tolerance must be positive, got {self.tolerance}")
         if not 0 < self.cpu_load_limit <= 1:
             raise ValueError(f"cpu_load_limit must lie in (0, 1], got {self.cpu_load_limit}")
+        if isinstance(self.bootstrap, str) and self.bootstrap != "auto":
+            raise ValueError(
+                f"bootstrap must be 'auto', None or a Bootstrap, got {self.bootstrap!r}"
+            )
         for name, known in (
             ("reference", ("auto", "int8", "bf16", "fp32", "device")),
             ("evaluator", ("auto", "process", "thread", "inline")),
@@ -110,6 +154,12 @@ class ControllerConfig:
                     f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
                 )
 
+    def bootstrap_for(self, measure: str) -> Bootstrap | None:
+        """Return the bootstrapping stage of a policy that measures this."""
+        if not isinstance(self.bootstrap, str):
+            return None if measure == "nothing" else self.bootstrap
+        return Bootstrap() if measure in ("plasticity", "activation_norm") else None
+
     def evaluator_for(self, device_type: str) -> EvaluatorKind:
         """Return the kind of evaluator for a model on this type of device."""
         if self.evaluator != "auto":
@@ -117,14 +167,21 @@ class ControllerConfig:
         roomy = runs_late(device_type) or (os.cpu_count() or 1) > ROOMY_ABOVE_CPUS
         return "process" if roomy else "thread"
 
-    def interval(self, num_layers: int, *, measured: bool) -> int:
+    def interval(self, num_layers: int, *, measured: bool, moves: bool = False) -> int:
         """Return n.
+
+        Args:
+            num_layers: Of the model.
+            measured: Whether the policy measures anything.
+            moves: Whether it is the layers' movement.
 
         Raises:
             ValueError: Neither the interval nor the schedule's length was given.
         """
         if self.evaluate_every is not None:
             return self.evaluate_every
+        if moves:
+            return movement_interval(self.total_steps, num_layers)
         if self.total_steps is not None:
             return guideline_interval(self.total_steps, num_layers, self.window)
         if not measured:

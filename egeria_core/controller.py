@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from egeria_cache import BoundaryMoved
 from egeria_core.config import ControllerConfig
@@ -20,16 +21,25 @@ from egeria_core.distributed import Ranks, rebuild, unwrap
 from egeria_core.errors import PolicyError
 from egeria_core.freezer import Freezer
 from egeria_core.gradients import GradientMeter
+from egeria_core.harm import Movement
 from egeria_core.history import History
 from egeria_core.judge import Verdict
-from egeria_core.meter import ActivationMeter, Meter, make_evaluator
-from egeria_core.policies import Policy, Reading, make_policy
+from egeria_core.meter import ActivationMeter, Meter, device_of, make_evaluator
+from egeria_core.movement import MovementMeter, can_be_read
+from egeria_core.outlook import Outlook, Payoff
+from egeria_core.policies import Policy, Reading, SetsRates, StaticPolicy, make_policy
 from egeria_core.prefix import LayerMap
+from egeria_core.rates import LayerRates
+from egeria_core.remaining import Schedule
+from egeria_core.sharded import to_shards, whole
 from egeria_core.tensorboard import make_listener
 
 __all__ = ["FreezeController"]
 
 log = logging.getLogger("egeria")
+
+READING_SHARE = 0.005
+"""Part of a step that reading the layers' movement may take; deciding takes less."""
 
 
 class BoundaryListener(Protocol):
@@ -46,7 +56,12 @@ class FreezeController:
         model: The model in training, bare or wrapped by DistributedDataParallel.
         optimizer: Its optimizer; parameter groups are read, never changed.
         cache: Anything with `on_boundary_moved(event)`, such as `egeria_cache.ActivationCache`.
-        policy: Name of a policy, or an object with the methods of `policies.Policy`.
+        policy: Name of a policy, or an object with the methods of `policies.Policy`. None: `budget`
+            where the schedule's end is known, by `total_steps` or by the scheduler, and the
+            optimizer is one of torch's kind, and else `plasticity`.
+        lr_scheduler: The torch scheduler that sets the optimizer's rates, or a function of the
+            optimizer step (counted from 0) that returns the rate. With it the learning rate that
+            is left is summed exactly; it is read, never stepped.
         listeners: Called with every `BoundaryMoved`, after the cache.
         options: See `ControllerConfig`.
 
@@ -63,50 +78,80 @@ class FreezeController:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         cache: BoundaryListener | None = None,
-        policy: str | Policy = "plasticity",
+        policy: str | Policy | None = None,
         *,
+        lr_scheduler: LRScheduler | Callable[[int], float] | None = None,
         listeners: Iterable[Callable[[BoundaryMoved], None]] = (),
         **options: Any,
     ) -> None:
         self.config = ControllerConfig(**options)
         self.model, self._ddp = unwrap(model)
         self.optimizer = optimizer
+        schedule = Schedule(lr_scheduler, self.config.total_steps)
+        if policy is None:
+            policy = "budget" if schedule.has_end and can_be_read(optimizer) else "plasticity"
+            _warn_of_unread(policy, options)
         self.policy = make_policy(policy, self.config)
-        self._ranks = Ranks(self._ddp)
+        if self.policy.measure == "movement" and not schedule.has_end:
+            raise ValueError(
+                f"{type(self.policy).__name__} weighs what is left of the schedule: give "
+                "total_steps, or an lr_scheduler that knows its end (OneCycleLR, CosineAnnealingLR)"
+            )
+        self._ranks = self._make_ranks()
         self.history = History(self.config.log_path if self._ranks.is_first else None)
         self._board = None
         if self.config.tensorboard_dir is not None and self._ranks.is_first:
             self._board = make_listener(self.config.tensorboard_dir)
         if self._board is not None:
             self.history.listeners.append(self._board)
-        self._map = LayerMap(self.model, self.config.layers, self.config.num_layers)
+        self._map = self._make_map()
         measured = self.policy.measure != "nothing"
-        self._every = self.config.interval(len(self._map.layers), measured=measured)
-        self._bootstrap = self.config.bootstrap if measured else None
+        moves = self.policy.measure == "movement"
+        self._every = self.config.interval(len(self._map.layers), measured=measured, moves=moves)
+        self._bootstrap = None if moves else self.config.bootstrap_for(self.policy.measure)
+        self._outlook = Outlook(
+            self.model, optimizer, self._map, schedule, self._ranks, self.config.move_cost
+        )
         self._listeners: list[Callable[[BoundaryMoved], None]] = list(listeners)
         if cache is not None:
             self._listeners.insert(0, cache.on_boundary_moved)
         self._freezer = Freezer()
         self._untold: list[BoundaryMoved] = []
         self._frozen = 0
+        self._declined = 0
         self._tied: set[tuple[str, str]] = set()
         self._step = 0
         self._schedule: list[tuple[int, str | None]] = []
         self._loss_sum: Tensor | float = 0.0
         self._num_losses = 0
-        self._meter = self._make_meter() if measured and self._ranks.is_first else None
+        measures = self._ranks.measures or (self._ranks.is_sharded and self._by_steps)
+        self._meter = self._make_meter() if measured and measures else None
         if self._meter is not None:
             self._finalizer = weakref.finalize(self, self._meter.close)
         self.policy.bind(self.boundaries)
+        self._rates: LayerRates | None = None
+        if isinstance(self.policy, SetsRates) and self.policy.anneal:
+            self._rates = LayerRates(optimizer, self.policy)
+            self._rates.bind(self._map)
         if not measured:
             # A boundary that is to hold from the first forward on.
             self._decide(None)
+
+    def _make_ranks(self) -> Ranks:
+        return Ranks(self._ddp, self.model)
+
+    def _make_map(self) -> LayerMap:
+        return LayerMap(self.model, self.config.layers, self.config.num_layers)
 
     def _make_meter(self) -> Meter:
         measure = self.policy.measure
         if measure in ("gradient_sum", "gradient_change"):
             return GradientMeter(self.model, self.optimizer, self._map, measure)
-        device = next(self.model.parameters()).device
+        if measure == "movement":
+            # An interval that was given is kept, whatever it costs: all is read in each.
+            most = READING_SHARE if self.config.evaluate_every is None else None
+            return MovementMeter(self.model, self.optimizer, self._map, self._every, most=most)
+        device = device_of(self.model)
         config = self.config
         return ActivationMeter(
             self.model,
@@ -151,37 +196,78 @@ class FreezeController:
         """Look at the step that has just been taken; between `optimizer.step()` and next forward.
 
         Args:
-            loss: Training loss of this step; needed in the bootstrapping stage only.
+            loss: Training loss of this step, of the whole batch where gradients are accumulated;
+                needed in the bootstrapping stage, and on every step by `budget`.
 
         Raises:
             ValueError: The loss is missing while it is needed.
             PolicyError: A policy answered something impossible.
         """
         self._step += 1
+        self._pass()
+        self._outlook.tick(self._step)
         if not self._map.resolved:
             self._resolve()
+        self._note(loss)
         due = self._step % self._every == 0
-        if not self._bootstrapped(loss, due):
+        if not self._bootstrapped(loss):
             return
         # Verdicts are taken at evaluation points only, though they may be ready earlier: so runs,
         # ranks and resumed runs decide at the same steps as long as the evaluator keeps up.
         verdicts = self._exchange() if due else []
         for verdict in verdicts:
             self._decide(verdict)
-        if due and self._meter is not None:
-            self._meter.measure(self._step, self._frozen)
+        if due:
+            self._measure()
         if due:
             for verdict in self._exchange(only_immediate=True):
                 verdicts.append(verdict)
                 self._decide(verdict)
-        if not verdicts:
+        if not verdicts and self.policy.measure != "movement":
             self._decide(None)
         self._prepare()
+
+    def _pass(self) -> None:
+        """Tell the rates how far the schedule is."""
+        if self._rates is not None and self.config.total_steps is not None:
+            self._rates.progress = self._step / self.config.total_steps
+
+    @property
+    def _by_steps(self) -> bool:
+        """Whether gradients or steps are measured: if sharded by all ranks, each its part."""
+        return self.policy.measure in ("gradient_sum", "gradient_change", "movement")
+
+    def _measure(self) -> None:
+        """Measure, if this process does; of a sharded model all ranks give their part."""
+        front: list[nn.Module] = []
+        if self._ranks.is_sharded and self.policy.measure in ("plasticity", "activation_norm"):
+            names = self._map.layers[self._front].modules
+            front = [self.model.get_submodule(name) for name in names]
+        with whole(front):
+            if self._meter is not None:
+                self._meter.measure(self._step, self._front)
 
     def _prepare(self) -> None:
         """Have the next forward captured if it belongs to an evaluation step."""
         if self._meter is not None and (self._step + 1) % self._every == 0:
-            self._meter.prepare(self._frozen)
+            self._meter.prepare(self._front)
+
+    @property
+    def _front(self) -> int:
+        """Which layer the policy looks at: what it asked for in vain is done with for it."""
+        return max(self._frozen, self._declined)
+
+    def _note(self, loss: Tensor | float | None) -> None:
+        """Hand the loss to a meter that wants one of every step."""
+        if self.policy.measure != "movement":
+            return
+        if loss is None:
+            raise ValueError(
+                "step(loss) needs the training loss of every step: what freezing may cost is told "
+                "from how it falls"
+            )
+        if isinstance(self._meter, MovementMeter):
+            self._meter.note(loss)
 
     def _resolve(self) -> None:
         """Settle the layers by the first forward, which has just run."""
@@ -189,14 +275,17 @@ class FreezeController:
         self._map.resolve()
         if self._map.boundaries != before:
             self.policy.bind(self.boundaries)
-            if self._meter is not None:
-                self._meter.bind()
+        if self._meter is not None:
+            self._meter.bind()
+        if self._rates is not None:
+            self._rates.bind(self._map)
+        self._outlook.resolve()
         if self._frozen:
             # Frozen before any forward was seen, by guess: complete it.
             self._freeze_to(self._frozen)
         self._tell()
 
-    def _bootstrapped(self, loss: Tensor | float | None, due: bool) -> bool:
+    def _bootstrapped(self, loss: Tensor | float | None) -> bool:
         """Return whether the bootstrapping stage is over."""
         if self._bootstrap is None or self._bootstrap.done:
             return True
@@ -205,12 +294,14 @@ class FreezeController:
         # Summed where it lies: reading it on every step would make the host wait for the device.
         self._loss_sum = self._loss_sum + (loss.detach() if isinstance(loss, Tensor) else loss)
         self._num_losses += 1
-        if not due:
+        if self._step % self._bootstrap.interval(self._every, self.config.total_steps):
             return False
         mean = self._ranks.agree(float(self._loss_sum) / self._num_losses)
         self._loss_sum, self._num_losses = 0.0, 0
         done = self._bootstrap.observe(mean)
         self.history.add("bootstrap", self._step, loss=mean, done=done)
+        if done and self._meter is not None:
+            self._meter.begin()
         return done
 
     def _exchange(self, *, only_immediate: bool = False) -> list[Verdict]:
@@ -244,6 +335,10 @@ class FreezeController:
 
     def _decide(self, verdict: Verdict | None) -> None:
         """Ask the policy, and do as it says."""
+        movement = prospect = None
+        if self.policy.measure == "movement" and verdict is not None:
+            movement = Movement.of(verdict.values or ())
+            prospect = self._outlook.prospect(self._step, self._every)
         frozen = self.policy.observe(
             Reading(
                 step=self._step,
@@ -253,8 +348,11 @@ class FreezeController:
                 value=None if verdict is None else verdict.value,
                 layer=None if verdict is None else verdict.layer,
                 values=None if verdict is None else verdict.values,
+                movement=movement,
+                prospect=prospect,
             )
         )
+        self._record_notes()
         if not 0 <= frozen < len(self._map.layers):
             raise PolicyError(
                 f"{type(self.policy).__name__} asks for {frozen} frozen layers of "
@@ -263,19 +361,44 @@ class FreezeController:
         if frozen < self._frozen:
             # Everything behind the new front was trained under another front: release it whole.
             self._move(0, "unfrozen")
-        if frozen > self._frozen:
-            self._move(frozen, "frozen")
+        self._declined = min(self._declined, frozen)
+        if frozen > self._front:
+            payoff = self._outlook.weigh(self._step, self._frozen, frozen)
+            # What was set by hand is the user's own order.
+            if payoff is None or payoff.pays or isinstance(self.policy, StaticPolicy):
+                self._move(frozen, "frozen", payoff)
+            else:
+                self._decline(frozen, payoff)
 
-    def _move(self, frozen: int, reason: str) -> None:
+    def _record_notes(self) -> None:
+        """Write down what the policy decided, and against what."""
+        take: Callable[[], list[dict[str, Any]]] | None = getattr(self.policy, "take_notes", None)
+        for note in take() if take is not None else ():
+            self.history.add("decision", self._step, **note)
+
+    def _decline(self, frozen: int, payoff: Payoff) -> None:
+        """Leave a move that cannot pay; the policy goes on as if it had been made."""
+        self._declined = frozen
+        boundary = self._map.boundaries[frozen - 1]
+        self.history.add("declined", self._step, boundary=boundary, **payoff.fields())
+        log.info(
+            "egeria: did not freeze %s at step %d: it %s, and a move costs %.2g steps",
+            boundary, self._step, payoff, payoff.cost,
+        )  # fmt: skip
+
+    def _move(self, frozen: int, reason: str, payoff: Payoff | None = None) -> None:
         """Freeze or release, rebuild DDP, write it down, tell everybody."""
         previous = self.boundary
+        self._declined = 0
+        self._outlook.clock.moved()
+        if self._ranks.is_sharded:
+            to_shards(self.model)
         if frozen:
             self._freeze_to(frozen)
         else:
             self._freezer.release()
         self._frozen = frozen
-        if self._ddp is not None:
-            rebuild(self._ddp)
+        self._follow()
         event = BoundaryMoved(self._step, self.boundary, previous, self._reason(reason))
         self._schedule.append((event.step, event.boundary))
         self.history.add(
@@ -288,10 +411,22 @@ class FreezeController:
             num_layers=len(self._map.layers),
             active_parameters=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
             total_parameters=sum(p.numel() for p in self.model.parameters()),
+            **({} if payoff is None else payoff.fields()),
         )
-        log.info("egeria: step %d: boundary %s (%s)", event.step, event.boundary, event.reason)
+        if frozen and payoff is not None:
+            log.info(
+                "egeria: froze %s at step %d: %s, %s",
+                event.boundary, event.step, payoff, self._why() or event.reason,
+            )  # fmt: skip
+        else:
+            log.info("egeria: step %d: boundary %s (%s)", event.step, event.boundary, event.reason)
         self._untold.append(event)
         self._tell()
+
+    def _follow(self) -> None:
+        """Have what runs the model on several ranks follow the move, before anybody is told."""
+        if self._ddp is not None:
+            rebuild(self._ddp)
 
     def _tell(self) -> None:
         """Publish what has moved.
@@ -304,8 +439,12 @@ class FreezeController:
             for listener in self._listeners:
                 listener(event)
 
+    def _why(self) -> str:
+        why: str = getattr(self.policy, "reason", "")
+        return why
+
     def _reason(self, what: str) -> str:
-        why = getattr(self.policy, "reason", "")
+        why = self._why()
         return f"{what} by {type(self.policy).__name__}" + (f": {why}" if why else "")
 
     def _freeze_to(self, frozen: int) -> None:
@@ -347,6 +486,8 @@ class FreezeController:
             "schedule": [list(move) for move in self._schedule],
             "history": list(self.history),
             "meter": None if self._meter is None else self._meter.state_dict(),
+            "outlook": self._outlook.state_dict(),
+            "declined": self._declined,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -367,6 +508,11 @@ class FreezeController:
         if state["frozen"]:
             self._move(state["frozen"], "resumed")
         self._schedule = [(step, boundary) for step, boundary in state["schedule"]]
+        self._pass()
+        if self._rates is not None:
+            self._rates.bind(self._map)
+        self._outlook.load_state_dict(state["outlook"])
+        self._declined = state["declined"]
         if self._meter is not None:
             self._meter.bind()
             if state["meter"] is not None:
@@ -377,6 +523,9 @@ class FreezeController:
     def close(self) -> None:
         """Stop the evaluator and take every hook off; what is frozen stays frozen. Idempotent."""
         self._map.close()
+        if self._rates is not None:
+            self._rates.close()
+        self._outlook.close()
         if self._meter is not None:
             self._meter.close()
         if self._board is not None:
@@ -392,3 +541,20 @@ class FreezeController:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+PLASTICITY_OPTIONS = (
+    "window", "tolerance", "calibration", "reference", "unfreeze_rule", "bootstrap", "probe_rows",
+    "refresh_every", "train_output",
+)  # fmt: skip
+
+
+def _warn_of_unread(policy: str, options: dict[str, Any]) -> None:
+    """Say which options the default policy, which nobody asked for by name, does not read."""
+    unread = [name for name in PLASTICITY_OPTIONS if name in options]
+    if policy == "budget" and unread:
+        log.warning(
+            "egeria: policy 'budget', the default where the schedule's end is known, does not read "
+            "%s; give policy='plasticity' for the paper's Algorithm 1",
+            ", ".join(unread),
+        )

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from egeria_cache import EgeriaError
 from egeria_core.judge import Verdict
+from egeria_core.sharded import sharding_group
 
 __all__ = ["Ranks", "rebuild", "unwrap"]
 
@@ -35,36 +36,60 @@ class Ranks:
     """The processes that train one model together; alone, everything here does nothing.
 
     Args:
-        ddp: The wrapper whose group is meant; None: a single process.
+        ddp: The wrapper whose group is meant; None: a single process, or a model that is sharded.
+        sharded: A model that `fully_shard` may have cut over ranks.
     """
 
-    def __init__(self, ddp: DistributedDataParallel | None) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel | None, sharded: nn.Module | None = None
+    ) -> None:
+        model = sharded if ddp is None else ddp.module
+        self.is_sharded = False
+        """Whether each rank has a part of every parameter."""
         self._group = None if ddp is None else ddp.process_group
+        if ddp is None and sharded is not None:
+            self._group = sharding_group(sharded)
+            self.is_sharded = self._group is not None
         self._device = torch.device("cpu")
-        if ddp is not None and not _takes_host_tensors(ddp.process_group):
-            self._device = next(ddp.module.parameters()).device
+        if model is not None and self._group is not None and not _takes_host_tensors(self._group):
+            self._device = next(model.parameters()).device
 
     @property
     def is_first(self) -> bool:
-        """Whether this process measures."""
+        """Whether this process writes the history."""
         return self._group is None or dist.get_rank(self._group) == 0
+
+    @property
+    def measures(self) -> bool:
+        """Whether this process may ever measure."""
+        return self.is_first
+
+    @property
+    def source(self) -> int:
+        """The rank of the group that measures now, the same on all ranks."""
+        return 0
 
     def _broadcast(self, values: list[float]) -> list[float]:
         assert self._group is not None
         tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
-        dist.broadcast(tensor, src=dist.get_global_rank(self._group, 0), group=self._group)
+        source = dist.get_global_rank(self._group, self.source)
+        dist.broadcast(tensor, src=source, group=self._group)
         result: list[float] = tensor.tolist()
         return result
 
     def agree(self, value: float) -> float:
-        """Return rank 0's value."""
+        """Return the value of the rank that measures."""
         return value if self._group is None else self._broadcast([value])[0]
 
+    def agree_all(self, values: list[float]) -> list[float]:
+        """Return rank 0's values; as many on every rank."""
+        return values if self._group is None else self._broadcast(values)
+
     def share(self, verdicts: list[Verdict], frozen: int) -> list[Verdict]:
-        """Return rank 0's verdicts; called by all ranks at the same step.
+        """Return the verdicts of the rank that measures; called by all ranks at the same step.
 
         Raises:
-            EgeriaError: This rank has frozen another number of layers than rank 0.
+            EgeriaError: This rank has frozen another number of layers than the one that measures.
         """
         if self._group is None:
             return verdicts
@@ -74,8 +99,9 @@ class Ranks:
         count, first_frozen, width = (int(x) for x in self._broadcast(head))
         if first_frozen != frozen:
             raise EgeriaError(
-                f"rank {dist.get_rank(self._group)} has {frozen} frozen layers and rank 0 has "
-                f"{first_frozen}; the learning rates or the policy differ between ranks"
+                f"rank {dist.get_rank(self._group)} has {frozen} frozen layers and rank "
+                f"{self.source} has {first_frozen}; the learning rates or the policy differ "
+                "between ranks"
             )
         if count == 0:
             return []
@@ -85,7 +111,7 @@ class Ranks:
         rows = self._broadcast(rows)
         stride = 3 + width
         shared = [_verdict(rows[i * stride : (i + 1) * stride]) for i in range(count)]
-        return verdicts if self.is_first else shared
+        return verdicts if dist.get_rank(self._group) == self.source else shared
 
 
 def _takes_host_tensors(group: Any) -> bool:
@@ -110,6 +136,17 @@ def _verdict(row: list[float]) -> Verdict:
 
     values = tuple(known(value) for value in row[3:]) if len(row) > 3 else None
     return Verdict(int(row[0]), int(row[1]), known(row[2]), values)
+
+
+def _forget_buckets(state: Any) -> None:
+    """Empty what PowerSGD keeps for each bucket: errors to feed back, and factors P and Q.
+
+    They are of the buckets' old sizes. The next step begins with an error of zero, as the first.
+    """
+    for name in ("error_dict", "p_memory_dict", "q_memory_dict"):
+        memory = getattr(state, name, None)
+        if isinstance(memory, dict):
+            memory.clear()
 
 
 def rebuild(ddp: DistributedDataParallel) -> None:
@@ -141,6 +178,7 @@ def rebuild(ddp: DistributedDataParallel) -> None:
     inner._has_rebuilt_buckets = False
     inner._comm_hooks = []
     for hook, state in hooks:
+        _forget_buckets(state)
         ddp.register_comm_hook(state, hook)
     if inner.static_graph:
         inner.static_graph = False

@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from egeria_core.judge import Verdict
 from egeria_core.prefix import LayerMap
+from egeria_core.sharded import global_sums, is_sharded, local_part, part_like
 
 __all__ = ["GradientMeter"]
 
@@ -58,6 +59,10 @@ class GradientMeter:
                         own[inner] = parameter
             self._parameters.append(own)
 
+    def begin(self) -> None:
+        """Forget what has added up: the first interval begins here."""
+        self._now = {}
+
     def prepare(self, frozen: int) -> None:
         """Take the next step's gradients."""
         self._wanted = True
@@ -79,32 +84,49 @@ class GradientMeter:
 
     @torch.no_grad()
     def measure(self, step: int, frozen: int) -> None:
-        """Reduce what was taken to one number per layer."""
-        values = [
-            None if index < frozen else self._value(own)
+        """Reduce what was taken to one number per layer.
+
+        Where the model is sharded all ranks do, each its part, and add up.
+        """
+        if not self._now:
+            return  # nothing since the last reading: the interval has just begun
+        parts = [
+            None if index < frozen else self._sums(own)
             for index, own in enumerate(self._parameters)
         ]
         # One transfer for all layers: the host waits once per evaluation.
-        present = [value for value in values if value is not None]
-        numbers = iter(torch.stack(present).tolist() if present else [])
-        result = tuple(None if value is None else float(next(numbers)) for value in values)
+        present = [part for part in parts if part is not None]
+        numbers: list[list[float]] = []
+        if present:
+            sums = torch.stack(present)
+            sharded = next((g for g in self._now.values() if is_sharded(g)), None)
+            numbers = (sums if sharded is None else global_sums(sums, sharded)).tolist()
+        left = iter(numbers)
+        result = tuple(None if part is None else self._finished(*next(left)) for part in parts)
         if self._measure == "gradient_change":
             self._kept, self._wanted = self._now, False
         self._now = {}
         self._ready.append(Verdict(step, frozen, None, result))
 
-    def _value(self, own: dict[str, Tensor]) -> Tensor | None:
-        now = [self._now[name] for name in own if name in self._now]
+    def _sums(self, own: dict[str, Tensor]) -> Tensor | None:
+        """Return what a layer's number is made of, shape (2,), of this rank's part."""
+        now = {name: local_part(self._now[name]) for name in own if name in self._now}
         if not now:
             return None
         if self._measure == "gradient_sum":
-            return torch.stack([gradient.abs().sum() for gradient in now]).sum()
-        pairs = [(self._kept[n], self._now[n]) for n in own if n in self._kept and n in self._now]
-        if not pairs:
+            total = torch.stack([gradient.abs().sum() for gradient in now.values()]).sum()
+            return torch.stack([total, total])
+        old = {name: local_part(self._kept[name]) for name in now if name in self._kept}
+        if not old:
             return None
-        change = torch.stack([(old - new).square().sum() for old, new in pairs]).sum()
-        size = torch.stack([old.square().sum() for old, _ in pairs]).sum()
-        return (change / size).sqrt()
+        change = torch.stack([(old[name] - now[name]).square().sum() for name in old]).sum()
+        return torch.stack([change, torch.stack([g.square().sum() for g in old.values()]).sum()])
+
+    def _finished(self, first: float, second: float) -> float:
+        if self._measure == "gradient_sum":
+            return first
+        # As tensors divide: 0 / 0 is no number, and 1 / 0 is infinite.
+        return float((torch.tensor(first) / torch.tensor(second)).sqrt())
 
     def collect(self) -> list[Verdict]:
         """Return the readings taken since the last call."""
@@ -112,14 +134,17 @@ class GradientMeter:
         return ready
 
     def state_dict(self) -> dict[str, Any]:
-        """Return gradients kept for the next reading."""
-        return {"kept": dict(self._kept), "now": dict(self._now)}
+        """Return gradients kept for the next reading, whole; of a sharded model on all ranks."""
+        return {
+            name: {key: value.full_tensor() if is_sharded(value) else value for key, value in of}  # type: ignore[attr-defined]
+            for name, of in (("kept", self._kept.items()), ("now", self._now.items()))
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
         parameters = dict(self._model.named_parameters())
         for name in ("kept", "now"):
-            values = {k: v.to(parameters[k].device).clone() for k, v in state[name].items()}
+            values = {k: part_like(v, parameters[k]) for k, v in state[name].items()}
             setattr(self, f"_{name}", values)
 
     def close(self) -> None:

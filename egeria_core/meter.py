@@ -30,7 +30,7 @@ from egeria_core.policies.base import Measure
 from egeria_core.prefix import LayerMap
 from egeria_core.snapshot import Weights, copy_modules, copy_tensor, copy_weights
 
-__all__ = ["ActivationMeter", "Meter", "make_evaluator"]
+__all__ = ["ActivationMeter", "Meter", "device_of", "make_evaluator"]
 
 log = logging.getLogger("egeria")
 
@@ -47,6 +47,9 @@ class Meter(Protocol):
 
     def bind(self) -> None:
         """The layers are known, or have changed."""
+
+    def begin(self) -> None:
+        """The bootstrapping stage ends with this step: nothing before it counts."""
 
     def prepare(self, frozen: int) -> None:
         """The next forward belongs to an evaluation step."""
@@ -83,6 +86,12 @@ def make_evaluator(config: ControllerConfig, device: torch.device) -> Evaluator:
     if kind == "inline":
         return InlineEvaluator(ReferenceRunner(config.reference))
     return ThreadEvaluator(config.reference)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model is, as far as it is on this rank."""
+    tensor = next((p for p in model.parameters() if not p.is_meta), None)
+    return torch.device("cpu") if tensor is None else tensor.device
 
 
 class ActivationMeter:
@@ -123,7 +132,7 @@ class ActivationMeter:
         self._held = Held()
         self._forget_reference()
         self.bind()
-        device = next(model.parameters()).device.type
+        device = device_of(model).type
         if config.evaluator_for(device) == "process" and config.reference != "device":
             # A process takes seconds to start; the bootstrapping stage is time enough.
             self._evaluator = evaluator()
@@ -151,6 +160,9 @@ class ActivationMeter:
             self._tap = LayerTap(
                 self._model, names, num_rows=self._rows, batch_dim=self._config.batch_dim
             )
+
+    def begin(self) -> None:
+        """Nothing has been measured yet."""
 
     def prepare(self, frozen: int) -> None:
         """Arm the front layer's hooks."""
@@ -187,7 +199,7 @@ class ActivationMeter:
             return
         inference = self._config.train_output == "inference"
         modules = [self._model.get_submodule(call.module) for call in probe.calls]
-        device = next(self._model.parameters()).device
+        device = device_of(self._model)
         self._submit(
             InputItem(
                 step=step,
@@ -207,7 +219,7 @@ class ActivationMeter:
         """Where the reference lives; None: the CPU."""
         if self._config.reference != "device":
             return None
-        return next(self._model.parameters()).device
+        return device_of(self._model)
 
     def _structure(self, modules: list[nn.Module]) -> list[nn.Module]:
         copies = copy_modules(modules)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from egeria_core.layers import Layer, find_layers
+from egeria_core.sharded import unsharded_names
 from egeria_core.trace import ForwardTrace, registration_prefix
 
 __all__ = ["LayerMap", "Prefix"]
@@ -60,6 +61,11 @@ class LayerMap:
         """Whether a forward has been seen, or the answer was loaded."""
         return self._trace is None
 
+    def settle(self) -> None:
+        """Take registration order for forward order: blocks of a pipeline run in it."""
+        self.close()
+        self._trace, self.training = None, True
+
     def resolve(self) -> None:
         """Settle order and prefixes by the forward that has just run."""
         trace = self._trace
@@ -79,9 +85,14 @@ class LayerMap:
             )
             return
         self.layers = find_layers(
-            self._model, self._pattern, num_layers=self._num_layers, order=trace.returned
+            self._model,
+            self._pattern,
+            num_layers=self._num_layers,
+            order=trace.returned,
+            costs=trace.costs,
         )
         names = {id(p): name for name, p in self._model.named_parameters()}
+        names |= unsharded_names(self._model)
         for layer in self.layers:
             modules = tuple(trace.modules_before(layer.boundary))
             behind = [
@@ -102,6 +113,10 @@ class LayerMap:
             owned = [names[id(p)] for p in _own_parameters(self._model, modules)]
             return Prefix(modules, tuple(dict.fromkeys(owned)))
         return self.prefixes[boundary]
+
+    def parameters_before(self, boundary: str) -> list[nn.Parameter]:
+        """Return the parameters in front of `boundary`, by whichever module they are owned."""
+        return [self._model.get_parameter(name) for name in self.prefix(boundary).parameters]
 
     def tied(self, boundary: str) -> list[tuple[str, str]]:
         """Return the parameters in front of `boundary` that an active module uses as well.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from egeria_cache import FrozenPrefix
 from egeria_cache.device import runs_late, to_host
+from egeria_core.sharded import plain_structure
 
 __all__ = [
     "Weights",
@@ -39,7 +40,7 @@ _HOOKS = (
 
 
 @contextmanager
-def _without_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
+def without_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Take every hook off for a moment: a copy must not copy what other people hung on them."""
     saved: list[tuple[nn.Module, dict[str, Any]]] = []
     try:
@@ -64,7 +65,7 @@ def deep_copy(modules: list[nn.Module]) -> list[nn.Module]:
 
 def copy_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return copies in inference mode, without gradients or hooks, on their device."""
-    with _without_hooks(modules):
+    with plain_structure(modules), without_hooks(modules):
         copies = deep_copy(list(modules))
     for module in copies:
         FrozenPrefix.thaw(module)

@@ -40,6 +40,8 @@ class ForwardTrace:
         self.started: dict[str, int] = {}
         self.returned: dict[str, int] = {}
         self.parameters: dict[str, list[Tensor]] = {}
+        self.costs: dict[str, float] = {}
+        """Multiplications of each module's own code, estimated from its weights and outputs."""
         self.drew: dict[str, int] = {}
         """When a module in training mode first drew random numbers in its own code."""
         self._starts: Counter[str] = Counter()
@@ -68,6 +70,9 @@ class ForwardTrace:
         self._look()
         self._clock += 1
         self.returned[name] = self._clock
+        self.costs[name] = self.costs.get(name, 0.0) + _cost(
+            self._model.get_submodule(name), output
+        )
         if name in self._open:
             while self._open.pop() != name:  # one that was left by an exception
                 pass
@@ -152,6 +157,24 @@ class _Watch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Watch, (None, self._name)
+
+
+def _cost(module: nn.Module, output: object) -> float:
+    """Return about how many multiplications one call of a module's own code took.
+
+    A convolution's weight is used once per position of the output, a matrix once per row of it, a
+    table's rows are only looked up. Attention itself is left out: it is alike in all blocks.
+    """
+    tensor = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
+    if tensor is None or tensor.numel() == 0 or isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return 0.0
+    cost = 0.0
+    for weight in module.parameters(recurse=False):
+        if weight.dim() > 2:
+            cost += tensor.numel() * weight[0].numel()
+        elif weight.dim() == 2:
+            cost += weight.numel() * tensor.numel() / tensor.shape[-1]
+    return cost
 
 
 def _random_state() -> tuple[Any, ...]:

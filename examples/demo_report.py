@@ -1,122 +1,205 @@
-"""What the demo shows: a table and a figure."""
+"""What the demo shows: bars with live speed, a sentence per act, one table and one figure."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from demo_runs import Act, Record
 from rich.console import Console
+from rich.padding import Padding
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-if TYPE_CHECKING:
-    from demo import Run
+__all__ = [
+    "Bar", "Board", "cost", "difference", "predicted", "print_story", "save_figure", "speedup",
+]  # fmt: skip
 
-__all__ = ["print_table", "save_figure"]
+Result = dict[str, Any]
 
 
-def print_table(
-    console: Console, result: dict[str, Any], plain: Run, egeria: Run, uncached: Run, target: float
-) -> None:
-    """Print times and accuracies side by side, then what froze and what the cache did."""
-    runs = (plain, egeria, uncached)
-    table = Table(title="Handwritten digits, ResNet, same seeds and schedule")
-    table.add_column("")
-    for run in runs:
-        table.add_column(run.name, justify="right")
-    base = plain.seconds[-1]
-    table.add_row(
-        "training time", *(f"{r.seconds[-1]:.1f} s ({r.seconds[-1] / base:.2f}x)" for r in runs)
+class Bar:
+    """The progress of one run."""
+
+    def __init__(self, progress: Progress, task: TaskID, epochs: int) -> None:
+        self._progress, self._task, self._epochs = progress, task, epochs
+        self._samples, self._steps = 0, 0
+
+    def advance(self, samples: int, seconds: float) -> None:
+        """One more step; `seconds` of training so far, of `samples` more."""
+        self._samples += samples
+        self._progress.update(
+            self._task, advance=samples, seconds=f"{seconds:5.1f} s",
+            speed=f"{self._samples / max(seconds, 1e-9):6,.0f} samples/s",
+        )  # fmt: skip
+
+    def evaluated(self, record: Record) -> None:
+        """An epoch is over."""
+        epoch = len(record.seconds)
+        if epoch == 1:  # now it is known how long an epoch is
+            self._progress.update(self._task, total=record.samples * self._epochs)
+        self._progress.update(self._task, accuracy=f"{record.accuracies[-1]:6.1%} right")
+
+    def resumed(self, record: Record) -> None:
+        """Show what an earlier process has done."""
+        self._samples = record.samples
+        self._progress.update(self._task, completed=record.samples)
+        self._progress.update(
+            self._task, total=record.samples * self._epochs / len(record.seconds),
+            seconds=f"{record.seconds[-1]:5.1f} s",
+        )  # fmt: skip
+        self.evaluated(record)
+
+
+class Board:
+    """The screen."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._number = 0
+
+    @contextmanager
+    def steps(self, what: str, total: int) -> Iterator[Callable[[], None]]:
+        """Show one bar for something that is not compared."""
+        columns = TextColumn("{task.description}"), BarColumn()
+        with Progress(*columns, console=self.console) as progress:
+            task = progress.add_task(what, total=total)
+            yield lambda: progress.advance(task)
+
+    @contextmanager
+    def act(self, act: Act, names: list[str]) -> Iterator[list[Bar]]:
+        """Show both runs of an act, one below the other."""
+        self._number += 1
+        self.console.print(f"\n[bold]{self._number}. {act.title}[/bold]")
+        self.console.print(act.about, style="dim")
+        columns = (
+            TextColumn("   {task.description:<14}"), BarColumn(30),
+            TextColumn("{task.fields[seconds]:>8}"), TextColumn("{task.fields[speed]:>17}"),
+            TextColumn("{task.fields[accuracy]:>13}"),
+        )  # fmt: skip
+        with Progress(*columns, console=self.console) as progress:
+            tasks = [
+                progress.add_task(name, total=None, seconds="", speed="", accuracy="")
+                for name in names
+            ]
+            yield [Bar(progress, task, act.epochs) for task in tasks]
+
+    def sentence(self, result: Result) -> None:
+        """Say what an act has shown."""
+        self.console.print(Padding(_sentence(result), (0, 0, 0, 3)), highlight=False)
+
+
+def speedup(result: Result) -> float:
+    """Return plain training time over Egeria's, of one act."""
+    return float(result["plain"]["seconds"][-1] / result["egeria"]["seconds"][-1])
+
+
+def _sentence(result: Result) -> str:
+    egeria = result["egeria"]
+    text = f"[bold]{speedup(result):.2f}x[/bold] as fast; "
+    if result["act"]["is_finetuning"]:
+        hits = f"{egeria['hits']:,} of {egeria['samples']:,} samples came from the cache"
+        return text + f"{hits} ({egeria['bytes_on_disk'] / 1e6:.1f} MB); {_equality(result)}."
+    moves = [move for move in egeria["moves"] if move["boundary"] is not None]
+    if not moves:
+        return text + "nothing was worth freezing."
+    return text + (
+        f"frozen in {len(moves)} move{'s' * (len(moves) > 1)} up to {moves[-1]['boundary']}; "
+        f"predicted cost {predicted(result):.4f} nats, measured {cost(result):+.4f}."
     )
-    table.add_row(
-        f"time to {target:.0%} accuracy", *(_seconds(run.time_to(target)) for run in runs)
-    )
-    table.add_row("final test accuracy", *(f"{run.accuracies[-1]:.2%}" for run in runs))
-    table.add_row("best test accuracy", *(f"{max(run.accuracies):.2%}" for run in runs))
-    table.add_row(
-        "mean fraction frozen", *(f"{sum(run.frozen) / len(run.frozen):.0%}" for run in runs)
-    )
-    console.print(table)
-    console.print(_cache_table(result))
-    console.print(_schedule_table(result))
 
 
-def _seconds(value: float | None) -> str:
-    return "not reached" if value is None else f"{value:.1f} s"
-
-
-def _cache_table(result: dict[str, Any]) -> Table:
-    cache = result["cache"]
-    table = Table(title="The cache", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    samples = cache["hits"] + cache["misses"]
-    rows = {
-        "batches served whole": cache["hit_batches"],
-        "batches served in part": cache["partial_batches"],
-        "batches computed": cache["miss_batches"],
-        "samples hit": f"{cache['hits']} of {samples}" if samples else "0",
-        "bytes on disk": f"{cache['bytes_on_disk'] / 1e6:.1f} MB",
-        "compression ratio": f"{cache['compression_ratio']:.2f}",
-        "largest loss difference, cached against computed": _difference(result),
-    }
-    for name, value in rows.items():
-        table.add_row(name, str(value))
-    return table
-
-
-def _difference(result: dict[str, Any]) -> str:
-    largest = result["largest_loss_difference"]
+def _equality(result: Result) -> str:
+    largest = difference(result)
     if largest == 0:
-        return "0 (equal to the bit, every step)"
-    return f"{largest:.3g} (first at step {result['first_step_that_differs']})"
+        return "every loss is equal to the bit"
+    return f"no loss differs by more than {largest:.1g}"
 
 
-def _schedule_table(result: dict[str, Any]) -> Table:
-    table = Table(title="Layers frozen over time")
-    table.add_column("from step", justify="right")
-    table.add_column("frozen up to")
-    for step, boundary in result["schedule"]:
-        table.add_row(str(step), boundary or "nothing (the learning rate fell to a tenth)")
-    if not result["schedule"]:
-        table.add_row("-", "nothing froze in this run")
-    return table
+def difference(result: Result) -> float:
+    """Return by how much the losses of the two runs differ at most, step by step."""
+    pairs = zip(result["plain"]["losses"], result["egeria"]["losses"], strict=True)
+    return float(max(abs(a - b) for a, b in pairs))
 
 
-def save_figure(path: Path, result: dict[str, Any], plain: Run, egeria: Run) -> None:
-    """Save accuracy against wall time, the frozen fraction, and plasticity per layer."""
+def predicted(result: Result) -> float:
+    """Return what the controller said that its moves would cost, in nats."""
+    return float(result["egeria"]["predicted"])
+
+
+def cost(result: Result) -> float:
+    """Return how much higher the final test loss is than plain's, in nats."""
+    return float(result["egeria"]["test_losses"][-1] - result["plain"]["test_losses"][-1])
+
+
+def print_story(console: Console, result: Result, out: Path) -> None:
+    """Print the table, where the figure is, and what to try next."""
+    table = Table(title="\nPlain PyTorch and Egeria, same seeds and schedules")
+    for name in ("", "plain", "Egeria", "", "accuracy", "from the cache"):
+        table.add_column(name, justify="left" if not table.columns else "right")
+    for one in result["acts"]:
+        plain, egeria = one["plain"], one["egeria"]
+        table.add_row(
+            one["act"]["title"],
+            f"{plain['seconds'][-1]:.1f} s",
+            f"{egeria['seconds'][-1]:.1f} s",
+            f"[bold]{speedup(one):.2f}x[/bold]",
+            f"{plain['accuracies'][-1]:.1%}, {egeria['accuracies'][-1]:.1%}",
+            f"{egeria['hits'] / egeria['samples']:.0%}",
+        )
+    console.print(table)
+    console.print(f"The figure: {out / 'demo.png'}; the numbers: {out / 'demo.json'}\n")
+    console.print("To try next:")
+    for command, what in (
+        (f"{_tool('cache-inspect')} {out / 'state' / 'cache-finetune'}", "what the cache holds"),
+        (f"{_tool('python')} examples/finetune_text.py", "BERT on text that is padded"),
+        (f"cd examples && {_tool('cache-inspect', '..')} plan digits:ResNet --data digits:images",
+         "where this model could be cut, and what each cut would bring, before any training"),
+    ):  # fmt: skip
+        # Not wrapped and not coloured: these are to be copied.
+        console.print(f"  {command}", highlight=False, soft_wrap=True)
+        console.print(f"      {what}", style="dim")
+
+
+def _tool(name: str, up: str = "") -> str:
+    """Return how a command of this environment is called from here, or from a folder below."""
+    own = Path(sys.executable).parent / name
+    if not own.exists():
+        return name
+    try:
+        return str(Path(up) / own.relative_to(Path.cwd()))
+    except ValueError:
+        return str(own)
+
+
+def save_figure(path: Path, result: Result) -> None:
+    """Save one picture: held-out accuracy against training time, an act a panel."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
-    for run, colour in ((plain, "tab:gray"), (egeria, "tab:green")):
-        left.plot(run.seconds, run.accuracies, label=run.name, color=colour)
-    left.axhline(result["settings"]["target"], color="black", linewidth=0.6, linestyle=":")
-    left.set(xlabel="training time [s]", ylabel="test accuracy", ylim=(0.8, 1.0))
-    left.set_title("Accuracy against time")
-    left.legend(loc="lower right")
-
-    steps_per_epoch = len(egeria.losses) // len(egeria.frozen)
-    ends = [(epoch + 1) * steps_per_epoch for epoch in range(len(egeria.frozen))]
-    middle.step(ends, egeria.frozen, where="pre", color="tab:blue")
-    middle.fill_between(ends, egeria.frozen, step="pre", alpha=0.2)
-    for epoch in result["settings"]["drops"]:
-        middle.axvline(epoch * steps_per_epoch, color="tab:red", linestyle="--", linewidth=0.8)
-    middle.set(xlabel="training step", ylabel="fraction of the parameters", ylim=(0, 1))
-    middle.set_title("Frozen (red: the learning rate falls)")
-
-    readings: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    for reading in result["readings"]:
-        readings[reading["boundary"]].append((reading["step"], reading["value"]))
-    for boundary, points in readings.items():
-        right.plot(*zip(*points, strict=True), ".", markersize=3, label=boundary)
-    for step, _ in result["schedule"]:
-        right.axvline(step, color="black", linewidth=0.5)
-    right.set(xlabel="training step", ylabel="SP loss against the reference", yscale="log")
-    right.set_title("Plasticity of the frontmost active layer")
-    if readings:
-        right.legend(fontsize="small")
+    acts = result["acts"]
+    size = 5 * len(acts), 4.2
+    figure, panels = plt.subplots(1, len(acts), figsize=size, layout="constrained", squeeze=False)
+    for panel, one in zip(panels[0], acts, strict=True):
+        for key, colour in (("plain", "tab:gray"), ("egeria", "tab:green")):
+            run = one[key]
+            panel.plot(run["seconds"], run["accuracies"], color=colour, linewidth=2)
+            end = run["seconds"][-1], run["accuracies"][-1]
+            panel.plot(*end, "o", color=colour)
+            panel.annotate(
+                f"{run['name']}\n{end[0]:.1f} s", end, xytext=(0, -12), color=colour, ha="right",
+                textcoords="offset points", va="top",
+            )  # fmt: skip
+        lowest = min(min(one[key]["accuracies"]) for key in ("plain", "egeria"))
+        panel.set(xlabel="training time [s]", ylim=(max(0.0, min(lowest, 0.8) - 0.03), 1.01))
+        panel.set_xlim(0, None)
+        panel.set_title(f"{one['act']['title']}: {speedup(one):.1f}x", fontsize="medium")
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0, 0].set_ylabel("held-out images classified right")
     figure.savefig(path, dpi=130)
     plt.close(figure)

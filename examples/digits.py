@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-__all__ = ["Digits", "ResNet"]
+__all__ = ["Digits", "ResNet", "images"]
 
 NUM_TEST = 360
 
@@ -22,11 +22,12 @@ class Digits(Dataset[tuple[Tensor, int]]):
     """Digit images, float32 of shape (1, size, size), and their classes 0-9.
 
     Args:
-        train: The training part, randomly shifted and rotated; or the held-out part, as it is.
+        train: The training part, or the held-out part.
         size: Images are scaled to size x size.
+        augment: Shift and rotate each image at random. None: the training part only.
     """
 
-    def __init__(self, *, train: bool, size: int = 16) -> None:
+    def __init__(self, *, train: bool, size: int = 16, augment: bool | None = None) -> None:
         digits = load_digits()
         order = torch.randperm(
             len(digits.target), generator=torch.Generator().manual_seed(0)
@@ -36,14 +37,19 @@ class Digits(Dataset[tuple[Tensor, int]]):
         scaled = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
         self.images = (scaled - 4.88) / 6.02
         self.targets: list[int] = digits.target[chosen].tolist()
-        self.train = train
+        self.augment = train if augment is None else augment
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         image = self.images[index]
-        return (_augment(image) if self.train else image), self.targets[index]
+        return (_augment(image) if self.augment else image), self.targets[index]
+
+
+def images() -> Digits:
+    """Return the training part, as `cache-inspect plan` and `fill` call it: without arguments."""
+    return Digits(train=True)
 
 
 def _augment(image: Tensor) -> Tensor:

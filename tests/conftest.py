@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -23,18 +24,31 @@ def way_of_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     )
 
 
-SLOW = (
-    ("test_other_ways_to_start_workers_are_served_the_same", "ring"),
-    ("test_a_dead_or_stuck_worker_gives_dataloaders_own_error", "ring"),
-    ("test_a_generation_cleared_by_the_inspector_while_a_loader_runs_is_left_alone", "ring"),
-    ("test_a_stopped_run_goes_on_to_the_same_losses", "segmentation"),
+SLOW = re.compile(
+    "|".join(
+        (
+            r"test_other_ways_to_start_workers_are_served_the_same\[.*ring.*",
+            r"test_a_dead_or_stuck_worker_gives_dataloaders_own_error\[.*ring.*",
+            r"test_a_generation_cleared_by_the_inspector_while_a_loader_runs.*ring.*",
+            r"test_a_stopped_run_goes_on_to_the_same_losses\[.*segmentation.*",
+            # with workers, of which each start takes a second
+            r"test_in_mid_epoch_both_loaders_go_on_alike\[.*-(?!epochs|shuffle).*-[12]-2\]",
+            r"test_in_mid_epoch_both_loaders_go_on_alike\[0-(epochs|shuffle)-2-2\]",
+            r"test_uninterrupted_the_order_is_dataloaders\[(0|None)-(?!epochs).*-2\]",
+            r"test_a_state_of_the_(end|beginning|last_batch)\w+\[(?!epochs|batches).*-2\]",
+            r"test_an_iterable_data_set_goes_on_where_it_was\[.*-(-1|3|None)-2\]",
+            r"test_batches_that_were_overtaken_are_not_lost\[stops[01]-.*",
+            r"test_padded_batches_are_served\[(?!pad_right).*-2\]",
+            r"test_two_processes_have_the_losses_of_two_without_a_cache\[ddp_spawn\]",
+        )
+    )
 )
-"""(test, parameter) whose like is tested by default, and which takes long."""
+"""Tests whose like is run by default, with other parameters, and which take long."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if any(item.name.startswith(test) and part in item.name for test, part in SLOW):
+        if SLOW.fullmatch(item.name):
             item.add_marker(pytest.mark.long)
     if "long" in config.option.markexpr:
         return

@@ -10,6 +10,8 @@ from jinja2 import Environment
 from markupsafe import Markup, escape
 
 from .parts import Section
+from .pictures import pictures
+from .sections import read_reports
 from .words import command_of, where
 
 __all__ = ["render"]
@@ -18,12 +20,24 @@ NUMBER = re.compile(r"^[-+]?[\d.,]+\s*(x|%|s|ms|us|[kMGT]?B)?\b")
 
 
 def render(sections: list[Section], results: Path) -> str:
-    """Return the page; plots are the PNG files that lie beside the JSON files."""
+    """Return the page; it opens with `pictures`, and each section has the PNG files beside its
+    JSON file folded away.
+    """
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["rich"] = _rich
     environment.tests["figure"] = lambda text: bool(NUMBER.match(text)) or text == "-"
+    environment.globals["missed"] = _missed
     template = environment.from_string((Path(__file__).parent / "page.html").read_text())
     return template.render(
+        pictures=[
+            {
+                "name": one.name,
+                "sentence": one.sentence,
+                "light": _image(one.light),
+                "dark": _image(one.dark),
+            }
+            for one in pictures(read_reports(results))
+        ],
         sections=[
             {
                 "section": section,
@@ -32,8 +46,18 @@ def render(sections: list[Section], results: Path) -> str:
                 "where": where(section.environment),
             }
             for section in sections
-        ]
+        ],
     )
+
+
+def _missed(findings: list[str]) -> str:
+    """Say how many targets were missed, where the findings are folded away."""
+    count = sum("**missed**" in finding for finding in findings)
+    return f", {count} missed target{'s' * (count > 1)}" if count else ""
+
+
+def _image(svg: str) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
 
 
 def _rich(text: str) -> Markup:

@@ -1,4 +1,4 @@
-"""README's results: the block between two markers, written from the committed files."""
+"""The results in README and docs/results.md: blocks between two markers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_FINDINGS = 3
 
 
 def block(sections: list[Section]) -> str:
-    """Return the Markdown between the markers, ends of lines included."""
+    """Return what docs/results.md has between the markers, ends of lines included."""
     names = {section.name for section in sections}
     shown = [
         # The models at real size say more than the small ones, once they have been measured.
@@ -46,7 +46,7 @@ def _markdown(table: Table) -> list[str]:
 
 
 def replaced(readme: Path, text: str) -> str:
-    """Return README with the block put in.
+    """Return a document with the block put in.
 
     Raises:
         ValueError: A marker is missing, or there are several.

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn, optim
 
-from egeria_core import FreezeController, LinearPolicy, StaticPolicy
+from egeria_core import FreezeController, LinearPolicy, PipeTransformerPolicy, StaticPolicy
 
 from .tasks import Task
 
@@ -21,29 +21,40 @@ class Method:
     name: str
     about: str
     policy: str | None = None
+    """None: nothing freezes."""
     cached: bool = False
+    seeds: int = 3
+    """How many, from 0 on."""
 
     def control(
-        self, task: Task, model: nn.Module, optimizer: optim.Optimizer, cache: Any, per_epoch: int
+        self,
+        task: Task,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        cache: Any,
+        schedule: optim.lr_scheduler.LRScheduler,
+        *,
+        per_epoch: int,
+        total: int,
     ) -> FreezeController | None:
-        """Return the controller of one run of `per_epoch` steps an epoch; None for plain."""
-        total = per_epoch * task.epochs
-        options: dict[str, Any] = {
-            "total_steps": total,
-            "evaluator": "inline",
-            "layers": task.layers,
-        }
+        """Return the controller of one run of `total` steps; None for plain."""
+        options: dict[str, Any] = {"total_steps": total, "layers": task.layers}
         policy: Any = self.policy
         if policy is None:
             return None
+        if policy == "default":
+            return FreezeController(model, optimizer, cache, lr_scheduler=schedule, **options)
+        options["evaluator"] = "inline"
         if policy == "static":
             policy = StaticPolicy({int(task.static_start * total): task.static_boundary})
         elif policy == "linear":
             policy = LinearPolicy(per_epoch)
+        elif policy == "pipetransformer":
+            policy = PipeTransformerPolicy(per_epoch)
+            options["evaluate_every"] = per_epoch
         elif policy in ("autofreeze", "smartpipe"):
             # Both look at gradients over parts of an epoch, not at single steps.
-            bootstrap = {key: task.plasticity[key] for key in task.plasticity if key == "bootstrap"}
-            options |= {"evaluate_every": per_epoch, **bootstrap}
+            options["evaluate_every"] = per_epoch
         elif policy in ("plasticity", "skipconv"):
             options |= {"reference": "fp32", **task.plasticity}
         return FreezeController(model, optimizer, cache, policy, **options)
@@ -52,17 +63,22 @@ class Method:
 METHODS = {
     method.name: method
     for method in (
-        Method("plain", "PyTorch, nothing frozen"),
-        Method("static", "boundary given by hand", "static"),
-        Method("static+cache", "boundary given by hand, front cached", "static", cached=True),
+        Method("egeria", "the default policy, no cache", "default", seeds=5),
+        Method("egeria+cache", "the default policy, front cached", "default", True, seeds=5),
+        Method("plain", "PyTorch, nothing frozen", seeds=5),
+        Method("plasticity", "Algorithm 1 of the paper, no cache", "plasticity"),
+        Method("plasticity+cache", "Algorithm 1, front cached", "plasticity", True),
+        Method("static", "boundary given or suggested", "static"),
+        Method("static+cache", "the same, front cached", "static", True, seeds=5),
         Method("linear", "Composer's linear schedule", "linear"),
-        Method("freezeout", "FreezeOut's cubic schedule", "freezeout"),
+        Method("freezeout", "FreezeOut's cubic schedule, layers annealed", "freezeout"),
+        Method("pipetransformer", "PipeTransformer, alpha = 1/3", "pipetransformer"),
         Method("autofreeze", "AutoFreeze, one interval an epoch", "autofreeze"),
         Method("skipconv", "Skip-Conv norm in Algorithm 1", "skipconv"),
         Method("smartpipe", "SmartPipe, one reading an epoch", "smartpipe"),
-        Method("egeria", "plasticity, no cache", "plasticity"),
-        Method("egeria+cache", "plasticity, front cached", "plasticity", cached=True),
-        Method("shortened", "plain, its whole schedule fitted into egeria+cache's wall time"),
+        Method(
+            "shortened", "plain, its whole schedule cut to another method's processor time", seeds=5
+        ),
     )
 }
-"""By name; `shortened` comes last, since it needs to know how long others took."""
+"""By name; `shortened` comes last, since it needs to know how long another took."""

@@ -30,7 +30,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
         _draw_bars(
             axis,
             f"{name}: time to plain's metric",
-            {n: row["time_to_strict"]["speedup"] for n, row in rows.items()},
+            {n: row["processor_to_strict"]["speedup"] for n, row in rows.items()},
         )
     sweeps = {n: s["summary"]["speedup"] for n, s in report["sweeps"].items() if s.get("summary")}
     _draw_bars(axes.flat[-1], "sweeps of eight", sweeps)
@@ -43,7 +43,7 @@ def _draw_curves(axis: Any, name: str, task: dict[str, Any]) -> None:
     seen = []
     for index, method in enumerate(task["summary"]["methods"]):
         run = next(run for run in task["runs"] if run["method"] == method)
-        _, seconds, metrics = zip(*run["curve"], strict=True)
+        seconds, metrics = zip(*(point[1:3] for point in run["curve"]), strict=True)
         own = method.startswith("egeria")
         axis.plot(
             seconds,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["summarise_sweep", "summarise_task", "targets_of", "time_to"]
+__all__ = ["pooled", "summarise_sweep", "summarise_task", "targets_of", "time_to"]
 
 Record = dict[str, Any]
 
@@ -27,16 +28,46 @@ def targets_of(
 
 
 def time_to(curve: Sequence[Sequence[float]], target: float, *, higher: bool) -> float | None:
-    """Return the training time of the first evaluation that reached a metric; None if none did."""
-    for _, seconds, metric in curve:
-        if (metric >= target - 1e-9) if higher else (metric <= target + 1e-9):
-            return seconds
-    return None
+    """Return the training time of the first of two evaluations in a row that reach a metric.
+
+    None if there are no such two: a single touch may be one lucky sample.
+    """
+    reached = [
+        (point[2] >= target - 1e-9) if higher else (point[2] <= target + 1e-9) for point in curve
+    ]
+    pairs = zip(curve, itertools.pairwise(reached), strict=False)
+    return next((point[1] for point, both in pairs if all(both)), None)
+
+
+def pooled(curves: Sequence[Sequence[Sequence[float]]]) -> list[tuple[float, float, float]]:
+    """Return the mean curve over the seeds: mean time and mean metric at each evaluation.
+
+    Over several seeds' validation rows no single one of them decides.
+    """
+    points = zip(*curves, strict=True)
+    return [tuple(statistics.mean(own[i] for own in point) for i in range(3)) for point in points]
+
+
+def by_clock(record: Record) -> Any:
+    """Return a run's curve over its training time."""
+    return record["curve"]
+
+
+def by_processor(record: Record) -> list[tuple[float, float, float]]:
+    """Return a run's curve over its processor time, which a busy machine hardly changes.
+
+    A run that noted none on the way is taken to have had the same part of the machine all along.
+    """
+    part = record["cpu_seconds"] / record["seconds"]
+    return [
+        (point[0], point[3] if len(point) > 3 else part * point[1], point[2])
+        for point in record["curve"]
+    ]
 
 
 def _stopped(curve: Sequence[Sequence[float]], seconds: float) -> float | None:
     """Return the metric at the last evaluation within this time; None before the first."""
-    return next((metric for _, at, metric in reversed(curve) if at <= seconds), None)
+    return next((point[2] for point in reversed(curve) if point[1] <= seconds), None)
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
@@ -50,13 +81,19 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def summarise_task(
-    records: Sequence[Record], *, higher: bool, resolution: float, relaxed: float
+    records: Sequence[Record],
+    *,
+    higher: bool,
+    resolution: float,
+    relaxed: float,
+    stopped_at: str = "egeria+cache",
 ) -> dict[str, Any] | None:
     """Return targets and, per method, figures over its seeds; None without a plain run.
 
     Ratios are to the plain run of the same seed, and medians over the seeds. A seed in which a
     method misses the target counts as a speed-up of 0; a seed in which plain misses it counts
-    plain's whole time.
+    plain's whole time. `pooled` figures are of the mean curves of the method and of plain over the
+    seeds that both have. `stopped_at` names the method in whose time plain is stopped.
     """
     plain = {r["seed"]: r for r in records if r["method"] == "plain"}
     if not plain:
@@ -68,11 +105,12 @@ def summarise_task(
         runs = [r for r in records if r["method"] == name and r["seed"] in plain]
         if runs:
             methods[name] = _method(runs, plain, targets, higher=higher)
-    cached = [r for r in records if r["method"] == "egeria+cache" and r["seed"] in plain]
+    cached = [r for r in records if r["method"] == stopped_at and r["seed"] in plain]
     stopped = [_stopped(plain[r["seed"]]["curve"], r["seconds"]) for r in cached]
     result: dict[str, Any] = {"targets": targets, "methods": methods}
     if cached and None not in stopped:
-        result["plain_stopped"] = {"final": _spread([m for m in stopped if m is not None])}
+        finals = [m for m in stopped if m is not None]
+        result["plain_stopped"] = {"at": stopped_at, "final": _spread(finals)}
     return result
 
 
@@ -109,18 +147,49 @@ def _method(
         },
     }
     for kind, target in targets.items():
-        times = [time_to(run["curve"], target, higher=higher) for run in runs]
-        reached = [seconds for seconds in times if seconds is not None]
-        ratios = []
-        for seconds, (_, own) in zip(times, pairs, strict=True):
-            theirs = time_to(own["curve"], target, higher=higher) or own["seconds"]
-            ratios.append(0.0 if seconds is None else theirs / seconds)
-        row[f"time_to_{kind}"] = {
-            "reached": len(reached),
-            "seconds": _spread(reached) if reached else None,
-            "speedup": _spread(ratios),
-        }
+        row[f"time_to_{kind}"] = _reach(pairs, target, higher=higher, curve_of=by_clock)
+        row[f"processor_to_{kind}"] = _reach(pairs, target, higher=higher, curve_of=by_processor)
+    predicted = [run["predicted_harm"] for run in runs if run.get("predicted_harm") is not None]
+    if predicted:
+        row["predicted_harm"] = _spread(predicted)
+    worse = statistics.mean(own["curve"][-1][2] - run["curve"][-1][2] for run, own in pairs)
+    row["worse"] = worse if higher else -worse
+    theirs = [own["curve"][-1][2] for own in plain.values()]
+    if len(theirs) > 1:
+        deviation = max(statistics.stdev(theirs), runs[0].get("resolution", 0.0))
+        row["deviations_worse"] = row["worse"] / deviation
     return row
+
+
+def _reach(
+    pairs: Sequence[tuple[Record, Record]],
+    target: float,
+    *,
+    higher: bool,
+    curve_of: Callable[[Record], Any],
+) -> dict[str, Any]:
+    """Return in how many seeds a metric was reached, when, and how much sooner than by plain.
+
+    `pooled`: plain's time to the metric over the method's, by mean curves; 0 if it is missed.
+    """
+
+    def sooner(own: Any, theirs: Any) -> float:
+        seconds = time_to(own, target, higher=higher)
+        return (
+            0.0
+            if seconds is None
+            else (time_to(theirs, target, higher=higher) or theirs[-1][1]) / seconds
+        )
+
+    curves = [(curve_of(run), curve_of(own)) for run, own in pairs]
+    times = [time_to(run, target, higher=higher) for run, _ in curves]
+    reached = [seconds for seconds in times if seconds is not None]
+    return {
+        "reached": len(reached),
+        "seconds": _spread(reached) if reached else None,
+        "speedup": _spread([sooner(*pair) for pair in curves]),
+        "pooled": sooner(*(pooled(side) for side in zip(*curves, strict=True))),
+    }
 
 
 def summarise_sweep(records: Sequence[Record]) -> dict[str, Any] | None:

@@ -31,7 +31,7 @@ TITLES = {
 def sweep_task(name: str, *, small: bool = False) -> Task:
     """Return the fine-tuning task whose backbone is frozen up to the sweep's boundary."""
     base = TASKS["digits-finetune"]
-    task = quick(base) if small else base
+    task = replace(quick(base) if small else base, evaluations=1)
     layers = r"conv1|bn1|layer1|layer2\.\d|layer3|head"
     if name == "sweep-head":
         layers = r"conv1|bn1|layer\d|head"

@@ -73,6 +73,9 @@ class Task:
     layers: str | None = None
     """The controller's layers, as a regular expression; None: its own balanced parse."""
     static_boundary: str = ""
+    """Empty: the one that `suggest_boundary` proposes."""
+    suggest_steps: int = 0
+    """Of each trial of that probe."""
     static_start: float = 0.0
     """Part of the schedule after which the static method freezes."""
     variants: int = 1
@@ -80,6 +83,8 @@ class Task:
     plasticity: dict[str, Any] = field(default_factory=dict)
     """`FreezeController`'s options for Egeria and Skip-Conv; n, W and T among them. On a short
     schedule few, large layers: each move makes a cache prove a new cut and fill anew."""
+    shortened_to: str = "egeria"
+    """The method into whose time plain's whole schedule is fitted by `shortened`."""
     relaxed: float = 0.01
     """The relaxed target: the metric may be worse by this (absolute accuracy, relative loss)."""
 
@@ -90,7 +95,7 @@ class Task:
 
     def settings(self) -> dict[str, Any]:
         """Return everything that decides what a run computes, as JSON."""
-        words = {"make", "title", "about", "relaxed"}
+        words = {"make", "title", "about", "relaxed", "shortened_to"}
         return {key: value for key, value in asdict(self).items() if key not in words}
 
     def fingerprint(self) -> str:
@@ -170,7 +175,7 @@ def _source_finetune(task: Task, seed: int, directory: Path) -> Problem:
     model = _pretrained(task, directory, lambda: Transformer(6, 64, 64, VOCABULARY), text)
     torch.manual_seed(seed)
     inputs, targets = _language(DOCUMENTATION, 2 * (task.samples or 512), 64)
-    return Problem(model, TensorDataset(inputs[::2], targets[::2]), inputs[1::2], targets[1::2])
+    return Problem(model, TensorDataset(inputs[::2], targets[::2]), inputs[1::4], targets[1::4])
 
 
 def _pretrained(task: Task, directory: Path, build: Callable[[], Any], data: Dataset[Any]) -> Any:
@@ -237,7 +242,7 @@ TASKS = {
             optimizer="adamw",
             schedule="cosine",
             metric="loss",
-            evaluations=3,
+            evaluations=4,
             samples=1536,
             static_boundary="blocks.2",
             static_start=0.5,
@@ -251,16 +256,17 @@ TASKS = {
         Task(
             name="digits-finetune",
             title="digits 5-9, ResNet-20 pre-trained on 0-4",
-            about="ResNet-20 of width 16 on 24x24 digits, pad and crop by three pixels. Static: "
-            "stages 1 and 2 are frozen from the start, stage 3 and a new head are trained, as is "
-            "usual when the classes change; what crosses the boundary is 18 KB a sample.",
+            about="ResNet-20 of width 16 on 24x24 digits, pad and crop by three pixels, with a new "
+            "head for other classes. Static: what suggest_boundary proposes, from the start.",
             make=_digits_finetune,
             epochs=10,
             batch_size=64,
             lr=0.02,
             schedule="cosine",
             pretrain_epochs=12,
-            static_boundary="layer2.2",
+            evaluations=2,
+            suggest_steps=110,
+            shortened_to="static+cache",
             variants=1,
             plasticity={
                 "num_layers": 3,
@@ -275,9 +281,8 @@ TASKS = {
             name="source-finetune",
             title="English documentation, GPT pre-trained on source",
             about="GPT of 6 blocks of width 64, pre-trained on Python source, fine-tuned on the "
-            "English text of Python's manual, which lies in pydoc_data. Static: embeddings and 4 "
-            "of 6 blocks are frozen from the start (two thirds of the blocks, a usual rule for "
-            "BERT); what crosses the boundary is 16 KB for 64 characters.",
+            "English text of Python's manual, which lies in pydoc_data. Static: what "
+            "suggest_boundary proposes, from the start; 16 KB cross it for 64 characters.",
             make=_source_finetune,
             epochs=10,
             batch_size=16,
@@ -286,9 +291,11 @@ TASKS = {
             optimizer="adamw",
             schedule="cosine",
             metric="loss",
+            evaluations=2,
             samples=512,
             pretrain_epochs=2,
-            static_boundary="blocks.3",
+            suggest_steps=320,
+            shortened_to="static+cache",
             plasticity={
                 "num_layers": 4,
                 "evaluate_every": 2,
@@ -307,4 +314,5 @@ def quick(task: Task) -> Task:
     small = {"digits": (3, 288), "source": (2, 128), "digits-finetune": (4, 128)}
     epochs, samples = small.get(task.name, (2, 128))
     few = min(1, task.pretrain_epochs)
-    return replace(task, epochs=epochs, samples=samples, pretrain_epochs=few)
+    probe = min(8, task.suggest_steps)
+    return replace(task, epochs=epochs, samples=samples, pretrain_epochs=few, suggest_steps=probe)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,16 @@ from egeria_cache import ActivationCache, EgeriaLoader
 from .methods import Method
 from .tasks import Problem, Task, loss_of, make_optimizer, make_schedule
 
-__all__ = ["Clock", "Run", "evaluate", "forward_shares", "train"]
+__all__ = [
+    "Clock",
+    "Run",
+    "evaluate",
+    "evaluation_steps",
+    "forward_shares",
+    "make_loader",
+    "segments",
+    "train",
+]
 
 PHASES = ("data", "cut", "forward", "backward", "update", "control", "flush")
 
@@ -69,13 +79,15 @@ class Run:
     background_cpu_seconds: float = 0.0
     """Of the threads beside the training thread: readers, writer, compression."""
     steps: int = 0
-    curve: list[tuple[float, float, float]] = field(default_factory=list)
-    """(epoch, training time, metric) at each evaluation."""
+    curve: list[tuple[float, float, float, float]] = field(default_factory=list)
+    """(epoch, training time, metric, processor time of all threads) at each evaluation."""
     frozen_parameters: float = 0.0
     """Mean over the steps of the frozen part of the parameters."""
     frozen_forward: float = 0.0
     """Mean over the steps of the part of a forward's arithmetic that lies in frozen layers."""
     schedule: list[tuple[int, str | None]] = field(default_factory=list)
+    predicted_harm: float | None = None
+    """What the policy expects its freezing to have cost, in nats; None where it expects nothing."""
     hits: int = 0
     misses: int = 0
     bytes_on_disk: int = 0
@@ -119,6 +131,17 @@ def forward_shares(model: nn.Module, inputs: Tensor) -> dict[str, float]:
     return {name: count / done[""] for name, count in done.items() if name}
 
 
+def evaluation_steps(total: int, count: int) -> list[int]:
+    """Return after which steps a run is evaluated: at equal parts of its schedule, and its end."""
+    return sorted({max(1, round(total * (i + 1) / count)) for i in range(count)})
+
+
+def segments(total: int, per_epoch: int, marks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (first step, one past the last) between evaluations and ends of epochs."""
+    ends = sorted({*marks, *range(per_epoch, total, per_epoch), total})
+    return list(itertools.pairwise([0, *ends]))
+
+
 def train(
     task: Task,
     method: Method,
@@ -128,6 +151,7 @@ def train(
     problem: Problem,
     gate: str = "auto",
     cache_directory: Path | None = None,
+    total_steps: int | None = None,
 ) -> Run:
     """Train once.
 
@@ -139,6 +163,7 @@ def train(
         problem: Its model is trained.
         gate: The cache's.
         cache_directory: Shared by several runs, instead of one in `directory`.
+        total_steps: Length of the whole schedule; None: the task's epochs.
     """
     run = Run(load_average=round(os.getloadavg()[0], 2))
     model = problem.model
@@ -153,48 +178,52 @@ def train(
             if method.cached:
                 cache = ActivationCache(model, where, limit="4GB", gate=gate)
                 stack.callback(cache.close)
-            loader = _loader(task, problem, seed, cache)
-            controller = method.control(task, model, optimizer, cache, len(loader))
+            loader = make_loader(task, problem, seed, cache)
+            total = total_steps or task.epochs * len(loader)
+            schedule = make_schedule(task, optimizer, total)
+            controller = method.control(
+                task, model, optimizer, cache, schedule, per_epoch=len(loader), total=total
+            )
             if controller is not None:
                 stack.callback(controller.close)
-        total = task.epochs * len(loader)
-        schedule = make_schedule(task, optimizer, total)
-        every = max(1, len(loader) // task.evaluations)
         sizes = {name: p.numel() for name, p in model.named_parameters()}
-        for epoch in range(task.epochs):
-            model.train()
-            batches = iter(loader)
-            for start in range(0, len(loader), every):
-                with clock.running():
-                    for _ in range(start, min(start + every, len(loader))):
-                        inputs, targets = next(batches)
-                        clock.lap("data")
-                        loss = loss_of(model(inputs), targets)
-                        moved = controller is not None and _moved(controller, len(run.losses))
-                        clock.lap("cut" if moved and cache is not None else "forward")
-                        optimizer.zero_grad()
-                        loss.backward()
-                        clock.lap("backward")
-                        optimizer.step()
-                        schedule.step()
-                        clock.lap("update")
-                        run.frozen_forward += _share(controller, shares) / total
-                        run.frozen_parameters += _frozen(model, sizes) / total
-                        if controller is not None:
-                            controller.step(loss)
-                        run.losses.append(loss.item())
-                        clock.lap("control")
-                    if cache is not None:
-                        cache.flush()
-                        clock.lap("flush")
-                part = min(start + every, len(loader)) / len(loader)
-                metric = evaluate(model, problem, task.metric)
-                run.curve.append((epoch + part, clock.wall, metric))
+        marks = evaluation_steps(total, task.epochs * task.evaluations)
+        batches: Iterator[Any] = iter(())
+        for begin, end in segments(total, len(loader), marks):
+            if begin % len(loader) == 0:
+                model.train()
+                batches = iter(loader)
             with clock.running():
-                for _ in batches:  # the loader's own end of the epoch
-                    raise AssertionError("the loader is longer than its length")
+                for _ in range(begin, end):
+                    inputs, targets = next(batches)
+                    clock.lap("data")
+                    loss = loss_of(model(inputs), targets)
+                    moved = controller is not None and _moved(controller, len(run.losses))
+                    clock.lap("cut" if moved and cache is not None else "forward")
+                    optimizer.zero_grad()
+                    loss.backward()
+                    clock.lap("backward")
+                    optimizer.step()
+                    schedule.step()
+                    clock.lap("update")
+                    run.frozen_forward += _share(controller, shares) / total
+                    run.frozen_parameters += _frozen(model, sizes) / total
+                    if controller is not None:
+                        controller.step(loss)
+                    run.losses.append(loss.item())
+                    clock.lap("control")
+                if end % len(loader) == 0:
+                    for _ in batches:  # the loader's own end of the epoch
+                        raise AssertionError("the loader is longer than its length")
+                if cache is not None:
+                    cache.flush()
+                    clock.lap("flush")
+            if end in marks:
+                metric = evaluate(model, problem, task.metric)
+                run.curve.append((end / len(loader), clock.wall, metric, clock.cpu))
         if controller is not None:
             run.schedule = controller.schedule()
+            run.predicted_harm = getattr(controller.policy, "spent", None)
         if cache is not None:
             stats = cache.stats()
             run.hits, run.misses, run.gate = stats.hits, stats.misses, stats.gate
@@ -205,7 +234,7 @@ def train(
     return run
 
 
-def _loader(task: Task, problem: Problem, seed: int, cache: ActivationCache | None) -> Any:
+def make_loader(task: Task, problem: Problem, seed: int, cache: Any = None) -> Any:
     """Return the loader: DataLoader itself where nothing is cached."""
     generator = torch.Generator().manual_seed(seed)
     if cache is None:

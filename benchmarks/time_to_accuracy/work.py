@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -37,12 +38,9 @@ class Work:
     def add(self, record: dict[str, Any]) -> None:
         """Append a run, on disk when this returns."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        cut_off = (
-            self.path.exists()
-            and self.path.stat().st_size > 0
-            and not self.path.read_bytes().endswith(b"\n")
-        )
         with self.path.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # several processes may measure beside each other
+            cut_off = self.path.stat().st_size > 0 and not self.path.read_bytes().endswith(b"\n")
             file.write(("\n" if cut_off else "") + json.dumps(record) + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -2,10 +2,12 @@
 
 `cache.py` is what a user sees. `port.py` is what a loader asks, `host.py` what the skip engine
 tells and asks, `boundary.py` where the model is frozen up to and who moves that; `status.py` is the
-little that they share. Owns the store, the reader threads and the engine, and closes them.
+little that they share. `front.py` is a frozen front that was taken out of its model. Owns the
+store, the reader threads and the engine, and closes them.
 """
 
 from egeria_cache.cache.cache import ActivationCache
+from egeria_cache.cache.front import FrozenFront
 from egeria_cache.cache.port import LoaderPort
 
-__all__ = ["ActivationCache", "LoaderPort"]
+__all__ = ["ActivationCache", "FrozenFront", "LoaderPort"]

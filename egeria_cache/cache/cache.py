@@ -14,6 +14,7 @@ from torch import nn
 from egeria_cache.cache.boundary import Boundary
 from egeria_cache.cache.filling import FillReport, fill
 from egeria_cache.cache.host import CacheHost, device_of
+from egeria_cache.cache.live import LiveReport
 from egeria_cache.cache.port import LoaderPort
 from egeria_cache.cache.status import Status
 from egeria_cache.cache.trial import TrialReads
@@ -29,8 +30,9 @@ __all__ = ["ActivationCache"]
 
 log = logging.getLogger("egeria")
 _PARTS = frozenset(
-    ("port", "_status", "_store", "_readers", "_views", "_accounts", "_pilot", "_engine", "_moves")
-)
+    ("port", "_status", "_store", "_readers", "_views", "_accounts", "_pilot", "_engine", "_moves",
+     "_live")
+)  # fmt: skip
 """What `_open` makes."""
 _ATTACHED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ActivationCache]]
 _ATTACHED = weakref.WeakKeyDictionary()
@@ -123,9 +125,10 @@ class ActivationCache:
         self._views, self._accounts = Views(), Accounts()
         self._pilot = pilot = Pilot(gate, 0.95 if runs_late(device_of(model)) else 0.5)
         trial = TrialReads(pilot, self._readers)
+        self._live = LiveReport(self.directory, self._readers, self.stats)
         host = CacheHost(
             model, self._store, status, self._views, pilot, self._accounts, trial,
-            settings["audit_rate"],
+            settings["audit_rate"], self._live.called,
         )  # fmt: skip
         self._engine = SkipEngine(
             model, host, stateless_dropout=settings["dropout"] == "stateless",
@@ -226,6 +229,11 @@ class ActivationCache:
             raise EgeriaError("fill() takes an EgeriaLoader that was made with cache= this cache")
         if self._status.gate == "never":
             raise EgeriaError("a cache with gate='never' stores nothing")
+        if self._engine.is_sharded:
+            raise EgeriaError(
+                "fill() leaves the model in the middle of a forward, which fully_shard does not "
+                "take; fill the directory in one process with the model as it was before"
+            )
         self._status.is_filling = True
         try:
             with self._accounts.aside():
@@ -251,6 +259,7 @@ class ActivationCache:
         if self._status.is_forked:
             return  # threads and locks are the parent's
         self._readers.close()
+        self._live.close()
         self._store.close()
 
     def __repr__(self) -> str:

@@ -68,12 +68,13 @@ def fill(
     call = forward or (lambda batch: _ordinary_call(model, batch))
     generators = RandomState.now()
     todo = _Missing(_indices(loader), loader.source, port)
-    generators.restore()  # a sampler that shuffles draws a seed when it is asked
+    bar = _bar(shown=progress and sys.stderr.isatty())
+    # A sampler that shuffles draws a seed when it is asked, and rich draws when it is imported.
+    generators.restore()
     part = todo.loader = loader.over(todo)
     variants = loader.augmentation_variants
     start = copy.deepcopy(part.state_dict())
     total, stored = len(todo.indices) * variants, 0
-    bar = _bar(shown=progress and sys.stderr.isatty())
     with bar, _undisturbed(model), engine.filling():
         task = bar.add_task(f"filling {loader.name!r}", total=total)
         for turn in range(_MAX_TURNS):  # what was dropped or displaced meanwhile comes once more

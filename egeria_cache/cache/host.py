@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ class CacheHost:
         accounts: Counts.
         trial: Measures reading until the first hits come.
         audit_rate: Fraction of the hits to be recomputed.
+        called: Is told of each call of the model.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class CacheHost:
         accounts: Accounts,
         trial: TrialReads,
         audit_rate: float,
+        called: Callable[[], None] = lambda: None,
     ) -> None:
         self._model = model
         self._store = store
@@ -65,6 +68,7 @@ class CacheHost:
         self._pilot = pilot
         self._counts = accounts.counts
         self._model_called = accounts.model_called
+        self._called = called
         self._trial = trial
         self._told_chains = self._told_unproved = ""
         self._restless_since: str | None = None
@@ -107,6 +111,8 @@ class CacheHost:
                 counts=frozenset(context.source.counts),
                 padding=None if batch.lengths is None else batch.lengths.padding,
                 is_checked=found.raw_bytes == 0
+                # Made since: what is in it are rows of other ranks of this run.
+                or found.created >= status.since
                 or any(v.generation is found and v.is_checked for v in self._views.everywhere()),
             )
         )
@@ -332,14 +338,20 @@ class CacheHost:
             self._audits.cost_s += seconds
         elif kind != "compiled":
             self._model_called()
-        elif boundary is not None and self._counts.why_not is None:
-            self._counts.why_not = str(BoundaryError.compiled_whole(boundary))
-            log.warning("training goes on uncached: %s", self._counts.why_not)
+            self._called()
+            self._status.is_compiled = False
+        elif boundary is not None:
+            self._status.is_compiled = True
+            why = str(BoundaryError.compiled_whole(boundary))
+            if self._counts.why_not != why:
+                self._counts.why_not = why
+                log.warning("training goes on uncached: %s", why)
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model is; the CPU if it has no parameter."""
-    tensor = next(model.parameters(), None)
+    """Where the model is, as far as it is on this rank; the CPU if it has no tensor."""
+    tensors = chain(model.parameters(), model.buffers())
+    tensor = next((tensor for tensor in tensors if not tensor.is_meta), None)
     return torch.device("cpu") if tensor is None else tensor.device
 
 

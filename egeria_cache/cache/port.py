@@ -66,7 +66,7 @@ class LoaderPort:
 
     def readable(self, loader_name: str) -> list[View]:
         """Those whose rows, if an earlier run left any, were compared with computed ones."""
-        if self._status.is_forked:
+        if self._status.is_forked or self._status.is_compiled:
             return []
         return [view for view in self._views.of(loader_name) if view.is_checked]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, field
 
 __all__ = ["Status", "shown_name"]
@@ -30,6 +31,10 @@ class Status:
     is_closed: bool = False
     is_filling: bool = False
     """Whether samples are stored ahead of training: no step is measured then."""
+    is_compiled: bool = False
+    """Whether the model was last called as code that was compiled whole: it is served nothing."""
+    since: float = field(default_factory=time.time)
+    """When the cache was made, in seconds since the epoch."""
     process: int = field(default_factory=os.getpid)
     """Where the cache was made. A forked child has none of its threads: it computes everything."""
 

@@ -53,7 +53,7 @@ class Accounts:
     def yielded(self) -> None:
         """Note that a batch was yielded which the model should see."""
         self._num_unseen += 1
-        if self._num_unseen == MAX_UNSEEN:
+        if self._num_unseen == MAX_UNSEEN and self.counts.why_not is None:
             self.counts.why_not = (
                 f"{MAX_UNSEEN} batches were yielded and the model was not called with any of them, "
                 "so nothing is cached. Does the loop call a part of it (`self.net(x)`)? Make the "

@@ -27,7 +27,9 @@ from egeria_cache.config import parse_size
 from egeria_cache.errors import EgeriaError
 from egeria_cache.inspect.fill_command import fill
 from egeria_cache.inspect.lengths import length_words, sample_words
+from egeria_cache.inspect.parcel_command import pack, unpack
 from egeria_cache.inspect.plan_command import plan
+from egeria_cache.inspect.watch_command import watch
 from egeria_cache.inspect.words import age, plain, print_json, size
 from egeria_cache.prefetch import LENGTHS
 from egeria_cache.store import (
@@ -60,9 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return plan(arguments[1:])
         if arguments[:1] == ["fill"]:
             return fill(arguments[1:])
+        if not arguments:
+            return _explain()
         options = _parser().parse_args(arguments)
         command: Callable[[argparse.Namespace, CacheReport], int] = options.run
-        return command(options, survey(options.directory))
+        makes_cache: bool = options.run is unpack
+        return unpack(options) if makes_cache else command(options, survey(options.directory))
     except BrokenPipeError:  # the reader of our output has seen enough
         sys.stderr.close()
         return HEALTHY
@@ -99,6 +104,9 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
+    look = command("watch", _watch, "what running caches are doing, live; Ctrl-C ends it")
+    look.add_argument("--every", metavar="SECONDS", type=_seconds, default=1.0, help="default 1")
+    look.add_argument("--times", metavar="N", type=int, help="look so often, and end")
     command("ls", _list, "list the generations (the default)")
     show = command("show", _show, "one generation: contents, codecs, sizes, what it was made from")
     show.add_argument("generation", metavar="GEN")
@@ -117,9 +125,46 @@ def _parser() -> argparse.ArgumentParser:
         help="those that were set aside, or are known to be damaged",
     )
     prune.add_argument("--yes", action="store_true", help="remove them")
+    packing = command("pack", pack, "write one generation to one file, for another machine")
+    packing.add_argument("generation", metavar="GEN")
+    packing.add_argument("file", metavar="FILE", help="'-' for standard output")
+    unpacking = command("unpack", unpack, "store a packed generation, made here or elsewhere")
+    unpacking.add_argument("file", metavar="FILE", help="'-' for standard input")
+    unpacking.add_argument("--limit", metavar="SIZE", default="100GB", help="default 100GB")
+    unpacking.add_argument(
+        "--force-network", action="store_true", help="DIR may lie on a network filesystem"
+    )
     clear = command("clear", _clear, "remove all generations; only shows them without --yes")
     clear.add_argument("--yes", action="store_true", help="remove them")
     return parser
+
+
+def _explain() -> int:
+    """Say what this is, to who typed its name alone."""
+    console = Console(highlight=False, emoji=False)
+    console.print(
+        "cache-inspect looks at Egeria's caches: directories that keep, per training sample, the "
+        "output of\na model's frozen front, so that training need not compute it again.\n",
+        soft_wrap=True,
+    )
+    for command, text in _COMMANDS:
+        console.print(f"  cache-inspect {command}", markup=False, soft_wrap=True)
+        console.print(f"      {text}", style="dim", soft_wrap=True)
+    console.print("\ncache-inspect --help, and COMMAND --help, say more.")
+    return HEALTHY
+
+
+_COMMANDS = (
+    ("plan MODEL --data DATA", "before training: where a cut would pay, and how much"),
+    ("fill MODEL --data DATA --directory DIR", "store every sample ahead of training"),
+    ("DIR", "what a cache holds, and its limit"),
+    ("DIR watch", "what running trainings take from it, live"),
+    ("DIR verify", "decode everything; exit status 1 on damage"),
+    ("DIR show GEN", "one generation: contents, sizes, what it was made from"),
+    ("DIR diff GEN GEN", "why one generation was not used for the other"),
+    ("DIR pack GEN FILE, DIR unpack FILE", "copy a generation to another machine"),
+    ("DIR prune, DIR clear", "remove what is not used; tell only, without --yes"),
+)
 
 
 # -- commands --------------------------------------------------------------------------------
@@ -282,6 +327,10 @@ def _prune(options: argparse.Namespace, report: CacheReport) -> int:
     return _remove(options, report, doomed)
 
 
+def _watch(options: argparse.Namespace, report: CacheReport) -> int:
+    return watch(report.directory, every_s=options.every, times=options.times, as_json=options.json)
+
+
 def _clear(options: argparse.Namespace, report: CacheReport) -> int:
     return _remove(options, report, list(report.generations))
 
@@ -303,6 +352,13 @@ def _remove(
     freed = sum(sizes[name] for name, text in outcome.items() if text.endswith("removed"))
     print(f"{size(freed)} {'freed' if options.yes else 'would be freed; add --yes to do it'}")
     return HEALTHY
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.05 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0.05 seconds")
+    return seconds
 
 
 def _days(text: str) -> float:

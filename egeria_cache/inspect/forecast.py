@@ -30,7 +30,8 @@ from egeria_cache.errors import EgeriaError
 from egeria_cache.gate import Costs, choose
 from egeria_cache.inspect.factories import where_raised
 from egeria_cache.inspect.ordinary import Step, StepError, ordinary_step
-from egeria_cache.inspect.prospect import Forecast, Prospect
+from egeria_cache.inspect.pairs import Share
+from egeria_cache.inspect.prospect import Forecast, Prospect, in_order
 from egeria_cache.inspect.typical import scale
 from egeria_cache.loader import EgeriaLoader
 from egeria_cache.prefetch import LENGTHS
@@ -40,9 +41,10 @@ from egeria_cache.store import ActivationStore, Generation, survey
 
 __all__ = ["Settings", "forecast"]
 
-MIN_ROUNDS, MAX_ROUNDS, ENOUGH_S = 3, 30, 1.0
-"""How often the batches are trained on, with and without the cache in turn: until it has taken
-`ENOUGH_S`, so that small models are measured more often than large ones."""
+MIN_ROUNDS, MAX_ROUNDS = 3, 60
+CLOSE_ENOUGH, ENOUGH_S, AT_MOST_S = 0.03, 1.0, 8.0
+"""The batches are trained on, with and without the cache in turn, for `ENOUGH_S`; and further,
+until the share of a step that a hit takes is known to `CLOSE_ENOUGH`, for `AT_MOST_S`."""
 NUM_WRITES = 4
 MAX_LOOKED, LOOKING_S = 1000, 2.0
 """How many samples of a data set are measured for their lengths, and how long that may take."""
@@ -107,7 +109,7 @@ def forecast(
         limit_bytes=settings.limit_bytes,
         load_s=trial.load_s,
         mean_lengths=None if trial.mean_lengths is None else tuple(trial.mean_lengths.tolist()),
-        prospects=tuple(prospects),
+        prospects=tuple(in_order(prospects)),
     )
 
 
@@ -177,21 +179,29 @@ class _Trial:
         views = cache.port.views(loader.source.key)
         if not views or cache.stats().num_samples < len(self.indices):
             return Prospect(boundary=place.boundary, refused=_why_not(cache, "stored"))
-        plain, served, started = [], [], time.perf_counter()
+        generation, ids = views[0].generation, loader.source.identify(self.indices)
+        plain: list[tuple[float, float]] = []
+        served: list[tuple[float, float]] = []
+        read: list[float] = []
+        started = time.perf_counter()
         for number in range(MAX_ROUNDS):
-            if number >= MIN_ROUNDS and time.perf_counter() - started > ENOUGH_S:
-                break
+            spent_s = time.perf_counter() - started
+            if number >= MIN_ROUNDS and spent_s > ENOUGH_S:
+                share = _share(served, plain, _STEP)
+                if share.error <= CLOSE_ENOUGH or spent_s > AT_MOST_S:
+                    break
             plain += self._train(self.batches, optimizer)
             hits = cache.stats().hits
             served += self._train(map(self._moved, loader), optimizer)
             if cache.stats().hits - hits < len(self.indices):
                 return Prospect(boundary=place.boundary, refused=_why_not(cache, "served"))
-        (forward_s, step_s), (served_forward_s, served_step_s) = map(self._medians, (plain, served))
+            read += self._read(generation, ids)
+        forward_s, step_s = self._medians(plain)
+        forward, step = _share(served, plain, _FORWARD), _share(served, plain, _STEP)
         (kept,) = survey(scratch / "cache").generations
-        generation, ids = views[0].generation, loader.source.identify(self.indices)
         rows, _ = generation.get_batch(ids[: self.batch_size])
         factor = 1.0 if views[0].padding is None else self._scale(loader, generation, ids)
-        read_s = self._read_s(generation, ids)
+        read_s = step_s * Share.of(read, [times[_STEP] for times in plain]).value
         costs = Costs(fetch_s_per_byte=read_s * kept.num_samples / max(kept.raw_bytes, 1))
         return Prospect(
             boundary=place.boundary,
@@ -199,9 +209,11 @@ class _Trial:
             stored_bytes=factor * kept.stored_bytes / kept.num_samples,
             codec=kept.codec or self.settings.codec,
             forward_s=forward_s,
-            served_forward_s=served_forward_s,
+            served_forward_s=forward_s * forward.value,
             step_s=step_s,
-            served_step_s=served_step_s,
+            served_step_s=step_s * step.value,
+            forward_error=forward.error,
+            step_error=step.error,
             read_s=read_s,
             write_s=self._write_s(rows, kept.codec or self.settings.codec, scratch / "again"),
             prove_s=max(first_s - step_s * self.batch_size, 0.0),
@@ -252,13 +264,14 @@ class _Trial:
         forward_s, step_s = map(statistics.median, zip(*times, strict=True))
         return forward_s / self.batch_size, step_s / self.batch_size
 
-    def _read_s(self, generation: Generation, ids: Any) -> float:
+    def _read(self, generation: Generation, ids: Any) -> list[float]:
+        """Return the seconds of reading each batch, as `_train` does of training on it."""
         times = []
         for start in range(0, len(ids), self.batch_size):
             started = time.perf_counter()
             generation.get_batch(ids[start : start + self.batch_size])
             times.append(time.perf_counter() - started)
-        return statistics.median(times) / self.batch_size
+        return times
 
     def _write_s(self, rows: Any, codec: str, directory: Path) -> float:
         """Write a batch of what was stored again, with nothing else going on."""
@@ -277,6 +290,13 @@ class _Trial:
             batch = dict(batch)
         device = self.settings.device
         return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+_FORWARD, _STEP = 0, 1
+
+
+def _share(served: list[tuple[float, float]], plain: list[tuple[float, float]], of: int) -> Share:
+    return Share.of([times[of] for times in served], [times[of] for times in plain])
 
 
 def _sized(data: Any) -> tuple[Any, dict[str, Any]]:

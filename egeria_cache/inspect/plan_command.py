@@ -17,6 +17,7 @@ from egeria_cache.config import parse_size
 from egeria_cache.device import default_device
 from egeria_cache.inspect.factories import find, make, make_model
 from egeria_cache.inspect.forecast import Settings, forecast
+from egeria_cache.inspect.harm import ADVISER, Advice, Wish, advice_as_json, ask
 from egeria_cache.inspect.ordinary import ordinary_step
 from egeria_cache.inspect.prospect import Forecast, Prospect
 from egeria_cache.inspect.words import print_json, share, size
@@ -48,6 +49,7 @@ def plan(argv: list[str]) -> int:
         scratch=options.scratch,
     )
     data = make("--data", options.data)
+    wish = _wish(options)
     progress = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
         console=Console(stderr=True), transient=True,
@@ -60,11 +62,38 @@ def plan(argv: list[str]) -> int:
             progress.update(task, description=boundary, completed=done, total=total)
 
         found = forecast(model, data, settings, advance)
+        if wish is not None:
+            progress.update(task, description="training copies", total=None)
+        advice = None if wish is None else ask(model, data, settings, wish)
     if options.json:
-        print_json(found.as_json())
+        print_json(found.as_json() | ({} if advice is None else {"harm": advice_as_json(advice)}))
     else:
-        _show(found)
+        _show(found, advice)
     return 0
+
+
+def _wish(options: argparse.Namespace) -> Wish | None:
+    """Return how to ask for harm; None if nobody wants to know.
+
+    Raises:
+        ValueError: What the copies are to be trained with is not said.
+    """
+    if options.harm is None:
+        return None
+    if options.harm < 2:
+        raise ValueError(f"--harm needs at least 2 steps for each trial, got {options.harm}")
+    if options.optimizer is None or options.step is None:
+        raise ValueError(
+            "--harm trains copies of the model: give --optimizer package.module:callable, called "
+            "with the parameters, and --step package.module:callable, the training's own loss"
+        )
+    validate = None if options.validate is None else find("--validate", options.validate)
+    return Wish(
+        adviser=find("--adviser", options.adviser),
+        steps=options.harm,
+        optimizer=find("--optimizer", options.optimizer),
+        validate=validate,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -101,6 +130,19 @@ def _parser() -> argparse.ArgumentParser:
         help="an existing directory on the disk that the cache will use; what is written there is "
         "removed; default: where temporary files go",
     )  # fmt: skip
+    parser.add_argument(
+        "--harm", type=int, metavar="STEPS", help="also train copies for so many steps, with and "
+        "without each front frozen, and tell what that costs; needs --step and --optimizer",
+    )  # fmt: skip
+    parser.add_argument(
+        "--optimizer", metavar="OPTIMIZER", help="of --harm: package.module:callable, called with "
+        "the parameters, returns the training's optimizer",
+    )  # fmt: skip
+    parser.add_argument(
+        "--validate", metavar="METRIC", help="of --harm: package.module:callable, called with a "
+        "model, returns the metric, the higher the better; default: the loss on samples held out",
+    )  # fmt: skip
+    parser.add_argument("--adviser", default=ADVISER, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
     return parser
 
@@ -121,23 +163,38 @@ def device_of_name(name: str | None) -> torch.device:
     return device
 
 
-def _show(found: Forecast) -> None:
+def _show(found: Forecast, advice: Advice | None) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 120  # a pipe has no width; rich would fold the table to 80 columns
+    console.print(f"[bold]{_recommendation(found)}[/]", soft_wrap=True)
     console.print(
-        f"[bold]{found.model}[/] on {found.device}, batches of {found.batch_size}, measured with "
+        f"{found.model} on {found.device}, batches of {found.batch_size}, measured with "
         f"{found.num_measured:,} of {found.num_samples:,} samples"
         + (f" in {found.variants} variants" if found.variants > 1 else "")
     )
     table = Table(box=None, header_style="bold")
-    for name, justify in _COLUMNS:
+    columns = [*_COLUMNS, ("harm", "right")] if advice is not None else list(_COLUMNS)
+    for name, justify in columns:
         table.add_column(name, justify=justify, no_wrap=True)
     for one in found.prospects:
-        table.add_row(*_row(found, one))
+        table.add_row(*_row(found, one), *([] if advice is None else [_harm(advice, one.boundary)]))
     console.print(table)
+    if advice is not None:
+        console.print(str(advice).splitlines()[-1], markup=False, soft_wrap=True)
     for line in _notes(found):
         console.print(line, markup=False, soft_wrap=True)
+
+
+def _recommendation(found: Forecast) -> str:
+    best = found.recommended()
+    if best is None:
+        return "no cut pays: see why below"
+    epoch = found.break_even_epoch(best)
+    return (
+        f"cut at {best.boundary}: epochs after the first take {best.epoch_ratio:.2f}x, "
+        f"{size(found.set_bytes(best))}, pays from epoch {epoch:,}"
+    )
 
 
 _COLUMNS: tuple[tuple[str, Any], ...] = (
@@ -156,10 +213,23 @@ def _row(found: Forecast, one: Prospect) -> list[str | Text]:
         size(one.stored_bytes),
         one.codec or "-",
         size(found.set_bytes(one)) + (f" ({share(fits)} fits)" if fits < 1 else ""),
-        share(one.forward_skipped),
-        share(one.step_skipped),
+        _known(one.forward_skipped, one.forward_error),
+        _known(one.step_skipped, one.step_error),
         Text("never", "yellow") if epoch is None else Text(f"epoch {epoch:,}", "green"),
     ]
+
+
+def _known(value: float, error: float) -> str:
+    """Write a share and its interval."""
+    return f"{100 * value:.0f} ± {100 * min(error, 9.99):.0f} %"
+
+
+def _harm(advice: Advice, boundary: str) -> str:
+    """Write what freezing up to there costs; a boundary that ends no layer has not been tried."""
+    one = next((trial for trial in advice.trials if trial.boundary == boundary), None)
+    if one is None:
+        return "-"
+    return f"{one.harm:+.4f}" + ("" if one.harm_error is None else f" ± {one.harm_error:.4f}")
 
 
 def _notes(found: Forecast) -> list[str]:
@@ -177,8 +247,9 @@ def _notes(found: Forecast) -> list[str]:
         )
     notes.append(
         "forward, step: what a hit skips of them, against the same step with the prefix frozen and "
-        "no cache. even after: the epoch in which the time for proving, writing and reading has "
-        "been won back, all of it counted in full. A hit also saves loading its sample "
+        "no cache, and how far that may be off. even after: the epoch in which the time for "
+        "proving, writing and reading has been won back, all of it counted in full. A hit "
+        "also saves loading its sample "
         f"({found.load_s * 1e3:.2g} ms in one process), which is not counted."
     )
     return notes

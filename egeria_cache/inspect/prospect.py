@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-__all__ = ["Forecast", "Prospect"]
+from egeria_cache.inspect.pairs import Share, falling
+
+__all__ = ["Forecast", "Prospect", "in_order"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +29,10 @@ class Prospect:
     step_s: float = 0.0
     """Forward, loss, backward and optimizer step with the prefix frozen, without a cache."""
     served_step_s: float = 0.0
+    forward_error: float = 0.0
+    """How far `forward_skipped` may be off (95 %)."""
+    step_error: float = 0.0
+    """How far `step_skipped` may be off (95 %)."""
     read_s: float = 0.0
     """Reading and decoding, which threads do beside the training."""
     write_s: float = 0.0
@@ -50,6 +57,12 @@ class Prospect:
     def saved_s(self) -> float:
         """What serving a sample saves, with its reading counted in full."""
         return self.step_s - self.served_step_s - self.read_s
+
+    @property
+    def epoch_ratio(self) -> float:
+        """Time of an epoch of hits over one with the same prefix frozen and no cache; reading is
+        counted in full."""
+        return 1 - self.saved_s / self.step_s if self.step_s else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,14 +110,33 @@ class Forecast:
         spent_s = one.prove_s + self.variants * stored * one.write_s
         return self.variants + max(1, math.ceil(spent_s / gain_s))
 
+    def recommended(self) -> Prospect | None:
+        """Return the boundary whose later epochs are shortest; None if no cut pays.
+
+        Of boundaries that differ by less than they are known, the one that stores least.
+        """
+        paying = [one for one in self.prospects if self.break_even_epoch(one) is not None]
+        if not paying:
+            return None
+        best = min(paying, key=self._later_epochs)
+        reach = self._later_epochs(best) + best.step_error
+        alike = [one for one in paying if self._later_epochs(one) <= reach]
+        return min(alike, key=self.set_bytes)
+
+    def _later_epochs(self, one: Prospect) -> float:
+        fits = self.fits(one)
+        return fits * one.epoch_ratio + (1 - fits)
+
     def as_json(self) -> dict[str, Any]:
         """Return plain values, those that follow included."""
-        content = asdict(self)
+        best = self.recommended()
+        content = asdict(self) | {"recommended": None if best is None else best.boundary}
         content["prospects"] = [
             {
                 **asdict(one),
                 "forward_skipped": one.forward_skipped,
                 "step_skipped": one.step_skipped,
+                "epoch_ratio": one.epoch_ratio,
                 "set_bytes": self.set_bytes(one),
                 "fits": self.fits(one),
                 "break_even_epoch": self.break_even_epoch(one),
@@ -112,3 +144,22 @@ class Forecast:
             for one in self.prospects
         ]
         return content
+
+
+def in_order(prospects: Sequence[Prospect]) -> list[Prospect]:
+    """Return the prospects with shares that fall from front to back, where their errors allow it.
+
+    The deeper the boundary, the less of a step is left to a hit.
+    """
+    served = [one for one in prospects if one.refused is None]
+    steps = falling([Share(1 - one.step_skipped, one.step_error) for one in served])
+    forwards = falling([Share(1 - one.forward_skipped, one.forward_error) for one in served])
+    smoothed = {
+        one.boundary: replace(
+            one,
+            served_step_s=step.value * one.step_s,
+            served_forward_s=forward.value * one.forward_s,
+        )
+        for one, step, forward in zip(served, steps, forwards, strict=True)
+    }
+    return [smoothed.get(one.boundary, one) for one in prospects]

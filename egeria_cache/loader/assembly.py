@@ -99,8 +99,9 @@ class Assembly:
         assert self.cache is not None
         assert plan.entry is not None
         self.cache.count_refetched(int(plan.entry.hit.sum()))
-        every = np.ones(len(plan.ids), bool)
-        task = plan.whole(self._seed).take(every)
+        task = plan.whole(self._seed).take(np.ones(len(plan.ids), bool))
+        if self._source.axes:
+            return self._tag(plan, self._source.measure(task))
         return self._tag(plan, Loaded(plan.number, self._source.load(task), frozenset()))
 
     def _tag(self, plan: Plan, loaded: Loaded) -> Any:

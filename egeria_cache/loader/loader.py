@@ -248,10 +248,15 @@ class EgeriaLoader(ResumableLoader[T_co]):
             return "there is neither a cache nor a seed"
         reason = None
         if isinstance(self.dataset, IterableDataset):
-            reason = "an IterableDataset has no sample IDs"
+            reason = (
+                "an IterableDataset has no sample IDs that a later epoch could ask for; give a "
+                "map-style data set, with __getitem__ and __len__"
+            )
         elif self.batch_size is None and self.batch_sampler is None:
-            reason = "batch_size=None turns batching off"
-        if reason is not None:
+            reason = "batch_size=None turns batching off; give a batch_size or a batch_sampler"
+        if reason is not None and self.cache is not None:
+            self.cache.port.leave_uncached(self.source.key, reason)
+        elif reason is not None:
             log.warning("loader %r passes its batches through uncached: %s", self.name, reason)
         return reason
 

@@ -57,6 +57,9 @@ def best_entry(
 ) -> PlannedEntry | None:
     """Choose the one generation that serves most of the batch; on a tie, the deepest.
 
+    Where samples are missing, what other processes have stored since is looked for first: ranks
+    that share a directory find in one epoch what any of them has stored in the one before.
+
     Args:
         views: Readable generations, deepest boundary first.
         number: The batch's number.
@@ -66,6 +69,8 @@ def best_entry(
     best: PlannedEntry | None = None
     for view in views:
         hit = view.contains(ids, variant)
+        if not hit.all() and view.generation.catch_up():
+            hit = view.contains(ids, variant)
         if hit.any() and (best is None or hit.sum() > best.hit.sum()):
             best = PlannedEntry(view, number, ids, variant, hit)
     return best

@@ -47,6 +47,10 @@ class ShardAffineSampler(Sampler[int]):
         shuffle: Shuffle within the shards, anew in each epoch.
         seed: Of the shards and of the shuffles; the same on all ranks.
         drop_last: Drop the samples that do not fill all shards evenly, instead of repeating some.
+        ranks_per_node: So many ranks share a directory: the samples of a node's shards are dealt
+            anew among its ranks in each epoch, so that they stay on their node and are shuffled
+            inside it. Ranks are counted node by node, as `torchrun` does; must divide
+            `num_replicas`. None: each rank keeps its own.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -62,6 +66,7 @@ class ShardAffineSampler(Sampler[int]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        ranks_per_node: int | None = None,
     ) -> None:
         num_shards = num_replicas if num_shards is None else num_shards
         if num_replicas < 1 or num_shards % num_replicas:
@@ -70,8 +75,18 @@ class ShardAffineSampler(Sampler[int]):
             )
         if not 0 <= rank < num_replicas:
             raise ValueError(f"rank must be in [0, {num_replicas}), got {rank}")
+        if ranks_per_node is not None and (ranks_per_node < 1 or num_replicas % ranks_per_node):
+            raise ValueError(
+                f"ranks_per_node must divide num_replicas, got {ranks_per_node} and {num_replicas}"
+            )
         self.data_source = data_source
         self.num_shards = num_shards
+        self._node = None if ranks_per_node is None else rank // ranks_per_node
+        self._nodes_shards = [
+            shard
+            for shard in range(num_shards)
+            if ranks_per_node is not None and shard % num_replicas // ranks_per_node == self._node
+        ]
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0
         self._own = range(rank, num_shards, num_replicas)
         length, self._rounding = len(data_source), (0 if drop_last else num_shards - 1)
@@ -86,15 +101,25 @@ class ShardAffineSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         order = torch.randperm(len(self.data_source), generator=_generator(self.seed))
-        columns = []
-        for shard in self._own:
-            members = self._members(order, shard)
-            if self.shuffle:
-                shuffle = _generator(self.seed, self.epoch, shard)
-                members = members[torch.randperm(len(members), generator=shuffle)]
-            columns.append(members)
+        if self._node is not None and self.shuffle:
+            columns = self._dealt(order)
+        else:
+            columns = [self._shuffled(self._members(order, shard), shard) for shard in self._own]
         if self._per_shard:
             yield from _ints(torch.stack(columns, dim=1).flatten())
+
+    def _shuffled(self, members: Tensor, number: int) -> Tensor:
+        if not self.shuffle:
+            return members
+        generator = _generator(self.seed, self.epoch, number)
+        return members[torch.randperm(len(members), generator=generator)]
+
+    def _dealt(self, order: Tensor) -> list[Tensor]:
+        """Return what each of our shards has of this epoch's deal among those of our node."""
+        assert self._node is not None
+        pool = torch.cat([self._members(order, shard) for shard in self._nodes_shards])
+        hands = self._shuffled(pool, self.num_shards + self._node).view(-1, self._per_shard)
+        return [hands[self._nodes_shards.index(shard)] for shard in self._own]
 
     def _members(self, order: Tensor, shard: int) -> Tensor:
         members = order[shard :: self.num_shards][: self._per_shard]

@@ -24,7 +24,9 @@ from egeria_cache.skip.model.attach import AttachedForward, inner_model
 from egeria_cache.skip.model.calls import healing, is_compiled
 from egeria_cache.skip.model.dropout import StatelessDropout, counting_calls
 from egeria_cache.skip.model.frozen import FrozenPrefix
+from egeria_cache.skip.model.fsdp import states_in
 from egeria_cache.skip.model.names import module_named
+from egeria_cache.skip.model.sharded import Front, ShardedFront
 from egeria_cache.skip.prove.auto import AutoBoundary
 from egeria_cache.skip.prove.rehearsal import Rehearsal
 from egeria_cache.skip.serve import passes
@@ -145,6 +147,7 @@ class SkipEngine:
         prefix is trained."""
         self._thaw = ThawWatch()
         self._auto: AutoBoundary | None = None
+        self._sharded: ShardedFront | None = None
         self._fills = False
         self._num_bare = self._num_new = self._num_even = 0
         self._was_served = False
@@ -168,9 +171,14 @@ class SkipEngine:
         return self._forward(*unwrap(args), **unwrap(kwargs))
 
     def _called_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._sharded is not None:
+            self._look_at_shards()
         if self._auto is not None:
             self._auto.follow(self._forward, Invocation.of(args, kwargs))
         self._look()
+        if self._sharded is not None and self.boundary is not None and not self._sharded.is_ready:
+            self.host.note("called", 0.0, 0)
+            return self._forward(*unwrap(args), **unwrap(kwargs))
         # Shapes of tagged tensors are read often: not through their `__torch_function__`.
         with torch._C.DisableTorchFunctionSubclass():
             call = Invocation.of(args, kwargs)
@@ -423,6 +431,34 @@ class SkipEngine:
             self._is_held = True
             self._thaw.watch(self.model, self._held)
 
+    # ---- sharded models -----------------------------------------------------------------------
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether `fully_shard` has cut the model over ranks."""
+        return bool(states_in(self.model))
+
+    def _front(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Front:
+        """Tell what runs before the last frozen module returns."""
+        assert self.frozen is not None
+        call = Invocation.of(args, kwargs)
+        return Rehearsal(
+            self.model, self._forward, self.frozen, call, self._held, self.frozen
+        ).front()
+
+    def _look_at_shards(self) -> None:
+        """See whether a part of a gathered front is trained again, or it could not be gathered."""
+        assert self._sharded is not None
+        why = self._sharded.refused()
+        if why is not None and self.boundary is not None:
+            self.host.refused(BoundaryError.not_proved(self.boundary, why))
+        thawed, self._sharded.thawed = self._sharded.thawed, []
+        if thawed and self.boundary is not None:
+            names = {id(p): name for name, p in self.model.named_parameters()}
+            self.host.thawed(names.get(id(thawed[0]), "a parameter"), None)
+            self._place(None, None)
+            self._thaw.note(thawed)
+
     # ---- is the prefix what it was? -----------------------------------------------------------
 
     def _look(self) -> None:
@@ -529,6 +565,10 @@ class SkipEngine:
 
     def _place(self, name: str | None, frozen: str | None) -> None:
         """Cut there, and hold what is frozen."""
+        if self._sharded is None and frozen is not None:
+            self._sharded = ShardedFront.of(self.model, self._front)
+        if self._sharded is not None:
+            self._sharded.follow(frozen)
         before = self._book.all()
         kept = [r for r in before if name is not None and not r.lies_beyond(name)]
         self._book.turn_to(kept)

@@ -8,7 +8,7 @@ The way of a read: `store` > `generation` > `reader` > `fill` (`varied`, where s
 `codecs`; of a write: `generation` >
 `records` > `writer` > `disk`. `disk` has the files: whose they are (`own`, `place`, `claims`), what
 they may take (`budget`), the log of commits and the index made from it (`log`, `index`), the
-records (`segment`). What `cache-inspect` reads and removes: `census`, `removal`.
+records (`segment`). What `cache-inspect` reads, removes and copies: `census`, `removal`, `parcel`.
 """
 
 from egeria_cache.store.census import (
@@ -22,8 +22,10 @@ from egeria_cache.store.census import (
     verify,
 )
 from egeria_cache.store.disk.budget import BudgetBusyError
+from egeria_cache.store.disk.live import LiveFile, read_live
 from egeria_cache.store.disk.manifest import DamagedError, Manifest, differing_fields
 from egeria_cache.store.generation import Generation
+from egeria_cache.store.parcel import Parcelled, pack, unpack
 from egeria_cache.store.removal import remove_generations
 from egeria_cache.store.store import ActivationStore
 
@@ -35,12 +37,17 @@ __all__ = [
     "DamagedError",
     "Generation",
     "GenerationReport",
+    "LiveFile",
     "Manifest",
+    "Parcelled",
     "Spread",
     "contents",
     "differing_fields",
     "find_generation",
+    "pack",
+    "read_live",
     "remove_generations",
     "survey",
+    "unpack",
     "verify",
 ]

@@ -88,6 +88,11 @@ class Generation:
         return self._manifest.fields
 
     @property
+    def created(self) -> float:
+        """When it was made, by whichever process, in seconds since the epoch."""
+        return self._manifest.created
+
+    @property
     def is_idle(self) -> bool:
         """Nothing of it waits for the writer."""
         return self._num_queued <= 0
@@ -132,6 +137,16 @@ class Generation:
         if not self.alive:
             return np.zeros(len(ids), np.bool_)
         return self._files.contains(ids, variant)
+
+    def catch_up(self) -> bool:
+        """Take note of what other processes have stored meanwhile; whether there was anything.
+
+        Never waits for this process's own writer.
+        """
+        try:
+            return self.alive and self._files.catch_up()
+        except (GoneError, StoreError, OSError):
+            return False
 
     def bytes_of(self, ids: Sequence[SampleId], *, variant: int = 0) -> int:
         """Return the bytes that the records of these samples take on disk. From memory."""
@@ -257,20 +272,46 @@ class Generation:
             raw_bytes += job.num_bytes * (len(records) - before) // max(len(job.keys), 1)
         if not records:
             return 0
-        with self._budget.locked():
-            new = self._files.new_among(list(records.items()))
-            fitting = self._fitting(new)
-            if fitting:
-                self._files.write(
-                    fitting, raw_bytes * len(fitting) // len(records), error, self._codec
-                )
-        if len(fitting) < len(new):
+        num_new, num_stored = self.take(list(records.items()), raw_bytes, error, self._codec)
+        if num_stored < num_new:
             self._write_again_at = time.monotonic() + RETRY_S
             if "limit" not in self._said:
                 self._said.add("limit")
-                logger.info("%s: the size limit is reached; new samples are not stored", self.name)
-            return len(records) - len(new) + len(fitting)
+                logger.warning(
+                    "%s has reached its limit of %.3g MB: samples that are not stored yet are "
+                    "computed in every epoch; raise limit=, or make room with "
+                    "`cache-inspect %s prune`",
+                    self._budget.directory, self._budget.limit_bytes / 1e6, self._budget.directory,
+                )  # fmt: skip
+            return len(records) - num_new + num_stored
         return num_encoded
+
+    def take(
+        self, records: Encoded, raw_bytes: int, error: LossyError, codec: Codec | None
+    ) -> tuple[int, int]:
+        """Store encoded records in one commit, now, as far as there is room.
+
+        Args:
+            records: (key, record) of this generation.
+            raw_bytes: Of all of them, decoded.
+            error: What lossy storage changed in them.
+            codec: What they were written with.
+
+        Returns:
+            How many were not there yet, and how many of those were stored.
+
+        Raises:
+            GoneError: Void, closed, or removed under us.
+            BudgetBusyError: Another process holds the directory's lock.
+            OSError: The disk is full, or fails.
+        """
+        with self._budget.locked():
+            new = self._files.new_among(records)
+            fitting = self._fitting(new)
+            if fitting:
+                part = raw_bytes * len(fitting) // len(records)
+                self._files.write(fitting, part, error, codec)
+        return len(new), len(fitting)
 
     def _fitting(self, records: Encoded) -> Encoded:
         """Return as many of the records as the limit has room for."""

@@ -40,6 +40,7 @@ class Job:
     rows: Rows
     versions: Sequence[tuple[Tensor, int]]
     num_bytes: int
+    """Of the rows, without padding."""
     ready: Sequence[Event] = ()
     """Points after the copies from the device; none where the rows are there."""
 
@@ -53,14 +54,13 @@ class Job:
         ready: Sequence[Event] = (),
     ) -> Job:
         """Note the tensors' version counters; inference tensors have none."""
-        tensors = [
-            item
-            for value in rows.fields.values()
-            for item in ([value] if isinstance(value, Tensor) else value)
-            if isinstance(item, Tensor)
-        ]
-        versions = [(one, one._version) for one in tensors if not one.is_inference()]
+        versions = [(one, one._version) for one in rows.tensors() if not one.is_inference()]
         return cls(target, keys, picked, rows, versions, rows.num_bytes(), ready)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the memory that the rows lie in, which the queue bounds."""
+        return self.rows.held_bytes()
 
     def unchanged(self) -> bool:
         """No tensor was written to since it was handed over."""
@@ -91,7 +91,7 @@ class Writer:
         with self._changed:
             full = (
                 len(self._jobs) >= self._queue_batches
-                or self._waiting_bytes + job.num_bytes > self._queue_bytes
+                or self._waiting_bytes + job.held_bytes > self._queue_bytes
             )
             if full or not self.alive:
                 return False
@@ -99,7 +99,7 @@ class Writer:
                 self._thread = threading.Thread(target=self._run, name="egeria-writer", daemon=True)
                 self._thread.start()
             self._jobs.append(job)
-            self._waiting_bytes += job.num_bytes
+            self._waiting_bytes += job.held_bytes
             self._changed.notify_all()
             return True
 
@@ -120,7 +120,7 @@ class Writer:
             kept = [job for job in self._jobs if not should_go(job)]
             num_gone = len(self._jobs) - len(kept)
             self._jobs = collections.deque(kept)
-            self._waiting_bytes = sum(job.num_bytes for job in kept)
+            self._waiting_bytes = sum(job.held_bytes for job in kept)
             self._changed.notify_all()
         return num_gone
 
@@ -164,6 +164,6 @@ class Writer:
                 if num_bytes > GROUP_BYTES:
                     break
                 jobs.append(self._jobs.popleft())
-            self._waiting_bytes -= sum(job.num_bytes for job in jobs)
+            self._waiting_bytes -= sum(job.held_bytes for job in jobs)
             self._busy = True
             return jobs

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from egeria_core.config import ControllerConfig
-from egeria_core.learning_rate import parse_rule
+from egeria_core.learning_rate import UnfreezeRule, parse_rule
 from egeria_core.policies.autofreeze import AutoFreezePolicy
-from egeria_core.policies.base import Measure, Policy, Reading
+from egeria_core.policies.base import Measure, Movement, Policy, Prospect, Reading, SetsRates
+from egeria_core.policies.budget import BudgetPolicy
 from egeria_core.policies.freezeout import FreezeOutPolicy
 from egeria_core.policies.linear import LinearPolicy
 from egeria_core.policies.pipetransformer import PipeTransformerPolicy
@@ -18,13 +19,17 @@ from egeria_core.policies.static import StaticPolicy
 
 __all__ = [
     "AutoFreezePolicy",
+    "BudgetPolicy",
     "FreezeOutPolicy",
     "LinearPolicy",
     "Measure",
+    "Movement",
     "PipeTransformerPolicy",
     "PlasticityPolicy",
     "Policy",
+    "Prospect",
     "Reading",
+    "SetsRates",
     "SkipConvPolicy",
     "SmartPipePolicy",
     "StaticPolicy",
@@ -46,10 +51,15 @@ def make_policy(policy: str | Policy, config: ControllerConfig) -> Policy:
                 "state_dict and load_state_dict"
             )
         return policy
-    window, tolerance = config.window, config.tolerance
+    window, tolerance, calibration = config.window, config.tolerance, config.calibration
+
+    def rule() -> UnfreezeRule:
+        return parse_rule(config.unfreeze_rule)
+
     known: dict[str, Callable[[], Policy]] = {
-        "plasticity": lambda: PlasticityPolicy(window, tolerance, parse_rule(config.unfreeze_rule)),
-        "skipconv": lambda: SkipConvPolicy(window, tolerance, parse_rule(config.unfreeze_rule)),
+        "budget": lambda: BudgetPolicy(config.harm_budget),
+        "plasticity": lambda: PlasticityPolicy(window, tolerance, rule(), calibration=calibration),
+        "skipconv": lambda: SkipConvPolicy(window, tolerance, rule(), calibration),
         "autofreeze": AutoFreezePolicy,
         "smartpipe": SmartPipePolicy,
         "freezeout": FreezeOutPolicy,

@@ -10,16 +10,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-__all__ = ["Measure", "Policy", "Reading"]
+from egeria_core.harm import Movement
 
-Measure = Literal["plasticity", "activation_norm", "gradient_sum", "gradient_change", "nothing"]
+__all__ = ["Measure", "Movement", "Policy", "Prospect", "Reading", "SetsRates"]
+
+Measure = Literal[
+    "plasticity", "activation_norm", "gradient_sum", "gradient_change", "movement", "nothing"
+]
 """What the controller measures for a policy at every evaluation.
 
 - `plasticity`: SP loss of the frontmost active layer against its reference;
 - `activation_norm`: mean |A_T - A_R| of the same;
 - `gradient_sum`: per layer, the L1 norm of the gradients summed since the last evaluation;
-- `gradient_change`: per layer, |g' - g| / |g'| between the last two evaluations (L2 norms).
+- `gradient_change`: per layer, |g' - g| / |g'| between the last two evaluations (L2 norms);
+- `movement`: per layer, how far its weights move in a step and what that takes off the loss; such
+  a policy is asked when there is a reading, and not on the steps between.
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prospect:
+    """What is left of the schedule, and what freezing would save of it. Counted in steps."""
+
+    steps: int
+    """Optimizer steps left."""
+    rate: float | None
+    """Sum of their learning rates; None: the schedule is not known."""
+    rises: bool = False
+    """Whether a rate is to come that is well above the present one (a warm-up, a restart)."""
+    saves: tuple[float, ...]
+    """For k = 0 to L - 1: the part of a step that is saved while the first k layers are frozen."""
+    cost: float
+    """Steps that a move takes by itself."""
+    every: int
+    """Steps between two readings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +64,10 @@ class Reading:
     """Which layer `value` belongs to."""
     values: tuple[float | None, ...] | None = None
     """Per-layer measures (gradient policies only); None for a layer that has none."""
+    movement: Movement | None = None
+    """What was read of all layers (`movement` only)."""
+    prospect: Prospect | None = None
+    """What is left, where it is known; given along with a reading."""
 
 
 @runtime_checkable
@@ -59,3 +87,14 @@ class Policy(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
+
+
+@runtime_checkable
+class SetsRates(Protocol):
+    """A policy that also anneals each layer by a schedule of its own, in place of the user's."""
+
+    anneal: bool
+    """Whether it does."""
+
+    def learning_rate(self, layer: int, num_layers: int, progress: float, base: float) -> float:
+        """Return the layer's rate at this part of the schedule, from the group's full rate."""

@@ -11,24 +11,33 @@ __all__ = ["FreezeOutPolicy"]
 
 
 class FreezeOutPolicy(Scheduled):
-    """Freeze layer i after the part t_i = (t0 + (1 - t0) i / L)^p of the schedule.
+    """Anneal layer i to zero at t_i = (t0 + (1 - t0) i / L)^p of the schedule, and freeze it then.
 
     Args:
         start: t0, when the first layer freezes, before the power.
         power: p; 1 is the paper's linear schedule, 3 its cubic one.
         scaled: Whether a layer's first rate is divided by t_i, so that all travel as far.
-
-    The rates themselves are the optimizer's; `learning_rate` gives the paper's for a schedule
-    with one parameter group per layer.
+        anneal: Whether each layer follows its own cosine, which is the method itself: the rates
+            that a scheduler sets are then not used, only what it counts as the full rate. False:
+            layers freeze at t_i, and rates stay the optimizer's.
     """
 
-    def __init__(self, start: float = 0.8, power: float = 3.0, *, scaled: bool = True) -> None:
+    def __init__(
+        self,
+        start: float = 0.8,
+        power: float = 3.0,
+        *,
+        scaled: bool = True,
+        anneal: bool = True,
+    ) -> None:
         if not 0 < start <= 1 or power <= 0:
             raise ValueError(f"need start in (0, 1] and power > 0, got {start} and {power}")
-        self.start, self.power, self.scaled = start, power, scaled
+        self.start, self.power, self.scaled, self.anneal = start, power, scaled, anneal
 
     def end(self, layer: int, num_layers: int) -> float:
-        """Return t_i, the part of the schedule after which `layer` is frozen."""
+        """Return t_i, the part of the schedule after which `layer` is frozen; 1 for the last."""
+        if layer >= num_layers - 1:
+            return 1.0
         return math.pow(self.start + (1 - self.start) * layer / num_layers, self.power)
 
     def learning_rate(self, layer: int, num_layers: int, progress: float, base: float) -> float:

@@ -12,8 +12,6 @@ from egeria_core.policies.base import Measure, Reading
 
 __all__ = ["PlasticityPolicy"]
 
-NUM_CALIBRATION = 3
-"""Readings whose largest slope sets a layer's tolerance (section 4.2.2)."""
 MIN_WINDOW = 3
 """Halving stops here: a line through two points fits anything."""
 
@@ -26,6 +24,8 @@ class PlasticityPolicy:
         tolerance: Part of the largest early |slope| below which a reading is stale.
         rule: When to train the frozen layers again; W is halved each time.
         measure: `plasticity`, or `activation_norm` for the Skip-Conv variant.
+        calibration: Readings whose largest slope sets a layer's tolerance (the paper's 3,
+            section 4.2.2); none of them counts as stale.
     """
 
     def __init__(
@@ -34,12 +34,16 @@ class PlasticityPolicy:
         tolerance: float = 0.2,
         rule: UnfreezeRule | None = None,
         measure: Measure = "plasticity",
+        calibration: int = 3,
     ) -> None:
         if window < 2:
             raise ValueError(f"window must be at least 2 evaluations, got {window}")
         if tolerance <= 0:
             raise ValueError(f"tolerance must be positive, got {tolerance}")
+        if calibration < 2:
+            raise ValueError(f"a slope needs two readings, got calibration={calibration}")
         self.measure = measure
+        self.calibration = calibration
         self.window = window
         self.tolerance = tolerance
         self.rule: UnfreezeRule = TenfoldDrop() if rule is None else rule
@@ -91,7 +95,7 @@ class PlasticityPolicy:
         self._smooth = [*self._smooth, moving_average(self._readings, self.window)][-self.window :]
         self._num_readings += 1
         slope = abs(linear_slope(self._smooth))
-        if self._num_readings <= NUM_CALIBRATION:
+        if self._num_readings <= self.calibration:
             self.threshold = max(self.threshold, self.tolerance * slope)
             return False
         # Exactly flat is stale even where the early readings were flat too (threshold 0): a

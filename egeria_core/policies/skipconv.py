@@ -15,9 +15,14 @@ class SkipConvPolicy(PlasticityPolicy):
         window: As for `PlasticityPolicy`.
         tolerance: As for `PlasticityPolicy`.
         rule: As for `PlasticityPolicy`.
+        calibration: As for `PlasticityPolicy`.
     """
 
     def __init__(
-        self, window: int = 10, tolerance: float = 0.2, rule: UnfreezeRule | None = None
+        self,
+        window: int = 10,
+        tolerance: float = 0.2,
+        rule: UnfreezeRule | None = None,
+        calibration: int = 3,
     ) -> None:
-        super().__init__(window, tolerance, rule, measure="activation_norm")
+        super().__init__(window, tolerance, rule, "activation_norm", calibration)

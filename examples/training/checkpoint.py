@@ -12,10 +12,11 @@ import numpy as np
 import torch
 
 from egeria_cache.device import random_states, set_random_states
+from training.ranks import Ranks
 
 __all__ = ["Checkpoint", "CheckpointError", "Stateful"]
 
-VERSION = 1
+VERSION = 2
 
 
 class CheckpointError(Exception):
@@ -36,14 +37,34 @@ class Checkpoint:
     Args:
         path: The file.
         identity: Settings that must be the same when the run goes on.
-        parts: Restored in this order: the model before what depends on its weights.
+        parts: The same in all processes. Restored in this order: the model before what depends on
+            its weights.
+        own: Of each process its own.
+        ranks: The processes.
     """
 
-    def __init__(self, path: Path, identity: dict[str, Any], parts: dict[str, Stateful]) -> None:
-        self.path, self.identity, self.parts = path, identity, parts
+    def __init__(
+        self,
+        path: Path,
+        identity: dict[str, Any],
+        parts: dict[str, Stateful],
+        own: dict[str, Stateful],
+        ranks: Ranks,
+    ) -> None:
+        self.path, self.identity = path, {**identity, "processes": str(ranks.world)}
+        self.parts, self.own, self.ranks = parts, own, ranks
 
-    def save(self, **progress: int) -> None:
-        """Write everything; a kill at any instant leaves the old file or the new one."""
+    def save(self, *, log: int, **progress: int) -> None:
+        """Write everything; a kill at any instant leaves the old file or the new one.
+
+        Called by all processes; the first one writes.
+        """
+        mine = {name: part.state_dict() for name, part in self.own.items()}
+        own = self.ranks.gather({"parts": mine, "random": _random_state(), "log": log})
+        if self.ranks.is_first:
+            self._write(progress, own)
+
+    def _write(self, progress: dict[str, int], own: list[Any]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_name(self.path.name + ".partial")
         content = {
@@ -51,7 +72,7 @@ class Checkpoint:
             "identity": self.identity,
             "progress": progress,
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
-            "random": _random_state(),
+            "own": own,
         }
         with open(partial, "wb") as file:
             torch.save(content, file)
@@ -87,9 +108,12 @@ class Checkpoint:
         self._check(content["identity"])
         for name, part in self.parts.items():
             part.load_state_dict(content["parts"][name])
-        _set_random_state(content["random"])
+        mine = content["own"][self.ranks.rank]
+        for name, part in self.own.items():
+            part.load_state_dict(mine["parts"][name])
+        _set_random_state(mine["random"])
         progress: dict[str, int] = content["progress"]
-        return progress
+        return {**progress, "log": mine["log"]}
 
     def _check(self, found: dict[str, Any]) -> None:
         names = sorted(found.keys() | self.identity.keys())

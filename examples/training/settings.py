@@ -11,7 +11,9 @@ from typing import Any
 __all__ = ["Settings", "parse_arguments"]
 
 TASKS = ("image-classification", "segmentation", "translation", "question-answering")
-FREE = frozenset({"data", "output", "workers", "device", "save_every", "limit", "restart"})
+FREE = frozenset(
+    {"data", "output", "cache_directory", "workers", "device", "save_every", "limit", "restart"}
+)
 """What may differ between a run and its continuation: it changes no number of the run."""
 
 
@@ -22,6 +24,8 @@ class Settings:
     task: str
     data: Path
     output: Path
+    cache_directory: Path | None
+    """On each machine's own disk; None: in the output."""
     model: str
     """Name of one of the task's models; "" is its small one."""
     weights: Path | None
@@ -61,10 +65,16 @@ def parse_arguments(description: str, argv: Sequence[str] | None) -> Settings:
     add("--task", required=True, choices=TASKS)
     add("--data", required=True, type=Path, metavar="PATH", help="folder of the data set's files")
     add("--output", type=Path, default=Path("runs/train"), help="checkpoint, log and cache go here")
+    add(
+        "--cache-directory",
+        type=Path,
+        metavar="PATH",
+        help="on a local disk, shared by the processes of one machine; by default in the output",
+    )
     add("--model", default="", help="'small' or a model of the paper, such as resnet50")
     add("--weights", type=Path, help="start from this state_dict, saved by torch.save")
     add("--epochs", type=_positive, default=10)
-    add("--batch-size", type=_positive, default=32)
+    add("--batch-size", type=_positive, default=32, help="of all processes together")
     add("--lr", type=float, help="learning rate; by default the task's own")
     add("--seed", type=int, default=0)
     add("--size", type=_positive, help="pixels or tokens of a row; by default the task's own")

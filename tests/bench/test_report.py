@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.report.__main__ import main
+from benchmarks.report.highlights import highlights
 from benchmarks.report.page import render
 from benchmarks.report.parts import bytes_, number, seconds, verdict
-from benchmarks.report.readme import BEGIN, END, block, replaced
-from benchmarks.report.sections import KNOWN, read_sections
+from benchmarks.report.readme import BEGIN, END, block
+from benchmarks.report.sections import KNOWN, read_reports, read_sections
 from benchmarks.report.words import where
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +38,7 @@ FORWARD_SKIP = {
     ]
 }  # fmt: skip
 SPREAD = {"median": 1.2, "mean": 1.25, "std": 0.1, "least": 1.1, "most": 1.4}
-REACH = {"reached": 2, "seconds": SPREAD, "speedup": SPREAD}
+REACH = {"reached": 2, "seconds": SPREAD, "speedup": SPREAD, "pooled": 1.1}
 TIME_TO_ACCURACY = {
     "environment": ENVIRONMENT,
     "tasks": {
@@ -64,18 +67,22 @@ TIME_TO_ACCURACY = {
         }
     },
     "verdicts": [
-        {"what": "digits: egeria+cache", "target": 1.43, "measured": 1.2, "relaxed": 1.5,
-         "reached": "2 of 3 seeds"},
-        {"what": "eight runs", "target": 4.0, "measured": 4.5, "relaxed": None, "reached": "1"},
+        {"what": "digits: egeria+cache", "target": 1.43, "measured": 1.2, "clock": 1.3,
+         "per_seed": 1.5, "reached": "2 of 3 seeds", "deviations_worse": -0.4, "cut_short": 0.0,
+         "cut_short_deviations_worse": 1.2},
+        {"what": "eight runs", "target": 4.0, "measured": 4.5, "per_seed": 4.5, "reached": "1"},
     ],
 }  # fmt: skip
+ACT = {
+    "title": "Fine-tuning", "epochs": 12, "plain_s": 9.0, "egeria_s": 3.0, "speedup": 3.0,
+    "plain_accuracy": 0.99, "egeria_accuracy": 0.99, "hits": 900, "samples": 1000,
+    "bytes_on_disk": 36_600_000,
+}  # fmt: skip
 DEMO = {
-    "environment": ENVIRONMENT | {"seeds": [0]}, "settings": {"target": 0.97}, "hits": 31_416,
-    "misses": 5_391, "bytes_on_disk": 36_600_000, "largest_loss_difference": 0.0,
-    "repeats": 3, "runs": [
-        {"name": name, "seconds": time, "ratio": time / 37.0, "seconds_to_target": None,
-         "final_accuracy": 0.9944, "mean_frozen": 0.3}
-        for name, time in (("plain PyTorch", 37.0), ("Egeria", 31.2))
+    "environment": ENVIRONMENT | {"seeds": [0]}, "settings": {}, "repeats": 3, "acts": [
+        ACT | {"largest_loss_difference": 0.0},
+        ACT | {"title": "From scratch", "moves": [[540, "layer2.2"]], "predicted_cost": 0.004,
+               "measured_cost": 0.0051},
     ],
 }  # fmt: skip
 
@@ -86,9 +93,22 @@ def sections_of(directory, **files):
     return {section.name: section for section in read_sections(directory)}
 
 
-def test_readme_is_what_the_results_say():
-    text = (ROOT / "README.md").read_text()
-    assert replaced(ROOT / "README.md", block(read_sections(RESULTS))) == text, "run make report"
+def test_documents_are_what_the_results_say(capsys):
+    assert main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_readme_has_five_figures_each_with_its_command():
+    rows = highlights(read_reports(RESULTS)).strip().splitlines()[2:]
+    assert len(rows) == 5
+    assert all(re.fullmatch(r"\| .+ \| .*\d.* \| `python -m benchmarks\..+` \|", r) for r in rows)
+
+
+def test_a_figure_that_was_not_reached_says_so(tmp_path):
+    text = highlights({"time_to_accuracy": TIME_TO_ACCURACY | {"verdicts": [
+        {"what": "digits-finetune: static+cache, time", "measured": 0.0},
+    ]}})  # fmt: skip
+    assert "| not reached |" in text
+    assert highlights({"time_to_accuracy": {"verdicts": 3}, "ragged": {}}).strip() == ""
 
 
 def test_every_known_file_is_shown_by_its_own_section():
@@ -109,9 +129,9 @@ class Page(HTMLParser):
         self.open, self.references = [], []
 
     def handle_starttag(self, tag, attrs):
-        if tag not in ("meta", "img", "link", "br"):
+        if tag not in ("meta", "img", "link", "br", "source"):
             self.open.append(tag)
-        self.references += [value for key, value in attrs if key in ("src", "href")]
+        self.references += [value for key, value in attrs if key in ("src", "srcset", "href")]
         assert tag not in ("script", "link", "iframe")
 
     def handle_endtag(self, tag):
@@ -126,9 +146,15 @@ def test_the_page_is_whole_and_refers_to_nothing_else():
     assert page.open == []
     anchors = {f"#{section.name}" for section in sections}
     assert anchors <= set(page.references)
-    assert all(r.startswith(("#", "data:image/png;base64,")) for r in page.references)
-    images = [r for r in page.references if r.startswith("data:")]
+    kinds = "#", "data:image/png;base64,", "data:image/svg+xml;base64,"
+    assert all(r.startswith(kinds) for r in page.references)
+    images = [r for r in page.references if r.startswith(kinds[1])]
     assert len(images) == len(list(RESULTS.glob("*.png")))
+    drawn = [r for r in page.references if r.startswith(kinds[2])]
+    assert len(drawn) == len(set(drawn)) == 6  # three pictures, light and dark
+    for one in drawn:
+        svg = base64.b64decode(one.partition(",")[2]).decode()
+        assert not re.search(r"<script|href=\"http(?!://www.w3)", svg)
     assert "url(" not in text
     assert "@import" not in text
 
@@ -141,9 +167,14 @@ def test_missed_targets_are_called_missed(tmp_path):
     assert "target at most 1.05x, measured 1.080x (ResNet-50 at layer2.3, the worst of 2): " in text
     assert "**missed**" in text
     assert "right in 0 of 2" in text
-    assert "| digits: egeria+cache | at least 1.43x | 1.20x | **missed** | 1.50x |" in text
-    assert "| eight runs | at least 4.00x | 4.50x | met | - |" in text
-    assert "31,416 of 36,807 samples came from the cache (36.6 MB)" in text
+    assert (
+        "| digits: egeria+cache | at least 1.43x | 1.20x | **missed** | 1.30x | 1.50x "
+        "| 2 of 3 seeds | -0.4 | not reached | +1.2 |"
+    ) in text
+    assert "| eight runs | at least 4.00x | 4.50x | met | - | 4.50x | 1 | - | - | - |" in text
+    assert "| Fine-tuning | 9.0 s | 3.0 s | 3.00x | 99.0 %, 99.0 % | 90 % | 36.6 MB |" in text
+    assert "is that of plain PyTorch to the bit" in text
+    assert "From scratch: predicted cost 0.0040 nats, measured +0.0051." in text
     assert "`python -m benchmarks.x --seeds 3`: A chip, 2 CPUs, 1 thread, torch 2.13.0" in text
     assert "2026-11-20, seeds 0-2" in text
     page = render(list(found.values()), tmp_path)
@@ -180,19 +211,23 @@ def test_a_directory_without_results_gives_an_empty_block(tmp_path):
     assert block(read_sections(tmp_path)).strip() == ""
 
 
-def test_the_command_writes_both_and_checks(tmp_path, capsys):
-    readme, output = tmp_path / "README.md", tmp_path / "out" / "report.html"
-    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+def test_the_command_writes_all_and_checks(tmp_path, capsys):
+    readme, document = tmp_path / "README.md", tmp_path / "results.md"
+    output = tmp_path / "out" / "report.html"
+    for path in (readme, document):
+        path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     (tmp_path / "demo.json").write_text(json.dumps(DEMO))
-    flags = ["--readme", str(readme), "--results", str(tmp_path), "--output", str(output)]
+    flags = ["--readme", str(readme), "--document", str(document), "--results", str(tmp_path),
+             "--output", str(output)]  # fmt: skip
     assert main([*flags, "--check"]) == 1
-    assert "run make report" in capsys.readouterr().err
+    assert capsys.readouterr().err.count("run make report") == 2
     assert not output.exists()
     assert main(flags) == 0
     assert main([*flags, "--check"]) == 0
-    text = readme.read_text()
-    assert text.startswith(f"before\n{BEGIN}\n")
-    assert text.endswith(f"{END}\nafter\n")
+    for path in (readme, document):
+        assert path.read_text().startswith(f"before\n{BEGIN}\n")
+        assert path.read_text().endswith(f"{END}\nafter\n")
+    assert "The demo" in document.read_text()
     assert "The demo" in output.read_text()
     readme.write_text("no markers")
     with pytest.raises(ValueError, match="each once"):

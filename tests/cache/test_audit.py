@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from egeria_cache import ActivationCache, EgeriaLoader
+from egeria_cache.gate import Pilot
 from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
 from tests.helpers.runs import assert_same, run
 
@@ -61,13 +62,14 @@ def test_an_edited_sample_is_found_and_training_goes_on_with_the_new_one(tmp_pat
     assert "sample_version" in caplog.text
 
 
-def test_the_default_rate_audits_one_hit_in_a_thousand(tmp_path):
+def test_the_default_rate_audits_one_hit_in_a_thousand(tmp_path, monkeypatch):
+    # The floor adds audits while they cost little of what was saved, on a slow machine many.
+    monkeypatch.setattr(Pilot, "saved_s", property(lambda pilot: 0.0))
     model = make_net()
     freeze(model, "layer1")
     with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
         loader = EgeriaLoader(Images(), 8, cache=cache)
         train_steps(model, loader, sgd(model), 60, on_step=lambda _: cache.flush())
         num_epochs = cache.stats().hits // 48
-        # One at the start of an epoch, and with its fourth batch where there is time.
-        assert num_epochs < cache.stats().audited < 2 * num_epochs + 15
+        assert num_epochs < cache.stats().audited < num_epochs + 15
         assert cache.stats().audit_failures == 0

@@ -217,3 +217,24 @@ def test_a_loader_that_cannot_be_cached_gives_the_reason(directory):
         report = cache.fill(EgeriaLoader(Random(), batch_size=8, cache=cache), progress=False)
         assert report.num_stored == 0
         assert "not the same when it is loaded again" in report.why_not
+
+
+def test_the_first_fill_of_a_process_draws_nothing(directory):
+    """What is imported only then, rich among it, may draw while it is imported."""
+    script = f"""
+        import random, sys
+        import numpy as np
+        import torch
+        from egeria_cache import ActivationCache, EgeriaLoader
+        from tests.cache.test_filling import data, frozen_blocks
+
+        assert "rich" not in sys.modules
+        model = frozen_blocks()
+        with ActivationCache(model, {str(directory)!r}, "blocks.1") as cache:
+            loader = EgeriaLoader(data(), batch_size=8, shuffle=True, cache=cache)
+            before = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+            cache.fill(loader)
+            after = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+            assert before == after
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=120)

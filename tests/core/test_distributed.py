@@ -14,10 +14,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 from torch.nn.parallel import DistributedDataParallel
 
 from egeria_cache import EgeriaError
-from egeria_core import FreezeController, StaticPolicy
+from egeria_core import Bootstrap, FreezeController, StaticPolicy
 from egeria_core.distributed import Ranks, rebuild, unwrap
 from egeria_core.judge import Verdict
 from tests.helpers.core_nets import batch, mlp
@@ -89,10 +90,11 @@ def worker(rank: int, port: int, directory: str) -> None:
     static = {"policy": StaticPolicy(SCHEDULE), "layers": r"[135]|6"}
     found["hook"], _ = train(ddp, static, rows)
     found["hook_calls"] = counter["calls"]
-    for policy in ("plasticity", "autofreeze"):
+    for policy in ("plasticity", "autofreeze", "budget"):
         ddp = DistributedDataParallel(make_model())
         measured = {
             "policy": policy,
+            "bootstrap": Bootstrap(fall=None),  # the labels are random: there is nothing to learn
             "evaluate_every": 2,
             "window": 3,
             "tolerance": 2.0,
@@ -100,7 +102,10 @@ def worker(rank: int, port: int, directory: str) -> None:
             "reference": "fp32",
             "num_layers": 4,
         }
-        _, controller = train(ddp, measured, rows, steps=60)
+        if policy == "budget":
+            # What a move costs is measured: on each rank something else.
+            measured |= {"total_steps": 140, "harm_budget": 1.0, "layers": r"[135]|6"}
+        _, controller = train(ddp, measured, rows, steps=measured.get("total_steps", 60))
         found[policy] = {
             "schedule": controller.schedule(),
             "readings": [(r["step"], r["layer"]) for r in controller.history.of("reading")],
@@ -146,7 +151,7 @@ def test_a_communication_hook_survives_the_rebuild(ranks: list[dict[str, Any]]) 
     assert ranks[0]["hook_calls"] >= NUM_STEPS
 
 
-@pytest.mark.parametrize("policy", ["plasticity", "autofreeze"])
+@pytest.mark.parametrize("policy", ["plasticity", "autofreeze", "budget"])
 def test_ranks_decide_alike_and_stay_in_step(ranks: list[dict[str, Any]], policy: str) -> None:
     first, second = (rank[policy] for rank in ranks)
     assert first["schedule"]
@@ -202,6 +207,78 @@ def test_a_rebuilt_wrapper_reduces_what_is_trainable(
         assert (ddp.module[0].weight.grad is not None) is trainable
         names = [n for n, _ in ddp.named_parameters()]
         assert len(names) == 8, "the wrapper and its names stay"
+
+
+def bytes_seen(state: dict[str, int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A communication hook as a scheduler hangs one in: it sees every byte that is reduced."""
+    buffer = bucket.buffer()
+    state["bytes"] += buffer.numel() * buffer.element_size()
+    parameters = bucket.parameters()
+    state["parameters"] += len(parameters)
+    assert all(p.requires_grad for p in parameters)
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(buffer)
+    return future
+
+
+bytes_seen.__annotations__ = halve.__annotations__
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's own
+@pytest.mark.parametrize("no_sync", [False, True], ids=["each step", "no_sync"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True},
+        {"bucket_cap_mb": 0.001},
+        {"compiled": True},
+    ],
+    ids=str,
+)
+def test_hooks_and_buckets_see_exactly_the_active_parameters(
+    alone_in_a_group: None, options: dict[str, Any], no_sync: bool
+) -> None:
+    if no_sync and options.get("static_graph"):
+        pytest.skip("PyTorch: a static graph is synchronised at every step")
+    model, settings = make_model(), dict(options)
+    if settings.pop("compiled", False):
+        for at in (1, 3):  # activations: what a block is compiled of does not matter
+            model[at].compile(backend="eager")
+    ddp = DistributedDataParallel(model, **settings)
+    state = {"bytes": 0, "parameters": 0}
+    ddp.register_comm_hook(state, bytes_seen)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    schedule = StaticPolicy({3: "1", 6: "3", 9: None})
+    controller = FreezeController(ddp, optimizer, policy=schedule, layers=r"[135]|6")
+    for step in range(12):
+        active = [p for p in model.parameters() if p.requires_grad]
+        state.update(bytes=0, parameters=0)
+        x, y = batch(step, 8)
+        optimizer.zero_grad()
+        if no_sync:
+            with ddp.no_sync():
+                F.cross_entropy(ddp(x.flatten(1)), y).backward()
+            assert state["bytes"] == 0
+        F.cross_entropy(ddp(x.flatten(1)), y).backward()
+        assert state["bytes"] == 4 * sum(p.numel() for p in active), f"step {step}"
+        assert state["parameters"] == len(active)
+        optimizer.step()
+        controller.step(0.0)
+    assert [num for _, num in controller.schedule()] == ["1", "3", None]
+    torch._dynamo.reset()
+
+
+def test_what_powersgd_keeps_for_a_bucket_goes_with_the_bucket(alone_in_a_group: None) -> None:
+    ddp = DistributedDataParallel(make_model())
+    state = powersgd.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    ddp.register_comm_hook(state, powersgd.powerSGD_hook)
+    static = {"policy": StaticPolicy({4: "1", 8: None}), "layers": r"[135]|6"}
+    gradients, _ = train(ddp, static, slice(0, 16), steps=12)
+    assert [len(found) for found in gradients] == [8] * 4 + [6] * 4 + [8] * 4
+    assert state.error_dict, "it was in use"
+    assert all(torch.isfinite(g).all() for found in gradients for g in found.values())
 
 
 def test_verdicts_travel_as_numbers(alone_in_a_group: None) -> None:

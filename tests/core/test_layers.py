@@ -170,3 +170,36 @@ def test_without_a_forward_registration_order_stands_in(caplog: pytest.LogCaptur
     assert "layer2.0.conv1.weight" not in layers.prefix("layer1.1").parameters
     layers.resolve()
     assert "registration order" in caplog.text
+
+
+def test_a_light_layer_joins_the_next_one_by_its_measured_forward() -> None:
+    """Embeddings are looked up, so that to freeze them saves nothing; a stem may be as light."""
+
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(100, 16)
+            self.position = nn.Embedding(4, 16)
+            self.stem = nn.Linear(16, 16)
+            self.blocks = mlp(16, 128, 128, 128, 128)
+            self.head = nn.Linear(128, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(self.embedding(x) + self.position(torch.arange(x.shape[1])))
+            out: torch.Tensor = self.head(self.blocks(x).mean(1))
+            return out
+
+    model = Lookup()
+    before = names(model, num_layers=12)
+    assert "position" not in before, "known before any forward"
+    layers = LayerMap(model, None, 12)
+    model(torch.zeros(3, 4, dtype=torch.long)).sum().backward()
+    layers.resolve()
+    first, *_, last = layers.layers
+    assert first.modules[:3] == ("embedding", "position", "stem")
+    assert first.boundary.startswith("blocks")
+    assert last.modules == ("head",), "the last layer never freezes, and stays however light"
+    wanted = LayerMap(model, ["position", "blocks", "head"], 7)
+    model(torch.zeros(3, 4, dtype=torch.long)).sum().backward()
+    wanted.resolve()
+    assert wanted.boundaries == ["position", "blocks", "head"], "named layers are the user's"

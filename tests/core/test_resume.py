@@ -46,7 +46,7 @@ class Run:
             "evaluator": "inline",
             "reference": "fp32",
         } | options
-        options.setdefault("bootstrap", Bootstrap(change=10.0))
+        options.setdefault("bootstrap", Bootstrap(change=10.0, fall=None))
         self.controller = FreezeController(
             self.model,
             self.optimizer,

@@ -196,3 +196,18 @@ def classify(model, batch):
 
 def lines():
     return DataLoader(Lines(), collate_fn=pad)
+
+
+def cross_entropy(model, batch):
+    images, targets = batch
+    return nn.functional.cross_entropy(model(images), targets)
+
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, 0.1)
+
+
+def frozen_part(model):
+    """Something to be maximised that needs no training."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return 1 - sum(n for n, trains in sizes if trains) / sum(n for n, _ in sizes)

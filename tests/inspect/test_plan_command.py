@@ -267,3 +267,56 @@ def test_bytes_of_padded_samples_are_those_of_the_data_sets_own_lengths(capsys):
     assert ask_json(
         capsys, f"{ZOO}:cnn", "--data", f"{ZOO}:Images", "--boundaries", "layer1.0"
     )["mean_lengths"] is None  # fmt: skip
+
+
+HARM = ("--harm", "3", "--step", f"{ZOO}:cross_entropy", "--optimizer", f"{ZOO}:optimizer")
+
+
+def test_what_freezing_costs_is_shown_beside_it(capsys):
+    code, shown = ask(capsys, f"{ZOO}:cnn", "--data", f"{ZOO}:Images", *HARM)
+    assert code == 0, shown.err
+    lines = shown.out.splitlines()
+    (header,) = [line for line in lines if line.split()[:1] == ["boundary"]]
+    assert header.split()[-1] == "harm"
+    rows = {line.split()[0]: line.split() for line in lines[lines.index(header) + 1 :]}
+    assert rows["pool"][-1] == "-", "ends no layer of the controller's"
+    harm, sign, error = rows["layer2.0"][-3:]
+    assert harm[0] in "+-"
+    assert sign == "±"
+    assert float(error) > 0
+    assert any("from the start" in line and "after 3 steps each" in line for line in lines)
+
+
+def test_what_freezing_costs_is_json_too_and_equals_the_function(capsys):
+    from torch.utils.data import DataLoader
+
+    from egeria_core import suggest_boundary
+
+    argv = (f"{ZOO}:cnn", "--data", f"{ZOO}:Images", *HARM, "--validate", f"{ZOO}:frozen_part")
+    torch.manual_seed(0)
+    report = ask_json(capsys, *argv)
+    harm = report["harm"]
+    direct = suggest_boundary(
+        plan_zoo.cnn(), DataLoader(plan_zoo.Images(), 4, shuffle=True), plan_zoo.cross_entropy,
+        optimizer=plan_zoo.optimizer, steps=3, validate=plan_zoo.frozen_part,
+    )  # fmt: skip
+    assert [one["boundary"] for one in harm["trials"]] == [one.boundary for one in direct.trials]
+    assert harm["boundary"] == direct.boundary == "layer2.1"
+    # The metric is the frozen part of the parameters: each front gains its own.
+    assert [one["harm"] for one in harm["trials"]] == pytest.approx(
+        [-one.frozen_parameters for one in direct.trials]
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--harm", "5"), "--harm trains copies of the model: give --optimizer"),
+        (("--harm", "1"), "at least 2 steps"),
+        ((*HARM, "--validate", f"{ZOO}:nothing"), "has no 'nothing'"),
+    ],
+)
+def test_what_harm_needs_is_told(capsys, argv, message):
+    code, shown = ask(capsys, f"{ZOO}:cnn", "--data", f"{ZOO}:Images", *argv)
+    assert code == 2
+    assert message in shown.err

@@ -75,3 +75,79 @@ def test_an_epoch_shuffles_within_the_shard():
 def test_ranks_out_of_range_are_refused(args, match):
     with pytest.raises(ValueError, match=match):
         ShardAffineSampler(range(10), *args, num_shards=12)
+
+
+@given(
+    length=st.integers(1, 60),
+    layout=st.sampled_from([(2, 1), (4, 2), (6, 3), (6, 2)]),
+    shards=st.sampled_from([12, 24]),
+    epoch=st.integers(1, 3),
+)
+def test_samples_stay_on_their_node_and_go_from_rank_to_rank_inside_it(
+    length, layout, shards, epoch
+):
+    ranks, per_node = layout
+
+    def of(node, epoch):
+        found = []
+        for rank in range(node * per_node, (node + 1) * per_node):
+            sampler = ShardAffineSampler(
+                range(length), ranks, rank, num_shards=shards, ranks_per_node=per_node
+            )
+            sampler.set_epoch(epoch)
+            assert len(list(sampler)) == len(sampler)
+            found += list(sampler)
+        return found
+
+    nodes = [of(node, epoch) for node in range(ranks // per_node)]
+    for node, samples in enumerate(nodes):
+        assert sorted(of(node, 0)) == sorted(samples)
+    assert {i for samples in nodes for i in samples} == set(range(length))
+
+
+def test_inside_a_node_ranks_exchange_samples():
+    def first_rank(epoch):
+        sampler = ShardAffineSampler(range(400), 4, 0, ranks_per_node=2)
+        sampler.set_epoch(epoch)
+        return set(sampler)
+
+    assert 30 < len(first_rank(0) & first_rank(1)) < 70, "about half of a hundred"
+    with pytest.raises(ValueError, match="ranks_per_node must divide num_replicas, got 3 and 4"):
+        ShardAffineSampler(range(10), 4, 0, ranks_per_node=3)
+
+
+def accuracy(layout, seed):
+    """Test accuracy on handwritten digits; (ranks, ranks per node), or None: shuffled at large."""
+    datasets = pytest.importorskip("sklearn.datasets")
+    x, y = datasets.load_digits(return_X_y=True)
+    x, y = torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y)
+    cut = 1400
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.9)
+    for epoch in range(12):
+        if layout is None:
+            order = torch.randperm(cut)
+        else:
+            ranks, per_node = layout
+            columns = []
+            for rank in range(ranks):
+                sampler = ShardAffineSampler(
+                    range(cut), ranks, rank, seed=seed, ranks_per_node=per_node
+                )
+                sampler.set_epoch(epoch)
+                columns.append(torch.tensor(list(sampler)))
+            order = torch.stack(columns, 1).flatten()
+        for batch in order.split(56):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+            optimizer.step()
+    return (model(x[cut:]).argmax(1) == y[cut:]).float().mean().item()
+
+
+def test_shuffling_inside_nodes_costs_no_accuracy_that_could_be_seen():
+    seeds = range(3)
+    at_large = sum(accuracy(None, seed) for seed in seeds) / len(seeds)
+    for layout in [(8, 2), (8, 1)]:
+        inside = sum(accuracy(layout, seed) for seed in seeds) / len(seeds)
+        assert inside == pytest.approx(at_large, abs=0.015)

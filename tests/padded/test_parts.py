@@ -13,7 +13,11 @@ from egeria_cache.batch import Axis, Lengths, Padding, flatten, is_faithful
 from egeria_cache.batch.structure import PerSample, find_lists
 from egeria_cache.ragged import PaddedRows, blank, pad_rows, widen
 from egeria_cache.samples.collation import find_padding, given_values
+from egeria_cache.skip.serve.growth import Growth
+from egeria_cache.skip.serve.padded import OutputAxis
 from egeria_cache.skip.serve.rule import Rule
+from egeria_cache.skip.serve.unread import watched
+from egeria_cache.store.records.record import Rows
 from tests.helpers.sentences import pad_by_eights, pad_left, pad_right
 
 SIZES = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5)), min_size=1, max_size=5)
@@ -159,3 +163,27 @@ def test_lists_of_one_item_per_sample_are_told_from_others():
     assert type(again["targets"]) is tuple
     assert again["targets"][1]["boxes"] is batch["targets"][1]["boxes"]
     assert again["targets"][1]["id"] == 1
+
+
+def test_the_writers_queue_counts_the_memory_that_padded_rows_hold():
+    padded = torch.zeros(3, 10, 4)
+    short = PaddedRows(padded, ((0, False),), np.array([[1], [2], [1]]))
+    rows = Rows(False, {"a": short, "b": [1, 2, 3]})
+    assert rows.held_bytes() == padded.nbytes == 480
+    assert rows.num_bytes() == sum(row.nbytes for row in short) == 64
+    assert [one is padded for one in rows.tensors()] == [True]
+
+
+def test_an_output_of_another_shape_than_was_proved_is_handed_out_as_it_is():
+    """Code behind the boundary may return something else now and then."""
+    axis = OutputAxis(1, Rule.longer_by(0, 0), False)
+    growth = Growth({}, {}, (False,), (9,), frozenset(), outputs={0: axis})
+    growth.proof.num_missing = 2
+    lengths = Lengths(Padding((Axis("x", 0),), {"x": 0}), np.array([[4], [9]]), (9,))
+    for output in (torch.zeros(()), torch.zeros(2), torch.zeros(2, 5), "text", [], {"a": None}):
+        assert watched(growth, output, lengths, lambda: pytest.fail("nothing was read")) is output
+    hidden = torch.ones(2, 9, requires_grad=True) * 2
+    found: list[bool] = []
+    assert watched(growth, hidden, lengths, lambda: found.append(True)) is hidden
+    hidden.sum().backward()
+    assert found == [True]

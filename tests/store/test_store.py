@@ -371,3 +371,28 @@ def test_a_batch_that_cannot_be_stored_does_not_take_those_it_waited_with_along(
     assert (generation.num_samples, generation.raw_bytes) == (1, 64)
     assert (generation.counts.writes, generation.counts.dropped_writes) == (2, 1)
     assert "cannot be stored" in caplog.text
+
+
+def test_what_another_process_has_committed_is_seen_by_looking_at_the_files_size(directory):
+    fields = {"use": "shared"}
+    with ActivationStore(directory) as ours, ActivationStore(directory) as theirs:
+        mine, other = ours.open_generation(fields), theirs.open_generation(fields)
+        other.put_batch([1, 2], torch.ones(2, 3))
+        theirs.flush()
+        assert not mine.contains([1, 2]).any()
+        assert mine.catch_up()
+        assert mine.contains([1, 2]).all()
+        assert not mine.catch_up()
+        mine.release()
+        assert not mine.catch_up()
+
+
+def test_catching_up_does_not_wait_for_this_process_s_own_commit(directory):
+    fields = {"use": "shared"}
+    with ActivationStore(directory) as ours, ActivationStore(directory) as theirs:
+        mine, other = ours.open_generation(fields), theirs.open_generation(fields)
+        other.put_batch([1], torch.ones(1, 3))
+        theirs.flush()
+        with mine._files._lock:
+            assert not mine.catch_up()
+        assert mine.catch_up()

@@ -9,11 +9,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch
 
+from egeria_cache.batch import unwrap
 from egeria_cache.skip.model.front import ForwardSlot
 
 __all__ = ["AttachedForward", "inner_model"]
 
+_compiler_of_frames: Callable[[], Any] = getattr(
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None
+)
 _NUMBERS = itertools.count()
 # Not `__func__`: who wraps that one instead of us (Accelerate, for autocast) would lose us.
 _OF_FUNCTIONS = frozenset(
@@ -52,6 +57,11 @@ class AttachedForward(ForwardSlot):
         if torch.compiler.is_compiling():
             _report(self._number)
             return self.__wrapped__(*args, **kwargs)
+        if callable(_compiler_of_frames()):
+            # The whole model is being compiled, and its graph broke here: go on with plain tensors.
+            _report(self._number)
+            plain = torch.compiler.disable(unwrap)  # what loads samples is not to be compiled
+            return self.__wrapped__(*plain(args), **plain(kwargs))
         return self._forward(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -86,6 +96,9 @@ class AttachedForward(ForwardSlot):
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _report(number: int) -> bool:
     """Run while a compiler traces, and leave nothing in its graph."""
+    # Compiled code is handed the loader's tensors, which are a subclass; on its first call AOT
+    # Autograd looks whether custom operators alias their inputs, and takes no subclass there.
+    functorch.check_custom_op_aliasing = False
     attached = _ATTACHED.get(number)
     if attached is not None:
         attached.on_traced()

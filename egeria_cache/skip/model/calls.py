@@ -64,8 +64,8 @@ def healing() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for replaced in reversed(active[depth:]):
-            _put_back(replaced)
+        if len(active) > depth:
+            _put_back(active[depth])
         torch.set_grad_enabled(grad)
         raise
 
@@ -83,15 +83,21 @@ def _active() -> list[_Replaced]:
 
 
 def _put_back(replaced: _Replaced) -> None:
-    while replaced:
-        own, key, before = replaced[-1]
-        if before is _MISSING:
-            own.pop(key, None)
-        else:
-            own[key] = before
-        replaced.pop()
+    """Undo this block, and first the blocks within it whose own undoing was interrupted.
+
+    One of those, undone later, would put back what this block had put there.
+    """
     active = _active()
-    active[:] = [one for one in active if one is not replaced]
+    depth = next((i for i, one in enumerate(active) if one is replaced), len(active))
+    for one in reversed(active[depth:]):
+        while one:
+            own, key, before = one[-1]
+            if before is _MISSING:
+                own.pop(key, None)
+            else:
+                own[key] = before
+            one.pop()
+    del active[depth:]
 
 
 def _route(

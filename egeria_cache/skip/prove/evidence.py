@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model import dropout
 from egeria_cache.skip.model.calls import CallRecord, is_compiled
+from egeria_cache.skip.model.fsdp import is_sharded
 from egeria_cache.skip.prove.parts import another, take
 from egeria_cache.skip.prove.twin import Twin, Twins
 from egeria_cache.skip.serve.invocation import Invocation
@@ -42,7 +43,7 @@ class Evidence:
     seconds: list[float]
     """Per step, from the model's start until it returned."""
     result: Any
-    """The user's."""
+    """The user's; a twin's where the model is sharded, whose twins have weights of their own."""
     given: list[Any]
     """The leaves of the call, as the plain run has left them."""
     twins: Twins
@@ -77,7 +78,8 @@ class Evidence:
 
     def trained_by(self, tensor: Tensor) -> str | None:
         """Name a trainable parameter that `tensor` was computed with, if autograd knows one."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
+        both = (self.model, self.twins.model)  # whose parameters are others where they are sharded
+        names = {id(p): name for model in both for name, p in model.named_parameters()}
         if id(tensor) in names:
             return names[id(tensor)]
         pending, seen = [tensor.grad_fn], set()
@@ -112,7 +114,11 @@ def observe(evidence: Evidence) -> PrefixTrace | None:
     # A run of its own: some modules choose another way where a dispatch mode is active.
     twin = evidence.twins.fresh()
     pairs = [(named, twin.of(named[2])) for named in known_tensors(evidence.model)]
-    known = [(named, tensor) for named, tensor in pairs if not is_lazy(tensor)]
+    known = [
+        (named, tensor)
+        for named, tensor in pairs
+        if not is_lazy(tensor) and not is_sharded(tensor)  # which only active modules have
+    ]
     trace = PrefixTrace(known, twin.names(evidence.names))
     recompute(evidence, trace=trace, twin=twin)
     return trace

@@ -164,10 +164,11 @@ class _ProbeRun(ReplayRun):
     def skipping(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Placeholder):
+                for key, tensor in self.scene.trainable.items():  # as they were met
+                    if Source("trainable", "", key) in leaf.sources:
+                        self._refuse_trained(tensor)
                 for source in leaf.sources:
-                    if source.kind == "trainable":
-                        self._refuse_trained(self.scene.trainable[source.index])
-                    elif source.kind == "leaf":
+                    if source.kind == "leaf":
                         self.recipe.entered.add(source.index)
                     elif source.kind == "argument":
                         self._prober.pin(source.index)

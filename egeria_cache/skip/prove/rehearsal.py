@@ -37,7 +37,7 @@ from egeria_cache.skip.serve.recipe import Recipe, Slot
 from egeria_cache.skip.serve.runs import wants_grad
 from egeria_cache.skip.state.hooks import hook_of_training
 from egeria_cache.skip.state.remembered import RandomState
-from egeria_cache.skip.state.surroundings import Surroundings
+from egeria_cache.skip.state.surroundings import Surroundings, World
 
 __all__ = ["Outcome", "Rehearsal", "patchable"]
 
@@ -121,7 +121,7 @@ class Rehearsal:
                 ancestors=ancestors,
                 outputs=plain_run.outputs,
                 seconds=plain_run.seconds,
-                result=result,
+                result=self._again(twins, before) if twins.is_local else result,
                 given=given,
                 twins=twins,
                 before=before,
@@ -139,6 +139,24 @@ class Rehearsal:
         finally:
             after.restore()
         return outcome
+
+    def front(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """Return the modules that are called before the boundary returns, and those around it.
+
+        Raises:
+            BoundaryError: It is not called, or trainable.
+        """
+        recorder = self._discover()
+        steps, around = recorder.before(self._boundary_call(recorder))
+        modules = distinct(step.module for step in steps)
+        return modules, distinct([self.model, *(call.module for call in around)])
+
+    def _again(self, twins: Twins, before: World) -> Any:
+        """Return what the plain run gives on a twin."""
+        twin = twins.fresh()
+        args, kwargs = twin.call.plain()
+        before.restore(for_a_copy=True)
+        return twin.forward(*args, **kwargs)
 
     def _refusal(self, error: Exception) -> BoundaryError:
         if isinstance(error, BoundaryError):

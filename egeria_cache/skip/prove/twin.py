@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model.calls import intercept
+from egeria_cache.skip.model.fsdp import is_sharded, make_local
 from egeria_cache.skip.serve.invocation import Invocation, plain
 from egeria_cache.skip.state.copier import Copier, is_shared
 
@@ -84,8 +86,21 @@ class Twins:
             (model, forward, leaves, call.given)
         )
         self._call = call
+        self.is_local = make_local(self._copier.modules())
+        """Whether the model is sharded over ranks: twins run alone, on made-up weights."""
+        if any(is_sharded(p) for m in shared_modules(model) for p in m._parameters.values()):
+            raise BoundaryError(
+                "a block of the model is compiled and cut by fully_shard: a rehearsal would run it "
+                "as it is, with collectives that the other ranks may not take part in; leave the "
+                "blocks uncompiled, or train without fully_shard"
+            )
         self.shared = self._copier.shared
         """Attributes that are too large to be copied: a rehearsal may change them."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What all twins are copies of, and share their parameters with."""
+        return self._root[0]
 
     @property
     def leaves(self) -> list[Any]:

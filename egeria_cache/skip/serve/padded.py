@@ -94,6 +94,17 @@ class OutputAxis:
     """"rows": samples come first; "time": they come second; "folded": samples and positions are one
     dimension."""
 
+    def fits(self, leaf: Any, lengths: Lengths) -> bool:
+        """Whether a leaf of an output may have a gradient, and is as long as this batch."""
+        size, batch_size = self.rule.at(lengths.whole), len(lengths.own)
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or size is None:
+            return False
+        if self.form == "folded":
+            return leaf.shape[:1] == (batch_size * size,)
+        if self.form == "time":
+            return leaf.shape[:2] == (size, batch_size)
+        return leaf.shape[:1] == (batch_size,) and leaf.shape[self.dim : self.dim + 1] == (size,)
+
     def arranged(self, tensor: Tensor, batch_size: int) -> Tensor:
         """Return a view whose first dimension are samples, and whose second is this one."""
         if self.form == "folded":

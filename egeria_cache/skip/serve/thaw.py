@@ -52,6 +52,11 @@ class ThawWatch:
         self._wait, self._num_still = min(2 * self._wait + 1, _MAX_WAIT), 0
         return name
 
+    def note(self, tensors: Iterable[Tensor]) -> None:
+        """These, which stand elsewhere meanwhile, were thawed."""
+        self._thawed += tensors
+        self._wait, self._num_still = min(2 * self._wait + 1, _MAX_WAIT), 0
+
     def is_frozen_again(self) -> bool:
         """Whether nothing of what was thawed has been trained for a while."""
         if any(map(_requires_grad, self._thawed)):

@@ -67,27 +67,25 @@ def watched(
     if not is_proving and proof.num_watched % _AGAIN_EVERY:
         return output
     leaves, spec = tree_flatten(output)
-    seen = proof.seen = Seen()
+    seen, replaced = Seen(), False
     for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-            continue
         axis = growth.outputs.get(index)
         if axis is None:
-            if leaf.requires_grad:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(seen.backward)
-            continue
-        look = partial(_look, seen, axis, lengths, found)
-        if leaf.requires_grad:
-            leaf.register_hook(look)
-        else:
-            root = leaf.detach().requires_grad_()
-            root.register_hook(look)
-            leaves[index] = root.clone().as_subclass(Followed)  # the loop may write into it
-    seen.has_padding = any(
-        axis.is_padding(lengths, axis.arranged(leaves[index], len(lengths.own)).shape[1]).any()
-        for index, axis in growth.outputs.items()
-    )
-    return tree_unflatten(leaves, spec)
+        elif axis.fits(leaf, lengths):
+            size = axis.arranged(leaf, len(lengths.own)).shape[1]
+            seen.has_padding |= bool(axis.is_padding(lengths, size).any())
+            look = partial(_look, seen, axis, lengths, found)
+            if leaf.requires_grad:
+                leaf.register_hook(look)
+            else:
+                root = leaf.detach().requires_grad_()
+                root.register_hook(look)
+                leaves[index] = root.clone().as_subclass(Followed)  # the loop may write into it
+                replaced = True
+    proof.seen = seen
+    return tree_unflatten(leaves, spec) if replaced else output
 
 
 class Followed(Tensor):

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from egeria_cache.skip.model.fsdp import marks
 from egeria_cache.skip.state.code import Code, reached
 from egeria_cache.skip.state.content import describe, digest
 
@@ -46,7 +47,8 @@ _FOREIGN = (
 
 def watched_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module that its class, not PyTorch, gave it."""
-    return {k: v for k, v in vars(module).items() if k not in _CORE}
+    theirs = marks()
+    return {k: v for k, v in vars(module).items() if k not in _CORE and k not in theirs}
 
 
 class _Layout:

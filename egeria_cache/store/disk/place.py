@@ -71,7 +71,9 @@ def claim_directory(directory: Path, limit_bytes: int, *, force_network: bool) -
             )
         _write_root(root, limit_bytes)
     except (NotADirectoryError, FileExistsError) as error:
-        raise StoreError(f"{directory} is not a directory") from error
+        raise StoreError(
+            f"{directory} is not a directory; give the path of one, which need not exist yet"
+        ) from error
     except OSError as error:
         hint = "; check its owner and mode" if error.errno in (errno.EACCES, errno.EPERM) else ""
         raise StoreError(f"{directory} cannot be written: {error.strerror}{hint}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from egeria_cache.ragged import PaddedRows
 from egeria_cache.store.codecs.codec import Bytes, Codec, CodecError, Coder
 from egeria_cache.store.codecs.lossy import LossyError, Storage, pack, unpack
 from egeria_cache.store.records.layout import (
@@ -38,13 +39,24 @@ class Rows:
     fields: Mapping[str, Tensor | Sequence[Value]]
 
     def num_bytes(self) -> int:
-        """Bytes the tensors hold in memory."""
+        """Bytes of the rows, without padding."""
         return sum(
             value.nbytes
-            if isinstance(value, Tensor)
+            if isinstance(value, Tensor | PaddedRows)
             else sum(item.nbytes for item in value if isinstance(item, Tensor))
             for value in self.fields.values()
         )
+
+    def held_bytes(self) -> int:
+        """Bytes that the tensors hold in memory, padding included."""
+        return sum(one.nbytes for one in self.tensors())
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield what holds memory: of padded rows the tensor that they lie in."""
+        for value in self.fields.values():
+            value = value.padded if isinstance(value, PaddedRows) else value
+            many = (value,) if isinstance(value, Tensor) else value
+            yield from (item for item in many if isinstance(item, Tensor))
 
 
 Encoded = list[tuple[bytes, Any]]

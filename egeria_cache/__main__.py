@@ -1,0 +1,54 @@
+"""`python -m egeria_cache`: versions, and what is at hand here; for bug reports."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib import metadata
+
+import psutil
+import torch
+
+from egeria_cache.device import default_device, device_name
+
+NEEDED = ("torch", "numpy", "zstandard", "xxhash", "psutil", "rich")
+OPTIONAL = {
+    "matplotlib": "egeria-plot, the demo's figure",
+    "albumentations": "its transforms are seeded per sample",
+    "accelerate": "accelerator.prepare keeps the cache",
+    "transformers": "EgeriaTrainer",
+    "lightning": "EgeriaCallback",
+    "peft": "adapters over a frozen model",
+    "torchdata": "states of StatefulDataLoader",
+    "tensorboard": "the controller's scalars",
+}
+
+
+def main() -> int:
+    """Print everything; return 0."""
+    print(f"egeria {_version('egeria') or 'not installed: run from its sources'}")
+    print(f"Python {platform.python_version()} ({platform.platform()})")
+    memory = psutil.virtual_memory().total / 1e9
+    print(f"{os.cpu_count()} CPUs, {memory:.1f} GB of memory, {torch.get_num_threads()} threads")
+    device = default_device()
+    where = "no accelerator" if device.type == "cpu" else f"{device_name(device)} ({device})"
+    print(where)
+    print("needed:")
+    for name in NEEDED:
+        print(f"  {name:<16}{_version(name) or 'missing'}")
+    print("optional:")
+    for name, use in OPTIONAL.items():
+        print(f"  {name:<16}{_version(name) or 'not installed':<16}{use}")
+    return 0
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

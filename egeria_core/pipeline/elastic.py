@@ -1,0 +1,365 @@
+"""`ElasticPipeline`: a model on several ranks whose pipeline follows its frozen front."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from egeria_cache import ActivationCache, EgeriaError, FrozenFront
+from egeria_core.pipeline.blocks import as_model, check_untied
+from egeria_core.pipeline.engine import Engine, check_torch
+from egeria_core.pipeline.groups import subgroup
+from egeria_core.pipeline.orders import ScheduleName
+from egeria_core.pipeline.plan import OnFreeze, PipelinePlan
+from egeria_core.pipeline.rows import count_rows, route
+from egeria_core.pipeline.transfer import Carrier, drop_block, make_room
+
+__all__ = ["ElasticPipeline"]
+
+log = logging.getLogger("egeria")
+ON_FREEZE = ("repartition", "replicate", "stay")
+
+
+class ElasticPipeline:
+    """Trains blocks on several ranks with a schedule of `torch.distributed.pipelining`.
+
+    Make it on every rank, with the same blocks and optimizers over all their parameters. Each rank
+    keeps the blocks of its own stages; of the others an outline is left (tensors on `meta`). Every
+    rank brings rows of its own to `step`, as in data-parallel training; the batch is all of them,
+    those of rank 0 first. Gradients are those of the mean loss over the batch, whatever the number
+    of rows.
+
+    When blocks freeze (`freeze_to`, which `PipelineController` calls), stages and schedule are made
+    anew: nothing is sent back into frozen blocks. With `on_freeze="repartition"` or "replicate",
+    and wherever there is a `cache`, frozen blocks leave the pipeline. They become a `FrozenFront`:
+    a copy on every rank, run on the rank's own rows, or read from its cache.
+
+    Args:
+        blocks: The model in forward order; each is called with what the one before returns, a tuple
+            as several arguments. Names of an `nn.Sequential` or a mapping are kept.
+        optimizers: One, or several, made over the parameters of all blocks.
+        loss_function: From a micro-batch's output and targets to the mean loss of its rows.
+        microbatches: Into how many a batch is cut.
+        schedule: "GPipe", "1F1B" or "Interleaved1F1B".
+        on_freeze: "repartition", the active blocks are spread over all ranks, with weights and
+            optimizer state; "replicate", freed ranks become replicas of the others; "stay", no
+            block moves.
+        cache: Directory for the front's activations; ranks of one host may share it. None: the
+            front is computed each time; with "stay" it then remains in the pipeline.
+        stages_per_rank: Of Interleaved1F1B; 2 by default.
+        costs: Relative cost of each block, to balance the stages; equal by default.
+        device: Where this rank computes; that of the blocks by default.
+        group: The ranks; all by default.
+        cache_options: Of `FrozenFront`.
+
+    Raises:
+        ValueError: The schedule cannot be had, there are too few blocks or micro-batches, or two
+            blocks share a parameter.
+        EgeriaError: This version of PyTorch has other pipelines.
+
+    Not thread-safe. All methods but properties are called on all ranks at the same step.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module] | Mapping[str, nn.Module] | nn.Sequential,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        loss_function: Callable[[Any, Any], Tensor],
+        *,
+        microbatches: int,
+        schedule: str = "1F1B",
+        on_freeze: OnFreeze = "repartition",
+        cache: str | Path | None = None,
+        stages_per_rank: int | None = None,
+        costs: Sequence[float] | None = None,
+        device: torch.device | str | None = None,
+        group: dist.ProcessGroup | None = None,
+        **cache_options: Any,
+    ) -> None:
+        check_torch()
+        if on_freeze not in ON_FREEZE:
+            raise ValueError(f"on_freeze must be one of {', '.join(ON_FREEZE)}, got {on_freeze!r}")
+        self.model = as_model(blocks)
+        """The blocks by name; on this rank those of other ranks are outlines."""
+        self._blocks = list(self.model.children())
+        check_untied(self.model)
+        if isinstance(optimizers, torch.optim.Optimizer):
+            optimizers = [optimizers]
+        self.optimizers = tuple(optimizers)
+        self.on_freeze: OnFreeze = on_freeze
+        everyone = dist.group.WORLD if group is None else group
+        if everyone is None:
+            raise ValueError("torch.distributed is not initialised: run under torchrun")
+        self.group: dist.ProcessGroup = everyone
+        self.rank = dist.get_rank(self.group)
+        """This rank in the group."""
+        first = next((p for p in self.model.parameters() if not p.is_meta), torch.empty(0))
+        self.device = first.device if device is None else torch.device(device)
+        backend = dist.get_backend(self.group)
+        self.wire = torch.device("cpu") if "gloo" in backend else self.device
+        """Where the group's messages lie."""
+        world = dist.get_world_size(self.group)
+        interleaved = schedule.lower().removeprefix("schedule") == "interleaved1f1b"
+        self.plan = PipelinePlan.start(
+            [1.0] * len(self._blocks) if costs is None else costs, world, schedule=schedule,
+            microbatches=microbatches, per_rank=stages_per_rank or (2 if interleaved else 1),
+        )  # fmt: skip
+        """What is where now."""
+        if len(self.plan.costs) != len(self._blocks):
+            raise ValueError(f"{len(self._blocks)} blocks and {len(self.plan.costs)} costs")
+        self.front = FrozenFront(self._blocks, cache, device=self.device, **cache_options)
+        """The frozen blocks, whole on this rank wherever they left the pipeline."""
+        self.bytes_moved = 0
+        """Weights, buffers and optimizer state that this rank sent with blocks that moved."""
+        self.bytes_copied = 0
+        """Weights and buffers that this rank received as part of the front."""
+        self._loss_function = loss_function
+        self._carrier = Carrier(self.group, self.device, self.wire, self.optimizers)
+        self._engine: Engine | None = None
+        self._expected = 0
+        self._release()
+        for index in self.plan.held_by(self.rank):
+            self._blocks[index].to(self.device)
+
+    @property
+    def schedule(self) -> ScheduleName:
+        """Its name."""
+        return self.plan.schedule
+
+    @property
+    def cache(self) -> ActivationCache | None:
+        """For this rank's `EgeriaLoader`."""
+        return self.front.cache
+
+    @property
+    def has_front(self) -> bool:
+        """Whether frozen blocks leave the pipeline."""
+        return self.cache is not None or self.on_freeze != "stay"
+
+    @property
+    def num_frozen(self) -> int:
+        """Frozen blocks at the front."""
+        return self.plan.frozen
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the blocks, in forward order."""
+        return [name for name, _ in self.model.named_children()]
+
+    def owner(self, block: int) -> int:
+        """Return the rank that trains a block, the first of its replicas."""
+        return self.plan.homes[block][0]
+
+    def step(self, inputs: Any, targets: Any) -> Tensor:
+        """Run forward and backward of one batch; then it is the optimizers' turn.
+
+        Args:
+            inputs: This rank's rows: a tensor, shape (B, ...), or a tuple of them.
+            targets: A tensor or a tree of tensors with as many rows.
+
+        Returns:
+            The mean loss over the rows of all ranks, on every rank.
+
+        Raises:
+            EgeriaError: The ranks' rows do not fit into one batch.
+        """
+        return self._run(inputs, targets, None)
+
+    def evaluate(
+        self, inputs: Any, targets: Any, measure: Callable[[Any, Any], Tensor] | None = None
+    ) -> Tensor:
+        """Run the forward of one batch, without gradients.
+
+        Args:
+            inputs: As for `step`.
+            targets: As for `step`.
+            measure: From a micro-batch's output and targets to a mean over its rows, a scalar; the
+                loss by default.
+
+        Returns:
+            The mean over the rows of all ranks, on every rank.
+        """
+        return self._run(inputs, targets, measure or self._loss_function)
+
+    def _run(
+        self, inputs: Any, targets: Any, measure: Callable[[Any, Any], Tensor] | None
+    ) -> Tensor:
+        if self._expected != self.plan.frozen:
+            raise EgeriaError(
+                f"the state that was loaded has {self._expected} frozen blocks: load the "
+                f"controller's state as well, or freeze them and call freeze_to({self._expected})"
+            )
+        engine = self._ready()
+        rows = self._through_front(inputs)
+        targets = self.front.plain(targets)
+        counts = count_rows(rows, targets, self.plan.frozen, self.group, self.wire)
+        size, bounds = self.plan.rows_of(counts.total)
+        begins, ends = [(0, 0)] * self.plan.ranks, [(0, 0)] * self.plan.ranks
+        for lane, run in zip(self.plan.pipelines, bounds, strict=True):
+            begins[lane[0]] = ends[lane[(len(self.plan.stages) - 1) % len(lane)]] = run
+        to = (self.group, self.wire, self.device)
+        rows = route(rows, counts.rows, begins, *to)
+        targets = route(targets, counts.rows, ends, *to)
+        place = self.plan.place_of(self.rank)
+        start, stop = (0, 0) if place is None else bounds[place[0]]
+        loss = engine.step(counts.kind, size, stop - start, counts.total, rows, targets, measure)
+        mean = loss.to(self.wire)
+        dist.all_reduce(mean, group=self.group)
+        return mean.to(self.device)
+
+    def _through_front(self, inputs: Any) -> tuple[Tensor, ...]:
+        """Return this rank's rows as the pipeline's first block takes them."""
+        inputs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+        if self.plan.front:
+            inputs = tuple(
+                leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in inputs
+            )
+            output = self.front(*inputs)
+        else:
+            output = inputs
+        output = self.front.plain(output)
+        return output if isinstance(output, tuple) else (output,)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all ranks' gradients so that their 2-norm together is at most `max_norm`.
+
+        Returns:
+            The norm before, on every rank.
+        """
+        own = [
+            parameter.grad
+            for index, block in enumerate(self._blocks)
+            if self.rank in self.plan.homes[index]
+            for parameter in block.parameters()
+            if parameter.grad is not None
+        ]
+        counted = [
+            parameter.grad
+            for index, block in enumerate(self._blocks)
+            if self.rank == self.owner(index)
+            for parameter in block.parameters()
+            if parameter.grad is not None
+        ]
+        square = torch.zeros((), device=self.device)
+        if counted:
+            square = nn.utils.get_total_norm(counted).square()
+        square = square.to(self.wire)
+        dist.all_reduce(square, group=self.group)
+        norm = square.sqrt().to(self.device)
+        for gradient in own:
+            gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def freeze_to(self, frozen: int) -> None:
+        """Have the pipeline follow: the first `frozen` blocks were frozen, or are trained again.
+
+        Between `optimizer.step()` and the next forward. `requires_grad` is the caller's.
+
+        Raises:
+            ValueError: Parameters of the first blocks are trainable, or nothing would be left.
+        """
+        self._expected = frozen
+        if frozen == self.plan.frozen:
+            return
+        for name, parameter in nn.ModuleList(self._blocks[:frozen]).named_parameters():
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"parameter {name!r} of the first {frozen} blocks is trainable; freeze it first"
+                )
+        self._move_to(self.plan.frozen_to(frozen, self.on_freeze, has_front=self.has_front))
+
+    def _move_to(self, new: PipelinePlan) -> None:
+        old = self.plan
+        # Stages hold their parameters' gradient nodes, which a parameter that moves must not have.
+        self._engine = None
+        gc.collect()
+        if new.front < old.front:
+            self.front.freeze(new.front)
+        for block, source, target in old.moves(new):
+            if self.rank == source:
+                self.bytes_moved += self._carrier.send(self._blocks[block], target)
+            elif self.rank == target:
+                self._carrier.receive(self._blocks[block], source)
+        for block, source in old.copies(new):
+            self.bytes_copied += self._carrier.share(self._blocks[block], source)
+        self.plan = new
+        self._release()
+        self.front.freeze(new.front)
+
+    def _release(self) -> None:
+        """Drop what is not held here, or no longer."""
+        held = set(self.plan.held_by(self.rank))
+        for index, block in enumerate(self._blocks):
+            if self.rank not in self.plan.homes[index]:
+                self._carrier.forget(block)
+            if index not in held:
+                drop_block(block)
+
+    def _ready(self) -> Engine:
+        if self._engine is None:
+            self._engine = Engine(
+                self.plan, self._blocks, self._loss_function, self.rank, self.device,
+                partial(subgroup, self.group), self.model,
+            )  # fmt: skip
+        return self._engine
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's part: weights and optimizer state of its blocks, and the plan."""
+        own = [i for i, homes in enumerate(self.plan.homes) if self.rank in homes]
+        return {
+            "rank": self.rank,
+            "ranks": self.plan.ranks,
+            "frozen": self.plan.frozen,
+            "homes": [list(homes) for homes in self.plan.homes],
+            "blocks": {i: self._blocks[i].state_dict() for i in own},
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the `state_dict()` of this rank. Then load the controller's.
+
+        Raises:
+            EgeriaError: It is another rank's, or was saved with another number of ranks.
+        """
+        if (state["rank"], state["ranks"]) != (self.rank, self.plan.ranks):
+            raise EgeriaError(
+                f"this is rank {self.rank} of {self.plan.ranks}, and the state is that of rank "
+                f"{state['rank']} of {state['ranks']}"
+            )
+        homes = tuple(tuple(own) for own in state["homes"])
+        self._engine = None
+        gc.collect()
+        self.front.freeze(0)
+        self.plan = replace(self.plan.frozen_to(0, self.on_freeze), homes=homes)
+        self._release()
+        for index, weights in state["blocks"].items():
+            make_room(self._blocks[index], self.device)
+            self._blocks[index].load_state_dict(weights)
+        for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(own)
+        self._expected = state["frozen"]
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return weights and buffers of the whole model, on the CPU, on every rank."""
+        state: dict[str, Tensor] = {}
+        for index, (name, block) in enumerate(self.model.named_children()):
+            own = block.state_dict() if self.rank == self.owner(index) else None
+            shared: list[Any] = [None if own is None else {k: v.cpu() for k, v in own.items()}]
+            source = dist.get_global_rank(self.group, self.owner(index))
+            dist.broadcast_object_list(shared, src=source, group=self.group, device=self.wire)
+            state.update({f"{name}.{key}": value for key, value in shared[0].items()})
+        return state
+
+    def close(self) -> None:
+        """Close the cache; idempotent."""
+        self._engine = None
+        self.front.close()

@@ -1,0 +1,243 @@
+"""Runs one plan on `torch.distributed.pipelining`: stages, schedules, a batch's way through them.
+
+Made anew for every plan. Stages that were not built after a freeze would go on sending gradients to
+frozen ones, and fail when those train again.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+
+from egeria_cache import EgeriaError
+from egeria_core.pipeline.plan import PipelinePlan
+
+__all__ = ["Engine", "StageModule", "check_torch"]
+
+_SYNC_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")  # the former since torch 2.13
+    if name in inspect.signature(DistributedDataParallel).parameters
+)
+MAX_SCHEDULES = 4
+"""Kinds of batches that are kept ready: whole ones, an epoch's last one, some more."""
+LossFunction = Callable[[Any, Any], Tensor]
+"""From an output and its targets to the mean loss of their rows, a scalar."""
+
+
+def check_torch() -> None:
+    """Refuse a PyTorch whose stages learn their shapes in another way.
+
+    Raises:
+        EgeriaError: It is older than 2.13, or too new.
+    """
+    if not hasattr(PipelineStage, "_compute_outputs"):
+        raise EgeriaError(
+            f"torch {torch.__version__} has other pipelines than torch 2.13, for which this is made"
+        )
+
+
+class Engine:
+    """This rank's stages under one plan.
+
+    Args:
+        plan: What is where.
+        blocks: All blocks, this rank's whole.
+        loss_function: Called on the rank of the last stage with each micro-batch.
+        rank: This rank in the plan.
+        device: Where its blocks are.
+        group_of: Returns the group of some ranks of the plan, of which this is one.
+        root: Its `training` flag is off while the engine studies shapes, so that nobody takes that
+            for a training forward.
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        blocks: Sequence[nn.Module],
+        loss_function: LossFunction,
+        rank: int,
+        device: torch.device,
+        group_of: Callable[[Sequence[int]], dist.ProcessGroup],
+        root: nn.Module,
+    ) -> None:
+        self._plan, self._loss_function, self._device = plan, loss_function, device
+        self._measure = loss_function
+        self._share = plan.microbatches // len(plan.pipelines)
+        self._schedules: dict[Any, Any] = {}
+        self._stages: dict[int, nn.Module] = {}
+        self._group: dist.ProcessGroup | None = None
+        self._targets: Any = None
+        self._weight = 0.0
+        place = plan.place_of(rank)
+        if place is None:
+            return
+        lane, at = plan.pipelines[place[0]], place[1]
+        self._group = group_of(lane)
+        for index in range(at, len(plan.stages), len(lane)):
+            start, stop = plan.stages[index]
+            module: nn.Module = StageModule(blocks[start:stop], root)
+            twins = [other[at] for other in plan.pipelines]
+            if len(twins) > 1 and any(p.requires_grad for p in module.parameters()):
+                # The replicas' weights are equal already: they were sent.
+                options: dict[str, Any] = {_SYNC_BUFFERS: False, "init_sync": False}
+                module = DistributedDataParallel(module, process_group=group_of(twins), **options)
+            self._stages[index] = module
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the pipeline's input is wanted here."""
+        return 0 in self._stages
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the targets are wanted here."""
+        return len(self._plan.stages) - 1 in self._stages
+
+    def step(
+        self,
+        kind: Hashable,
+        size: int,
+        num_rows: int,
+        total: int,
+        inputs: Sequence[Tensor],
+        targets: Any,
+        measure: LossFunction | None = None,
+    ) -> Tensor:
+        """Run forward and backward of this rank's part; gradients are those of the mean loss.
+
+        Args:
+            kind: Shapes of the batch's rows, the same on all ranks; another kind is studied anew.
+            size: Rows of a micro-batch.
+            num_rows: Rows of this pipeline; it fills them up to whole micro-batches.
+            total: Rows of the batch.
+            inputs: On the rank of the first stage: shape (num_rows, ...) each.
+            targets: On the rank of the last stage: the same number of rows.
+            measure: Run forwards alone, and this in place of the loss.
+
+        Returns:
+            The part of the mean loss that was computed on this rank; 0 where there is none.
+        """
+        loss = torch.zeros((), device=self._device)
+        if not self._stages:
+            return loss
+        padded = size * self._share
+        arguments = [_fill_up(rows, padded) for rows in inputs] if self.is_first else []
+        trains = measure is None
+        key = (trains, size, kind)
+        schedule = self._schedules.pop(key, None) or self._make_schedule(trains=trains)
+        self._schedules[key] = schedule
+        if len(self._schedules) > MAX_SCHEDULES:
+            del self._schedules[next(iter(self._schedules))]
+        keywords: dict[str, Any] = {}
+        losses: list[Tensor] = []
+        if self.is_last:
+            numbers = torch.arange(padded)
+            numbers[num_rows:] = -1
+            self._targets, self._weight = targets, len(self._plan.pipelines) / total
+            self._measure = measure or self._loss_function
+            keywords = {"target": numbers, "losses": losses}
+        if trains:
+            schedule.step(*arguments, **keywords, return_outputs=False)
+        else:
+            with torch.no_grad():
+                schedule.eval(*arguments, **keywords)
+        self._targets = None
+        if losses:
+            loss = torch.stack([part.detach() for part in losses]).sum()
+            loss = loss / len(self._plan.pipelines)
+        return loss
+
+    def _make_schedule(self, *, trains: bool) -> Any:
+        stages = [
+            _Stage(module, index, len(self._plan.stages), self._device, group=self._group)
+            for index, module in self._stages.items()
+        ]
+        options = {"loss_fn": self._loss, "scale_grads": False}
+        if self._plan.schedule == "Interleaved1F1B":
+            return ScheduleInterleaved1F1B(stages, self._share, **options)  # type: ignore[arg-type]
+        # Forwards alone have one order.
+        kind = Schedule1F1B if trains and self._plan.schedule == "1F1B" else ScheduleGPipe
+        return kind(stages[0], self._share, **options)  # type: ignore[arg-type]
+
+    def _loss(self, output: Any, numbers: Tensor) -> Tensor:
+        """Return a micro-batch's part of the mean loss; rows that fill it up have none."""
+        start, count = int(numbers[0]), int((numbers >= 0).sum())
+        if count == 0:
+            leaves = [output] if isinstance(output, Tensor) else output
+            return torch.stack([leaf.sum() for leaf in leaves]).sum() * 0
+        output = tree_map_only(Tensor, lambda leaf: leaf[:count], output)
+        targets = tree_map_only(Tensor, lambda leaf: leaf[start : start + count], self._targets)
+        # Replicas are averaged later on.
+        return self._measure(output, targets) * (count * self._weight)
+
+
+class _Stage(PipelineStage):
+    """A stage that learns its shapes without a trace."""
+
+    def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
+        # The wrapper would take this for the first of the forwards that it reduces gradients of.
+        inner: Any = module.module if isinstance(module, DistributedDataParallel) else module
+        return inner.study(*args)
+
+
+class StageModule(nn.Module):
+    """Blocks that run one after another on one rank."""
+
+    def __init__(self, blocks: Sequence[nn.Module], root: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.__dict__["root"] = root
+
+    def forward(self, *args: Any) -> Any:
+        """Run the blocks; without any, hand on what came."""
+        output = args[0] if len(args) == 1 else args
+        for block in self.blocks:
+            output = block(*output) if isinstance(output, tuple) else block(output)
+        # A message has no strides of its own.
+        return tree_map_only(Tensor, Tensor.contiguous, output)
+
+    def study(self, *args: Any) -> Any:
+        """Run once on memory that nobody has filled, as a new schedule does to learn the shapes.
+
+        That leaves no trace in buffers (a BatchNorm's statistics), and `root` is not in training.
+        """
+        root = self.__dict__["root"]
+        was_training = root.training
+        buffers = [
+            (module, name, buffer)
+            for module in self.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        try:
+            root.training = False
+            for module, name, buffer in buffers:
+                module._buffers[name] = buffer.clone()
+            return self(*args)
+        finally:
+            root.training = was_training
+            for module, name, buffer in buffers:
+                module._buffers[name] = buffer
+
+
+def _fill_up(rows: Tensor, padded: int) -> Tensor:
+    """Repeat the first row until there are so many."""
+    missing = padded - rows.shape[0]
+    if missing == 0:
+        return rows
+    first = rows[:1] if rows.shape[0] else rows.new_zeros((1, *rows.shape[1:]))
+    return torch.cat([rows, first.expand(missing, *rows.shape[1:])])

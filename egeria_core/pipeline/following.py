@@ -1,0 +1,180 @@
+"""A freeze controller for a pipeline: measured where the first active layer is, decided everywhere.
+
+Each block is a layer. The rank that trains the frontmost active one measures it, on its first
+micro-batch; what it read is broadcast, and every rank feeds it to the same policy. Policies that
+judge all layers by their gradients or movements get each layer's from the rank that trains it. What
+a move saves is told by the schedule on paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+from egeria_cache import BoundaryMoved, EgeriaError
+from egeria_core.controller import FreezeController
+from egeria_core.distributed import Ranks
+from egeria_core.judge import Verdict
+from egeria_core.meter import Meter
+from egeria_core.pipeline.bubbles import count_plan
+from egeria_core.pipeline.elastic import ElasticPipeline
+from egeria_core.policies import Policy
+from egeria_core.prefix import LayerMap
+
+__all__ = ["PipelineController"]
+
+PER_LAYER = ("gradient_sum", "gradient_change", "movement")
+"""Measures of which every rank has those of its own layers."""
+
+
+class PipelineController(FreezeController):
+    """Decides which front blocks of an `ElasticPipeline` have converged, and has it follow.
+
+    Args:
+        pipeline: Made on every rank, like this.
+        policy: As for `FreezeController`.
+        listeners: Called with every `BoundaryMoved`, when the pipeline has followed.
+        options: As for `FreezeController`, but for `layers`, which are the blocks.
+
+    Call `step(loss)` on every rank after each `optimizer.step()`, with what `pipeline.step` gave.
+    Learning rates must be the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        pipeline: ElasticPipeline,
+        policy: str | Policy | None = None,
+        *,
+        listeners: Iterable[Callable[[BoundaryMoved], None]] = (),
+        **options: Any,
+    ) -> None:
+        if "layers" in options:
+            raise ValueError("the layers of a pipeline are its blocks; cut these otherwise instead")
+        self.pipeline = pipeline
+        super().__init__(
+            pipeline.model, pipeline.optimizers[0], None, policy, listeners=listeners, **options
+        )
+        self._outlook.take(self._saves())
+
+    def _saves(self) -> list[float]:
+        """Return the part of a batch's time on paper that freezing the first k layers saves."""
+        pipeline = self.pipeline
+        times = []
+        for name in (None, *self.boundaries):
+            frozen = 0 if name is None else self._block_of(name) + 1
+            plan = pipeline.plan.frozen_to(frozen, pipeline.on_freeze, has_front=pipeline.has_front)
+            times.append(count_plan(plan).time)
+        return [1 - time / times[0] for time in times]
+
+    def _make_map(self) -> LayerMap:
+        layers = LayerMap(self.model, self.pipeline.names, self.config.num_layers)
+        layers.settle()
+        return layers
+
+    def _make_ranks(self) -> Ranks:
+        return _PipelineRanks(self)
+
+    def _make_meter(self) -> Meter:
+        meter = super()._make_meter()
+        return meter if self.policy.measure in PER_LAYER else _OwnersMeter(meter, self)
+
+    def _follow(self) -> None:
+        boundary = self.boundary
+        self.pipeline.freeze_to(0 if boundary is None else self._block_of(boundary) + 1)
+
+    def _block_of(self, name: str) -> int:
+        return self.pipeline.names.index(name)
+
+    def owner(self, layer: int) -> int:
+        """Return the rank that trains a layer."""
+        return self.pipeline.owner(self._block_of(self._map.layers[layer].modules[0]))
+
+    @property
+    def front_owner(self) -> int:
+        """The rank that trains the frontmost active layer."""
+        return self.owner(self.num_frozen)
+
+
+class _PipelineRanks(Ranks):
+    """All ranks of a pipeline; who measures moves with the front."""
+
+    def __init__(self, controller: PipelineController) -> None:
+        super().__init__(None)
+        self._controller = controller
+        self._group = controller.pipeline.group
+        self._device = controller.pipeline.wire
+
+    @property
+    def measures(self) -> bool:
+        return True
+
+    @property
+    def source(self) -> int:
+        return self._controller.front_owner
+
+    def share(self, verdicts: list[Verdict], frozen: int) -> list[Verdict]:
+        if self._controller.policy.measure not in PER_LAYER:
+            return super().share(verdicts, frozen)
+        mine = [(verdict.step, verdict.values) for verdict in verdicts]
+        everyone: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(everyone, (frozen, mine), group=self._group)
+        if any(other != frozen for other, _ in everyone):
+            raise EgeriaError("the ranks of a pipeline have frozen different numbers of layers")
+        return [
+            Verdict(step, frozen, None, self._joined([dict(own).get(step) for _, own in everyone]))
+            for step in sorted({step for _, own in everyone for step, _ in own})
+        ]
+
+    def _joined(self, readings: list[Any]) -> tuple[float | None, ...]:
+        """Return each layer's values from the rank that trains it; the others' from any rank."""
+        count = len(self._controller.layers)
+        longest = max(len(reading or ()) for reading in readings)
+        head = longest % count
+        joined: list[float | None] = list(next(r for r in readings if r)[:head])
+        for place in range(longest - head):
+            own = readings[self._controller.owner(place % count)]
+            joined.append(own[head + place] if own else None)
+        return tuple(joined)
+
+
+class _OwnersMeter:
+    """A meter that only works on the rank that trains the frontmost active layer."""
+
+    def __init__(self, meter: Meter, controller: PipelineController) -> None:
+        self._meter, self._controller = meter, controller
+
+    @property
+    def _is_mine(self) -> bool:
+        return self._controller.front_owner == self._controller.pipeline.rank
+
+    @property
+    def immediate(self) -> bool:
+        return self._meter.immediate
+
+    def bind(self) -> None:
+        self._meter.bind()
+
+    def begin(self) -> None:
+        self._meter.begin()
+
+    def prepare(self, frozen: int) -> None:
+        if self._is_mine:
+            self._meter.prepare(frozen)
+
+    def measure(self, step: int, frozen: int) -> None:
+        if self._is_mine:
+            self._meter.measure(step, frozen)
+
+    def collect(self) -> list[Verdict]:
+        return self._meter.collect()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._meter.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._meter.load_state_dict(state)
+
+    def close(self) -> None:
+        self._meter.close()

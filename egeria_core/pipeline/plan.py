@@ -1,0 +1,282 @@
+"""Which rank holds which block, and who sends what when the frozen front moves. Pure.
+
+A plan holds no tensor, group or process; every rank computes the same one from the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from egeria_core.pipeline.orders import ScheduleName, check_schedule
+
+__all__ = ["Move", "OnFreeze", "PipelinePlan", "partition"]
+
+OnFreeze = Literal["repartition", "replicate", "stay"]
+"""What is done with the ranks when blocks freeze.
+
+- `repartition`: the active blocks are spread over all ranks;
+- `replicate`: they stay on as few ranks as they need, the others become replicas of these;
+- `stay`: no block changes its rank.
+"""
+
+
+class Move(NamedTuple):
+    """One block, with weights and optimizer state, from one rank to another."""
+
+    block: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePlan:
+    """Where everything is. Make the first one with `start`, others from it with `frozen_to`."""
+
+    schedule: ScheduleName
+    microbatches: int
+    """In each batch, through all replicas."""
+    ranks: int
+    per_rank: int
+    """Stages on a rank; more than one for Interleaved1F1B alone."""
+    costs: tuple[float, ...] = field(repr=False)
+    """Relative cost of each block."""
+    frozen: int
+    """Blocks at the front that are frozen."""
+    front: int
+    """Blocks that are no part of the pipeline: every rank runs them on its own rows, or reads what
+    they gave from its cache. `frozen`, or 0 where frozen blocks stay in their stages."""
+    stages: tuple[tuple[int, int], ...]
+    """First block of each stage, and the one behind its last. A stage without blocks hands on what
+    it gets."""
+    pipelines: tuple[tuple[int, ...], ...]
+    """Ranks of each replica; stage s is on the (s mod length)-th."""
+    homes: tuple[tuple[int, ...], ...]
+    """Ranks that hold each block's weights and optimizer state; the first one gives them away."""
+
+    @classmethod
+    def start(
+        cls,
+        costs: Sequence[float],
+        ranks: int,
+        *,
+        schedule: str,
+        microbatches: int,
+        per_rank: int = 1,
+    ) -> PipelinePlan:
+        """Return the plan for a model of which nothing is frozen.
+
+        Args:
+            costs: Relative cost of each block, such as its FLOPs or parameters.
+            ranks: How many there are.
+            schedule: "GPipe", "1F1B" or "Interleaved1F1B".
+            microbatches: Into how many a batch is cut.
+            per_rank: Stages on each rank.
+
+        Raises:
+            ValueError: The schedule cannot be had, or there are too few blocks or micro-batches.
+        """
+        name = check_schedule(schedule)
+        if name != "Interleaved1F1B" and per_rank != 1:
+            raise ValueError(f"{name} has one stage on a rank, got {per_rank}")
+        if min(ranks, microbatches, per_rank) < 1 or any(cost < 0 for cost in costs):
+            raise ValueError("ranks, microbatches and stages on a rank must be positive")
+        if len(costs) < ranks * per_rank:
+            raise ValueError(
+                f"{len(costs)} blocks are too few for {per_rank} stage(s) on each of {ranks} ranks"
+            )
+        _check_microbatches(name, microbatches, ranks)
+        stages = partition(costs, 0, ranks * per_rank)
+        lane = tuple(range(ranks))
+        homes = _homes(len(costs), stages, (lane,))
+        return cls(name, microbatches, ranks, per_rank, tuple(costs), 0, 0, stages, (lane,), homes)
+
+    @property
+    def blocks(self) -> int:
+        """How many there are."""
+        return len(self.costs)
+
+    def frozen_to(
+        self, frozen: int, on_freeze: OnFreeze, *, has_front: bool = True
+    ) -> PipelinePlan:
+        """Return the plan with so many frozen blocks; 0 goes back to the first plan.
+
+        Args:
+            frozen: Frozen blocks at the front; the last block is never frozen.
+            on_freeze: What is done with the ranks.
+            has_front: Whether frozen blocks leave the pipeline. Always so but for `stay`.
+
+        Raises:
+            ValueError: The last block would be frozen.
+        """
+        if not 0 <= frozen < self.blocks:
+            raise ValueError(f"frozen must be in [0, {self.blocks}), got {frozen}")
+        first = PipelinePlan.start(
+            self.costs, self.ranks, schedule=self.schedule, microbatches=self.microbatches,
+            per_rank=self.per_rank,
+        )  # fmt: skip
+        if frozen == 0:
+            return first
+        if on_freeze == "stay":
+            # What moved before, if anything did, is not asked: nothing moves.
+            if not has_front:
+                return replace(first, frozen=frozen)
+            lane, stages = first._without(frozen)
+            return replace(first, frozen=frozen, front=frozen, stages=stages, pipelines=(lane,))
+        copies, length = 1, min(self.ranks, self.blocks - frozen)
+        if on_freeze == "replicate":
+            copies, length = first._replicas(frozen)
+        while not _fits(self.schedule, self.microbatches // copies, length):
+            length -= 1
+        per_rank = min(self.per_rank, (self.blocks - frozen) // length)
+        stages = partition(self.costs, frozen, length * per_rank)
+        # The last blocks are on the last ranks already.
+        base = self.ranks - copies * length
+        lanes = tuple(
+            tuple(range(base + i * length, base + (i + 1) * length)) for i in range(copies)
+        )
+        homes = _homes(self.blocks, stages, lanes)
+        kept = [(own[0],) for own in self.homes[:frozen]]
+        active = [_old_first(new, old) for new, old in zip(homes, self.homes, strict=True)]
+        return replace(
+            first, frozen=frozen, front=frozen, stages=stages, pipelines=lanes,
+            homes=(*kept, *active[frozen:]),
+        )  # fmt: skip
+
+    def _without(self, frozen: int) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+        """Return the ranks and stages that are left when the first blocks leave the pipeline."""
+        left = tuple((max(start, frozen), max(stop, frozen)) for start, stop in self.stages)
+        empty = sum(start == stop for start, stop in left)
+        if self.schedule == "Interleaved1F1B":
+            # Every rank has as many stages as the others: only whole rounds can go.
+            return self.pipelines[0], left[empty - empty % self.ranks :]
+        return self.pipelines[0][empty:], left[empty:]
+
+    def _replicas(self, frozen: int) -> tuple[int, int]:
+        """Return how many replicas there will be, and on how many ranks each is.
+
+        As many as there can be without a rank that holds more than the fullest did when nothing was
+        frozen; each gets as many micro-batches as the others.
+        """
+        most = max(
+            sum(stop - start for start, stop in self.stages[rank :: self.ranks])
+            for rank in range(self.ranks)
+        )
+        active = self.blocks - frozen
+        length = -(-active // most)
+        copies = next(
+            copies
+            for copies in range(self.ranks // length, 0, -1)
+            if self.microbatches % copies == 0
+            and (copies == 1 or _fits(self.schedule, self.microbatches // copies, length))
+        )
+        longest = min(self.ranks // copies, active)
+        fits = _fits(self.schedule, self.microbatches // copies, longest)
+        return copies, longest if fits else length
+
+    def moves(self, new: PipelinePlan) -> list[Move]:
+        """Return what has to be sent until `new` holds, in an order that all ranks keep."""
+        return [
+            Move(block, old[0], target)
+            for block, (old, homes) in enumerate(zip(self.homes, new.homes, strict=True))
+            for target in homes
+            if target not in old
+        ]
+
+    def copies(self, new: PipelinePlan) -> list[tuple[int, int]]:
+        """Return which blocks every rank needs now as part of the front, and who has them."""
+        return [(block, new.homes[block][0]) for block in range(self.front, new.front)]
+
+    def held_by(self, rank: int) -> list[int]:
+        """Return the blocks whose weights are on this rank, front included."""
+        return [b for b, own in enumerate(self.homes) if b < self.front or rank in own]
+
+    def place_of(self, rank: int) -> tuple[int, int] | None:
+        """Return the rank's pipeline, and its place in it; None if it has no stage."""
+        for index, lane in enumerate(self.pipelines):
+            if rank in lane:
+                return index, lane.index(rank)
+        return None
+
+    def rows_of(self, num_rows: int) -> tuple[int, list[tuple[int, int]]]:
+        """Return a micro-batch's rows, and which rows of the batch each pipeline trains on.
+
+        The last micro-batches may have fewer rows; they are filled up, without weight in the loss.
+        """
+        size = -(-num_rows // self.microbatches)
+        share = self.microbatches // len(self.pipelines) * size
+        bounds = [min(i * share, num_rows) for i in range(len(self.pipelines) + 1)]
+        return size, list(pairwise(bounds))
+
+
+def partition(costs: Sequence[float], start: int, parts: int) -> tuple[tuple[int, int], ...]:
+    """Cut the blocks from `start` on into runs, the dearest of which is as cheap as possible.
+
+    Every run has a block. Among equally good cuts, earlier runs are the shorter ones where costs
+    differ, and sizes differ by one at most where all cost the same.
+
+    Raises:
+        ValueError: There are fewer blocks than runs.
+    """
+    own = list(costs[start:])
+    if not 1 <= parts <= len(own):
+        raise ValueError(f"cannot cut {len(own)} blocks into {parts} runs")
+    if len(set(own)) == 1:
+        ends = [start + len(own) * (i + 1) // parts for i in range(parts)]
+        return tuple(zip([start, *ends[:-1]], ends, strict=True))
+    sums = [0.0]
+    for cost in own:
+        sums.append(sums[-1] + cost)
+    count = len(own)
+    # best[i]: the dearest run when the first i blocks are cut into as many runs as rounds so far.
+    best = [0.0] + [float("inf")] * count
+    cuts: list[list[int]] = []
+    for _ in range(parts):
+        choice, new = [0] * (count + 1), [float("inf")] * (count + 1)
+        for stop in range(1, count + 1):
+            for cut in range(stop):
+                dearest = max(best[cut], sums[stop] - sums[cut])
+                if dearest < new[stop]:
+                    new[stop], choice[stop] = dearest, cut
+        best = new
+        cuts.append(choice)
+    stop, runs = count, []
+    for choice in reversed(cuts):
+        runs.append((start + choice[stop], start + stop))
+        stop = choice[stop]
+    return tuple(reversed(runs))
+
+
+def _homes(
+    blocks: int, stages: Sequence[tuple[int, int]], lanes: Sequence[tuple[int, ...]]
+) -> tuple[tuple[int, ...], ...]:
+    homes: list[tuple[int, ...]] = [()] * blocks
+    for index, (start, stop) in enumerate(stages):
+        own = tuple(lane[index % len(lane)] for lane in reversed(lanes))
+        homes[start:stop] = [own] * (stop - start)
+    return tuple(homes)
+
+
+def _old_first(new: tuple[int, ...], old: tuple[int, ...]) -> tuple[int, ...]:
+    """Let a rank that gave a block away before do so again, where it still has it."""
+    return tuple(sorted(new, key=lambda rank: rank not in old[:1]))
+
+
+def _fits(schedule: ScheduleName, microbatches: int, length: int) -> bool:
+    if schedule == "1F1B":
+        return microbatches >= length
+    return schedule == "GPipe" or microbatches % max(1, microbatches // length) == 0
+
+
+def _check_microbatches(schedule: ScheduleName, microbatches: int, ranks: int) -> None:
+    if schedule == "1F1B" and microbatches < ranks:
+        raise ValueError(
+            f"1F1B needs as many micro-batches as stages, got {microbatches} for {ranks}"
+        )
+    if not _fits(schedule, microbatches, ranks):
+        raise ValueError(
+            f"Interleaved1F1B on {ranks} ranks runs {microbatches // ranks} rounds, and "
+            f"{microbatches} micro-batches are no multiple of that"
+        )

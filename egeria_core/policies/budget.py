@@ -1,0 +1,220 @@
+"""Freeze what can be frozen within a budget: so much may the final loss be worse, and no more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from egeria_core.harm import HarmEstimate
+from egeria_core.policies.base import Measure, Prospect, Reading
+
+__all__ = ["BudgetPolicy", "Candidate"]
+
+DEFAULT_BUDGET = 0.01
+"""In nats this is below the deviation between two seeds of a small language model (0.014)."""
+OF_FIRST_LOSS = 0.01
+"""The default budget is no more than this part of the loss at the start: losses have units."""
+RISE = 2.0
+"""A rate of so many times the one at the freeze makes the prediction void."""
+SAFETY = 2.0
+"""A move must save so many times what it costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What freezing the first `frozen` layers now would bring and cost."""
+
+    frozen: int
+    harm: float
+    """Predicted, in units of the loss."""
+    saving: float
+    """Over the rest of the schedule, in steps."""
+    total: float
+    """The same with what is left of the budget spent on the best later, deeper move."""
+    verdict: str
+    """`freeze`, or what speaks against it."""
+
+
+class BudgetPolicy:
+    """Freeze up to k when the harm predicted for it fits into what is left of the budget.
+
+    And when every layer up to k rests, the move pays, and waiting would not save more: harm falls
+    about with the square of the steps that remain, so what does not fit now fits later.
+
+    Args:
+        budget: By how much the final loss may be worse, in units of the loss. None: 0.01, or a
+            hundredth of the loss at the start where that is less.
+        estimate: With other thresholds.
+    """
+
+    measure: Measure = "movement"
+
+    def __init__(self, budget: float | None = None, estimate: HarmEstimate | None = None) -> None:
+        if budget is not None and not (budget > 0 and math.isfinite(budget)):
+            raise ValueError(f"the budget must be a positive number, got {budget}")
+        self._given = budget
+        self.estimate = HarmEstimate() if estimate is None else estimate
+        self.frozen = 0
+        self.spent = 0.0
+        """Sum of the harm predicted for what is frozen."""
+        self.reason = ""
+        """Why the front moved last, in words."""
+        self._rate_at_freeze = 0.0
+        self._notes: list[dict[str, Any]] = []
+        self._last_note: Any = None
+
+    @property
+    def budget(self) -> float:
+        """What the run may lose."""
+        if self._given is not None:
+            return self._given
+        first = self.estimate.first_loss
+        if first is None or first <= 0:
+            return DEFAULT_BUDGET
+        return min(DEFAULT_BUDGET, OF_FIRST_LOSS * first)
+
+    def bind(self, boundaries: Sequence[str]) -> None:
+        """Layers are only counted here."""
+
+    def observe(self, reading: Reading) -> int:
+        """Take one reading; see the class."""
+        if reading.movement is None or reading.prospect is None:
+            return self.frozen
+        self.estimate.observe(reading.movement)
+        prospect = reading.prospect
+        if self._has_risen(max(reading.lr)):
+            return 0
+        if self.frozen >= reading.num_layers - 1 or prospect.steps <= 0:
+            return self.frozen
+        if not self.estimate.ready:
+            return self.frozen
+        if prospect.rises:
+            self._note("the learning rate will rise", [])
+            return self.frozen
+        harms = self._harms(prospect)
+        if harms is None:
+            self._note("nothing can be predicted", [])
+            return self.frozen
+        candidates = self._candidates(harms, prospect, reading.num_layers)
+        chosen = max(
+            (c for c in candidates if c.verdict == "freeze"),
+            # What can be had now is better than the same later.
+            key=lambda c: (round(c.total, 6), c.frozen),
+            default=None,
+        )
+        self._note("wait" if chosen is None else "freeze", candidates, chosen)
+        if chosen is not None:
+            self.frozen = chosen.frozen
+            self.spent += chosen.harm
+            self._rate_at_freeze = max(reading.lr)
+            self.reason = f"predicted cost {chosen.harm:.2g} of {self.budget:.2g}"
+            if self.spent > chosen.harm:
+                self.reason += f", {self.spent:.2g} spent"
+        return self.frozen
+
+    def _has_risen(self, rate: float) -> bool:
+        """Give everything back where the rate has risen that the prediction took to fall."""
+        if not self.frozen or rate <= RISE * self._rate_at_freeze:
+            return False
+        self.frozen = 0
+        self.reason = f"the learning rate rose to {rate:.3g} from {self._rate_at_freeze:.3g}"
+        self._note("unfreeze", [])
+        self.estimate.restart()
+        return True
+
+    def _harms(self, prospect: Prospect) -> list[float] | None:
+        """Return H_k for k = 0 to L; None where it cannot be told."""
+        shares = self.estimate.shares(self.frozen)
+        rate = prospect.rate
+        if rate is None:
+            rate = self.estimate.assumed_rate(prospect.steps, prospect.every)
+        if shares is None or not math.isfinite(rate):
+            return None
+        gain = self.estimate.gain(rate)
+        return None if not math.isfinite(gain) else [share * gain for share in shares]
+
+    def _candidates(
+        self, harms: Sequence[float], prospect: Prospect, num_layers: int
+    ) -> list[Candidate]:
+        left = self.budget - self.spent
+        saved = [part - prospect.saves[self.frozen] for part in prospect.saves]
+        depths = range(self.frozen + 1, num_layers)
+        waiting = max(
+            (saved[k] * prospect.steps * _later(harms[k], left) for k in depths), default=0.0
+        )
+        found, resting = [], True
+        for k in depths:
+            resting = resting and self.estimate.rests(k - 1)
+            saving = saved[k] * prospect.steps
+            # What is frozen now leaves less for a later, deeper move.
+            beyond = max(
+                (
+                    (saved[j] - saved[k]) * prospect.steps
+                    * _later(harms[j] - harms[k], left - harms[k])
+                    for j in range(k + 1, num_layers)
+                ),
+                default=0.0,
+            )  # fmt: skip
+            if not resting:
+                verdict = "still moves"
+            elif harms[k] > left:
+                verdict = "above the budget"
+            elif saving < SAFETY * prospect.cost:
+                verdict = "does not pay"
+            elif round(saving + beyond, 6) < round(waiting, 6):
+                verdict = "waiting saves more"
+            else:
+                verdict = "freeze"
+            found.append(Candidate(k, harms[k], saving, saving + beyond, verdict))
+        return found
+
+    def _note(
+        self, what: str, candidates: Sequence[Candidate], chosen: Candidate | None = None
+    ) -> None:
+        words = (what, self.frozen, [c.verdict for c in candidates])
+        if words == self._last_note:
+            return  # the same for the same reasons
+        self._last_note = words
+        self._notes.append(
+            {
+                "decision": what,
+                "frozen": self.frozen if chosen is None else chosen.frozen,
+                "harm": 0.0 if chosen is None else chosen.harm,
+                "spent": self.spent + (0.0 if chosen is None else chosen.harm),
+                "budget": self.budget,
+                "candidates": [asdict(c) for c in candidates],
+            }
+        )
+
+    def take_notes(self) -> list[dict[str, Any]]:
+        """Return what was newly decided since the last call, and against what, for the history."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state."""
+        return {
+            "frozen": self.frozen,
+            "spent": self.spent,
+            "reason": self.reason,
+            "rate_at_freeze": self._rate_at_freeze,
+            "last_note": self._last_note,
+            "estimate": self.estimate.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        self.frozen, self.spent, self.reason = state["frozen"], state["spent"], state["reason"]
+        self._rate_at_freeze = state["rate_at_freeze"]
+        last = state["last_note"]
+        self._last_note = None if last is None else tuple(last)
+        self.estimate.load_state_dict(state["estimate"])
+
+
+def _later(harm: float, left: float) -> float:
+    """Return the part of the remaining steps for which harm fits, if it falls with their square."""
+    if harm <= 0:
+        return 1.0
+    return min(1.0, math.sqrt(max(0.0, left) / harm))

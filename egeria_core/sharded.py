@@ -1,0 +1,179 @@
+"""Models that `fully_shard` cuts over ranks, as the controller has to see them.
+
+A layer that is measured or copied has to be whole, and without what FSDP2 hangs on it; what is
+frozen has to be frozen on the DTensors that the optimizer has. The only place of this package that
+names FSDP2's parts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = [
+    "global_sums",
+    "is_sharded",
+    "local_part",
+    "part_like",
+    "plain_structure",
+    "sharding_group",
+    "to_shards",
+    "unsharded_names",
+    "whole",
+]
+
+_STATE_DICT_HOOKS = (
+    "_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether a value is a DTensor."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(value, tensors.DTensor)
+
+
+def _units(model: nn.Module) -> list[Any]:
+    """Return the modules that `fully_shard` was called with."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return [] if kind is None else [m for m in model.modules() if isinstance(m, kind)]
+
+
+def sharding_group(model: nn.Module) -> Any:
+    """Return the process group that a model is sharded over; None if it is not.
+
+    Of a mesh of several dimensions (HSDP) it is the group of all processes.
+    """
+    sharded = next((p for p in model.parameters() if is_sharded(p)), None)
+    if sharded is None:
+        return None if not _units(model) else dist.group.WORLD
+    mesh = sharded.device_mesh  # type: ignore[attr-defined]
+    return mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
+
+
+def to_shards(model: nn.Module) -> None:
+    """Put the DTensors in their places: after an evaluation, FSDP2 leaves some units whole."""
+    for unit in _units(model):
+        unit.reshard()
+
+
+def unsharded_names(model: nn.Module) -> dict[int, str]:
+    """Return the names of the parameters that stand in a forward in place of the DTensors, by id.
+
+    They are what autograd has seen.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {}
+    for unit in _units(model):
+        state = unit._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for one in (one for group in groups if group is not None for one in group.fsdp_params):
+            name, there = names.get(id(one.sharded_param)), getattr(one, "_unsharded_param", None)
+            if name is not None and there is not None:
+                found[id(there)] = name
+    return found
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what of a tensor lies on this rank."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def part_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return a copy of a whole tensor on the device of a parameter, sharded as it is."""
+    tensor = tensor.to(parameter.device).clone()
+    if not is_sharded(parameter):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    return distribute_tensor(tensor, mesh, placements)
+
+
+def global_sums(sums: Tensor, like: Tensor) -> Tensor:
+    """Add up what each rank summed over its part of tensors that are sharded like `like`.
+
+    Called by all ranks. Where parts have replicas (HSDP), each part counts once.
+    """
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    for dim, placement in enumerate(placements):
+        if placement.is_shard():
+            dist.all_reduce(sums, group=mesh.get_group(dim))
+    return sums
+
+
+@contextmanager
+def whole(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let modules have their whole parameters inside the block; called by all ranks."""
+    places = [
+        (module._parameters, key, parameter)
+        for module in {id(m): m for top in modules for m in top.modules()}.values()
+        for key, parameter in module._parameters.items()
+        if is_sharded(parameter)
+    ]
+    gathered: dict[int, nn.Parameter] = {}
+    with torch.no_grad():
+        for _, _, parameter in places:
+            if id(parameter) not in gathered:
+                tensor = parameter.full_tensor()  # type: ignore[union-attr]
+                gathered[id(parameter)] = nn.Parameter(tensor, parameter.requires_grad)  # type: ignore[union-attr]
+    try:
+        for slot, key, parameter in places:
+            slot[key] = gathered[id(parameter)]
+        yield
+    finally:
+        for slot, key, parameter in places:
+            slot[key] = parameter
+
+
+@contextmanager
+def plain_structure(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let modules be what they were before `fully_shard` inside the block, so that they are copied.
+
+    Parameters that are still sharded have their whole shape there, and no values. Local.
+    """
+    inside = list({id(m): m for top in modules for m in top.modules()}.values())
+    units = {id(unit) for module in inside for unit in _units(module)}
+    sharded = [
+        (module._parameters, key, parameter)
+        for module in inside
+        for key, parameter in module._parameters.items()
+        if is_sharded(parameter)
+    ]
+    if not units and not sharded:
+        yield
+        return
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+    kinds = [(module, type(module)) for module in inside if id(module) in units]
+    attributes = [(module, dict(module.__dict__)) for module in inside]
+    try:
+        for module, kind in kinds:
+            module.__class__ = kind.__bases__[1]
+        for module, own in attributes:
+            for name in _STATE_DICT_HOOKS:
+                if name in own:
+                    module.__dict__[name] = OrderedDict()
+            for name in (STATE_KEY, REGISTRY_KEY):
+                module.__dict__.pop(name, None)
+        for slot, key, p in sharded:
+            assert p is not None
+            empty = torch.empty(p.shape, dtype=p.dtype, device=p.device)
+            slot[key] = nn.Parameter(empty, p.requires_grad)
+        yield
+    finally:
+        for slot, key, parameter in sharded:
+            slot[key] = parameter
+        for module, own in attributes:
+            module.__dict__.clear()
+            module.__dict__.update(own)
+        for module, kind in kinds:
+            module.__class__ = kind

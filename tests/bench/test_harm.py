@@ -1,0 +1,102 @@
+"""The evidence for the harm budget: that its figures are what they are called."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.harm.branch import Trainer, run_plain
+from benchmarks.harm.models import Muon, VisionTransformer
+from benchmarks.harm.plots import plot
+from benchmarks.harm.policy import VARIANTS, run_policy
+from benchmarks.harm.summary import (
+    area,
+    correlation,
+    points_of,
+    summarise,
+    summarise_policy,
+)
+from benchmarks.harm.tasks import RUNS, TASKS, make_data, make_optimizer
+from benchmarks.report.sections import section_of
+
+torch.set_num_threads(1)
+TINY = replace(TASKS["mlp-onecycle"], steps=60, batch_size=8)
+
+
+def test_area_and_correlation_of_small_examples() -> None:
+    assert area([1, 2, 3, 4], [False, False, True, True]) == 1.0
+    assert area([1, 3, 2, 4], [False, False, True, True]) == 0.75
+    assert area([1, 1], [True, False]) == 0.5
+    assert area([1, 2], [True, True]) is None
+    assert correlation([1, 2, 3, 4], [10, 20, 40, 30]) == pytest.approx(0.8)
+    assert correlation([1, 1, 2], [5, 5, 9]) == pytest.approx(1.0)
+
+
+def test_half_of_the_runs_are_fresh_and_every_task_is_one_of_them() -> None:
+    fresh = {name for name, _, half in RUNS if half == "fresh"}
+    tuned = {(name, seed) for name, seed, half in RUNS if half == "tuning"}
+    assert fresh == set(TASKS)
+    assert 2 * len(tuned) <= len(RUNS)
+    assert not tuned & {(name, seed) for name, seed, half in RUNS if half == "fresh"}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_branch_that_freezes_nothing_is_the_plain_run(accumulate: int) -> None:
+    task = replace(TINY, steps=8, accumulate=accumulate, clip=1.0)
+    trainer = Trainer(task, 0, make_data(task.data))
+    for _ in trainer.train(4):
+        pass
+    saved = trainer.save()
+    plain = trainer.finish()
+    for _ in range(2):
+        trainer.load(saved)
+        assert trainer.finish() == plain
+
+
+def test_from_a_plain_run_to_the_page(tmp_path) -> None:
+    record, branches = run_plain(TINY, 0)
+    record |= {"task": TINY.name, "seed": 0, "half": "fresh", "branches": branches}
+    points = points_of(record)
+    assert len(points) == len(branches) == 12
+    assert all(p["predicted"] >= 0 for p in points)
+    deep = [p["predicted"] for p in points if p["at"] == points[-1]["at"]]
+    assert deep == sorted(deep), "more layers cannot cost less"
+    setting = next(iter(VARIANTS))
+    run = run_policy(TINY, VARIANTS[setting], 0)
+    run |= {"task": TINY.name, "seed": 0, "method": setting}
+    report = {
+        "environment": {},
+        "summary": summarise(points),
+        "points": points,
+        "policy": summarise_policy([run], {(TINY.name, 0): record}),
+    }
+    section = section_of("harm", report)
+    assert section.tables[0].title == "Both halves"
+    plot(report, tmp_path / "harm.png")
+    assert (tmp_path / "harm.png").stat().st_size > 0
+
+
+def test_muon_makes_matrices_orthogonal_and_trains() -> None:
+    torch.manual_seed(0)
+    model = VisionTransformer(1, 16)
+    task = TASKS["gpt-muon-trapezoid"]
+    optimizer = make_optimizer(task, model)
+    assert isinstance(optimizer, Muon)
+    weight = model.blocks[0].up.weight
+    before = weight.detach().clone()
+    images, targets = torch.randn(8, 1, 16, 16), torch.randint(0, 10, (8,))
+    losses = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(images), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if len(losses) == 1:
+            values = torch.linalg.svdvals(before - weight.detach())
+            # Only the class tokens of eight images reach the loss through it.
+            assert values[0] / values[7] < 2.5
+            assert values[8] < 1e-4 * values[0]
+    assert losses[-1] < losses[0]

@@ -1,0 +1,392 @@
+"""`fully_shard` and a cache: the same losses as one process, and a front out of all collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from egeria_cache import ActivationCache, EgeriaError, EgeriaLoader, ShardAffineSampler
+from egeria_core import FreezeController, StaticPolicy
+from tests.helpers.gloo import run_ranks
+from tests.helpers.sharded import Blocks, CountBytes, dataset, freeze, shard, train
+
+SCHEDULE = {4: "blocks.0", 9: "blocks.1", 18: None, 20: "blocks.1"}
+EPOCHS = 8
+LAYERS = r"stem|blocks\.\d|head"
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.01),
+}
+
+
+def run(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, sampler: Any, cache: Any = None
+) -> list[float]:
+    """Train through freeze, move, unfreeze, freeze."""
+    controller = FreezeController(
+        model, optimizer, cache, policy=StaticPolicy(SCHEDULE), layers=LAYERS
+    )
+    losses: list[float] = []
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        losses += train(model, optimizer, loader, controller.step)
+        if cache is not None:
+            cache.flush()
+    controller.close()
+    return losses
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+def samples(directory: Path, rank: int, world: int, cache: Any) -> tuple[EgeriaLoader, Any]:
+    sampler = ShardAffineSampler(dataset(), world, rank, num_shards=4, seed=1)
+    return EgeriaLoader(
+        dataset(), batch_size=8 // world, sampler=sampler, cache=cache, seed=0
+    ), sampler
+
+
+def through_freezes(rank: int, directory: Path, kind: str, how: str) -> dict[str, Any]:
+    model: Any = shard(Blocks()) if how == "fsdp" else DistributedDataParallel(Blocks())
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    parameters = list(model.parameters())
+    with ActivationCache(model, directory, gate="always", audit_rate=0) as cache:
+        loader, sampler = samples(directory, rank, dist.get_world_size(), cache)
+        losses = run(model, optimizer, loader, sampler, cache)
+        stats = cache.stats()
+        same = all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    weights = {name.removeprefix("module."): value for name, value in whole(model).items()}
+    return {"losses": losses, "weights": weights, "hits": stats.hits, "same": same}
+
+
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "kind", "how"),
+    [
+        (2, "adamw", "fsdp"),
+        (2, "sgd", "ddp"),
+        pytest.param(2, "sgd", "fsdp", marks=LONG),
+        pytest.param(4, "sgd", "fsdp", marks=LONG),
+        pytest.param(4, "adamw", "fsdp", marks=LONG),
+        pytest.param(2, "adamw", "ddp", marks=LONG),
+        pytest.param(4, "sgd", "ddp", marks=LONG),
+        pytest.param(4, "adamw", "ddp", marks=LONG),
+    ],
+)
+def test_losses_and_weights_equal_one_process_through_freeze_move_and_unfreeze(
+    tmp_path: Path, num_ranks: int, kind: str, how: str
+) -> None:
+    ranks = run_ranks(through_freezes, num_ranks, tmp_path / "ranks", tmp_path / "cache", kind, how)
+    model = Blocks()
+    sampler = ShardAffineSampler(dataset(), 1, 0, num_shards=4, seed=1)
+    loader = DataLoader(dataset(), 8, sampler=sampler)
+    expected = run(model, OPTIMIZERS[kind](model.parameters()), loader, sampler)
+    found = torch.tensor([rank["losses"] for rank in ranks]).mean(0)
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    for rank in ranks:
+        assert rank["hits"] >= 32 // num_ranks * 2
+        assert rank["same"], "the very parameters that the optimizer has stand in the model"
+        for name, value in whole(model).items():
+            torch.testing.assert_close(rank["weights"][name], value, rtol=1e-5, atol=1e-5)
+
+
+# ---- one launch for what follows -----------------------------------------------------------------
+
+
+class Active(nn.Module):
+    """What is left of `Blocks` behind the boundary."""
+
+    def __init__(self, model: Blocks) -> None:
+        super().__init__()
+        self.blocks, self.head = model.blocks[2:], model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def bytes_of_hits(rank: int, directory: Path) -> dict[str, Any]:
+    world = dist.get_world_size()
+    active = shard(Active(Blocks()))  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(active.parameters(), 0.1)
+    features, expected = torch.randn(4, 8), CountBytes()
+    train(active, optimizer, [(features, torch.zeros(4, dtype=torch.long))])
+    with expected:
+        train(active, optimizer, [(features, torch.zeros(4, dtype=torch.long))])
+    model = shard(Blocks())
+    freeze(model, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    own = [p for p in model.parameters() if not p.requires_grad]
+    found, trained = [], []
+    with ActivationCache(model, directory, "blocks.1", gate="always", audit_rate=0) as cache:
+        loader, _ = samples(directory, rank, world, cache)
+        for _ in range(3):
+            for batch in loader:
+                count = CountBytes()
+                with count:
+                    train(model, optimizer, [batch])
+                found.append(dict(count.bytes))
+            cache.flush()
+        hits = cache.stats().hits
+        with pytest.raises(EgeriaError, match="in one process"):
+            cache.fill(loader)
+        trained = [p.requires_grad for p in own]
+    return {"found": found[-8:], "expected": dict(expected.bytes), "hits": hits, "own": trained}
+
+
+def by_itself(rank: int, directory: Path) -> dict[str, Any]:
+    """The boundary is found, and follows what is frozen."""
+    model = shard(Blocks())
+    freeze(model, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = []
+    with ActivationCache(model, directory, "auto", gate="always", audit_rate=0) as cache:
+        loader, _ = samples(directory, rank, dist.get_world_size(), cache)
+        for epoch in range(6):
+            if epoch == 3:
+                freeze(model, 3)
+            losses = train(model, optimizer, loader)
+            cache.flush()
+            found.append((cache.boundary, cache.stats().hits))
+    return {"found": found, "last": losses}
+
+
+def uneven(rank: int, directory: Path) -> list[float]:
+    """One rank serves, the other computes everything."""
+    model = shard(Blocks())
+    freeze(model, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    gate = "always" if rank else "never"
+    with ActivationCache(model, directory / str(rank), "blocks.1", gate=gate) as cache:
+        loader, sampler = samples(directory, rank, dist.get_world_size(), cache)
+        losses = []
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            losses += train(model, optimizer, loader)
+            cache.flush()
+        assert (cache.stats().hits > 0) is bool(rank)
+    return losses
+
+
+def by_hand(rank: int, directory: Path) -> list[float]:
+    """Weights are loaded into the frozen front, a block is thawed, and frozen again."""
+    model = shard(Blocks())
+    freeze(model, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with ActivationCache(model, directory, "blocks.1", gate="always") as cache:
+        loader, sampler = samples(directory, rank, dist.get_world_size(), cache)
+        return change_by_hand(model, optimizer, loader, sampler, cache)
+
+
+def change_by_hand(model: Blocks, optimizer: Any, loader: Any, sampler: Any, cache: Any) -> Any:
+    losses = []
+    for epoch in range(6):
+        if epoch == 2:
+            with torch.no_grad():
+                for parameter in model.blocks[0].parameters():
+                    parameter.mul_(1.5)
+        if epoch == 5:
+            model.eval()  # the next call is in another mode
+            with torch.no_grad():
+                model(torch.zeros(2, 6))
+            for parameter in model.blocks[0].parameters():
+                parameter.data.mul_(0.5)
+        if epoch == 3:
+            model.blocks[1].requires_grad_(True)
+        if epoch == 4:
+            model.blocks[1].requires_grad_(False)
+        sampler.set_epoch(epoch)
+        losses += train(model, optimizer, loader)
+        if cache is not None:
+            cache.flush()
+    return losses
+
+
+def in_bf16(rank: int, directory: Path) -> dict[str, Any]:
+    """Mixed precision, with and without a cache."""
+    losses = []
+    for use in (False, True):
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        model = shard(Blocks(), mp_policy=policy)
+        freeze(model, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        gate = "always" if use else "never"
+        with ActivationCache(model, directory / str(use), "blocks.1", gate=gate) as cache:
+            loader, _ = samples(directory, rank, dist.get_world_size(), cache)
+            losses.append([])
+            for _ in range(3):
+                losses[-1] += train(model, optimizer, loader)
+                cache.flush()
+            hits = cache.stats().hits
+    return {"losses": losses, "hits": hits}
+
+
+def checkpoints(rank: int, directory: Path) -> list[float]:
+    """Saved in each state, and loaded into a fresh model: how far the weights are apart."""
+    model = shard(Blocks())
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    apart = []
+    with ActivationCache(model, directory / "cache", gate="always") as cache:
+        loader, _ = samples(directory, rank, dist.get_world_size(), cache)
+        for state, boundary in enumerate([None, "blocks.1", None]):
+            freeze(model, 2 if boundary else 0)
+            cache.set_boundary(boundary)
+            train(model, optimizer, loader)
+            place = directory / f"checkpoint{state}"
+            weights, moments = get_state_dict(model, optimizer)
+            dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=place)
+            fresh = shard(Blocks())
+            other = torch.optim.AdamW(fresh.parameters(), 0.01)
+            weights, moments = get_state_dict(fresh, other)
+            dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=place)
+            set_state_dict(fresh, other, model_state_dict=weights, optim_state_dict=moments)
+            ours, theirs = whole(model), whole(fresh)
+            apart += [float((ours[name] - theirs[name]).abs().max()) for name in ours]
+    return apart
+
+
+def resumed(rank: int, directory: Path) -> dict[str, Any]:
+    """Stopped in mid-epoch with a frozen front, and taken up by other objects."""
+    losses: list[float] = []
+    saved: dict[str, Any] = {}
+    hits = 0
+    for part in ("before", "after"):
+        model = shard(Blocks())
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        with ActivationCache(model, directory / "cache", gate="always", audit_rate=0) as cache:
+            loader, sampler = samples(directory, rank, dist.get_world_size(), cache)
+            controller = FreezeController(
+                model, optimizer, cache, policy=StaticPolicy(SCHEDULE), layers=LAYERS
+            )
+            if part == "after":
+                weights, moments = get_state_dict(model, optimizer)
+                state = {"model": weights, "optimizer": moments}
+                dcp.load(state, checkpoint_id=directory / "checkpoint")
+                set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+                loader.load_state_dict(saved["loader"])
+                controller.load_state_dict(saved["controller"])
+            for epoch in range(0 if part == "before" else 3, 4 if part == "before" else EPOCHS):
+                sampler.set_epoch(epoch)
+                for at, batch in enumerate(loader):
+                    losses += train(model, optimizer, [batch], controller.step)
+                    if part == "before" and (epoch, at) == (3, 1):
+                        break
+                cache.flush()
+            if part == "before":
+                weights, moments = get_state_dict(model, optimizer)
+                dcp.save(
+                    {"model": weights, "optimizer": moments},
+                    checkpoint_id=directory / "checkpoint",
+                )
+                saved = {"loader": loader.state_dict(), "controller": controller.state_dict()}
+            controller.close()
+            hits = cache.stats().hits
+    return {"losses": losses, "hits": hits}
+
+
+def several(rank: int, directory: Path) -> dict[str, Any]:
+    cases = (bytes_of_hits, by_itself, uneven, by_hand, in_bf16, checkpoints, resumed)
+    return {case.__name__: case(rank, directory / case.__name__) for case in cases}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("sharded")
+    return run_ranks(several, 2, directory / "ranks", directory)
+
+
+def test_on_hits_collectives_carry_the_bytes_of_the_active_units_alone(ranks: Any) -> None:
+    for rank in ranks:
+        result = rank["bytes_of_hits"]
+        assert result["hits"] == 32
+        assert result["expected"]["allgather_base"] > 0
+        assert result["found"] == [result["expected"]] * 8
+        assert not any(result["own"])
+
+
+def one_process() -> tuple[Blocks, Any, Any, Any]:
+    model = Blocks()
+    freeze(model, 2)
+    sampler = ShardAffineSampler(dataset(), 1, 0, num_shards=4, seed=1)
+    loader = DataLoader(dataset(), 8, sampler=sampler)
+    return model, torch.optim.SGD(model.parameters(), 0.1), loader, sampler
+
+
+def test_a_rank_of_hits_and_one_of_misses_go_on_together(ranks: Any) -> None:
+    model, optimizer, loader, sampler = one_process()
+    expected = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        expected += train(model, optimizer, loader)
+    found = torch.tensor([rank["uneven"] for rank in ranks]).mean(0)
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_written_and_blocks_thawed_by_hand_are_seen(ranks: Any) -> None:
+    expected = change_by_hand(*one_process(), None)
+    found = torch.tensor([rank["by_hand"] for rank in ranks]).mean(0)
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_the_boundary_is_found_by_itself(ranks: Any) -> None:
+    for rank in ranks:
+        found = rank["by_itself"]["found"]
+        assert [boundary for boundary, _ in found] == ["blocks.0"] * 3 + ["blocks.2"] * 3
+        hits = [hits for _, hits in found]
+        assert hits[2] - hits[1] == hits[5] - hits[4] == 16
+
+
+def test_mixed_precision_gives_the_same_losses(ranks: Any) -> None:
+    for rank in ranks:
+        plain, cached = rank["in_bf16"]["losses"]
+        assert rank["in_bf16"]["hits"] == 32
+        assert cached == pytest.approx(plain, abs=1e-2)
+        assert cached[:4] == plain[:4]
+
+
+def test_distributed_checkpoints_are_whole_in_each_state(ranks: Any) -> None:
+    assert all(max(rank["checkpoints"]) == 0 for rank in ranks)
+
+
+def test_a_run_that_was_stopped_in_mid_epoch_goes_on_as_if_nothing_had_happened(
+    ranks: Any,
+) -> None:
+    model = Blocks()
+    sampler = ShardAffineSampler(dataset(), 1, 0, num_shards=4, seed=1)
+    loader = DataLoader(dataset(), 8, sampler=sampler)
+    expected = run(model, torch.optim.AdamW(model.parameters(), 0.01), loader, sampler)
+    found = torch.tensor([rank["resumed"]["losses"] for rank in ranks]).mean(0)
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    assert all(rank["resumed"]["hits"] > 0 for rank in ranks)
+
+
+def test_one_process_shares_what_a_sharded_run_has_stored(
+    ranks: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = next(tmp_path_factory.getbasetemp().glob("sharded0")) / "bytes_of_hits"
+    stored = sum(path.stat().st_size for path in directory.rglob("records.bin"))
+    model = Blocks()
+    freeze(model, 2)
+    with ActivationCache(model, directory, "blocks.1", gate="always", audit_rate=0) as cache:
+        loader, _ = samples(directory, 0, 1, cache)
+        train(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+    assert sum(path.stat().st_size for path in directory.rglob("records.bin")) == stored > 0

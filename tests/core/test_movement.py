@@ -1,0 +1,395 @@
+"""The reader of movements against full copies of everything, taken at every step."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from egeria_core.movement import MovementMeter, bare_optimizer
+from egeria_core.pieces import layer_parameters, pieces_of
+from egeria_core.prefix import LayerMap
+from egeria_core.remaining import mean_rate
+
+
+class Tokens(nn.Module):
+    """A class token that no layer owns, and a head that is tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.token = nn.Parameter(torch.randn(1, 1, 8))
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(codes), -1, -1), self.embed(codes)], 1)
+        x = self.second(self.first(x).relu()).relu()
+        return self.head(x)[:, 1:]
+
+
+LAYERS = ["first", "second", "head"]
+
+
+class Muon(torch.optim.Optimizer):
+    """Signs instead of orthogonal matrices; it writes into the gradients, as some do."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad.sign_(), alpha=group["lr"])
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1, 0.9, weight_decay=0.1),
+    "nesterov": lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1),
+    "adamw, one by one": lambda p: torch.optim.AdamW(p, 0.01, foreach=False),
+    "adamw, fused": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
+    "adam, large epsilon": lambda p: torch.optim.Adam(p, 0.1, eps=1.0),
+    "adafactor": lambda p: torch.optim.Adafactor(p, 0.01),
+    "writes into gradients": lambda p: Muon(p, 0.01),
+}
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    codes = torch.randint(0, 11, (4, 5), generator=generator)
+    return codes, codes.roll(1, 1)
+
+
+def resolved(model: nn.Module, layers: Any = None) -> LayerMap:
+    found = LayerMap(model, LAYERS if layers is None else layers, 7)
+    model(batch(0)[0])
+    found.resolve()
+    return found
+
+
+def owners(model: Tokens) -> list[list[Tensor]]:
+    front = [model.embed.weight, model.token, *model.first.parameters()]
+    return [front, list(model.second.parameters()), list(model.head.parameters())]
+
+
+def compare(
+    make: Callable[[Any], torch.optim.Optimizer], *, mode: str = "plain", steps: int = 24
+) -> list[tuple[int, float, float]]:
+    """Train; return (layer, -g . d, speed) as read, after comparing each with full copies."""
+    torch.manual_seed(0)
+    model = Tokens().to(torch.bfloat16 if mode == "bf16 weights" else torch.float32)
+    layers = resolved(model)
+    optimizer = make(model.parameters())
+    truth: dict[str, Any] = {}
+
+    def before(*_: Any) -> None:
+        scale = getattr(optimizer, "grad_scale", None)
+        truth["old"] = [[p.detach().double() for p in own] for own in owners(model)]
+        truth["gradients"] = [
+            [p.grad.double() / (1.0 if scale is None else scale.double()) for p in own]
+            for own in owners(model)
+        ]
+
+    optimizer.register_step_pre_hook(before)
+    meter = MovementMeter(model, optimizer, layers, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled="scaler" in mode)
+    read = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for part in range(2 if mode == "accumulate" else 1):
+            x, y = batch(2 * step + part)
+            with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+                loss = F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
+            if mode == "accumulate":
+                loss = loss / 2
+            scaler.scale(loss).backward()
+        if mode == "clip":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if mode == "scaler skips" and step % 3 == 0:
+            model.head.bias.grad[0] = torch.inf  # type: ignore[index]
+        truth.clear()
+        scaler.step(optimizer)
+        scaler.update()
+        meter.note(loss)
+        meter.measure(step, 0)
+        (verdict,) = meter.collect()
+        assert verdict.values is not None
+        assert verdict.values[0] == pytest.approx(loss.item(), rel=1e-5)
+        for layer in range(3):
+            decrease, speed = verdict.values[2 + layer], verdict.values[5 + layer]
+            assert (decrease is None) == (speed is None)
+            if decrease is None or speed is None:
+                continue
+            old, gradients = truth["old"][layer], truth["gradients"][layer]
+            new = [p.detach().double() for p in owners(model)[layer]]
+            moved = [b - a for a, b in zip(old, new, strict=True)]
+            expected = -sum(float((g * d).sum()) for g, d in zip(gradients, moved, strict=True))
+            length = sum(float(d.square().sum()) for d in moved) ** 0.5
+            size = sum(float(t.square().sum()) for t in new) ** 0.5
+            slack = 1e-6 * sum(
+                float((g * d).abs().sum()) for g, d in zip(gradients, moved, strict=True)
+            )
+            # Halves of a layer are read at different steps; here they are told of with the last.
+            close = 1e-3 if meter._halves is False else 0.6
+            assert decrease == pytest.approx(expected, rel=close, abs=slack)
+            assert speed == pytest.approx(length / size, rel=close)
+            read.append((layer, decrease, speed))
+    meter.close()
+    return read
+
+
+WRITING = ("nesterov", "writes into gradients")
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in WRITING])
+def test_readings_equal_full_copies_for_every_optimizer(name: str) -> None:
+    read = compare(OPTIMIZERS[name])
+    assert [layer for layer, _, _ in read] == [0, 1, 2] * 8, "one layer a step, in turn"
+
+
+@pytest.mark.parametrize("mode", ["accumulate", "clip", "autocast", "bf16 weights", "scaler"])
+def test_readings_equal_full_copies_however_gradients_come(mode: str) -> None:
+    assert len(compare(OPTIMIZERS["adamw"], mode=mode)) == 24
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw, fused"])
+def test_a_step_that_the_scaler_skips_is_no_reading(name: str) -> None:
+    read = compare(OPTIMIZERS[name], mode="scaler skips")
+    assert len(read) >= 4
+    assert all(speed > 0 for _, _, speed in read)
+
+
+def halves(name: str) -> tuple[list[list[float | None]], list[list[float]]]:
+    """Train with an optimizer that writes into gradients; return what was read, and the truth."""
+    torch.manual_seed(0)
+    model = Tokens()
+    layers = resolved(model)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    truth: list[list[float]] = []
+    kept: dict[str, Any] = {}
+
+    def before(*_: Any) -> None:
+        kept["old"] = copy.deepcopy(model)
+        kept["gradients"] = [[p.grad.clone() for p in own] for own in owners(model)]
+
+    optimizer.register_step_pre_hook(before)
+    meter = MovementMeter(model, optimizer, layers, 6)
+    found = []
+    for step in range(1, 37):
+        optimizer.zero_grad()
+        x, y = batch(0)
+        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        optimizer.step()
+        parts = []
+        for layer, own in enumerate(owners(model)):
+            pairs = zip(own, owners(kept["old"])[layer], kept["gradients"][layer], strict=True)
+            parts.append(-sum(float(((n - o).detach() * g).sum()) for n, o, g in pairs))
+        truth.append(parts)
+        meter.note(loss)
+        if step % 6 == 0:
+            meter.measure(step, 0)
+            (verdict,) = meter.collect()
+            found.append(list((verdict.values or ())[2:5]))
+    meter.close()
+    return found, truth
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_where_gradients_are_written_to_halves_of_a_layer_are_read(name: str) -> None:
+    found, truth = halves(name)
+    for index, row in enumerate(found[1:], 1):
+        steps = truth[6 * index : 6 * index + 6]
+        for layer, value in enumerate(row):
+            assert value is not None
+            own = [step[layer] for step in steps]
+            # Its halves were read at different steps of a smooth descent.
+            assert min(own) - 0.3 * abs(min(own)) <= value <= max(own) + 0.3 * abs(max(own))
+
+
+def test_a_piece_is_never_more_than_its_layer_and_halves_are_about_half() -> None:
+    model = Tokens()
+    own = layer_parameters(model, resolved(model))
+    whole, halved = pieces_of(own, halves=False), pieces_of(own, halves=True)
+    assert [piece.layer for piece in whole] == [0, 1, 2]
+    sizes = [sum(p.numel() for p in part) for part in own]
+    for piece in halved:
+        size = sum(p.numel() for p in piece.parameters)
+        assert size <= max(sizes[piece.layer] / 2, max(p.numel() for p in piece.parameters))
+    for layer, part in enumerate(own):
+        read = [id(p) for piece in halved if piece.layer == layer for p in piece.parameters]
+        assert read == [id(p) for p in part]
+
+
+def test_what_no_layer_owns_belongs_to_the_first_boundary_it_feeds() -> None:
+    model = Tokens()
+    model.head.weight = model.embed.weight
+    own = layer_parameters(model, resolved(model))
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[id(p)] for p in own[0]} == {
+        "embed.weight", "token", "first.weight", "first.bias",
+    }  # fmt: skip
+    assert {names[id(p)] for part in own[1:] for p in part} == {
+        "second.weight", "second.bias", "head.bias",
+    }  # fmt: skip
+
+
+def test_frozen_layers_and_absent_gradients_are_passed_over() -> None:
+    torch.manual_seed(0)
+    model = Tokens()
+    layers = resolved(model)
+    model.first.requires_grad_(False)
+    model.embed.requires_grad_(False)
+    model.token.requires_grad_(False)
+    unused = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([*model.parameters(), unused], 0.1)
+    meter = MovementMeter(model, optimizer, layers, 2)
+    for step in range(4):
+        optimizer.zero_grad()
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        optimizer.step()
+        meter.note(loss.item())
+    meter.measure(4, 1)
+    (verdict,) = meter.collect()
+    assert verdict.values is not None
+    assert [value == 0.0 for value in verdict.values[2:]] == [True, False, False] * 2
+    assert None not in verdict.values
+    meter.close()
+
+
+def test_sparse_gradients_are_read() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(11, 8, sparse=True), nn.Linear(8, 8), nn.Linear(8, 11))
+    layers = resolved(model, r"[012]")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    meter = MovementMeter(model, optimizer, layers, 3)
+    x, y = batch(0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        gradient = model[0].weight.grad.to_dense()  # type: ignore[union-attr, operator]
+        if not meter._read:
+            expected = 0.1 * float(gradient.square().sum())
+        optimizer.step()
+        meter.note(loss)
+    meter.measure(3, 0)
+    (verdict,) = meter.collect()
+    assert verdict.values is not None
+    assert verdict.values[2] == pytest.approx(expected, rel=1e-4)
+    meter.close()
+
+
+def test_reading_changes_no_bit_of_the_training() -> None:
+    states = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = Tokens()
+        layers = resolved(model)
+        optimizer = OPTIMIZERS["nesterov"](model.parameters())
+        meter = MovementMeter(model, optimizer, layers, 3) if watched else None
+        for step in range(12):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+            loss.backward()
+            optimizer.step()
+            if meter is not None:
+                meter.note(loss)
+                meter.measure(step, 0)
+        states.append(model.state_dict())
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]), name
+
+
+def test_no_more_than_one_layer_is_copied_and_nothing_stays() -> None:
+    torch.manual_seed(0)
+    model = Tokens()
+    layers = resolved(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    meter = MovementMeter(model, optimizer, layers, 3)
+    copied = []
+    optimizer.register_step_pre_hook(
+        lambda *_: copied.append(sum(t.numel() for t in meter._open[1].parts) if meter._open else 0)
+    )
+    for step in range(6):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+        optimizer.step()
+        assert meter._open is None
+    sizes = [sum(p.numel() for p in own) for own in owners(model)]
+    assert copied == sizes * 2
+
+
+def test_a_wrapped_optimizer_is_read_and_one_that_never_steps_is_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Tokens()
+    layers = resolved(model)
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+
+    class Wrapper:
+        optimizer = inner
+
+    assert bare_optimizer(Wrapper()) is inner
+    meter = MovementMeter(model, inner, layers, 1)
+    with caplog.at_level(logging.WARNING):
+        for step in range(30):
+            meter.note(1.0)
+            meter.measure(step, 0)
+    assert caplog.text.count("none of the optimizer's steps was seen") == 1
+    assert meter.collect()[0].values == (1.0, 0.0, *[None] * 6)
+
+
+def test_the_mean_rate_weighs_groups_by_their_size() -> None:
+    groups = [
+        {"params": [torch.zeros(30)], "lr": 0.1},
+        {"params": [torch.zeros(2, 5)], "lr": torch.tensor(0.5)},
+    ]
+    assert mean_rate(groups) == pytest.approx((30 * 0.1 + 10 * 0.5) / 40)
+
+
+@pytest.mark.parametrize("cut", [1, 4, 5, 11])
+def test_a_resumed_reader_reads_the_same(cut: int) -> None:
+    def run(steps: range, state: dict[str, Any] | None) -> tuple[list[Any], dict[str, Any]]:
+        torch.manual_seed(0)
+        model = Tokens()
+        layers = resolved(model)
+        optimizer = OPTIMIZERS["nesterov"](model.parameters())
+        meter = MovementMeter(model, optimizer, layers, 4)
+        if state is not None:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            meter.load_state_dict(state["meter"])
+        values = []
+        for step in steps:
+            x, y = batch(step)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+            loss.backward()
+            optimizer.step()
+            meter.note(loss)
+            if step % 4 == 3:
+                meter.measure(step, 0)
+                values += [verdict.values for verdict in meter.collect()]
+        parts = {"model": model, "optimizer": optimizer, "meter": meter}
+        return values, {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+
+    whole, _ = run(range(24), None)
+    first, state = run(range(cut), None)
+    second, _ = run(range(cut, 24), state)
+    assert first + second == whole

@@ -1,0 +1,115 @@
+"""A controller on a model that `fully_shard` cut: every policy, one decision on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from egeria_core import FreezeController
+from egeria_core.policies import BudgetPolicy
+from tests.helpers.gloo import run_ranks
+from tests.helpers.sharded import Blocks, shard
+
+POLICIES = ("plasticity", "skipconv", "autofreeze", "smartpipe", "budget")
+OPTIONS: dict[str, Any] = {
+    "evaluate_every": 2, "window": 3, "tolerance": 2.0, "evaluator": "inline", "reference": "fp32",
+    "layers": r"stem|blocks\.\d|head", "bootstrap": None,
+}  # fmt: skip
+
+
+def batch(step: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(16, 6, generator=generator)
+    return x[rows], (x.sum(1) > 0).long()[rows]
+
+
+def options_of(policy: str) -> dict[str, Any]:
+    """The budget weighs what is left of a schedule; the others would weigh times then, too."""
+    if policy == "budget":
+        return {**OPTIONS, "policy": BudgetPolicy(1e6), "total_steps": 40}
+    return {**OPTIONS, "policy": policy}
+
+
+def train(model: Any, policy: str, rows: slice, steps: int, state: Any = None) -> dict[str, Any]:
+    # Nesterov's momentum writes into the gradients.
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True)
+    controller = FreezeController(model, optimizer, **options_of(policy))
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 if step < 30 else 0.01
+        x, y = batch(step, rows)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        controller.step(loss)
+    saved = controller.state_dict()
+    controller.close()
+    readings = [
+        record.get("values", [record["value"]]) for record in controller.history.of("reading")
+    ]
+    weights = {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
+        for name, value in model.state_dict().items()
+    }
+    return {
+        "schedule": controller.schedule(), "readings": readings, "weights": weights,
+        "state": saved,
+    }  # fmt: skip
+
+
+def worker(rank: int) -> dict[str, Any]:
+    share = 16 // dist.get_world_size()
+    rows = slice(rank * share, (rank + 1) * share)
+    found = {policy: train(shard(Blocks()), policy, rows, 40) for policy in POLICIES}
+    for policy in POLICIES:  # what one rank saved is everyone's, and can be taken up
+        model = shard(Blocks())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        controller = FreezeController(model, optimizer, **options_of(policy))
+        controller.load_state_dict(found[policy]["state"])
+        found[policy]["taken_up"] = controller.num_frozen
+        found[policy]["frozen"] = [not p.requires_grad for p in model.parameters()]
+        controller.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(worker, 2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ranks_decide_alike_and_stay_in_step(ranks: Any, policy: str) -> None:
+    first, second = (rank[policy] for rank in ranks)
+    assert first["schedule"] == second["schedule"]
+    assert first["schedule"] or policy == "budget", "which weighs times"
+    assert first["readings"] == second["readings"] != []
+    for name, value in first["weights"].items():
+        assert torch.equal(value, second["weights"][name]), name
+    for rank in ranks:
+        is_frozen = (rank[policy]["schedule"] or [(0, None)])[-1][1] is not None
+        assert (rank[policy]["taken_up"] > 0) is is_frozen
+        assert any(rank[policy]["frozen"]) is is_frozen
+
+
+@pytest.mark.parametrize("policy", ["autofreeze", "smartpipe", "budget"])
+def test_gradients_and_steps_are_measured_as_in_one_process(ranks: Any, policy: str) -> None:
+    ours, alone = ranks[0][policy], train(Blocks(), policy, slice(0, 16), 40)
+    if policy == "budget":  # which weighs times: alike before the first move
+        moves = ours["schedule"] + alone["schedule"]
+        num = (min([at for at, _ in moves], default=40)) // 2
+        assert num >= 2
+    else:
+        assert alone["schedule"] == ours["schedule"]
+        num = len(alone["readings"])
+        for name, value in alone["weights"].items():
+            torch.testing.assert_close(ours["weights"][name], value, rtol=1e-4, atol=1e-5)
+    first = 1 if policy == "budget" else 0  # rank 0's own loss
+    for found, expected in zip(ours["readings"][:num], alone["readings"][:num], strict=True):
+        assert [value is None for value in found] == [value is None for value in expected]
+        for a, b in zip(found[first:], expected[first:], strict=True):
+            assert a is None or a == pytest.approx(b, rel=1e-3, abs=1e-6)

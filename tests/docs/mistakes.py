@@ -1,0 +1,515 @@
+"""The likeliest mistakes, each made for real: docs/troubleshooting.md shows what is said of them.
+
+    python -m tests.docs.mistakes    # writes the document anew
+
+A mistake is a function that makes it, with a title and what to know besides. Whatever it logs as a
+warning, raises or returns is the message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import logging
+import os
+import re
+import sys
+import tempfile
+import textwrap
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from egeria_cache import ActivationCache, EgeriaLoader
+from egeria_cache.inspect import main as cache_inspect
+from egeria_cache.store.disk import place
+from egeria_core import FreezeController
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+INTRODUCTION = """# When something is not as expected
+
+A cache that cannot be right is not used: training goes on as without it, and one message says what,
+where, and what to do. It comes as an error where you asked for something by hand that cannot be
+done, and as a warning of the logger `egeria` otherwise; `cache.stats().why_not` keeps it, and
+`cache-inspect DIR watch` shows it of a running training. The messages below are the program's own:
+each mistake is made by a test, and this page is written from what is said.
+
+"""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One way to go wrong."""
+
+    title: str
+    besides: str
+    make: Callable[[Path], object]
+
+    def message(self) -> str:
+        """Make the mistake in an empty directory and return what is said of it."""
+        with tempfile.TemporaryDirectory() as scratch:
+            heard = _Heard()
+            logger = logging.getLogger("egeria")
+            storage = logging.getLogger("egeria_cache.store")
+            logger.addHandler(heard)
+            storage.addHandler(heard)
+            try:
+                told = self.make(Path(scratch))
+            except Exception as error:
+                told = f"{type(error).__name__}: {error}"
+            finally:
+                logger.removeHandler(heard)
+                storage.removeHandler(heard)
+            parts = [*dict.fromkeys(heard.texts)] if told is None else [str(told)]
+            return _normal("\n".join(parts), scratch)
+
+
+MISTAKES: list[Mistake] = []
+
+
+def mistake(title: str, besides: str) -> Callable[[Callable[[Path], object]], object]:
+    """Register a function that makes a mistake."""
+
+    def add(make: Callable[[Path], object]) -> object:
+        MISTAKES.append(Mistake(title, besides, make))
+        return make
+
+    return add
+
+
+class _Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _normal(text: str, scratch: str) -> str:
+    text = text.replace(os.path.realpath(scratch), "runs").replace(scratch, "runs")
+    text = re.sub(r"gen-[0-9a-f]{12}", "gen-0123456789ab", text)
+    text = re.sub(r"(?<![\w.])\d\.\d\d+(e-\d+)?(?![\w.])", "0.12", text)  # how far something is off
+    return "\n".join(line.rstrip() for line in text.strip().splitlines())
+
+
+# ---- what they are made with -------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Two frozen blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def front(self, x):
+        x = torch.relu(self.stem(x))
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return x
+
+    def forward(self, x):
+        return self.head(self.front(x))
+
+
+def model(net: type[nn.Module] = Net, frozen: tuple[str, ...] = ("stem", "blocks")) -> nn.Module:
+    torch.manual_seed(0)
+    made = net()
+    for name in frozen:
+        made.get_submodule(name).requires_grad_(False)
+    return made
+
+
+def samples() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(32, 6, generator=generator), torch.arange(32) % 3)
+
+
+def train(net, loader, epochs=2, before=lambda x: x, call=None):
+    """An ordinary loop."""
+    optimizer = torch.optim.SGD((p for p in net.parameters() if p.requires_grad), 0.1)
+    for _ in range(epochs):
+        for x, y in loader:
+            loss = F.cross_entropy((net if call is None else call)(before(x)), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+def cached(net, where: Path, **options) -> ActivationCache:
+    return ActivationCache(net, where / "cache", **{"boundary": "blocks.1", **options})
+
+
+# ---- the boundary ------------------------------------------------------------------------------
+
+
+@mistake("The boundary's name is wrong", "Names are those of `model.named_modules()`.")
+def unknown_boundary(where):
+    cached(model(), where, boundary="blok.1")
+
+
+@mistake(
+    "The boundary is a list of blocks",
+    "A list is never called itself: take its last frozen member.",
+)
+def list_as_boundary(where):
+    net = model()
+    with cached(net, where, boundary="blocks") as cache:
+        train(net, EgeriaLoader(samples(), 8, cache=cache))
+
+
+@mistake(
+    "A part of the front still trains",
+    'Freeze before the cache is made. `boundary="auto"` takes whatever is frozen by then, and '
+    "follows `requires_grad` from there.",
+)
+def trainable_prefix(where):
+    net = model(frozen=("blocks",))
+    with cached(net, where) as cache:
+        train(net, EgeriaLoader(samples(), 8, cache=cache))
+
+
+@mistake("Samples of a batch look at each other", "Rows must not depend on who else is there.")
+def mixed_samples(where):
+    class Mixing(Net):
+        def front(self, x):
+            return super().front(x - x.mean(0))
+
+    net = model(Mixing)
+    with cached(net, where) as cache:
+        train(net, EgeriaLoader(samples(), 8, shuffle=True, cache=cache))
+
+
+@mistake(
+    "Something behind the boundary reads what a skipped module left behind",
+    "Tensors that cross the boundary are stored with it, skip connections too. A number that a "
+    "module of the front keeps of its batch is not there when the front is skipped.",
+)
+def left_behind(where):
+    class Keeping(nn.Linear):
+        def forward(self, x):
+            self.scale = float(x.abs().mean())
+            return super().forward(x)
+
+    class Reading(Net):
+        def __init__(self):
+            super().__init__()
+            self.stem = Keeping(6, 8)
+
+        def forward(self, x):
+            return self.head(self.front(x)) * self.stem.scale
+
+    net = model(Reading)
+    with cached(net, where) as cache:
+        train(net, EgeriaLoader(samples(), 8, cache=cache))
+
+
+@mistake(
+    "The model is compiled as a whole",
+    "Training goes on, uncached. `torch.compile(model)` leaves no place to enter the graph.",
+)
+def compiled_whole(where):
+    net = model()
+    with cached(net, where) as cache:
+        compiled = torch.compile(net, backend="eager")
+        train(net, EgeriaLoader(samples(), 8, cache=cache), call=compiled)
+    torch._dynamo.reset()
+
+
+# ---- data --------------------------------------------------------------------------------------
+
+
+@mistake(
+    "The data set is iterable",
+    "Its samples have no address that a later epoch could ask for. A map-style data set has.",
+)
+def iterable_data(where):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(samples())
+
+    net = model()
+    with cached(net, where) as cache:
+        train(net, EgeriaLoader(Stream(), 8, cache=cache))
+
+
+@mistake(
+    "The batches come from another loader",
+    "A `DataLoader`, or one that a wrapper made anew around the data set. Wrappers that are known "
+    "to keep the loader are in [integrations](integrations.md).",
+)
+def another_loader(where):
+    net = model()
+    with cached(net, where) as cache:
+        loader = EgeriaLoader(samples(), 8, cache=cache)
+        train(net, DataLoader(loader.dataset, 8))
+
+
+@mistake(
+    "The loop changes its batches, each time otherwise",
+    "Noise or augmentation on a whole batch in the loop: it is new in every step, so nothing "
+    "stored would come back.",
+)
+def noise_in_the_loop(where):
+    net = model()
+    with cached(net, where, gate="always") as cache:
+        loader = EgeriaLoader(samples(), 4, cache=cache)
+        train(net, loader, 4, before=lambda x: x + torch.randn_like(x))
+
+
+@mistake(
+    "A sample differs each time it is loaded",
+    "Augmentation that draws from `random`, `numpy.random` or `torch` is seeded per sample and "
+    "welcome; what draws from the system's own entropy, or reads a clock, is not.",
+)
+def restless_data(where):
+    class Restless(Dataset):
+        def __len__(self):
+            return 32
+
+        def __getitem__(self, index):
+            noise = int.from_bytes(os.urandom(4), "little") / 2**32
+            return torch.full((6,), index + noise), index % 3
+
+    net = model()
+    with cached(net, where, audit_rate=1.0, gate="always") as cache:
+        train(net, EgeriaLoader(Restless(), 8, cache=cache), 3)
+        return re.sub(r"samples \[.*?\]", "samples [...]", cache.stats().why_not or "")
+
+
+@mistake(
+    "Padding is read",
+    "Text without an attention mask: what a sample is depends on how far its batch is padded.",
+)
+def padding_is_read(where):
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(20, 8)
+            self.mix = nn.GRU(8, 8, batch_first=True, bidirectional=True)
+            self.head = nn.Linear(16, 3)
+
+        def forward(self, tokens):
+            return self.head(self.mix(self.embedding(tokens))[0].mean(1))
+
+    def padded(batch):
+        tokens = [torch.tensor(one) for one, _ in batch]
+        targets = torch.tensor([target for _, target in batch])
+        return nn.utils.rnn.pad_sequence(tokens, batch_first=True), targets
+
+    data = [([1 + (i + k) % 19 for k in range(3 + i % 5)], i % 3) for i in range(32)]
+    net = model(Reader, ("embedding", "mix"))
+    with cached(net, where, boundary="mix") as cache:
+        train(net, EgeriaLoader(data, 8, collate_fn=padded, cache=cache))
+        return cache.stats().why_not
+
+
+# ---- weights -----------------------------------------------------------------------------------
+
+
+@mistake(
+    "The frozen front changes under way",
+    "Weights loaded late, an average of weights copied in, an optimizer with weight decay that "
+    "still holds the parameters. What was stored for the old weights is not used for the new.",
+)
+def weights_change(where):
+    net = model()
+    with cached(net, where) as cache:
+        loader = EgeriaLoader(samples(), 8, cache=cache)
+        train(net, loader, 1)
+        with torch.no_grad():
+            net.stem.weight.mul_(1.01)
+        train(net, loader, 1)
+
+
+@mistake(
+    "A frozen layer is thawed again",
+    "This is no mistake where you meant it: gradual unfreezing is followed from that very step.",
+)
+def thawed(where):
+    net = model()
+    with cached(net, where) as cache:
+        loader = EgeriaLoader(samples(), 8, cache=cache)
+        train(net, loader, 1)
+        net.blocks[1].requires_grad_(True)
+        train(net, loader, 1)
+
+
+@mistake(
+    "A second run finds nothing in the cache",
+    "Model, weights, data set or collate function are not those of the first run: another model "
+    "under the same name, a new seed, an edited data set. `cache-inspect DIR diff GEN GEN` names "
+    "the fields in which two generations differ.",
+)
+def nothing_found(where):
+    for seed in (0, 1):
+        net = model()
+        with torch.no_grad():
+            net.stem.weight += seed
+        with cached(net, where) as cache:
+            train(net, EgeriaLoader(samples(), 8, cache=cache), 1)
+    names = sorted(path.name for path in (where / "cache").glob("gen-*"))
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), mock.patch.dict(os.environ, COLUMNS="60"):
+        cache_inspect([str(where / "cache"), "diff", *names])
+    field = said.getvalue().splitlines()[1].split()[0]
+    return f"cache-inspect runs/cache diff GEN GEN names the field: {field}"
+
+
+# ---- the directory -----------------------------------------------------------------------------
+
+
+@mistake("The directory holds something else", "A cache has a directory of its own.")
+def foreign_directory(where):
+    (where / "cache").mkdir()
+    (where / "cache" / "thesis.tex").touch()
+    cached(model(), where)
+
+
+@mistake("The path is a file", "")
+def file_as_directory(where):
+    (where / "cache").touch()
+    cached(model(), where)
+
+
+@mistake("The directory cannot be written", "Owner and mode of it and of its parents.")
+def unwritable(where):
+    refused = PermissionError(errno.EACCES, "Permission denied")
+    with mock.patch.object(Path, "mkdir", side_effect=refused):
+        cached(model(), where)
+
+
+@mistake(
+    "Others may write to the directory",
+    "What lies there is served to your model, so nobody else may change it.",
+)
+def open_directory(where):
+    (where / "cache").mkdir(mode=0o777)
+    (where / "cache").chmod(0o777)
+    cached(model(), where)
+
+
+@mistake(
+    "The directory lies on a network filesystem",
+    "Locks and what other hosts see of a file are not reliable there. Each node wants its own.",
+)
+def network_directory(where):
+    with mock.patch.object(place, "filesystem_type", return_value="nfs4"):
+        cached(model(), where)
+
+
+@mistake(
+    "The limit is too small",
+    "Samples that fit are served, the others are computed in every epoch. "
+    "`cache-inspect plan` tells the size beforehand.",
+)
+def small_limit(where):
+    net = model()
+    with cached(net, where, limit="100kB", gate="always", codec="raw") as cache:
+        data = TensorDataset(torch.randn(4096, 6), torch.arange(4096) % 3)
+        train(net, EgeriaLoader(data, 64, cache=cache), 1)
+        cache.flush()
+
+
+# ---- processes ---------------------------------------------------------------------------------
+
+
+@mistake(
+    "The process was forked after the cache was opened",
+    "A notebook launcher, or `multiprocessing` with fork. In a child: `cache.reopen()`.",
+)
+def forked(where):
+    net = model()
+    cache = cached(net, where)
+    loader = EgeriaLoader(samples(), 8, cache=cache)
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            train(net, loader, 1)
+            os.write(writer, (cache.stats().why_not or "nothing was said").encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as said:
+        text = said.read().decode()
+    os.waitpid(child, 0)
+    cache.close()
+    return text
+
+
+# ---- arguments ---------------------------------------------------------------------------------
+
+
+@mistake("The limit is not understood", "")
+def strange_limit(where):
+    cached(model(), where, limit="a lot")
+
+
+@mistake("fill() before anything is frozen", "")
+def fill_nothing(where):
+    net = model()
+    with cached(net, where, boundary=None) as cache:
+        cache.fill(EgeriaLoader(samples(), 8, cache=cache), progress=False)
+
+
+@mistake("fill() with a loader of another cache", "")
+def fill_other(where):
+    with cached(model(), where) as cache:
+        cache.fill(EgeriaLoader(samples(), 8), progress=False)
+
+
+@mistake("The controller does not know how long training is", "")
+def no_schedule(where):
+    net = model(frozen=())
+    FreezeController(net, torch.optim.SGD(net.parameters(), 0.1), policy="plasticity")
+
+
+@mistake(
+    "The controller is not told the loss", "`controller.step(loss)`, after each optimizer step."
+)
+def no_loss(where):
+    net = model(frozen=())
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with FreezeController(net, optimizer, policy="plasticity", evaluate_every=1) as controller:
+        net(torch.randn(4, 6)).sum().backward()
+        optimizer.step()
+        controller.step()
+
+
+@mistake("A model without layers that could be frozen one after another", "")
+def one_layer(where):
+    net = nn.Linear(4, 4)
+    FreezeController(net, torch.optim.SGD(net.parameters(), 0.1), total_steps=100)
+
+
+def document() -> str:
+    """Return the page, from what is said of each mistake."""
+    parts = [INTRODUCTION]
+    for one in MISTAKES:
+        parts.append(f"## {one.title}\n\n")
+        if one.besides:
+            parts.append(f"{one.besides}\n\n")
+        parts.append(f"```text\n{_wrapped(one.message())}\n```\n\n")
+    return "".join(parts).rstrip() + "\n"
+
+
+def _wrapped(text: str) -> str:
+    return "\n".join(textwrap.fill(line, 98, break_long_words=False) for line in text.splitlines())
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document())
+    sys.exit(0)

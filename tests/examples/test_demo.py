@@ -1,0 +1,82 @@
+"""The demo: its losses are those of plain PyTorch, and it goes on where it was killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import demo
+import pytest
+import torch
+from demo_runs import ACTS, Side
+
+EXAMPLES = Path(demo.__file__).parent
+FLAGS = ["--quick", "--act", "finetune", "--out"]
+
+
+@pytest.fixture(autouse=True)
+def threads_and_signals():
+    threads, handler = torch.get_num_threads(), signal.getsignal(signal.SIGTERM)
+    yield
+    torch.set_num_threads(threads)
+    signal.signal(signal.SIGTERM, handler)
+
+
+def losses(out):
+    (act,) = json.loads((out / "demo.json").read_text())["acts"]
+    return act["plain"]["losses"], act["egeria"]["losses"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_killed_in_the_middle_it_goes_on(tmp_path, number, capsys):
+    killed = tmp_path / "killed"
+    command = [sys.executable, EXAMPLES / "demo.py", *FLAGS, killed]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    state, deadline = killed / "state" / "finetune-egeria.pt", time.monotonic() + 120
+    while not state.exists():  # an epoch of both runs is over
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(number)
+    text = process.communicate(timeout=60)[0]
+    if number == signal.SIGTERM:
+        assert "goes on from here" in text
+    assert not (killed / "demo.json").exists()
+    assert demo.main([*FLAGS, str(killed)]) == 0
+    assert "as fast" in capsys.readouterr().out
+    plain, egeria = losses(killed)
+    assert plain == egeria
+    whole = tmp_path / "whole"
+    assert demo.main([*FLAGS, str(whole)]) == 0
+    assert losses(whole) == (plain, egeria)
+    assert (whole / "demo.png").stat().st_size > 10_000
+
+
+def test_a_run_from_scratch_goes_on_alike(tmp_path):
+    act = replace(next(act for act in ACTS if act.name == "scratch"), epochs=2)
+
+    def side(name):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        return Side(act, folder, 0, {}, egeria=True)
+
+    whole = side("whole")
+    for _ in range(2):
+        whole.epoch(lambda samples, seconds: None)
+    parted = side("parted")
+    assert not parted.resume()
+    parted.epoch(lambda samples, seconds: None)
+    parted.save()
+    parted.close()
+    again = side("parted")
+    assert again.resume()
+    again.epoch(lambda samples, seconds: None)
+    assert again.record.losses == whole.record.losses
+    assert again.record.accuracies == whole.record.accuracies
+    whole.close()
+    again.close()

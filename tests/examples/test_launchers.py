@@ -1,0 +1,145 @@
+"""`train.py` under the launchers of others: one job, the same losses, and on after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import train
+
+from tests.helpers import published
+
+ROOT = Path(train.__file__).parents[1]
+FLAGS = (
+    "--task image-classification --device cpu --workers 0 --batch-size 8 --epochs 8 --gate always "
+    "--evaluator inline --evaluate-every 1 --window 2 --tolerance 5 --save-every 3"
+)
+SCRIPT = textwrap.dedent(
+    """
+    import os, signal, sys
+    from pathlib import Path
+    sys.path[:0] = sys.argv.pop(1).split(os.pathsep)
+    import egeria_core.outlook, train, training.log
+    # So short a run is not worth a move.
+    egeria_core.outlook.Payoff.pays = property(lambda payoff: True)
+    once = Path(sys.argv.pop(1))
+    add_loss = training.log.RunLog.add_loss
+    def dying(self, step, loss):
+        add_loss(self, step, loss)
+        if step == 44 and once.name == "once" and os.environ["RANK"] == "1" and not once.exists():
+            once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    training.log.RunLog.add_loss = dying
+    sys.exit(train.main())
+    """
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("launched") / "data"
+    published.cifar10(place)
+    return place
+
+
+def launched(command: list[str], cwd: Path) -> str:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": path, "PYTHONPATH": str(ROOT)}
+    environment["EGERIA_ROOT"] = str(ROOT)
+    done = subprocess.run(
+        command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def torchrun(*more: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone",
+            "--nproc-per-node", "2", *more]  # fmt: skip
+
+
+def arguments(data: Path, output: Path) -> list[str]:
+    return [*FLAGS.split(), "--data", str(data), "--output", str(output)]
+
+
+def log_of(output: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+
+
+def run_script(place: Path, data: Path, output: Path, once: str) -> list[str]:
+    script = place / "run.py"
+    script.write_text(SCRIPT)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+    return [str(script), path, str(place / once), *arguments(data, output)]
+
+
+def test_killed_in_mid_epoch_a_job_goes_on_with_hits_to_the_same_losses(
+    data: Path, tmp_path: Path
+) -> None:
+    whole = run_script(tmp_path, data, tmp_path / "whole", "never")
+    assert "samples from the cache" in launched(torchrun(*whole), tmp_path)
+    killed = run_script(tmp_path, data, tmp_path / "run", "once")
+    said = launched(torchrun("--max-restarts", "1", *killed), tmp_path)
+    assert (tmp_path / "once").exists()
+    assert "going on after step 42" in said
+    expected, found = log_of(tmp_path / "whole"), log_of(tmp_path / "run")
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+    assert any(record.get("boundary") for record in found), "something was frozen"
+    last = [line for line in said.splitlines() if line.startswith("epoch 7")][-1]
+    assert int(last.split("frozen, ")[1].split()[0]) > 0, last
+
+
+@pytest.fixture(scope="module")
+def losses(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    output = tmp_path_factory.mktemp("whole") / "run"
+    launched(torchrun(str(ROOT / "examples" / "train.py"), *arguments(data, output)), data.parent)
+    return [record.get("loss") for record in log_of(output)]
+
+
+@pytest.mark.long
+def test_torchx_runs_the_same_job_from_its_config(
+    data: Path, losses: list[object], tmp_path: Path
+) -> None:
+    pytest.importorskip("torchx")
+    shutil.copy(ROOT / ".torchxconfig", tmp_path)
+    run = [sys.executable, "-m", "torchx.cli.main", "run", "--wait", "dist.ddp", "-j", "1x2"]
+    script = ["--script", str(ROOT / "examples" / "train.py")]
+    launched([*run, *script, "--", *arguments(data, tmp_path / "run")], tmp_path)
+    assert [r.get("loss") for r in log_of(tmp_path / "run")] == pytest.approx(losses, abs=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("sbatch") is None, reason="Slurm is not installed")
+def test_slurm_runs_the_same_job(data: Path, losses: list[object], tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "train.sbatch")
+    launched(["sbatch", "--wait", script, *arguments(data, tmp_path / "run")], tmp_path)
+    assert [r.get("loss") for r in log_of(tmp_path / "run")] == pytest.approx(losses, abs=1e-5)
+
+
+@pytest.mark.long
+def test_ray_train_runs_the_same_loop(data: Path, losses: list[object], tmp_path: Path) -> None:
+    ray_train = pytest.importorskip("ray.train.torch")
+    from ray.train import RunConfig, ScalingConfig
+
+    given = arguments(data, tmp_path / "run")
+
+    def loop(_: dict[str, object]) -> None:
+        sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+        import train as again
+
+        if again.main(given):
+            raise RuntimeError("the run has failed")
+
+    ray_train.TorchTrainer(
+        loop, train_loop_config={}, scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=str(tmp_path / "ray")),
+    ).fit()  # fmt: skip
+    assert [r.get("loss") for r in log_of(tmp_path / "run")] == pytest.approx(losses, abs=1e-5)

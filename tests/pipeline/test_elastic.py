@@ -1,0 +1,138 @@
+"""Pipelines on several ranks against one process: through freeze, move, cache, unfreeze, resume."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from egeria_core.pipeline import PipelinePlan
+from tests.helpers.pipelines import (
+    MICROBATCHES,
+    NUM_BLOCKS,
+    NUM_SAMPLES,
+    OPTIMIZERS,
+    STEPS_PER_EPOCH,
+    Case,
+    alone,
+    make_blocks,
+    spawn,
+)
+
+FEW = {
+    2: [
+        Case("1F1B", "repartition", "sgd", stop_at=14),
+        # Frozen from the first step on, with a boundary inside a stage.
+        Case("GPipe", "stay", "adamw", False, moves=((0, "1"), (5, "4"), (10, None)), epochs=3),
+    ],
+    4: [
+        Case("GPipe", "repartition", "adamw", stop_at=10),
+        Case("1F1B", "replicate", "sgd"),
+        Case("Interleaved1F1B", "replicate", "adamw"),
+        Case("1F1B", "stay", "adamw", has_cache=False),
+    ],
+}
+ALL = [
+    Case(schedule, on_freeze, optimizer, has_cache, stop_at=stop_at)
+    for schedule, on_freeze, optimizer, (has_cache, stop_at) in itertools.product(
+        ("GPipe", "1F1B", "Interleaved1F1B"), ("repartition", "replicate", "stay"),
+        ("sgd", "adamw"), ((True, None), (False, None), (True, 14)),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_pipeline_trains_as_one_process_does(tmp_path: Path, world: int) -> None:
+    check_all(world, FEW[world], tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_pipeline_trains_as_one_process_does(tmp_path: Path, world: int, part: int) -> None:
+    check_all(world, ALL[part::6], tmp_path)
+
+
+def check_all(world: int, cases: Sequence[Case], directory: Path) -> None:
+    for case, ranks in zip(cases, spawn(world, directory, cases), strict=True):
+        print(case)
+        check_equal(case, world, ranks)
+        check_messages(case, ranks)
+        check_bytes(case, world, ranks)
+        if case.has_cache and case.stop_at is None:
+            check_served(world, ranks)
+
+
+def check_equal(case: Case, world: int, ranks: list[dict[str, Any]]) -> None:
+    losses, weights = alone(case, world)
+    for found in ranks:
+        torch.testing.assert_close(found["losses"], losses, rtol=1e-5, atol=1e-5)
+        assert found["weights"].keys() == weights.keys()
+        for name, weight in weights.items():
+            torch.testing.assert_close(found["weights"][name], weight, rtol=1e-5, atol=1e-5)
+        assert found["schedule"] == [move for move in case.moves if move != (0, None)]
+
+
+def check_messages(case: Case, ranks: list[dict[str, Any]]) -> None:
+    """No gradient goes into a stage whose blocks are all frozen; into others, one a micro-batch."""
+    moves = sorted(case.moves)
+    sent = [message for found in ranks for message in found["messages"]]
+    for step, (stages, front, length) in enumerate(ranks[0]["stages"]):
+        name = [name for at, name in moves if at <= step][-1]
+        frozen = 0 if name is None else int(name) + 1
+        assert front == (frozen if case.has_cache or case.on_freeze != "stay" else 0)
+        for target, (_, stop) in enumerate(stages[:-1]):
+            count = sent.count((step, target + 1))
+            # Two stages of one rank need no message.
+            assert count == (0 if stop <= frozen or length == 1 else MICROBATCHES)
+
+
+def check_bytes(case: Case, world: int, ranks: list[dict[str, Any]]) -> None:
+    """Bytes moved are weights, buffers and optimizer state of the blocks that change rank."""
+    block = make_blocks()[0]
+    weights = sum(tensor.nbytes for tensor in block.state_dict().values())
+    optimizer = OPTIMIZERS[case.optimizer](block.parameters())
+    for parameter in block.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = sum(
+        value.nbytes
+        for own in optimizer.state.values()
+        for value in own.values()
+        if isinstance(value, torch.Tensor)
+    )
+    plan = PipelinePlan.start(
+        [1.0] * NUM_BLOCKS, world, schedule=case.schedule, microbatches=MICROBATCHES,
+        per_rank=2 if case.schedule == "Interleaved1F1B" else 1,
+    )  # fmt: skip
+    expected = [0] * world
+    for step, name in sorted(case.moves):
+        if (step, name) == (0, None):
+            continue
+        has_front = case.has_cache or case.on_freeze != "stay"
+        frozen = 0 if name is None else int(name) + 1
+        new = plan.frozen_to(frozen, case.on_freeze, has_front=has_front)  # type: ignore[arg-type]
+        for move in plan.moves(new):
+            expected[move.source] += weights + state
+        plan = new
+    assert [found["moved"] for found in ranks] == expected
+    assert any(expected) == (case.on_freeze != "stay")
+
+
+def check_served(world: int, ranks: list[dict[str, Any]]) -> None:
+    """From the second frozen epoch on nothing is computed in the front, and nothing is loaded."""
+    for found in ranks:
+        own = NUM_SAMPLES // world
+        # Frozen in epochs 1 and 2 up to one block, in 3 and 4 up to another.
+        for epoch in (2, 4):
+            assert (found["hits"][epoch], found["misses"][epoch]) == (own, 0)
+            # But for the few that are loaded to be compared with what is served.
+            assert found["audited"][epoch] <= 2
+            assert found["loaded"][epoch] <= found["audited"][epoch] + 2
+        assert found["loaded"][0] == own
+        assert len(found["losses"]) == 6 * STEPS_PER_EPOCH

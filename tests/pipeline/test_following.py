@@ -1,0 +1,69 @@
+"""Policies that measure: decided alike on all ranks, wherever the first active block is."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from egeria_core import PlasticityPolicy, SmartPipePolicy
+from egeria_core.harm import HarmEstimate
+from egeria_core.policies import BudgetPolicy
+from tests.helpers.pipelines import Case, alone, spawn
+
+QUICK: dict[str, Any] = {"evaluate_every": 2, "evaluator": "inline", "move_cost": 1e-6}
+CASES = {
+    "plasticity": Case(
+        "1F1B", "repartition", "sgd", moves=(), policy=partial(PlasticityPolicy, 3, 5.0),
+        options=QUICK | {"bootstrap": None, "reference": "fp32"},
+    ),
+    "smartpipe": Case(
+        "GPipe", "stay", "sgd", has_cache=False, moves=(), policy=SmartPipePolicy, options=QUICK
+    ),
+    "budget": Case(
+        "GPipe", "repartition", "adamw", has_cache=False, moves=(), epochs=10,
+        policy=partial(BudgetPolicy, 100.0, HarmEstimate(0.95, 1, 4)),
+        options=QUICK | {"total_steps": 40},
+    ),
+}  # fmt: skip
+
+
+def test_all_ranks_decide_alike_by_any_policy(tmp_path: Path) -> None:
+    for name, ranks in zip(CASES, spawn(2, tmp_path, list(CASES.values())), strict=True):
+        schedule = ranks[0]["schedule"]
+        print(name, schedule)
+        assert any(boundary is not None for _, boundary in schedule), name
+        assert all(found["schedule"] == schedule for found in ranks)
+        readings = [[r for r in found["history"] if r["kind"] == "reading"] for found in ranks]
+        assert readings[0]
+        for left, right in zip(*readings, strict=True):
+            assert left["boundary"] == right["boundary"]
+            assert left.get("values") == right.get("values")
+            assert left["value"] == right["value"]
+        # The same moves in one process: equal to the last step.
+        replayed = Case(
+            optimizer=CASES[name].optimizer, epochs=CASES[name].epochs, moves=tuple(schedule)
+        )
+        losses, weights = alone(replayed, 2)
+        torch.testing.assert_close(ranks[0]["losses"], losses, rtol=1e-5, atol=1e-5)
+        for key, weight in weights.items():
+            torch.testing.assert_close(ranks[0]["weights"][key], weight, rtol=1e-5, atol=1e-5)
+    plasticity = [r for r in ranks_history(tmp_path, 0) if r["kind"] == "reading"]
+    # Both ranks have had the first active block, and measured it.
+    assert {int(r["boundary"]) for r in plasticity} & {0, 1, 2, 3}
+
+
+def ranks_history(directory: Path, case: int) -> list[dict[str, Any]]:
+    found = torch.load(directory / f"found-{case}-0.pt", weights_only=False)
+    history: list[dict[str, Any]] = found["history"]
+    return history
+
+
+def test_the_layers_of_a_pipeline_are_its_blocks() -> None:
+    from egeria_core.pipeline import PipelineController
+
+    with pytest.raises(ValueError, match="layers of a pipeline are its blocks"):
+        PipelineController(None, layers="1|2")  # type: ignore[arg-type]
