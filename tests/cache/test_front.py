@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from egeria_cache import BoundaryError, EgeriaLoader, FrozenFront
+from egeria_cache.samples.fingerprint import NUM_AGAIN
 
 NUM = 24
 
@@ -50,20 +51,22 @@ def test_rows_are_those_of_the_blocks_and_are_computed_once(directory: Path, num
     expected = torch.stack([torch.linspace(-1, 1, 6) * i for i in range(NUM)])
     # What was stored at the first boundary is where the second one's rows are computed from.
     for depth, hits, most_loaded in [
-        (0, 0, NUM), (1, 0, 4 * NUM), (1, NUM, 1), (2, NUM - 6, 12), (2, NUM, 1), (0, 0, NUM),
+        (0, 0, NUM), (1, 0, 4 * NUM), (1, NUM, 0), (2, NUM - 6, 11), (2, NUM, 0), (0, 0, NUM),
     ]:  # fmt: skip
         freeze(front, blocks, depth)
         with torch.no_grad():
             wanted = nn.Sequential(*blocks[:depth])(expected)
         front.cache.flush()
-        before, data.loaded[:] = front.cache.stats().hits, []
+        before, data.loaded[:] = front.cache.stats(), []
         for rows, targets in loader:
             output, numbers = front.plain(front(rows)), front.plain(targets)
             assert type(output) is Tensor
             assert type(numbers) is Tensor
             torch.testing.assert_close(output, wanted[numbers], rtol=1e-6, atol=1e-6)
-        assert front.cache.stats().hits - before == hits
-        assert len(data.loaded) <= most_loaded  # an audit loads one sample an epoch
+        after = front.cache.stats()
+        assert after.hits - before.hits == hits
+        # How many audits and looks at the data set there are depends on the time they take.
+        assert len(data.loaded) <= most_loaded + after.audited - before.audited + NUM_AGAIN
     front.close()
 
 
