@@ -91,8 +91,20 @@ def draw(history: History, path: str | Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw a history file, or schedules. Exit codes: 0 drawn, 1 cannot be read, 2 bad arguments."""
-    argv = sys.argv[1:] if argv is None else argv
+    """Draw a history file, or schedules.
+
+    Exit codes: 0 drawn, 1 cannot be read, or there is nothing to draw with, 2 bad arguments.
+    """
+    try:
+        return _main(sys.argv[1:] if argv is None else argv)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        print("egeria-plot: drawing needs matplotlib: pip install matplotlib", file=sys.stderr)
+        return 1
+
+
+def _main(argv: Sequence[str]) -> int:
     if list(argv[:1]) == ["pipeline"]:
         from egeria_core.pipeline import drawing  # it knows more of torch than a history needs
 

@@ -6,7 +6,7 @@ Epochs are taken in turns, round by round, and a ratio is the median over the ro
 contestant's epoch to DataLoader's of the same round. `loading` is the loader alone; `training`
 trains the last part of a small network behind a frozen prefix, which every contestant computes but
 EgeriaLoader on a hit. Writes benchmarks/results/loader.json and loader.png (not with --quick). The
-peers come with `pip install egeria[bench]`; one that is missing is named with the reason.
+peers come with `pip install '.[bench]'`; one that is missing is named with the reason.
 """
 
 from __future__ import annotations

@@ -5,11 +5,12 @@
 Every contestant stores the same activations of the same samples and reads the same random batches
 of 128. Reads are in turns, batch by batch. Writes benchmarks/results/store.json and store.png (not
 with --quick). Reads come from the page cache: this measures the software, not the disk. The
-contestants come with `pip install egeria[bench]`; one that is missing is named.
+contestants come with `pip install '.[bench]'`; one that is missing is named, LMDB is needed.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import tempfile
@@ -119,12 +120,15 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, write."""
+    """Measure, print, write; return 2 without LMDB, which everything is compared with."""
     options_of = parser(__doc__)
     options_of.add_argument("--samples", type=int, default=2048)
     options_of.add_argument("--rounds", type=int, default=40)
     options_of.add_argument("--directory", type=Path, help="where to write; temporary")
     options = options_of.parse_args(argv)
+    if importlib.util.find_spec("lmdb") is None:
+        print("the store is compared with LMDB: pip install '.[bench]'", file=sys.stderr)
+        return 2
     if options.quick:
         options.samples, options.rounds = 512, 4
     conv, transformer = conv_activations(options.samples), transformer_activations(options.samples)

@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -112,6 +111,8 @@ class BareLmdb(Contestant):
         return row.data
 
     def write(self, rows: Tensor) -> None:
+        import lmdb
+
         environment = lmdb.open(str(self.directory), map_size=2**36, metasync=False)
         flat = matrix(rows)
         for start in range(0, len(rows), BATCH):
@@ -121,6 +122,8 @@ class BareLmdb(Contestant):
         environment.close()
 
     def open(self) -> None:
+        import lmdb
+
         self.environment = lmdb.open(str(self.directory), map_size=2**36, readahead=False)
 
     def read(self, ids: Ids) -> Tensor:

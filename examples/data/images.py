@@ -38,9 +38,7 @@ def open_image(path: Path, mode: str | None = "RGB") -> Image:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
-        raise DataError(
-            "reading image files needs Pillow: pip install 'egeria[examples]' (or pillow)"
-        ) from None
+        raise DataError("reading image files needs Pillow: pip install pillow") from None
     try:
         with Image.open(path) as image:
             return image.convert(mode) if mode is not None else image.copy()

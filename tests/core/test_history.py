@@ -69,6 +69,19 @@ def test_a_history_is_drawn_from_the_command_line(
     assert "missing.jsonl" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("argv", [["history.jsonl"], ["pipeline"]], ids=" ".join)
+def test_without_matplotlib_one_line_says_so(
+    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "history.jsonl").touch()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(argv) == 1
+    assert (
+        capsys.readouterr().err == "egeria-plot: drawing needs matplotlib: pip install matplotlib\n"
+    )
+
+
 def test_tensorboard_gets_readings_and_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,23 +1,13 @@
-"""Every block of code in README and docs/integrations.md runs as it stands there.
+"""What stands around the documents' blocks of Python, for a reader and so for the test.
 
-Of a diff both sides are run, in the surroundings that its reader is supposed to have: the losses
-are the same, and what was stored is served.
+A block of a document without an entry here fails, and so does an entry without a block.
 """
 
 from __future__ import annotations
 
-import functools
-import re
 import textwrap
-from pathlib import Path
+from dataclasses import dataclass
 
-import pytest
-import torch
-
-import egeria_cache
-from egeria_cache import ActivationCache
-
-ROOT = Path(__file__).resolve().parents[2]
 PYTORCH = """
     import torch
     from torch import nn
@@ -104,17 +94,47 @@ LIGHTNING = (
     )
 """
 )
-BLOCKS = {
-    # (file, heading, number under it): what stands before it, and after it
-    ("README.md", "The change to a training loop", 0): (PYTORCH + FROZEN, EPOCHS),
-    ("README.md", "The change to a training loop", 1): (
-        PYTORCH
-        + """
-    epochs, resnet = 3, Net
-    """,
-        "losses.append(loss.item())",
+CONTROLLED = """
+    from egeria_cache import ActivationCache, EgeriaLoader
+    model, epochs = Net(), 2
+    cache = ActivationCache(model, "runs/cache")
+    loader = EgeriaLoader(dataset, batch_size=32, cache=cache)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+RANK = """
+    import os
+    world_size, rank, epochs, batch_size = 1, 0, 3, 32
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+"""
+
+
+@dataclass(frozen=True)
+class Around:
+    """What runs before a block and after it, in one namespace with it."""
+
+    before: str
+    after: str = ""
+    needs: tuple[str, ...] = ()
+    """Modules of others; without them the block is skipped."""
+    plain: bool = True
+    """It shows a change, and the side without the cache trains to the same losses."""
+    served: bool = True
+    """Samples come from the cache."""
+
+    def code(self, block: str) -> str:
+        """Return the whole of it."""
+        return "\n".join([textwrap.dedent(self.before), block, textwrap.dedent(self.after)])
+
+
+CHANGE = "The change to a training loop"
+INTEGRATIONS = "docs/integrations.md"
+AROUND = {
+    # file, heading, number of the block among those of Python under it
+    ("README.md", CHANGE, 0): Around(PYTORCH + FROZEN, EPOCHS),
+    ("README.md", CHANGE, 1): Around(
+        PYTORCH + "    epochs, resnet = 3, Net\n", "losses.append(loss.item())", served=False
     ),
-    ("docs/integrations.md", "Accelerate", 0): (
+    (INTEGRATIONS, "Accelerate", 0): Around(
         PYTORCH
         + FROZEN
         + """
@@ -122,12 +142,14 @@ BLOCKS = {
     accelerator = Accelerator(cpu=True)
     """,
         EPOCHS.replace("loss.backward()", "accelerator.backward(loss)"),
+        needs=("accelerate",),
     ),
-    ("docs/integrations.md", "HF Trainer", 0): (
+    (INTEGRATIONS, "HF Trainer", 0): Around(
         LLAMA,
         "losses += [log['loss'] for log in trainer.state.log_history if 'loss' in log]",
+        needs=("accelerate", "transformers"),
     ),
-    ("docs/integrations.md", "HF Trainer", 1): (
+    (INTEGRATIONS, "HF Trainer", 1): Around(
         LLAMA
         + """
     from egeria_cache import ActivationCache
@@ -135,18 +157,23 @@ BLOCKS = {
     cache = ActivationCache(model, "runs/cache")
     """,
         "trainer.train()",
+        needs=("accelerate", "transformers"),
+        plain=False,
+        served=False,
     ),
-    ("docs/integrations.md", "Lightning", 0): (LIGHTNING, ""),
-    ("docs/integrations.md", "Lightning", 1): (
+    (INTEGRATIONS, "Lightning", 0): Around(LIGHTNING, needs=("lightning",)),
+    (INTEGRATIONS, "Lightning", 1): Around(
         LIGHTNING
         + """
     from egeria_cache import ActivationCache
     from egeria_cache.integrations.lightning import EgeriaCallback
     cache = ActivationCache(MyModule(), "runs/cache")
     """,
-        "",
+        needs=("lightning",),
+        plain=False,
+        served=False,
     ),
-    ("docs/integrations.md", "PEFT", 0): (
+    (INTEGRATIONS, "PEFT", 0): Around(
         LLAMA
         + """
     from peft import LoraConfig, get_peft_model
@@ -165,8 +192,9 @@ BLOCKS = {
         if "cache" in globals():
             cache.flush()
     """,
+        needs=("peft", "transformers"),
     ),
-    ("docs/integrations.md", "torchdata", 0): (
+    (INTEGRATIONS, "torchdata", 0): Around(
         PYTORCH
         + FROZEN
         + """
@@ -185,86 +213,68 @@ BLOCKS = {
             train_step(batch)
             losses.append(epoch)  # how many batches: the order of a shuffle is the loader's
     """,
+        needs=("torchdata",),
     ),
-    ("docs/integrations.md", "Notebooks", 0): (PYTORCH + FROZEN, EPOCHS),
+    (INTEGRATIONS, "Notebooks", 0): Around(PYTORCH + FROZEN, EPOCHS),
+    ("docs/controller.md", "", 0): Around(
+        PYTORCH
+        + CONTROLLED
+        + """
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+    """,
+        "assert controller.history[-1]['step'] <= epochs * len(loader)",
+        plain=False,
+        served=False,
+    ),
+    ("docs/controller.md", "Fine-tuning: a static front, asked for beforehand", 0): Around(
+        PYTORCH
+        + CONTROLLED
+        + """
+    def accuracy(model):
+        inputs, targets = dataset.tensors
+        return (model(inputs).argmax(1) == targets).float().mean().item()
+    """,
+        """
+    assert suggestion.trials and suggestion.by_validation and suggestion.steps == 200
+    controller.close()
+    """,
+        plain=False,
+        served=False,
+    ),
+    ("docs/pipelines.md", "", 0): Around(
+        PYTORCH
+        + RANK
+        + """
+    from itertools import chain
+    import torch.distributed as dist
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def make_blocks():
+        return [nn.Linear(6, 6) for _ in range(4)]
+    """,
+        "controller.close()",
+        plain=False,
+        served=False,
+    ),
+    ("docs/cluster.md", "Which directory", 0): Around(
+        PYTORCH
+        + FROZEN
+        + RANK
+        + """
+    from egeria_cache import ActivationCache
+    cache = ActivationCache(model, "runs/cache", boundary="auto")
+    """,
+        """
+    for epoch in range(epochs):
+        cache.flush()
+        for inputs, targets in loader:
+            model(inputs)
+    """,
+        plain=False,
+    ),
 }
-ALONE = {("docs/integrations.md", "HF Trainer", 1), ("docs/integrations.md", "Lightning", 1)}
-"""They save nothing of the losses that plain training has."""
-UNSERVED = ALONE | {("README.md", "The change to a training loop", 1)}
-"""With a controller, which freezes nothing in so few steps."""
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*tensorboardX:UserWarning", "ignore:.*does not have many workers",
-    "ignore:.*in eval mode at the start of training", "ignore:'set_vital' is deprecated",
-    "ignore:.*number of training batches", "ignore::DeprecationWarning",
-    "ignore::FutureWarning:transformers.*", "ignore::UserWarning:peft.*",
-    "ignore:.*LeafSpec:FutureWarning",
-)  # fmt: skip
-
-
-def blocks(name):
-    """Return {(file, heading, number): (language, text)} of the blocks of Python."""
-    found, heading = {}, ""
-    pattern = r"^## (?P<heading>[^\n]*)$|^```(?P<language>diff|python)\n(?P<text>.*?)^```$"
-    for one in re.finditer(pattern, (ROOT / name).read_text(), re.MULTILINE | re.DOTALL):
-        if one["heading"]:
-            heading = one["heading"]
-        else:
-            number = sum(key[1] == heading for key in found)
-            found[name, heading, number] = one["language"], one["text"]
-    return found
-
-
-FOUND = blocks("README.md") | blocks("docs/integrations.md")
-
-
-def sides(language, text):
-    """Return a block before and after the change that it shows."""
-    if language == "python":
-        return "", text
-    lines = text.splitlines()
-    before = [line[1:] for line in lines if not line.startswith("+")]
-    return "\n".join(before), "\n".join(line[1:] for line in lines if not line.startswith("-"))
-
-
-def run(key, side):
-    opening, ending = (textwrap.dedent(part) for part in BLOCKS[key])
-    torch.manual_seed(0)
-    space = {"__name__": "document"}
-    exec(compile("\n".join([opening, side, ending]), "_".join(map(str, key)), "exec"), space)
-    return space
-
-
-def test_every_block_has_its_surroundings():
-    assert set(FOUND) == set(BLOCKS)
-
-
-@pytest.mark.parametrize("key", BLOCKS, ids=lambda key: f"{key[1]} {key[2]}")
-def test_a_block_of_the_documents_runs_as_it_stands(key, tmp_path, monkeypatch):
-    for module in ("accelerate", "transformers", "lightning", "peft", "torchdata"):
-        pytest.importorskip(module)
-    # Steps as short as these do not pay, and the gate would say so.
-    made = []
-
-    def make(*args, **kwargs):
-        made.append(ActivationCache(*args, **{"gate": "always", **kwargs}))
-        return made[-1]
-
-    monkeypatch.setattr(egeria_cache, "ActivationCache", functools.wraps(ActivationCache)(make))
-    plain, cached = sides(*FOUND[key])
-    losses = []
-    for number, side in enumerate((plain, cached)):
-        if key in ALONE and number == 0:
-            continue
-        place = tmp_path / str(number)
-        place.mkdir()
-        monkeypatch.chdir(place)
-        losses.append(run(key, side)["losses"])
-    try:
-        if key not in ALONE:
-            assert len(losses[0]) > 0
-            assert losses[1] == pytest.approx(losses[0], abs=1e-5)
-        if key not in UNSERVED:
-            assert made[-1].stats().hits > 0
-    finally:
-        for cache in made:
-            cache.close()
+EXCERPTS = {
+    ("docs/cluster.md", "Ray Train", 0): "Ray Train is no package of the tests; where it is "
+    "installed, tests/examples/test_launchers.py trains so",
+}
+"""Blocks that are not run, and why; they are compiled."""

@@ -1,0 +1,267 @@
+"""Every command in README and docs/*.md is run, or at least understood by the program it names.
+
+What costs little is run (`RUN`). Of all others the command line is parsed by the program itself,
+which then stops: an option that is gone, a script that was moved or an extra that was renamed fails
+here. What cannot even be parsed without a program that is not here stands in `NOT_HERE`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch.distributed.run import parse_args as parse_torchrun
+
+import egeria_cache.inspect.forecast as forecast_module
+from egeria_cache import EgeriaLoader
+from egeria_cache.inspect import main as cache_inspect
+from egeria_core.plot import main as egeria_plot
+from tests.docs.found import ROOT, commands
+from tests.docs.mistakes import cached, model, samples, train
+from tests.docs.surroundings import AROUND
+
+COMMANDS = commands()
+ARGS = next(line for line in COMMANDS if line.startswith("ARGS=")).partition("=")[2].strip('"')
+MENTIONS = {
+    "cache-inspect DIR [COMMAND]": "cache-inspect DIR ls",
+    "cache-inspect pack": "cache-inspect DIR pack GEN FILE",
+    "cache-inspect plan": "cache-inspect plan MODEL --data DATA",
+    "cache-inspect plan --harm STEPS": "cache-inspect plan MODEL --data DATA --harm 200",
+}
+"""Short for what is given in full elsewhere."""
+TORCHX = "torchx takes a job apart by itself; tests/examples/test_launchers.py runs it where it is"
+NOT_HERE = {
+    line: TORCHX if line.startswith("torchx") else "there is no Slurm here"
+    for line in COMMANDS
+    if "torchx run" in line or " sbatch " in line
+}
+"""Of these the part behind the launcher is parsed."""
+
+
+class Parsed(BaseException):
+    """The command line was understood, and nothing was done."""
+
+
+@contextlib.contextmanager
+def parsing(monkeypatch):
+    """Expect a program to read its arguments, and stop it then."""
+    read = argparse.ArgumentParser.parse_args
+
+    def stop(self, args=None, namespace=None):
+        read(self, args, namespace)
+        raise Parsed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(argparse.ArgumentParser, "parse_args", stop)
+        with pytest.raises(Parsed):
+            yield
+
+
+def words_of(line):
+    """Return the parts of a pipe, each as a list of words without assignments to variables."""
+    line = MENTIONS.get(line, line).replace("$ARGS", ARGS)
+    for part in line.split(" | "):
+        words = shlex.split(part)
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            words = words[1:]
+        yield words[2:] if words[:1] == ["ssh"] else words
+
+
+def understand(words, monkeypatch):
+    """Have the program that is named read its arguments."""
+    program, *rest = words
+    if program == "make":
+        done = subprocess.run(["make", "-n", *rest], cwd=ROOT, capture_output=True, check=False)
+        assert done.returncode == 0
+    elif program == "pip":
+        extras = re.findall(r"\[(.*)\]", rest[-1])
+        text = (ROOT / "pyproject.toml").read_text()
+        assert rest[0] == "install"
+        assert re.fullmatch(r"\.(\[\w+\])?", rest[-1])
+        assert all(re.search(rf"^{extra} = \[", text, re.MULTILINE) for extra in extras)
+    elif program == "torchrun":
+        options = parse_torchrun(rest)
+        understand(["python", options.training_script, *options.training_script_args], monkeypatch)
+    elif rest[:2] == ["-m", "pytest"]:
+        assert all((ROOT / path).exists() for path in rest[2:])
+    elif program == "python":
+        with parsing(monkeypatch):
+            start(rest, monkeypatch)
+    else:
+        with parsing(monkeypatch):
+            {"cache-inspect": cache_inspect, "egeria-plot": egeria_plot}[program](rest)
+
+
+def start(words, monkeypatch):
+    """Run a script or a module as `python` does."""
+    is_module = words[0] == "-m"
+    monkeypatch.setattr(sys, "argv", words[1:] if is_module else words)
+    if is_module:
+        name = words[1]
+        if importlib.util.find_spec(name).submodule_search_locations is not None:
+            name += ".__main__"
+        runpy.run_module(name, run_name="__main__", alter_sys=False)
+    else:
+        runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+
+
+@pytest.fixture
+def factories(tmp_path, monkeypatch):
+    """The user's models.py and data.py, in the current directory."""
+    before = textwrap.dedent(AROUND["README.md", "The change to a training loop", 0].before)
+    frozen = "\n\ndef make_model():\n    return model\n"
+    (tmp_path / "models.py").write_text(before + frozen)
+    (tmp_path / "data.py").write_text(
+        "from models import dataset\n\n\ndef make_dataset():\n    return dataset\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(forecast_module, "ENOUGH_S", 0.0)
+    others = {name: sys.modules.pop(name, None) for name in ("models", "data")}
+    yield
+    for name, module in others.items():
+        sys.modules.pop(name, None)
+        if module is not None:
+            sys.modules[name] = module
+
+
+@pytest.fixture
+def in_tmp(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def run_plan(words):
+    assert cache_inspect(words[1:]) == 0
+    return "batches of 32, measured with 64 of 160 samples"
+
+
+def run_history(words):
+    record = {"kind": "reading", "step": 1, "layer": 0, "boundary": "a", "value": 0.1}
+    moved = {"kind": "boundary", "step": 2, "boundary": "a", "previous": None, "reason": "rest"}
+    counts = {"num_frozen": 1, "num_layers": 2, "active_parameters": 1, "total_parameters": 2}
+    with open(words[1], "w") as file:
+        file.writelines(json.dumps(one) + "\n" for one in (record, moved | counts))
+    assert egeria_plot(words[1:]) == 0
+    return "history.png"
+
+
+def run_schedules(words):
+    assert egeria_plot(words[1:]) == 0
+    return "pipeline.png"
+
+
+def run_fill(words):
+    assert cache_inspect(words[1:]) == 0
+    return "160"
+
+
+RUN = {
+    "cache-inspect plan models:make_model --data data:make_dataset --batch-size 32 --samples 64": (
+        run_plan, "factories",
+    ),
+    "cache-inspect fill models:make_model --data data:make_dataset --directory runs/cache "
+    "--batch-size 64": (run_fill, "factories"),
+    "egeria-plot history.jsonl": (run_history, "in_tmp"),
+    "egeria-plot pipeline": (run_schedules, "in_tmp"),
+}  # fmt: skip
+"""What runs a command and returns what it shows then, and a fixture that it needs."""
+
+
+def test_what_is_listed_here_is_in_the_documents():
+    assert {*RUN, *MENTIONS, *NOT_HERE} <= {*COMMANDS}
+    assert len(COMMANDS) > 40
+
+
+@pytest.mark.parametrize("line", RUN)
+def test_a_command_runs_as_it_stands(line, request, capsys):
+    pytest.importorskip("matplotlib")
+    run, fixture = RUN[line]
+    request.getfixturevalue(fixture)
+    (words,) = words_of(line)
+    shows = run(words)
+    assert shows in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("line", [line for line in COMMANDS if line not in RUN])
+def test_a_command_is_understood(line, monkeypatch):
+    if "benchmarks" in line or "examples" in line:
+        pytest.importorskip("sklearn")
+    threads = torch.get_num_threads()
+    for words in words_of(line):
+        if line in NOT_HERE:
+            script = next(i for i, word in enumerate(words) if word.startswith("examples/"))
+            assert (ROOT / words[script]).exists()
+            rest = [word for word in words[script + 1 :] if word != "--"]
+            words = ["python", "examples/train.py", *rest]
+        if words:
+            understand(words, monkeypatch)
+    torch.set_num_threads(threads)
+
+
+# ---- docs/inspect.md -----------------------------------------------------------------------------
+
+INSPECT = (ROOT / "docs" / "inspect.md").read_text()
+ROWS = re.findall(r"^\| `([a-z]+[^`]*)`", INSPECT, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def generations(tmp_path_factory):
+    where = tmp_path_factory.mktemp("inspected")
+    for seed in (0, 1):
+        net = model()
+        with torch.no_grad():
+            net.stem.weight += seed
+        with cached(net, where) as cache:
+            train(net, EgeriaLoader(samples(), 8, cache=cache), 1)
+    return where / "cache"
+
+
+def test_each_command_of_the_inspector_has_its_row(capsys):
+    cache_inspect(["--help"])
+    listed = re.findall(r"^    ([a-z]+) ", capsys.readouterr().out, re.MULTILINE)
+    assert {row.split()[0] for row in ROWS} == set(listed)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_each_command_of_the_inspector_runs(row, generations, tmp_path, capsys):
+    names = sorted(path.name for path in generations.glob("gen-*"))
+    assert len(names) == 2
+    left, file = list(names), tmp_path / "one.egeria"
+    words = [
+        left.pop(0) if word == "GEN" else str(file) if word == "FILE" else word
+        for word in re.sub(r"[][]", "", row).split()
+    ]
+    directory = generations
+    if words[0] == "unpack":
+        assert cache_inspect([str(generations), "pack", names[0], str(file)]) == 0
+        directory = tmp_path / "other"
+    words += ["--times", "1"] if words[0] == "watch" else []
+    words += ["--unused"] if words[0] == "prune" else []
+    capsys.readouterr()
+    assert cache_inspect([str(directory), *words]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_each_option_that_is_told_of_is_there(capsys):
+    known = set()
+    for words in (["DIR", name.split()[0], "--help"] for name in ROWS):
+        cache_inspect(words)
+        known |= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    for name in ("plan", "fill"):
+        with contextlib.suppress(SystemExit):
+            cache_inspect([name, "--help"])
+        known |= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    told = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", INSPECT))
+    assert len(told) > 20
+    assert told <= known, told - known
