@@ -39,11 +39,19 @@ LEAF_FLAGS = tuple(
 
 def accelerator() -> torch.device | None:
     """Return the kind of accelerator that can be used, without an index; None: there is none."""
-    kind = torch.accelerator.current_accelerator()
+    kind = _current()
     try:
         return kind if torch.accelerator.is_available() else None
     except (RuntimeError, AttributeError):  # its module does not say
         return kind
+
+
+def _current() -> torch.device | None:
+    """Return PyTorch's accelerator, also one that cannot be used here; None: it has none."""
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:  # what PyTorch 2.6 says in place of None
+        return None
 
 
 def default_device() -> torch.device:
@@ -124,7 +132,7 @@ def device_name(device: torch.device) -> str | None:
 
 def autocast_kinds() -> tuple[str, ...]:
     """Return the kinds of devices for which autocast may be on."""
-    kind = torch.accelerator.current_accelerator()
+    kind = _current()
     return ("cpu",) if kind is None else ("cpu", kind.type)
 
 
@@ -142,7 +150,7 @@ def moved_to(func: Callable[..., Any]) -> str | None:
     `x.cuda()` and its like: a device that is registered from outside gives `Tensor` one, too.
     """
     name = getattr(func, "__name__", "")
-    kind = torch.accelerator.current_accelerator() if name not in _NAMED else None
+    kind = _current() if name not in _NAMED else None
     if name not in _NAMED and (kind is None or name != kind.type):
         return None
     return name if getattr(Tensor, name, None) is func else None

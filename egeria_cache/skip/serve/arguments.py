@@ -37,6 +37,10 @@ class Layout:
     structures: tuple[Structure, ...] = field(compare=False)
     """How to build what was opened."""
 
+    def __hash__(self) -> int:
+        """Leave out the tree itself, which older releases of PyTorch cannot hash."""
+        return hash((self.spec.num_leaves, self.opened))
+
     def build(self, leaves: Sequence[Any], given: tuple[Any, Any]) -> tuple[Any, Any]:
         """Return (args, kwargs); containers of `given` in which nothing changed are used again."""
         if not self.opened:

@@ -110,7 +110,8 @@ class Remembered:
         pending += [value for _, data in self._classes for value in data.values()]
         while pending:
             pending.extend(self._look(pending.pop()))
-        self._preserved = torch.autograd._unsafe_preserve_version_counter(tuple(self._versions))
+        # One each: older releases of PyTorch take no tuple.
+        self._preserved = [*map(torch.autograd._unsafe_preserve_version_counter, self._versions)]
 
     def restore(self, *, for_a_copy: bool = False) -> None:
         """Put back what differs. May be called again and again.
@@ -134,7 +135,8 @@ class Remembered:
         if for_a_copy:
             for place, key, kept in self._iterators:
                 _fill(place, key, Copier()(kept))
-        self._preserved.__exit__(None, None, None)
+        for preserved in self._preserved:
+            preserved.__exit__(None, None, None)
 
     def _look(self, value: Any) -> Iterable[Any]:
         """Remember one object; return what it holds."""
