@@ -9,7 +9,7 @@ rows are kept apart with these very arguments is tried out on a few made-up rows
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -25,13 +25,17 @@ from egeria_cache.device import moved_to
 __all__ = ["IN_PLACE", "Op", "outside_inference_mode"]
 
 
-@contextmanager
-def outside_inference_mode() -> Iterator[None]:
+def outside_inference_mode() -> AbstractContextManager[None]:
     """Make ordinary tensors, also where inference mode is on: those have a version counter."""
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.no_grad():
-            yield
-    else:
+    return _ordinary() if torch.is_inference_mode_enabled() else _AS_IT_IS
+
+
+_AS_IT_IS = nullcontext()
+
+
+@contextmanager
+def _ordinary() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
         yield
 
 

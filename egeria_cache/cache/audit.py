@@ -52,13 +52,13 @@ class AuditPlan:
             number: The batch's number in its epoch; a smaller one than before begins another.
             hit: Bool, shape (B,).
         """
-        hits = np.flatnonzero(hit)
-        count = int(self._rate * len(hits) + self._random.random())
-        count = min(len(hits), max(count, self._floor(loader, cut, number)))
+        num_hits = int(np.count_nonzero(hit))
+        count = int(self._rate * num_hits + self._random.random())
+        count = min(num_hits, max(count, self._floor(loader, cut, number)))
         if not count:
             return None
         rows = np.zeros(len(hit), bool)
-        rows[self._random.sample(hits.tolist(), count)] = True
+        rows[self._random.sample(np.flatnonzero(hit).tolist(), count)] = True
         return rows
 
     def _floor(self, loader: str, cut: int, number: int) -> int:

@@ -149,7 +149,7 @@ class LoaderPort:
 
     def wants_control(self, entry: PlannedEntry) -> bool:
         """Whether a batch of hits should be computed all the same, to know what that costs."""
-        if self.boundary is None or not entry.hit.all():
+        if self.boundary is None or entry.num_misses:
             return False
         return self._pilot.wants_control(entry.view, self.boundary)
 

@@ -32,7 +32,7 @@ class Accounts:
 
     def batch(self, num_samples: int, hit: np.ndarray | None) -> None:
         """Note what a batch consists of: yielded without hits, or served with some."""
-        num_hits = 0 if hit is None else int(hit.sum())
+        num_hits = 0 if hit is None else int(np.count_nonzero(hit))
         self.counts.hits += num_hits
         self.counts.misses += num_samples - num_hits
         self.counts.hit_batches += num_hits == num_samples

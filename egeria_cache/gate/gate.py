@@ -68,7 +68,9 @@ class CostMeter:
     def read(self, seconds: float, num_samples: int, row_bytes: int) -> None:
         """Note one batch read by a reader thread: store to rows."""
         if num_samples and row_bytes:
-            recent = self._reads.setdefault(row_bytes, deque(maxlen=_RECENT))
+            recent = self._reads.get(row_bytes)
+            if recent is None:
+                recent = self._reads[row_bytes] = deque(maxlen=_RECENT)
             recent.append(seconds / num_samples)
 
     def waited(self, seconds: float, num_samples: int) -> None:

@@ -11,7 +11,6 @@ results are what would have been served.
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from collections.abc import Iterable
 
@@ -113,6 +112,9 @@ class Ledger:
 
 def _mean(values: Iterable[float]) -> float:
     """Mean, for the first step of an epoch waits for its rows; but without outliers."""
-    values = list(values)
-    most = _OUTLIER * statistics.median(values)
-    return statistics.fmean(min(value, most) for value in values)
+    values = sorted(values)  # with every served step: `statistics` would take ten times as long
+    half, odd = divmod(len(values), 2)
+    most = _OUTLIER * (values[half] if odd else (values[half - 1] + values[half]) / 2)
+    if values[-1] > most:
+        values = [min(value, most) for value in values]
+    return sum(values) / len(values)

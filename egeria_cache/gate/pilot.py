@@ -80,15 +80,15 @@ class Pilot:
             entry: Its hits; None if it was computed whole.
             is_control: It could have been served.
         """
-        if entry is not None and entry.hit.any():
+        if entry is not None and entry.num_hits:
             self.meter.read(entry.read_s, entry.num_read, entry.cut.row_bytes)
-            self.meter.waited(entry.waited_s, int(entry.hit.sum()))
+            self.meter.waited(entry.waited_s, entry.num_hits)
         ledger, at_frozen = self._ledger(view, boundary), self._ledger(view, boundary, frozen)
         if ledger is not at_frozen and not ledger.has_computed:
             ledger.inherit(at_frozen)
         if entry is None:
             ledger.computed(seconds, num_samples, is_control=is_control)
-        elif entry.view is view and entry.hit.all():
+        elif entry.view is view and not entry.num_misses:
             ledger.served(seconds, num_samples)
         return self._turn(view, frozen, ledger, at_frozen) if self.mode == "auto" else None
 
@@ -123,4 +123,7 @@ class Pilot:
 
     def _ledger(self, view: View, boundary: str, cut: str | None = None) -> Ledger:
         key = view.loader_name, boundary, cut or view.cut.boundary
-        return self._ledgers.setdefault(key, Ledger())
+        ledger = self._ledgers.get(key)
+        if ledger is None:
+            ledger = self._ledgers[key] = Ledger()
+        return ledger

@@ -62,9 +62,9 @@ class Assembly:
             return missing
         if entry is None:
             return self._tag(plan, loaded)
-        view, num_misses = entry.view, int((~entry.hit).sum())
-        lists = self._source.study.lists
-        _, misses = flatten(missing, num_misses, lists) if num_misses else (None, {})
+        view, num_misses, misses = entry.view, entry.num_misses, dict[str, Any]()
+        if num_misses:
+            misses = flatten(missing, num_misses, self._source.study.lists)[1]
         if not entry.ready() or (num_misses and not view.admits(misses)):
             return self._load_instead(plan)
         lengths, kept = None, entry.kept
@@ -86,9 +86,11 @@ class Assembly:
             for path in view.kept
         } | constants
         for path in view.dropped:
-            row = view.rows[path]
-            shape = row.shape[1:] if lengths is None else view.shape_of(path, lengths.whole)
-            whole = torch.empty((batch.size, *shape), dtype=row.dtype, device="meta")
+            if lengths is None:
+                whole = view.meta(path, batch.size)
+            else:
+                shape = (batch.size, *view.shape_of(path, lengths.whole))
+                whole = torch.empty(shape, dtype=view.rows[path].dtype, device="meta")
             tagged[path] = without_data(whole, batch, path, misses.get(path))
         entry.on_load = partial(self.cache.count_batch, len(plan.ids), entry.hit)
         self.cache.count_yielded()
@@ -98,7 +100,7 @@ class Assembly:
         """Load a whole batch in this process: what was planned to be read cannot be."""
         assert self.cache is not None
         assert plan.entry is not None
-        self.cache.count_refetched(int(plan.entry.hit.sum()))
+        self.cache.count_refetched(plan.entry.num_hits)
         task = plan.whole(self._seed).take(np.ones(len(plan.ids), bool))
         if self._source.axes:
             return self._tag(plan, self._source.measure(task))
@@ -207,7 +209,7 @@ class Assembly:
         view, own = entry.view, entry.lengths
         assert view.padding is not None
         assert own is not None
-        if not entry.hit.all():
+        if entry.num_misses:
             try:
                 measured = self._measured(plan, loaded)
             except Exception:  # it will be raised again where the whole batch is loaded

@@ -49,7 +49,9 @@ class Plan:
         whole = self.whole(seed)
         if self.entry is None:
             return whole
-        return whole._replace(indices=None) if self.entry.hit.all() else whole.take(~self.entry.hit)
+        if not self.entry.num_misses:
+            return whole._replace(indices=None)
+        return whole.take(~self.entry.hit)
 
 
 def best_entry(
@@ -71,8 +73,9 @@ def best_entry(
         hit = view.contains(ids, variant)
         if not hit.all() and view.generation.catch_up():
             hit = view.contains(ids, variant)
-        if hit.any() and (best is None or hit.sum() > best.hit.sum()):
-            best = PlannedEntry(view, number, ids, variant, hit)
+        entry = PlannedEntry(view, number, ids, variant, hit)
+        if entry.num_hits > (0 if best is None else best.num_hits):
+            best = entry
     return best
 
 
@@ -184,17 +187,34 @@ class Planner:
             room -= 1.0 if plan.entry is None else plan.entry.weight
         return min(len(self._planned), most), room > 0 and len(self._planned) < most
 
+    def take_read(self) -> int | None:
+        """Return the number of the next task if it is one of hits alone: there is nothing to load.
+
+        None if a task has to be loaded, or the epoch is at its end.
+        """
+        if not self._undispatched:
+            return None
+        entry = self._undispatched[0].entry
+        if entry is None or entry.num_misses:
+            return None
+        return self._undispatched.popleft().number
+
     def take(self, number: int) -> Plan:
         """Return the plan of that number, which is the next one unless order does not matter."""
         plan = next((plan for plan in self._planned if plan.number == number), None)
         if plan is None:
             raise RuntimeError(f"batch {number} came without having been planned")
-        self._planned.remove(plan)
+        if plan is self._planned[0]:
+            self._planned.popleft()
+        else:
+            self._planned.remove(plan)
         self._prefetcher.release_before(number)
         return plan
 
     def planned_before(self, number: int) -> dict[int, list[Any]]:
         """Return the indices of earlier batches that were not taken, where order is free."""
+        if not self._planned or self._planned[0].number > number:
+            return {}  # they are planned in order
         return {plan.number: plan.indices for plan in self._planned if plan.number < number}
 
     def skip(self) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
-from itertools import count
+from itertools import compress, count
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,9 @@ class PlannedEntry:
                  hit: np.ndarray) -> None:  # fmt: skip
         """Plan to serve the masked rows of batch `number` from `view`."""
         self.view, self.number, self.variant, self.hit = view, number, variant, hit
-        self.ids = [sample_id for sample_id, is_hit in zip(ids, hit, strict=True) if is_hit]
+        self.num_hits = int(np.count_nonzero(hit))
+        self.num_misses = len(hit) - self.num_hits
+        self.ids = ids if not self.num_misses else list(compress(ids, hit))
         self.weight = 1.0
         """How much there is to read, where a batch of ordinary size is one."""
         self.kept: dict[str, Rows] = {}
@@ -297,6 +299,8 @@ def _activations(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
 def _on_device(rows: dict[str, Tensor], view: View) -> dict[str, Tensor]:
     """Copy rows that came with their batch, among the training step's own work."""
     there = {name: to_device(values, view.device_for(name)) for name, values in rows.items()}
+    if not (view.is_spread or runs_late(view.device)):
+        return there
     with _lock:
         for name, values in rows.items():
             _held.hold(values, mark(view.device_for(name)))

@@ -33,6 +33,7 @@ ACTIVATION, KEPT, LENGTHS = "a:", "k:", "lengths"
 and the name of a padded sample's own lengths, int32."""
 MAX_LIVE_BOUNDARIES = 2
 """What was stored two moves ago is not read any more: the last move has filled anew from it."""
+_MAX_METAS = 64
 MAX_LIVE_VIEWS = 16
 """Of one loader: a generation per boundary and shape of its batches."""
 
@@ -62,6 +63,7 @@ class View:
     """Rows on the device, where they are gathered from there; kept from pass to pass."""
     padding: Padding | None = None
     """How the loader pads its samples; stored rows have none of it."""
+    _metas: dict[tuple[str, int], Tensor] = field(default_factory=dict, init=False)
     is_void: bool = False
     is_checked: bool = False
     """Whether rows that were found in it have been compared with computed ones."""
@@ -89,6 +91,17 @@ class View:
     def _row_shape(self, path: str, leaf: Any) -> torch.Size:
         rows = leaf if self.padding is None else self.padding.row_meta(path, leaf)
         return torch.Size(rows.shape[1:])
+
+    def meta(self, path: str, batch_size: int) -> Tensor:
+        """Return a meta tensor of a leaf without padding; nobody may change it."""
+        found = self._metas.get((path, batch_size))
+        if found is None:
+            row = self.rows[path]
+            if len(self._metas) >= _MAX_METAS:
+                self._metas.clear()
+            found = torch.empty((batch_size, *row.shape[1:]), dtype=row.dtype, device="meta")
+            self._metas[path, batch_size] = found
+        return found
 
     def shape_of(self, path: str, whole: Sequence[int]) -> tuple[int, ...]:
         """Return the shape that a leaf's rows have in a batch of these lengths."""

@@ -398,8 +398,9 @@ class SkipEngine:
         self, source: Recipe, recipe: Recipe | None, call: Invocation, stored: Mapping[str, Tensor]
     ) -> Any:
         """Enter at `source`'s cut; an older one than `recipe`'s fills the newer one on the way."""
-        with self._noting("replay", call.batch.size):
-            output, rows = passes.replay(self._forward, source, recipe, call, stored)
+        started = time.perf_counter()
+        output, rows = passes.replay(self._forward, source, recipe, call, stored)
+        self.host.note("replay", time.perf_counter() - started, call.batch.size)
         if source.guard is not None and source.guard.has_hooks:
             self._settle(source)  # they may keep a count or a list
         if recipe is not None:
@@ -469,8 +470,7 @@ class SkipEngine:
         elif self._declared != (self.boundary, self.frozen) and self._thaw.is_frozen_again():
             self._thaw.forget()
             self._place(*self._declared)
-        guards = {id(r.guard): r.guard for r in self._book.all() if r.guard is not None}
-        for guard in guards.values():
+        for guard in self._book.guards():
             reason = guard.changed()
             if reason is not None:
                 self._void(reason, guard)

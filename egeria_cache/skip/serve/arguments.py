@@ -7,6 +7,7 @@ opened.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,8 @@ from egeria_cache.batch import BatchTensor, Structure, flatten, own_containers
 __all__ = ["PLAIN", "Layout", "hand_back", "take_apart"]
 
 PLAIN = (bool, int, float, str, bytes, type(None))
+_ONE_LEAF = frozenset({Tensor, *PLAIN})
+"""Of these very types: what most models are called with has nothing inside to look for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,15 @@ class Layout:
     """(which leaf of the tree, its type, the paths inside it)."""
     structures: tuple[Structure, ...] = field(compare=False)
     """How to build what was opened."""
+    is_flat: bool = field(compare=False, default=False)
+    """Whether it is of positional arguments alone, none of which was looked into."""
+    _hash: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.spec, self.opened)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __hash__(self) -> int:
         """Leave out the tree itself, which older releases of PyTorch cannot hash."""
@@ -43,6 +55,8 @@ class Layout:
 
     def build(self, leaves: Sequence[Any], given: tuple[Any, Any]) -> tuple[Any, Any]:
         """Return (args, kwargs); containers of `given` in which nothing changed are used again."""
+        if self.is_flat:
+            return tuple(leaves), given[1]
         if not self.opened:
             built = tree_unflatten(leaves, self.spec)
         else:
@@ -74,6 +88,8 @@ class Layout:
 
 def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Layout]:
     """Return every leaf in order, and how they belong together."""
+    if not kwargs and all(isinstance(a, BatchTensor) or type(a) in _ONE_LEAF for a in args):
+        return list(args), _flat(len(args))
     outer, spec = tree_flatten((args, kwargs))
     leaves, opened, structures = list[Any](), [], []
     for at, leaf in enumerate(outer):
@@ -85,6 +101,12 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any]
             structures.append(structure)
             leaves += (inner[path] for path in structure.paths)
     return leaves, Layout(spec, tuple(opened), tuple(structures))
+
+
+@functools.cache
+def _flat(count: int) -> Layout:
+    """Return the layout of so many positional arguments that are one leaf each."""
+    return Layout(tree_flatten(((None,) * count, {}))[1], (), (), is_flat=True)
 
 
 def hand_back(given: Any, built: Any) -> None:

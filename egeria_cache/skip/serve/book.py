@@ -41,6 +41,10 @@ class RecipeBook:
         """Return the recipes for the prefix as it is now."""
         return [recipe for recipes in self._recipes.values() for recipe in recipes]
 
+    def guards(self) -> list[PrefixGuard]:
+        """Return what watches the prefix of any of them; two recipes may share a guard."""
+        return list({id(r.guard): r.guard for r in self.all() if r.guard is not None}.values())
+
     def alike(self, key: Key, boundary: str) -> list[Recipe]:
         """Return those of one signature at one boundary."""
         return [recipe for recipe in self._recipes.get(key, ()) if recipe.boundary == boundary]

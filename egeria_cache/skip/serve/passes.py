@@ -93,12 +93,10 @@ def replay(
     """
     size = call.batch.size
     values = {
-        slot: source.tensor_spec(slot).from_rows(
-            stored[name].clone() if source.copies else stored[name]
-        )
-        for name, slot in source.slots().items()
+        slot: spec.from_rows(stored[name].clone() if source.copies else stored[name])
+        for name, slot, spec in source.entries()
     }
-    if torch.is_grad_enabled():
+    if source.wants_grad and torch.is_grad_enabled():
         for slot in source.wants_grad & values.keys():
             leaf = values[slot].detach().requires_grad_()
             # What the model writes into may not be a leaf.
@@ -145,7 +143,7 @@ def _handler(
 ) -> tuple[list[nn.Module], Callable[..., Any]]:
     """Route calls to the replay, and around it to the capture of a later boundary."""
     if capture is None:
-        return source.modules, replay
+        return source.taken_over(), replay
     recipe = capture.recipe
     old, new = set(map(id, source.modules)), set(map(id, recipe.modules))
 

@@ -74,6 +74,8 @@ class Recipe:
     """How it looks for batches of other lengths, where samples are padded."""
     mutable: list[Tensor] = field(default_factory=list)
     """Buffers that the active part writes to: put back if a replay has to be abandoned."""
+    _entries: list[tuple[str, Slot, TensorSpec]] | None = None
+    _modules: list[nn.Module] | None = None
     _metas: dict[int, list[list[Tensor | None]]] = field(default_factory=dict)
     _stage: Scene | None = None
     _stand_ins: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
@@ -99,8 +101,9 @@ class Recipe:
             if len(known) >= MAX_LENGTHS:
                 del known[next(iter(known))]
             known[whole] = replace(
-                self, steps=steps, _metas={}, _stage=None, _stand_ins={}, _inputs={}, _saved=[]
-            )
+                self, steps=steps, _entries=None, _modules=None, _metas={}, _stage=None,
+                _stand_ins={}, _inputs={}, _saved=[],
+            )  # fmt: skip
         return known[whole]
 
     def row_growth(self) -> dict[str, RowGrowth]:
@@ -167,6 +170,18 @@ class Recipe:
                 calls = sum(other.module is step.module for other in self.steps[:i])
                 named[f"{name}#{calls}" if calls else name] = (i, j)
         return named
+
+    def entries(self) -> list[tuple[str, Slot, TensorSpec]]:
+        """Return name, place and description of the cached tensors; only once it is proved."""
+        if self._entries is None:
+            self._entries = [(n, slot, self.tensor_spec(slot)) for n, slot in self.slots().items()]
+        return self._entries
+
+    def taken_over(self) -> list[nn.Module]:
+        """Return `modules`; only once it is proved."""
+        if self._modules is None:
+            self._modules = self.modules
+        return self._modules
 
     def tensor_spec(self, slot: Slot) -> TensorSpec:
         """Return the spec of a cached tensor."""
