@@ -41,13 +41,6 @@ class Layout:
     """How to build what was opened."""
     is_flat: bool = field(compare=False, default=False)
     """Whether it is of positional arguments alone, none of which was looked into."""
-    _hash: int = field(init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.spec, self.opened)))
-
-    def __hash__(self) -> int:
-        return self._hash
 
     def __hash__(self) -> int:
         """Leave out the tree itself, which older releases of PyTorch cannot hash."""
