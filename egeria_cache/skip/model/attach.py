@@ -98,7 +98,8 @@ def _report(number: int) -> bool:
     """Run while a compiler traces, and leave nothing in its graph."""
     # Compiled code is handed the loader's tensors, which are a subclass; on its first call AOT
     # Autograd looks whether custom operators alias their inputs, and takes no subclass there.
-    functorch.check_custom_op_aliasing = False
+    if hasattr(functorch, "check_custom_op_aliasing"):  # older releases do not look
+        functorch.check_custom_op_aliasing = False
     attached = _ATTACHED.get(number)
     if attached is not None:
         attached.on_traced()

@@ -23,6 +23,7 @@ __all__ = [
     "is_sharded",
     "make_local",
     "marks",
+    "set_parameters",
     "state_of",
     "states_in",
     "stripped_hooks",
@@ -76,6 +77,13 @@ def groups_of(state: Any) -> Any:
         group = state._fsdp_param_group
         groups = [] if group is None else [group]
     return groups
+
+
+def set_parameters(group: Any, parameters: list[Any]) -> None:
+    """Make these the parameters of a group, whose collectives then carry no others."""
+    group.fsdp_params = parameters
+    # Since PyTorch 2.15 a group keeps the numbers of its parameters in the order of reduction.
+    getattr(group, "_init_reduce_scatter_param_order", lambda: None)()
 
 
 def stripped_hooks(module: nn.Module, *further: Any) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from egeria_cache.skip.model.fsdp import (
     CastInputs,
     cast_hooks,
     groups_of,
+    set_parameters,
     state_of,
     states_in,
     stripped_hooks,
@@ -250,7 +251,7 @@ class ShardedFront:
             kept = [one for one in group.fsdp_params if id(one) not in held]
             if len(kept) < len(group.fsdp_params):
                 self._taken.append((group, group.fsdp_params))
-                group.fsdp_params = kept
+                set_parameters(group, kept)
         if not all(group.fsdp_params for group in groups):
             self._groups.append((state, groups))
             left = [group for group in groups if group.fsdp_params]
@@ -271,7 +272,7 @@ class ShardedFront:
             for module in {id(m): m for s in states_in(self._model) for m in s._modules}.values():
                 module.reshard()  # else some would be whole, and those that come back would not
         for group, parameters in reversed(self._taken):
-            group.fsdp_params = parameters
+            set_parameters(group, parameters)
         for state, slot, listed in reversed(self._prefetch):
             setattr(state, slot, listed)
         self._held, self._hooks, self._taken, self._groups = [], [], [], []
