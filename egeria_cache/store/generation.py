@@ -26,8 +26,9 @@ from egeria_cache.store.disk.manifest import Manifest
 from egeria_cache.store.disk.place import FULL
 from egeria_cache.store.reader import BatchReader
 from egeria_cache.store.records.choice import choose_codec
-from egeria_cache.store.records.keys import SampleId, encode_keys
-from egeria_cache.store.records.record import Encoded, Rows, encode_rows
+from egeria_cache.store.records.encoded import Encoded
+from egeria_cache.store.records.keys import SampleId, encode_keys, plain_integers
+from egeria_cache.store.records.record import Rows, encode_rows
 from egeria_cache.store.records.values import Value
 from egeria_cache.store.stats import GenerationCounts
 from egeria_cache.store.transfer import to_host
@@ -210,18 +211,20 @@ class Generation:
         for name, value in fields.items():
             if len(value) != len(ids):
                 raise ValueError(f"{name!r} has {len(value)} rows for {len(ids)} sample IDs")
-        picked = np.flatnonzero(~self.contains(ids, variant=variant))
-        if not len(picked):
+        numbers = plain_integers(ids)
+        asked: Any = ids if numbers is None else numbers
+        known = self.contains(asked, variant=variant)
+        if known.all():
             return self.alive
-        if not self._takes_more or not self._writer.alive:
+        picked = np.flatnonzero(~known).tolist() if known.any() else range(len(ids))
+        if not self._takes_more or not self._writer.alive or self._writer.is_full:
             self._count(dropped_writes=len(picked))
             if not self._writer.alive and self.alive:
                 self._warn("the cache's writer thread is dead")
             return False
-        keys = encode_keys(ids, variant)
+        keys = encode_keys(ids, variant) if numbers is None else numbers
         fields, ready = to_host(fields)
-        rows = Rows(bare, fields)
-        job = Job.of(self, keys, picked.tolist(), rows, ready)
+        job = Job.of(self, keys, picked, Rows(bare, fields), ready, variant)
         self._queued(1)
         accepted = self._writer.submit(job)
         if not accepted:
@@ -257,22 +260,26 @@ class Generation:
             self._queued(-len(jobs))
 
     def _commit(self, jobs: Sequence[Job]) -> int:
-        records: dict[bytes, Any] = {}
+        parts: list[Encoded] = []
+        known: set[bytes] = set()
         num_encoded, raw_bytes, error = 0, 0, LossyError()
+        self._writer.arena.reset()
         for job in jobs:
             try:
                 encoded = self._encode(job, error)
             except (TypeError, ValueError, RuntimeError) as problem:  # of this batch alone
                 self._warn(f"a batch cannot be stored: {problem}")
                 continue
-            before = len(records)
-            for key, record in encoded:  # a sample that waited twice is stored once
-                records.setdefault(key, record)
+            if encoded is None:
+                continue
             num_encoded += len(encoded)
-            raw_bytes += job.num_bytes * (len(records) - before) // max(len(job.keys), 1)
-        if not records:
+            encoded = encoded.only(_first_among(known, encoded.keys))
+            raw_bytes += job.num_bytes * len(encoded) // max(len(job.keys), 1)
+            parts.append(encoded)
+        if not parts:
             return 0
-        num_new, num_stored = self.take(list(records.items()), raw_bytes, error, self._codec)
+        records = Encoded.joined(parts)
+        num_new, num_stored = self.take(records, raw_bytes, error, self._codec)
         if num_stored < num_new:
             self._write_again_at = time.monotonic() + RETRY_S
             if "limit" not in self._said:
@@ -292,7 +299,7 @@ class Generation:
         """Store encoded records in one commit, now, as far as there is room.
 
         Args:
-            records: (key, record) of this generation.
+            records: Of this generation, no two with one key.
             raw_bytes: Of all of them, decoded.
             error: What lossy storage changed in them.
             codec: What they were written with.
@@ -317,33 +324,33 @@ class Generation:
         """Return as many of the records as the limit has room for."""
         growth = self._files.growth_bytes(records)
         room = self._budget.make_room(int(growth[-1]))
-        return records[: max(int(np.searchsorted(growth, room, side="right")) - 1, 0)]
+        return records.only(growth[1:] <= room)
 
-    def _encode(self, job: Job, error: LossyError) -> Encoded:
-        """Return the records of a batch; none if it was changed meanwhile."""
+    def _encode(self, job: Job, error: LossyError) -> Encoded | None:
+        """Return the records of a batch; None if it was changed meanwhile."""
         for arrived in job.ready:
             arrived.synchronize()
-        codec = self._codec if self._codec is not None else self._choose_codec(job)
-        changed = LossyError()
+        keys, changed = job.encoded_keys(), LossyError()
+        codec = self._codec if self._codec is not None else self._choose_codec(job, keys)
         records = encode_rows(
-            job.keys, job.picked, job.rows, codec, self._coder, self._storage, changed,
-            self._files.identity,
+            keys, job.picked, job.rows, codec, self._coder, self._storage, changed,
+            self._files.identity, self._writer.arena,
         )  # fmt: skip
         if not job.unchanged():
             self._warn("a tensor was changed after put_batch and before it was stored; not stored")
-            return []
+            return None
         error.join(changed)
         return records
 
-    def _choose_codec(self, job: Job) -> Codec:
+    def _choose_codec(self, job: Job, keys: Sequence[bytes]) -> Codec:
         """Decide once, from the first batch."""
-        expected = self._num_expected * job.num_bytes // max(len(job.keys), 1)
+        expected = self._num_expected * job.num_bytes // max(len(keys), 1)
         small = min(self._budget.limit_bytes, psutil.virtual_memory().total) // SMALL_PART
         if 0 < expected <= small:
             self._codec, trials = Codec.RAW, f"{expected / 1e6:.0f} MB for all samples are few"
         else:
             self._codec, trials = choose_codec(
-                job.keys, job.picked, job.rows, self._coder, self._storage
+                keys, job.picked, job.rows, self._coder, self._storage
             )
         logger.info("%s: codec %s: %s", self.name, self._codec.label, trials)
         return self._codec
@@ -404,3 +411,18 @@ class Generation:
         with self._lock:
             for name, change in changes.items():
                 setattr(self.counts, name, getattr(self.counts, name) + change)
+
+
+def _first_among(known: set[bytes], keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+    """Return which keys were not known yet, nor came before in their batch; now they are known."""
+    num_before = len(known)
+    if known.isdisjoint(keys):
+        known.update(keys)
+        if len(known) == num_before + len(keys):
+            return np.ones(len(keys), np.bool_)
+        known.difference_update(keys)
+    fresh = np.zeros(len(keys), np.bool_)
+    for position, key in enumerate(keys):
+        fresh[position] = key not in known
+        known.add(key)
+    return fresh

@@ -28,7 +28,8 @@ from egeria_cache.store.disk.manifest import (
     generation_name,
 )
 from egeria_cache.store.disk.totals import TOTALS_BYTES, Totals
-from egeria_cache.store.records.record import Encoded, open_record
+from egeria_cache.store.records.encoded import Encoded
+from egeria_cache.store.records.record import open_record
 from egeria_cache.store.records.values import RecordError
 from egeria_cache.store.store import ActivationStore
 
@@ -43,6 +44,8 @@ _HEAD = struct.Struct("<4sII")
 _BLOCK = struct.Struct("<QIIQ")
 """Checksum, number of records, bytes of their keys, bytes of the records; in the last block, which
 has no records, how many came before."""
+Pairs = list[tuple[bytes, Any]]
+"""Of keys and records; a record is any buffer."""
 
 
 @dataclass(slots=True)
@@ -78,7 +81,7 @@ def pack(path: Path, out: BinaryIO) -> Parcelled:
     text = json.dumps({"format": FORMAT, "fields": dict(manifest.fields)}).encode()
     head = _HEAD.pack(MAGIC, VERSION, len(text)) + text + files.totals.pack()
     done, writer = Parcelled(path.name), _Writer(out, head)
-    block, size = list[tuple[bytes, Any]](), 0
+    block, size = Pairs(), 0
     for key, value in files.records():
         try:
             open_record(key, value, files.identity)
@@ -127,7 +130,8 @@ def unpack(stream: BinaryIO, store: ActivationStore) -> Parcelled:
             continue
         raw_bytes = min(left, round(per_record * sum(len(value) for _, value in records)))
         left -= raw_bytes
-        num_new, num_stored = generation.take(records, raw_bytes, error, totals.codec)
+        encoded = Encoded.of((key, (value,)) for key, value in records)
+        num_new, num_stored = generation.take(encoded, raw_bytes, error, totals.codec)
         error = LossyError()
         done.num_records += num_stored
         done.num_known += len(records) - num_new
@@ -146,7 +150,7 @@ class _Writer:
         self._out.write(data)
         self.num_bytes += len(data)
 
-    def block(self, records: Encoded, num_before: int = 0) -> None:
+    def block(self, records: Pairs, num_before: int = 0) -> None:
         keys = [key for key, _ in records]
         size = sum(len(value) for _, value in records) if records else num_before
         lengths = np.fromiter(map(len, keys), "<u2", len(keys)).tobytes()
@@ -186,7 +190,7 @@ class _Reader:
         self._seed = xxhash.xxh3_64_intdigest(b"".join((head, text, totals)))
         return fields, Totals.parse(totals)
 
-    def blocks(self) -> Iterator[Encoded]:
+    def blocks(self) -> Iterator[Pairs]:
         num_blocks = num_records = 0
         while True:
             head = self._read(_BLOCK.size)
@@ -217,7 +221,7 @@ class _Reader:
         return memoryview(b"".join(pieces))
 
 
-def _split(body: memoryview, count: int, key_bytes: int, size: int) -> Encoded:
+def _split(body: memoryview, count: int, key_bytes: int, size: int) -> Pairs:
     lengths = np.frombuffer(body[: 2 * count], "<u2").tolist()
     sizes = np.frombuffer(body[2 * count : 10 * count], "<u8").tolist()
     if sum(lengths) != key_bytes or sum(sizes) != size:

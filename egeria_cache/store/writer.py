@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import collections
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from egeria_cache.device import Event
+from egeria_cache.store.records.encoded import Arena
+from egeria_cache.store.records.keys import encode_keys
 from egeria_cache.store.records.record import Rows
 from egeria_cache.threads import compute_on_one_core
 
@@ -35,32 +40,43 @@ class Job:
 
     target: Any
     """The generation; its `commit(jobs)` runs on the writer thread."""
-    keys: Sequence[bytes]
+    keys: Sequence[bytes] | npt.NDArray[np.int64]
+    """Of all rows; sample IDs that are integers become keys on the writer thread."""
     picked: Sequence[int]
+    """Rows to store."""
     rows: Rows
     versions: Sequence[tuple[Tensor, int]]
     num_bytes: int
     """Of the rows, without padding."""
     ready: Sequence[Event] = ()
     """Points after the copies from the device; none where the rows are there."""
+    variant: int = 0
+    """Of the augmentation; part of keys that are already encoded."""
+    held_bytes: int = field(init=False)
+    """Of the memory that the rows lie in, which the queue bounds."""
+
+    def __post_init__(self) -> None:
+        self.held_bytes = self.rows.held_bytes()
 
     @classmethod
     def of(
         cls,
         target: Any,
-        keys: Sequence[bytes],
+        keys: Sequence[bytes] | npt.NDArray[np.int64],
         picked: Sequence[int],
         rows: Rows,
         ready: Sequence[Event] = (),
+        variant: int = 0,
     ) -> Job:
         """Note the tensors' version counters; inference tensors have none."""
         versions = [(one, one._version) for one in rows.tensors() if not one.is_inference()]
-        return cls(target, keys, picked, rows, versions, rows.num_bytes(), ready)
+        return cls(target, keys, picked, rows, versions, rows.num_bytes(), ready, variant)
 
-    @property
-    def held_bytes(self) -> int:
-        """Of the memory that the rows lie in, which the queue bounds."""
-        return self.rows.held_bytes()
+    def encoded_keys(self) -> Sequence[bytes]:
+        """Return the keys of all rows."""
+        if isinstance(self.keys, np.ndarray):
+            return encode_keys(self.keys.tolist(), self.variant)
+        return self.keys
 
     def unchanged(self) -> bool:
         """No tensor was written to since it was handed over."""
@@ -77,7 +93,15 @@ class Writer:
         self._busy = False
         self._stopping = False
         self._died = False
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        """Told by the writer thread; who waits for it is in no hurry."""
+        self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """What the writer thread sleeps on. To wake it by a condition would take the training
+        thread twice the time."""
+        self._asleep = False
+        self.arena = Arena()
+        """Of the writer thread, given back when nothing was written for a second."""
         self._thread: threading.Thread | None = None
 
     @property
@@ -86,13 +110,15 @@ class Writer:
         thread = self._thread
         return not self._stopping and not self._died and (thread is None or thread.is_alive())
 
+    @property
+    def is_full(self) -> bool:
+        """One more batch would be dropped, however small."""
+        return len(self._jobs) >= self._queue_batches or self._waiting_bytes >= self._queue_bytes
+
     def submit(self, job: Job) -> bool:
         """Queue a batch without waiting; False if it was dropped."""
-        with self._changed:
-            full = (
-                len(self._jobs) >= self._queue_batches
-                or self._waiting_bytes + job.held_bytes > self._queue_bytes
-            )
+        with self._lock:
+            full = self.is_full or self._waiting_bytes + job.held_bytes > self._queue_bytes
             if full or not self.alive:
                 return False
             if self._thread is None:
@@ -100,8 +126,13 @@ class Writer:
                 self._thread.start()
             self._jobs.append(job)
             self._waiting_bytes += job.held_bytes
-            self._changed.notify_all()
+            self._wake()
             return True
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self._asleep = False
+            self._woken.put(None)
 
     def flush(self, timeout_s: float | None) -> bool:
         """Wait until everything queued is on disk; False on timeout or if the thread died."""
@@ -129,7 +160,7 @@ class Writer:
         self.flush(timeout_s)
         with self._changed:
             self._stopping = True
-            self._changed.notify_all()
+            self._wake()
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
@@ -152,18 +183,26 @@ class Writer:
 
     def _next(self) -> list[Job]:
         """Return what waits for one generation, in order; nothing when it is time to stop."""
-        with self._changed:
-            while not self._jobs:
+        while True:
+            with self._lock:
+                if self._jobs:
+                    return self._group()
                 if self._stopping:
                     return []
-                self._changed.wait(1.0)
-            jobs = [self._jobs.popleft()]
-            num_bytes = jobs[0].num_bytes
-            while self._jobs and self._jobs[0].target is jobs[0].target:
-                num_bytes += self._jobs[0].num_bytes
-                if num_bytes > GROUP_BYTES:
-                    break
-                jobs.append(self._jobs.popleft())
-            self._waiting_bytes -= sum(job.held_bytes for job in jobs)
-            self._busy = True
-            return jobs
+                self._asleep = True
+            try:
+                self._woken.get(timeout=1.0)
+            except queue.Empty:
+                self.arena.release()
+
+    def _group(self) -> list[Job]:
+        jobs = [self._jobs.popleft()]
+        num_bytes = jobs[0].num_bytes
+        while self._jobs and self._jobs[0].target is jobs[0].target:
+            num_bytes += self._jobs[0].num_bytes
+            if num_bytes > GROUP_BYTES:
+                break
+            jobs.append(self._jobs.popleft())
+        self._waiting_bytes -= sum(job.held_bytes for job in jobs)
+        self._busy = True
+        return jobs

@@ -6,12 +6,10 @@ processes' commits are seen as soon as the index file has grown.
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +25,7 @@ from egeria_cache.store.disk.log import LOG_NAME, Commit, Log, Spans, block_byte
 from egeria_cache.store.disk.manifest import DamagedError
 from egeria_cache.store.disk.segment import ALIGNMENT, SEGMENT_NAME, Segment
 from egeria_cache.store.disk.totals import Totals
+from egeria_cache.store.records.encoded import Encoded
 from egeria_cache.store.records.keys import SampleId, all_integers, split_keys
 from egeria_cache.store.records.layout import Head
 
@@ -262,7 +261,7 @@ class GenerationFiles:
         if not all(file.is_at(self.directory) for file in self._opened()):
             raise GoneError(f"{self.directory} was removed while in use")
 
-    def new_among(self, records: Sequence[tuple[bytes, Any]]) -> list[tuple[bytes, Any]]:
+    def new_among(self, records: Encoded) -> Encoded:
         """Return those of the records that no process has stored by now. What another one stored
         is the same; what proved unreadable is new. The caller holds the directory's lock from here
         to the end of `write`.
@@ -273,22 +272,16 @@ class GenerationFiles:
         """
         self.check_present()
         self.refresh()
-        absent = self.index.locate_keys([key for key, _ in records])[:, 1] == 0
-        return list(itertools.compress(records, absent.tolist()))
+        return records.only(self.index.locate_keys(records.keys)[:, 1] == 0)
 
-    def growth_bytes(self, records: Sequence[tuple[bytes, Any]]) -> npt.NDArray[np.int64]:
+    def growth_bytes(self, records: Encoded) -> npt.NDArray[np.int64]:
         """Return, shape (B + 1,), by how much the files grow if the first n are written."""
-        sizes = [-(-len(record) // ALIGNMENT) * ALIGNMENT for _, record in records]
-        entries = [18 + len(key) for key, _ in records]
+        key_bytes = np.fromiter(map(len, records.keys), np.int64, len(records))
         pages = 2 * PAGE_BYTES + block_bytes(0, 0) + ALIGNMENT
-        return np.cumsum([pages, *map(int.__add__, sizes, entries)])
+        return np.cumsum(np.append(pages, records.room + 18 + key_bytes))
 
     def write(
-        self,
-        records: Sequence[tuple[bytes, Any]],
-        raw_bytes: int,
-        error: LossyError,
-        codec: Codec | None,
+        self, records: Encoded, raw_bytes: int, error: LossyError, codec: Codec | None
     ) -> None:
         """Commit records that are new; all of them, or none.
 
@@ -297,27 +290,26 @@ class GenerationFiles:
             OSError: The disk is full, or fails.
         """
         segment, log = self._opened()
-        buffers = [record for _, record in records]
         end = min(self.totals.end, segment.size)
         # On disk before the commit that makes them visible.
-        places = segment.append(end, buffers)
-        spans = np.array([(at, len(one)) for at, one in zip(places, buffers, strict=True)], "<u8")
+        begin = segment.append(end, records.pieces())
+        room = records.room
+        spans = np.stack((begin + np.cumsum(room) - room, records.sizes), 1).astype("<u8")
         joined = LossyError()
         joined.join(self.totals.error)
         joined.join(error)
         totals = Totals(
             int(spans[-1].sum()),
             self.totals.raw_bytes + raw_bytes,
-            self.totals.stored_bytes + sum(map(len, buffers)),
+            self.totals.stored_bytes + int(records.sizes.sum()),
             joined,
             codec,
         )
-        keys = [key for key, _ in records]
         with self._lock:
             try:
-                log.append(keys, spans, totals)
+                log.append(records.keys, spans, totals)
             except OSError:
                 segment.cut(end)
                 raise
-            self.index.add(keys, spans)
+            self.index.add(records.keys, spans)
             self.totals = totals

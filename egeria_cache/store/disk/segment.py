@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import weakref
 from collections.abc import Sequence
@@ -17,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from egeria_cache.store.disk.own import open_own, same_file
+from egeria_cache.store.records.encoded import ALIGNMENT, aligned
 
-__all__ = ["SEGMENT_NAME", "Segment"]
+__all__ = ["ALIGNMENT", "SEGMENT_NAME", "Segment"]
 
 SEGMENT_NAME = "records.bin"
-ALIGNMENT = 8
 _PER_CALL = 1024
 """Buffers for one call, as the system allows."""
 
@@ -65,31 +64,26 @@ class Segment:
             at += num_bytes
         return record[:at]
 
-    def append(self, end: int, buffers: Sequence[Any]) -> list[int]:
-        """Write the buffers behind `end`, flush them to disk, and return where each begins.
+    def append(self, end: int, pieces: Sequence[Any]) -> int:
+        """Write the pieces behind `end`, flush them to disk, and return where the first begins.
 
         Whatever lies there was never committed: the tail of a process that was killed.
 
         Raises:
             OSError: The disk is full, or fails.
         """
-        offsets, pieces, at = [], [], end
-        for buffer in buffers:
-            gap = -at % ALIGNMENT
-            if gap:
-                pieces.append(bytes(gap))
-            offsets.append(at + gap)
-            pieces.append(buffer)
-            at += gap + len(buffer)
-        remaining, at = iter(pieces), end
+        begin = aligned(end)
+        remaining = [bytes(begin - end), *pieces] if begin > end else list(pieces)
+        at = end
         try:
-            while some := list(itertools.islice(remaining, _PER_CALL)):
+            while remaining:
+                some, remaining = remaining[:_PER_CALL], remaining[_PER_CALL:]
                 at += self._write_all(some, at)
             os.fdatasync(self._descriptor)
         except OSError:
             self.cut(end)
             raise
-        return offsets
+        return begin
 
     def cut(self, end: int) -> None:
         """Give back what was written behind the end in vain."""

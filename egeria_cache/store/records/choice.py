@@ -11,8 +11,9 @@ import numpy as np
 from egeria_cache.store.codecs.codec import Codec, Coder, Elements
 from egeria_cache.store.codecs.gather import Source
 from egeria_cache.store.codecs.lossy import Storage
+from egeria_cache.store.records.encoded import Encoded
 from egeria_cache.store.records.layout import parse_head
-from egeria_cache.store.records.record import Encoded, Rows, encode_rows
+from egeria_cache.store.records.record import Rows, encode_rows
 
 __all__ = ["Trial", "choose_codec"]
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from egeria_cache.ragged import PaddedRows
 from egeria_cache.store.codecs.codec import Bytes, Codec, CodecError, Coder
 from egeria_cache.store.codecs.lossy import LossyError, Storage, pack, unpack
+from egeria_cache.store.records.encoded import Arena, Encoded, aligned
 from egeria_cache.store.records.layout import (
     CHECKSUM,
     CHECKSUM_BYTES,
@@ -26,7 +27,7 @@ from egeria_cache.store.records.layout import (
 )
 from egeria_cache.store.records.values import RecordError, Value, decode_value, encode_value
 
-__all__ = ["Encoded", "Record", "Rows", "encode_rows", "open_record", "plain_value"]
+__all__ = ["Record", "Rows", "encode_rows", "open_record", "plain_value"]
 
 # -- writing ---------------------------------------------------------------------------------
 
@@ -59,8 +60,8 @@ class Rows:
             yield from (item for item in many if isinstance(item, Tensor))
 
 
-Encoded = list[tuple[bytes, Any]]
-"""(key, record) per row; the record is any buffer."""
+HASHED_BYTES = 2**18
+"""Raw records are copied and hashed in turns of so many bytes: these stay in the core's cache."""
 
 
 def encode_rows(
@@ -72,8 +73,9 @@ def encode_rows(
     storage: Storage = None,
     error: LossyError | None = None,
     identity: int = 0,
+    arena: Arena | None = None,
 ) -> Encoded:
-    """Return (key, record) of the picked rows.
+    """Return the keys and records of the picked rows.
 
     Args:
         keys: One per row of the batch.
@@ -84,15 +86,16 @@ def encode_rows(
         storage: Lossy number format for the floating-point tensors.
         error: What the lossy format changes is added here.
         identity: Of the generation; part of the checksums.
+        arena: Where raw records are put; in memory of their own without it.
 
     Raises:
         TypeError: A value of a type that no record holds.
     """
     tensors = all(isinstance(value, Tensor) for value in rows.fields.values())
     if storage is None and codec is Codec.RAW and tensors:
-        return _encode_raw(keys, picked, rows, identity)
+        return _encode_raw(keys, picked, rows, identity, Arena() if arena is None else arena)
     columns = [_column(name, value, storage, error) for name, value in rows.fields.items()]
-    records: Encoded = []
+    records = []
     for row in picked:
         fields, lengths, payload = [], [], []
         for column in columns:
@@ -107,11 +110,13 @@ def encode_rows(
         body = b"".join(payload)
         seed = payload_seed(xxhash.xxh3_64_intdigest(head), keys[row], identity)
         checksum = CHECKSUM.pack(xxhash.xxh3_64_intdigest(body, seed=seed))
-        records.append((keys[row], b"".join((checksum, head, body))))
-    return records
+        records.append((keys[row], (checksum, head, body)))
+    return Encoded.of(records)
 
 
-def _encode_raw(keys: Sequence[bytes], picked: Sequence[int], rows: Rows, identity: int) -> Encoded:
+def _encode_raw(
+    keys: Sequence[bytes], picked: Sequence[int], rows: Rows, identity: int, arena: Arena
+) -> Encoded:
     """All records at once, as the rows of one array."""
     fields, columns = [], []
     for name, value in rows.fields.items():
@@ -121,19 +126,26 @@ def _encode_raw(keys: Sequence[bytes], picked: Sequence[int], rows: Rows, identi
         columns.append(data if len(picked) == len(data) else data[np.asarray(picked)])
     head = pack_head(Layout(rows.bare, tuple(fields)), [field.num_bytes for field in fields])
     start = CHECKSUM_BYTES + len(head)
-    at = start
-    block = np.empty((len(picked), start + sum(field.num_bytes for field in fields)), np.uint8)
+    size = start + sum(field.num_bytes for field in fields)
+    stride, chosen = aligned(size), [keys[row] for row in picked]
+    block = arena.take(len(chosen) * stride).reshape(len(chosen), stride)
     block[:, CHECKSUM_BYTES:start] = np.frombuffer(head, np.uint8)
-    for field, column in zip(fields, columns, strict=True):
-        block[:, at : at + field.num_bytes] = column
-        at += field.num_bytes
-    head_seed, digest = xxhash.xxh3_64_intdigest(head), xxhash.xxh3_64_intdigest
-    checksums = [
-        digest(block[position, start:].data, seed=payload_seed(head_seed, keys[row], identity))
-        for position, row in enumerate(picked)
-    ]
+    block[:, size:] = 0
+    flat, digest = block.reshape(-1).data, xxhash.xxh3_64_intdigest
+    head_seed, checksums = xxhash.xxh3_64_intdigest(head), list[int]()
+    num_together = max(HASHED_BYTES // stride, 1)
+    for first in range(0, len(chosen), num_together):
+        part, at = slice(first, first + num_together), start
+        for field, column in zip(fields, columns, strict=True):
+            block[part, at : at + field.num_bytes] = column[part]
+            at += field.num_bytes
+        begins = range(first * stride, len(flat), stride)
+        checksums += [
+            digest(flat[begin + start : begin + size], payload_seed(head_seed, key, identity))
+            for begin, key in zip(begins, chosen[part], strict=False)
+        ]
     block[:, :CHECKSUM_BYTES] = np.array(checksums, "<u8")[:, None].view(np.uint8)
-    return [(keys[row], block[position].data) for position, row in enumerate(picked)]
+    return Encoded.one_behind_the_other(chosen, flat, np.full(len(chosen), size))
 
 
 def _matrix(
