@@ -5,7 +5,9 @@ Thread-safe. Disk trouble of any kind ends in one warning and in misses, never i
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import functools
 import logging
 import threading
 import time
@@ -26,13 +28,13 @@ from egeria_cache.store.disk.manifest import Manifest
 from egeria_cache.store.disk.place import FULL
 from egeria_cache.store.reader import BatchReader
 from egeria_cache.store.records.choice import choose_codec
-from egeria_cache.store.records.encoded import Encoded
+from egeria_cache.store.records.encoded import Buffer, Encoded
 from egeria_cache.store.records.keys import SampleId, encode_keys, plain_integers
 from egeria_cache.store.records.record import Rows, encode_rows
 from egeria_cache.store.records.values import Value
 from egeria_cache.store.stats import GenerationCounts
 from egeria_cache.store.transfer import to_host
-from egeria_cache.store.writer import Job, Writer
+from egeria_cache.store.writer import ChangedError, Job, Writer
 
 __all__ = ["Generation"]
 
@@ -245,8 +247,7 @@ class Generation:
         num_rows = sum(len(job.picked) for job in jobs)
         num_written = 0
         try:
-            if self._takes_more:
-                num_written = self._commit(jobs)
+            num_written = self._commit_unchanged(jobs)
         except GoneError as gone:
             self._stop(str(gone))
         except BudgetBusyError as busy:
@@ -259,18 +260,27 @@ class Generation:
             self._count(writes=num_written, dropped_writes=num_rows - num_written)
             self._queued(-len(jobs))
 
+    def _commit_unchanged(self, jobs: Sequence[Job]) -> int:
+        """Commit the batches but for those that prove to have been changed."""
+        while self._takes_more and jobs:
+            try:
+                return self._commit(jobs)
+            except ChangedError as changed:
+                self._warn(
+                    "a tensor was changed after put_batch and before it was stored; not stored"
+                )
+                jobs = [job for job in jobs if job is not changed.job]
+        return 0
+
     def _commit(self, jobs: Sequence[Job]) -> int:
         parts: list[Encoded] = []
         known: set[bytes] = set()
         num_encoded, raw_bytes, error = 0, 0, LossyError()
-        self._writer.arena.reset()
         for job in jobs:
             try:
                 encoded = self._encode(job, error)
             except (TypeError, ValueError, RuntimeError) as problem:  # of this batch alone
                 self._warn(f"a batch cannot be stored: {problem}")
-                continue
-            if encoded is None:
                 continue
             num_encoded += len(encoded)
             encoded = encoded.only(_first_among(known, encoded.keys))
@@ -326,8 +336,8 @@ class Generation:
         room = self._budget.make_room(int(growth[-1]))
         return records.only(growth[1:] <= room)
 
-    def _encode(self, job: Job, error: LossyError) -> Encoded | None:
-        """Return the records of a batch; None if it was changed meanwhile."""
+    def _encode(self, job: Job, error: LossyError) -> Encoded:
+        """Return the records of a batch. To read them raises `ChangedError` if it was changed."""
         for arrived in job.ready:
             arrived.synchronize()
         keys, changed = job.encoded_keys(), LossyError()
@@ -336,11 +346,9 @@ class Generation:
             keys, job.picked, job.rows, codec, self._coder, self._storage, changed,
             self._files.identity, self._writer.arena,
         )  # fmt: skip
-        if not job.unchanged():
-            self._warn("a tensor was changed after put_batch and before it was stored; not stored")
-            return None
         error.join(changed)
-        return records
+        buffers = [functools.partial(_unchanged, job, buffer) for buffer in records.buffers]
+        return dataclasses.replace(records, buffers=buffers)
 
     def _choose_codec(self, job: Job, keys: Sequence[bytes]) -> Codec:
         """Decide once, from the first batch."""
@@ -411,6 +419,14 @@ class Generation:
         with self._lock:
             for name, change in changes.items():
                 setattr(self.counts, name, getattr(self.counts, name) + change)
+
+
+def _unchanged(job: Job, buffer: Buffer) -> memoryview:
+    """Return the records of a batch that is still what was handed over."""
+    content = buffer()
+    if not job.unchanged():
+        raise ChangedError(job)
+    return content
 
 
 def _first_among(known: set[bytes], keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:

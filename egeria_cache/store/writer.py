@@ -25,7 +25,7 @@ from egeria_cache.store.records.keys import encode_keys
 from egeria_cache.store.records.record import Rows
 from egeria_cache.threads import compute_on_one_core
 
-__all__ = ["Job", "Writer"]
+__all__ = ["ChangedError", "Job", "Writer"]
 
 logger = logging.getLogger("egeria_cache.store")
 
@@ -81,6 +81,14 @@ class Job:
     def unchanged(self) -> bool:
         """No tensor was written to since it was handed over."""
         return all(tensor._version == version for tensor, version in self.versions)
+
+
+class ChangedError(Exception):
+    """A batch was written to after it was handed over."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__("a tensor was changed")
+        self.job = job
 
 
 class Writer:

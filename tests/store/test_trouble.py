@@ -602,15 +602,16 @@ def test_two_processes_together_stay_within_the_limit(directory):
     code = """
         import pathlib, sys, time, torch
         from egeria_cache.store.store import ActivationStore
+        ready = [pathlib.Path(f"{sys.argv[1]}.ready{n}") for n in range(2)]
         with ActivationStore(sys.argv[1], limit="3MB", codec="raw") as store:
             generation = store.open_generation({"process": sys.argv[2]})
-            pathlib.Path(f"{sys.argv[1]}.ready{sys.argv[2]}").touch()
-            while not all(pathlib.Path(f"{sys.argv[1]}.ready{n}").exists() for n in range(2)):
-                time.sleep(0.01)  # neither may fill the directory before both are in it
             for start in range(0, 400, 8):
+                while start == 8 and not all(map(pathlib.Path.exists, ready)):
+                    time.sleep(0.01)  # neither may fill the directory before both are in it
                 generation.put_batch(range(start, start + 8), torch.zeros(8, 5000))
                 store.flush(30)
                 assert store.stats().bytes_on_disk <= 3_000_000
+                ready[int(sys.argv[2])].touch()
             assert generation.num_samples > 0
     """
     children = [run_python(code, directory, one) for one in range(2)]

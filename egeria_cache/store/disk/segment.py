@@ -11,11 +11,12 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from egeria_cache.store.disk.own import open_own, same_file
+from egeria_cache.store.disk.writeback import begin_writeback
 from egeria_cache.store.records.encoded import ALIGNMENT, aligned
 
 __all__ = ["ALIGNMENT", "SEGMENT_NAME", "Segment"]
@@ -64,23 +65,26 @@ class Segment:
             at += num_bytes
         return record[:at]
 
-    def append(self, end: int, pieces: Sequence[Any]) -> int:
-        """Write the pieces behind `end`, flush them to disk, and return where the first begins.
+    def append(self, end: int, pieces: Iterable[Sequence[memoryview]]) -> int:
+        """Write pieces of memory behind `end`, flush them to disk, and return where the first
+        begins. Each sequence is written before the next one is asked for.
 
         Whatever lies there was never committed: the tail of a process that was killed.
 
         Raises:
-            OSError: The disk is full, or fails.
+            OSError: The disk is full, or fails. Whatever is raised, nothing was added.
         """
-        begin = aligned(end)
-        remaining = [bytes(begin - end), *pieces] if begin > end else list(pieces)
-        at = end
+        begin = at = aligned(end)
         try:
-            while remaining:
-                some, remaining = remaining[:_PER_CALL], remaining[_PER_CALL:]
-                at += self._write_all(some, at)
+            if begin > end:
+                self._write_all([memoryview(bytes(begin - end))], end)
+            for together in pieces:
+                start = at
+                for first in range(0, len(together), _PER_CALL):
+                    at += self._write_all(together[first : first + _PER_CALL], at)
+                begin_writeback(self._descriptor, start, at - start)
             os.fdatasync(self._descriptor)
-        except OSError:
+        except BaseException:
             self.cut(end)
             raise
         return begin
@@ -94,7 +98,7 @@ class Segment:
         """Tell whether this very file still lies in its place."""
         return same_file(self._descriptor, directory / SEGMENT_NAME)
 
-    def _write_all(self, buffers: Sequence[Any], at: int) -> int:
+    def _write_all(self, buffers: Sequence[memoryview], at: int) -> int:
         """Write despite short writes; return how many bytes."""
         total = sum(map(len, buffers))
         done = os.pwritev(self._descriptor, buffers, at)

@@ -1,22 +1,26 @@
 """Records as they will lie in the segment: few long buffers, each record at a multiple of 8.
 
 A batch is written as one buffer, not as one for each record: the calls are few, and so are the
-passes over the samples in Python. Pure, but for the memory that is used again.
+passes over the samples in Python. A buffer is filled when it is written, and no sooner: the same
+memory then serves for all of them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ALIGNMENT", "Arena", "Encoded", "aligned"]
+__all__ = ["ALIGNMENT", "Arena", "Buffer", "Encoded", "aligned"]
 
 ALIGNMENT = 8
+Buffer = Callable[[], memoryview]
+"""Returns records, each followed by zeros up to the next multiple of 8. What it returned is good
+until another buffer of the same arena is asked for."""
 
 
 def aligned(size: int) -> int:
@@ -29,8 +33,7 @@ class Encoded:
     """Keys and records, in order."""
 
     keys: Sequence[bytes]
-    buffers: Sequence[memoryview]
-    """Hold all records, each followed by zeros up to the next multiple of 8."""
+    buffers: Sequence[Buffer]
     which: npt.NDArray[np.int64]
     """The buffer of each record, shape (N,)."""
     starts: npt.NDArray[np.int64]
@@ -48,16 +51,16 @@ class Encoded:
             keys.append(key)
             sizes.append(size)
             pieces += [*parts, bytes(-size % ALIGNMENT)]
-        return cls.one_behind_the_other(keys, b"".join(pieces), np.array(sizes, np.int64))
+        content = memoryview(b"".join(pieces))
+        return cls.one_behind_the_other(keys, lambda: content, np.array(sizes, np.int64))
 
     @classmethod
     def one_behind_the_other(
-        cls, keys: Sequence[bytes], buffer: Any, sizes: npt.NDArray[np.int64]
+        cls, keys: Sequence[bytes], buffer: Buffer, sizes: npt.NDArray[np.int64]
     ) -> Encoded:
         """Describe records that lie in one buffer."""
         room = aligned_sizes(sizes)
-        which = np.zeros(len(sizes), np.int64)
-        return cls(keys, (memoryview(buffer),), which, np.cumsum(room) - room, sizes)
+        return cls(keys, (buffer,), np.zeros(len(sizes), np.int64), np.cumsum(room) - room, sizes)
 
     @classmethod
     def joined(cls, parts: Sequence[Encoded]) -> Encoded:
@@ -77,9 +80,15 @@ class Encoded:
         return len(self.keys)
 
     def __iter__(self) -> Iterator[tuple[bytes, memoryview]]:
-        places = zip(self.which.tolist(), self.starts.tolist(), self.sizes.tolist(), strict=True)
-        for key, (which, start, size) in zip(self.keys, places, strict=True):
-            yield key, self.buffers[which][start : start + size]
+        """Yield key and record; the record is good until one of another buffer comes."""
+        keys = iter(self.keys)
+        for which, (first, last) in self._spans():
+            content = self.buffers[which]()
+            places = zip(
+                self.starts[first:last].tolist(), self.sizes[first:last].tolist(), strict=True
+            )
+            for start, size in places:
+                yield next(keys), content[start : start + size]
 
     def only(self, wanted: npt.NDArray[np.bool_]) -> Encoded:
         """Return some of the records; copies nothing."""
@@ -98,52 +107,52 @@ class Encoded:
         """Bytes that each record takes with the zeros behind it, shape (N,)."""
         return aligned_sizes(self.sizes)
 
-    def pieces(self) -> list[memoryview]:
-        """Return the records as the fewest pieces of memory, to be written one after another."""
-        if not len(self):
-            return []
+    def pieces(self) -> Iterator[list[memoryview]]:
+        """Yield the records as the fewest pieces of memory, buffer by buffer; each is to be used
+        before the next one is asked for.
+        """
         ends = self.starts + self.room
-        breaks = (self.which[1:] != self.which[:-1]) | (self.starts[1:] != ends[:-1])
-        firsts = [0, *(1 + np.flatnonzero(breaks)).tolist()]
-        lasts = [*(first - 1 for first in firsts[1:]), len(self) - 1]
-        return [
-            self.buffers[self.which[first]][self.starts[first] : ends[last]]
-            for first, last in zip(firsts, lasts, strict=True)
-        ]
+        for which, (first, last) in self._spans():
+            content = self.buffers[which]()
+            breaks = self.starts[first + 1 : last] != ends[first : last - 1]
+            firsts = [first, *(first + 1 + np.flatnonzero(breaks)).tolist(), last]
+            yield [
+                content[self.starts[one] : ends[following - 1]]
+                for one, following in itertools.pairwise(firsts)
+            ]
+
+    def _spans(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Yield each buffer's number, and the first and behind the last of its records."""
+        if len(self):
+            changes = (1 + np.flatnonzero(self.which[1:] != self.which[:-1])).tolist()
+            for span in itertools.pairwise([0, *changes, len(self)]):
+                yield int(self.which[span[0]]), span
 
 
 class Arena:
-    """Memory for what is encoded, used again from commit to commit. For one thread.
+    """Memory for one buffer at a time, used again and again. For one thread.
 
-    New memory for each batch is paid for page by page, with as much time as copying into it takes.
+    New memory for each batch is paid for page by page, with more time than copying into it takes.
     """
 
     def __init__(self) -> None:
-        self._chunks: list[npt.NDArray[np.uint8]] = []
-        self._num_used = 0
+        self._memory = np.empty(0, np.uint8)
 
     def take(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return so many bytes, of any content; they are the caller's until `reset`."""
-        at, self._num_used = self._num_used, self._num_used + 1
-        if at == len(self._chunks):
-            self._chunks.append(np.empty(0, np.uint8))
-        if len(self._chunks[at]) < num_bytes:
-            self._chunks[at] = np.empty(0, np.uint8)  # before there is another
-            self._chunks[at] = np.empty(num_bytes, np.uint8)
-        return self._chunks[at][:num_bytes]
-
-    def reset(self) -> None:
-        """What was taken is no longer needed."""
-        self._num_used = 0
+        """Return so many bytes, of any content; they are the caller's until the next call."""
+        if len(self._memory) < num_bytes:
+            self.release()  # before there is more
+            self._memory = np.empty(num_bytes, np.uint8)
+        return self._memory[:num_bytes]
 
     def release(self) -> None:
         """Give the memory back."""
-        self._chunks, self._num_used = [], 0
+        self._memory = np.empty(0, np.uint8)
 
     @property
     def nbytes(self) -> int:
         """Memory held."""
-        return sum(chunk.nbytes for chunk in self._chunks)
+        return self._memory.nbytes
 
 
 def aligned_sizes(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

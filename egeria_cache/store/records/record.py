@@ -14,7 +14,7 @@ from torch import Tensor
 from egeria_cache.ragged import PaddedRows
 from egeria_cache.store.codecs.codec import Bytes, Codec, CodecError, Coder
 from egeria_cache.store.codecs.lossy import LossyError, Storage, pack, unpack
-from egeria_cache.store.records.encoded import Arena, Encoded, aligned
+from egeria_cache.store.records.encoded import Arena, Buffer, Encoded, aligned
 from egeria_cache.store.records.layout import (
     CHECKSUM,
     CHECKSUM_BYTES,
@@ -60,6 +60,8 @@ class Rows:
             yield from (item for item in many if isinstance(item, Tensor))
 
 
+BUFFER_BYTES = 8 * 2**20
+"""Of raw records that are put together, hashed and written at a time."""
 HASHED_BYTES = 2**18
 """Raw records are copied and hashed in turns of so many bytes: these stay in the core's cache."""
 
@@ -86,7 +88,8 @@ def encode_rows(
         storage: Lossy number format for the floating-point tensors.
         error: What the lossy format changes is added here.
         identity: Of the generation; part of the checksums.
-        arena: Where raw records are put; in memory of their own without it.
+        arena: Where raw records are put, when they are asked for; in memory of their own without
+            it.
 
     Raises:
         TypeError: A value of a type that no record holds.
@@ -117,7 +120,7 @@ def encode_rows(
 def _encode_raw(
     keys: Sequence[bytes], picked: Sequence[int], rows: Rows, identity: int, arena: Arena
 ) -> Encoded:
-    """All records at once, as the rows of one array."""
+    """Records of one size, which are made when they are asked for."""
     fields, columns = [], []
     for name, value in rows.fields.items():
         assert isinstance(value, Tensor)
@@ -125,27 +128,48 @@ def _encode_raw(
         fields.append(field)
         columns.append(data if len(picked) == len(data) else data[np.asarray(picked)])
     head = pack_head(Layout(rows.bare, tuple(fields)), [field.num_bytes for field in fields])
-    start = CHECKSUM_BYTES + len(head)
-    size = start + sum(field.num_bytes for field in fields)
-    stride, chosen = aligned(size), [keys[row] for row in picked]
-    block = arena.take(len(chosen) * stride).reshape(len(chosen), stride)
-    block[:, CHECKSUM_BYTES:start] = np.frombuffer(head, np.uint8)
-    block[:, size:] = 0
-    flat, digest = block.reshape(-1).data, xxhash.xxh3_64_intdigest
-    head_seed, checksums = xxhash.xxh3_64_intdigest(head), list[int]()
-    num_together = max(HASHED_BYTES // stride, 1)
+    chosen = [keys[row] for row in picked]
+    size = CHECKSUM_BYTES + len(head) + sum(field.num_bytes for field in fields)
+    num_buffers = max(-(-len(chosen) * size // BUFFER_BYTES), 1)
+    num_together = max(-(-len(chosen) // num_buffers), 1)
+    parts = []
     for first in range(0, len(chosen), num_together):
-        part, at = slice(first, first + num_together), start
-        for field, column in zip(fields, columns, strict=True):
-            block[part, at : at + field.num_bytes] = column[part]
-            at += field.num_bytes
-        begins = range(first * stride, len(flat), stride)
-        checksums += [
-            digest(flat[begin + start : begin + size], payload_seed(head_seed, key, identity))
-            for begin, key in zip(begins, chosen[part], strict=False)
-        ]
-    block[:, :CHECKSUM_BYTES] = np.array(checksums, "<u8")[:, None].view(np.uint8)
-    return Encoded.one_behind_the_other(chosen, flat, np.full(len(chosen), size))
+        part = slice(first, first + num_together)
+        own = chosen[part]
+        buffer = _raw_buffer(own, [column[part] for column in columns], head, identity, arena)
+        parts.append(Encoded.one_behind_the_other(own, buffer, np.full(len(own), size)))
+    return Encoded.joined(parts)
+
+
+def _raw_buffer(
+    keys: Sequence[bytes], columns: Sequence[Bytes], head: bytes, identity: int, arena: Arena
+) -> Buffer:
+    """Return what puts raw records together: checksum, head, and a row of each column."""
+    start = CHECKSUM_BYTES + len(head)
+    size = start + sum(column.shape[1] for column in columns)
+    stride, num_rows = aligned(size), len(keys)
+    num_together = max(HASHED_BYTES // stride, 1)
+
+    def fill() -> memoryview:
+        block = arena.take(num_rows * stride).reshape(num_rows, stride)
+        block[:, CHECKSUM_BYTES:start] = np.frombuffer(head, np.uint8)
+        block[:, size:] = 0
+        flat, digest = block.reshape(-1).data, xxhash.xxh3_64_intdigest
+        head_seed, checksums = digest(head), list[int]()
+        for first in range(0, num_rows, num_together):
+            part, at = slice(first, first + num_together), start
+            for column in columns:
+                block[part, at : at + column.shape[1]] = column[part]
+                at += column.shape[1]
+            begins = range(first * stride, len(flat), stride)
+            checksums += [
+                digest(flat[begin + start : begin + size], payload_seed(head_seed, key, identity))
+                for begin, key in zip(begins, keys[part], strict=False)
+            ]
+        block[:, :CHECKSUM_BYTES] = np.array(checksums, "<u8")[:, None].view(np.uint8)
+        return flat
+
+    return fill
 
 
 def _matrix(
