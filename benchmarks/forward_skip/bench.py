@@ -18,7 +18,6 @@ from torch.utils.data import Dataset, default_collate
 from benchmarks.models import Staged
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.device import pinned, pins
-from egeria_cache.prefetch import NUM_READERS
 
 from .tasks import Sample, Shape, Task
 
@@ -194,6 +193,7 @@ def opened(
 
 
 def wait_for_readers(cache: ActivationCache) -> None:
-    barrier = threading.Barrier(NUM_READERS)
-    for done in [cache.port.readers.submit(barrier.wait) for _ in range(NUM_READERS)]:
+    readers = cache.port.readers
+    barrier = threading.Barrier(readers.wanted)
+    for done in [readers.submit(barrier.wait) for _ in range(readers.wanted)]:
         done.result()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +12,7 @@ from egeria_cache.cache.boundary import Boundary
 from egeria_cache.cache.host import CacheHost
 from egeria_cache.cache.status import Status, shown_name
 from egeria_cache.gate import Accounts, CacheStats, Pilot
-from egeria_cache.prefetch import PlannedEntry, ReaderThreads, View, Views
+from egeria_cache.prefetch import Crew, PlannedEntry, ReaderThreads, View, Views
 from egeria_cache.samples import LoaderSource
 
 __all__ = ["LoaderPort"]
@@ -56,7 +55,7 @@ class LoaderPort:
         return "auto" if self._status.is_sought else self._status.boundary
 
     @property
-    def readers(self) -> Executor:
+    def readers(self) -> Crew:
         """The threads that read ahead, shared by all loaders."""
         return self._readers.executor
 
@@ -184,6 +183,8 @@ class LoaderPort:
             return
         if self._status.is_filling:
             return
+        if entry is not None and entry.num_read:
+            self._readers.served(read_s=entry.read_s, waited_s=entry.waited_s, interval_s=seconds)
         turn = self._pilot.step(
             views[0], self.boundary, frozen, seconds, num_samples, entry, is_control=is_control
         )

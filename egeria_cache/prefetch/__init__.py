@@ -6,13 +6,13 @@ or says that it has not.
 """
 
 from egeria_cache.prefetch.prefetcher import PlannedEntry, Prefetcher
-from egeria_cache.prefetch.readers import NUM_READERS, ReaderThreads
+from egeria_cache.prefetch.readers import Crew, ReaderThreads
 from egeria_cache.prefetch.view import ACTIVATION, LENGTHS, View, Views, record
 
 __all__ = [
     "ACTIVATION",
     "LENGTHS",
-    "NUM_READERS",
+    "Crew",
     "PlannedEntry",
     "Prefetcher",
     "ReaderThreads",

@@ -3,34 +3,109 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
 
+from egeria_cache.prefetch.reader_count import ReaderCount
 from egeria_cache.threads import compute_on_one_core
 
-__all__ = ["NUM_READERS", "ReaderThreads"]
+__all__ = ["Crew", "ReaderThreads"]
 
-NUM_READERS = 1 if (os.cpu_count() or 1) <= 4 else 2
-"""A second one hides a slow disk, but where cores are few it takes the interpreter from training:
-on two of them, small steps took half as long again. Large batches are decoded by several threads
-either way."""
+MAX_READERS = 4
+"""They share one interpreter."""
 
 
 class ReaderThreads:
-    """Started with the first read; `close` waits for what they are doing."""
+    """Started with the first read; `close` waits for what they are doing.
+
+    How many work at a time follows from what reading and waiting cost (`ReaderCount`). One core is
+    left to training.
+    """
 
     def __init__(self) -> None:
-        self._executor: ThreadPoolExecutor | None = None
+        cores = len(os.sched_getaffinity(0))
+        self._count = ReaderCount(most=max(1, min(cores - 1, MAX_READERS)))
+        self._crew: Crew | None = None
 
     @property
-    def executor(self) -> ThreadPoolExecutor:
+    def executor(self) -> Crew:
         """Where reads are handed in."""
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(
-                NUM_READERS, "egeria-read", initializer=compute_on_one_core
-            )
-        return self._executor
+        if self._crew is None:
+            self._crew = Crew(self._count.most)
+        return self._crew
+
+    def served(self, *, read_s: float, waited_s: float, interval_s: float) -> None:
+        """Note what a batch of hits cost: see `ReaderCount.batch`."""
+        wanted = self._count.batch(read_s=read_s, waited_s=waited_s, interval_s=interval_s)
+        if self._crew is not None:
+            self._crew.wanted = wanted
 
     def close(self) -> None:
         """Stop; reads that have not begun are dropped. Idempotent."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=True, cancel_futures=True)
+        if self._crew is not None:
+            self._crew.shutdown(wait=True, cancel_futures=True)
+
+
+Work = tuple[Future[Any], Callable[[], Any]]
+
+
+class Crew(Executor):
+    """Does what is handed in, in order, on as many threads at a time as are wanted now.
+
+    Args:
+        most: Threads that there may ever be; they start when they are needed.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.wanted = 1
+        """How many threads may work at a time; one too many stops after what it is doing."""
+        self._threads = ThreadPoolExecutor(most, "egeria-read", initializer=compute_on_one_core)
+        self._lock = threading.Lock()
+        self._waiting = deque[Work]()
+        self._num_working = 0
+        self._process = os.getpid()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Hand in work.
+
+        Raises:
+            RuntimeError: It was shut down, no thread can be started, or this is a forked child.
+        """
+        if os.getpid() != self._process:  # where the lock may be held for ever
+            raise RuntimeError("the threads stayed behind in the process that forked this one")
+        future = Future[Any]()
+        with self._lock:
+            if self._num_working < self.wanted:
+                self._threads.submit(self._work)
+                self._num_working += 1
+            self._waiting.append((future, lambda: fn(*args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more work; what was handed in is done, or else dropped."""
+        while cancel_futures and self._waiting:
+            with suppress(IndexError):  # a thread has just taken it
+                self._waiting.popleft()[0].cancel()
+        self._threads.shutdown(wait=wait)
+
+    def _work(self) -> None:
+        """Do one after another until nothing waits, or this is one thread too many."""
+        while (work := self._next()) is not None:
+            future, call = work
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:
+                    future.set_exception(error)
+            del work, future, call  # what was read is kept by those who asked for it alone
+
+    def _next(self) -> Work | None:
+        with self._lock:
+            if self._waiting and self._num_working <= self.wanted:
+                return self._waiting.popleft()
+            self._num_working -= 1
+            return None

@@ -24,6 +24,7 @@ from torch.utils.data import (
     RandomSampler,
     WeightedRandomSampler,
 )
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.store.records.keys import encode_keys
@@ -468,3 +469,16 @@ def test_the_directory_of_a_removed_cache_may_be_used_again(tmp_path):
     losses, stats = train(tmp_path / "a", epochs=2)
     assert stats.hits == NUM_SAMPLES
     assert losses == train(tmp_path / "b", epochs=2, gate="never")[0]
+
+
+def test_batches_of_hits_alone_pass_by_the_inner_loader(tmp_path, monkeypatch):
+    asked = []
+    own = _SingleProcessDataLoaderIter._next_data
+    monkeypatch.setattr(
+        _SingleProcessDataLoaderIter, "_next_data", lambda self: (asked.append(1), own(self))[1]
+    )
+    epochs, batches = 3, NUM_SAMPLES // 8
+    _, stats = train(tmp_path, epochs=epochs)
+    assert stats.hit_batches == (epochs - 1) * batches
+    # Each batch of the first epoch, and every epoch's end.
+    assert len(asked) == batches + epochs

@@ -1,0 +1,85 @@
+"""How many readers keep up with training: decided by what reading and waiting were seen to cost.
+
+Pure: it is told of every batch of hits, in seconds, and looks at no clock.
+"""
+
+from __future__ import annotations
+
+__all__ = ["ReaderCount"]
+
+_SHARE = 1 / 8
+"""Weight of the latest batch in the means."""
+_SETTLED = 24
+"""Batches after which the means say what another number of readers has brought."""
+_MAX_PATIENCE = 4096
+_WAITING = 0.05
+"""Part of the time between two batches that training may wait for reads."""
+_GAIN = 0.95
+"""Of the time between two batches, what it must have come down to for a further reader to stay."""
+_IDLE = 0.6
+"""Readers are let go where those that are left would be busy for no larger part of the time."""
+
+
+class ReaderCount:
+    """Counts the readers that are wanted; from 1 to `most`.
+
+    One reader, while it keeps up. Another is tried while training was seen to wait for reads that
+    keep the readers busy, and stays if batches then came faster: it takes a core, and the
+    interpreter, from training as well. The longer it did not help, the later it is tried again.
+
+    Args:
+        most: As many as there are cores to read on.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.wanted, self.most = 1, most
+        self._read_s = self._waited_s = self._interval_s = 0.0
+        self._num_batches = 0
+        """Since the number changed."""
+        self._patience = _SETTLED
+        self._interval_before_s = 0.0
+        """With one reader less, while another is on trial."""
+
+    def batch(self, *, read_s: float, waited_s: float, interval_s: float) -> int:
+        """Note a batch of hits; return how many readers are wanted.
+
+        Args:
+            read_s: What it cost a reader thread.
+            waited_s: What of that the training thread waited for.
+            interval_s: From the request for it to the request for the next.
+        """
+        # The first batch alone after a change is no mean yet.
+        share = _SHARE if self._num_batches else 1.0
+        self._num_batches += 1
+        # Someone saved a checkpoint, or looked at the validation set: that is no pace of training.
+        interval_s = min(interval_s, 8 * self._interval_s) if share < 1 else interval_s
+        self._read_s += share * (read_s - self._read_s)
+        self._waited_s += share * (waited_s - self._waited_s)
+        self._interval_s += share * (interval_s - self._interval_s)
+        if self._num_batches >= _SETTLED:
+            self._judge()
+        return self.wanted
+
+    def _judge(self) -> None:
+        busy = self._read_s / max(self._interval_s, 1e-9)
+        if self._interval_before_s:
+            helped = self._interval_s <= _GAIN * self._interval_before_s
+            self._interval_before_s = 0.0
+            if helped:
+                self._patience = _SETTLED
+            else:
+                self._patience = min(2 * self._patience, _MAX_PATIENCE)
+                self._turn_to(self.wanted - 1)
+        elif self.wanted > 1 and busy <= _IDLE * (self.wanted - 1):
+            self._turn_to(self.wanted - 1)
+        elif (
+            self.wanted < self.most
+            and self._num_batches >= self._patience
+            and self._waited_s > _WAITING * self._interval_s
+            and busy > _IDLE * self.wanted
+        ):
+            self._interval_before_s = self._interval_s
+            self._turn_to(self.wanted + 1)
+
+    def _turn_to(self, wanted: int) -> None:
+        self.wanted, self._num_batches = wanted, 0
