@@ -1,0 +1,283 @@
+"""A small step of hits, the whole way from disk, beside an oracle; and where its time goes.
+
+    python -m benchmarks.skip.small_step [--batch-size 10 ...] [--rounds 12] [--threads 1] [--quick]
+
+The oracle trains the active part alone, on batches of activations that are in memory already. Both
+train the same stretch of batches in turns, in one process. A ratio is the median over the rounds of
+one's median step to the other's; of whole stretches and of processor time (all threads) likewise.
+`read already` has every batch of the stretch read before its first step, so that no reader runs
+beside it: what is left is the training thread's own. The parts are timed in stretches of their own,
+by timers around the named functions, on the training thread alone, in what each spends itself:
+medians over the steps; audits, of which there is one in few steps, are left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+
+from benchmarks.harness import environment, in_turns, parser
+from benchmarks.models import CifarResNet
+from egeria_cache import ActivationCache, EgeriaLoader, batch, prefetch
+from egeria_cache.cache import host, port
+from egeria_cache.gate import pilot
+from egeria_cache.loader import assembly, one_pass, plan
+from egeria_cache.skip import engine
+from egeria_cache.skip.serve import book, invocation, passes, placeholder, runs
+
+STOP = 8
+"""Layers of nine that are frozen."""
+BATCHES = 96
+"""Of a stretch."""
+WARM_UP = 2
+SIZES = (10, 48)
+"""Samples of a batch: steps of about 5 and 20 ms on one core of a quiet machine."""
+MODEL, ORACLE, AUDITS = "the model's own forward", "the oracle's forward", "audits"
+NAMED = (
+    ("planning ahead", plan.Planner, "top_up"),
+    ("planning ahead", plan.Planner, "_draw"),
+    ("planning ahead", plan.Planner, "take"),
+    ("DataLoader's own iterator", _SingleProcessDataLoaderIter, "_next_data"),
+    ("handing reads to a reader", prefetch.Prefetcher, "start"),
+    ("waiting for reads", prefetch.PlannedEntry, "ready"),
+    ("putting the batch together", assembly.Assembly, "assemble"),
+    ("putting the batch together", assembly.Assembly, "_batch"),
+    ("tagged tensors", assembly, "without_data"),
+    ("tagged tensors", batch.BatchTensor, "__torch_function__"),
+    ("the rest of next()", one_pass.Pass, "__next__"),
+    ("gate: timing of whole steps", port.LoaderPort, "note_step"),
+    ("gate: timing of whole steps", pilot.Pilot, "_turn"),
+    ("taking the call apart", invocation.Invocation, "of"),
+    ("taking the call apart", invocation.Invocation, "key"),
+    ("guards", engine.SkipEngine, "_look"),
+    ("finding the recipe", book.RecipeBook, "find"),
+    ("choosing what to audit", host.CacheHost, "audited"),
+    (AUDITS, engine.SkipEngine, "_recomputed"),
+    ("counting", host.CacheHost, "note"),
+    ("rows of the entry", prefetch.PlannedEntry, "load"),
+    ("what a replay may have to undo", passes, "_Undo"),
+    ("skipped modules' calls", runs.ReplayRun, "__call__"),
+    ("the model's code on placeholders", placeholder.Placeholder, "__torch_dispatch__"),
+    ("replay", passes, "replay"),
+    ("the rest of the engine", engine.SkipEngine, "_called_with"),
+)
+
+
+class Task:
+    """A frozen front with its cache, and the same model's active part fed from memory."""
+
+    def __init__(self, directory: Path, batch_size: int) -> None:
+        torch.manual_seed(0)
+        count = BATCHES * batch_size
+        self.images, self.targets = torch.randn(count, 3, 32, 32), torch.randint(10, (count,))
+        self.model = CifarResNet(3)
+        self.model.freeze(STOP)
+        self.oracle = copy.deepcopy(self.model)
+        self.cache = ActivationCache(self.model, directory, self.model.layers[STOP - 1])
+        self.engine = self.cache._engine
+        self.loader = EgeriaLoader(
+            TensorDataset(self.images, self.targets), batch_size, shuffle=True, cache=self.cache
+        )
+        with torch.no_grad():
+            self.memory = [
+                (self.oracle.prefix((x,), STOP), y)
+                for x, y in zip(
+                    self.images.split(batch_size), self.targets.split(batch_size), strict=True
+                )
+            ]
+        self._optimizers = {id(m): self._optimizer(m) for m in (self.model, self.oracle)}
+        # Here the gate measures and judges as always, and nothing follows from it.
+        vars(self.cache.port._boundary)["turn"] = lambda name, turn: None
+        for _ in range(3):  # filled, then served until the gate has seen enough
+            self.hits()
+            self.cache.flush()
+
+    def hits(self) -> float:
+        """Train a stretch of hits."""
+        return self.train(self.model, iter(self.loader))
+
+    def read_already(self) -> Any:
+        """Return a pass whose batches have all been read."""
+        self.cache.port.ring_batches, before = BATCHES, self.cache.port.ring_batches
+        batches: Any = iter(self.loader)
+        self.cache.port.ring_batches = before
+        batches._planner.top_up()
+        for entry in [planned.entry for planned in batches._planner._planned]:
+            assert entry is None or entry.ready()
+        return batches
+
+    def from_memory(self) -> float:
+        """Train the same on the oracle."""
+        return self.train(lambda h: self.oracle.suffix(h, STOP), iter(self.memory), self.oracle)
+
+    def train(
+        self,
+        run: Callable[[Any], Tensor],
+        batches: Iterator[Any],
+        model: Any = None,
+        after: Callable[[], None] = lambda: None,
+    ) -> float:
+        """Train a stretch; return the median of its steps' seconds."""
+        optimizer = self._optimizers[id(model or run)]
+        clock = [time.perf_counter()]
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(run(x), y).backward()
+            optimizer.step()
+            after()
+            clock.append(time.perf_counter())
+        return statistics.median(end - start for start, end in itertools.pairwise(clock))
+
+    @staticmethod
+    def _optimizer(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def measure(task: Task, rounds: int) -> dict[str, float]:
+    """Return milliseconds of a step and ratios to the oracle's."""
+    steps: dict[str, list[float]] = defaultdict(list)
+
+    def noting(name: str, stretch: Callable[[], float]) -> Callable[[], None]:
+        return lambda: steps[name].append(stretch())
+
+    def prepared() -> Iterator[Any]:
+        for _ in range(WARM_UP + rounds):
+            uses: dict[str, Callable[[], float]] = {
+                "hits": task.hits,
+                "oracle": task.from_memory,
+                "read already": partial(task.train, task.model, task.read_already()),
+            }
+            yield {name: noting(name, use) for name, use in uses.items()}
+
+    turns = in_turns(prepared(), warm_up=WARM_UP)
+    found = {"oracle_ms": statistics.median(steps["oracle"]) * 1e3}
+    for name in ("hits", "read already"):
+        pairs = list(zip(steps[name], steps["oracle"], strict=True))[WARM_UP:]
+        found[name] = statistics.median(a / b for a, b in pairs)
+        found[f"{name}, us a step"] = statistics.median(a - b for a, b in pairs) * 1e6
+        found[f"{name}, whole stretches"] = turns.wall.ratio(name, "oracle")
+        found[f"{name}, processor"] = turns.work.ratio(name, "oracle")
+    return found
+
+
+class Timers:
+    """Time that each named part spends itself on the thread that made this."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, int] = defaultdict(int)
+        self.steps: list[dict[str, int]] = []
+        self._thread, self._inside = threading.get_ident(), [0]
+
+    def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with a timer around it."""
+        inside, spent, clock = self._inside, self.spent, time.perf_counter_ns
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return function(*args, **kwargs)
+            inside.append(0)
+            started = clock()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                took = clock() - started
+                spent[name] += took - inside.pop()
+                inside[-1] += took
+
+        return timed
+
+    def step(self) -> None:
+        """A step has ended."""
+        self.steps.append(dict(self.spent))
+        self.spent.clear()
+
+    @contextlib.contextmanager
+    def everywhere(self) -> Iterator[None]:
+        """Put the timers around all parts while the block runs."""
+        before = [(owner, key, vars(owner)[key]) for _, owner, key in NAMED]
+        try:
+            for (name, owner, key), (_, _, own) in zip(NAMED, before, strict=True):
+                is_bound = isinstance(own, classmethod)
+                timed = self.around(name, own.__func__ if is_bound else own)
+                setattr(owner, key, classmethod(timed) if is_bound else timed)
+            yield
+        finally:
+            for owner, key, own in before:
+                setattr(owner, key, own)
+
+
+def parts(task: Task, rounds: int) -> dict[str, float]:
+    """Return microseconds of a step, by part, with every batch read already: medians of steps."""
+    engine, steps = task.engine, list[dict[str, int]]()
+    for _ in range(rounds):
+        ready, timers = task.read_already(), Timers()
+        own, engine._forward = engine._forward, timers.around(MODEL, engine._forward)
+        with timers.everywhere():
+            task.train(task.model, ready, after=timers.step)
+        engine._forward = own
+        steps += timers.steps
+        timers = Timers()
+        suffix = timers.around(ORACLE, lambda h: task.oracle.suffix(h, STOP))
+        task.train(suffix, iter(task.memory), task.oracle, timers.step)
+        steps += timers.steps
+    names = dict.fromkeys(itertools.chain.from_iterable(steps))
+    found = {
+        name: statistics.median([step[name] for step in steps if name in step]) for name in names
+    }
+    return {name: spent / 1e3 for name, spent in found.items()}
+
+
+def measured(batch_size: int, rounds: int) -> dict[str, Any]:
+    """Return the figures of one size of batch."""
+    with tempfile.TemporaryDirectory() as text:
+        task = Task(Path(text), batch_size)
+        with task.cache:
+            found = {name: round(value, 3) for name, value in measure(task, rounds).items()}
+            spent = parts(task, max(2, rounds // 4))
+            stats = task.cache.stats()
+    assert stats.hit_batches > stats.miss_batches
+    spent.pop(AUDITS, None)
+    beyond = sum(spent.values()) - 2 * spent[ORACLE]
+    by_size = sorted(spent.items(), key=lambda item: -item[1])
+    return {
+        "batch_size": batch_size,
+        **found,
+        "us_beyond_the_oracle": round(beyond, 1),
+        "us_by_part": {name: round(us, 1) for name, us in by_size},
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print."""
+    options_of = parser(__doc__)
+    options_of.add_argument("--batch-size", type=int, action="append", help="repeatable")
+    options_of.add_argument("--rounds", type=int, default=12)
+    options_of.add_argument("--threads", type=int, default=1)
+    options = options_of.parse_args(argv)
+    torch.set_num_threads(options.threads)
+    rounds = 3 if options.quick else options.rounds
+    steps = [measured(size, rounds) for size in options.batch_size or SIZES]
+    print(json.dumps({"environment": environment(), "rounds": rounds, "steps": steps}, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
