@@ -214,25 +214,26 @@ class Generation:
             if len(value) != len(ids):
                 raise ValueError(f"{name!r} has {len(value)} rows for {len(ids)} sample IDs")
         numbers = plain_integers(ids)
-        asked: Any = ids if numbers is None else numbers
-        known = self.contains(asked, variant=variant)
-        if known.all():
-            return self.alive
-        picked = np.flatnonzero(~known).tolist() if known.any() else range(len(ids))
-        if not self._takes_more or not self._writer.alive or self._writer.is_full:
-            self._count(dropped_writes=len(picked))
-            if not self._writer.alive and self.alive:
-                self._warn("the cache's writer thread is dead")
-            return False
         keys = encode_keys(ids, variant) if numbers is None else numbers
+        if not self._takes_more or not self._writer.alive or self._writer.is_full:
+            return self._refuse(ids, variant)
         fields, ready = to_host(fields)
-        job = Job.of(self, keys, picked, Rows(bare, fields), ready, variant)
+        job = Job.of(self, keys, range(len(ids)), Rows(bare, fields), ready, variant)
         self._queued(1)
-        accepted = self._writer.submit(job)
-        if not accepted:
-            self._queued(-1)
-            self._count(dropped_writes=len(picked))
-        return accepted
+        if self._writer.submit(job):
+            return True
+        self._queued(-1)
+        return self._refuse(ids, variant)
+
+    def _refuse(self, ids: Sequence[SampleId], variant: int) -> bool:
+        """Count what of a batch is not stored; True if there is nothing of it to be stored."""
+        num_new = len(ids) - int(np.count_nonzero(self.contains(ids, variant=variant)))
+        if not num_new:
+            return self.alive
+        self._count(dropped_writes=num_new)
+        if not self._writer.alive and self.alive:
+            self._warn("the cache's writer thread is dead")
+        return False
 
     @property
     def _takes_more(self) -> bool:
@@ -244,6 +245,8 @@ class Generation:
 
     def commit(self, jobs: Sequence[Job]) -> None:
         """Encode and store batches in one commit; called by the writer thread alone."""
+        for job in jobs:
+            job.pick(self._files.contains_keys)
         num_rows = sum(len(job.picked) for job in jobs)
         num_written = 0
         try:
@@ -277,6 +280,8 @@ class Generation:
         known: set[bytes] = set()
         num_encoded, raw_bytes, error = 0, 0, LossyError()
         for job in jobs:
+            if not job.picked:
+                continue
             try:
                 encoded = self._encode(job, error)
             except (TypeError, ValueError, RuntimeError) as problem:  # of this batch alone
@@ -340,25 +345,25 @@ class Generation:
         """Return the records of a batch. To read them raises `ChangedError` if it was changed."""
         for arrived in job.ready:
             arrived.synchronize()
-        keys, changed = job.encoded_keys(), LossyError()
-        codec = self._codec if self._codec is not None else self._choose_codec(job, keys)
+        changed = LossyError()
+        codec = self._codec if self._codec is not None else self._choose_codec(job)
         records = encode_rows(
-            keys, job.picked, job.rows, codec, self._coder, self._storage, changed,
+            job.encoded_keys, job.picked, job.rows, codec, self._coder, self._storage, changed,
             self._files.identity, self._writer.arena,
         )  # fmt: skip
         error.join(changed)
         buffers = [functools.partial(_unchanged, job, buffer) for buffer in records.buffers]
         return dataclasses.replace(records, buffers=buffers)
 
-    def _choose_codec(self, job: Job, keys: Sequence[bytes]) -> Codec:
+    def _choose_codec(self, job: Job) -> Codec:
         """Decide once, from the first batch."""
-        expected = self._num_expected * job.num_bytes // max(len(keys), 1)
+        expected = self._num_expected * job.num_bytes // max(len(job.keys), 1)
         small = min(self._budget.limit_bytes, psutil.virtual_memory().total) // SMALL_PART
         if 0 < expected <= small:
             self._codec, trials = Codec.RAW, f"{expected / 1e6:.0f} MB for all samples are few"
         else:
             self._codec, trials = choose_codec(
-                keys, job.picked, job.rows, self._coder, self._storage
+                job.encoded_keys, job.picked, job.rows, self._coder, self._storage
             )
         logger.info("%s: codec %s: %s", self.name, self._codec.label, trials)
         return self._codec

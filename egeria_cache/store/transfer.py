@@ -28,6 +28,8 @@ def to_host(
     copy beside it.
     """
     moved: dict[str, Tensor | Sequence[Any]] = dict(fields)
+    if all(isinstance(value, Tensor) and value.is_cpu for value in moved.values()):
+        return moved, ()
     elsewhere = {
         item.device
         for value in fields.values()

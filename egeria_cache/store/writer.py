@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,7 @@ class Job:
     keys: Sequence[bytes] | npt.NDArray[np.int64]
     """Of all rows; sample IDs that are integers become keys on the writer thread."""
     picked: Sequence[int]
-    """Rows to store."""
+    """Rows to store; the writer thread leaves out those that are stored already."""
     rows: Rows
     versions: Sequence[tuple[Tensor, int]]
     num_bytes: int
@@ -52,11 +52,8 @@ class Job:
     """Points after the copies from the device; none where the rows are there."""
     variant: int = 0
     """Of the augmentation; part of keys that are already encoded."""
-    held_bytes: int = field(init=False)
+    held_bytes: int = 0
     """Of the memory that the rows lie in, which the queue bounds."""
-
-    def __post_init__(self) -> None:
-        self.held_bytes = self.rows.held_bytes()
 
     @classmethod
     def of(
@@ -69,14 +66,24 @@ class Job:
         variant: int = 0,
     ) -> Job:
         """Note the tensors' version counters; inference tensors have none."""
-        versions = [(one, one._version) for one in rows.tensors() if not one.is_inference()]
-        return cls(target, keys, picked, rows, versions, rows.num_bytes(), ready, variant)
+        tensors = list(rows.tensors())
+        versions = [(one, one._version) for one in tensors if not one.is_inference()]
+        held_bytes = sum(one.nbytes for one in tensors)
+        num_bytes = rows.num_bytes() if rows.padded else held_bytes
+        return cls(target, keys, picked, rows, versions, num_bytes, ready, variant, held_bytes)
 
+    @property
     def encoded_keys(self) -> Sequence[bytes]:
-        """Return the keys of all rows."""
+        """The keys of all rows; made once, by the thread that asks first."""
         if isinstance(self.keys, np.ndarray):
-            return encode_keys(self.keys.tolist(), self.variant)
+            self.keys = encode_keys(self.keys.tolist(), self.variant)
         return self.keys
+
+    def pick(self, stored: Callable[[Sequence[bytes]], npt.NDArray[np.bool_]]) -> None:
+        """Leave out the rows that are stored."""
+        known = stored(self.encoded_keys)
+        if known.any():
+            self.picked = [row for row in self.picked if not known[row]]
 
     def unchanged(self) -> bool:
         """No tensor was written to since it was handed over."""

@@ -209,6 +209,11 @@ class GenerationFiles:
         found: npt.NDArray[np.bool_] = self.index.locate(ids, variant)[:, 1] != 0
         return found
 
+    def contains_keys(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Return bool (B,) for keys of any variants, from memory."""
+        found: npt.NDArray[np.bool_] = self.index.locate_keys(keys)[:, 1] != 0
+        return found
+
     def locate(
         self, ids: Sequence[SampleId], variant: int, keys: Sequence[bytes]
     ) -> tuple[Segment, Spans]:
@@ -272,7 +277,7 @@ class GenerationFiles:
         """
         self.check_present()
         self.refresh()
-        return records.only(self.index.locate_keys(records.keys)[:, 1] == 0)
+        return records.only(~self.contains_keys(records.keys))
 
     def growth_bytes(self, records: Encoded) -> npt.NDArray[np.int64]:
         """Return, shape (B + 1,), by how much the files grow if the first n are written."""

@@ -39,6 +39,11 @@ class Rows:
     bare: bool
     fields: Mapping[str, Tensor | Sequence[Value]]
 
+    @property
+    def padded(self) -> bool:
+        """Some rows lie in a larger tensor."""
+        return any(isinstance(value, PaddedRows) for value in self.fields.values())
+
     def num_bytes(self) -> int:
         """Bytes of the rows, without padding."""
         return sum(
