@@ -35,7 +35,8 @@ from benchmarks.harness import (
 )
 
 from .activations import conv_activations, transformer_activations
-from .contestants import BATCH, CONTESTANTS, BareLmdb, Contestant, Egeria, EgeriaRaw
+from .contestants import BATCH, CONTESTANTS, Contestant, Egeria, EgeriaRaw
+from .writing import measure_writing
 
 
 def measure(rows: Tensor, place: Path, num_rounds: int, skipped: dict[str, str]) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def measure(rows: Tensor, place: Path, num_rounds: int, skipped: dict[str, str])
             "open_ms": 1e3 * open_s,
         }
     # Writes again, in pairs: the first ones also warmed the allocator and the disk's journal.
-    report["write_ratio_to_bare_lmdb"] = write_ratio(rows, place, num_pairs=5)
+    report |= measure_writing(rows, place, num_pairs=7)
 
     def rounds() -> Iterator[Round]:
         for _ in range(num_rounds):
@@ -83,21 +84,6 @@ def measure(rows: Tensor, place: Path, num_rounds: int, skipped: dict[str, str])
         }
         one.close()
     return report
-
-
-def write_ratio(rows: Tensor, place: Path, num_pairs: int) -> float:
-    """Return the median of (bare LMDB's time / ours) to commit the same batches, raw."""
-
-    def rounds() -> Iterator[Round]:
-        for _ in range(num_pairs):
-            with (
-                tempfile.TemporaryDirectory(dir=place) as lmdb,
-                tempfile.TemporaryDirectory(dir=place) as ours,
-            ):
-                pair = BareLmdb(Path(lmdb), rows), EgeriaRaw(Path(ours), rows)
-                yield {one.name: partial(one.write, rows) for one in pair}
-
-    return in_turns(rounds()).wall.ratio(BareLmdb.name, EgeriaRaw.name)
 
 
 def plot(report: dict[str, Any], path: Path) -> None:

@@ -5,10 +5,10 @@ decoding threads. It never knows what a model, a loader or a boundary is: a gene
 fields that others gave it, and a record holds named tensors.
 
 The way of a read: `store` > `generation` > `reader` > `fill` (`varied`, where shapes differ) >
-`codecs`; of a write: `generation` >
-`records` > `writer` > `disk`. `disk` has the files: whose they are (`own`, `place`, `claims`), what
-they may take (`budget`), the log of commits and the index made from it (`log`, `index`), the
-records (`segment`). What `cache-inspect` reads, removes and copies: `census`, `removal`, `parcel`.
+`codecs`; of a write: `generation` > `writer` > `records` (`encoded`) > `disk`. `disk` has the
+files: whose they are (`own`, `place`, `claims`), what they may take (`budget`), the log of commits
+and the index made from it (`log`, `index`), the records (`segment`). What `cache-inspect` reads,
+removes and copies: `census`, `removal`, `parcel`.
 """
 
 from egeria_cache.store.census import (
