@@ -27,7 +27,7 @@ def assemble(batch: Batch) -> dict[str, Tensor | list[Any]]:
         if set(values) != set(names):
             batch.hit[row] = False
             del batch.odd[row]
-    if not batch.odd and np.count_nonzero(batch.hit) == batch.num_rows:
+    if not batch.odd and batch.hit.all():
         return dict(zip(names, columns, strict=True))
     missing = torch.from_numpy(np.flatnonzero(~batch.hit))
     fields: dict[str, Tensor | list[Any]] = {}

@@ -1,42 +1,33 @@
-"""A batch of sample IDs -> one contiguous tensor per name, decoded by several threads. No state
-but the threads; any number of callers at a time.
+"""A batch of sample IDs -> one contiguous tensor per name. No state but the threads; any number of
+callers at a time.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from egeria_cache.store.assemble import assemble
-from egeria_cache.store.codecs.codec import Coder
+from egeria_cache.store.crew import Crew
 from egeria_cache.store.disk.files import GenerationFiles, GoneError
-from egeria_cache.store.disk.log import Spans
-from egeria_cache.store.disk.segment import Segment
+from egeria_cache.store.fetch import Wanted
 from egeria_cache.store.fill import Batch, fill
-from egeria_cache.store.records.keys import SampleId, decode_key, encode_keys
+from egeria_cache.store.records.keys import Keys, SampleId, decode_key
 from egeria_cache.store.records.layout import CHECKSUM_BYTES, Head
 from egeria_cache.store.records.record import open_record
 from egeria_cache.store.records.values import RecordError
+from egeria_cache.store.serve import NUM_TURNS, Course, serve
 from egeria_cache.store.varied import fill_varied
-from egeria_cache.threads import compute_on_one_core
 
 __all__ = ["BatchReader", "Fetched"]
 
 logger = logging.getLogger("egeria_cache.store")
-
-T = TypeVar("T")
-
-MIN_BYTES_PER_THREAD = 512 * 1024
-"""Decoding less takes about as long as waking a thread."""
 
 MANY_ODD = 0.25
 """Part of a batch's records. Where more have another shape than the first one had, they are not
@@ -56,21 +47,16 @@ class Fetched:
 
 
 class BatchReader:
-    """Owns the decoding threads; they start with the first large batch."""
+    """Owns the decoding threads."""
 
-    def __init__(self, num_threads: int) -> None:
-        self._num_threads = num_threads
-        self._local = threading.local()
-        self._pool: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
+    def __init__(self, num_threads: int, *, verifies_always: bool = False) -> None:
+        self._crew = Crew(num_threads)
+        self._verifies_always = verifies_always
         self._warned: set[str] = set()
 
     def close(self) -> None:
         """Join the threads."""
-        with self._lock:
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown(wait=True)
+        self._crew.close()
 
     def read(
         self,
@@ -81,22 +67,34 @@ class BatchReader:
         pin_memory: bool,
     ) -> Fetched:
         """Return the samples that are stored and intact; never raises for a bad record."""
-        keys = encode_keys(ids, variant)
+        keys = Keys(ids, variant)
         nothing = np.zeros(len(keys), np.bool_)
         try:
-            segment, spans = files.locate(ids, variant, keys)
+            segment = files.check()
+            turn = None if self._verifies_always else files.turn(len(keys)) % NUM_TURNS
+            course = self._course(files, keys, turn)
+            begun = None
+            if course is not None:
+                begun = course.serve(keys, turn or 0, self._crew, pin_memory=pin_memory)
+                if begun.is_done and files.usable:
+                    return Fetched(course.head.layout.bare, course.fields(begun), ~nothing)
+            wanted = Wanted(segment, keys, files.locate(keys), files.identity)
         except GoneError:
             return Fetched(False, {}, nothing)
         template = files.template
         if template is None:
-            template, corrupt = _find_template(files, segment, spans, keys)
+            template, corrupt = _find_template(files, wanted)
             if template is None:
                 return Fetched(False, {}, nothing, self._forget(files, corrupt))
         batch = Batch(*template, files.identity, len(keys), pin_memory, nothing)
         if files.is_varied:
-            fields = fill_varied(segment, spans, keys, batch, self._spread)
+            fields = fill_varied(wanted, batch, self._crew)
         else:
-            fill(segment, spans, keys, batch, self._spread)
+            verified = begun.hand_over(batch) if begun else np.empty(0, np.int64)
+            verified = np.concatenate((verified, serve(wanted, batch, self._crew, turn)))
+            files.index.trust(keys, verified, wanted.located)
+            if not batch.hit.all():
+                fill(wanted, batch, self._crew)
             files.is_varied = len(batch.odd) > MANY_ODD * len(keys)
             fields = assemble(batch) if batch.columns else {}
         num_corrupt = self._forget(files, batch.corrupt)
@@ -106,31 +104,14 @@ class BatchReader:
 
     # -- parts ------------------------------------------------------------------------------
 
-    def _spread(self, work: Callable[[slice, Coder], T], count: int, num_bytes: int) -> list[T]:
-        """Call `work` for parts of `range(count)`, in threads if so many bytes are worth it."""
-
-        def call(part: tuple[int, int]) -> T:
-            return work(slice(*part), self._coder())
-
-        num_parts = max(1, min(self._num_threads, count, num_bytes // MIN_BYTES_PER_THREAD))
-        ends = [count * part // num_parts for part in range(num_parts + 1)]
-        mine, *others = itertools.pairwise(ends)
-        futures = [self._threads().submit(call, part) for part in others]
-        return [call(mine), *(future.result() for future in futures)]
-
-    def _threads(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(
-                    self._num_threads, "egeria-decode", initializer=compute_on_one_core
-                )
-            return self._pool
-
-    def _coder(self) -> Coder:
-        coder: Coder | None = getattr(self._local, "coder", None)
-        if coder is None:
-            coder = self._local.coder = Coder()
-        return coder
+    def _course(self, files: GenerationFiles, keys: Keys, turn: int | None) -> Course | None:
+        """Return the short way, if there is one."""
+        if turn is None or keys.numbers is None or files.is_varied or files.template is None:
+            return None
+        course: Course | None = files.course
+        if course is None or not course.holds(keys.variant):
+            course = files.course = Course.of(files, keys.variant)
+        return course
 
     def _forget(self, files: GenerationFiles, corrupt: list[tuple[bytes, str]]) -> int:
         """Note the damaged records; return how many were not known to be."""
@@ -151,17 +132,17 @@ class BatchReader:
 
 
 def _find_template(
-    files: GenerationFiles, segment: Segment, spans: Spans, keys: Sequence[bytes]
+    files: GenerationFiles, wanted: Wanted
 ) -> tuple[tuple[Head, memoryview] | None, list[tuple[bytes, str]]]:
-    """Return the head of the first intact record among the keys', and note it for later batches;
+    """Return the head of the first intact record of the batch, and note it for later batches;
     without one, what is wrong with each.
     """
     corrupt = []
-    for key, (place, size) in zip(keys, spans.tolist(), strict=True):
+    for key, (place, size) in zip(wanted.keys, wanted.spans.tolist(), strict=True):
         if not size:
             continue
         try:
-            value = segment.record(place, size)
+            value = wanted.segment.record(place, size)
             head = open_record(key, value, files.identity).head
         except (RecordError, OSError) as error:
             corrupt.append((key, str(error)))

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from egeria_cache.store.codecs.codec import Codec, CodecError, Coder
 from egeria_cache.store.codecs.lossy import unpack
-from egeria_cache.store.disk.log import Spans
-from egeria_cache.store.disk.segment import ALIGNMENT, Segment
-from egeria_cache.store.fill import PARALLEL_COPY_BYTES, Batch, Spread, fill_one
+from egeria_cache.store.crew import Crew
+from egeria_cache.store.disk.segment import ALIGNMENT
+from egeria_cache.store.fetch import Rows, Wanted
+from egeria_cache.store.fill import Batch, fill_one
 from egeria_cache.store.records.layout import PREFIX_BYTES, FieldLayout
 from egeria_cache.store.records.record import open_record, plain_value
 from egeria_cache.store.records.values import RecordError
@@ -72,40 +73,34 @@ class _Piece:
         return (values.shape[1:], values.dtype) if isinstance(values, Tensor) else None
 
 
-def fill_varied(
-    segment: Segment, spans: Spans, keys: Sequence[bytes], batch: Batch, spread: Spread
-) -> Columns:
+def fill_varied(wanted: Wanted, batch: Batch, crew: Crew) -> Columns:
     """Read the rows; what is not intact is noted in the batch.
 
     Args:
-        segment: What to read from.
-        spans: Where each row's record begins and how long it is, shape (B, 2); 0 if it is absent.
-        keys: Of the rows.
+        wanted: Which records.
         batch: Its head says which names there are; told which rows were found, and what is damaged.
-        spread: See `fill`.
+        crew: Does it.
 
     Returns:
         Per name, a tensor of B rows where all that were found have one shape, else a list. Empty if
         there is nothing.
     """
-    stored = spans[:, 1] > 0
+    stored = wanted.spans[:, 1] > 0
     if not stored.any():
         return {}
-    num_bytes = int(spans[:, 1].sum())
-    if batch.head.raw and num_bytes < PARALLEL_COPY_BYTES * np.count_nonzero(stored):
-        num_bytes = 0
+    num_bytes = int(wanted.spans[:, 1].sum())
     names = batch.head.layout.names
 
     def work(part: slice, coder: Coder) -> tuple[list[list[_Piece]], list[int]]:
         rows = part.start + np.flatnonzero(stored[part])
-        return _read(segment, keys, rows, spans[rows], batch, coder)
+        return _read(wanted, rows, batch, coder)
 
     columns: list[list[_Piece]] = [[] for _ in names]
-    for pieces, left in spread(work, len(keys), num_bytes):
+    for pieces, left in crew.run("varied", work, batch.num_rows, num_bytes):
         for column, more in zip(columns, pieces, strict=True):
             column += more
         for row in left:
-            fill_one(segment, spans[row], keys[row], row, batch)
+            fill_one(wanted, row, batch)
     for row, values in batch.odd.items():
         if set(values) != set(names):
             batch.hit[row] = False
@@ -117,15 +112,11 @@ def fill_varied(
 
 
 def _read(
-    segment: Segment,
-    keys: Sequence[bytes],
-    rows: Any,
-    spans: Spans,
-    batch: Batch,
-    coder: Coder,
+    wanted: Wanted, rows: Rows, batch: Batch, coder: Coder
 ) -> tuple[list[list[_Piece]], list[int]]:
     """Return what intact records hold, per field, and the rows that need a closer look."""
-    places, sizes = spans.astype(np.int64).T
+    segment, keys = wanted.segment, wanted.keys
+    places, sizes = wanted.spans[rows].astype(np.int64).T
     likely = (sizes >= PREFIX_BYTES) & (sizes <= MAX_TOGETHER_BYTES)
     likely &= sizes <= segment.size - places
     left = rows[~likely].tolist()

@@ -17,4 +17,4 @@ def store(directory: Path) -> Iterator[ActivationStore]:
 @pytest.fixture(autouse=True)
 def several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let even small batches be decoded by several threads."""
-    monkeypatch.setattr("egeria_cache.store.reader.MIN_BYTES_PER_THREAD", 1)
+    monkeypatch.setattr("egeria_cache.store.crew.num_parts", lambda work_s, wake_s, most: most)

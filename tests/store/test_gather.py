@@ -54,9 +54,8 @@ def test_a_damaged_field_fails_alone_and_the_others_of_its_batch_are_decoded(cod
     stored[2] = bytes(len(stored[2]))
     sizes = np.array(list(map(len, stored)))
     out = np.zeros_like(rows)
-    failed = coder.decode_many(
-        Source.of(b"".join(stored)), np.cumsum(sizes) - sizes, sizes, codec, out, elements
-    )
+    source, starts = Source.of(b"".join(stored)), np.cumsum(sizes) - sizes
+    failed = coder.decode_many(source, starts, sizes, codec, out, np.arange(5), elements)
     assert list(failed) == [2]
     assert (np.delete(out, 2, 0) == np.delete(rows, 2, 0)).all()
 

@@ -17,7 +17,7 @@ sample_ids = (
 
 
 def spans_of(count, begin=1):
-    return np.stack((np.arange(count), np.arange(begin, begin + count)), 1).astype(np.uint64)
+    return np.stack((8 * np.arange(count), np.arange(begin, begin + count)), 1).astype(np.uint64)
 
 
 @given(st.lists(st.lists(st.tuples(sample_ids, st.integers(0, 2)), max_size=20), max_size=8))

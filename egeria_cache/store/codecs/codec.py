@@ -19,11 +19,16 @@ import zstandard
 
 from egeria_cache.store.codecs.gather import Bytes, Places, Scratch, Source, copy_parts
 from egeria_cache.store.codecs.planes import GROUPS, Elements, cut, expand, join, numbers_of, rank
+from egeria_cache.store.native import Kernel, Unpacker, kernel, room_bytes
 
 __all__ = ["Bytes", "Codec", "CodecError", "Coder", "Elements"]
 
 SMALL_BYTES = 256
 """Fields below this stay raw: a label gains nothing from a codec."""
+
+CHUNK_BYTES = 2 * 2**20
+"""Decoded bytes that are worked on at a time without the kernel: few passes, and the temporaries
+are bounded."""
 
 _WORTH = 0.95
 """A plane is compressed if that leaves at most this part of it; else it is copied, far faster."""
@@ -78,8 +83,15 @@ class Coder:
             )
         )
         self._decompressor = zstandard.ZstdDecompressor()
+        self._unpacker: Unpacker | None = None
         self.scratch = Scratch()
         """Of this thread, as is the coder."""
+
+    def unpacker(self, native: Kernel) -> Unpacker:
+        """Return zstd's state for the kernel."""
+        if self._unpacker is None:
+            self._unpacker = native.unpacker()
+        return self._unpacker
 
     def encode(self, data: Bytes, codec: Codec, elements: Elements) -> tuple[Codec, Any]:
         """Return (codec used, buffer); raw where the codec saves nothing."""
@@ -109,8 +121,10 @@ class Coder:
         Raises:
             CodecError: The stored bytes are damaged, or hold another number of bytes.
         """
-        starts, sizes = np.zeros(1, np.int64), np.array([len(stored)], np.int64)
-        self._decode(Source.of(stored), starts, sizes, codec, out[None], elements)
+        zero, sizes = np.zeros(1, np.int64), np.array([len(stored)], np.int64)
+        failed = self.decode_many(Source.of(stored), zero, sizes, codec, out[None], zero, elements)
+        if failed:
+            raise failed[0]
 
     def decode_many(
         self,
@@ -119,34 +133,86 @@ class Coder:
         sizes: Places,
         codec: int,
         out: Bytes,
+        rows: Places,
         elements: Elements,
     ) -> dict[int, CodecError]:
-        """Decode fields of one layout together: the passes are then few and long.
+        """Decode fields of one layout.
 
         Args:
             source: Where the encoded fields lie.
             starts: Of each of them, shape (N,).
             sizes: Of each of them, shape (N,); all of it within the source.
             codec: Of all of them.
-            out: Shape (N, bytes), contiguous; filled.
+            out: Shape (B, bytes), contiguous.
+            rows: Of `out`, in rising order; filled. Shape (N,).
             elements: Of all of them.
 
         Returns:
-            The positions that could not be decoded, and why; their rows are arbitrary.
+            The positions, of N, that could not be decoded, and why; their rows are arbitrary.
         """
         failed: dict[int, CodecError] = {}
-        try:
-            self._decode(source, starts, sizes, codec, out, elements)
-        except CodecError:
-            for at in range(len(starts)):
-                row = slice(at, at + 1)
-                try:
-                    self._decode(source, starts[row], sizes[row], codec, out[row], elements)
-                except CodecError as error:
-                    failed[at] = error
+        left = self._decode_natively(source, starts, sizes, codec, out, rows, elements)
+        at_once = max(1, CHUNK_BYTES // max(out.shape[1], 1))
+        for begin in range(0, len(left), at_once):
+            chosen = left[begin : begin + at_once]
+            failed |= self._decode_chunk(
+                source, starts[chosen], sizes[chosen], codec, out, rows[chosen], elements, chosen
+            )
         return failed
 
     # -- decoding ---------------------------------------------------------------------------
+
+    def _decode_natively(
+        self,
+        source: Source,
+        starts: Places,
+        sizes: Places,
+        codec: int,
+        out: Bytes,
+        rows: Places,
+        elements: Elements,
+    ) -> Places:
+        """Decode by the kernel; return the positions that are left, all of them without one."""
+        native, num_bytes = kernel(), out.shape[1]
+        if native is None or elements[0] not in GROUPS or num_bytes % elements[0]:
+            return np.arange(len(starts))
+        room, unpacker = (
+            self.scratch.array("room", room_bytes(num_bytes), np.uint8),
+            self.unpacker(native),
+        )
+        found = native.decode(
+            unpacker, codec, source.data, starts, sizes, out, rows, elements, room
+        )
+        return np.flatnonzero(~found)
+
+    def _decode_chunk(
+        self,
+        source: Source,
+        starts: Places,
+        sizes: Places,
+        codec: int,
+        out: Bytes,
+        rows: Places,
+        elements: Elements,
+        positions: Places,
+    ) -> dict[int, CodecError]:
+        """Decode some together, in passes of NumPy; return those that failed, by position."""
+        first, end = int(rows[0]), int(rows[-1]) + 1
+        adjacent = end - first == len(rows)
+        part = out[first:end] if adjacent else np.empty_like(out[: len(rows)])
+        failed: dict[int, CodecError] = {}
+        try:
+            self._decode(source, starts, sizes, codec, part, elements)
+        except CodecError:
+            for at, position in enumerate(positions.tolist()):
+                one = slice(at, at + 1)
+                try:
+                    self._decode(source, starts[one], sizes[one], codec, part[one], elements)
+                except CodecError as error:
+                    failed[position] = error
+        if not adjacent:
+            out[rows] = part
+        return failed
 
     def _decode(
         self,

@@ -20,13 +20,14 @@ from egeria_cache.errors import StoreError
 from egeria_cache.store.codecs.codec import Codec
 from egeria_cache.store.codecs.lossy import LossyError
 from egeria_cache.store.disk.claims import Claim, remove_directory
-from egeria_cache.store.disk.index import Index
-from egeria_cache.store.disk.log import LOG_NAME, Commit, Log, Spans, block_bytes
+from egeria_cache.store.disk.index import Index, Located
+from egeria_cache.store.disk.log import LOG_NAME, Commit, Log, block_bytes
 from egeria_cache.store.disk.manifest import DamagedError
 from egeria_cache.store.disk.segment import ALIGNMENT, SEGMENT_NAME, Segment
 from egeria_cache.store.disk.totals import Totals
+from egeria_cache.store.native import Mapping
 from egeria_cache.store.records.encoded import Encoded
-from egeria_cache.store.records.keys import SampleId, all_integers, split_keys
+from egeria_cache.store.records.keys import Keys, SampleId, all_integers, split_keys
 from egeria_cache.store.records.layout import Head
 
 __all__ = ["GenerationFiles", "GoneError", "is_unfinished"]
@@ -64,9 +65,15 @@ class GenerationFiles:
         self.index, self.totals = Index(), Totals()
         self.template: tuple[Head, memoryview] | None = None
         """Head of an intact record, parsed and as stored: what most others look like."""
+        self.course: Any = None
+        """What reading notes of it."""
         self.is_varied = False
         """Many records were seen to have other shapes than that one."""
         self.reason_stopped = absent
+        self._num_reads = 0
+        self._is_writing = False
+        self._written = 0
+        """When the records were written to last, as far as this process knows of it."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._disk: tuple[Segment, Log] | None = None
@@ -214,21 +221,43 @@ class GenerationFiles:
         found: npt.NDArray[np.bool_] = self.index.locate_keys(keys)[:, 1] != 0
         return found
 
-    def locate(
-        self, ids: Sequence[SampleId], variant: int, keys: Sequence[bytes]
-    ) -> tuple[Segment, Spans]:
-        """Return what to read from, and where: shape (B, 2), the place of each record and its
-        length, 0 for absent ones. What is read from stays open for as long as it is held.
+    def check(self) -> Segment:
+        """Return what records are read from; it stays open while it is held. What was verified is
+        no longer believed once anybody else wrote to it.
 
         Raises:
             GoneError: Void or closed.
+            OSError: The disk fails.
         """
-        segment, log = self._opened()
-        spans = self.index.locate(ids, variant, keys)
-        if not spans[:, 1].all() and log.has_grown:
+        segment, _ = self._opened()
+        if not self._is_writing and (written := segment.written) != self._written:  # not by us
+            self.index.distrust()
+            self._written = written
+        return segment
+
+    def locate(self, keys: Keys) -> Located:
+        """Return where records are.
+
+        Raises:
+            GoneError: Void or closed.
+            OSError: The disk fails.
+        """
+        _, log = self._opened()
+        located = self.index.look_up(keys)
+        if not located.raw[:, 1].all() and log.has_grown:
             self.refresh()
-            spans = self.index.locate(ids, variant, keys)
-        return segment, spans
+            located = self.index.look_up(keys)
+        return located
+
+    @property
+    def mapping(self) -> Mapping | None:
+        """Of the records, as far as they are mapped."""
+        return None if self._disk is None else self._disk[0].mapping
+
+    def turn(self, num_reads: int) -> int:
+        """Count reads; return how often each record was read by now, on average."""
+        self._num_reads += num_reads
+        return self._num_reads // max(len(self.index), 1)
 
     def bytes_of(self, ids: Sequence[SampleId], variant: int) -> int:
         """Return the length of all these records."""
@@ -296,8 +325,7 @@ class GenerationFiles:
         """
         segment, log = self._opened()
         end = min(self.totals.end, segment.size)
-        # On disk before the commit that makes them visible.
-        begin = segment.append(end, records.pieces())
+        begin = self._append(segment, end, records)
         room = records.room
         spans = np.stack((begin + np.cumsum(room) - room, records.sizes), 1).astype("<u8")
         joined = LossyError()
@@ -318,3 +346,15 @@ class GenerationFiles:
                 raise
             self.index.add(records.keys, spans)
             self.totals = totals
+
+    def _append(self, segment: Segment, end: int, records: Encoded) -> int:
+        """Write records to disk, before the commit that makes them visible; return where they begin.
+        What was verified stays trusted: the file was written to, but not by others.
+        """
+        is_ours = segment.written == self._written
+        self._is_writing = True
+        try:
+            return segment.append(end, records.pieces())
+        finally:
+            self._written = segment.written if is_ours else self._written
+            self._is_writing = False

@@ -4,6 +4,9 @@ Answers for a whole batch at once. One thread adds at a time, any number look up
 lock: what they read is only ever replaced as a whole, or has spans set in place. Two keys may have
 the same hash by chance (once in 10^6 at five million samples that are no integers); the record then
 fails its check, which covers its key, and is a miss.
+
+A record that was verified may be noted as such: records begin at multiples of eight, and the three
+lowest bits of its place hold the round of trust in which it was. Distrust of all is another round.
 """
 
 from __future__ import annotations
@@ -11,22 +14,22 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from egeria_cache.store.disk.log import Spans
 from egeria_cache.store.records.keys import (
+    Keys,
     SampleId,
     encode_keys,
+    hashes_of,
     is_integer_key,
     parse_integer_keys,
-    plain_integers,
 )
 
-__all__ = ["HashTable", "Index", "IntegerTable"]
+__all__ = ["HashTable", "Index", "IntegerTable", "Located"]
 
 FREE_INTEGERS = 2**22
 """A table of integers may reach this far however few it holds (64 MiB, of which the system gives
@@ -35,6 +38,25 @@ SPARSEST = 8
 SMALL = 4096
 NOWHERE = (0, 0)
 """Span of a sample that is not stored: no record is empty."""
+ROUND_BITS = np.uint64(7)
+PLACE_BITS = ~ROUND_BITS
+NUM_ROUNDS = 7
+"""From 1; 0 is trusted in none."""
+
+
+class Located(NamedTuple):
+    """Where the records of a batch are."""
+
+    raw: Spans
+    """Shape (B, 2): where each begins, with the round in which it was verified, and its length; 0
+    if it is not stored."""
+    round: int
+    """Of trust, when this was found."""
+
+    @property
+    def spans(self) -> Spans:
+        """Shape (B, 2): where each begins, and its length."""
+        return self.raw & np.array((PLACE_BITS, ~np.uint64(0)))
 
 
 class Index:
@@ -43,6 +65,8 @@ class Index:
     def __init__(self) -> None:
         self._integers: dict[int, IntegerTable] = {}
         self._others = HashTable()
+        self.round = 1
+        """Of trust: of what was verified in an earlier one, nothing is believed."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -62,7 +86,7 @@ class Index:
         self.add_integers(b"".join(keys[position] for position in whole), spans[whole])
         rest = sorted({*range(len(keys))}.difference(whole))
         with self._lock:
-            self._others.add(_hashes([keys[position] for position in rest]), spans[rest])
+            self._others.add(hashes_of([keys[position] for position in rest]), spans[rest])
 
     def add_integers(self, keys: bytes, spans: Spans) -> None:
         """Insert keys of integers, given one behind the other."""
@@ -72,45 +96,73 @@ class Index:
                 chosen = np.flatnonzero(variants == variant)
                 table = self._integers.setdefault(variant, IntegerTable())
                 refused = chosen[~table.add(numbers[chosen], spans[chosen])]
-                hashes = _hashes(encode_keys(numbers[refused].tolist(), variant))
+                hashes = hashes_of(encode_keys(numbers[refused].tolist(), variant))
                 self._others.add(hashes, spans[refused])
 
     def deny(self, key: bytes) -> bool:
         """Forget a key until it is added again; False if it was not known."""
         with self._lock:
-            known = self._others.remove(_hashes([key]))
+            known = self._others.remove(hashes_of([key]))
             if is_integer_key(key):
                 (variant,), numbers = parse_integer_keys(key)
                 table = self._integers.get(int(variant))
                 known |= table is not None and table.remove(numbers)
         return known
 
-    def locate(
-        self, ids: Sequence[SampleId], variant: int, keys: Sequence[bytes] | None = None
-    ) -> Spans:
-        """Return shape (B, 2): where each record begins, and its length; 0 if it is not stored.
+    def locate(self, ids: Sequence[SampleId], variant: int) -> Spans:
+        """Return shape (B, 2): where each record begins, and its length; 0 if it is not stored."""
+        return self.look_up(Keys(ids, variant)).spans
 
-        Args:
-            ids: Of the samples.
-            variant: Of the augmentation.
-            keys: The same, encoded, if they are at hand.
-        """
-        spans = np.zeros((len(ids), 2), np.uint64)
+    def look_up(self, keys: Keys) -> Located:
+        """Return where records are, and what is known of them."""
+        number, variant = self.round, keys.variant
         table = self._integers.get(variant)
-        if table is not None:
-            places, numbers = _integers_among(ids)
-            spans[places] = table.locate(numbers)
+        if table is not None and keys.numbers is not None:
+            spans = table.locate(keys.numbers)
+        else:
+            spans = np.zeros((len(keys), 2), np.uint64)
+            if table is not None:
+                places, numbers = _integers_among(keys)
+                spans[places] = table.locate(numbers)
         if self._others.count:
             missing = np.flatnonzero(spans[:, 1] == 0)
             if len(missing):
-                keys = encode_keys(ids, variant) if keys is None else keys
-                hashes = _hashes([keys[position] for position in missing.tolist()])
-                spans[missing] = self._others.locate(hashes)
-        return spans
+                spans[missing] = self._others.locate(keys.hashes(missing))
+        return Located(spans, number)
+
+    def table(self, variant: int) -> Spans | None:
+        """Return spans by sample ID, with rounds, as far as they lie in one table."""
+        integers = self._integers.get(variant)
+        return None if integers is None else integers.spans
+
+    def trust(self, keys: Keys, rows: npt.NDArray[np.int64], located: Located) -> None:
+        """Note that the records of some rows were verified where they were located."""
+        if not len(rows):
+            return
+        places = located.raw[rows, 0] & PLACE_BITS
+        with self._lock:
+            if located.round != self.round:
+                return
+            mark = np.uint64(located.round)
+            table = self._integers.get(keys.variant)
+            if table is not None and keys.numbers is not None:
+                rest = ~table.trust(keys.numbers[rows], places, mark)
+                rows, places = rows[rest], places[rest]
+            if self._others.count and len(rows):
+                self._others.trust(keys.hashes(rows), places, mark)
+
+    def distrust(self) -> None:
+        """Trust no record until it is verified again."""
+        with self._lock:
+            self.round = self.round % NUM_ROUNDS + 1
+            if self.round == 1:  # none of the earlier rounds may be taken for a later one
+                self._others.forget_rounds()
+                for table in self._integers.values():
+                    table.forget_rounds()
 
     def locate_keys(self, keys: Sequence[bytes]) -> Spans:
         """Return the same for keys of any variants."""
-        spans = self._others.locate(_hashes(keys))
+        spans = self._others.locate(hashes_of(keys))
         whole = np.fromiter(map(is_integer_key, keys), np.bool_, len(keys))
         variants, numbers = parse_integer_keys(b"".join(itertools.compress(keys, whole.tolist())))
         places = np.flatnonzero(whole)
@@ -119,6 +171,7 @@ class Index:
             found = table.locate(numbers[chosen])
             there = found[:, 1] > 0
             spans[places[chosen][there]] = found[there]
+        spans[:, 0] &= PLACE_BITS
         return spans
 
 
@@ -126,13 +179,13 @@ class IntegerTable:
     """Spans by non-negative integer."""
 
     def __init__(self) -> None:
-        self._spans: Spans = np.zeros((1024, 2), np.uint64)
+        self.spans: Spans = np.zeros((1024, 2), np.uint64)
         self.count = 0
 
     @property
     def nbytes(self) -> int:
         """Memory it takes."""
-        return self._spans.nbytes
+        return self.spans.nbytes
 
     def add(self, numbers: npt.NDArray[np.int64], spans: Spans) -> npt.NDArray[np.bool_]:
         """Insert; return which were: a table too sparse is refused."""
@@ -141,32 +194,48 @@ class IntegerTable:
         chosen = numbers[fits]
         if len(chosen):
             self._reach(int(chosen.max()) + 1, limit)
-            fresh = chosen[self._spans[chosen, 1] == 0]
+            fresh = chosen[self.spans[chosen, 1] == 0]
             self.count += _num_different(fresh)
-            self._spans[chosen] = spans[fits]
+            self.spans[chosen] = spans[fits]
         return fits
 
     def remove(self, numbers: npt.NDArray[np.int64]) -> bool:
         """Forget some; True if they were there."""
         known = bool(self.locate(numbers)[:, 1].any())
         if known:
-            self._spans[numbers] = NOWHERE
+            self.spans[numbers] = NOWHERE
             self.count -= len(numbers)
         return known
 
     def locate(self, numbers: npt.NDArray[np.int64]) -> Spans:
         """Return shape (B, 2), zeros for what is not there."""
-        table = self._spans
+        table = self.spans
         if len(numbers) and numbers.min() >= 0 and numbers.max() < len(table):
             return table[numbers]
         inside = (numbers >= 0) & (numbers < len(table))
         return table[np.where(inside, numbers, 0)] * inside[:, None].astype(np.uint64)
 
+    def trust(
+        self, numbers: npt.NDArray[np.int64], places: npt.NDArray[np.uint64], mark: np.uint64
+    ) -> npt.NDArray[np.bool_]:
+        """Set the round of those that are still where they were; return which are here."""
+        here = (numbers >= 0) & (numbers < len(self.spans))
+        chosen, places = numbers[here], places[here]
+        same = self.spans[chosen, 0] & PLACE_BITS == places
+        same &= self.spans[chosen, 1] > 0
+        self.spans[chosen[same], 0] = places[same] | mark
+        here[here] = same
+        return here
+
+    def forget_rounds(self) -> None:
+        """Trust none."""
+        self.spans[:, 0] &= PLACE_BITS
+
     def _reach(self, needed: int, limit: int) -> None:
-        if needed > len(self._spans):
-            grown = np.zeros((min(max(needed, 2 * len(self._spans)), limit), 2), np.uint64)
-            grown[: len(self._spans)] = self._spans
-            self._spans = grown
+        if needed > len(self.spans):
+            grown = np.zeros((min(max(needed, 2 * len(self.spans)), limit), 2), np.uint64)
+            grown[: len(self.spans)] = self.spans
+            self.spans = grown
 
 
 class HashTable:
@@ -209,6 +278,27 @@ class HashTable:
             self.count -= len(hashes)
         return known
 
+    def trust(
+        self, hashes: npt.NDArray[np.uint64], places: npt.NDArray[np.uint64], mark: np.uint64
+    ) -> None:
+        """Set the round of those that are still where they were."""
+        known, spans = self._sorted
+        if len(known):
+            at = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
+            same = (known[at] == hashes) & (spans[at, 0] & PLACE_BITS == places)
+            spans[at[same], 0] = places[same] | mark
+        recent = self._recent
+        for one, place in zip(hashes.tolist(), places.tolist(), strict=True) if recent else ():
+            span = recent.get(one, NOWHERE)
+            if span[1] and span[0] & int(PLACE_BITS) == place:
+                recent[one] = (place | int(mark), span[1])
+
+    def forget_rounds(self) -> None:
+        """Trust none."""
+        self._sorted[1][:, 0] &= PLACE_BITS
+        for one, (place, size) in self._recent.items():
+            self._recent[one] = (place & int(PLACE_BITS), size)
+
     def locate(self, hashes: npt.NDArray[np.uint64]) -> Spans:
         """Return shape (B, 2), zeros for what is not there."""
         recent = self._recent  # before the arrays, for the same reason
@@ -224,18 +314,10 @@ class HashTable:
         return spans
 
 
-def _integers_among(ids: Sequence[SampleId]) -> tuple[Any, npt.NDArray[np.int64]]:
-    """Return (where, numbers) of the IDs that are integers of 64 bits."""
-    numbers = plain_integers(ids)
-    if numbers is not None:
-        return slice(None), numbers
-    keys = encode_keys(ids)
+def _integers_among(keys: Keys) -> tuple[list[int], npt.NDArray[np.int64]]:
+    """Return (where, numbers) of the keys of integers of 64 bits."""
     places = [place for place, key in enumerate(keys) if is_integer_key(key)]
     return places, parse_integer_keys(b"".join(keys[place] for place in places))[1]
-
-
-def _hashes(keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
-    return np.fromiter(map(xxhash.xxh3_64_intdigest, keys), np.uint64, len(keys))
 
 
 def _num_different(values: npt.NDArray[Any]) -> int:

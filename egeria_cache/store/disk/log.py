@@ -168,7 +168,7 @@ def parse_commit(block: memoryview, seed: int) -> Commit | None:
     lengths = _ENTRIES + 16 * count
     keys = lengths + 2 * count
     totals = Totals.parse(block[_HEAD.size : _ENTRIES])
-    if (spans > MAX_BYTES).any() or totals.end > MAX_BYTES:
+    if (spans > MAX_BYTES).any() or (spans[:, 0] % _ALIGNMENT).any() or totals.end > MAX_BYTES:
         return None
     key_lengths = np.frombuffer(block[lengths:keys], "<u2")
     if int(key_lengths.sum(dtype=np.int64)) != key_bytes:

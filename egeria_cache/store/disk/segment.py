@@ -1,8 +1,8 @@
 """The file that holds a generation's records, one behind the other; only ever appended to.
 
-Nothing is mapped: touching a mapping where the disk cannot read, or where the file was cut short,
-is a signal that kills the process; a read that fails is an exception. To where it is wanted, it is
-about as fast.
+It is read by the system: touching a mapping where the disk cannot read, or where the file was cut
+short, is a signal that ends the process; a read that fails is an exception. The mapping that there
+is beside is touched only where memory holds the file at that moment (`kernel.c`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from egeria_cache.store.disk.own import open_own, same_file
 from egeria_cache.store.disk.writeback import begin_writeback
+from egeria_cache.store.native import Mapping
 from egeria_cache.store.records.encoded import ALIGNMENT, aligned
 
 __all__ = ["ALIGNMENT", "SEGMENT_NAME", "Segment"]
@@ -31,15 +32,32 @@ class Segment:
 
     def __init__(self, path: Path, *, readonly: bool) -> None:
         flags = os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT
-        self._descriptor = open_own(path, flags)
-        weakref.finalize(self, os.close, self._descriptor)
-        self.read = functools.partial(os.preadv, self._descriptor)
+        self.descriptor = open_own(path, flags)
+        weakref.finalize(self, os.close, self.descriptor)
+        self.read = functools.partial(os.preadv, self.descriptor)
         """Fills buffers, one behind the other, from a place; returns how many bytes there were."""
+        self.mapping: Mapping | None = None
+        """What of it lies in the address space; see `map_again`."""
 
     @property
     def size(self) -> int:
         """Bytes of the file."""
-        return os.fstat(self._descriptor).st_size
+        return os.fstat(self.descriptor).st_size
+
+    @property
+    def written(self) -> int:
+        """When anybody last wrote to it, in nanoseconds of the file system's clock."""
+        return os.fstat(self.descriptor).st_mtime_ns
+
+    def map_again(self) -> None:
+        """Map what the file has grown to. What was mapped before stays for as long as it is held;
+        where nothing can be mapped, there is no mapping.
+        """
+        if self.mapping is None or self.mapping.num_bytes < self.size:
+            try:
+                self.mapping = Mapping(self.descriptor)
+            except (OSError, ValueError):
+                self.mapping = None
 
     def try_read(self, buffer: Any, place: int) -> int:
         """Fill the buffer; return how many bytes there were: none where the disk cannot read, which
@@ -59,7 +77,7 @@ class Segment:
         size = max(min(size, self.size - place), 0)
         record, at = memoryview(bytearray(size)), 0
         while at < size:
-            num_bytes = os.preadv(self._descriptor, [record[at:]], place + at)
+            num_bytes = os.preadv(self.descriptor, [record[at:]], place + at)
             if not num_bytes:
                 break
             at += num_bytes
@@ -82,8 +100,8 @@ class Segment:
                 start = at
                 for first in range(0, len(together), _PER_CALL):
                     at += self._write_all(together[first : first + _PER_CALL], at)
-                begin_writeback(self._descriptor, start, at - start)
-            os.fdatasync(self._descriptor)
+                begin_writeback(self.descriptor, start, at - start)
+            os.fdatasync(self.descriptor)
         except BaseException:
             self.cut(end)
             raise
@@ -92,20 +110,20 @@ class Segment:
     def cut(self, end: int) -> None:
         """Give back what was written behind the end in vain."""
         with contextlib.suppress(OSError):
-            os.ftruncate(self._descriptor, end)
+            os.ftruncate(self.descriptor, end)
 
     def is_at(self, directory: Path) -> bool:
         """Tell whether this very file still lies in its place."""
-        return same_file(self._descriptor, directory / SEGMENT_NAME)
+        return same_file(self.descriptor, directory / SEGMENT_NAME)
 
     def _write_all(self, buffers: Sequence[memoryview], at: int) -> int:
         """Write despite short writes; return how many bytes."""
         total = sum(map(len, buffers))
-        done = os.pwritev(self._descriptor, buffers, at)
+        done = os.pwritev(self.descriptor, buffers, at)
         if done < total:
             rest = memoryview(b"".join(buffers))
             while done < total:
-                written = os.pwrite(self._descriptor, rest[done:], at + done)
+                written = os.pwrite(self.descriptor, rest[done:], at + done)
                 if written == 0:
                     raise OSError("the disk takes no more bytes")
                 done += written

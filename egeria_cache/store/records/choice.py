@@ -93,6 +93,7 @@ def _try(codec: Codec, encoded: Encoded, coder: Coder, clock: Callable[[], float
         start_s = clock()
         for (used, num_bytes, elements), starts, sizes in batches:
             out = np.empty((len(starts), num_bytes), np.uint8)
-            coder.decode_many(source, starts, sizes, used, out, elements)
+            rows = np.arange(len(starts))
+            coder.decode_many(source, starts, sizes, used, out, rows, elements)
         times_s.append(clock() - start_s)
     return Trial(codec, sum(map(len, values)), min(times_s))

@@ -10,17 +10,20 @@ import hashlib
 import operator
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 __all__ = [
+    "Keys",
     "SampleId",
     "all_integers",
     "decode_key",
     "encode_key",
     "encode_keys",
+    "hashes_of",
     "is_integer_key",
     "parse_integer_keys",
     "plain_integers",
@@ -35,6 +38,41 @@ _SIGN = 1 << 63
 _INT, _TEXT, _TUPLE, _HASHED = b"i", b"s", b"t", b"h"
 _INT_KEY = np.dtype([("kind", "S1"), ("variant", ">u4"), ("number", ">u8")])
 _INT_KEY_BYTES = _INT_KEY.itemsize
+
+
+class Keys(Sequence[bytes]):
+    """The keys of a batch. Those of integers are made when they are asked for: where records lie is
+    known without.
+    """
+
+    def __init__(self, ids: Sequence[SampleId], variant: int = 0) -> None:
+        """Name samples.
+
+        Raises:
+            TypeError: An ID is not an integer, a text, or a tuple of these.
+        """
+        self.variant = variant
+        self.numbers = plain_integers(ids)
+        """The IDs as int64, shape (B,), if every one of them is an integer of 64 bits."""
+        self._encoded = [] if self.numbers is not None else encode_keys(ids, variant)
+
+    def __len__(self) -> int:
+        return len(self._encoded) if self.numbers is None else len(self.numbers)
+
+    @overload
+    def __getitem__(self, row: int) -> bytes: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[bytes]: ...
+    def __getitem__(self, row: int | slice) -> bytes | list[bytes]:
+        if self.numbers is None:
+            return self._encoded[row]
+        if isinstance(row, slice):
+            return encode_keys(self.numbers[row].tolist(), self.variant)
+        return encode_key(int(self.numbers[row]), self.variant)
+
+    def hashes(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """Return XXH3 (64 bits) of the keys of some rows."""
+        return hashes_of([self[row] for row in rows.tolist()])
 
 
 def encode_key(sample_id: SampleId, variant: int = 0) -> bytes:
@@ -81,6 +119,11 @@ def encode_keys(ids: Sequence[SampleId], variant: int = 0) -> list[bytes]:
         return [head + pack(number + _SIGN) for number in map(operator.index, plain)]
     except (TypeError, struct.error):  # not all are integers of 64 bits
         return [encode_key(sample_id, variant) for sample_id in plain]
+
+
+def hashes_of(keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+    """Return XXH3 (64 bits) of each key."""
+    return np.fromiter(map(xxhash.xxh3_64_intdigest, keys), np.uint64, len(keys))
 
 
 def parse_integer_keys(keys: bytes) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:

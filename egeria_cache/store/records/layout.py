@@ -115,6 +115,11 @@ class Head:
     """Hash of these bytes; part of the payload's checksum."""
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of its tensors, decoded."""
+        return sum(max(field.num_bytes, 0) for field in self.layout.fields)
+
+    @property
     def raw(self) -> bool:
         """Every tensor is stored as it lies in memory."""
         return all(codec == Codec.RAW for codec, _ in self.stored)

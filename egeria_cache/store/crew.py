@@ -1,0 +1,103 @@
+"""The threads that divide a batch's work among them, as many as pay by what was measured."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from egeria_cache.store.codecs.codec import Coder
+from egeria_cache.threads import compute_on_one_core
+
+__all__ = ["Crew", "num_parts"]
+
+T = TypeVar("T")
+
+FIRST_WAKE_S = 1e-4
+"""What waking a thread is taken to cost until it was measured."""
+NEW = 0.2
+"""Weight of the last measurement."""
+FORGETTING = 0.99
+"""Of the cost of waking, at each work that was not divided: a busy machine is tried again."""
+
+
+def num_parts(work_s: float, wake_s: float, most: int) -> int:
+    """Return how many threads end soonest: the p that makes work / p + (p - 1) wake smallest.
+
+    Args:
+        work_s: What one thread would take.
+        wake_s: What it costs to have one thread more at work. It is much where the cores are busy
+            with training, which then keeps them.
+        most: Threads that there are.
+    """
+    return max(1, min(most, int(math.sqrt(work_s / max(wake_s, 1e-7)))))
+
+
+class Crew:
+    """Owns the threads; they start with the first work that is worth it. Any number of callers."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._local = threading.local()
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._wake_s = FIRST_WAKE_S
+        self._s_per_byte: dict[Hashable, float] = {}
+
+    @property
+    def coder(self) -> Coder:
+        """The calling thread's own."""
+        coder: Coder | None = getattr(self._local, "coder", None)
+        if coder is None:
+            coder = self._local.coder = Coder()
+        return coder
+
+    def close(self) -> None:
+        """Join the threads."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=True)
+
+    def run(
+        self, kind: Hashable, work: Callable[[slice, Coder], T], count: int, num_bytes: int
+    ) -> list[T]:
+        """Call `work` for parts that together are `range(count)`; return what the calls return.
+
+        Args:
+            kind: Of work; what is alike takes as long per byte.
+            work: Called with a part, and with the coder of the thread that calls it.
+            count: Of what there is to do.
+            num_bytes: How much that is.
+        """
+        cost = self._s_per_byte.get(kind, 0.0)
+        parts = min(num_parts(cost * num_bytes, self._wake_s, self._num_threads), max(count, 1))
+        ends = [count * part // parts for part in range(parts + 1)]
+        mine, *others = itertools.starmap(slice, itertools.pairwise(ends))
+        asked = time.perf_counter()
+        futures = [self._threads().submit(self._call, work, part, asked) for part in others]
+        begun = time.thread_time()
+        results = [work(mine, self.coder)]
+        if num_bytes and count:
+            done_bytes = num_bytes * (mine.stop - mine.start) / count
+            taken = (time.thread_time() - begun) / max(done_bytes, 1)
+            self._s_per_byte[kind] = taken if not cost else cost + NEW * (taken - cost)
+        if not futures:
+            self._wake_s *= FORGETTING
+        return results + [future.result() for future in futures]
+
+    def _call(self, work: Callable[[slice, Coder], T], part: slice, asked: float) -> T:
+        self._wake_s += NEW * (time.perf_counter() - asked - self._wake_s)
+        return work(part, self.coder)
+
+    def _threads(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(
+                    self._num_threads, "egeria-decode", initializer=compute_on_one_core
+                )
+            return self._pool

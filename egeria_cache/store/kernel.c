@@ -1,0 +1,338 @@
+/* Records -> tensors for a whole batch, without the interpreter.
+
+   Optional: native.py finds what this was compiled to; without it the same is done in Python. Every
+   function works on memory that its caller owns, keeps nothing, and runs without the GIL. What came
+   from the disk is not believed: each size is bounded by the bytes at hand before it is used. The
+   bytes of a record: docs/format.md. */
+
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#define VECTORISED __attribute__((target_clones("arch=x86-64-v3", "default")))
+#else
+#define VECTORISED
+#endif
+
+enum { CHECKSUM_BYTES = 8, PREFIX_BYTES = 16, NUM_FIELDS_AT = 11, LAYOUT_BYTES_AT = 12 };
+enum { RAW, ZSTD, SPLIT, BITMAP };
+enum { BITMAP_HEAD_BYTES = 16, MOST_PLANES = 4, PAGES_AT_ONCE = 256 };
+enum { ABSENT, TRUSTED, VERIFIED };
+enum { ROUND_BITS = 7, TURN_BITS = 6 };
+
+typedef uint64_t hash_fn(const void *data, size_t num_bytes, uint64_t seed);
+typedef size_t zstd_fn(void *context, void *out, size_t room, const void *data, size_t num_bytes);
+
+static uint64_t word(const uint8_t *at) {
+    uint64_t value;
+    memcpy(&value, at, sizeof value);
+    return value;
+}
+
+/* -- decoding ------------------------------------------------------------------------------- */
+
+typedef uint16_t __attribute__((aligned(1), may_alias)) u16;
+typedef uint32_t __attribute__((aligned(1), may_alias)) u32;
+typedef uint64_t __attribute__((aligned(1), may_alias)) u64;
+
+/* Undo the cutting into planes, and the rotation that brought the sign to the lowest bit. */
+#define JOIN(TYPE, BITS, ...)                                                            \
+    for (int64_t i = 0; i < n; i++) {                                                    \
+        const TYPE v = (TYPE)(__VA_ARGS__);                                              \
+        ((TYPE *)out)[i] = floating ? (TYPE)((TYPE)(v >> 1) | (TYPE)(v << (BITS - 1))) : v; \
+    }
+
+VECTORISED static void join(const uint8_t *const *plane, int64_t n, int width, int floating,
+                            uint8_t *out) {
+    const uint8_t *a = plane[0], *b = plane[1], *c = plane[2], *d = plane[3];
+    if (width == 1) JOIN(uint8_t, 8, a[i])
+    if (width == 2) JOIN(u16, 16, a[i] | (uint16_t)b[i] << 8)
+    if (width == 4) JOIN(u32, 32, ((const u16 *)a)[i] | (uint32_t)b[i] << 16 | (uint32_t)c[i] << 24)
+    if (width == 8)
+        JOIN(u64, 64, ((const u32 *)a)[i] | (uint64_t)((const u16 *)b)[i] << 32
+                          | (uint64_t)c[i] << 48 | (uint64_t)d[i] << 56)
+}
+
+/* Per byte of a bitmap, for each of its bits, the highest first: how many are set before it; UNSET
+   if it is not set itself. */
+enum { UNSET = 0x80, VALUES_BEYOND = 8 };
+static uint8_t order[256][8];
+
+__attribute__((constructor)) static void number_bits(void) {
+    for (int byte = 0; byte < 256; byte++)
+        for (int bit = 0, k = 0; bit < 8; bit++)
+            order[byte][bit] = byte >> (7 - bit) & 1 ? (uint8_t)k++ : UNSET;
+}
+
+typedef uint8_t bytes8 __attribute__((vector_size(8)));
+typedef uint16_t words8 __attribute__((vector_size(16)));
+typedef uint32_t longs8 __attribute__((vector_size(32)));
+
+/* Fill `out` with the values where a bit is set (the highest of a byte first), else with zeros. Up
+   to VALUES_BEYOND values more than the bits mark are read, never used. */
+#define EXPAND_ONE_BY_ONE(TYPE)                                            \
+    for (; i < n; i++) {                                                   \
+        const TYPE bit = (TYPE)(bits[i >> 3] >> (7 - (i & 7)) & 1);        \
+        ((TYPE *)out)[i] = ((const TYPE *)values)[k] & (TYPE)(0 - bit);    \
+        k += (int64_t)bit;                                                 \
+    }
+
+#define EXPAND(VECTOR, TYPE)                                               \
+    for (; i + 8 <= n; i += 8) {                                           \
+        bytes8 narrow;                                                     \
+        VECTOR some;                                                       \
+        memcpy(&narrow, order[bits[i >> 3]], sizeof narrow);               \
+        memcpy(&some, values + k * (int64_t)sizeof(TYPE), sizeof some);    \
+        const VECTOR which = __builtin_convertvector(narrow, VECTOR);      \
+        some = __builtin_shuffle(some, which) & (VECTOR)(which != UNSET);  \
+        memcpy(out + i * (int64_t)sizeof(TYPE), &some, sizeof some);       \
+        k += __builtin_popcount(bits[i >> 3]);                             \
+    }                                                                      \
+    EXPAND_ONE_BY_ONE(TYPE)
+
+VECTORISED static void expand(const uint8_t *bits, const uint8_t *values, int64_t n, int width,
+                              uint8_t *out) {
+    int64_t i = 0, k = 0;
+    if (width == 1) EXPAND_ONE_BY_ONE(uint8_t)
+    if (width == 2) { EXPAND(words8, u16) }
+    if (width == 4) { EXPAND(longs8, u32) }
+    if (width == 8) EXPAND_ONE_BY_ONE(u64)
+}
+
+VECTORISED static uint64_t count_bits(const uint8_t *bits, int64_t n) {
+    uint64_t count = 0;
+    int64_t i = 0;
+    for (; i + 64 <= n; i += 64) count += (uint64_t)__builtin_popcountll(word(bits + i / 8));
+    for (; i < n; i++) count += bits[i >> 3] >> (7 - (i & 7)) & 1;
+    return count;
+}
+
+struct decoder {
+    zstd_fn *zstd;
+    void *context;
+    int64_t width;
+    int64_t floating;
+};
+
+/* Return `promised` bytes that were stored in `stored` bytes, packed or not; NULL if they are not.
+   What is packed goes to `room`. */
+static const uint8_t *unpacked(const struct decoder *with, const uint8_t *from, uint64_t stored,
+                               int packed, uint64_t promised, uint8_t *room) {
+    if (!packed) return stored == promised ? from : NULL;
+    if (!promised) return NULL;
+    return with->zstd(with->context, room, promised, from, stored) == promised ? room : NULL;
+}
+
+/* Numbers of bytes in a plane, lowest first. */
+static const int PLANES[9][MOST_PLANES] = {
+    [1] = {1}, [2] = {1, 1}, [4] = {2, 1, 1}, [8] = {4, 2, 1, 1}};
+
+/* Join `n` elements from planes. room: n * width bytes. */
+static int decode_planes(const struct decoder *with, const uint8_t *from, uint64_t size, int64_t n,
+                         uint8_t *room, uint8_t *out) {
+    const int *bytes = PLANES[with->width];
+    const uint8_t *plane[MOST_PLANES] = {0};
+    uint64_t num_planes = 0, at, left;
+    while (num_planes < MOST_PLANES && bytes[num_planes]) num_planes++;
+    if (size < 8 * num_planes) return 0;
+    at = 8 * num_planes, left = size - at;
+    for (uint64_t i = 0; i < num_planes; i++) {
+        const uint64_t head = word(from + 8 * i), stored = head >> 1;
+        const uint64_t promised = (uint64_t)n * (uint64_t)bytes[i];
+        if (stored > left) return 0;
+        plane[i] = unpacked(with, from + at, stored, head & 1, promised, room);
+        if (!plane[i]) return 0;
+        room += promised, at += stored, left -= stored;
+    }
+    if (left) return 0;
+    join(plane, n, (int)with->width, (int)with->floating, out);
+    return 1;
+}
+
+/* room: see `egeria_decode`; for planes, values and some more, and marks, in this order. */
+static int decode_bitmap(const struct decoder *with, const uint8_t *from, uint64_t size,
+                         uint8_t *room, uint8_t *out, int64_t num_bytes) {
+    const int64_t n = num_bytes / with->width;
+    if (size < BITMAP_HEAD_BYTES || !n) return 0;
+    const uint64_t count = word(from), head = word(from + 8), stored = head >> 1;
+    uint8_t *const values = room + num_bytes;
+    uint8_t *const marks = values + num_bytes + VALUES_BEYOND * with->width;
+    if (count > (uint64_t)n || stored > size - BITMAP_HEAD_BYTES) return 0;
+    const uint8_t *bits = unpacked(with, from + BITMAP_HEAD_BYTES, stored, head & 1,
+                                   (uint64_t)(n + 7) / 8, marks);
+    if (!bits || count_bits(bits, n) != count) return 0;
+    from += BITMAP_HEAD_BYTES + stored, size -= BITMAP_HEAD_BYTES + stored;
+    if (!decode_planes(with, from, size, (int64_t)count, room, values)) return 0;
+    expand(bits, values, n, (int)with->width, out);
+    return 1;
+}
+
+/* Decode one field to exactly `num_bytes` bytes. room: 3 * num_bytes + 80 bytes. */
+static int decode_field(const struct decoder *with, uint64_t codec, const uint8_t *from,
+                        uint64_t size, uint8_t *room, uint8_t *out, int64_t num_bytes) {
+    const uint64_t promised = (uint64_t)num_bytes;
+    if (codec == RAW && size == promised) return memcpy(out, from, promised) != NULL;
+    if (codec == ZSTD) return unpacked(with, from, size, 1, promised, out) != NULL;
+    if (codec == SPLIT) return decode_planes(with, from, size, num_bytes / with->width, room, out);
+    if (codec == BITMAP) return decode_bitmap(with, from, size, room, out, num_bytes);
+    return 0;
+}
+
+/* Decode a field of each of n records into rows of `num_bytes` at out + rows[i] * num_bytes.
+   starts, sizes: of the encoded fields in `records`, all within it. found: 1 for those that are
+   what they promise. */
+void egeria_decode(const struct decoder *with, int codec, int64_t n, const uint8_t *records,
+                   const int64_t *starts, const int64_t *sizes, uint8_t *out, const int64_t *rows,
+                   int64_t num_bytes, uint8_t *room, uint8_t *found) {
+    for (int64_t i = 0; i < n; i++)
+        found[i] = (uint8_t)decode_field(with, (uint64_t)codec, records + starts[i],
+                                         (uint64_t)sizes[i], room, out + rows[i] * num_bytes,
+                                         num_bytes);
+}
+
+/* -- serving -------------------------------------------------------------------------------- */
+
+/* A tensor that all records hold. */
+struct field {
+    int64_t num_bytes;
+    int64_t width; /* of an element */
+    int64_t floating;
+};
+
+/* What is the same from batch to batch. */
+struct source {
+    const uint8_t *map; /* the file */
+    uint64_t map_bytes;
+    hash_fn *hash;
+    zstd_fn *zstd;
+    uint64_t identity; /* of the generation */
+    uint64_t variant;
+    uint64_t round;      /* of trust; what was verified in another one is verified again */
+    const uint8_t *head; /* that the records should have, but for checksum and lengths */
+    uint64_t head_bytes;
+    int64_t num_fields;
+    const struct field *fields;
+    const uint64_t *table; /* span of each sample by its ID; NULL where the batch has spans */
+    uint64_t table_rows;
+};
+
+/* A span is a record's place, with the round in which it was verified in the lowest bits, and its
+   size; a size of 0 if there is none. */
+struct batch {
+    const int64_t *numbers;     /* sample IDs; NULL where they are no integers: */
+    const uint64_t *key_hashes; /* of their keys */
+    const uint64_t *spans;
+    const int64_t *rows; /* of `out` for each record; NULL: in this order */
+    uint8_t *const *out; /* per field */
+    uint64_t turn;       /* which part of what is trusted is verified again */
+    uint8_t *found;      /* how each record was served */
+};
+
+/* Whether all pages of it are in memory. What is not would be read by touching it, and where the
+   disk cannot read it, or the file was cut short, that is a signal which ends the process. */
+static int is_resident(const uint8_t *begin, uint64_t num_bytes, uint64_t page) {
+    unsigned char resident[PAGES_AT_ONCE];
+    uintptr_t at = (uintptr_t)begin & ~(uintptr_t)(page - 1);
+    const uintptr_t end = (uintptr_t)begin + num_bytes;
+    while (at < end) {
+        uint64_t pages = (end - at + page - 1) / page;
+        if (pages > PAGES_AT_ONCE) pages = PAGES_AT_ONCE;
+        if (mincore((void *)at, pages * page, resident)) return 0;
+        for (uint64_t i = 0; i < pages; i++)
+            if (!(resident[i] & 1)) return 0;
+        at += pages * page;
+    }
+    return 1;
+}
+
+static uint64_t key_hash(const struct source *from, const struct batch *of, int64_t i) {
+    if (!of->numbers) return of->key_hashes[i];
+    uint8_t key[13] = {'i'};
+    const uint64_t number = (uint64_t)of->numbers[i] ^ 1ull << 63;
+    for (int j = 0; j < 4; j++) key[1 + j] = (uint8_t)(from->variant >> (24 - 8 * j));
+    for (int j = 0; j < 8; j++) key[5 + j] = (uint8_t)(number >> (56 - 8 * j));
+    return from->hash(key, sizeof key, 0);
+}
+
+/* Whether a record is what its checksum says, which covers its head, its key and the generation. */
+static int is_intact(const struct source *from, uint64_t key, const uint8_t *record,
+                     uint64_t size) {
+    uint32_t layout_bytes;
+    memcpy(&layout_bytes, record + LAYOUT_BYTES_AT, sizeof layout_bytes);
+    const uint64_t head = PREFIX_BYTES + 8ull * record[NUM_FIELDS_AT] + layout_bytes;
+    if (head > size) return 0;
+    const uint64_t of_head = from->hash(record + CHECKSUM_BYTES, head - CHECKSUM_BYTES, 0);
+    return from->hash(record + head, size - head, of_head ^ key ^ from->identity) == word(record);
+}
+
+/* Decode what lies behind a head that is like all others'. */
+static int decode_record(const struct source *from, void *context, const uint8_t *record,
+                         uint64_t size, uint8_t *const *out, int64_t row, uint8_t *room) {
+    const uint64_t lengths = PREFIX_BYTES + 8 * (uint64_t)from->num_fields;
+    uint64_t at = from->head_bytes;
+    if (size < at) return 0;
+    if (memcmp(record + CHECKSUM_BYTES, from->head, PREFIX_BYTES - CHECKSUM_BYTES)) return 0;
+    if (memcmp(record + lengths, from->head + lengths - CHECKSUM_BYTES, at - lengths)) return 0;
+    for (int64_t j = 0; j < from->num_fields; j++) {
+        const struct field *field = from->fields + j;
+        const struct decoder with = {from->zstd, context, field->width, field->floating};
+        const uint64_t entry = word(record + PREFIX_BYTES + 8 * j);
+        const uint64_t codec = entry >> 56, stored = entry & ~0ull >> 8;
+        if (stored > size - at) return 0;
+        if (!decode_field(&with, codec, record + at, stored, room,
+                          out[j] + row * field->num_bytes, field->num_bytes))
+            return 0;
+        at += stored;
+    }
+    return at == size;
+}
+
+/* Decode the records from `begin` to `end` of a batch, as far as they are in memory, intact and laid
+   out like the others. Return how many of them were trusted before.
+   context: zstd's, for one thread. room: as for the largest field. */
+int64_t egeria_serve(const struct source *from, const struct batch *of, int64_t begin, int64_t end,
+                     void *context, uint8_t *room) {
+    static const uint64_t nowhere[2] = {0, 0};
+    const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+    int64_t num_trusted = 0;
+    for (int64_t i = begin; i < end; i++) {
+        const uint64_t *span = of->spans + 2 * i;
+        if (from->table) {
+            const uint64_t number = (uint64_t)of->numbers[i];
+            span = number < from->table_rows ? from->table + 2 * number : nowhere;
+        }
+        const uint64_t marked = span[0], size = span[1], place = marked & ~(uint64_t)ROUND_BITS;
+        of->found[i] = ABSENT;
+        if (size < PREFIX_BYTES || place > from->map_bytes || size > from->map_bytes - place)
+            continue;
+        const uint8_t *record = from->map + place;
+        if (!is_resident(record, size, page)) continue;
+        const uint64_t mixed = place * 0x9E3779B97F4A7C15ull >> (64 - TURN_BITS);
+        const int is_trusted = (marked & ROUND_BITS) == from->round;
+        if (!is_trusted || mixed == of->turn)
+            if (!is_intact(from, key_hash(from, of, i), record, size)) continue;
+        if (!decode_record(from, context, record, size, of->out, of->rows ? of->rows[i] : i, room))
+            continue;
+        of->found[i] = is_trusted ? TRUSTED : VERIFIED;
+        num_trusted += is_trusted;
+    }
+    return num_trusted;
+}
+
+/* Bring records into memory: all are asked for, then each is waited for. Where the disk cannot read
+   one, that is seen when it is read by itself. room: num_bytes bytes. */
+void egeria_load(int fd, int64_t n, const uint64_t *spans, uint8_t *room, uint64_t num_bytes) {
+    for (int64_t i = 0; i < n; i++)
+        (void)posix_fadvise(fd, (off_t)(spans[2 * i] & ~(uint64_t)ROUND_BITS),
+                            (off_t)spans[2 * i + 1], POSIX_FADV_WILLNEED);
+    for (int64_t i = 0; i < n; i++) {
+        const uint64_t place = spans[2 * i] & ~(uint64_t)ROUND_BITS, end = place + spans[2 * i + 1];
+        for (uint64_t at = place; at < end; at += num_bytes)
+            if (pread(fd, room, end - at < num_bytes ? end - at : num_bytes, (off_t)at) <= 0)
+                break;
+    }
+}

@@ -1,0 +1,331 @@
+"""What `kernel.c` was compiled to, if it was: a batch of records is read without the interpreter.
+
+A plain library, called through `ctypes`, which lets go of the GIL. XXH3 and zstd are those of the
+libraries that are there anyway; where one is missing, or nothing could be compiled when Egeria was
+installed, `kernel()` is None, and the same bytes are read in Python, in a few times the time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "ABSENT",
+    "LIBRARY_NAME",
+    "SWITCH",
+    "TRUSTED",
+    "VERIFIED",
+    "Kernel",
+    "Mapping",
+    "Serving",
+    "Source",
+    "Unpacker",
+    "kernel",
+    "room_bytes",
+]
+
+LIBRARY_NAME = "_kernel.so"
+SWITCH = "EGERIA_NATIVE"
+"""Environment variable: "0" leaves the library aside."""
+
+ABSENT, TRUSTED, VERIFIED = range(3)
+"""How a record was served: not at all; without a look at its checksum; after one."""
+
+Bytes = npt.NDArray[np.uint8]
+Found = npt.NDArray[np.bool_]
+Integers = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+
+
+class Mapping:
+    """A file in the address space, as far as it reached when this was made. Nothing of it is
+    touched but by the kernel, where it is in memory.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        """Map an open file.
+
+        Raises:
+            OSError: It cannot be mapped.
+            ValueError: It is empty.
+        """
+        self._mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        self._array = np.frombuffer(self._mapped, np.uint8)
+        self.num_bytes = len(self._mapped)
+        self.address: int = self._array.ctypes.data
+
+
+class Kernel:
+    """The compiled functions, for arrays. Thread-safe."""
+
+    def __init__(self, library: ctypes.CDLL, xxh3: Any, zstd: ctypes.CDLL) -> None:
+        self.hash = ctypes.cast(xxh3, c_void_p)
+        self.unzstd = ctypes.cast(zstd.ZSTD_decompressDCtx, c_void_p)
+        self._zstd = zstd
+        p, n = c_void_p, c_int64
+        self.serve = _declared(
+            library.egeria_serve, n, POINTER(_Source), POINTER(_Batch), n, n, p, p
+        )
+        self._load = _declared(library.egeria_load, None, c_int, n, p, p, c_uint64)
+        self._decode = _declared(
+            library.egeria_decode, None, POINTER(_Decoder), c_int, n, p, p, p, p, p, n, p, p
+        )
+
+    def unpacker(self) -> Unpacker:
+        """Return zstd's state for the calling thread."""
+        return Unpacker(self._zstd)
+
+    def load(self, descriptor: int, spans: Words, room: Bytes) -> None:
+        """Bring records into memory, asking for all at once.
+
+        Args:
+            descriptor: Of their file.
+            spans: As in a table, see `Source`.
+            room: Some bytes.
+        """
+        self._load(descriptor, len(spans), _address(spans), _address(room), len(room))
+
+    def decode(
+        self,
+        unpacker: Unpacker,
+        codec: int,
+        records: Bytes,
+        starts: Integers,
+        sizes: Integers,
+        out: Bytes,
+        rows: Integers,
+        elements: tuple[int, bool],
+        room: Bytes,
+    ) -> Found:
+        """Decode fields of one layout and codec; return which held what they promised.
+
+        Args:
+            unpacker: Of this thread.
+            codec: As on disk.
+            records: Where the encoded fields lie.
+            starts: Of each field, shape (N,).
+            sizes: Of each field, shape (N,); all of it in `records`.
+            out: Shape (rows, bytes).
+            rows: Of `out`, one for each field, shape (N,).
+            elements: Bytes of a number, 1, 2, 4 or 8, and whether it is a floating-point one.
+            room: `room_bytes(bytes)`.
+        """
+        found = np.empty(len(starts), np.bool_)
+        starts, sizes = np.ascontiguousarray(starts), np.ascontiguousarray(sizes)
+        decoder = _Decoder(self.unzstd, unpacker.context, *elements)
+        self._decode(
+            decoder, codec, len(starts), _address(records), _address(starts), _address(sizes),
+            _address(out), _address(rows), out.shape[1], _address(room), _address(found),
+        )  # fmt: skip
+        return found
+
+
+class Source:
+    """The records of one layout in a file, and what is known of them; the same from batch to batch.
+
+    Any thread may serve from it.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        mapping: Mapping,
+        *,
+        identity: int,
+        variant: int,
+        round_: int,
+        head: bytes,
+        fields: Sequence[tuple[int, tuple[int, bool]]],
+        table: Words | None = None,
+    ) -> None:
+        """Say what there is.
+
+        Args:
+            kernel: The functions.
+            mapping: Of the file.
+            identity: Of the generation.
+            variant: Of the augmentation.
+            round_: Of trust. What was verified in it is believed; 8 for nothing.
+            head: That records should have, from behind the checksum on; their lengths may differ.
+            fields: Per tensor of a record its bytes, and its elements.
+            table: Span by sample ID, shape (M, 2): place, with the round of trust in its three
+                lowest bits, and size. Without it, each batch has spans of its own.
+        """
+        self.room_bytes = max((room_bytes(num_bytes) for num_bytes, _ in fields), default=0)
+        """What each thread needs besides."""
+        described = (_Field * len(fields))(*(_Field(size, *kind) for size, kind in fields))
+        self._kept = mapping, table, described
+        self._serve = kernel.serve
+        self._struct = _Source(
+            mapping.address, mapping.num_bytes, kernel.hash, kernel.unzstd, identity, variant,
+            round_, head, CHECKSUM_BYTES + len(head), len(fields), described, _address(table),
+            0 if table is None else len(table),
+        )  # fmt: skip
+
+    def batch(
+        self,
+        out: Sequence[Bytes],
+        turn: int,
+        *,
+        numbers: Integers | None,
+        spans: Words | None = None,
+        key_hashes: Words | None = None,
+        rows: Integers | None = None,
+    ) -> Serving:
+        """Return what serves N records, part by part. Every array is contiguous.
+
+        Args:
+            out: Per field, where to: shape (B, bytes).
+            turn: Which of the 64 parts of what is believed is verified again.
+            numbers: Sample IDs, shape (N,), where all are integers.
+            spans: As in the table, shape (N, 2).
+            key_hashes: XXH3 of the keys, shape (N,), where they are no integers.
+            rows: Of `out`, one for each record, shape (N,); in this order without.
+        """
+        count = len(numbers) if numbers is not None else len(spans if spans is not None else ())
+        found = np.empty(count, np.uint8)
+        tables = (c_void_p * len(out))(*map(_address, out))
+        kept = (self, out, tables, numbers, spans, key_hashes, rows)
+        struct = _Batch(
+            _address(numbers), _address(key_hashes), _address(spans), _address(rows), tables, turn,
+            _address(found),
+        )  # fmt: skip
+        return Serving(self._serve, self._struct, struct, found, kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Records of one batch; any thread may serve a part of them."""
+
+    serve: Any
+    source: _Source
+    batch: _Batch
+    found: Bytes
+    """How each record was served, shape (N,)."""
+    kept: Any
+    """What the pointers point to."""
+
+    def part(self, chosen: slice, unpacker: Unpacker, room: Bytes) -> int:
+        """Serve some of the records; return how many of them were believed before.
+
+        Args:
+            chosen: From the first of them to behind the last.
+            unpacker: Of this thread.
+            room: `room_bytes` of the source.
+        """
+        num_trusted: int = self.serve(
+            self.source, self.batch, chosen.start, chosen.stop, unpacker.context, _address(room)
+        )
+        return num_trusted
+
+
+class Unpacker:
+    """zstd's state for one thread."""
+
+    def __init__(self, zstd: ctypes.CDLL) -> None:
+        self.context = _declared(zstd.ZSTD_createDCtx, c_void_p)()
+        if not self.context:
+            raise MemoryError("zstd has no memory for its state")
+        free = _declared(zstd.ZSTD_freeDCtx, ctypes.c_size_t, c_void_p)
+        weakref.finalize(self, free, self.context)
+
+
+def room_bytes(num_bytes: int) -> int:
+    """Return what decoding fields of so many bytes needs besides."""
+    return 3 * num_bytes + 80
+
+
+@functools.cache
+def kernel() -> Kernel | None:
+    """Return the compiled functions; None where they, or what they need, are not there."""
+    path = Path(__file__).with_name(LIBRARY_NAME)
+    if os.environ.get(SWITCH) == "0" or not path.exists():
+        return None
+    try:
+        library = ctypes.CDLL(str(path))
+        xxhash = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
+        # The one that looks which instructions there are, where the build has it.
+        xxh3 = getattr(xxhash, "XXH3_64bits_withSeed_dispatch", None) or xxhash.XXH3_64bits_withSeed
+        return Kernel(library, xxh3, ctypes.CDLL("libzstd.so.1"))
+    except (OSError, ImportError, AttributeError):
+        return None
+
+
+# -- as in kernel.c ----------------------------------------------------------------------------
+
+CHECKSUM_BYTES = 8
+
+
+class _Field(ctypes.Structure):
+    _fields_ = [
+        ("num_bytes", c_int64),
+        ("width", c_int64),
+        ("floating", c_int64),
+    ]
+
+
+class _Source(ctypes.Structure):
+    _fields_ = [
+        ("map", c_void_p),
+        ("map_bytes", c_uint64),
+        ("hash", c_void_p),
+        ("zstd", c_void_p),
+        ("identity", c_uint64),
+        ("variant", c_uint64),
+        ("round", c_uint64),
+        ("head", c_char_p),
+        ("head_bytes", c_uint64),
+        ("num_fields", c_int64),
+        ("fields", POINTER(_Field)),
+        ("table", c_void_p),
+        ("table_rows", c_uint64),
+    ]
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = [
+        ("numbers", c_void_p),
+        ("key_hashes", c_void_p),
+        ("spans", c_void_p),
+        ("rows", c_void_p),
+        ("out", POINTER(c_void_p)),
+        ("turn", c_uint64),
+        ("found", c_void_p),
+    ]
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = [
+        ("zstd", c_void_p),
+        ("context", c_void_p),
+        ("width", c_int64),
+        ("floating", c_int64),
+    ]
+
+
+def _declared(function: Any, result: Any, *arguments: Any) -> Any:
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+def _address(array: npt.NDArray[Any] | None) -> int | None:
+    if array is None:
+        return None
+    assert array.flags.c_contiguous
+    if array.flags.writeable and array.nbytes:  # a fifth of the time
+        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
+    address: int = array.ctypes.data
+    return address

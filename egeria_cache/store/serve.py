@@ -1,0 +1,192 @@
+"""Batches by the kernel: what is in memory is verified and decoded where it lies, the rest is
+brought into memory first.
+
+A record that was verified since its file was opened is believed, until anybody else writes to the
+file; a rotating part of what is believed is verified again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from egeria_cache.store.codecs.codec import Coder
+from egeria_cache.store.codecs.lossy import unpack
+from egeria_cache.store.codecs.planes import GROUPS
+from egeria_cache.store.crew import Crew
+from egeria_cache.store.disk.files import GenerationFiles
+from egeria_cache.store.fetch import Rows, Wanted
+from egeria_cache.store.fill import Batch, allocate
+from egeria_cache.store.native import ABSENT, VERIFIED, Kernel, Mapping, Serving, Source, kernel
+from egeria_cache.store.records.keys import Keys
+from egeria_cache.store.records.layout import Head
+
+__all__ = ["Course", "serve"]
+
+NUM_TURNS = 64
+NO_ROUND = 8
+LOAD_BYTES = 2**20
+"""Read at a time, of what is not in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A batch that went the short way, as far as that led."""
+
+    columns: list[Tensor]
+    found: npt.NDArray[np.uint8]
+    """How each row was served."""
+    is_done: bool
+    """All rows are there, and were believed before."""
+
+    def hand_over(self, batch: Batch) -> Rows:
+        """Give what there is to a batch that goes on; return the rows that were verified."""
+        batch.take(self.columns)
+        batch.hit[:] = self.found != ABSENT
+        return np.flatnonzero(self.found == VERIFIED)
+
+
+class Course:
+    """The short way for samples that integers name: what one batch needs to know, the next one does
+    too, and look-up, checks and decoding are one call.
+    """
+
+    def __init__(self, files: GenerationFiles, variant: int, head: Head, source: Source) -> None:
+        self.head = head
+        """Of the records."""
+        self._files, self._variant, self._source = files, variant, source
+        self._depends_on = self._state()
+
+    @classmethod
+    def of(cls, files: GenerationFiles, variant: int) -> Course | None:
+        """Return the short way; None where there is none."""
+        native, table, template = kernel(), files.index.table(variant), files.template
+        mapping, round_ = files.mapping, files.index.round
+        if native is None or table is None or mapping is None or template is None:
+            return None
+        if not _takes(template[0]):
+            return None
+        source = _source(native, mapping, template, files.identity, variant, round_, table)
+        return cls(files, variant, template[0], source)
+
+    def holds(self, variant: int) -> bool:
+        """Tell whether nothing has changed that it depends on."""
+        return variant == self._variant and self._state() == self._depends_on
+
+    def _state(self) -> tuple[int, int, int]:
+        index = self._files.index
+        return index.round, id(index.table(self._variant)), id(self._files.mapping)
+
+    def serve(self, keys: Keys, turn: int, crew: Crew, *, pin_memory: bool) -> Begun:
+        """Read the samples, as far as they can be.
+
+        Args:
+            keys: Of B samples, integers.
+            turn: Which part of what is believed is verified again.
+            crew: Does it.
+            pin_memory: See `Batch`.
+        """
+        count, fields = len(keys), self.head.layout.fields
+        columns = [allocate(count, one.num_bytes, pin_memory=pin_memory) for one in fields]
+        out = [column.numpy() for column in columns]
+        serving = self._source.batch(out, turn, numbers=keys.numbers)
+        num_trusted = _run(serving, self._source, self.head, count, crew)
+        return Begun(columns, serving.found, num_trusted == count)
+
+    def fields(self, begun: Begun) -> dict[str, Tensor | list[Any]]:
+        """Return what was read, by name."""
+        return {
+            one.name: unpack(column, one.shape, one.dtype, one.storage)
+            for one, column in zip(self.head.layout.fields, begun.columns, strict=True)
+            if one.dtype is not None
+        }
+
+
+def serve(wanted: Wanted, batch: Batch, crew: Crew, turn: int | None) -> Rows:
+    """Fill the rows that can be served.
+
+    Args:
+        wanted: Which records.
+        batch: The rows that are no hits yet are filled, as far as possible, and marked as hits.
+        crew: Does it.
+        turn: Which part of what is believed is verified again; None for all of it.
+
+    Returns:
+        The rows whose records were verified.
+    """
+    native, segment = kernel(), wanted.segment
+    if native is None or not _takes(batch.head):
+        return np.empty(0, np.int64)
+    stored = wanted.located.raw[:, 1] > 0
+    rows = np.flatnonzero(stored & ~batch.hit)
+    if not len(rows):
+        return rows
+    batch.make_room()
+    verified = _serve(native, wanted, rows, batch, crew, turn)
+    rows = np.flatnonzero(stored & ~batch.hit)
+    if len(rows):
+        room = crew.coder.scratch.array("loaded", LOAD_BYTES, np.uint8)
+        native.load(segment.descriptor, wanted.located.raw[rows], room)
+        segment.map_again()
+        verified = np.concatenate((verified, _serve(native, wanted, rows, batch, crew, turn)))
+    return verified
+
+
+def _serve(
+    native: Kernel, wanted: Wanted, rows: Rows, batch: Batch, crew: Crew, turn: int | None
+) -> Rows:
+    located, keys, mapping = wanted.located, wanted.keys, wanted.segment.mapping
+    if mapping is None:
+        return rows[:0]
+    template = batch.head, batch.head_bytes
+    round_ = NO_ROUND if turn is None else located.round
+    source = _source(native, mapping, template, wanted.identity, keys.variant, round_)
+    serving = source.batch(
+        [target for target in batch.targets if target is not None],
+        0 if turn is None else turn,
+        numbers=None if keys.numbers is None else keys.numbers[rows],
+        spans=located.raw[rows],
+        key_hashes=keys.hashes(rows) if keys.numbers is None else None,
+        rows=rows,
+    )
+    _run(serving, source, batch.head, len(rows), crew)
+    batch.hit[rows] = serving.found != ABSENT
+    verified: Rows = rows[serving.found == VERIFIED]
+    return verified
+
+
+def _source(
+    native: Kernel,
+    mapping: Mapping,
+    template: tuple[Head, memoryview],
+    identity: int,
+    variant: int,
+    round_: int,
+    table: npt.NDArray[np.uint64] | None = None,
+) -> Source:
+    head, head_bytes = template
+    return Source(
+        native, mapping, identity=identity, variant=variant, round_=round_, head=bytes(head_bytes),
+        fields=[(one.num_bytes, one.elements) for one in head.layout.fields], table=table,
+    )  # fmt: skip
+
+
+def _run(serving: Serving, source: Source, head: Head, count: int, crew: Crew) -> int:
+    """Serve all parts; return how many records were believed before."""
+    native = kernel()
+    assert native is not None
+
+    def part(chosen: slice, coder: Coder) -> int:
+        room = coder.scratch.array("room", source.room_bytes, np.uint8)
+        return serving.part(chosen, coder.unpacker(native), room)
+
+    return sum(crew.run(head.seed, part, count, count * head.row_bytes))
+
+
+def _takes(head: Head) -> bool:
+    """Whether the kernel knows all that such records hold."""
+    return all(one.dtype is not None and one.elements[0] in GROUPS for one in head.layout.fields)
