@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["CODECS", "STORAGE_DTYPES", "StoreConfig", "parse_size"]
+__all__ = ["CODECS", "STORAGE_DTYPES", "StoreConfig", "num_decoders", "parse_size"]
 
 PAGE_BYTES = 4096
 """Files are counted in whole pages, as the disk does."""
@@ -16,6 +17,9 @@ CODECS = ("auto", "raw", "zstd", "split+zstd", "bitmap+split")
 
 STORAGE_DTYPES = ("float16", "bfloat16", "int8")
 """Lossy number formats on disk. None, the default, keeps every bit."""
+
+MOST_DECODERS = 16
+"""Threads that decode one batch: more of them wait for memory."""
 
 _UNITS = {
     "": 1, "b": 1,
@@ -42,6 +46,13 @@ def parse_size(size: int | str) -> int:
     return int(size)
 
 
+def num_decoders() -> int:
+    """Return how many threads may decode together on this machine."""
+    available = getattr(os, "sched_getaffinity", None)
+    cores = len(available(0)) if available else os.cpu_count() or 1
+    return max(2, min(cores, MOST_DECODERS))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreConfig:
     """Where activations live, how they are written, and how much room they may take."""
@@ -60,8 +71,11 @@ class StoreConfig:
     """Batches that may wait for the writer; one more is dropped and counted."""
     queue_bytes: int = 2 * 2**30
     """Bytes that may wait for the writer."""
-    num_threads: int = 2
-    """Threads that decode one batch together."""
+    num_threads: int = field(default_factory=num_decoders)
+    """Threads that may decode one batch together; how many do follows from what they cost."""
+    verify: str = "once"
+    """When a record's checksum is verified: "once" after its file was opened, and again in turns
+    and whenever anybody else has written to it; or "always"."""
     evict_unused: bool = True
     """When the limit is reached, remove whole generations that no live process uses."""
 
@@ -75,6 +89,8 @@ class StoreConfig:
                 f"storage_dtype must be None or one of {', '.join(STORAGE_DTYPES)}; "
                 f"got {self.storage_dtype!r}"
             )
+        if self.verify not in ("once", "always"):
+            raise ValueError(f"verify must be 'once' or 'always', got {self.verify!r}")
         for name in ("queue_batches", "queue_bytes", "num_threads"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

@@ -68,6 +68,8 @@ class ActivationCache:
         padding: What the loop does with a tensor of the model's output that is as long as its
             padded batch: "proved", nothing is served before gradients have shown that the loss
             reads none of its padding; "unread", you say so.
+        verify: When the checksum of a stored sample is verified: "once" after its file was opened,
+            and again in turns and whenever anybody else has written to the file; or "always".
 
     Raises:
         BoundaryError: The model has no such module, or it is trainable.
@@ -89,6 +91,7 @@ class ActivationCache:
         force_network: bool = False,
         dropout: str = "off",
         padding: str = "proved",
+        verify: str = "once",
     ) -> None:
         if ring_batches < 1:
             raise ValueError(f"ring_batches must be at least 1, got {ring_batches}")
@@ -100,12 +103,14 @@ class ActivationCache:
             raise ValueError(f"dropout must be 'off' or 'stateless', got {dropout!r}")
         if padding not in ("proved", "unread"):
             raise ValueError(f"padding must be 'proved' or 'unread', got {padding!r}")
+        if verify not in ("once", "always"):
+            raise ValueError(f"verify must be 'once' or 'always', got {verify!r}")
         self.model = model
         self.directory = Path(directory).expanduser().absolute()
         self._settings = {
             "limit": limit, "codec": codec, "ring_batches": ring_batches, "audit_rate": audit_rate,
             "gate": gate, "force_network": force_network, "dropout": dropout,
-            "padding": padding,
+            "padding": padding, "verify": verify,
         }  # fmt: skip
         self._asked: tuple[str | None, bool] = boundary, True
         """The boundary that was last asked for, and whether by hand."""
@@ -119,7 +124,7 @@ class ActivationCache:
         self._status = status = Status(gate)
         self._store = ActivationStore(
             self.directory, limit=settings["limit"], codec=settings["codec"],
-            force_network=settings["force_network"],
+            force_network=settings["force_network"], verify=settings["verify"],
         )  # fmt: skip
         self._readers = ReaderThreads()
         self._views, self._accounts = Views(), Accounts()

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from egeria_cache.config import PAGE_BYTES, StoreConfig, parse_size
+from egeria_cache.config import PAGE_BYTES, StoreConfig, num_decoders, parse_size
 from egeria_cache.errors import StoreError
 from egeria_cache.store.disk.budget import Budget, BudgetBusyError, generation_directories
 from egeria_cache.store.disk.claims import BeingRemovedError, set_aside
@@ -78,7 +78,8 @@ class ActivationStore:
         force_network: bool = False,
         queue_batches: int = 16,
         queue_bytes: int | str = "2GiB",
-        num_threads: int = 2,
+        num_threads: int | None = None,
+        verify: str = "once",
         evict_unused: bool = True,
     ) -> None:
         self.config = StoreConfig(
@@ -89,7 +90,8 @@ class ActivationStore:
             force_network=force_network,
             queue_batches=queue_batches,
             queue_bytes=parse_size(queue_bytes),
-            num_threads=num_threads,
+            num_threads=num_decoders() if num_threads is None else num_threads,
+            verify=verify,
             evict_unused=evict_unused,
         )
         self._start()
@@ -109,7 +111,7 @@ class ActivationStore:
         self._budget = Budget(
             config.directory, config.limit_bytes, evict_unused=config.evict_unused
         )
-        self._reader = BatchReader(config.num_threads)
+        self._reader = BatchReader(config.num_threads, verifies_always=config.verify == "always")
         self._writer = Writer(queue_batches=config.queue_batches, queue_bytes=config.queue_bytes)
         self._closed = False
         # Dropped without close(), or at the interpreter's exit: the queue is still written.

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from egeria_cache.store.native import SWITCH, kernel
 from egeria_cache.store.store import ActivationStore
 
 
@@ -18,3 +19,13 @@ def store(directory: Path) -> Iterator[ActivationStore]:
 def several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let even small batches be decoded by several threads."""
     monkeypatch.setattr("egeria_cache.store.crew.num_parts", lambda work_s, wake_s, most: most)
+
+
+@pytest.fixture(autouse=True, params=["", pytest.param("python", marks=pytest.mark.long)])
+def way_to_read(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run every test with the kernel, and in the long mode without it, too."""
+    if request.param:
+        monkeypatch.setenv(SWITCH, "0")
+        kernel.cache_clear()
+    yield
+    kernel.cache_clear()
