@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -348,8 +349,8 @@ class GenerationFiles:
             self.totals = totals
 
     def _append(self, segment: Segment, end: int, records: Encoded) -> int:
-        """Write records to disk, before the commit that makes them visible; return where they begin.
-        What was verified stays trusted: the file was written to, but not by others.
+        """Write records to disk, before the commit that makes them visible, and return where they
+        begin. What was verified stays trusted: the file was written to, but not by others.
         """
         is_ours = segment.written == self._written
         self._is_writing = True
