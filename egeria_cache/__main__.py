@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from egeria_cache.device import default_device, device_name
+from egeria_cache.store import has_kernel
 
 NEEDED = ("torch", "numpy", "zstandard", "xxhash", "psutil", "rich")
 OPTIONAL = {
@@ -34,6 +35,7 @@ def main() -> int:
     device = default_device()
     where = "no accelerator" if device.type == "cpu" else f"{device_name(device)} ({device})"
     print(where)
+    print(f"reading: {'by the compiled kernel' if has_kernel() else 'in Python: no kernel here'}")
     print("needed:")
     for name in NEEDED:
         print(f"  {name:<16}{_version(name) or 'missing'}")

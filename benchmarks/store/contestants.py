@@ -11,12 +11,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 import zstandard
 from torch import Tensor
 
 from egeria_cache.store import ActivationStore
 
-__all__ = ["BATCH", "CONTESTANTS", "BareLmdb", "Contestant", "Egeria", "EgeriaRaw", "Ids"]
+__all__ = [
+    "BATCH",
+    "CONTESTANTS",
+    "BareLmdb",
+    "Contestant",
+    "Egeria",
+    "EgeriaAlways",
+    "EgeriaRaw",
+    "Ids",
+]
 
 BATCH = 128
 OFFER_AGAIN_S = 0.002
@@ -73,6 +83,7 @@ class Egeria(Contestant):
 
     durable = True
     codec = "auto"
+    verify = "once"
     name = "egeria auto"
 
     def __init__(self, directory: Path, rows: Tensor) -> None:
@@ -95,7 +106,7 @@ class Egeria(Contestant):
             store.flush()
 
     def open(self) -> None:
-        self.store = ActivationStore(self.directory)
+        self.store = ActivationStore(self.directory, verify=self.verify)
         self.store.contains([0])
 
     def read(self, ids: Ids) -> Tensor:
@@ -112,6 +123,13 @@ class EgeriaRaw(Egeria):
 
     codec = "raw"
     name = "egeria raw"
+
+
+class EgeriaAlways(EgeriaRaw):
+    """The same, with every record's checksum verified at every read."""
+
+    verify = "always"
+    name = "egeria raw, verify always"
 
 
 class BareLmdb(Contestant):
@@ -169,6 +187,20 @@ class LmdbZstd(BareLmdb):
             for row, one in enumerate(ids.tolist()):
                 stored = transaction.get(one.to_bytes(8, "big")) or b""
                 out[row] = np.frombuffer(self.decompressor.decompress(stored), np.uint8)
+        return self.tensor(out)
+
+
+class LmdbHash(BareLmdb):
+    """The copy loop, and the hash that every read of ours has where all are verified."""
+
+    name = "LMDB copy + hash loop"
+
+    def read(self, ids: Ids) -> Tensor:
+        out = np.empty((len(ids), self.row_bytes), np.uint8)
+        with self.environment.begin(buffers=True) as transaction:
+            for row, one in enumerate(ids.tolist()):
+                out[row] = np.frombuffer(transaction.get(one.to_bytes(8, "big")) or b"", np.uint8)
+                xxhash.xxh3_64_intdigest(out[row])
         return self.tensor(out)
 
 
@@ -309,6 +341,6 @@ class TorchFiles(Contestant):
 
 
 CONTESTANTS: tuple[type[Contestant], ...] = (
-    Egeria, EgeriaRaw, BareLmdb, LmdbZstd, Memmap, TensorDictMemmap, Safetensors, Blosc2, Zarr,
-    TorchFiles,
+    Egeria, EgeriaRaw, EgeriaAlways, BareLmdb, LmdbHash, LmdbZstd, Memmap, TensorDictMemmap,
+    Safetensors, Blosc2, Zarr, TorchFiles,
 )  # fmt: skip

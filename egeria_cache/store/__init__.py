@@ -4,8 +4,9 @@ Owns the cache directory with all its files and locks, the byte limit, the write
 decoding threads. It never knows what a model, a loader or a boundary is: a generation is named by
 fields that others gave it, and a record holds named tensors.
 
-The way of a read: `store` > `generation` > `reader` > `fill` (`varied`, where shapes differ) >
-`codecs`; of a write: `generation` > `writer` > `records` (`encoded`) > `disk`. `disk` has the
+The way of a read: `store` > `generation` > `reader` > `serve` > the compiled `kernel.c` (through
+`native`), or without it, and for what it leaves, `fill` (`varied`, where shapes differ) > `codecs`;
+of a write: `generation` > `writer` > `records` (`encoded`) > `disk`. `disk` has the
 files: whose they are (`own`, `place`, `claims`), what they may take (`budget`), the log of commits
 and the index made from it (`log`, `index`), the records (`segment`). What `cache-inspect` reads,
 removes and copies: `census`, `removal`, `parcel`.
@@ -25,6 +26,7 @@ from egeria_cache.store.disk.budget import BudgetBusyError
 from egeria_cache.store.disk.live import LiveFile, read_live
 from egeria_cache.store.disk.manifest import DamagedError, Manifest, differing_fields
 from egeria_cache.store.generation import Generation
+from egeria_cache.store.native import has_kernel
 from egeria_cache.store.parcel import Parcelled, pack, unpack
 from egeria_cache.store.removal import remove_generations
 from egeria_cache.store.store import ActivationStore
@@ -44,6 +46,7 @@ __all__ = [
     "contents",
     "differing_fields",
     "find_generation",
+    "has_kernel",
     "pack",
     "read_live",
     "remove_generations",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from egeria_cache.store.codecs.codec import Codec, CodecError, Coder
 from egeria_cache.store.codecs.gather import Bytes, Places, Source
-from egeria_cache.store.crew import Crew
+from egeria_cache.store.decoders import Decoders
 from egeria_cache.store.disk.segment import ALIGNMENT
 from egeria_cache.store.fetch import Rows, Wanted, fetch_records, fetch_rows
 from egeria_cache.store.records.layout import (
@@ -72,13 +72,13 @@ class Batch:
                 self.targets.append(packed.numpy())
 
 
-def fill(wanted: Wanted, batch: Batch, crew: Crew) -> None:
+def fill(wanted: Wanted, batch: Batch, decoders: Decoders) -> None:
     """Read the rows that are not there yet; what is not intact is noted in the batch.
 
     Args:
         wanted: Which records.
         batch: Filled.
-        crew: Does what takes long.
+        decoders: Does what takes long.
     """
     rows = np.flatnonzero((wanted.spans[:, 1] > 0) & ~batch.hit)
     if not len(rows):
@@ -89,17 +89,17 @@ def fill(wanted: Wanted, batch: Batch, crew: Crew) -> None:
         found = rows[fetch_rows(wanted, rows, batch.head, targets)]
         batch.hit[found] = True
     else:
-        found = _fill_alike(wanted, rows, batch, crew)
+        found = _fill_alike(wanted, rows, batch, decoders)
     for row in np.setdiff1d(rows, found).tolist():
         fill_one(wanted, row, batch)
 
 
-def _fill_alike(wanted: Wanted, rows: Rows, batch: Batch, crew: Crew) -> Rows:
+def _fill_alike(wanted: Wanted, rows: Rows, batch: Batch, decoders: Decoders) -> Rows:
     """Read records whose heads are the batch's but for checksum and lengths, and decode them,
     everything for many at once. Return which they were.
     """
-    records = _read(wanted, rows, batch, crew)
-    failed = _decode(records, batch, crew)
+    records = _read(wanted, rows, batch, decoders)
+    failed = _decode(records, batch, decoders)
     batch.hit[records.rows] = True
     batch.hit[list(failed)] = False
     batch.corrupt.extend((wanted.keys[row], str(error)) for row, error in failed.items())
@@ -136,7 +136,7 @@ class _Records:
         )
 
 
-def _read(wanted: Wanted, rows: Rows, batch: Batch, crew: Crew) -> _Records:
+def _read(wanted: Wanted, rows: Rows, batch: Batch, decoders: Decoders) -> _Records:
     """Read the records into memory, one behind the other; return those that are intact and have
     heads that are alike. Their sizes are bounded.
     """
@@ -146,7 +146,7 @@ def _read(wanted: Wanted, rows: Rows, batch: Batch, crew: Crew) -> _Records:
     rows, sizes = rows[likely], spans[likely, 1].astype(np.int64)
     room = -(-sizes // ALIGNMENT) * ALIGNMENT
     starts = np.cumsum(room) - room
-    whole = crew.coder.scratch.array("records", int(room.sum()), np.uint8)
+    whole = decoders.coder.scratch.array("records", int(room.sum()), np.uint8)
     intact = fetch_records(wanted, rows, starts, whole, start)
     rows, starts, sizes = rows[intact], starts[intact], sizes[intact]
     source = Source.of(whole)
@@ -161,7 +161,9 @@ def _read(wanted: Wanted, rows: Rows, batch: Batch, crew: Crew) -> _Records:
     return _Records(source, rows, starts, sizes, codecs, stored)[alike]
 
 
-def _decode(records: _Records, batch: Batch, crew: Crew) -> dict[int, RecordError | CodecError]:
+def _decode(
+    records: _Records, batch: Batch, decoders: Decoders
+) -> dict[int, RecordError | CodecError]:
     """Decode records of the batch's layout, field by field; return the rows that failed."""
     failed: dict[int, RecordError | CodecError] = {}
     starts = records.starts + batch.head.num_bytes
@@ -177,7 +179,7 @@ def _decode(records: _Records, batch: Batch, crew: Crew) -> dict[int, RecordErro
                     failed[row] = error
         else:
             failed |= _decode_tensors(
-                records, starts, sizes, codecs, target, batch.head.layout.fields[position], crew
+                records, starts, sizes, codecs, target, batch.head.layout.fields[position], decoders
             )
         starts = starts + sizes
     return failed
@@ -190,7 +192,7 @@ def _decode_tensors(
     codecs: npt.NDArray[np.uint64],
     target: Bytes,
     field: FieldLayout,
-    crew: Crew,
+    decoders: Decoders,
 ) -> dict[int, CodecError]:
     """Decode one field of all records into their rows of the target; return those that failed."""
     failed: dict[int, CodecError] = {}
@@ -198,7 +200,7 @@ def _decode_tensors(
         chosen = np.flatnonzero(codecs == codec)
         rows, begins, lengths = records.rows[chosen], starts[chosen], sizes[chosen]
         work = partial(_decode_part, records.source, begins, lengths, codec, target, rows, field)
-        for problems in crew.run((codec, field), work, len(rows), len(rows) * field.num_bytes):
+        for problems in decoders.run((codec, field), work, len(rows), len(rows) * field.num_bytes):
             failed |= problems
     return failed
 

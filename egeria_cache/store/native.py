@@ -33,6 +33,7 @@ __all__ = [
     "Serving",
     "Source",
     "Unpacker",
+    "has_kernel",
     "kernel",
     "room_bytes",
 ]
@@ -262,6 +263,11 @@ def kernel() -> Kernel | None:
         return Kernel(library, xxh3, ctypes.CDLL("libzstd.so.1"))
     except (OSError, ImportError, AttributeError):
         return None
+
+
+def has_kernel() -> bool:
+    """Tell whether batches are read without the interpreter."""
+    return kernel() is not None
 
 
 # -- as in kernel.c ----------------------------------------------------------------------------

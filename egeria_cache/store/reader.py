@@ -14,7 +14,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from egeria_cache.store.assemble import assemble
-from egeria_cache.store.crew import Crew
+from egeria_cache.store.decoders import Decoders
 from egeria_cache.store.disk.files import GenerationFiles, GoneError
 from egeria_cache.store.fetch import Wanted
 from egeria_cache.store.fill import Batch, fill
@@ -50,13 +50,13 @@ class BatchReader:
     """Owns the decoding threads."""
 
     def __init__(self, num_threads: int, *, verifies_always: bool = False) -> None:
-        self._crew = Crew(num_threads)
+        self._decoders = Decoders(num_threads)
         self._verifies_always = verifies_always
         self._warned: set[str] = set()
 
     def close(self) -> None:
         """Join the threads."""
-        self._crew.close()
+        self._decoders.close()
 
     def read(
         self,
@@ -75,7 +75,7 @@ class BatchReader:
             course = self._course(files, keys, turn)
             begun = None
             if course is not None:
-                begun = course.serve(keys, turn or 0, self._crew, pin_memory=pin_memory)
+                begun = course.serve(keys, turn or 0, self._decoders, pin_memory=pin_memory)
                 if begun.is_done and files.usable:
                     return Fetched(course.head.layout.bare, course.fields(begun), ~nothing)
             wanted = Wanted(segment, keys, files.locate(keys), files.identity)
@@ -88,13 +88,13 @@ class BatchReader:
                 return Fetched(False, {}, nothing, self._forget(files, corrupt))
         batch = Batch(*template, files.identity, len(keys), pin_memory, nothing)
         if files.is_varied:
-            fields = fill_varied(wanted, batch, self._crew)
+            fields = fill_varied(wanted, batch, self._decoders)
         else:
             verified = begun.hand_over(batch) if begun else np.empty(0, np.int64)
-            verified = np.concatenate((verified, serve(wanted, batch, self._crew, turn)))
+            verified = np.concatenate((verified, serve(wanted, batch, self._decoders, turn)))
             files.index.trust(keys, verified, wanted.located)
             if not batch.hit.all():
-                fill(wanted, batch, self._crew)
+                fill(wanted, batch, self._decoders)
             files.is_varied = len(batch.odd) > MANY_ODD * len(keys)
             fields = assemble(batch) if batch.columns else {}
         num_corrupt = self._forget(files, batch.corrupt)

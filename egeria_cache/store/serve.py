@@ -17,7 +17,7 @@ from torch import Tensor
 from egeria_cache.store.codecs.codec import Coder
 from egeria_cache.store.codecs.lossy import unpack
 from egeria_cache.store.codecs.planes import GROUPS
-from egeria_cache.store.crew import Crew
+from egeria_cache.store.decoders import Decoders
 from egeria_cache.store.disk.files import GenerationFiles
 from egeria_cache.store.fetch import Rows, Wanted
 from egeria_cache.store.fill import Batch, allocate
@@ -81,20 +81,20 @@ class Course:
         index = self._files.index
         return index.round, id(index.table(self._variant)), id(self._files.mapping)
 
-    def serve(self, keys: Keys, turn: int, crew: Crew, *, pin_memory: bool) -> Begun:
+    def serve(self, keys: Keys, turn: int, decoders: Decoders, *, pin_memory: bool) -> Begun:
         """Read the samples, as far as they can be.
 
         Args:
             keys: Of B samples, integers.
             turn: Which part of what is believed is verified again.
-            crew: Does it.
+            decoders: Does it.
             pin_memory: See `Batch`.
         """
         count, fields = len(keys), self.head.layout.fields
         columns = [allocate(count, one.num_bytes, pin_memory=pin_memory) for one in fields]
         out = [column.numpy() for column in columns]
         serving = self._source.batch(out, turn, numbers=keys.numbers)
-        num_trusted = _run(serving, self._source, self.head, count, crew)
+        num_trusted = _run(serving, self._source, self.head, count, decoders)
         return Begun(columns, serving.found, num_trusted == count)
 
     def fields(self, begun: Begun) -> dict[str, Tensor | list[Any]]:
@@ -106,13 +106,13 @@ class Course:
         }
 
 
-def serve(wanted: Wanted, batch: Batch, crew: Crew, turn: int | None) -> Rows:
+def serve(wanted: Wanted, batch: Batch, decoders: Decoders, turn: int | None) -> Rows:
     """Fill the rows that can be served.
 
     Args:
         wanted: Which records.
         batch: The rows that are no hits yet are filled, as far as possible, and marked as hits.
-        crew: Does it.
+        decoders: Does it.
         turn: Which part of what is believed is verified again; None for all of it.
 
     Returns:
@@ -126,18 +126,18 @@ def serve(wanted: Wanted, batch: Batch, crew: Crew, turn: int | None) -> Rows:
     if not len(rows):
         return rows
     batch.make_room()
-    verified = _serve(native, wanted, rows, batch, crew, turn)
+    verified = _serve(native, wanted, rows, batch, decoders, turn)
     rows = np.flatnonzero(stored & ~batch.hit)
     if len(rows):
-        room = crew.coder.scratch.array("loaded", LOAD_BYTES, np.uint8)
+        room = decoders.coder.scratch.array("loaded", LOAD_BYTES, np.uint8)
         native.load(segment.descriptor, wanted.located.raw[rows], room)
         segment.map_again()
-        verified = np.concatenate((verified, _serve(native, wanted, rows, batch, crew, turn)))
+        verified = np.concatenate((verified, _serve(native, wanted, rows, batch, decoders, turn)))
     return verified
 
 
 def _serve(
-    native: Kernel, wanted: Wanted, rows: Rows, batch: Batch, crew: Crew, turn: int | None
+    native: Kernel, wanted: Wanted, rows: Rows, batch: Batch, decoders: Decoders, turn: int | None
 ) -> Rows:
     located, keys, mapping = wanted.located, wanted.keys, wanted.segment.mapping
     if mapping is None:
@@ -153,7 +153,7 @@ def _serve(
         key_hashes=keys.hashes(rows) if keys.numbers is None else None,
         rows=rows,
     )
-    _run(serving, source, batch.head, len(rows), crew)
+    _run(serving, source, batch.head, len(rows), decoders)
     batch.hit[rows] = serving.found != ABSENT
     verified: Rows = rows[serving.found == VERIFIED]
     return verified
@@ -175,7 +175,7 @@ def _source(
     )  # fmt: skip
 
 
-def _run(serving: Serving, source: Source, head: Head, count: int, crew: Crew) -> int:
+def _run(serving: Serving, source: Source, head: Head, count: int, decoders: Decoders) -> int:
     """Serve all parts; return how many records were believed before."""
     native = kernel()
     assert native is not None
@@ -184,7 +184,7 @@ def _run(serving: Serving, source: Source, head: Head, count: int, crew: Crew) -
         room = coder.scratch.array("room", source.room_bytes, np.uint8)
         return serving.part(chosen, coder.unpacker(native), room)
 
-    return sum(crew.run(head.seed, part, count, count * head.row_bytes))
+    return sum(decoders.run(head.seed, part, count, count * head.row_bytes))
 
 
 def _takes(head: Head) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from egeria_cache.store.codecs.codec import Codec, CodecError, Coder
 from egeria_cache.store.codecs.lossy import unpack
-from egeria_cache.store.crew import Crew
+from egeria_cache.store.decoders import Decoders
 from egeria_cache.store.disk.segment import ALIGNMENT
 from egeria_cache.store.fetch import Rows, Wanted
 from egeria_cache.store.fill import Batch, fill_one
@@ -73,13 +73,13 @@ class _Piece:
         return (values.shape[1:], values.dtype) if isinstance(values, Tensor) else None
 
 
-def fill_varied(wanted: Wanted, batch: Batch, crew: Crew) -> Columns:
+def fill_varied(wanted: Wanted, batch: Batch, decoders: Decoders) -> Columns:
     """Read the rows; what is not intact is noted in the batch.
 
     Args:
         wanted: Which records.
         batch: Its head says which names there are; told which rows were found, and what is damaged.
-        crew: Does it.
+        decoders: Does it.
 
     Returns:
         Per name, a tensor of B rows where all that were found have one shape, else a list. Empty if
@@ -96,7 +96,7 @@ def fill_varied(wanted: Wanted, batch: Batch, crew: Crew) -> Columns:
         return _read(wanted, rows, batch, coder)
 
     columns: list[list[_Piece]] = [[] for _ in names]
-    for pieces, left in crew.run("varied", work, batch.num_rows, num_bytes):
+    for pieces, left in decoders.run("varied", work, batch.num_rows, num_bytes):
         for column, more in zip(columns, pieces, strict=True):
             column += more
         for row in left:

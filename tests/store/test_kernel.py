@@ -19,7 +19,7 @@ from torch import Tensor
 from egeria_cache.store import ActivationStore
 from egeria_cache.store.codecs.codec import Codec, Coder
 from egeria_cache.store.codecs.gather import Source
-from egeria_cache.store.crew import Crew, num_parts
+from egeria_cache.store.decoders import Decoders, num_parts
 from egeria_cache.store.disk.segment import SEGMENT_NAME, Segment
 from egeria_cache.store.native import SWITCH, kernel
 from egeria_cache.store.serve import NUM_TURNS
@@ -241,21 +241,21 @@ def test_a_file_cut_short_under_the_mapping_is_misses_and_no_signal(directory, c
 
 
 @pytest.mark.parametrize(
-    ("work_s", "wake_s", "most", "expected"),
+    ("work_s", "more_s", "most", "expected"),
     [(1e-4, 1e-4, 8, 1), (4e-4, 1e-4, 8, 2), (1e-2, 1e-4, 8, 8), (1e-2, 1e-4, 2, 2), (1, 0, 64, 64),
      (1e-3, 1e-2, 64, 1), (0, 1e-4, 4, 1)],
 )  # fmt: skip
-def test_as_many_threads_as_end_soonest(work_s, wake_s, most, expected):
-    assert num_parts(work_s, wake_s, most) == expected
-    if wake_s:
-        times = [work_s / p + (p - 1) * wake_s for p in range(1, most + 1)]
+def test_as_many_threads_as_end_soonest(work_s, more_s, most, expected):
+    assert num_parts(work_s, more_s, most) == expected
+    if more_s:
+        times = [work_s / p + (p - 1) * more_s for p in range(1, most + 1)]
         assert times[expected - 1] <= 1.3 * min(times)
 
 
 def test_a_crew_covers_everything_once_and_passes_errors_on():
-    crew = Crew(3)
+    decoders = Decoders(3)
     try:
-        ran = crew.run("kind", lambda part, coder: (part, get_ident(), id(coder)), 10, 1000)
+        ran = decoders.run("kind", lambda part, coder: (part, get_ident(), id(coder)), 10, 1000)
         assert len(ran) == 3
         assert [at for part, *_ in ran for at in range(10)[part]] == [*range(10)]
         assert len({thread for _, thread, _ in ran}) == len({coder for *_, coder in ran})
@@ -265,7 +265,7 @@ def test_a_crew_covers_everything_once_and_passes_errors_on():
                 raise ValueError("at the end")
 
         with pytest.raises(ValueError, match="at the end"):
-            crew.run("kind", fail, 10, 1000)
-        assert crew.run("kind", lambda part, coder: part.stop, 0, 0) == [0]
+            decoders.run("kind", fail, 10, 1000)
+        assert decoders.run("kind", lambda part, coder: part.stop, 0, 0) == [0]
     finally:
-        crew.close()
+        decoders.close()

@@ -13,31 +13,31 @@ from typing import TypeVar
 from egeria_cache.store.codecs.codec import Coder
 from egeria_cache.threads import compute_on_one_core
 
-__all__ = ["Crew", "num_parts"]
+__all__ = ["Decoders", "num_parts"]
 
 T = TypeVar("T")
 
-FIRST_WAKE_S = 1e-4
-"""What waking a thread is taken to cost until it was measured."""
+FIRST_MORE_S = 1e-4
+"""What one thread more is taken to cost until it was measured."""
 NEW = 0.2
 """Weight of the last measurement."""
 FORGETTING = 0.99
-"""Of the cost of waking, at each work that was not divided: a busy machine is tried again."""
+"""Of what one more costs, at each work that was not divided: a busy machine is tried again."""
 
 
-def num_parts(work_s: float, wake_s: float, most: int) -> int:
-    """Return how many threads end soonest: the p that makes work / p + (p - 1) wake smallest.
+def num_parts(work_s: float, more_s: float, most: int) -> int:
+    """Return how many threads end soonest: the p that makes work / p + (p - 1) more smallest.
 
     Args:
         work_s: What one thread would take.
-        wake_s: What it costs to have one thread more at work. It is much where the cores are busy
+        more_s: What each further one costs: to wake it, and to wait for it where the cores are busy
             with training, which then keeps them.
         most: Threads that there are.
     """
-    return max(1, min(most, int(math.sqrt(work_s / max(wake_s, 1e-7)))))
+    return max(1, min(most, int(math.sqrt(work_s / max(more_s, 1e-7)))))
 
 
-class Crew:
+class Decoders:
     """Owns the threads; they start with the first work that is worth it. Any number of callers."""
 
     def __init__(self, num_threads: int) -> None:
@@ -45,7 +45,7 @@ class Crew:
         self._local = threading.local()
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
-        self._wake_s = FIRST_WAKE_S
+        self._more_s = FIRST_MORE_S
         self._s_per_byte: dict[Hashable, float] = {}
 
     @property
@@ -75,11 +75,12 @@ class Crew:
             num_bytes: How much that is.
         """
         cost = self._s_per_byte.get(kind, 0.0)
-        parts = min(num_parts(cost * num_bytes, self._wake_s, self._num_threads), max(count, 1))
+        work_s = cost * num_bytes
+        parts = min(num_parts(work_s, self._more_s, self._num_threads), max(count, 1))
         ends = [count * part // parts for part in range(parts + 1)]
         mine, *others = itertools.starmap(slice, itertools.pairwise(ends))
         asked = time.perf_counter()
-        futures = [self._threads().submit(self._call, work, part, asked) for part in others]
+        futures = [self._threads().submit(self._call, work, part) for part in others]
         begun = time.thread_time()
         results = [work(mine, self.coder)]
         if num_bytes and count:
@@ -87,11 +88,14 @@ class Crew:
             taken = (time.thread_time() - begun) / max(done_bytes, 1)
             self._s_per_byte[kind] = taken if not cost else cost + NEW * (taken - cost)
         if not futures:
-            self._wake_s *= FORGETTING
-        return results + [future.result() for future in futures]
+            self._more_s *= FORGETTING
+            return results
+        results += [future.result() for future in futures]
+        lost = time.perf_counter() - asked - work_s / parts
+        self._more_s += NEW * (max(lost, 0.0) / len(futures) - self._more_s)
+        return results
 
-    def _call(self, work: Callable[[slice, Coder], T], part: slice, asked: float) -> T:
-        self._wake_s += NEW * (time.perf_counter() - asked - self._wake_s)
+    def _call(self, work: Callable[[slice, Coder], T], part: slice) -> T:
         return work(part, self.coder)
 
     def _threads(self) -> ThreadPoolExecutor:
