@@ -67,6 +67,7 @@ class FreezeController:
 
     Raises:
         LayerError: The model has fewer than two layers.
+        TypeError: What was given as the optimizer is none.
         ValueError: An option is out of range, or n can be derived from nothing.
 
     Call `step(loss)` once after each `optimizer.step()`. Make it before `torch.compile` and before
@@ -86,6 +87,8 @@ class FreezeController:
     ) -> None:
         self.config = ControllerConfig(**options)
         self.model, self._ddp = unwrap(model)
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(f"the second argument is the optimizer; got {type(optimizer).__name__}")
         self.optimizer = optimizer
         schedule = Schedule(lr_scheduler, self.config.total_steps)
         if policy is None:

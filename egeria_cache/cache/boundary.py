@@ -51,9 +51,15 @@ class Boundary:
         self._status.is_sought = False
         self._move(name, by_hand=False, reason="what trains has been looked at")
         if name is None:
-            why = "boundary='auto': no module is frozen before the first one that trains"
+            why = (
+                "boundary='auto': no module is frozen before the first one that trains; freeze the "
+                "front with requires_grad_(False), and it is cached from then on"
+            )
+            # Said once where nothing ever was: later it is what the training wanted.
+            level = logging.INFO if self._status.num_moves else logging.WARNING
+            if self._accounts.counts.why_not != why:
+                log.log(level, why)
             self._accounts.counts.why_not = why
-            log.info(why)
 
     def _move(self, name: str | None, *, by_hand: bool, reason: str) -> None:
         status = self._status

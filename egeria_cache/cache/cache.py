@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,7 @@ class ActivationCache:
     Raises:
         BoundaryError: The model has no such module, or it is trainable.
         StoreError: The directory cannot be used.
+        TypeError: The model is no module, the directory no path, or the boundary no name.
         ValueError: An argument is out of its range.
     """
 
@@ -93,6 +95,7 @@ class ActivationCache:
         padding: str = "proved",
         verify: str = "once",
     ) -> None:
+        _check_kinds(model, directory, boundary)
         if ring_batches < 1:
             raise ValueError(f"ring_batches must be at least 1, got {ring_batches}")
         if not 0 <= audit_rate <= 1:
@@ -300,6 +303,18 @@ class ActivationCache:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _check_kinds(model: Any, directory: Any, boundary: Any) -> None:
+    if not isinstance(model, nn.Module) or not isinstance(directory, str | os.PathLike):
+        raise TypeError(
+            "ActivationCache takes the model first, then a directory: "
+            f'ActivationCache(model, "runs/cache"); got {type(model).__name__} and '
+            f"{type(directory).__name__}"
+        )
+    if isinstance(boundary, nn.Module):
+        name = next((name for name, one in model.named_modules() if one is boundary), "blocks.3")
+        raise TypeError(f"the boundary is given by its module's name: boundary={name!r}")
 
 
 def _close_other(model: nn.Module, but: ActivationCache) -> None:

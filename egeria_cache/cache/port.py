@@ -158,7 +158,10 @@ class LoaderPort:
 
     def count_yielded(self) -> None:
         """Note that a batch was yielded which the model should see."""
-        self._accounts.yielded()
+        if self._status.is_closed:
+            self._accounts.yielded_closed()
+        else:
+            self._accounts.yielded()
 
     def count_refetched(self, num_samples: int) -> None:
         """Note samples that were planned as hits, and had to be loaded after all."""

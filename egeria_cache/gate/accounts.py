@@ -18,6 +18,10 @@ __all__ = ["Accounts"]
 
 log = logging.getLogger("egeria")
 
+_CLOSED = (
+    "the cache is closed, and its loader goes on without it: train inside `with "
+    "ActivationCache(...) as cache:`, or close the cache when all epochs are done"
+)
 MAX_UNSEEN = 4
 """Batches that may be yielded without the model having been called, before that is said."""
 
@@ -61,6 +65,12 @@ class Accounts:
                 "(block.compile()), and give it the loader's batches as they come"
             )
             log.warning(self.counts.why_not)
+
+    def yielded_closed(self) -> None:
+        """Note that a batch was yielded after the cache was closed."""
+        if self.counts.why_not != _CLOSED:
+            self.counts.why_not = _CLOSED
+            log.warning(_CLOSED)
 
     def model_called(self) -> None:
         """Note that the model was called with a batch."""

@@ -78,7 +78,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
             is checked.
 
     Raises:
-        TypeError: A cache was given, and the dataset has no length.
+        TypeError: A cache was given, and the dataset has no length, or is a DataLoader.
         ValueError: `augmentation_variants` is below 1.
     """
 
@@ -329,6 +329,11 @@ class EgeriaLoader(ResumableLoader[T_co]):
 
 
 def _check_sized(dataset: Any) -> None:
+    if isinstance(dataset, DataLoader):
+        raise TypeError(
+            "EgeriaLoader stands in the place of a DataLoader and takes what that takes: "
+            "EgeriaLoader(dataset, batch_size=..., cache=cache), not a DataLoader"
+        )
     try:
         len(dataset)
     except TypeError:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from egeria_cache.batch import Axis, outside_inference_mode
+from egeria_cache.batch import Axis, forget_lost, outside_inference_mode
 from egeria_cache.loader.ahead import num_foreseeable
 from egeria_cache.loader.plan import Plan, Planner
 from egeria_cache.loader.progress import Progress
@@ -108,6 +108,7 @@ class Pass:
                 batch = self._next()
         except StopIteration:
             self._progress.finished = True
+            forget_lost()  # what comes now, say a validation by another loader, is not of this pass
             self._prefetcher.close()
             self._loader._ask_data_again(at_end=True)
             self._end()

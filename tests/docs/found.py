@@ -54,6 +54,15 @@ def blocks() -> list[Block]:
     return found
 
 
+def sides(block: Block) -> tuple[str, str]:
+    """Return a block before and after the change that it shows."""
+    if block.language == "python":
+        return "", block.text
+    lines = block.text.splitlines()
+    before = [line[1:] for line in lines if not line.startswith("+")]
+    return "\n".join(before), "\n".join(line[1:] for line in lines if not line.startswith("-"))
+
+
 def commands() -> dict[str, str]:
     """Return each command that the documents show, with the file that shows it first."""
     found: dict[str, str] = {}

@@ -17,6 +17,7 @@ import re
 import sys
 import tempfile
 import textwrap
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ class Mistake:
             try:
                 told = self.make(Path(scratch))
             except Exception as error:
+                if not _is_ours(error):
+                    raise
                 told = f"{type(error).__name__}: {error}"
             finally:
                 logger.removeHandler(heard)
@@ -83,6 +86,12 @@ def mistake(title: str, besides: str) -> Callable[[Callable[[Path], object]], ob
         return make
 
     return add
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether a statement of ours raises it: no accident, in our code or another's."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return "/egeria_" in last.filename and (last.line or "").startswith("raise")
 
 
 class _Heard(logging.Handler):
@@ -227,6 +236,51 @@ def compiled_whole(where):
     torch._dynamo.reset()
 
 
+@mistake(
+    "The boundary is given as a module",
+    "Its name is wanted: a name is what a later run and another process know it by.",
+)
+def module_as_boundary(where):
+    net = model()
+    cached(net, where, boundary=net.blocks[1])
+
+
+@mistake(
+    "Nothing is frozen",
+    "A cache of a model that trains as a whole has nothing to spare. Freeze the front, or let a "
+    "[controller](controller.md) do it, which takes a cache without a boundary.",
+)
+def nothing_frozen(where):
+    net = model(frozen=())
+    with cached(net, where, boundary="auto") as cache:
+        train(net, EgeriaLoader(samples(), 8, cache=cache))
+
+
+@mistake(
+    "The loop calls a part of the model",
+    "The cache is of the module whose call is replaced: make it of what the loop calls. The "
+    "same is said where the cache was made of a copy of the model.",
+)
+def part_is_called(where):
+    net = model()
+    with cached(net, where) as cache:
+        train(net, EgeriaLoader(samples(), 8, cache=cache), call=lambda x: net.head(net.front(x)))
+
+
+@mistake("Model and directory are swapped", "")
+def swapped(where):
+    ActivationCache(str(where / "cache"), model())
+
+
+@mistake("The cache was closed before the last epoch", "The loader goes on, as a DataLoader.")
+def closed_early(where):
+    net = model()
+    with cached(net, where) as cache:
+        loader = EgeriaLoader(samples(), 8, cache=cache)
+        train(net, loader, 1)
+    train(net, loader, 1)
+
+
 # ---- data --------------------------------------------------------------------------------------
 
 
@@ -254,6 +308,41 @@ def another_loader(where):
     with cached(net, where) as cache:
         loader = EgeriaLoader(samples(), 8, cache=cache)
         train(net, DataLoader(loader.dataset, 8))
+
+
+@mistake("A DataLoader is given in place of the data set", "")
+def loader_as_data(where):
+    with cached(model(), where) as cache:
+        EgeriaLoader(DataLoader(samples(), 8), cache=cache)
+
+
+@mistake("The data set has no length", "")
+def no_length(where):
+    class Endless(Dataset):
+        def __getitem__(self, index):
+            return torch.zeros(6), 0
+
+    with cached(model(), where) as cache:
+        EgeriaLoader(Endless(), 8, cache=cache)
+
+
+@mistake("`batch_size=None`", "The data set would return whole batches, which have no samples.")
+def no_batches(where):
+    net = model()
+    with cached(net, where) as cache:
+        train(net, EgeriaLoader(samples(), None, cache=cache))
+
+
+@mistake(
+    "Samples are mixed in the loop (mixup, CutMix)",
+    "A mixed input is no sample. Mix what comes out of the frozen front, inside the model, or mix "
+    "in the data set, from two of its own samples.",
+)
+def mixed_in_the_loop(where):
+    net = model()
+    with cached(net, where, gate="always") as cache:
+        loader = EgeriaLoader(samples(), 8, shuffle=True, cache=cache)
+        train(net, loader, 4, before=lambda x: 0.7 * x + 0.3 * x.flip(0))
 
 
 @mistake(
@@ -487,6 +576,12 @@ def no_loss(where):
         net(torch.randn(4, 6)).sum().backward()
         optimizer.step()
         controller.step()
+
+
+@mistake("The controller is given parameters in place of the optimizer", "")
+def parameters_as_optimizer(where):
+    net = model(frozen=())
+    FreezeController(net, net.parameters(), total_steps=100)
 
 
 @mistake("A model without layers that could be frozen one after another", "")

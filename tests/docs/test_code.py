@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import egeria_cache
 from egeria_cache import ActivationCache
-from tests.docs.found import LANGUAGES, blocks
+from tests.docs.found import LANGUAGES, blocks, sides
 from tests.docs.surroundings import AROUND, EXCERPTS
 
 CODE = {block.key: block for block in blocks() if block.is_code}
@@ -25,15 +25,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning:transformers.*", "ignore::UserWarning:peft.*",
     "ignore:.*LeafSpec:FutureWarning",
 )  # fmt: skip
-
-
-def sides(block):
-    """Return a block before and after the change that it shows."""
-    if block.language == "python":
-        return "", block.text
-    lines = block.text.splitlines()
-    before = [line[1:] for line in lines if not line.startswith("+")]
-    return "\n".join(before), "\n".join(line[1:] for line in lines if not line.startswith("-"))
 
 
 def run(key, side):

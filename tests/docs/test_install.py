@@ -1,0 +1,63 @@
+"""`pip install .` in an environment of its own: what it brings, and that it is enough."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.docs.found import ROOT, blocks, sides
+from tests.docs.surroundings import AROUND, CHANGE
+
+CLOSURE = """
+import json, re
+from importlib import metadata
+needed, pending = set(), ["egeria"]
+while pending:
+    name = re.sub("[-_.]+", "-", pending.pop()).lower()
+    if name in needed:
+        continue
+    needed.add(name)
+    for line in metadata.requires(name) or ():
+        if "extra ==" not in line:
+            try:
+                found = metadata.distribution(re.match("[A-Za-z0-9._-]+", line)[0])
+            except metadata.PackageNotFoundError:  # of another platform
+                continue
+            pending.append(found.name)
+there = {re.sub("[-_.]+", "-", one.name).lower() for one in metadata.distributions()}
+print(json.dumps([sorted(needed), sorted(there)]))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_bare_environment_runs_the_first_example(tmp_path):
+    python = tmp_path / "venv" / "bin" / "python"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+    def call(*command):
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    call(sys.executable, "-m", "venv", python.parents[1])
+    call(python, "-m", "pip", "install", "--constraint", ROOT / "constraints.txt", ROOT)
+    needed, there = json.loads(call(python, "-c", CLOSURE))
+    assert {*needed} <= {*there}
+    assert {*there} - {*needed} <= {"pip", "setuptools"}
+    assert "torch" in call(python, "-W", "error", "-m", "egeria_cache")
+    assert "cache-inspect DIR watch" in call(python.parent / "cache-inspect")
+    key = ("README.md", CHANGE, 0)
+    (block,) = [block for block in blocks() if block.key == key and block.is_code]
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"if __name__ == '__main__':\n    exec({AROUND[key].code(sides(block)[1])!r})"
+    )
+    call(python, script)
+    assert "160" in call(python.parent / "cache-inspect", tmp_path / "runs" / "cache")
