@@ -230,6 +230,7 @@ struct batch {
     uint8_t *const *out; /* per field */
     uint64_t turn;       /* which part of what is trusted is verified again */
     uint8_t *found;      /* how each record was served */
+    uint64_t *places;    /* and from where */
 };
 
 /* Whether all pages of it are in memory. What is not would be read by touching it, and where the
@@ -318,6 +319,7 @@ int64_t egeria_serve(const struct source *from, const struct batch *of, int64_t 
         if (!decode_record(from, context, record, size, of->out, of->rows ? of->rows[i] : i, room))
             continue;
         of->found[i] = is_trusted ? TRUSTED : VERIFIED;
+        of->places[i] = place;
         num_trusted += is_trusted;
     }
     return num_trusted;

@@ -197,14 +197,14 @@ class Source:
             rows: Of `out`, one for each record, shape (N,); in this order without.
         """
         count = len(numbers) if numbers is not None else len(spans if spans is not None else ())
-        found = np.empty(count, np.uint8)
+        found, places = np.empty(count, np.uint8), np.empty(count, np.uint64)
         tables = (c_void_p * len(out))(*map(_address, out))
         kept = (self, out, tables, numbers, spans, key_hashes, rows)
         struct = _Batch(
             _address(numbers), _address(key_hashes), _address(spans), _address(rows), tables, turn,
-            _address(found),
+            _address(found), _address(places),
         )  # fmt: skip
-        return Serving(self._serve, self._struct, struct, found, kept)
+        return Serving(self._serve, self._struct, struct, found, places, kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +216,8 @@ class Serving:
     batch: _Batch
     found: Bytes
     """How each record was served, shape (N,)."""
+    places: Words
+    """And from where in the file, unless it is absent; shape (N,)."""
     kept: Any
     """What the pointers point to."""
 
@@ -310,6 +312,7 @@ class _Batch(ctypes.Structure):
         ("out", POINTER(c_void_p)),
         ("turn", c_uint64),
         ("found", c_void_p),
+        ("places", c_void_p),
     ]
 
 

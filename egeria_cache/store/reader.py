@@ -90,9 +90,9 @@ class BatchReader:
         if files.is_varied:
             fields = fill_varied(wanted, batch, self._decoders)
         else:
-            verified = begun.hand_over(batch) if begun else np.empty(0, np.int64)
-            verified = np.concatenate((verified, serve(wanted, batch, self._decoders, turn)))
-            files.index.trust(keys, verified, wanted.located)
+            if begun is not None:
+                begun.hand_over(batch, files, keys)
+            serve(files, wanted, batch, self._decoders, turn)
             if not batch.hit.all():
                 fill(wanted, batch, self._decoders)
             files.is_varied = len(batch.odd) > MANY_ODD * len(keys)

@@ -38,16 +38,17 @@ class Begun:
     """A batch that went the short way, as far as that led."""
 
     columns: list[Tensor]
-    found: npt.NDArray[np.uint8]
-    """How each row was served."""
+    serving: Serving
+    round: int
+    """Of trust, in which it did."""
     is_done: bool
     """All rows are there, and were believed before."""
 
-    def hand_over(self, batch: Batch) -> Rows:
-        """Give what there is to a batch that goes on; return the rows that were verified."""
+    def hand_over(self, batch: Batch, files: GenerationFiles, keys: Keys) -> None:
+        """Give what there is to a batch that goes on; note what was verified."""
         batch.take(self.columns)
-        batch.hit[:] = self.found != ABSENT
-        return np.flatnonzero(self.found == VERIFIED)
+        batch.hit[:] = self.serving.found != ABSENT
+        _trust(files, keys, np.arange(len(keys)), self.serving, self.round)
 
 
 class Course:
@@ -55,10 +56,12 @@ class Course:
     too, and look-up, checks and decoding are one call.
     """
 
-    def __init__(self, files: GenerationFiles, variant: int, head: Head, source: Source) -> None:
+    def __init__(
+        self, files: GenerationFiles, variant: int, head: Head, source: Source, round_: int
+    ) -> None:
         self.head = head
         """Of the records."""
-        self._files, self._variant, self._source = files, variant, source
+        self._files, self._variant, self._source, self._round = files, variant, source, round_
         self._depends_on = self._state()
 
     @classmethod
@@ -71,7 +74,7 @@ class Course:
         if not _takes(template[0]):
             return None
         source = _source(native, mapping, template, files.identity, variant, round_, table)
-        return cls(files, variant, template[0], source)
+        return cls(files, variant, template[0], source, round_)
 
     def holds(self, variant: int) -> bool:
         """Tell whether nothing has changed that it depends on."""
@@ -95,7 +98,7 @@ class Course:
         out = [column.numpy() for column in columns]
         serving = self._source.batch(out, turn, numbers=keys.numbers)
         num_trusted = _run(serving, self._source, self.head, count, decoders)
-        return Begun(columns, serving.found, num_trusted == count)
+        return Begun(columns, serving, self._round, num_trusted == count)
 
     def fields(self, begun: Begun) -> dict[str, Tensor | list[Any]]:
         """Return what was read, by name."""
@@ -106,42 +109,45 @@ class Course:
         }
 
 
-def serve(wanted: Wanted, batch: Batch, decoders: Decoders, turn: int | None) -> Rows:
-    """Fill the rows that can be served.
+def serve(
+    files: GenerationFiles, wanted: Wanted, batch: Batch, decoders: Decoders, turn: int | None
+) -> None:
+    """Fill the rows that can be served, and note what was verified.
 
     Args:
+        files: Of the generation.
         wanted: Which records.
         batch: The rows that are no hits yet are filled, as far as possible, and marked as hits.
-        decoders: Does it.
+        decoders: Do it.
         turn: Which part of what is believed is verified again; None for all of it.
-
-    Returns:
-        The rows whose records were verified.
     """
     native, segment = kernel(), wanted.segment
-    if native is None or not _takes(batch.head):
-        return np.empty(0, np.int64)
     stored = wanted.located.raw[:, 1] > 0
     rows = np.flatnonzero(stored & ~batch.hit)
-    if not len(rows):
-        return rows
+    if native is None or not _takes(batch.head) or not len(rows):
+        return
     batch.make_room()
-    verified = _serve(native, wanted, rows, batch, decoders, turn)
+    _serve(native, files, wanted, rows, batch, decoders, turn)
     rows = np.flatnonzero(stored & ~batch.hit)
     if len(rows):
         room = decoders.coder.scratch.array("loaded", LOAD_BYTES, np.uint8)
         native.load(segment.descriptor, wanted.located.raw[rows], room)
         segment.map_again()
-        verified = np.concatenate((verified, _serve(native, wanted, rows, batch, decoders, turn)))
-    return verified
+        _serve(native, files, wanted, rows, batch, decoders, turn)
 
 
 def _serve(
-    native: Kernel, wanted: Wanted, rows: Rows, batch: Batch, decoders: Decoders, turn: int | None
-) -> Rows:
+    native: Kernel,
+    files: GenerationFiles,
+    wanted: Wanted,
+    rows: Rows,
+    batch: Batch,
+    decoders: Decoders,
+    turn: int | None,
+) -> None:
     located, keys, mapping = wanted.located, wanted.keys, wanted.segment.mapping
     if mapping is None:
-        return rows[:0]
+        return
     template = batch.head, batch.head_bytes
     round_ = NO_ROUND if turn is None else located.round
     source = _source(native, mapping, template, wanted.identity, keys.variant, round_)
@@ -155,8 +161,12 @@ def _serve(
     )
     _run(serving, source, batch.head, len(rows), decoders)
     batch.hit[rows] = serving.found != ABSENT
-    verified: Rows = rows[serving.found == VERIFIED]
-    return verified
+    _trust(files, keys, rows, serving, round_)
+
+
+def _trust(files: GenerationFiles, keys: Keys, rows: Rows, serving: Serving, round_: int) -> None:
+    verified = serving.found == VERIFIED
+    files.index.trust(keys, rows[verified], serving.places[verified], round_)
 
 
 def _source(

@@ -109,7 +109,7 @@ def test_it_gives_what_python_gives(
         for name, tensor in plain[0].items():
             assert found[name].dtype == tensor.dtype
             assert (bits(found[name]) == bits(tensor)).all()
-    assert (bits(first[0]["x"][: len(sample_ids)]) == bits(fields["x"].flip(0))).all()
+    assert (bits(first[0]["x"][: len(sample_ids)]) == bits(values.flip(0).to(dtype))).all()
 
 
 def bits(tensor: Tensor) -> np.ndarray:

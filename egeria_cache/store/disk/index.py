@@ -135,15 +135,27 @@ class Index:
         integers = self._integers.get(variant)
         return None if integers is None else integers.spans
 
-    def trust(self, keys: Keys, rows: npt.NDArray[np.int64], located: Located) -> None:
-        """Note that the records of some rows were verified where they were located."""
+    def trust(
+        self,
+        keys: Keys,
+        rows: npt.NDArray[np.int64],
+        places: npt.NDArray[np.uint64],
+        round_: int,
+    ) -> None:
+        """Note that the records of some rows were verified.
+
+        Args:
+            keys: Of a batch.
+            rows: Of it, shape (N,).
+            places: Where their records lay, shape (N,); those that lie elsewhere now are left out.
+            round_: In which that was.
+        """
         if not len(rows):
             return
-        places = located.raw[rows, 0] & PLACE_BITS
         with self._lock:
-            if located.round != self.round:
+            if round_ != self.round:
                 return
-            mark = np.uint64(located.round)
+            mark = np.uint64(round_)
             table = self._integers.get(keys.variant)
             if table is not None and keys.numbers is not None:
                 rest = ~table.trust(keys.numbers[rows], places, mark)
