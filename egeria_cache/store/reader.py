@@ -77,11 +77,12 @@ class BatchReader:
             if course is not None:
                 begun = course.serve(keys, turn or 0, self._decoders, pin_memory=pin_memory)
                 if begun.is_done and files.usable:
-                    return Fetched(course.head.layout.bare, course.fields(begun), ~nothing)
+                    return Fetched(course.template[0].layout.bare, course.fields(begun), ~nothing)
             wanted = Wanted(segment, keys, files.locate(keys), files.identity)
         except GoneError:
             return Fetched(False, {}, nothing)
-        template = files.template
+        # Another thread may note another head meanwhile: what was begun goes on with its own.
+        template = files.template if course is None else course.template
         if template is None:
             template, corrupt = _find_template(files, wanted)
             if template is None:
@@ -111,6 +112,8 @@ class BatchReader:
         course: Course | None = files.course
         if course is None or not course.holds(keys.variant):
             course = files.course = Course.of(files, keys.variant)
+            if not files.usable:  # released by now: nothing may keep the file's space
+                files.course = None
         return course
 
     def _forget(self, files: GenerationFiles, corrupt: list[tuple[bytes, str]]) -> int:

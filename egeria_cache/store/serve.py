@@ -51,38 +51,58 @@ class Begun:
         _trust(files, keys, np.arange(len(keys)), self.serving, self.round)
 
 
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """What a short way depends on. Other threads may replace each of these at any time."""
+
+    round: int
+    table: npt.NDArray[np.uint64]
+    mapping: Mapping
+    template: tuple[Head, memoryview]
+
+    @classmethod
+    def of(cls, files: GenerationFiles, variant: int) -> Basis | None:
+        """Return what there is; None where something is missing."""
+        round_ = files.index.round  # first: what is distrusted from here on is seen by `holds`
+        table, mapping, template = files.index.table(variant), files.mapping, files.template
+        if table is None or mapping is None or template is None:
+            return None
+        return cls(round_, table, mapping, template)
+
+    def holds(self, files: GenerationFiles, variant: int) -> bool:
+        """Tell whether all of it is as it was."""
+        return (
+            files.index.round == self.round
+            and files.index.table(variant) is self.table
+            and files.mapping is self.mapping
+            and files.template is self.template
+        )
+
+
 class Course:
     """The short way for samples that integers name: what one batch needs to know, the next one does
     too, and look-up, checks and decoding are one call.
     """
 
-    def __init__(
-        self, files: GenerationFiles, variant: int, head: Head, source: Source, round_: int
-    ) -> None:
-        self.head = head
-        """Of the records."""
-        self._files, self._variant, self._source, self._round = files, variant, source, round_
-        self._depends_on = self._state()
+    def __init__(self, files: GenerationFiles, variant: int, basis: Basis, source: Source) -> None:
+        self.template = basis.template
+        """Head of the records."""
+        self._files, self._variant, self._basis, self._source = files, variant, basis, source
 
     @classmethod
     def of(cls, files: GenerationFiles, variant: int) -> Course | None:
         """Return the short way; None where there is none."""
-        native, table, template = kernel(), files.index.table(variant), files.template
-        mapping, round_ = files.mapping, files.index.round
-        if native is None or table is None or mapping is None or template is None:
+        native, basis = kernel(), Basis.of(files, variant)
+        if native is None or basis is None or not _takes(basis.template[0]):
             return None
-        if not _takes(template[0]):
-            return None
-        source = _source(native, mapping, template, files.identity, variant, round_, table)
-        return cls(files, variant, template[0], source, round_)
+        source = _source(
+            native, basis.mapping, basis.template, files.identity, variant, basis.round, basis.table
+        )
+        return cls(files, variant, basis, source)
 
     def holds(self, variant: int) -> bool:
         """Tell whether nothing has changed that it depends on."""
-        return variant == self._variant and self._state() == self._depends_on
-
-    def _state(self) -> tuple[int, int, int]:
-        index = self._files.index
-        return index.round, id(index.table(self._variant)), id(self._files.mapping)
+        return variant == self._variant and self._basis.holds(self._files, variant)
 
     def serve(self, keys: Keys, turn: int, decoders: Decoders, *, pin_memory: bool) -> Begun:
         """Read the samples, as far as they can be.
@@ -93,18 +113,19 @@ class Course:
             decoders: Does it.
             pin_memory: See `Batch`.
         """
-        count, fields = len(keys), self.head.layout.fields
+        head, _ = self.template
+        count, fields = len(keys), head.layout.fields
         columns = [allocate(count, one.num_bytes, pin_memory=pin_memory) for one in fields]
         out = [column.numpy() for column in columns]
         serving = self._source.batch(out, turn, numbers=keys.numbers)
-        num_trusted = _run(serving, self._source, self.head, count, decoders)
-        return Begun(columns, serving, self._round, num_trusted == count)
+        num_trusted = _run(serving, self._source, head, count, decoders)
+        return Begun(columns, serving, self._basis.round, num_trusted == count)
 
     def fields(self, begun: Begun) -> dict[str, Tensor | list[Any]]:
         """Return what was read, by name."""
         return {
             one.name: unpack(column, one.shape, one.dtype, one.storage)
-            for one, column in zip(self.head.layout.fields, begun.columns, strict=True)
+            for one, column in zip(self.template[0].layout.fields, begun.columns, strict=True)
             if one.dtype is not None
         }
 

@@ -133,7 +133,7 @@ class GenerationFiles:
     def release(self) -> None:
         """Give the lock up; the files are closed when nobody reads them. May be called twice."""
         self.stop("closed")
-        self._disk, self.index = None, Index()
+        self._disk, self.index, self.course = None, Index(), None
         if self._claim is not None:
             self._claim.release()
 

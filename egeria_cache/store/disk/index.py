@@ -166,11 +166,12 @@ class Index:
     def distrust(self) -> None:
         """Trust no record until it is verified again."""
         with self._lock:
-            self.round = self.round % NUM_ROUNDS + 1
-            if self.round == 1:  # none of the earlier rounds may be taken for a later one
+            following = self.round % NUM_ROUNDS + 1
+            if following == 1:  # none of the earlier rounds may be taken for a later one
                 self._others.forget_rounds()
                 for table in self._integers.values():
                     table.forget_rounds()
+            self.round = following  # last: who looks up meanwhile holds no lock
 
     def locate_keys(self, keys: Sequence[bytes]) -> Spans:
         """Return the same for keys of any variants."""

@@ -1,0 +1,105 @@
+"""The short way of a batch, while other threads change what it depends on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from egeria_cache.store import serve as serving
+from egeria_cache.store.disk.index import NUM_ROUNDS, IntegerTable
+from egeria_cache.store.disk.segment import SEGMENT_NAME
+from egeria_cache.store.native import kernel
+
+FLUSH_S = 30
+needs_kernel = pytest.mark.skipif(kernel() is None, reason="nothing was compiled here")
+
+
+def flip_secretly(directory: Path) -> None:
+    """Change a bit in the middle, so that the file seems not to have been written to."""
+    (path,) = directory.glob(f"gen-*/{SEGMENT_NAME}")
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(before.st_size // 2)
+        (byte,) = file.read(1)
+        file.seek(before.st_size // 2)
+        file.write(bytes([byte ^ 4]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@needs_kernel
+def test_what_is_distrusted_while_a_course_is_made_is_not_believed_by_it(
+    store, directory, monkeypatch
+):
+    store.put_batch(range(40), torch.randn(40, 2000))
+    assert store.flush(FLUSH_S)
+    for _ in range(2):
+        assert store.get_batch(range(40))[1].all()
+    files = store._own()._files
+    files.course = None
+    make = serving._source
+
+    def make_while_others_distrust(*args, **options):
+        source = make(*args, **options)
+        monkeypatch.undo()
+        files.index.distrust()
+        return source
+
+    monkeypatch.setattr(serving, "_source", make_while_others_distrust)
+    assert store.get_batch(range(40))[1].all()
+    flip_secretly(directory)
+    assert np.count_nonzero(~store.get_batch(range(40))[1]) == 1
+
+
+@needs_kernel
+def test_a_head_that_another_thread_notes_does_not_mix_with_what_was_begun(store):
+    floats, whole = torch.randn(4, 300), torch.arange(1200, dtype=torch.int32).view(4, 300)
+    store.put_batch(range(4), floats)
+    store.put_batch(range(4, 8), whole)
+    assert store.flush(FLUSH_S)
+    files = store._own()._files
+    assert store.get_batch(range(4, 8))[1].all()
+    of_whole, files.template, files.course = files.template, None, None
+    for _ in range(2):
+        assert store.get_batch(range(4))[1].all()
+    files.template = of_whole
+    found, hit = store.get_batch([0, 1, 2, 3, 4])
+    assert hit.all()
+    assert all(torch.equal(row, floats[at]) for at, row in enumerate(found[:4]))
+    assert torch.equal(found[4], whole[0])
+
+
+@needs_kernel
+def test_the_space_of_a_void_generation_is_not_kept_by_a_mapping(store, directory):
+    generation = store.open_generation({"model": "a"})
+    generation.put_batch(range(4), torch.randn(4, 300))
+    assert store.flush(FLUSH_S)
+    for _ in range(3):
+        assert generation.get_batch(range(4))[1].all()
+
+    def is_mapped() -> bool:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return any(str(directory) in line and SEGMENT_NAME in line for line in lines)
+
+    assert is_mapped()
+    generation.void("test")
+    assert not is_mapped()
+
+
+def test_a_round_that_comes_again_begins_without_trust(store, monkeypatch):
+    store.put_batch(range(4), torch.randn(4, 300))
+    assert store.flush(FLUSH_S)
+    index = store._own()._files.index
+    forget, rounds = IntegerTable.forget_rounds, []
+
+    def noted(table: IntegerTable) -> None:
+        rounds.append(index.round)
+        forget(table)
+
+    monkeypatch.setattr(IntegerTable, "forget_rounds", noted)
+    for _ in range(2 * NUM_ROUNDS):
+        index.distrust()
+    assert rounds == [NUM_ROUNDS, NUM_ROUNDS]
