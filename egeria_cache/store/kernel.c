@@ -12,7 +12,11 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || UINTPTR_MAX != UINT64_MAX
+#error "only where numbers lie as on the disk, and a size has 64 bits"
+#endif
+
+#if defined(__x86_64__) && defined(__GLIBC__) && __GNUC__ >= 12 /* which alone can choose at load */
 #define VECTORISED __attribute__((target_clones("arch=x86-64-v3", "default")))
 #else
 #define VECTORISED
@@ -20,7 +24,7 @@
 
 enum { CHECKSUM_BYTES = 8, PREFIX_BYTES = 16, NUM_FIELDS_AT = 11, LAYOUT_BYTES_AT = 12 };
 enum { RAW, ZSTD, SPLIT, BITMAP };
-enum { BITMAP_HEAD_BYTES = 16, MOST_PLANES = 4, PAGES_AT_ONCE = 256 };
+enum { BITMAP_HEAD_BYTES = 16, MOST_PLANES = 4, PAGES_AT_ONCE = 256, BEHIND_BYTES = 1 << 30 };
 enum { ABSENT, TRUSTED, VERIFIED };
 enum { ROUND_BITS = 7, TURN_BITS = 6 };
 
@@ -250,6 +254,19 @@ static int is_resident(const uint8_t *begin, uint64_t num_bytes, uint64_t page) 
     return 1;
 }
 
+/* Whether the system says what of a file is in memory. Of a page far behind its end it must say that
+   it is not; some say of all that it is: gVisor, and Linux of a file that the caller may not write. */
+int egeria_can_tell(int fd, uint64_t num_bytes) {
+    const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+    const uint64_t far_behind = (num_bytes + BEHIND_BYTES) & ~(page - 1);
+    unsigned char resident = 1;
+    void *mapped = mmap(NULL, page, PROT_READ, MAP_SHARED, fd, (off_t)far_behind);
+    if (mapped == MAP_FAILED) return 0;
+    if (mincore(mapped, page, &resident)) resident = 1;
+    munmap(mapped, page);
+    return !(resident & 1);
+}
+
 static uint64_t key_hash(const struct source *from, const struct batch *of, int64_t i) {
     if (!of->numbers) return of->key_hashes[i];
     uint8_t key[13] = {'i'};
@@ -306,7 +323,11 @@ int64_t egeria_serve(const struct source *from, const struct batch *of, int64_t 
             const uint64_t number = (uint64_t)of->numbers[i];
             span = number < from->table_rows ? from->table + 2 * number : nowhere;
         }
-        const uint64_t marked = span[0], size = span[1], place = marked & ~(uint64_t)ROUND_BITS;
+        /* Read once: other threads set spans meanwhile. Half of one and half of another is found
+           out by the checksum, or by the record's own length. */
+        const uint64_t marked = __atomic_load_n(span, __ATOMIC_RELAXED);
+        const uint64_t size = __atomic_load_n(span + 1, __ATOMIC_RELAXED);
+        const uint64_t place = marked & ~(uint64_t)ROUND_BITS;
         of->found[i] = ABSENT;
         if (size < PREFIX_BYTES || place > from->map_bytes || size > from->map_bytes - place)
             continue;
@@ -338,3 +359,7 @@ void egeria_load(int fd, int64_t n, const uint64_t *spans, uint8_t *room, uint64
                 break;
     }
 }
+
+/* See SHAPE in native.py. */
+const uint64_t egeria_shape[] = {2, sizeof(struct field), sizeof(struct source),
+                                 sizeof(struct batch), sizeof(struct decoder)};

@@ -60,12 +60,15 @@ class Mapping:
         """Map an open file.
 
         Raises:
-            OSError: It cannot be mapped.
+            OSError: It cannot be mapped, or nobody can tell what of it is in memory.
             ValueError: It is empty.
         """
         self._mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
         self._array = np.frombuffer(self._mapped, np.uint8)
         self.num_bytes = len(self._mapped)
+        native = kernel()
+        if native is None or not native.can_tell(descriptor, self.num_bytes):
+            raise OSError("what of the file is in memory cannot be told")
         self.address: int = self._array.ctypes.data
 
 
@@ -80,6 +83,8 @@ class Kernel:
         self.serve = _declared(
             library.egeria_serve, n, POINTER(_Source), POINTER(_Batch), n, n, p, p
         )
+        self.can_tell = _declared(library.egeria_can_tell, c_int, c_int, c_uint64)
+        """Whether the system says what of a file (descriptor, bytes) is in memory."""
         self._load = _declared(library.egeria_load, None, c_int, n, p, p, c_uint64)
         self._decode = _declared(
             library.egeria_decode, None, POINTER(_Decoder), c_int, n, p, p, p, p, p, n, p, p
@@ -243,7 +248,8 @@ class Unpacker:
         if not self.context:
             raise MemoryError("zstd has no memory for its state")
         free = _declared(zstd.ZSTD_freeDCtx, ctypes.c_size_t, c_void_p)
-        weakref.finalize(self, free, self.context)
+        # Not when the interpreter ends: daemon threads may still use it then.
+        weakref.finalize(self, free, self.context).atexit = False
 
 
 def room_bytes(num_bytes: int) -> int:
@@ -259,11 +265,13 @@ def kernel() -> Kernel | None:
         return None
     try:
         library = ctypes.CDLL(str(path))
+        if [*(c_uint64 * len(SHAPE)).in_dll(library, "egeria_shape")] != SHAPE:
+            return None  # of another version
         xxhash = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
         # The one that looks which instructions there are, where the build has it.
         xxh3 = getattr(xxhash, "XXH3_64bits_withSeed_dispatch", None) or xxhash.XXH3_64bits_withSeed
         return Kernel(library, xxh3, ctypes.CDLL("libzstd.so.1"))
-    except (OSError, ImportError, AttributeError):
+    except (OSError, ImportError, AttributeError, ValueError):
         return None
 
 
@@ -323,6 +331,11 @@ class _Decoder(ctypes.Structure):
         ("width", c_int64),
         ("floating", c_int64),
     ]
+
+
+SHAPE = [2, *map(ctypes.sizeof, (_Field, _Source, _Batch, _Decoder))]
+"""What the library says of itself. The first is counted up in both when a function takes something
+else: a library that was left beside newer sources would write where it should not."""
 
 
 def _declared(function: Any, result: Any, *arguments: Any) -> Any:

@@ -147,6 +147,10 @@ def serve(
     rows = np.flatnonzero(stored & ~batch.hit)
     if native is None or not _takes(batch.head) or not len(rows):
         return
+    if segment.mapping is None:
+        segment.map_again()
+    if segment.mapping is None:  # it cannot be: it would be read twice
+        return
     batch.make_room()
     _serve(native, files, wanted, rows, batch, decoders, turn)
     rows = np.flatnonzero(stored & ~batch.hit)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from egeria_cache.store import ActivationStore
+from egeria_cache.store import ActivationStore, native
 from egeria_cache.store.codecs.codec import Codec, Coder
 from egeria_cache.store.codecs.gather import Source
 from egeria_cache.store.decoders import Decoders, num_parts
@@ -68,6 +70,83 @@ def test_where_there_is_a_compiler_it_was_compiled():
     if shutil.which(os.environ.get("CC") or "cc") is None:
         pytest.skip("no compiler here")
     assert kernel() is not None
+
+
+@needs_kernel
+def test_a_library_of_another_version_is_left_aside(monkeypatch):
+    monkeypatch.setattr(native, "SHAPE", [native.SHAPE[0] + 1, *native.SHAPE[1:]])
+    kernel.cache_clear()
+    assert kernel() is None
+    assert native.has_kernel() is False
+
+
+AT_EXIT = """
+import atexit
+import numpy as np
+
+def decode():
+    out = np.zeros(5000, np.uint8)
+    coder.decode_into(packed, Codec.ZSTD, out, (1, False))
+    print(int(out.sum()))
+
+atexit.register(decode)  # after all that is cleared up at the end
+from egeria_cache.store.codecs.codec import Codec, Coder
+coder = Coder()
+packed = coder.encode(np.ones(5000, np.uint8), Codec.ZSTD, (1, False))[1]
+decode()
+"""
+
+
+@needs_kernel
+def test_a_thread_that_outlives_the_interpreter_may_still_decode():
+    freed_memory_is_overwritten = {**os.environ, "MALLOC_PERTURB_": "165"}
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT], env=freed_memory_is_overwritten,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "5000\n5000\n"), done.stderr
+
+
+MAPPED_BY_ANOTHER_USER = """
+import os, sys
+from egeria_cache.store.native import Mapping, kernel
+kernel()
+os.setuid(65534)
+try:
+    Mapping(int(sys.argv[1]))
+except OSError as error:
+    print(error)
+"""
+
+
+@needs_kernel
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_a_file_of_which_the_system_does_not_say_what_is_in_memory_is_not_mapped(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(10_000))
+    path.chmod(0o644)  # read, and not written, by all
+    with path.open("rb") as file:
+        number = file.fileno()
+        native.Mapping(number)
+        done = subprocess.run(
+            [sys.executable, "-c", MAPPED_BY_ANOTHER_USER, str(number)],
+            pass_fds=[number], capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    assert done.stdout == "what of the file is in memory cannot be told\n"
+
+
+@needs_kernel
+def test_where_nothing_can_be_mapped_everything_is_read(directory, monkeypatch):
+    monkeypatch.setattr(kernel(), "can_tell", lambda descriptor, num_bytes: 0)
+    loads = []
+    monkeypatch.setattr(kernel(), "load", lambda *arguments: loads.append(arguments))
+    rows = torch.randn(64, 3000)
+    with stored(directory, rows, "split+zstd") as store:
+        for _ in range(3):
+            found, hit = store.get_batch(range(64))
+            assert hit.all()
+            assert torch.equal(found, rows)
+        assert not loads  # nothing is read twice
 
 
 dtypes = st.sampled_from(
