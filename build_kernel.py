@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import subprocess
@@ -21,18 +22,19 @@ class KernelHook(BuildHookInterface):  # type: ignore[misc]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Add the library to a wheel, also to an editable one, where it lies beside its source."""
-        compiler = shlex.split(os.environ.get("CC") or "cc")
         library = Path(self.root, LIBRARY)
         fresh = library.with_suffix(".new")
-        command = [*compiler, *FLAGS, "-o", str(fresh), str(Path(self.root, SOURCE))]
         try:
-            subprocess.run(command, check=True, capture_output=True, text=True)
-        except (OSError, subprocess.CalledProcessError) as error:
+            compiler = shlex.split(os.environ.get("CC") or "cc")
+            command = [*compiler, *FLAGS, "-o", str(fresh), str(Path(self.root, SOURCE))]
+            subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")
+            fresh.replace(library)  # a process that runs keeps the one it has mapped
+        except (OSError, ValueError, subprocess.CalledProcessError) as error:
             said = getattr(error, "stderr", "")
             self.app.display_warning(f"no kernel, reading in Python: {error} {said}")
-            library.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a read-only tree
+                library.unlink(missing_ok=True)
             return
-        fresh.replace(library)  # a process that runs keeps the one it has mapped
         build_data["artifacts"].append(LIBRARY)
         build_data["pure_python"] = False
         # A plain library: any Python, this platform.
