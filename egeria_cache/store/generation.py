@@ -29,7 +29,7 @@ from egeria_cache.store.disk.place import FULL
 from egeria_cache.store.reader import BatchReader
 from egeria_cache.store.records.choice import choose_codec
 from egeria_cache.store.records.encoded import Buffer, Encoded
-from egeria_cache.store.records.keys import SampleId, encode_keys, plain_integers
+from egeria_cache.store.records.keys import SampleId, check_variant, encode_keys, plain_integers
 from egeria_cache.store.records.record import Rows, encode_rows
 from egeria_cache.store.records.values import Value
 from egeria_cache.store.stats import GenerationCounts
@@ -206,13 +206,14 @@ class Generation:
             False if the batch was dropped (queue full, limit reached, disk trouble).
 
         Raises:
-            ValueError: A value has not B rows.
+            ValueError: A value has not B rows, or no variant has this number.
         """
         bare = isinstance(tensors, Tensor)
         fields = {BARE: tensors} if isinstance(tensors, Tensor) else dict(tensors)
         for name, value in fields.items():
             if len(value) != len(ids):
                 raise ValueError(f"{name!r} has {len(value)} rows for {len(ids)} sample IDs")
+        check_variant(variant)
         numbers = plain_integers(ids)
         keys = encode_keys(ids, variant) if numbers is None else numbers
         if not self._takes_more or not self._writer.alive or self._writer.is_full:

@@ -126,15 +126,16 @@ def test_a_batch_that_was_changed_does_not_take_those_it_waited_with_along(store
     assert path.stat().st_size - generation.stored_bytes < 3 * ALIGNMENT
 
 
-def test_a_large_batch_is_put_together_buffer_by_buffer_in_the_same_memory(store, monkeypatch):
+def test_a_large_batch_is_put_together_buffer_by_buffer_in_the_same_memory(directory, monkeypatch):
     monkeypatch.setattr(record_module, "BUFFER_BYTES", 5000)
     monkeypatch.setattr(record_module, "HASHED_BYTES", 2000)
-    generation = store.open_generation({"use": "large"})
     ids = list(range(40))
-    assert generation.put_batch(ids, rows(ids))
-    assert store.flush(FLUSH_S)
-    assert 0 < generation._writer.arena.nbytes <= 5000
-    assert_stored(generation, ids)
+    with ActivationStore(directory, codec="raw") as store:
+        generation = store.open_generation({"use": "large"})
+        assert generation.put_batch(ids, rows(ids))
+        assert store.flush(FLUSH_S)
+        assert 0 < generation._writer.arena.nbytes <= 5000
+        assert_stored(generation, ids)
 
 
 def test_the_writer_s_memory_is_given_back_when_nothing_is_written(store):
@@ -195,3 +196,33 @@ def test_a_kill_between_writing_records_and_their_commit_hides_all_of_them(direc
         assert store.flush(FLUSH_S)
         assert_stored(store, list(range(12)))
         assert path.stat().st_size < store._own().stored_bytes + 12 * ALIGNMENT
+
+
+@pytest.mark.parametrize("variant", [-1, 2**32])
+def test_a_variant_that_no_key_can_name_is_told_to_the_caller(store, variant):
+    with pytest.raises(ValueError, match=f"variant must be from 0 to 4294967295, got {variant}"):
+        store.put_batch([1], torch.ones(1, 3), variant=variant)
+    with pytest.raises(ValueError, match=f"got {variant}"):
+        store.get_batch([1], variant=variant)
+    assert store.put_batch([1], torch.ones(1, 3), variant=2**32 - 1)
+    assert store.flush(FLUSH_S)
+    assert store.get_batch([1], variant=2**32 - 1)[1].all()
+
+
+@pytest.mark.parametrize("codec", ["raw", "split+zstd"])
+@pytest.mark.parametrize(
+    "fields",
+    [{f"f{n}": torch.ones(1, 3) for n in range(256)}, {"f": torch.ones((1,) * 34)},
+     {"f" * 70_000: torch.ones(1, 3)}, {f"f{n}" * 100: torch.ones(1, 3) for n in range(250)},
+     {"f": torch.ones(1, 3, dtype=torch.uint8).view(torch.bits8)}],
+    ids=["fields", "dimensions", "a name", "names", "dtype"],
+)  # fmt: skip
+def test_what_no_record_can_tell_of_is_left_out_and_others_are_stored(directory, codec, fields):
+    with ActivationStore(directory, codec=codec) as store:
+        store.put_batch([1], fields)
+        assert store.flush(FLUSH_S)
+        assert not store.get_batch([1])[1].any()
+        assert store.put_batch([2], torch.ones(1, 3))
+        assert store.flush(FLUSH_S)
+        assert store.get_batch([2])[1].all()
+        assert store.stats().corrupt == 0

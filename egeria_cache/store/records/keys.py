@@ -20,6 +20,7 @@ __all__ = [
     "Keys",
     "SampleId",
     "all_integers",
+    "check_variant",
     "decode_key",
     "encode_key",
     "encode_keys",
@@ -50,7 +51,9 @@ class Keys(Sequence[bytes]):
 
         Raises:
             TypeError: An ID is not an integer, a text, or a tuple of these.
+            ValueError: No variant has this number.
         """
+        check_variant(variant)
         self.variant = variant
         self.numbers = plain_integers(ids)
         """The IDs as int64, shape (B,), if every one of them is an integer of 64 bits."""
@@ -73,6 +76,12 @@ class Keys(Sequence[bytes]):
     def hashes(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """Return XXH3 (64 bits) of the keys of some rows."""
         return hashes_of([self[row] for row in rows.tolist()])
+
+
+def check_variant(variant: int) -> None:
+    """Raise `ValueError` if no variant has this number: it has 32 bits."""
+    if not 0 <= variant < 1 << 32:
+        raise ValueError(f"variant must be from 0 to {(1 << 32) - 1}, got {variant}")
 
 
 def encode_key(sample_id: SampleId, variant: int = 0) -> bytes:

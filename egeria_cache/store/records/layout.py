@@ -39,7 +39,7 @@ _PREFIX = struct.Struct("<Q2sBBI")
 """Checksum, magic, version, number of fields, bytes of layout."""
 CHECKSUM = struct.Struct("<Q")
 CHECKSUM_BYTES, PREFIX_BYTES = CHECKSUM.size, _PREFIX.size
-MAX_NDIM, MAX_LAYOUT_BYTES = 32, 64 * 1024
+MAX_FIELDS, MAX_NDIM, MAX_LAYOUT_BYTES = 255, 32, 64 * 1024
 MAX_FIELD_BYTES = 1 << 40
 MAX_RATIO_BITS = 22
 """zstd stores a block of 128 KiB in four bytes at best, a byte of a bitmap stands for 64 bytes of
@@ -217,15 +217,27 @@ def _parse_layout(blob: bytes, num_fields: int) -> Layout:
 
 
 def pack_head(layout: Layout, lengths: Sequence[int]) -> bytes:
-    """Return all of the head behind the checksum."""
+    """Return all of the head behind the checksum.
+
+    Raises:
+        ValueError: More fields, dimensions or bytes of names than a record can tell of, or a dtype
+            that has no code.
+    """
+    count = len(lengths)
+    if count > MAX_FIELDS or any(len(field.shape) > MAX_NDIM for field in layout.fields):
+        raise ValueError(f"a record holds {MAX_FIELDS} fields of {MAX_NDIM} dimensions at most")
+    num_bytes = sum(5 + len(field.name.encode()) + 8 * len(field.shape) for field in layout.fields)
+    if num_bytes >= MAX_LAYOUT_BYTES:
+        raise ValueError(f"{num_bytes} bytes of names and shapes, a record holds fewer than 65536")
     parts = [struct.pack("<B", layout.bare)]
     for field in layout.fields:
         name = field.name.encode()
-        code = _PLAIN if field.dtype is None else _CODES[field.dtype]
+        code = _PLAIN if field.dtype is None else _CODES.get(field.dtype)
+        if code is None:
+            raise ValueError(f"{field.name!r}: no record holds tensors of {field.dtype}")
         storage_code = _STORAGE_CODES[field.storage]
         parts.append(struct.pack("<HBBB", len(name), code, storage_code, len(field.shape)))
         parts.append(name + struct.pack(f"<{len(field.shape)}Q", *field.shape))
     blob = b"".join(parts)
     blob += bytes(-len(blob) % 8)  # the payload is aligned
-    count = len(lengths)
     return struct.pack(f"<2sBBI{count}Q", MAGIC, VERSION, count, len(blob), *lengths) + blob
