@@ -26,7 +26,7 @@ enum { CHECKSUM_BYTES = 8, PREFIX_BYTES = 16, NUM_FIELDS_AT = 11, LAYOUT_BYTES_A
 enum { RAW, ZSTD, SPLIT, BITMAP };
 enum { BITMAP_HEAD_BYTES = 16, MOST_PLANES = 4, PAGES_AT_ONCE = 256, BEHIND_BYTES = 1 << 30 };
 enum { ABSENT, TRUSTED, VERIFIED };
-enum { ROUND_BITS = 7, TURN_BITS = 6 };
+enum { MARK_BITS = 7, TURN_BITS = 6 };
 
 typedef uint64_t hash_fn(const void *data, size_t num_bytes, uint64_t seed);
 typedef size_t zstd_fn(void *context, void *out, size_t room, const void *data, size_t num_bytes);
@@ -215,7 +215,7 @@ struct source {
     zstd_fn *zstd;
     uint64_t identity; /* of the generation */
     uint64_t variant;
-    uint64_t round;      /* of trust; what was verified in another one is verified again */
+    uint64_t mark;       /* of the round of trust; what has another one is verified again */
     const uint8_t *head; /* that the records should have, but for checksum and lengths */
     uint64_t head_bytes;
     int64_t num_fields;
@@ -224,8 +224,8 @@ struct source {
     uint64_t table_rows;
 };
 
-/* A span is a record's place, with the round in which it was verified in the lowest bits, and its
-   size; a size of 0 if there is none. */
+/* A span is a record's place, with the mark of the round in which it was verified in the lowest
+   bits, and its size; a size of 0 if there is none. */
 struct batch {
     const int64_t *numbers;     /* sample IDs; NULL where they are no integers: */
     const uint64_t *key_hashes; /* of their keys */
@@ -327,14 +327,14 @@ int64_t egeria_serve(const struct source *from, const struct batch *of, int64_t 
            out by the checksum, or by the record's own length. */
         const uint64_t marked = __atomic_load_n(span, __ATOMIC_RELAXED);
         const uint64_t size = __atomic_load_n(span + 1, __ATOMIC_RELAXED);
-        const uint64_t place = marked & ~(uint64_t)ROUND_BITS;
+        const uint64_t place = marked & ~(uint64_t)MARK_BITS;
         of->found[i] = ABSENT;
         if (size < PREFIX_BYTES || place > from->map_bytes || size > from->map_bytes - place)
             continue;
         const uint8_t *record = from->map + place;
         if (!is_resident(record, size, page)) continue;
         const uint64_t mixed = place * 0x9E3779B97F4A7C15ull >> (64 - TURN_BITS);
-        const int is_trusted = (marked & ROUND_BITS) == from->round;
+        const int is_trusted = (marked & MARK_BITS) == from->mark;
         if (!is_trusted || mixed == of->turn)
             if (!is_intact(from, key_hash(from, of, i), record, size)) continue;
         if (!decode_record(from, context, record, size, of->out, of->rows ? of->rows[i] : i, room))
@@ -350,10 +350,10 @@ int64_t egeria_serve(const struct source *from, const struct batch *of, int64_t 
    one, that is seen when it is read by itself. room: num_bytes bytes. */
 void egeria_load(int fd, int64_t n, const uint64_t *spans, uint8_t *room, uint64_t num_bytes) {
     for (int64_t i = 0; i < n; i++)
-        (void)posix_fadvise(fd, (off_t)(spans[2 * i] & ~(uint64_t)ROUND_BITS),
+        (void)posix_fadvise(fd, (off_t)(spans[2 * i] & ~(uint64_t)MARK_BITS),
                             (off_t)spans[2 * i + 1], POSIX_FADV_WILLNEED);
     for (int64_t i = 0; i < n; i++) {
-        const uint64_t place = spans[2 * i] & ~(uint64_t)ROUND_BITS, end = place + spans[2 * i + 1];
+        const uint64_t place = spans[2 * i] & ~(uint64_t)MARK_BITS, end = place + spans[2 * i + 1];
         for (uint64_t at = place; at < end; at += num_bytes)
             if (pread(fd, room, end - at < num_bytes ? end - at : num_bytes, (off_t)at) <= 0)
                 break;

@@ -152,7 +152,7 @@ class Source:
         *,
         identity: int,
         variant: int,
-        round_: int,
+        mark: int,
         head: bytes,
         fields: Sequence[tuple[int, tuple[int, bool]]],
         table: Words | None = None,
@@ -164,11 +164,11 @@ class Source:
             mapping: Of the file.
             identity: Of the generation.
             variant: Of the augmentation.
-            round_: Of trust. What was verified in it is believed; 8 for nothing.
+            mark: Of the round of trust: what has it is believed; 8 for nothing.
             head: That records should have, from behind the checksum on; their lengths may differ.
             fields: Per tensor of a record its bytes, and its elements.
-            table: Span by sample ID, shape (M, 2): place, with the round of trust in its three
-                lowest bits, and size. Without it, each batch has spans of its own.
+            table: Span by sample ID, shape (M, 2): place, with a mark in its three lowest bits,
+                and size. Without it, each batch has spans of its own.
         """
         self.room_bytes = max((room_bytes(num_bytes) for num_bytes, _ in fields), default=0)
         """What each thread needs besides."""
@@ -177,7 +177,7 @@ class Source:
         self._serve = kernel.serve
         self._struct = _Source(
             mapping.address, mapping.num_bytes, kernel.hash, kernel.unzstd, identity, variant,
-            round_, head, CHECKSUM_BYTES + len(head), len(fields), described, _address(table),
+            mark, head, CHECKSUM_BYTES + len(head), len(fields), described, _address(table),
             0 if table is None else len(table),
         )  # fmt: skip
 
@@ -301,7 +301,7 @@ class _Source(ctypes.Structure):
         ("zstd", c_void_p),
         ("identity", c_uint64),
         ("variant", c_uint64),
-        ("round", c_uint64),
+        ("mark", c_uint64),
         ("head", c_char_p),
         ("head_bytes", c_uint64),
         ("num_fields", c_int64),

@@ -19,6 +19,7 @@ from egeria_cache.store.codecs.lossy import unpack
 from egeria_cache.store.codecs.planes import GROUPS
 from egeria_cache.store.decoders import Decoders
 from egeria_cache.store.disk.files import GenerationFiles
+from egeria_cache.store.disk.index import mark_of
 from egeria_cache.store.fetch import Rows, Wanted
 from egeria_cache.store.fill import Batch, allocate
 from egeria_cache.store.native import ABSENT, VERIFIED, Kernel, Mapping, Serving, Source, kernel
@@ -28,7 +29,8 @@ from egeria_cache.store.records.layout import Head
 __all__ = ["Course", "serve"]
 
 NUM_TURNS = 64
-NO_ROUND = 8
+NO_MARK = 8
+"""That no record has."""
 LOAD_BYTES = 2**20
 """Read at a time, of what is not in memory."""
 
@@ -96,8 +98,9 @@ class Course:
         if native is None or basis is None or not _takes(basis.template[0]):
             return None
         source = _source(
-            native, basis.mapping, basis.template, files.identity, variant, basis.round, basis.table
-        )
+            native, basis.mapping, basis.template, files.identity, variant, mark_of(basis.round),
+            basis.table,
+        )  # fmt: skip
         return cls(files, variant, basis, source)
 
     def holds(self, variant: int) -> bool:
@@ -174,8 +177,8 @@ def _serve(
     if mapping is None:
         return
     template = batch.head, batch.head_bytes
-    round_ = NO_ROUND if turn is None else located.round
-    source = _source(native, mapping, template, wanted.identity, keys.variant, round_)
+    mark = NO_MARK if turn is None else mark_of(located.round)
+    source = _source(native, mapping, template, wanted.identity, keys.variant, mark)
     serving = source.batch(
         [target for target in batch.targets if target is not None],
         0 if turn is None else turn,
@@ -186,7 +189,7 @@ def _serve(
     )
     _run(serving, source, batch.head, len(rows), decoders)
     batch.hit[rows] = serving.found != ABSENT
-    _trust(files, keys, rows, serving, round_)
+    _trust(files, keys, rows, serving, located.round)
 
 
 def _trust(files: GenerationFiles, keys: Keys, rows: Rows, serving: Serving, round_: int) -> None:
@@ -200,12 +203,12 @@ def _source(
     template: tuple[Head, memoryview],
     identity: int,
     variant: int,
-    round_: int,
+    mark: int,
     table: npt.NDArray[np.uint64] | None = None,
 ) -> Source:
     head, head_bytes = template
     return Source(
-        native, mapping, identity=identity, variant=variant, round_=round_, head=bytes(head_bytes),
+        native, mapping, identity=identity, variant=variant, mark=mark, head=bytes(head_bytes),
         fields=[(one.num_bytes, one.elements) for one in head.layout.fields], table=table,
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from egeria_cache.store import serve as serving
-from egeria_cache.store.disk.index import NUM_ROUNDS, IntegerTable
+from egeria_cache.store.disk.index import NUM_MARKS, IntegerTable, mark_of
 from egeria_cache.store.disk.segment import SEGMENT_NAME
 from egeria_cache.store.native import kernel
 
@@ -89,7 +89,7 @@ def test_the_space_of_a_void_generation_is_not_kept_by_a_mapping(store, director
     assert not is_mapped()
 
 
-def test_a_round_that_comes_again_begins_without_trust(store, monkeypatch):
+def test_a_mark_that_comes_again_begins_without_trust(store, monkeypatch):
     store.put_batch(range(4), torch.randn(4, 300))
     assert store.flush(FLUSH_S)
     index = store._own()._files.index
@@ -100,6 +100,27 @@ def test_a_round_that_comes_again_begins_without_trust(store, monkeypatch):
         forget(table)
 
     monkeypatch.setattr(IntegerTable, "forget_rounds", noted)
-    for _ in range(2 * NUM_ROUNDS):
+    for _ in range(2 * NUM_MARKS):
         index.distrust()
-    assert rounds == [NUM_ROUNDS, NUM_ROUNDS]
+    assert [mark_of(one) for one in rounds] == [NUM_MARKS, NUM_MARKS]
+
+
+@needs_kernel
+def test_what_was_verified_many_rounds_ago_is_not_believed(store, directory, monkeypatch):
+    store.put_batch(range(40), torch.randn(40, 2000))
+    assert store.flush(FLUSH_S)
+    assert store.get_batch(range(40))[1].all()
+    index = store._own()._files.index
+    note = index.trust
+
+    def note_late(*arguments) -> None:
+        monkeypatch.undo()
+        for _ in range(NUM_MARKS):
+            index.distrust()
+        note(*arguments)
+
+    index.distrust()
+    monkeypatch.setattr(index, "trust", note_late)
+    assert store.get_batch(range(40))[1].all()
+    flip_secretly(directory)
+    assert np.count_nonzero(~store.get_batch(range(40))[1]) == 1

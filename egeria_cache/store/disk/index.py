@@ -6,7 +6,8 @@ the same hash by chance (once in 10^6 at five million samples that are no intege
 fails its check, which covers its key, and is a miss.
 
 A record that was verified may be noted as such: records begin at multiples of eight, and the three
-lowest bits of its place hold the round of trust in which it was. Distrust of all is another round.
+lowest bits of its place hold a mark of the round of trust in which it was. Distrust of all is
+another round.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from egeria_cache.store.records.keys import (
     parse_integer_keys,
 )
 
-__all__ = ["HashTable", "Index", "IntegerTable", "Located"]
+__all__ = ["HashTable", "Index", "IntegerTable", "Located", "mark_of"]
 
 FREE_INTEGERS = 2**22
 """A table of integers may reach this far however few it holds (64 MiB, of which the system gives
@@ -38,18 +39,23 @@ SPARSEST = 8
 SMALL = 4096
 NOWHERE = (0, 0)
 """Span of a sample that is not stored: no record is empty."""
-ROUND_BITS = np.uint64(7)
-PLACE_BITS = ~ROUND_BITS
-NUM_ROUNDS = 7
+MARK_BITS = np.uint64(7)
+PLACE_BITS = ~MARK_BITS
+NUM_MARKS = 7
 """From 1; 0 is trusted in none."""
+
+
+def mark_of(round_: int) -> int:
+    """Return what a record that was verified in a round of trust is marked with."""
+    return round_ % NUM_MARKS + 1
 
 
 class Located(NamedTuple):
     """Where the records of a batch are."""
 
     raw: Spans
-    """Shape (B, 2): where each begins, with the round in which it was verified, and its length; 0
-    if it is not stored."""
+    """Shape (B, 2): where each begins, with the mark of the round in which it was verified, and
+    its length; 0 if it is not stored."""
     round: int
     """Of trust, when this was found."""
 
@@ -65,7 +71,7 @@ class Index:
     def __init__(self) -> None:
         self._integers: dict[int, IntegerTable] = {}
         self._others = HashTable()
-        self.round = 1
+        self.round = 0
         """Of trust: of what was verified in an earlier one, nothing is believed."""
         self._lock = threading.Lock()
 
@@ -155,7 +161,7 @@ class Index:
         with self._lock:
             if round_ != self.round:
                 return
-            mark = np.uint64(round_)
+            mark = np.uint64(mark_of(round_))
             table = self._integers.get(keys.variant)
             if table is not None and keys.numbers is not None:
                 rest = ~table.trust(keys.numbers[rows], places, mark)
@@ -166,8 +172,8 @@ class Index:
     def distrust(self) -> None:
         """Trust no record until it is verified again."""
         with self._lock:
-            following = self.round % NUM_ROUNDS + 1
-            if following == 1:  # none of the earlier rounds may be taken for a later one
+            following = self.round + 1
+            if mark_of(following) == mark_of(0):  # no earlier round may be taken for a later one
                 self._others.forget_rounds()
                 for table in self._integers.values():
                     table.forget_rounds()
@@ -231,7 +237,7 @@ class IntegerTable:
     def trust(
         self, numbers: npt.NDArray[np.int64], places: npt.NDArray[np.uint64], mark: np.uint64
     ) -> npt.NDArray[np.bool_]:
-        """Set the round of those that are still where they were; return which are here."""
+        """Mark those that are still where they were; return which are here."""
         here = (numbers >= 0) & (numbers < len(self.spans))
         chosen, places = numbers[here], places[here]
         same = self.spans[chosen, 0] & PLACE_BITS == places
@@ -294,7 +300,7 @@ class HashTable:
     def trust(
         self, hashes: npt.NDArray[np.uint64], places: npt.NDArray[np.uint64], mark: np.uint64
     ) -> None:
-        """Set the round of those that are still where they were."""
+        """Mark those that are still where they were."""
         known, spans = self._sorted
         if len(known):
             at = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
