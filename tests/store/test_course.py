@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from egeria_cache.store import ActivationStore
 from egeria_cache.store import serve as serving
 from egeria_cache.store.disk.index import NUM_MARKS, IntegerTable, mark_of
 from egeria_cache.store.disk.segment import SEGMENT_NAME
@@ -16,6 +18,13 @@ from egeria_cache.store.native import kernel
 
 FLUSH_S = 30
 needs_kernel = pytest.mark.skipif(kernel() is None, reason="nothing was compiled here")
+
+
+@pytest.fixture
+def store(directory: Path) -> Iterator[ActivationStore]:
+    """Raw, so that a flipped bit is found by its checksum alone."""
+    with ActivationStore(directory, codec="raw") as opened:
+        yield opened
 
 
 def flip_secretly(directory: Path) -> None:
