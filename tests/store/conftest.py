@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from egeria_cache.store.native import SWITCH, kernel
+from egeria_cache.store.native import SWITCH, Kernel, kernel
 from egeria_cache.store.store import ActivationStore
 
 
@@ -29,3 +29,12 @@ def way_to_read(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         kernel.cache_clear()
     yield
     kernel.cache_clear()
+
+
+@pytest.fixture
+def compiled(way_to_read: None) -> Kernel:
+    """The kernel; without one the test is skipped."""
+    found = kernel()
+    if found is None:
+        pytest.skip("no kernel here, or left aside")
+    return found

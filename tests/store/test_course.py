@@ -14,10 +14,9 @@ from egeria_cache.store import ActivationStore
 from egeria_cache.store import serve as serving
 from egeria_cache.store.disk.index import NUM_MARKS, IntegerTable, mark_of
 from egeria_cache.store.disk.segment import SEGMENT_NAME
-from egeria_cache.store.native import kernel
 
 FLUSH_S = 30
-needs_kernel = pytest.mark.skipif(kernel() is None, reason="nothing was compiled here")
+needs_kernel = pytest.mark.usefixtures("compiled")
 
 
 @pytest.fixture

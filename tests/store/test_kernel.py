@@ -67,12 +67,12 @@ def flip(path: Path, at: int, *, secretly: bool = False) -> None:
 
 
 def test_where_there_is_a_compiler_it_was_compiled():
-    if shutil.which(os.environ.get("CC") or "cc") is None:
-        pytest.skip("no compiler here")
+    if shutil.which(os.environ.get("CC") or "cc") is None or os.environ.get(SWITCH) == "0":
+        pytest.skip("no compiler here, or the kernel is left aside")
     assert kernel() is not None
 
 
-@needs_kernel
+@pytest.mark.usefixtures("compiled")
 def test_a_library_of_another_version_is_left_aside(monkeypatch):
     monkeypatch.setattr(native, "SHAPE", [native.SHAPE[0] + 1, *native.SHAPE[1:]])
     kernel.cache_clear()
@@ -97,7 +97,7 @@ decode()
 """
 
 
-@needs_kernel
+@pytest.mark.usefixtures("compiled")
 def test_a_thread_that_outlives_the_interpreter_may_still_decode():
     freed_memory_is_overwritten = {**os.environ, "MALLOC_PERTURB_": "165"}
     done = subprocess.run(
@@ -119,7 +119,7 @@ except OSError as error:
 """
 
 
-@needs_kernel
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_a_file_of_which_the_system_does_not_say_what_is_in_memory_is_not_mapped(tmp_path):
     path = tmp_path / "file"
@@ -135,11 +135,10 @@ def test_a_file_of_which_the_system_does_not_say_what_is_in_memory_is_not_mapped
     assert done.stdout == "what of the file is in memory cannot be told\n"
 
 
-@needs_kernel
-def test_where_nothing_can_be_mapped_everything_is_read(directory, monkeypatch):
-    monkeypatch.setattr(kernel(), "can_tell", lambda descriptor, num_bytes: 0)
+def test_where_nothing_can_be_mapped_everything_is_read(directory, compiled, monkeypatch):
+    monkeypatch.setattr(compiled, "can_tell", lambda descriptor, num_bytes: 0)
     loads = []
-    monkeypatch.setattr(kernel(), "load", lambda *arguments: loads.append(arguments))
+    monkeypatch.setattr(compiled, "load", lambda *arguments: loads.append(arguments))
     rows = torch.randn(64, 3000)
     with stored(directory, rows, "split+zstd") as store:
         for _ in range(3):
