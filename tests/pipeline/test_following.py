@@ -17,7 +17,7 @@ from tests.helpers.pipelines import Case, alone, spawn
 QUICK: dict[str, Any] = {"evaluate_every": 2, "evaluator": "inline", "move_cost": 1e-6}
 CASES = {
     "plasticity": Case(
-        "1F1B", "repartition", "sgd", moves=(), policy=partial(PlasticityPolicy, 3, 5.0),
+        "1F1B", "repartition", "calm", moves=(), policy=partial(PlasticityPolicy, 3, 5.0),
         options=QUICK | {"bootstrap": None, "reference": "fp32"},
     ),
     "smartpipe": Case(
