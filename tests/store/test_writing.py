@@ -94,7 +94,12 @@ def test_the_ids_of_a_put_may_be_changed_after_it(store, monkeypatch):
     assert not generation.contains([7, 8]).any()
 
 
-def test_what_is_stored_by_now_is_neither_written_again_nor_counted(store):
+def test_what_is_stored_by_now_is_neither_written_again_nor_counted(directory):
+    with ActivationStore(directory, codec="raw") as store:
+        write_twice(store)
+
+
+def write_twice(store: ActivationStore) -> None:
     generation = store.open_generation({"use": "twice"})
     for _ in range(2):
         assert generation.put_batch([1, 2], rows([1, 2]))
