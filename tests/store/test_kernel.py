@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +48,11 @@ def stored(
         store.put_batch(range(len(rows)), rows)
         assert store.flush(FLUSH_S)
         yield store
+
+
+def some(*shape: int) -> Tensor:
+    """Always the same, so that a place in their file is what it is."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 def records_of(directory: Path) -> Path:
@@ -139,7 +145,7 @@ def test_where_nothing_can_be_mapped_everything_is_read(directory, compiled, mon
     monkeypatch.setattr(compiled, "can_tell", lambda descriptor, num_bytes: 0)
     loads = []
     monkeypatch.setattr(compiled, "load", lambda *arguments: loads.append(arguments))
-    rows = torch.randn(64, 3000)
+    rows = some(64, 3000)
     with stored(directory, rows, "split+zstd") as store:
         for _ in range(3):
             found, hit = store.get_batch(range(64))
@@ -228,11 +234,12 @@ def test_whatever_it_is_given_it_fills_or_refuses(codec, elements, changes, cut,
 @needs_kernel
 @pytest.mark.parametrize("codec", ["raw", "bitmap+split"])
 def test_a_record_that_anybody_wrote_to_is_verified_again(directory, codec):
-    rows = torch.randn(40, 2000).relu()
+    rows = some(40, 2000).relu()
     with stored(directory, rows, codec) as store:
         for _ in range(3):
             assert store.get_batch(range(40))[1].all()
         path = records_of(directory)
+        time.sleep(0.05)  # a tick of the file system's clock
         flip(path, path.stat().st_size // 2)
         found, hit = store.get_batch(range(40))
         assert np.count_nonzero(~hit) == 1
@@ -241,7 +248,7 @@ def test_a_record_that_anybody_wrote_to_is_verified_again(directory, codec):
 
 @needs_kernel
 def test_what_is_believed_is_verified_again_in_turns(directory):
-    rows = torch.randn(40, 2000)
+    rows = some(40, 2000)
     with stored(directory, rows) as store:
         for _ in range(2):
             assert store.get_batch(range(40))[1].all()
@@ -254,7 +261,7 @@ def test_what_is_believed_is_verified_again_in_turns(directory):
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 def test_always_means_at_every_read(directory, codec):
-    rows = torch.randn(40, 2000)
+    rows = some(40, 2000)
     with stored(directory, rows, codec, verify="always") as store:
         for _ in range(2):
             assert store.get_batch(range(40))[1].all()
@@ -270,7 +277,7 @@ def test_how_to_verify_is_one_of_two_words(directory):
 
 @needs_kernel
 def test_what_this_process_adds_does_not_shake_its_belief(directory):
-    rows = torch.randn(40, 2000)
+    rows = some(40, 2000)
     with stored(directory, rows) as store:
         for _ in range(2):
             assert store.get_batch(range(40))[1].all()
@@ -289,7 +296,7 @@ def test_what_this_process_adds_does_not_shake_its_belief(directory):
 @pytest.mark.parametrize("spoil", ["nothing in memory", "nothing mapped"])
 @pytest.mark.parametrize("codec", ["raw", "split+zstd"])
 def test_what_is_not_in_memory_is_read_from_the_disk(directory, monkeypatch, codec, spoil):
-    rows = torch.randn(64, 3000)
+    rows = some(64, 3000)
     with stored(directory, rows, codec) as store:
         if spoil == "nothing mapped":
             monkeypatch.setattr(Segment, "map_again", lambda self: None)
@@ -305,7 +312,7 @@ def test_what_is_not_in_memory_is_read_from_the_disk(directory, monkeypatch, cod
 @needs_kernel
 @pytest.mark.parametrize("codec", ["raw", "split+zstd"])
 def test_a_file_cut_short_under_the_mapping_is_misses_and_no_signal(directory, codec):
-    rows = torch.randn(64, 3000)
+    rows = some(64, 3000)
     with stored(directory, rows, codec) as store:
         for _ in range(2):
             assert store.get_batch(range(64))[1].all()
