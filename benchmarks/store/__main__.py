@@ -4,9 +4,9 @@
 
 Every contestant stores the same activations of the same samples and reads the same random batches
 of 128, after each sample was read once. Reads are in turns, batch by batch, from the page cache:
-this measures the software; at the end once more with nothing in memory, beside threads that only
-read the same rows. Writes benchmarks/results/store.json and store.png (not with --quick). The
-contestants come with `pip install '.[bench]'`; one that is missing is named, LMDB is needed.
+this measures the software, not the disk. Writes benchmarks/results/store.json and store.png (not
+with --quick). The contestants come with `pip install '.[bench]'`; one that is missing is named,
+LMDB is needed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from benchmarks.harness import (
 )
 
 from .activations import conv_activations, transformer_activations
-from .cold import measure_cold
 from .contestants import BATCH, CONTESTANTS, Contestant, Egeria, EgeriaAlways, EgeriaRaw
 from .writing import measure_writing
 
@@ -89,7 +88,6 @@ def measure(rows: Tensor, place: Path, num_rounds: int, skipped: dict[str, str])
             "raw_is_faster_by": times.ratio(one.name, EgeriaRaw.name),
             "always_is_faster_by": times.ratio(one.name, EgeriaAlways.name),
         }
-    report["cold"] = measure_cold(entered, place, num_rounds // 4)
     for one in entered:
         one.close()
     return report
@@ -107,7 +105,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     figure, panels = pyplot().subplots(1, len(kinds), figsize=(5 * len(kinds), 4.5), sharey=True)
     for panel, (kind, results) in zip(panels, kinds.items(), strict=True):
         for name, one in results.items():
-            if not isinstance(one, dict):
+            if not isinstance(one, dict) or "read_gb_per_s" not in one:
                 continue
             mine = name.startswith("egeria")
             x, y = one["bytes_per_raw_byte"], one["read_gb_per_s"]
