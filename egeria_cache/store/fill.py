@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from egeria_cache.store.codecs.codec import Codec, CodecError, Coder
+from egeria_cache.store.codecs.codec import Codec, CodecError, Coder, Fields
 from egeria_cache.store.codecs.gather import Bytes, Places, Source
 from egeria_cache.store.decoders import Decoders
 from egeria_cache.store.disk.segment import ALIGNMENT
@@ -41,8 +41,6 @@ class Batch:
     """Of an intact record, which says how much memory to take; the others usually have the same."""
     head_bytes: memoryview
     """The same, as stored, behind the checksum."""
-    identity: int
-    """Of the generation; part of every checksum."""
     num_rows: int
     pin_memory: bool
     hit: npt.NDArray[np.bool_]
@@ -198,27 +196,19 @@ def _decode_tensors(
     failed: dict[int, CodecError] = {}
     for codec in np.unique(codecs).tolist():
         chosen = np.flatnonzero(codecs == codec)
-        rows, begins, lengths = records.rows[chosen], starts[chosen], sizes[chosen]
-        work = partial(_decode_part, records.source, begins, lengths, codec, target, rows, field)
+        rows = records.rows[chosen]
+        fields = Fields(records.source, starts[chosen], sizes[chosen], codec, field.elements)
+        work = partial(_decode_part, fields, target, rows)
         for problems in decoders.run((codec, field), work, len(rows), len(rows) * field.num_bytes):
             failed |= problems
     return failed
 
 
 def _decode_part(
-    source: Source,
-    starts: Places,
-    sizes: Places,
-    codec: int,
-    target: Bytes,
-    rows: Rows,
-    field: FieldLayout,
-    part: slice,
-    coder: Coder,
+    fields: Fields, target: Bytes, rows: Rows, part: slice, coder: Coder
 ) -> dict[int, CodecError]:
-    problems = coder.decode_many(
-        source, starts[part], sizes[part], codec, target, rows[part], field.elements
-    )
+    """Decode some of the fields; return the rows that failed."""
+    problems = coder.decode_many(fields[part], target, rows[part])
     return {int(rows[part][at]): error for at, error in problems.items()}
 
 
@@ -227,7 +217,7 @@ def fill_one(wanted: Wanted, row: int, batch: Batch) -> None:
     key = wanted.keys[row]
     try:
         record = open_record(
-            key, wanted.segment.record(*wanted.spans[row].tolist()), batch.identity
+            key, wanted.segment.record(*wanted.spans[row].tolist()), wanted.identity
         )
         coder = Coder()
         batch.odd[row] = {

@@ -87,7 +87,7 @@ class BatchReader:
             template, corrupt = _find_template(files, wanted)
             if template is None:
                 return Fetched(False, {}, nothing, self._forget(files, corrupt))
-        batch = Batch(*template, files.identity, len(keys), pin_memory, nothing)
+        batch = Batch(*template, len(keys), pin_memory, nothing)
         if files.is_varied:
             fields = fill_varied(wanted, batch, self._decoders)
         else:

@@ -124,7 +124,7 @@ def _read(
     room = -(-sizes // ALIGNMENT) * ALIGNMENT
     starts = np.cumsum(room) - room
     view = coder.scratch.array("records", int(room.sum()), np.uint8).data
-    names, identity = batch.head.layout.names, batch.identity
+    names, identity = batch.head.layout.names, wanted.identity
     fields = [_Stored() for _ in names]
     found = zip(*map(np.ndarray.tolist, (rows, places, starts, sizes)), strict=True)
     for row, place, start, size in found:

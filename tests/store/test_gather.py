@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from egeria_cache.store.codecs.codec import Codec, Coder
+from egeria_cache.store.codecs.codec import Codec, Coder, Fields
 from egeria_cache.store.codecs.gather import Scratch, Source
 from egeria_cache.store.codecs.planes import GROUPS, cut, join
 from egeria_cache.store.disk.segment import SEGMENT_NAME
@@ -55,7 +55,8 @@ def test_a_damaged_field_fails_alone_and_the_others_of_its_batch_are_decoded(cod
     sizes = np.array(list(map(len, stored)))
     out = np.zeros_like(rows)
     source, starts = Source.of(b"".join(stored)), np.cumsum(sizes) - sizes
-    failed = coder.decode_many(source, starts, sizes, codec, out, np.arange(5), elements)
+    fields = Fields(source, starts, sizes, codec, elements)
+    failed = coder.decode_many(fields, out, np.arange(5))
     assert list(failed) == [2]
     assert (np.delete(out, 2, 0) == np.delete(rows, 2, 0)).all()
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from egeria_cache.store import ActivationStore, native
-from egeria_cache.store.codecs.codec import Codec, Coder
+from egeria_cache.store.codecs.codec import Codec, Coder, Fields
 from egeria_cache.store.codecs.gather import Source
 from egeria_cache.store.decoders import Decoders, num_parts
 from egeria_cache.store.disk.segment import SEGMENT_NAME, Segment
@@ -96,7 +96,7 @@ def decode():
     print(int(out.sum()))
 
 atexit.register(decode)  # after all that is cleared up at the end
-from egeria_cache.store.codecs.codec import Codec, Coder
+from egeria_cache.store.codecs.codec import Codec, Coder, Fields
 coder = Coder()
 packed = coder.encode(np.ones(5000, np.uint8), Codec.ZSTD, (1, False))[1]
 decode()
@@ -221,9 +221,8 @@ def test_whatever_it_is_given_it_fills_or_refuses(codec, elements, changes, cut,
         del encoded[len(encoded) - cut % (len(encoded) // 2) :]
     around = np.full((3, len(row)), 7, np.uint8)
     at, size = np.ones(1, np.int64), np.array([len(encoded)])
-    failed = Coder().decode_many(
-        Source.of(encoded), np.zeros(1, np.int64), size, codec, around, at, elements
-    )
+    fields = Fields(Source.of(encoded), np.zeros(1, np.int64), size, codec, elements)
+    failed = Coder().decode_many(fields, around, at)
     assert (around[0] == 7).all()
     assert (around[2] == 7).all()
     if not changes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -21,7 +21,7 @@ from egeria_cache.store.codecs.gather import Bytes, Places, Scratch, Source, cop
 from egeria_cache.store.codecs.planes import GROUPS, Elements, cut, expand, join, numbers_of, rank
 from egeria_cache.store.native import Kernel, Unpacker, kernel, room_bytes
 
-__all__ = ["Bytes", "Codec", "CodecError", "Coder", "Elements"]
+__all__ = ["Bytes", "Codec", "CodecError", "Coder", "Elements", "Fields"]
 
 SMALL_BYTES = 256
 """Fields below this stay raw: a label gains nothing from a codec."""
@@ -68,6 +68,27 @@ _LABELS = {
 
 class CodecError(ValueError):
     """Stored bytes do not decode to what their record promises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """N encoded fields of one layout."""
+
+    source: Source
+    """Where they lie."""
+    starts: Places
+    """Of each of them, shape (N,)."""
+    sizes: Places
+    """Of each of them, shape (N,); all of it within the source."""
+    codec: int
+    elements: Elements
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, chosen: slice | Places) -> Fields:
+        """Return some of them."""
+        return replace(self, starts=self.starts[chosen], sizes=self.sizes[chosen])
 
 
 class Coder:
@@ -121,111 +142,68 @@ class Coder:
         Raises:
             CodecError: The stored bytes are damaged, or hold another number of bytes.
         """
-        zero, sizes = np.zeros(1, np.int64), np.array([len(stored)], np.int64)
-        failed = self.decode_many(Source.of(stored), zero, sizes, codec, out[None], zero, elements)
+        zero, size = np.zeros(1, np.int64), np.array([len(stored)], np.int64)
+        fields = Fields(Source.of(stored), zero, size, codec, elements)
+        failed = self.decode_many(fields, out[None], zero)
         if failed:
             raise failed[0]
 
-    def decode_many(
-        self,
-        source: Source,
-        starts: Places,
-        sizes: Places,
-        codec: int,
-        out: Bytes,
-        rows: Places,
-        elements: Elements,
-    ) -> dict[int, CodecError]:
-        """Decode fields of one layout.
+    def decode_many(self, fields: Fields, out: Bytes, rows: Places) -> dict[int, CodecError]:
+        """Decode fields.
 
         Args:
-            source: Where the encoded fields lie.
-            starts: Of each of them, shape (N,).
-            sizes: Of each of them, shape (N,); all of it within the source.
-            codec: Of all of them.
+            fields: What to decode.
             out: Shape (B, bytes), contiguous.
             rows: Of `out`, in rising order; filled. Shape (N,).
-            elements: Of all of them.
 
         Returns:
             The positions, of N, that could not be decoded, and why; their rows are arbitrary.
         """
         failed: dict[int, CodecError] = {}
-        left = self._decode_natively(source, starts, sizes, codec, out, rows, elements)
+        left = self._decode_natively(fields, out, rows)
         at_once = max(1, CHUNK_BYTES // max(out.shape[1], 1))
         for begin in range(0, len(left), at_once):
             chosen = left[begin : begin + at_once]
-            failed |= self._decode_chunk(
-                source, starts[chosen], sizes[chosen], codec, out, rows[chosen], elements, chosen
-            )
+            problems = self._decode_chunk(fields[chosen], out, rows[chosen])
+            failed |= {int(chosen[at]): error for at, error in problems.items()}
         return failed
 
     # -- decoding ---------------------------------------------------------------------------
 
-    def _decode_natively(
-        self,
-        source: Source,
-        starts: Places,
-        sizes: Places,
-        codec: int,
-        out: Bytes,
-        rows: Places,
-        elements: Elements,
-    ) -> Places:
+    def _decode_natively(self, fields: Fields, out: Bytes, rows: Places) -> Places:
         """Decode by the kernel; return the positions that are left, all of them without one."""
-        native, num_bytes = kernel(), out.shape[1]
-        if native is None or elements[0] not in GROUPS or num_bytes % elements[0]:
-            return np.arange(len(starts))
-        room, unpacker = (
-            self.scratch.array("room", room_bytes(num_bytes), np.uint8),
-            self.unpacker(native),
-        )
+        native, num_bytes, (width, _) = kernel(), out.shape[1], fields.elements
+        if native is None or width not in GROUPS or num_bytes % width:
+            return np.arange(len(fields))
+        room = self.scratch.array("room", room_bytes(num_bytes), np.uint8)
         found = native.decode(
-            unpacker, codec, source.data, starts, sizes, out, rows, elements, room
-        )
+            self.unpacker(native), fields.codec, fields.source.data, fields.starts, fields.sizes,
+            out, rows, fields.elements, room,
+        )  # fmt: skip
         return np.flatnonzero(~found)
 
-    def _decode_chunk(
-        self,
-        source: Source,
-        starts: Places,
-        sizes: Places,
-        codec: int,
-        out: Bytes,
-        rows: Places,
-        elements: Elements,
-        positions: Places,
-    ) -> dict[int, CodecError]:
+    def _decode_chunk(self, fields: Fields, out: Bytes, rows: Places) -> dict[int, CodecError]:
         """Decode some together, in passes of NumPy; return those that failed, by position."""
         first, end = int(rows[0]), int(rows[-1]) + 1
         adjacent = end - first == len(rows)
         part = out[first:end] if adjacent else np.empty_like(out[: len(rows)])
         failed: dict[int, CodecError] = {}
         try:
-            self._decode(source, starts, sizes, codec, part, elements)
+            self._decode(fields, part)
         except CodecError:
-            for at, position in enumerate(positions.tolist()):
+            for at in range(len(fields)):
                 one = slice(at, at + 1)
                 try:
-                    self._decode(source, starts[one], sizes[one], codec, part[one], elements)
+                    self._decode(fields[one], part[one])
                 except CodecError as error:
-                    failed[position] = error
+                    failed[at] = error
         if not adjacent:
             out[rows] = part
         return failed
 
-    def _decode(
-        self,
-        source: Source,
-        starts: Places,
-        sizes: Places,
-        codec: int,
-        out: Bytes,
-        elements: Elements,
-    ) -> None:
-        if not len(starts):
-            return
-        num_bytes, (width, _) = out.shape[1], elements
+    def _decode(self, fields: Fields, out: Bytes) -> None:
+        source, starts, sizes, codec = fields.source, fields.starts, fields.sizes, fields.codec
+        num_bytes, (width, _) = out.shape[1], fields.elements
         if codec == Codec.RAW:
             if (sizes != num_bytes).any():
                 raise CodecError(f"{sizes.tolist()[0]} raw bytes, {num_bytes} promised")
@@ -238,17 +216,17 @@ class Coder:
             counts = np.full(len(starts), num_bytes // width)
             blocks = _planes(source, starts, sizes, counts, width)
             numbers = numbers_of(out.reshape(-1), width)
-            join(self._unpack(source, blocks), numbers, elements, self.scratch)
+            join(self._unpack(source, blocks), numbers, fields.elements, self.scratch)
         elif codec == Codec.BITMAP and width in GROUPS:
-            self._scatter(source, starts, sizes, out, elements)
+            self._scatter(fields, out)
         else:
             raise CodecError(f"unknown codec {codec}")
 
-    def _scatter(
-        self, source: Source, starts: Places, sizes: Places, out: Bytes, elements: Elements
-    ) -> None:
+    def _scatter(self, fields: Fields, out: Bytes) -> None:
         """Fill `out` (N, bytes) from bitmaps and the planes of what they mark."""
-        width, _ = elements
+        source, starts, sizes, (width, _) = (
+            fields.source, fields.starts, fields.sizes, fields.elements
+        )  # fmt: skip
         num_elements = out.shape[1] // width
         if not num_elements or (sizes < _BITMAP_HEAD_BYTES).any():
             raise CodecError("bitmap cut short")
@@ -268,7 +246,7 @@ class Coder:
         numbers = numbers_of(out.reshape(-1), width)
         values = scratch.array("values", 1 + int(counts.sum()), numbers.dtype)
         values[0] = 0
-        join(joined, values[1:], elements, scratch)
+        join(joined, values[1:], fields.elements, scratch)
         expand(ranks, values, numbers)
 
     def _unpack(self, source: Source, kinds: Sequence[_Blocks]) -> list[Bytes]:

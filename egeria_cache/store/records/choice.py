@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from egeria_cache.store.codecs.codec import Codec, Coder, Elements
+from egeria_cache.store.codecs.codec import Codec, Coder, Elements, Fields
 from egeria_cache.store.codecs.gather import Source
 from egeria_cache.store.codecs.lossy import Storage
 from egeria_cache.store.records.encoded import Encoded
@@ -93,7 +93,7 @@ def _try(codec: Codec, encoded: Encoded, coder: Coder, clock: Callable[[], float
         start_s = clock()
         for (used, num_bytes, elements), starts, sizes in batches:
             out = np.empty((len(starts), num_bytes), np.uint8)
-            rows = np.arange(len(starts))
-            coder.decode_many(source, starts, sizes, used, out, rows, elements)
+            fields = Fields(source, starts, sizes, used, elements)
+            coder.decode_many(fields, out, np.arange(len(fields)))
         times_s.append(clock() - start_s)
     return Trial(codec, sum(map(len, values)), min(times_s))
