@@ -21,8 +21,11 @@ FIRST_MORE_S = 1e-4
 """What one thread more is taken to cost until it was measured."""
 NEW = 0.2
 """Weight of the last measurement."""
+EVERY = 4
+"""Of so many works two are measured."""
 FORGETTING = 0.99
-"""Of what one more costs, at each work that was not divided: a busy machine is tried again."""
+"""Of what more than that one costs, at each work that was not divided: a busy machine is tried
+again."""
 
 
 def num_parts(work_s: float, more_s: float, most: int) -> int:
@@ -46,6 +49,7 @@ class Decoders:
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._more_s = FIRST_MORE_S
+        self._num_runs: dict[Hashable, int] = {}
         self._s_per_byte: dict[Hashable, float] = {}
 
     @property
@@ -74,26 +78,35 @@ class Decoders:
             count: Of what there is to do.
             num_bytes: How much that is.
         """
-        cost = self._s_per_byte.get(kind, 0.0)
-        work_s = cost * num_bytes
+        work_s = self._s_per_byte.get(kind, 0.0) * num_bytes
         parts = min(num_parts(work_s, self._more_s, self._num_threads), max(count, 1))
+        if parts == 1:
+            if self._more_s > FIRST_MORE_S:
+                self._more_s *= FORGETTING
+            return [self._measured(kind, work, slice(0, count), num_bytes)]
         ends = [count * part // parts for part in range(parts + 1)]
         mine, *others = itertools.starmap(slice, itertools.pairwise(ends))
         asked = time.perf_counter()
         futures = [self._threads().submit(self._call, work, part) for part in others]
-        begun = time.thread_time()
-        results = [work(mine, self.coder)]
-        if num_bytes and count:
-            done_bytes = num_bytes * (mine.stop - mine.start) / count
-            taken = (time.thread_time() - begun) / max(done_bytes, 1)
-            self._s_per_byte[kind] = taken if not cost else cost + NEW * (taken - cost)
-        if not futures:
-            self._more_s *= FORGETTING
-            return results
+        results = [self._measured(kind, work, mine, num_bytes * mine.stop // count)]
         results += [future.result() for future in futures]
         lost = time.perf_counter() - asked - work_s / parts
         self._more_s += NEW * (max(lost, 0.0) / len(futures) - self._more_s)
         return results
+
+    def _measured(
+        self, kind: Hashable, work: Callable[[slice, Coder], T], part: slice, num_bytes: int
+    ) -> T:
+        """Work in this thread; now and then, note what it took."""
+        number = self._num_runs[kind] = self._num_runs.get(kind, -1) + 1
+        if not num_bytes or not number or number % EVERY > 1:  # the first is slower than all others
+            return work(part, self.coder)
+        known = self._s_per_byte.get(kind)
+        begun = time.thread_time()
+        result = work(part, self.coder)
+        taken = (time.thread_time() - begun) / num_bytes
+        self._s_per_byte[kind] = taken if known is None else known + NEW * (taken - known)
+        return result
 
     def _call(self, work: Callable[[slice, Coder], T], part: slice) -> T:
         return work(part, self.coder)

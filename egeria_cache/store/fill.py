@@ -29,6 +29,10 @@ from egeria_cache.store.records.values import RecordError
 
 __all__ = ["Batch", "allocate", "fill", "fill_one"]
 
+NUMBERS = {torch.uint8: np.uint8, torch.int64: np.int64, torch.float32: np.float32}
+"""What both know: the most frequent ones."""
+PLACEHOLDERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
+"""By their bytes: what may lie where something else will."""
 MAX_TEXT_BYTES = 2**20
 """Of all texts of a record that is read together with others."""
 
@@ -65,7 +69,7 @@ class Batch:
                 self.columns.append([None] * self.num_rows)
                 self.targets.append(None)
             else:
-                packed = allocate(self.num_rows, entry.num_bytes, pin_memory=self.pin_memory)
+                packed = allocate((self.num_rows, entry.num_bytes), pin_memory=self.pin_memory)
                 self.columns.append(packed)
                 self.targets.append(packed.numpy())
 
@@ -231,10 +235,15 @@ def fill_one(wanted: Wanted, row: int, batch: Batch) -> None:
         batch.corrupt.append((key, str(error)))
 
 
-def allocate(num_rows: int, num_bytes: int, *, pin_memory: bool) -> Tensor:
-    """Return uninitialised bytes. NumPy asks for huge pages where there are many, and torch does
-    not: first-touch faults of small pages cost as much as the copy itself.
+def allocate(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.uint8, *, pin_memory: bool
+) -> Tensor:
+    """Return an uninitialised tensor. NumPy asks for huge pages where there are many, and torch
+    does not: first-touch faults of small pages cost as much as the copy itself.
     """
     if pin_memory:
-        return torch.empty((num_rows, num_bytes), dtype=torch.uint8, pin_memory=True)
-    return torch.from_numpy(np.empty((num_rows, num_bytes), np.uint8))
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    of_numpy = NUMBERS.get(dtype)
+    if of_numpy is not None:
+        return torch.from_numpy(np.empty(shape, of_numpy))
+    return torch.from_numpy(np.empty(shape, PLACEHOLDERS[dtype.itemsize])).view(dtype)

@@ -179,9 +179,11 @@ class Generation:
             self._warn(f"cannot be read now: {error}")
             self._count(misses=len(ids))
             return {}, np.zeros(len(ids), np.bool_)
-        num_hits = int(np.count_nonzero(fetched.hit))
-        self._count(hits=num_hits, misses=len(ids) - num_hits, corrupt=fetched.num_corrupt)
-        if not num_hits:
+        with self._lock:
+            self.counts.hits += fetched.num_hits
+            self.counts.misses += len(ids) - fetched.num_hits
+            self.counts.corrupt += fetched.num_corrupt
+        if not fetched.num_hits:
             return {}, fetched.hit
         return fetched.fields[BARE] if fetched.bare else fetched.fields, fetched.hit
 
@@ -215,7 +217,7 @@ class Generation:
                 raise ValueError(f"{name!r} has {len(value)} rows for {len(ids)} sample IDs")
         check_variant(variant)
         numbers = plain_integers(ids)
-        keys = encode_keys(ids, variant) if numbers is None else numbers
+        keys = encode_keys(ids, variant) if numbers is None else numbers.copy()
         if not self._takes_more or not self._writer.alive or self._writer.is_full:
             return self._refuse(ids, variant)
         fields, ready = to_host(fields)

@@ -7,9 +7,12 @@
 
 #define _GNU_SOURCE
 #include <fcntl.h>
+#include <setjmp.h>
+#include <signal.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || UINTPTR_MAX != UINT64_MAX
@@ -27,6 +30,7 @@ enum { RAW, ZSTD, SPLIT, BITMAP };
 enum { BITMAP_HEAD_BYTES = 16, MOST_PLANES = 4, PAGES_AT_ONCE = 256, BEHIND_BYTES = 1 << 30 };
 enum { ABSENT, TRUSTED, VERIFIED };
 enum { MARK_BITS = 7, TURN_BITS = 6 };
+enum { LOOKED_AT = 16, MOST_DOUBTS = 4096, MOST_ASKED_BYTES = 1 << 18 };
 
 typedef uint64_t hash_fn(const void *data, size_t num_bytes, uint64_t seed);
 typedef size_t zstd_fn(void *context, void *out, size_t room, const void *data, size_t num_bytes);
@@ -209,19 +213,20 @@ struct field {
 
 /* What is the same from batch to batch. */
 struct source {
-    const uint8_t *map; /* the file */
+    int64_t descriptor; /* of the file */
+    const uint8_t *map;
     uint64_t map_bytes;
     hash_fn *hash;
     zstd_fn *zstd;
     uint64_t identity; /* of the generation */
     uint64_t variant;
-    uint64_t mark;       /* of the round of trust; what has another one is verified again */
     const uint8_t *head; /* that the records should have, but for checksum and lengths */
     uint64_t head_bytes;
     int64_t num_fields;
     const struct field *fields;
     const uint64_t *table; /* span of each sample by its ID; NULL where the batch has spans */
     uint64_t table_rows;
+    int64_t doubts; /* how many trusted records more are looked at before they are touched */
 };
 
 /* A span is a record's place, with the mark of the round in which it was verified in the lowest
@@ -232,7 +237,9 @@ struct batch {
     const uint64_t *spans;
     const int64_t *rows; /* of `out` for each record; NULL: in this order */
     uint8_t *const *out; /* per field */
+    uint64_t mark;       /* of the round of trust; what has another one is verified again */
     uint64_t turn;       /* which part of what is trusted is verified again */
+    int64_t written;     /* the file's time of modification, in ns; -1 if it does not matter */
     uint8_t *found;      /* how each record was served */
     uint64_t *places;    /* and from where */
 };
@@ -309,41 +316,137 @@ static int decode_record(const struct source *from, void *context, const uint8_t
     return at == size;
 }
 
-/* Decode the records from `begin` to `end` of a batch, as far as they are in memory, intact and laid
-   out like the others. Return how many of them were trusted before.
-   context: zstd's, for one thread. room: as for the largest field. */
-int64_t egeria_serve(const struct source *from, const struct batch *of, int64_t begin, int64_t end,
-                     void *context, uint8_t *room) {
+static const uint64_t *span_of(const struct source *from, const struct batch *of, int64_t i) {
     static const uint64_t nowhere[2] = {0, 0};
-    const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
-    int64_t num_trusted = 0;
-    for (int64_t i = begin; i < end; i++) {
-        const uint64_t *span = of->spans + 2 * i;
-        if (from->table) {
-            const uint64_t number = (uint64_t)of->numbers[i];
-            span = number < from->table_rows ? from->table + 2 * number : nowhere;
-        }
-        /* Read once: other threads set spans meanwhile. Half of one and half of another is found
-           out by the checksum, or by the record's own length. */
-        const uint64_t marked = __atomic_load_n(span, __ATOMIC_RELAXED);
-        const uint64_t size = __atomic_load_n(span + 1, __ATOMIC_RELAXED);
-        const uint64_t place = marked & ~(uint64_t)MARK_BITS;
-        of->found[i] = ABSENT;
-        if (size < PREFIX_BYTES || place > from->map_bytes || size > from->map_bytes - place)
-            continue;
-        const uint8_t *record = from->map + place;
-        if (!is_resident(record, size, page)) continue;
-        const uint64_t mixed = place * 0x9E3779B97F4A7C15ull >> (64 - TURN_BITS);
-        const int is_trusted = (marked & MARK_BITS) == from->mark;
-        if (!is_trusted || mixed == of->turn)
-            if (!is_intact(from, key_hash(from, of, i), record, size)) continue;
-        if (!decode_record(from, context, record, size, of->out, of->rows ? of->rows[i] : i, room))
-            continue;
-        of->found[i] = is_trusted ? TRUSTED : VERIFIED;
-        of->places[i] = place;
-        num_trusted += is_trusted;
+    if (!from->table) return of->spans + 2 * i;
+    const uint64_t number = (uint64_t)of->numbers[i];
+    return number < from->table_rows ? from->table + 2 * number : nowhere;
+}
+
+/* Look up, while the record before it is copied, where the pages of a record are: that takes as long
+   as copying them. */
+static void ask_for(const struct source *from, const struct batch *of, int64_t i, uint64_t page) {
+    const uint64_t *span = span_of(from, of, i);
+    const uint64_t place = __atomic_load_n(span, __ATOMIC_RELAXED);
+    const uint64_t size = __atomic_load_n(span + 1, __ATOMIC_RELAXED);
+    for (uint64_t at = 0; at < size && at < MOST_ASKED_BYTES; at += page)
+        __builtin_prefetch(from->map + place + at);
+}
+
+/* Whether a record is in memory. Where the system seems to keep the file there, of those that were
+   read before only some are looked at. */
+static int is_at_hand(struct source *from, const uint8_t *record, uint64_t size, int must_look,
+                      uint64_t page) {
+    const int64_t doubts = __atomic_load_n(&from->doubts, __ATOMIC_RELAXED);
+    if (!must_look && doubts <= 0) return 1;
+    const int is_there = is_resident(record, size, page);
+    if (!is_there || doubts > 0)
+        __atomic_store_n(&from->doubts, is_there ? doubts - 1 : MOST_DOUBTS, __ATOMIC_RELAXED);
+    return is_there;
+}
+
+/* Where a file is touched that was cut short meanwhile, or that the disk cannot read, the system
+   sends a signal, which would end the process: the thread that reads goes on behind that record.
+   Every other SIGBUS is left to whoever would have had it. */
+static __thread __attribute__((tls_model("initial-exec"))) volatile struct {
+    const uint8_t *map;
+    uint64_t map_bytes; /* 0 while this thread reads nothing */
+    sigjmp_buf *back;
+} touched;
+static struct sigaction others;
+static volatile sig_atomic_t is_handed_over;
+
+static void on_bus_error(int number, siginfo_t *info, void *context) {
+    (void)context;
+    if ((uint64_t)((const uint8_t *)info->si_addr - touched.map) < touched.map_bytes)
+        siglongjmp(*touched.back, 1);
+    /* faulthandler ends by what was there before it, which may be this one: not twice. */
+    const struct sigaction end = {.sa_handler = SIG_DFL};
+    sigaction(number, is_handed_over ? &end : &others, NULL);
+    is_handed_over = 1;
+    if (info->si_code <= 0) raise(number); /* else it happens again */
+}
+
+/* Handle the signal, unless that is so: others may have come between. */
+static void handle_bus_errors(void) {
+    static int is_busy;
+    const struct sigaction ours = {
+        .sa_sigaction = on_bus_error, .sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER};
+    struct sigaction now;
+    if (sigaction(SIGBUS, NULL, &now)) return;
+    if (now.sa_flags & SA_SIGINFO && now.sa_sigaction == on_bus_error) return;
+    if (__atomic_exchange_n(&is_busy, 1, __ATOMIC_ACQUIRE)) return; /* another thread does */
+    others = now, is_handed_over = 0;
+    sigaction(SIGBUS, &ours, NULL);
+    __atomic_store_n(&is_busy, 0, __ATOMIC_RELEASE);
+}
+
+/* Whether the file is as it was then; always, where that does not matter. */
+static int is_unchanged(const struct source *from, const struct batch *of) {
+    struct stat now;
+    if (of->written < 0) return 1;
+    if (fstat((int)from->descriptor, &now)) return 0;
+    return now.st_mtim.tv_sec * 1000000000ll + now.st_mtim.tv_nsec == of->written;
+}
+
+/* What one thread serves. */
+struct part {
+    struct source *from;
+    const struct batch *of;
+    int64_t end;
+    int64_t num_served, num_verified;
+    void *context;
+    uint8_t *room;
+    uint64_t page;
+};
+
+static __attribute__((noinline)) void serve_one(struct part *part, int64_t i) {
+    struct source *const from = part->from;
+    const struct batch *const of = part->of;
+    /* Read once: other threads set spans meanwhile. Half of one and half of another is found out by
+       the checksum, or by the record's own length. */
+    const uint64_t *span = span_of(from, of, i);
+    const uint64_t marked = __atomic_load_n(span, __ATOMIC_RELAXED);
+    const uint64_t size = __atomic_load_n(span + 1, __ATOMIC_RELAXED);
+    const uint64_t place = marked & ~(uint64_t)MARK_BITS;
+    const uint64_t mixed = place * 0x9E3779B97F4A7C15ull >> (64 - TURN_BITS);
+    const int is_trusted = (marked & MARK_BITS) == of->mark;
+    const int must_verify = !is_trusted || mixed == of->turn;
+    const int must_look = must_verify || i % LOOKED_AT == 0;
+    const uint8_t *record = from->map + place;
+    of->found[i] = ABSENT;
+    if (i + 1 < part->end) ask_for(from, of, i + 1, part->page);
+    if (size < PREFIX_BYTES || place > from->map_bytes || size > from->map_bytes - place) return;
+    if (!is_at_hand(from, record, size, must_look, part->page)) return;
+    if (must_verify && !is_intact(from, key_hash(from, of, i), record, size)) return;
+    if (!decode_record(from, part->context, record, size, of->out, of->rows ? of->rows[i] : i,
+                       part->room))
+        return;
+    of->found[i] = is_trusted ? TRUSTED : VERIFIED;
+    of->places[i] = place;
+    part->num_verified += !is_trusted, part->num_served++;
+}
+
+/* Decode the records from `begin` to `end` of a batch, as far as they are in memory, intact and laid
+   out like the others. Return how many of them were not trusted before; -1 if one is absent. Where
+   the file was written to before or meanwhile, nothing of it counts: -2.
+   context: zstd's, for one thread. room: as for the largest field. */
+int64_t egeria_serve(struct source *from, const struct batch *of, int64_t begin, int64_t end,
+                     void *context, uint8_t *room) {
+    struct part part = {from, of, end, 0, 0, context, room, (uint64_t)sysconf(_SC_PAGESIZE)};
+    volatile int64_t at = begin; /* as it was, where the signal comes */
+    sigjmp_buf back;
+    if (!is_unchanged(from, of)) return -2;
+    handle_bus_errors();
+    if (sigsetjmp(back, 0)) {
+        __atomic_store_n(&from->doubts, MOST_DOUBTS, __ATOMIC_RELAXED);
+        at = at + 1;
     }
-    return num_trusted;
+    touched.map = from->map, touched.back = &back, touched.map_bytes = from->map_bytes;
+    for (; at < end; at = at + 1) serve_one(&part, at);
+    touched.map_bytes = 0;
+    if (!is_unchanged(from, of)) return -2;
+    return part.num_served == end - begin ? part.num_verified : -1;
 }
 
 /* Bring records into memory: all are asked for, then each is waited for. Where the disk cannot read
@@ -361,5 +464,5 @@ void egeria_load(int fd, int64_t n, const uint64_t *spans, uint8_t *room, uint64
 }
 
 /* See SHAPE in native.py. */
-const uint64_t egeria_shape[] = {2, sizeof(struct field), sizeof(struct source),
+const uint64_t egeria_shape[] = {4, sizeof(struct field), sizeof(struct source),
                                  sizeof(struct batch), sizeof(struct decoder)};

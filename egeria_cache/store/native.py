@@ -15,12 +15,12 @@ import os
 import weakref
 from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint64, c_void_p
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 __all__ = [
     "ABSENT",
@@ -35,12 +35,14 @@ __all__ = [
     "Unpacker",
     "has_kernel",
     "kernel",
-    "room_bytes",
 ]
 
 LIBRARY_NAME = "_kernel.so"
 SWITCH = "EGERIA_NATIVE"
 """Environment variable: "0" leaves the library aside."""
+
+KEPT_BYTES = 16 * 2**20
+"""Memory beyond this is given back."""
 
 ABSENT, TRUSTED, VERIFIED = range(3)
 """How a record was served: not at all; without a look at its checksum; after one."""
@@ -63,6 +65,7 @@ class Mapping:
             OSError: It cannot be mapped, or nobody can tell what of it is in memory.
             ValueError: It is empty.
         """
+        self.descriptor = descriptor
         self._mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
         self._array = np.frombuffer(self._mapped, np.uint8)
         self.num_bytes = len(self._mapped)
@@ -114,7 +117,6 @@ class Kernel:
         out: Bytes,
         rows: Integers,
         elements: tuple[int, bool],
-        room: Bytes,
     ) -> Found:
         """Decode fields of one layout and codec; return which held what they promised.
 
@@ -127,14 +129,14 @@ class Kernel:
             out: Shape (rows, bytes).
             rows: Of `out`, one for each field, shape (N,).
             elements: Bytes of a number, 1, 2, 4 or 8, and whether it is a floating-point one.
-            room: `room_bytes(bytes)`.
         """
         found = np.empty(len(starts), np.bool_)
         starts, sizes = np.ascontiguousarray(starts), np.ascontiguousarray(sizes)
         decoder = _Decoder(self.unzstd, unpacker.context, *elements)
         self._decode(
             decoder, codec, len(starts), _address(records), _address(starts), _address(sizes),
-            _address(out), _address(rows), out.shape[1], _address(room), _address(found),
+            _address(out), _address(rows), out.shape[1],
+            unpacker.room(_room_bytes(out.shape[1])), _address(found),
         )  # fmt: skip
         return found
 
@@ -152,7 +154,6 @@ class Source:
         *,
         identity: int,
         variant: int,
-        mark: int,
         head: bytes,
         fields: Sequence[tuple[int, tuple[int, bool]]],
         table: Words | None = None,
@@ -164,84 +165,109 @@ class Source:
             mapping: Of the file.
             identity: Of the generation.
             variant: Of the augmentation.
-            mark: Of the round of trust: what has it is believed; 8 for nothing.
             head: That records should have, from behind the checksum on; their lengths may differ.
             fields: Per tensor of a record its bytes, and its elements.
             table: Span by sample ID, shape (M, 2): place, with a mark in its three lowest bits,
                 and size. Without it, each batch has spans of its own.
         """
-        self.room_bytes = max((room_bytes(num_bytes) for num_bytes, _ in fields), default=0)
+        self.room_bytes = max((_room_bytes(num_bytes) for num_bytes, _ in fields), default=0)
         """What each thread needs besides."""
         described = (_Field * len(fields))(*(_Field(size, *kind) for size, kind in fields))
         self._kept = mapping, table, described
-        self._serve = kernel.serve
-        self._struct = _Source(
-            mapping.address, mapping.num_bytes, kernel.hash, kernel.unzstd, identity, variant,
-            mark, head, CHECKSUM_BYTES + len(head), len(fields), described, _address(table),
-            0 if table is None else len(table),
+        self.num_fields = len(fields)
+        self.serve = kernel.serve
+        self.struct = _Source(
+            mapping.descriptor, mapping.address, mapping.num_bytes, kernel.hash, kernel.unzstd,
+            identity, variant, head, CHECKSUM_BYTES + len(head), len(fields), described,
+            _address(table), 0 if table is None else len(table), 0,
         )  # fmt: skip
 
-    def batch(
+
+class Serving:
+    """One batch after the other from a source, each by any number of threads, part by part."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._serve, self._of = source, source.serve, source.struct
+        self._room_bytes = source.room_bytes
+        self._out = (c_void_p * source.num_fields)()
+        self._batch = _Batch(out=self._out)
+        self._count = 0
+        self._noted: Words = np.empty((3, 0), np.uint64)
+        self._kept: Any = None
+
+    def begin(
         self,
-        out: Sequence[Bytes],
-        turn: int,
+        count: int,
+        out: Sequence[Tensor],
         *,
+        mark: int,
+        turn: int = 0,
+        written: int = -1,
         numbers: Integers | None,
         spans: Words | None = None,
         key_hashes: Words | None = None,
         rows: Integers | None = None,
-    ) -> Serving:
-        """Return what serves N records, part by part. Every array is contiguous.
+    ) -> None:
+        """Say what the next batch is, of N records. Every array is contiguous.
 
         Args:
-            out: Per field, where to: shape (B, bytes).
+            count: N.
+            out: Per field, where to: contiguous rows.
+            mark: Of the round of trust: what has it is believed; 8 for nothing.
             turn: Which of the 64 parts of what is believed is verified again.
+            written: The file's time of modification, in nanoseconds; where it is another one by
+                then, nothing is served. -1: it does not matter.
             numbers: Sample IDs, shape (N,), where all are integers.
             spans: As in the table, shape (N, 2).
             key_hashes: XXH3 of the keys, shape (N,), where they are no integers.
             rows: Of `out`, one for each record, shape (N,); in this order without.
         """
-        count = len(numbers) if numbers is not None else len(spans if spans is not None else ())
-        found, places = np.empty(count, np.uint8), np.empty(count, np.uint64)
-        tables = (c_void_p * len(out))(*map(_address, out))
-        kept = (self, out, tables, numbers, spans, key_hashes, rows)
-        struct = _Batch(
-            _address(numbers), _address(key_hashes), _address(spans), _address(rows), tables, turn,
-            _address(found), _address(places),
-        )  # fmt: skip
-        return Serving(self._serve, self._struct, struct, found, places, kept)
+        batch = self._batch
+        if count > self._noted.shape[1]:
+            self._noted = np.empty((3, count), np.uint64)
+            self._numbers = self._noted[2].view(np.int64)
+            batch.found, batch.places, self._numbers_at = (row.ctypes.data for row in self._noted)
+        self._count = count
+        batch.mark, batch.turn, batch.written = mark, turn, written
+        batch.numbers = None
+        if numbers is not None:
+            self._numbers[:count] = numbers
+            batch.numbers = self._numbers_at
+        if spans is not None or rows is not None:
+            batch.spans, batch.rows = _address(spans), _address(rows)
+            batch.key_hashes = _address(key_hashes)
+        for at, one in enumerate(out):
+            self._out[at] = one.data_ptr()
+        self._kept = out, spans, key_hashes, rows
 
-
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """Records of one batch; any thread may serve a part of them."""
-
-    serve: Any
-    source: _Source
-    batch: _Batch
-    found: Bytes
-    """How each record was served, shape (N,)."""
-    places: Words
-    """And from where in the file, unless it is absent; shape (N,)."""
-    kept: Any
-    """What the pointers point to."""
-
-    def part(self, chosen: slice, unpacker: Unpacker, room: Bytes) -> int:
-        """Serve some of the records; return how many of them were believed before.
+    def part(self, chosen: slice, unpacker: Unpacker) -> int:
+        """Serve some of the records; return how many of them were not believed before, -1 if one is
+        absent, -2 if none count because the file was written to.
 
         Args:
             chosen: From the first of them to behind the last.
             unpacker: Of this thread.
-            room: `room_bytes` of the source.
         """
-        num_trusted: int = self.serve(
-            self.source, self.batch, chosen.start, chosen.stop, unpacker.context, _address(room)
-        )
-        return num_trusted
+        num_verified: int = self._serve(
+            self._of, self._batch, chosen.start, chosen.stop, unpacker.context,
+            unpacker.room(self._room_bytes),
+        )  # fmt: skip
+        return num_verified
+
+    @property
+    def found(self) -> Bytes:
+        """How each record was served, shape (N,)."""
+        found: Bytes = self._noted[0].view(np.uint8)
+        return found[: self._count]
+
+    @property
+    def places(self) -> Words:
+        """And from where in the file, unless it is absent; shape (N,)."""
+        return self._noted[1, : self._count]
 
 
 class Unpacker:
-    """zstd's state for one thread."""
+    """zstd's state, and memory to work in, for one thread."""
 
     def __init__(self, zstd: ctypes.CDLL) -> None:
         self.context = _declared(zstd.ZSTD_createDCtx, c_void_p)()
@@ -250,11 +276,14 @@ class Unpacker:
         free = _declared(zstd.ZSTD_freeDCtx, ctypes.c_size_t, c_void_p)
         # Not when the interpreter ends: daemon threads may still use it then.
         weakref.finalize(self, free, self.context).atexit = False
+        self._room, self._room_at = np.empty(0, np.uint8), 0
 
-
-def room_bytes(num_bytes: int) -> int:
-    """Return what decoding fields of so many bytes needs besides."""
-    return 3 * num_bytes + 80
+    def room(self, num_bytes: int) -> int:
+        """Return where so many bytes are free; the next call returns the same memory."""
+        if not num_bytes <= len(self._room) <= max(num_bytes, KEPT_BYTES):
+            self._room = np.empty(num_bytes, np.uint8)
+            self._room_at = self._room.ctypes.data
+        return self._room_at
 
 
 @functools.cache
@@ -285,6 +314,11 @@ def has_kernel() -> bool:
 CHECKSUM_BYTES = 8
 
 
+def _room_bytes(num_bytes: int) -> int:
+    """Return what decoding fields of so many bytes needs besides."""
+    return 3 * num_bytes + 80
+
+
 class _Field(ctypes.Structure):
     _fields_ = [
         ("num_bytes", c_int64),
@@ -295,19 +329,20 @@ class _Field(ctypes.Structure):
 
 class _Source(ctypes.Structure):
     _fields_ = [
+        ("descriptor", c_int64),
         ("map", c_void_p),
         ("map_bytes", c_uint64),
         ("hash", c_void_p),
         ("zstd", c_void_p),
         ("identity", c_uint64),
         ("variant", c_uint64),
-        ("mark", c_uint64),
         ("head", c_char_p),
         ("head_bytes", c_uint64),
         ("num_fields", c_int64),
         ("fields", POINTER(_Field)),
         ("table", c_void_p),
         ("table_rows", c_uint64),
+        ("doubts", c_int64),
     ]
 
 
@@ -318,7 +353,9 @@ class _Batch(ctypes.Structure):
         ("spans", c_void_p),
         ("rows", c_void_p),
         ("out", POINTER(c_void_p)),
+        ("mark", c_uint64),
         ("turn", c_uint64),
+        ("written", c_int64),
         ("found", c_void_p),
         ("places", c_void_p),
     ]
@@ -333,7 +370,7 @@ class _Decoder(ctypes.Structure):
     ]
 
 
-SHAPE = [2, *map(ctypes.sizeof, (_Field, _Source, _Batch, _Decoder))]
+SHAPE = [4, *map(ctypes.sizeof, (_Field, _Source, _Batch, _Decoder))]
 """What the library says of itself. The first is counted up in both when a function takes something
 else: a library that was left beside newer sources would write where it should not."""
 

@@ -18,7 +18,7 @@ from egeria_cache.store.decoders import Decoders
 from egeria_cache.store.disk.files import GenerationFiles, GoneError
 from egeria_cache.store.fetch import Wanted
 from egeria_cache.store.fill import Batch, fill
-from egeria_cache.store.records.keys import Keys, SampleId, decode_key
+from egeria_cache.store.records.keys import Keys, SampleId, decode_key, plain_integers
 from egeria_cache.store.records.layout import CHECKSUM_BYTES, Head
 from egeria_cache.store.records.record import open_record
 from egeria_cache.store.records.values import RecordError
@@ -43,6 +43,7 @@ class Fetched:
     """Full B rows each; empty if nothing at all was found."""
     hit: npt.NDArray[np.bool_]
     """Shape (B,)."""
+    num_hits: int = 0
     num_corrupt: int = 0
 
 
@@ -67,53 +68,59 @@ class BatchReader:
         pin_memory: bool,
     ) -> Fetched:
         """Return the samples that are stored and intact; never raises for a bad record."""
-        keys = Keys(ids, variant)
-        nothing = np.zeros(len(keys), np.bool_)
+        begun, numbers = None, plain_integers(ids)
+        turn = None if self._verifies_always else files.turn(len(ids)) % NUM_TURNS
         try:
-            segment = files.check()
-            turn = None if self._verifies_always else files.turn(len(keys)) % NUM_TURNS
-            course = self._course(files, keys, turn)
-            begun = None
-            if course is not None:
-                begun = course.serve(keys, turn or 0, self._decoders, pin_memory=pin_memory)
-                if begun.is_done and files.usable:
-                    return Fetched(course.template[0].layout.bare, course.fields(begun), ~nothing)
+            course = None if numbers is None else self._course(files, variant)
+            if course is not None and numbers is not None:
+                begun = course.serve(numbers, turn, self._decoders, pin_memory=pin_memory)
+                if begun.num_news > 0 and turn is not None:
+                    begun.note(files, Keys(ids, variant))
+                if begun.num_news >= 0 and files.usable:
+                    hit = np.empty(len(ids), np.bool_)
+                    hit.fill(True)
+                    return Fetched(course.bare, course.fields(begun), hit, len(ids))
+            segment, keys = files.check(), Keys(ids, variant)
             wanted = Wanted(segment, keys, files.locate(keys), files.identity)
         except GoneError:
-            return Fetched(False, {}, nothing)
+            return Fetched(False, {}, np.zeros(len(ids), np.bool_))
+        nothing = np.zeros(len(keys), np.bool_)
         # Another thread may note another head meanwhile: what was begun goes on with its own.
         template = files.template if course is None else course.template
         if template is None:
             template, corrupt = _find_template(files, wanted)
             if template is None:
-                return Fetched(False, {}, nothing, self._forget(files, corrupt))
+                return Fetched(False, {}, nothing, 0, self._forget(files, corrupt))
         batch = Batch(*template, len(keys), pin_memory, nothing)
         if files.is_varied:
             fields = fill_varied(wanted, batch, self._decoders)
         else:
-            if begun is not None:
-                begun.hand_over(batch, files, keys)
+            if begun is not None and begun.is_begun:
+                begun.hand_over(batch)
             serve(files, wanted, batch, self._decoders, turn)
             if not batch.hit.all():
                 fill(wanted, batch, self._decoders)
-            files.is_varied = len(batch.odd) > MANY_ODD * len(keys)
+            if len(batch.odd) > MANY_ODD * len(keys):
+                files.is_varied, files.course = True, None
             fields = assemble(batch) if batch.columns else {}
         num_corrupt = self._forget(files, batch.corrupt)
         if not files.usable:  # became void while we were reading
             batch.hit[:] = False
-        return Fetched(batch.head.layout.bare, fields, batch.hit, num_corrupt)
+        num_hits = int(np.count_nonzero(batch.hit))
+        return Fetched(batch.head.layout.bare, fields, batch.hit, num_hits, num_corrupt)
 
     # -- parts ------------------------------------------------------------------------------
 
-    def _course(self, files: GenerationFiles, keys: Keys, turn: int | None) -> Course | None:
+    def _course(self, files: GenerationFiles, variant: int) -> Course | None:
         """Return the short way, if there is one."""
-        if turn is None or keys.numbers is None or files.is_varied or files.template is None:
-            return None
         course: Course | None = files.course
-        if course is None or not course.holds(keys.variant):
-            course = files.course = Course.of(files, keys.variant)
-            if not files.usable:  # released by now: nothing may keep the file's space
-                files.course = None
+        if course is not None and course.holds(variant):
+            return course
+        if files.is_varied or files.template is None:
+            return None
+        course = files.course = Course.of(files, files.check(), variant)
+        if not files.usable:  # released by now: nothing may keep the file's space
+            files.course = None
         return course
 
     def _forget(self, files: GenerationFiles, corrupt: list[tuple[bytes, str]]) -> int:

@@ -7,19 +7,21 @@ file; a rotating part of what is believed is verified again.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from egeria_cache.store.codecs.codec import Coder
 from egeria_cache.store.codecs.lossy import unpack
 from egeria_cache.store.codecs.planes import GROUPS
 from egeria_cache.store.decoders import Decoders
 from egeria_cache.store.disk.files import GenerationFiles
-from egeria_cache.store.disk.index import mark_of
+from egeria_cache.store.disk.index import IntegerTable, mark_of
+from egeria_cache.store.disk.segment import Segment
 from egeria_cache.store.fetch import Rows, Wanted
 from egeria_cache.store.fill import Batch, allocate
 from egeria_cache.store.native import ABSENT, VERIFIED, Kernel, Mapping, Serving, Source, kernel
@@ -29,56 +31,39 @@ from egeria_cache.store.records.layout import Head
 __all__ = ["Course", "serve"]
 
 NUM_TURNS = 64
+WRITTEN_TO = -2
+"""What serving returns where the file was written to meanwhile."""
 NO_MARK = 8
 """That no record has."""
 LOAD_BYTES = 2**20
 """Read at a time, of what is not in memory."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Begun:
     """A batch that went the short way, as far as that led."""
 
     columns: list[Tensor]
     serving: Serving
+    """Until this thread's next batch."""
     round: int
     """Of trust, in which it did."""
-    is_done: bool
-    """All rows are there, and were believed before."""
+    num_news: int
+    """Records that were verified, not believed; less than 0 if not all rows are there."""
 
-    def hand_over(self, batch: Batch, files: GenerationFiles, keys: Keys) -> None:
-        """Give what there is to a batch that goes on; note what was verified."""
-        batch.take(self.columns)
-        batch.hit[:] = self.serving.found != ABSENT
+    @property
+    def is_begun(self) -> bool:
+        """Anything was tried."""
+        return self.num_news != WRITTEN_TO
+
+    def note(self, files: GenerationFiles, keys: Keys) -> None:
+        """Note what was verified."""
         _trust(files, keys, np.arange(len(keys)), self.serving, self.round)
 
-
-@dataclass(frozen=True, slots=True)
-class Basis:
-    """What a short way depends on. Other threads may replace each of these at any time."""
-
-    round: int
-    table: npt.NDArray[np.uint64]
-    mapping: Mapping
-    template: tuple[Head, memoryview]
-
-    @classmethod
-    def of(cls, files: GenerationFiles, variant: int) -> Basis | None:
-        """Return what there is; None where something is missing."""
-        round_ = files.index.round  # first: what is distrusted from here on is seen by `holds`
-        table, mapping, template = files.index.table(variant), files.mapping, files.template
-        if table is None or mapping is None or template is None:
-            return None
-        return cls(round_, table, mapping, template)
-
-    def holds(self, files: GenerationFiles, variant: int) -> bool:
-        """Tell whether all of it is as it was."""
-        return (
-            files.index.round == self.round
-            and files.index.table(variant) is self.table
-            and files.mapping is self.mapping
-            and files.template is self.template
-        )
+    def hand_over(self, batch: Batch) -> None:
+        """Give what there is to a batch that goes on."""
+        batch.take([_as_stored(column, len(batch.hit)) for column in self.columns])
+        batch.hit[:] = self.serving.found != ABSENT
 
 
 class Course:
@@ -86,50 +71,100 @@ class Course:
     too, and look-up, checks and decoding are one call.
     """
 
-    def __init__(self, files: GenerationFiles, variant: int, basis: Basis, source: Source) -> None:
-        self.template = basis.template
+    def __init__(
+        self,
+        files: GenerationFiles,
+        variant: int,
+        table: IntegerTable,
+        segment: Segment,
+        template: tuple[Head, memoryview],
+    ) -> None:
+        self.template = template
         """Head of the records."""
-        self._files, self._variant, self._basis, self._source = files, variant, basis, source
+        self._files, self._variant = files, variant
+        # Other threads may replace any of these.
+        self._table, self._spans = table, table.spans
+        self._segment, self._mapping = segment, segment.mapping
+        native = kernel()
+        assert native is not None
+        assert self._mapping is not None
+        self._source = _source(
+            native, self._mapping, template, files.identity, variant, self._spans
+        )
+        self._local = threading.local()
+        head, _ = template
+        self.bare = head.layout.bare
+        self._kind, self._row_bytes, self._fields = head.seed, head.row_bytes, head.layout.fields
+        self._names = [one.name for one in self._fields]
+        self._as_they_are = all(one.storage is None for one in self._fields)
+        self._columns = [
+            (one.shape, one.dtype)
+            if one.storage is None and one.dtype is not None
+            else ((one.num_bytes,), torch.uint8)
+            for one in self._fields
+        ]
 
     @classmethod
-    def of(cls, files: GenerationFiles, variant: int) -> Course | None:
+    def of(cls, files: GenerationFiles, segment: Segment, variant: int) -> Course | None:
         """Return the short way; None where there is none."""
-        native, basis = kernel(), Basis.of(files, variant)
-        if native is None or basis is None or not _takes(basis.template[0]):
+        table, template = files.index.table(variant), files.template
+        if kernel() is None or table is None or template is None or segment.mapping is None:
             return None
-        source = _source(
-            native, basis.mapping, basis.template, files.identity, variant, mark_of(basis.round),
-            basis.table,
-        )  # fmt: skip
-        return cls(files, variant, basis, source)
+        return cls(files, variant, table, segment, template) if _takes(template[0]) else None
 
     def holds(self, variant: int) -> bool:
         """Tell whether nothing has changed that it depends on."""
-        return variant == self._variant and self._basis.holds(self._files, variant)
+        return (
+            variant == self._variant
+            and self._table.spans is self._spans
+            and self._segment.mapping is self._mapping
+            and self._files.template is self.template
+        )
 
-    def serve(self, keys: Keys, turn: int, decoders: Decoders, *, pin_memory: bool) -> Begun:
+    def serve(
+        self,
+        numbers: npt.NDArray[np.int64],
+        turn: int | None,
+        decoders: Decoders,
+        *,
+        pin_memory: bool,
+    ) -> Begun:
         """Read the samples, as far as they can be.
 
         Args:
-            keys: Of B samples, integers.
-            turn: Which part of what is believed is verified again.
+            numbers: Their IDs, shape (B,).
+            turn: Which part of what is believed is verified again; None for all of it.
             decoders: Does it.
             pin_memory: See `Batch`.
+
+        Raises:
+            GoneError: Void or closed.
         """
-        head, _ = self.template
-        count, fields = len(keys), head.layout.fields
-        columns = [allocate(count, one.num_bytes, pin_memory=pin_memory) for one in fields]
-        out = [column.numpy() for column in columns]
-        serving = self._source.batch(out, turn, numbers=keys.numbers)
-        num_trusted = _run(serving, self._source, head, count, decoders)
-        return Begun(columns, serving, self._basis.round, num_trusted == count)
+        files, count = self._files, len(numbers)
+        files.ensure_open()
+        written, round_ = files.written, files.index.round
+        columns = [
+            allocate((count, *shape), dtype, pin_memory=pin_memory)
+            for shape, dtype in self._columns
+        ]
+        try:
+            serving: Serving = self._local.serving
+        except AttributeError:
+            serving = self._local.serving = Serving(self._source)
+        mark, turn = (NO_MARK, 0) if turn is None else (mark_of(round_), turn)
+        serving.begin(count, columns, mark=mark, turn=turn, written=written, numbers=numbers)
+        results = _run(serving, self._kind, count, count * self._row_bytes, decoders)
+        return Begun(columns, serving, round_, max(results) if min(results) >= 0 else min(results))
 
     def fields(self, begun: Begun) -> dict[str, Tensor | list[Any]]:
         """Return what was read, by name."""
+        if self._as_they_are:
+            return dict(zip(self._names, begun.columns, strict=True))
         return {
-            one.name: unpack(column, one.shape, one.dtype, one.storage)
-            for one, column in zip(self.template[0].layout.fields, begun.columns, strict=True)
-            if one.dtype is not None
+            one.name: column
+            if one.dtype is None or one.storage is None
+            else unpack(column, one.shape, one.dtype, one.storage)
+            for one, column in zip(self._fields, begun.columns, strict=True)
         }
 
 
@@ -176,20 +211,33 @@ def _serve(
     located, keys, mapping = wanted.located, wanted.keys, wanted.segment.mapping
     if mapping is None:
         return
-    template = batch.head, batch.head_bytes
-    mark = NO_MARK if turn is None else mark_of(located.round)
-    source = _source(native, mapping, template, wanted.identity, keys.variant, mark)
-    serving = source.batch(
-        [target for target in batch.targets if target is not None],
-        0 if turn is None else turn,
+    source = _source(native, mapping, (batch.head, batch.head_bytes), wanted.identity, keys.variant)
+    serving = Serving(source)
+    serving.begin(
+        len(rows),
+        [column for column in batch.columns if isinstance(column, Tensor)],
+        mark=NO_MARK if turn is None else mark_of(located.round),
+        turn=turn or 0,
+        written=files.written,
         numbers=None if keys.numbers is None else keys.numbers[rows],
         spans=located.raw[rows],
         key_hashes=keys.hashes(rows) if keys.numbers is None else None,
         rows=rows,
     )
-    _run(serving, source, batch.head, len(rows), decoders)
+    num_bytes = len(rows) * batch.head.row_bytes
+    if min(_run(serving, batch.head.seed, len(rows), num_bytes, decoders)) == WRITTEN_TO:
+        return
     batch.hit[rows] = serving.found != ABSENT
     _trust(files, keys, rows, serving, located.round)
+
+
+def _run(serving: Serving, kind: int, count: int, num_bytes: int, decoders: Decoders) -> list[int]:
+    """Serve all parts; return what each returns."""
+    native = kernel()
+    assert native is not None
+    return decoders.run(
+        kind, lambda part, coder: serving.part(part, coder.unpacker(native)), count, num_bytes
+    )
 
 
 def _trust(files: GenerationFiles, keys: Keys, rows: Rows, serving: Serving, round_: int) -> None:
@@ -203,26 +251,19 @@ def _source(
     template: tuple[Head, memoryview],
     identity: int,
     variant: int,
-    mark: int,
     table: npt.NDArray[np.uint64] | None = None,
 ) -> Source:
     head, head_bytes = template
     return Source(
-        native, mapping, identity=identity, variant=variant, mark=mark, head=bytes(head_bytes),
+        native, mapping, identity=identity, variant=variant, head=bytes(head_bytes),
         fields=[(one.num_bytes, one.elements) for one in head.layout.fields], table=table,
     )  # fmt: skip
 
 
-def _run(serving: Serving, source: Source, head: Head, count: int, decoders: Decoders) -> int:
-    """Serve all parts; return how many records were believed before."""
-    native = kernel()
-    assert native is not None
-
-    def part(chosen: slice, coder: Coder) -> int:
-        room = coder.scratch.array("room", source.room_bytes, np.uint8)
-        return serving.part(chosen, coder.unpacker(native), room)
-
-    return sum(decoders.run(head.seed, part, count, count * head.row_bytes))
+def _as_stored(column: Tensor, num_rows: int) -> Tensor:
+    """View rows as bytes, (B, bytes)."""
+    flat = column.view(-1).view(torch.uint8)
+    return flat.view(num_rows, flat.numel() // max(num_rows, 1))
 
 
 def _takes(head: Head) -> bool:

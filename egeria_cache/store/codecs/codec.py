@@ -19,7 +19,7 @@ import zstandard
 
 from egeria_cache.store.codecs.gather import Bytes, Places, Scratch, Source, copy_parts
 from egeria_cache.store.codecs.planes import GROUPS, Elements, cut, expand, join, numbers_of, rank
-from egeria_cache.store.native import Kernel, Unpacker, kernel, room_bytes
+from egeria_cache.store.native import Kernel, Unpacker, kernel
 
 __all__ = ["Bytes", "Codec", "CodecError", "Coder", "Elements", "Fields"]
 
@@ -175,10 +175,9 @@ class Coder:
         native, num_bytes, (width, _) = kernel(), out.shape[1], fields.elements
         if native is None or width not in GROUPS or num_bytes % width:
             return np.arange(len(fields))
-        room = self.scratch.array("room", room_bytes(num_bytes), np.uint8)
         found = native.decode(
             self.unpacker(native), fields.codec, fields.source.data, fields.starts, fields.sizes,
-            out, rows, fields.elements, room,
+            out, rows, fields.elements,
         )  # fmt: skip
         return np.flatnonzero(~found)
 

@@ -71,7 +71,7 @@ class GenerationFiles:
         self.is_varied = False
         """Many records were seen to have other shapes than that one."""
         self.reason_stopped = absent
-        self._num_reads = 0
+        self._num_reads, self._num_records = 0, 1
         self._is_writing = False
         self._written = 0
         """When the records were written to last, as far as this process knows of it."""
@@ -209,6 +209,7 @@ class GenerationFiles:
         else:
             self.index.add(split_keys(keys, key_bytes), spans)
         self.totals = commits[-1].totals
+        self._num_records = max(len(self.index), 1)
 
     def contains(self, ids: Sequence[SampleId], variant: int) -> npt.NDArray[np.bool_]:
         """Return bool (B,), from memory."""
@@ -236,6 +237,22 @@ class GenerationFiles:
             self._written = written
         return segment
 
+    def ensure_open(self) -> None:
+        """Raise what every use does raise, if this is of no use any more.
+
+        Raises:
+            GoneError: Void or closed.
+            StoreError: In a child process.
+        """
+        self._opened()
+
+    @property
+    def written(self) -> int:
+        """When the records were written to last, for all that is known, in nanoseconds; -1 while
+        this process writes. If it was at another time, `check` must be asked.
+        """
+        return -1 if self._is_writing else self._written
+
     def locate(self, keys: Keys) -> Located:
         """Return where records are.
 
@@ -258,7 +275,7 @@ class GenerationFiles:
     def turn(self, num_reads: int) -> int:
         """Count reads; return how often each record was read by now, on average."""
         self._num_reads += num_reads
-        return self._num_reads // max(len(self.index), 1)
+        return self._num_reads // self._num_records
 
     def bytes_of(self, ids: Sequence[SampleId], variant: int) -> int:
         """Return the length of all these records."""
@@ -347,6 +364,7 @@ class GenerationFiles:
                 raise
             self.index.add(records.keys, spans)
             self.totals = totals
+            self._num_records = max(len(self.index), 1)
 
     def _append(self, segment: Segment, end: int, records: Encoded) -> int:
         """Write records to disk, before the commit that makes them visible, and return where they

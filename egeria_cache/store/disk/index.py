@@ -136,10 +136,9 @@ class Index:
                 spans[missing] = self._others.locate(keys.hashes(missing))
         return Located(spans, number)
 
-    def table(self, variant: int) -> Spans | None:
+    def table(self, variant: int) -> IntegerTable | None:
         """Return spans by sample ID, with rounds, as far as they lie in one table."""
-        integers = self._integers.get(variant)
-        return None if integers is None else integers.spans
+        return self._integers.get(variant)
 
     def trust(
         self,

@@ -110,7 +110,7 @@ def plain_integers(ids: Sequence[SampleId]) -> npt.NDArray[np.int64] | None:
     """Return the IDs as int64, shape (B,), if every one of them is an integer of 64 bits."""
     if isinstance(ids, np.ndarray):
         fits = ids.dtype.kind == "i" or (ids.dtype.kind == "u" and ids.dtype.itemsize < 8)
-        return ids.astype(np.int64) if fits and ids.ndim == 1 else None
+        return np.ascontiguousarray(ids, np.int64) if fits and ids.ndim == 1 else None
     try:
         array = np.array(ids)
     except (ValueError, OverflowError):  # tuples of different lengths
