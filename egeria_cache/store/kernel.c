@@ -32,6 +32,8 @@ enum { ABSENT, TRUSTED, VERIFIED };
 enum { MARK_BITS = 7, TURN_BITS = 6 };
 enum { LOOKED_AT = 16, MOST_DOUBTS = 4096, MOST_ASKED_BYTES = 1 << 18 };
 
+static const uint64_t AS_THEY_ARE = 1ull << 63;
+
 typedef uint64_t hash_fn(const void *data, size_t num_bytes, uint64_t seed);
 typedef size_t zstd_fn(void *context, void *out, size_t room, const void *data, size_t num_bytes);
 
@@ -166,7 +168,9 @@ static int decode_bitmap(const struct decoder *with, const uint8_t *from, uint64
                          uint8_t *room, uint8_t *out, int64_t num_bytes) {
     const int64_t n = num_bytes / with->width;
     if (size < BITMAP_HEAD_BYTES || !n) return 0;
-    const uint64_t count = word(from), head = word(from + 8), stored = head >> 1;
+    struct decoder as = *with;
+    if (word(from) & AS_THEY_ARE) as.floating = 0; /* not rotated */
+    const uint64_t count = word(from) & ~AS_THEY_ARE, head = word(from + 8), stored = head >> 1;
     uint8_t *const values = room + num_bytes;
     uint8_t *const marks = values + num_bytes + VALUES_BEYOND * with->width;
     if (count > (uint64_t)n || stored > size - BITMAP_HEAD_BYTES) return 0;
@@ -174,7 +178,7 @@ static int decode_bitmap(const struct decoder *with, const uint8_t *from, uint64
                                    (uint64_t)(n + 7) / 8, marks);
     if (!bits || count_bits(bits, n) != count) return 0;
     from += BITMAP_HEAD_BYTES + stored, size -= BITMAP_HEAD_BYTES + stored;
-    if (!decode_planes(with, from, size, (int64_t)count, room, values)) return 0;
+    if (!decode_planes(&as, from, size, (int64_t)count, room, values)) return 0;
     expand(bits, values, n, (int)with->width, out);
     return 1;
 }

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 import pytest
 import torch
@@ -91,3 +93,25 @@ def test_raw_compressed_odd_and_absent_samples_of_one_batch_come_back_in_order(t
         expected = {99: None, 12: short[0]}.get(one, noise[one] if one < 6 else zeros[0])
         assert row is expected is None or torch.equal(row, expected)
         assert name == {99: None, 12: "odd"}.get(one, str(one) if one < 6 else "zero")
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64], ids=str)
+def test_elements_without_a_sign_are_not_rotated_and_both_kinds_are_read_together(dtype):
+    elements = (np.dtype(dtype).itemsize, True)
+    coder, generator = Coder(), np.random.default_rng(0)
+    values = generator.standard_normal((6, 1000)).astype(dtype)
+    values[::2] = np.maximum(values[::2], 0)
+    values[2, ::7] = -0.0  # which has one
+    rows = values.view(np.uint8)
+    stored = [bytes(coder.encode(row, Codec.BITMAP, elements)[1]) for row in rows]
+    assert [one[7] >> 7 for one in stored] == [1, 0, 0, 0, 1, 0]
+    # As earlier releases stored what has no sign.
+    numbers = rows[0].view(f"<u{elements[0]}")
+    bitmap = np.packbits(numbers != 0).tobytes()
+    head = struct.pack("<QQ", np.count_nonzero(numbers), len(bitmap) << 1)
+    stored[3] = head + bitmap + coder._split(numbers[numbers != 0], elements)
+    sizes, out = np.array(list(map(len, stored))), np.zeros_like(rows)
+    source, starts = Source.of(b"".join(stored)), np.cumsum(sizes) - sizes
+    fields = Fields(source, starts, sizes, Codec.BITMAP, elements)
+    assert not coder.decode_many(fields, out, np.arange(6))
+    assert (out == rows[[0, 1, 2, 0, 4, 5]]).all()

@@ -37,6 +37,8 @@ _BITMAP_WORTH = 0.5
 """The same for a bitmap: it is a thirty-second part of what it stands for, or a sixteenth."""
 
 _BITMAP_HEAD_BYTES = 16
+_AS_THEY_ARE = 1 << 63
+"""Set in a bitmap's number of elements where those are not rotated."""
 
 
 class Codec(IntEnum):
@@ -126,12 +128,16 @@ class Coder:
         else:
             numbers = numbers_of(data, width)
             present = numbers != 0  # of the bits: -0.0 is no zero
+            marked = numbers[present]
+            # Without a sign there is nothing to rotate: it would bring a zero to every mantissa,
+            # which only a codec takes out again.
+            plain = elements[1] and not bool((marked >> (8 * width - 1)).any())
             bitmap, flag = self._shrink(np.packbits(present).data, self._general, _BITMAP_WORTH)
             packed = b"".join(
                 (
-                    struct.pack("<QQ", int(present.sum()), len(bitmap) << 1 | flag),
+                    struct.pack("<QQ", len(marked) | plain * _AS_THEY_ARE, len(bitmap) << 1 | flag),
                     bitmap,
-                    self._split(numbers[present], elements),
+                    self._split(marked, elements, rotates=not plain),
                 )
             )
         return (codec, packed) if len(packed) < data.nbytes else (Codec.RAW, data)
@@ -217,19 +223,28 @@ class Coder:
             numbers = numbers_of(out.reshape(-1), width)
             join(self._unpack(source, blocks), numbers, fields.elements, self.scratch)
         elif codec == Codec.BITMAP and width in GROUPS:
-            self._scatter(fields, out)
+            if (sizes < _BITMAP_HEAD_BYTES).any():
+                raise CodecError("bitmap cut short")
+            plain = source.words(starts, 1)[:, 0] >= _AS_THEY_ARE
+            for chosen in (~plain, plain):
+                if chosen.all():
+                    self._scatter(fields, out, rotates=chosen is not plain)
+                elif chosen.any():
+                    part = np.empty_like(out[chosen])
+                    self._scatter(fields[np.flatnonzero(chosen)], part, rotates=chosen is not plain)
+                    out[chosen] = part
         else:
             raise CodecError(f"unknown codec {codec}")
 
-    def _scatter(self, fields: Fields, out: Bytes) -> None:
+    def _scatter(self, fields: Fields, out: Bytes, *, rotates: bool) -> None:
         """Fill `out` (N, bytes) from bitmaps and the planes of what they mark."""
-        source, starts, sizes, (width, _) = (
-            fields.source, fields.starts, fields.sizes, fields.elements
-        )  # fmt: skip
+        source, starts, sizes = fields.source, fields.starts, fields.sizes
+        width, floating = fields.elements
         num_elements = out.shape[1] // width
-        if not num_elements or (sizes < _BITMAP_HEAD_BYTES).any():
-            raise CodecError("bitmap cut short")
+        if not num_elements:
+            raise CodecError("bitmap of nothing")
         heads = source.words(starts, 2)
+        heads[:, 0] &= np.uint64(_AS_THEY_ARE - 1)
         lengths = heads[:, 1] >> 1
         if (heads[:, 0] > num_elements).any() or (lengths + _BITMAP_HEAD_BYTES > sizes).any():
             raise CodecError("a bitmap of more elements than the field has")
@@ -245,7 +260,7 @@ class Coder:
         numbers = numbers_of(out.reshape(-1), width)
         values = scratch.array("values", 1 + int(counts.sum()), numbers.dtype)
         values[0] = 0
-        join(joined, values[1:], fields.elements, scratch)
+        join(joined, values[1:], (width, floating and rotates), scratch)
         expand(ranks, values, numbers)
 
     def _unpack(self, source: Source, kinds: Sequence[_Blocks]) -> list[Bytes]:
@@ -289,11 +304,14 @@ class Coder:
 
     # -- encoding ---------------------------------------------------------------------------
 
-    def _split(self, numbers: npt.NDArray[Any], elements: Elements) -> bytes:
-        planes = cut(numbers, elements)
+    def _split(
+        self, numbers: npt.NDArray[Any], elements: Elements, *, rotates: bool = True
+    ) -> bytes:
+        width, floating = elements
+        planes = cut(numbers, (width, floating and rotates))
         heads, blocks = [], []
         for plane in planes:
-            highest = elements[1] and plane is planes[-1]
+            highest = floating and plane is planes[-1]
             block, flag = self._shrink(
                 plane.data.cast("B") if len(plane) else b"",
                 self._entropy if highest else self._general,
