@@ -27,7 +27,7 @@ __all__ = ["ACTS", "Act", "Record", "Side", "pretrained"]
 
 OLD, NEW = range(5), range(5, 10)
 """The digits that the backbone was pre-trained on, and those that it is fine-tuned for."""
-WIDTH, BLOCKS = 32, 5
+WIDTH, BLOCKS = 16, 5
 TRAINED = (f"layer3.{BLOCKS - 1}", "head")
 """What fine-tuning trains; all that lies in front of it is frozen."""
 
@@ -54,14 +54,14 @@ ACTS = (
         title="Fine-tuning over a frozen front",
         about="A ResNet-32 that knows the digits 0-4 learns 5-9: its last block and a new head are "
         "trained. Egeria stores what crosses the boundary in the first epoch, and reads it after.",
-        epochs=14, lr=0.05, size=24, is_finetuning=True,
+        epochs=24, lr=0.05, size=24, is_finetuning=True,
     ),
     Act(
         name="again",
         title="The same again, with another learning rate",
         about="Nothing in the frozen front has changed, so this run starts with every sample in "
         "the cache.",
-        epochs=14, lr=0.1, size=24, is_finetuning=True,
+        epochs=24, lr=0.1, size=24, is_finetuning=True,
     ),
     Act(
         name="scratch",

@@ -39,7 +39,9 @@ class Wanted:
         return self.located.spans
 
 
-def fetch_rows(wanted: Wanted, rows: Rows, head: Head, targets: Sequence[Bytes]) -> Found:
+def fetch_rows(
+    wanted: Wanted, rows: Rows, head: Head, head_bytes: memoryview, targets: Sequence[Bytes]
+) -> Found:
     """Read records of raw tensors, all behind the same head, to where the tensors belong.
 
     Plain loops: in training the processor has forgotten this code from one batch to the next,
@@ -50,6 +52,7 @@ def fetch_rows(wanted: Wanted, rows: Rows, head: Head, targets: Sequence[Bytes])
         wanted: The batch.
         rows: Which of it.
         head: What all of them should have.
+        head_bytes: The same as stored, behind the checksum.
         targets: Per tensor its bytes, shape (B, bytes).
 
     Returns:
@@ -60,6 +63,7 @@ def fetch_rows(wanted: Wanted, rows: Rows, head: Head, targets: Sequence[Bytes])
         head.seed ^ wanted.identity,
         bytearray(head.num_bytes),
     )
+    behind_checksum = memoryview(first_bytes)[CHECKSUM_BYTES:]
     keys, read = wanted.keys, wanted.segment.read
     digest, checksum_of = xxhash.xxh3_64_intdigest, CHECKSUM.unpack_from
     # Slices of memory views: as a buffer, a row of an array takes longer than the rest.
@@ -73,7 +77,7 @@ def fetch_rows(wanted: Wanted, rows: Rows, head: Head, targets: Sequence[Bytes])
             if stored == size and read((first_bytes, first, *others), place) == size:
                 seed = head_seed ^ digest(keys[row])  # payload_seed()
                 made = _digest(first, others, seed) if others else digest(first, seed)
-                intact = made == checksum_of(first_bytes)[0]
+                intact = made == checksum_of(first_bytes)[0] and behind_checksum == head_bytes
         except OSError:  # a bad sector: of this record alone
             pass
         found.append(intact)

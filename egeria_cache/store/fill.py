@@ -88,7 +88,7 @@ def fill(wanted: Wanted, batch: Batch, decoders: Decoders) -> None:
     batch.make_room()
     targets = [target for target in batch.targets if target is not None]
     if batch.head.raw and 0 < len(targets) == len(batch.targets):
-        found = rows[fetch_rows(wanted, rows, batch.head, targets)]
+        found = rows[fetch_rows(wanted, rows, batch.head, batch.head_bytes, targets)]
         batch.hit[found] = True
     else:
         found = _fill_alike(wanted, rows, batch, decoders)

@@ -232,7 +232,7 @@ class ActivationStore:
         return manifest, GenerationFiles.open(directory)
 
     def _read_manifest(self, directory: Path, fields: Mapping[str, Any]) -> Manifest:
-        manifest = Manifest.read(directory)
+        manifest = Manifest.read(directory, named_by_us=True)
         if manifest.fields != fields:
             raise DamagedError(f"{directory} holds other fields than its name says")
         return manifest

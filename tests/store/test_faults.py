@@ -125,11 +125,25 @@ def test_a_mutated_file_kills_nobody_and_serves_nothing_wrong(original, tmp_path
 def test_a_manifest_whose_format_was_damaged_is_damaged_and_not_of_a_newer_release(
     original, tmp_path
 ):
+    for fields in ("boundary", "bounary"):
+        copy = tmp_path / fields
+        shutil.copytree(original, copy)
+        for path in copy.glob("gen-*/manifest.json"):
+            text = path.read_text().replace('"format": 2', '"format": 6')
+            path.write_text(text.replace("boundary", fields))
+        assert use(copy) == [0, COUNT] * 2
+
+
+def test_a_record_whose_head_is_damaged_where_it_does_not_matter_is_damaged_all_the_same(
+    original, tmp_path
+):
     copy = tmp_path / "cache"
     shutil.copytree(original, copy)
-    for path in copy.glob("gen-*/manifest.json"):
-        path.write_text(path.read_text().replace('"format": 2', '"format": 6'))
-    assert use(copy) == [0, COUNT] * 2
+    path = generation_directories(copy)[0] / "records.bin"
+    content = bytearray(path.read_bytes())
+    content[16 + 6] ^= 1  # of the stored length of the first record's field
+    path.write_bytes(content)
+    assert sorted(use(copy)) == [COUNT - 1, COUNT, COUNT, COUNT]
 
 
 @pytest.mark.parametrize("count", [30, pytest.param(5000, marks=pytest.mark.long)])

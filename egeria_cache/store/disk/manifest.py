@@ -57,8 +57,12 @@ class Manifest:
         return cls(generation_name(fields), fields, time.time())
 
     @classmethod
-    def read(cls, directory: Path) -> Manifest:
+    def read(cls, directory: Path, *, named_by_us: bool = False) -> Manifest:
         """Read and check a generation's manifest.
+
+        Args:
+            directory: Of the generation.
+            named_by_us: Its name was computed in this format; else from what the manifest says.
 
         Raises:
             StoreError: Missing, damaged, or of a newer format.
@@ -67,7 +71,9 @@ class Manifest:
         content = _load(path)
         try:
             # The format is part of the name: no newer release writes under one of ours.
-            if content["format"] > FORMAT and generation_name(content["fields"]) == directory.name:
+            if content["format"] > FORMAT and (
+                named_by_us or generation_name(content["fields"]) == directory.name
+            ):
                 raise TypeError
             _check_format(path, content)
             fields, created = content["fields"], float(content["created"])
