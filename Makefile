@@ -15,13 +15,14 @@ $(DEMO_STAMP): EXTRA := demo
 $(STAMP) $(DEMO_STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Egeria needs Python 3.10 or newer; this is " + sys.version.split()[0] + ". Set PYTHON=/path/to/python3.")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo 'installing what is needed into $(VENV): once, for a minute or two'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRA)]'
+	@echo 'Installing PyTorch and what else is needed into $(VENV), once; half a minute to some minutes.'
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRA)]'
 	@touch $@
 
 # It needs little: a newcomer need not wait for the trainers that the tests want.
 demo: $(DEMO_STAMP)
-	$(BIN)/python examples/demo.py
+	@echo 'Starting: PyTorch is loaded, which takes some seconds the first time.'
+	@$(BIN)/python examples/demo.py
 
 test: setup
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
