@@ -192,11 +192,13 @@ def save_figure(path: Path, result: Result) -> None:
             end = run["seconds"][-1], run["accuracies"][-1]
             panel.plot(*end, "o", color=colour)
             panel.annotate(
-                f"{run['name']}\n{end[0]:.1f} s", end, xytext=(0, -12), color=colour, ha="right",
-                textcoords="offset points", va="top",
+                f"{run['name']}\n{end[0]:.1f} s", end, xytext=(4, 8), color=colour, ha="right",
+                textcoords="offset points", va="bottom",
             )  # fmt: skip
         lowest = min(min(one[key]["accuracies"]) for key in ("plain", "egeria"))
-        panel.set(xlabel="training time [s]", ylim=(max(0.0, min(lowest, 0.8) - 0.03), 1.01))
+        bottom = max(0.0, min(lowest, 0.8) - 0.03)
+        panel.set(xlabel="training time [s]", ylim=(bottom, 1 + 0.18 * (1 - bottom)))
+        panel.set_yticks([tick for tick in panel.get_yticks() if bottom <= tick <= 1])
         panel.set_xlim(0, None)
         panel.set_title(f"{one['act']['title']}: {speedup(one):.1f}x", fontsize="medium")
         panel.spines[["top", "right"]].set_visible(False)
