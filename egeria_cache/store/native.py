@@ -54,8 +54,8 @@ Words = npt.NDArray[np.uint64]
 
 
 class Mapping:
-    """A file in the address space, as far as it reached when this was made. Nothing of it is
-    touched but by the kernel, where it is in memory.
+    """A file in the address space, as far as it reached when this was made. Nothing but the kernel
+    touches it, which handles the signal that this may be.
     """
 
     def __init__(self, descriptor: int) -> None:
