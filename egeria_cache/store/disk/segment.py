@@ -1,8 +1,8 @@
 """The file that holds a generation's records, one behind the other; only ever appended to.
 
 It is read by the system: touching a mapping where the disk cannot read, or where the file was cut
-short, is a signal; a read that fails is an exception. Only the kernel (`kernel.c`), which handles that
-signal, touches the mapping that there is beside.
+short, is a signal; a read that fails is an exception. Only the kernel (`kernel.c`), which handles
+that signal, touches the mapping that there is beside.
 """
 
 from __future__ import annotations
