@@ -109,6 +109,15 @@ def store(section: Section, report: Report) -> None:
             columns=["", *kinds], rows=rows, short=True,
         )
     ]  # fmt: skip
+    if cold := report.get("cold_gb_per_s"):
+        names = next(iter(cold.values()))
+        section.tables.append(
+            Table(
+                title="The same with nothing in memory, each batch the first after opening, GB/s",
+                columns=["", *cold], short=True,
+                rows=[[name, *(f"{own[name]:.2f}" for own in cold.values())] for name in names],
+            )
+        )  # fmt: skip
     for kind, own in kinds.items():
         rows = [
             [name, *(number(v) for k, v in one.items() if not isinstance(v, dict | list))]

@@ -4,9 +4,10 @@
 
 Every contestant stores the same activations of the same samples and reads the same random batches
 of 128, after each sample was read once. Reads are in turns, batch by batch, from the page cache:
-this measures the software, not the disk. Writes benchmarks/results/store.json and store.png (not
-with --quick). The contestants come with `pip install '.[bench]'`; one that is missing is named,
-LMDB is needed.
+this measures the software, not the disk. Where the page cache can be emptied (by root), some are
+measured once more with nothing in memory, beside threads that only read. Writes
+benchmarks/results/store.json and store.png (not with --quick). The contestants come with
+`pip install '.[bench]'`; one that is missing is named, LMDB is needed.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from benchmarks.harness import (
 )
 
 from .activations import conv_activations, transformer_activations
+from .cold import measure_cold
 from .contestants import BATCH, CONTESTANTS, Contestant, Egeria, EgeriaAlways, EgeriaRaw
 from .writing import measure_writing
 
@@ -88,6 +90,7 @@ def measure(rows: Tensor, place: Path, num_rounds: int, skipped: dict[str, str])
             "raw_is_faster_by": times.ratio(one.name, EgeriaRaw.name),
             "always_is_faster_by": times.ratio(one.name, EgeriaAlways.name),
         }
+    report["cold"] = measure_cold(entered, place, max(num_rounds // 4, 2))
     for one in entered:
         one.close()
     return report
@@ -142,10 +145,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for kind, rows in kinds.items():
         with tempfile.TemporaryDirectory(dir=options.directory) as place:
             results[kind] = measure(rows, Path(place), options.rounds, skipped)
+    cold = {kind: own.pop("cold") for kind, own in results.items()}
     report = {
         "environment": environment(seeds=1),
         "settings": {"samples": options.samples, "rounds": options.rounds, "batch": BATCH},
         "results": results,
+        "cold_gb_per_s": {kind: own for kind, own in cold.items() if own},
         "skipped": skipped,
     }
     publish("store", report, options, plot=plot)

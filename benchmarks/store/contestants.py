@@ -218,6 +218,9 @@ class Memmap(Contestant):
     def read(self, ids: Ids) -> Tensor:
         return self.tensor(np.take(self.rows, ids, axis=0))
 
+    def close(self) -> None:
+        del self.rows
+
 
 class TensorDictMemmap(Contestant):
     """tensordict's memory-mapped tensors."""
