@@ -21,6 +21,8 @@ _MIN_HITS, _MIN_COMPUTED = 16, 4
 _NUM_CONTROLS = 6
 _BETWEEN_CONTROLS = 4
 """Batches; a control is loaded beside batches that are served, as it would be without a cache."""
+_BETWEEN_VERDICTS = 8
+"""Served batches; a verdict takes longer than any other part of the gate."""
 _OUTLIER = 8.0
 """Steps of more than so many medians count as that many: someone saved a checkpoint."""
 
@@ -34,7 +36,7 @@ class Ledger:
         self._controls: deque[float] = deque(maxlen=_RECENT)
         self._served: deque[float] = deque(maxlen=_RECENT)
         self._baseline_s: float | None = None
-        self._num_planned = 0
+        self._num_planned = self._num_served = 0
         self.saved_s = 0.0
         """Time saved so far, against computing every served sample; negative if it was lost."""
 
@@ -46,6 +48,7 @@ class Ledger:
     def served(self, seconds: float, num_samples: float) -> None:
         """Note a batch that was served whole."""
         self._served.append(seconds / num_samples)
+        self._num_served += 1
         if self.has_computed:
             self.saved_s += num_samples * self._computed_s - seconds
 
@@ -78,6 +81,11 @@ class Ledger:
     def is_served_enough(self) -> bool:
         """Whether a mean of served steps means something."""
         return len(self._served) >= _MIN_HITS
+
+    @property
+    def is_due(self) -> bool:
+        """Whether so many were served since the last verdict that it may be another one."""
+        return self._num_served % _BETWEEN_VERDICTS == 0
 
     def worse_than(self, other: Ledger) -> str | None:
         """Say so if being served costs more here than at another cut."""

@@ -90,6 +90,8 @@ class Pilot:
             ledger.computed(seconds, num_samples, is_control=is_control)
         elif entry.view is view and not entry.num_misses:
             ledger.served(seconds, num_samples)
+            if not ledger.is_due:
+                return None
         return self._turn(view, frozen, ledger, at_frozen) if self.mode == "auto" else None
 
     def _turn(self, view: View, frozen: str, ledger: Ledger, at_frozen: Ledger) -> Turn | None:
