@@ -254,6 +254,10 @@ class Serving:
         )  # fmt: skip
         return num_verified
 
+    def end(self) -> None:
+        """Let go of what was filled. All parts are done."""
+        self._kept = None
+
     @property
     def found(self) -> Bytes:
         """How each record was served, shape (N,)."""

@@ -74,7 +74,7 @@ class BatchReader:
             course = None if numbers is None else self._course(files, variant)
             if course is not None and numbers is not None:
                 begun = course.serve(numbers, turn, self._decoders, pin_memory=pin_memory)
-                if begun.num_news > 0 and turn is not None:
+                if begun.num_news and begun.is_begun and turn is not None:
                     begun.note(files, Keys(ids, variant))
                 if begun.num_news >= 0 and files.usable:
                     hit = np.empty(len(ids), np.bool_)

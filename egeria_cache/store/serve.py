@@ -53,7 +53,7 @@ class Begun:
 
     @property
     def is_begun(self) -> bool:
-        """Anything was tried."""
+        """What was found counts."""
         return self.num_news != WRITTEN_TO
 
     def note(self, files: GenerationFiles, keys: Keys) -> None:
@@ -147,13 +147,13 @@ class Course:
             allocate((count, *shape), dtype, pin_memory=pin_memory)
             for shape, dtype in self._columns
         ]
-        try:
-            serving: Serving = self._local.serving
-        except AttributeError:
-            serving = self._local.serving = Serving(self._source)
+        # Taken out meanwhile: after an interrupt, other threads may still be at what it serves.
+        serving: Serving = vars(self._local).pop("serving", None) or Serving(self._source)
         mark, turn = (NO_MARK, 0) if turn is None else (mark_of(round_), turn)
         serving.begin(count, columns, mark=mark, turn=turn, written=written, numbers=numbers)
         results = _run(serving, self._kind, count, count * self._row_bytes, decoders)
+        serving.end()
+        self._local.serving = serving
         return Begun(columns, serving, round_, max(results) if min(results) >= 0 else min(results))
 
     def fields(self, begun: Begun) -> dict[str, Tensor | list[Any]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from egeria_cache.store import ActivationStore
+from egeria_cache.store import ActivationStore, decoders
 from egeria_cache.store import serve as serving
+from egeria_cache.store.decoders import Decoders
 from egeria_cache.store.disk.index import NUM_MARKS, IntegerTable, mark_of
 from egeria_cache.store.disk.segment import SEGMENT_NAME
+from egeria_cache.store.records.keys import Keys
 
 FLUSH_S = 30
 needs_kernel = pytest.mark.usefixtures("compiled")
@@ -131,3 +136,60 @@ def test_what_was_verified_many_rounds_ago_is_not_believed(store, directory, mon
     assert store.get_batch(range(40))[1].all()
     flip_secretly(directory)
     assert np.count_nonzero(~store.get_batch(range(40))[1]) == 1
+
+
+@needs_kernel
+def test_a_thread_of_an_interrupted_batch_does_not_write_to_the_next_one(directory, monkeypatch):
+    rows, let_go = torch.randn(40, 2000), threading.Event()
+    call = Decoders._call
+
+    def later(*arguments):
+        assert let_go.wait(FLUSH_S)
+        return call(*arguments)
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    with ActivationStore(directory, codec="raw", num_threads=2) as store:
+        store.put_batch(range(40), rows)
+        assert store.flush(FLUSH_S)
+        for _ in range(2):
+            assert store.get_batch(range(40))[1].all()
+        with monkeypatch.context() as patch:
+            patch.setattr(decoders, "num_parts", lambda *_: 2)
+            patch.setattr(Decoders, "_call", later)
+            patch.setattr(Decoders, "_measured", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                store.get_batch(range(40))
+        found, _ = store.get_batch(range(39, -1, -1))
+        assert torch.equal(found, rows.flip(0))
+        found.zero_()
+        let_go.set()
+        store._reader._decoders._threads().submit(int).result(FLUSH_S)
+        store._reader._decoders._threads().shutdown(wait=True)
+        assert not found.any()
+
+
+@needs_kernel
+def test_the_memory_of_a_batch_is_not_kept(store):
+    store.put_batch(range(4), torch.randn(4, 300))
+    assert store.flush(FLUSH_S)
+    for _ in range(3):
+        found, hit = store.get_batch(range(4))
+        assert hit.all()
+    ref = weakref.ref(found)
+    del found
+    gc.collect()
+    assert ref() is None
+
+
+@needs_kernel
+def test_what_was_verified_is_believed_though_its_batch_was_not_whole(store):
+    store.put_batch(range(4), torch.randn(4, 300))
+    assert store.flush(FLUSH_S)
+    index = store._own()._files.index
+    for _ in range(3):
+        index.distrust()
+        assert store.get_batch(range(8))[1].sum() == 4
+        marks = index.look_up(Keys(range(4))).raw[:, 0] & np.uint64(7)
+        assert (marks == mark_of(index.round)).all()
