@@ -4,8 +4,8 @@
 
 Every contestant stores the same activations of the same samples and reads the same random batches
 of 128, after each sample was read once. Reads are in turns, batch by batch, from the page cache:
-this measures the software, not the disk. Where the page cache can be emptied (by root), some are
-measured once more with nothing in memory, beside threads that only read. Writes
+this measures the software, not the disk. Run by root, and not with --quick, it then empties the
+machine's page cache before each read of some, beside threads that only read. Writes
 benchmarks/results/store.json and store.png (not with --quick). The contestants come with
 `pip install '.[bench]'`; one that is missing is named, LMDB is needed.
 """
@@ -90,7 +90,7 @@ def measure(rows: Tensor, place: Path, num_rounds: int, skipped: dict[str, str])
             "raw_is_faster_by": times.ratio(one.name, EgeriaRaw.name),
             "always_is_faster_by": times.ratio(one.name, EgeriaAlways.name),
         }
-    report["cold"] = measure_cold(entered, place, max(num_rounds // 4, 2))
+    report["cold"] = measure_cold(entered, place, num_rounds // 4)
     for one in entered:
         one.close()
     return report

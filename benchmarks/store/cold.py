@@ -26,10 +26,10 @@ def measure_cold(
     entered: Sequence[Contestant], place: Path, num_rounds: int
 ) -> dict[str, float] | None:
     """Return GB/s of rows per contestant: random batches, each the first one after opening, with
-    the page cache emptied before; None where it cannot be, which only root may. What the disk
-    itself or its host remembers stays.
+    the machine's page cache emptied before; None where it cannot be, which only root may, or with
+    too few rounds to be worth that. What the disk itself or its host remembers stays.
     """
-    if not os.access(DROP_CACHES, os.W_OK):
+    if num_rounds < 2 or not os.access(DROP_CACHES, os.W_OK):
         return None
     chosen = [one for one in entered if one.name in ENTERED]
     memmap = next(one for one in chosen if one.name == Memmap.name)
