@@ -133,6 +133,6 @@ def check_served(world: int, ranks: list[dict[str, Any]]) -> None:
             assert (found["hits"][epoch], found["misses"][epoch]) == (own, 0)
             # But for the few that are loaded to be compared with what is served.
             assert found["audited"][epoch] <= 2
-            assert found["loaded"][epoch] <= found["audited"][epoch] + 2
+            assert found["loaded"][epoch] == found["audited"][epoch]
         assert found["loaded"][0] == own
         assert len(found["losses"]) == 6 * STEPS_PER_EPOCH
