@@ -11,6 +11,7 @@ import numpy as np
 from egeria_cache.cache.boundary import Boundary
 from egeria_cache.cache.host import CacheHost
 from egeria_cache.cache.status import Status, shown_name
+from egeria_cache.device import runs_late
 from egeria_cache.gate import Accounts, CacheStats, Pilot
 from egeria_cache.prefetch import Crew, PlannedEntry, ReaderThreads, View, Views
 from egeria_cache.samples import LoaderSource
@@ -187,7 +188,10 @@ class LoaderPort:
         if self._status.is_filling:
             return
         if entry is not None and entry.num_read:
-            self._readers.served(read_s=entry.read_s, waited_s=entry.waited_s, interval_s=seconds)
+            self._readers.served(
+                read_s=entry.read_s, waited_s=entry.waited_s, interval_s=seconds,
+                may_be_none=not runs_late(entry.view.device),
+            )  # fmt: skip
         turn = self._pilot.step(
             views[0], self.boundary, frozen, seconds, num_samples, entry, is_control=is_control
         )

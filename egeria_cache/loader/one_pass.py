@@ -52,9 +52,8 @@ class Pass:
         self._loader = loader
         self._progress = progress
         self._cache = cache = None if loader.cache is None else loader.cache.port
-        executor = None if cache is None else cache.readers
         self._prefetcher = Prefetcher(
-            executor,
+            None if cache is None else cache.readers,
             ring_batches=0 if cache is None else cache.ring_batches,
             pin_memory=loader.pin_memory,
         )

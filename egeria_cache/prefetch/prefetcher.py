@@ -1,7 +1,7 @@
 """From the plan to the rows: activations are read, verified and placed ahead of their need.
 
-Reading happens on the cache's reader threads; what is handed to the training thread is an `Entry`
-that either has its rows or says that it has not.
+Reading happens on the cache's reader threads; short reads are left to the training thread, at the
+moment of need. What that is handed is an `Entry` that either has its rows or says that it has not.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from itertools import compress, count
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from egeria_cache.batch import PerSample, Rows, SampleId
 from egeria_cache.device import Held, mark, pinned, pins, runs_late, to_device
+from egeria_cache.prefetch.readers import Crew, Deferred
 from egeria_cache.prefetch.ring import Place, Ring
 from egeria_cache.prefetch.view import ACTIVATION, KEPT, LENGTHS, View
 
@@ -59,7 +61,7 @@ class PlannedEntry:
         self.was_used = False
         self.read_s, self.num_read, self.waited_s = 0.0, 0, 0.0
         """What reading cost a reader thread, for how many samples, and the training thread."""
-        self._reading: Future[bool] | None = None
+        self._reading: Future[bool] | Deferred | None = None
         self._process = os.getpid()
         self._ring: Ring | None = None
         self._place: Place | None = None
@@ -149,17 +151,17 @@ class PlannedEntry:
 class Prefetcher:
     """Reads planned batches for one pass over a loader; the rings they lie in outlive it."""
 
-    def __init__(self, executor: Executor | None, ring_batches: int, pin_memory: bool) -> None:
-        """Prefetch on the threads of `executor`.
+    def __init__(self, crew: Crew | None, ring_batches: int, pin_memory: bool) -> None:
+        """Prefetch by a crew.
 
         Args:
-            executor: None: nothing is ever read.
+            crew: None: nothing is ever read.
             ring_batches: How many are read ahead, and how many that were used stay on the device.
             pin_memory: Whether the loop wants its batches in page-locked memory.
         """
         self.window = ring_batches
         """How many batches ahead of the one to be yielded are read."""
-        self._executor = executor
+        self._crew = crew
         self._pin_memory = pin_memory
         self._first = next(_passes) << 40
         """Number of this pass's first batch in a ring: later than all of the passes before."""
@@ -168,9 +170,9 @@ class Prefetcher:
 
     def start(self, entry: PlannedEntry) -> None:
         """Begin to read an entry's rows; returns at once."""
-        if entry._reading is None and not self._closed and self._executor is not None:
+        if entry._reading is None and not self._closed and self._crew is not None:
             try:
-                entry._reading = self._executor.submit(self._read, entry)
+                entry._reading = self._crew.read(partial(self._read, entry))
             except RuntimeError:  # the cache was closed: the entry never gets ready
                 self._closed = True
 

@@ -1,4 +1,4 @@
-"""How many readers keep up with training: decided by what reading and waiting were seen to cost.
+"""How many readers keep up with training, if any: decided by what reading and waiting cost.
 
 Pure: it is told of every batch of hits, in seconds, and looks at no clock.
 """
@@ -18,14 +18,22 @@ _GAIN = 0.95
 """Of the time between two batches, what it must have come down to for a further reader to stay."""
 _IDLE = 0.6
 """Readers are let go where those that are left would be busy for no larger part of the time."""
+_SHORT_S, _BRIEF_S = 1e-3, 0.35e-3
+"""A reader whose reads are shorter may be none at all, and is needed where they take training
+longer. Beside training a read takes a multiple: both threads wait for the interpreter. On two cores
+10 records of 16 KiB that training reads itself cost it 0.3 ms, and those of a reader 0.8; with 48
+they cost the same."""
+_SOON = 4
+"""Batches after which reads that became long go back to a reader."""
 
 
 class ReaderCount:
-    """Counts the readers that are wanted; from 1 to `most`.
+    """Counts the readers that are wanted; from 0 to `most`.
 
     One reader, while it keeps up. Another is tried while training was seen to wait for reads that
     keep the readers busy, and stays if batches then came faster: it takes a core, and the
     interpreter, from training as well. The longer it did not help, the later it is tried again.
+    None where reads are so short that it costs training more to hand them over than to read.
 
     Args:
         most: As many as there are cores to read on.
@@ -36,17 +44,20 @@ class ReaderCount:
         self._read_s = self._waited_s = self._interval_s = 0.0
         self._num_batches = 0
         """Since the number changed."""
-        self._patience = _SETTLED
+        self._patience = self._patience_alone = _SETTLED
         self._interval_before_s = 0.0
         """With one reader less, while another is on trial."""
 
-    def batch(self, *, read_s: float, waited_s: float, interval_s: float) -> int:
+    def batch(
+        self, *, read_s: float, waited_s: float, interval_s: float, may_be_none: bool = True
+    ) -> int:
         """Note a batch of hits; return how many readers are wanted.
 
         Args:
-            read_s: What it cost a reader thread.
+            read_s: What it cost a reader thread, or the training thread if there is no reader.
             waited_s: What of that the training thread waited for.
             interval_s: From the request for it to the request for the next.
+            may_be_none: Whether the training thread could read such batches itself.
         """
         # The first batch alone after a change is no mean yet.
         share = _SHARE if self._num_batches else 1.0
@@ -56,11 +67,19 @@ class ReaderCount:
         self._read_s += share * (read_s - self._read_s)
         self._waited_s += share * (waited_s - self._waited_s)
         self._interval_s += share * (interval_s - self._interval_s)
-        if self._num_batches >= _SETTLED:
-            self._judge()
+        if self.wanted == 0:
+            self._judge_alone(may_be_none=may_be_none)
+        elif self._num_batches >= _SETTLED:
+            self._judge(may_be_none=may_be_none)
         return self.wanted
 
-    def _judge(self) -> None:
+    def _judge_alone(self, *, may_be_none: bool) -> None:
+        if may_be_none and (self._num_batches < _SOON or self._read_s <= _BRIEF_S):
+            return
+        self._patience_alone = min(2 * self._patience_alone, _MAX_PATIENCE)
+        self._turn_to(1)
+
+    def _judge(self, *, may_be_none: bool) -> None:
         busy = self._read_s / max(self._interval_s, 1e-9)
         if self._interval_before_s:
             helped = self._interval_s <= _GAIN * self._interval_before_s
@@ -80,6 +99,13 @@ class ReaderCount:
         ):
             self._interval_before_s = self._interval_s
             self._turn_to(self.wanted + 1)
+        elif (
+            may_be_none
+            and self.wanted == 1
+            and self._read_s < _SHORT_S
+            and self._num_batches >= self._patience_alone
+        ):
+            self._turn_to(0)
 
     def _turn_to(self, wanted: int) -> None:
         self.wanted, self._num_batches = wanted, 0

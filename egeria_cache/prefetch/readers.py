@@ -13,7 +13,7 @@ from typing import Any
 from egeria_cache.prefetch.reader_count import ReaderCount
 from egeria_cache.threads import compute_on_one_core
 
-__all__ = ["Crew", "ReaderThreads"]
+__all__ = ["Crew", "Deferred", "ReaderThreads"]
 
 MAX_READERS = 4
 """They share one interpreter."""
@@ -38,16 +38,35 @@ class ReaderThreads:
             self._crew = Crew(self._count.most)
         return self._crew
 
-    def served(self, *, read_s: float, waited_s: float, interval_s: float) -> None:
+    def served(
+        self, *, read_s: float, waited_s: float, interval_s: float, may_be_none: bool
+    ) -> None:
         """Note what a batch of hits cost: see `ReaderCount.batch`."""
-        wanted = self._count.batch(read_s=read_s, waited_s=waited_s, interval_s=interval_s)
+        wanted = self._count.batch(
+            read_s=read_s, waited_s=waited_s, interval_s=interval_s, may_be_none=may_be_none
+        )
         if self._crew is not None:
-            self._crew.wanted = wanted
+            self._crew.wanted, self._crew.is_spared = max(wanted, 1), wanted == 0
 
     def close(self) -> None:
         """Stop; reads that have not begun are dropped. Idempotent."""
         if self._crew is not None:
             self._crew.shutdown(wait=True, cancel_futures=True)
+
+
+class Deferred:
+    """A read that is done by the thread that asks for it, when it does; stands for a future."""
+
+    def __init__(self, read: Callable[[], bool]) -> None:
+        self._read: Callable[[], bool] | None = read
+        self._is_there = False
+
+    def result(self, timeout: float | None = None) -> bool:
+        """Read, the first time; whether the rows are there."""
+        read, self._read = self._read, None
+        if read is not None:
+            self._is_there = read()
+        return self._is_there
 
 
 Work = tuple[Future[Any], Callable[[], Any]]
@@ -63,11 +82,21 @@ class Crew(Executor):
     def __init__(self, most: int) -> None:
         self.wanted = 1
         """How many threads may work at a time; one too many stops after what it is doing."""
+        self.is_spared = False
+        """Whether whoever needs rows had better read them itself than hand that in."""
         self._threads = ThreadPoolExecutor(most, "egeria-read", initializer=compute_on_one_core)
         self._lock = threading.Lock()
         self._waiting = deque[Work]()
         self._num_working = 0
         self._process = os.getpid()
+
+    def read(self, read: Callable[[], bool]) -> Future[bool] | Deferred:
+        """Hand in a read, or have it done by whoever asks for its result.
+
+        Raises:
+            RuntimeError: As `submit` does.
+        """
+        return Deferred(read) if self.is_spared else self.submit(read)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Hand in work.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
@@ -26,11 +27,13 @@ class Machine:
     def run(self, batches):
         for _ in range(batches):
             wanted = self.count.wanted
-            pace = self.read_s / (wanted if self.helps else 1)
+            pace = self.read_s / (wanted if self.helps and wanted else 1)
             interval = max(self.step_s, pace)
             self.history.append(
                 self.count.batch(
-                    read_s=pace * wanted, waited_s=interval - self.step_s, interval_s=interval
+                    read_s=pace * max(wanted, 1),
+                    waited_s=interval - self.step_s,
+                    interval_s=interval,
                 )
             )
         return self
@@ -75,6 +78,31 @@ def test_waiting_for_something_else_than_readers_brings_no_other():
     count = ReaderCount(4)
     wanted = {count.batch(read_s=0.001, waited_s=0.005, interval_s=0.01) for _ in range(500)}
     assert wanted == {1}
+
+
+def test_short_reads_are_left_to_training():
+    assert Machine(1, step_s=0.005, read_s=0.0003).run(100).history[-1] == 0
+
+
+def test_reads_that_became_long_go_back_to_a_reader_at_once_and_are_tried_ever_more_rarely():
+    machine = Machine(1, step_s=0.01, read_s=0.0009, helps=False)
+    machine.run(2000)  # short beside training, and not brief enough where training waits for it
+    assert set(machine.history) == {0, 1}
+    at = [i for i, wanted in enumerate(machine.history) if wanted == 0]
+    alone = [one for one in at if one - 1 not in at]
+    assert len(at) <= 4 * len(alone)
+    between = [later - one for one, later in itertools.pairwise(alone)]
+    assert len(between) >= 3
+    assert between == sorted(between)
+    assert between[-1] > 2 * between[0]
+
+
+def test_a_device_that_runs_late_always_has_a_reader():
+    count = ReaderCount(1)
+    told = {"read_s": 0.0001, "waited_s": 0.0, "interval_s": 0.01}
+    assert {count.batch(**told, may_be_none=False) for _ in range(100)} == {1}
+    assert count.batch(**told) == 0
+    assert count.batch(**told, may_be_none=False) == 1
 
 
 def test_a_pause_of_training_is_no_pace():
@@ -141,6 +169,23 @@ def test_work_is_done_in_order_and_its_errors_come_back(crew):
     assert order == list(range(50))
     with pytest.raises(ValueError, match="invalid literal"):
         failed.result(30)
+
+
+def test_a_read_that_is_spared_the_way_is_done_by_who_asks_once(crew):
+    crew.is_spared, read_on = True, []
+    read = crew.read(lambda: not read_on.append(threading.get_ident()))
+    assert read_on == []
+    assert read.result()
+    assert read.result()
+    assert read_on == [threading.get_ident()]
+
+
+def test_a_read_that_fails_where_it_was_asked_for_is_not_there_later_either(crew):
+    crew.is_spared = True
+    read = crew.read(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        read.result()
+    assert not read.result()
 
 
 def test_what_has_not_begun_is_dropped_and_nothing_more_is_taken():

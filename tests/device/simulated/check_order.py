@@ -149,6 +149,8 @@ class Inline:
             done.set_exception(error)
         return done
 
+    read = submit
+
 
 def trained(directory, gate, order, whole_bytes=0, **kwargs):
     """A run whose readers work in this thread, under the order; the writer has its own."""
