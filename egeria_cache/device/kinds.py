@@ -82,7 +82,8 @@ def runs_late(device: torch.device | str) -> bool:
 
     To read a value from it makes the host wait then, and time is not to be taken without waiting.
     """
-    return torch.device(device).type not in ("cpu", "meta")
+    kind = device.type if isinstance(device, torch.device) else torch.device(device).type
+    return kind not in ("cpu", "meta")
 
 
 def module_of(device: torch.device | str) -> ModuleType | None:

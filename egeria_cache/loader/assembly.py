@@ -254,10 +254,11 @@ class Assembly:
             for path, leaf in leaves.items()
             if (path in view.constants if view is not None else not is_rows(leaf, size))
         }
+        is_read = plan.entry is not None and not plan.entry.num_misses
         own = {
             path: row_meta(leaf) if lengths is None else lengths.padding.row_meta(path, leaf)
             for path, leaf in leaves.items()
-            if isinstance(leaf, Tensor) and path not in constants
+            if isinstance(leaf, Tensor) and path not in constants and not (is_read and path in rows)
         }
         kinds = dict.fromkeys(rows, Tensor) | {
             path: type(leaf) for path, leaf in leaves.items() if path not in constants

@@ -180,6 +180,8 @@ class Planner:
         Near are `window` batches beyond the next one, or as much to read as that where batches of
         padded samples differ in size.
         """
+        if not self._mean_bytes:
+            return min(len(self._planned), window + 1), len(self._planned) <= window
         room, most = window + 1.0, _MOST_NEAR * (window + 1)
         for number, plan in enumerate(islice(self._planned, most)):
             if room <= 0:

@@ -13,6 +13,7 @@ import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,7 +69,7 @@ class View:
     is_checked: bool = False
     """Whether rows that were found in it have been compared with computed ones."""
 
-    @property
+    @cached_property
     def is_spread(self) -> bool:
         """Whether the activations of one sample lie on several devices."""
         return len(set(self.cut.devices.values())) > 1

@@ -38,6 +38,7 @@ def is_compiled(module: nn.Module) -> bool:
 def intercept(modules: Iterable[nn.Module], handler: Handler) -> Iterator[None]:
     """Route this thread's calls of `modules` through `handler` until the block ends."""
     replaced: _Replaced = []
+    thread = get_ident()
     try:
         _active().append(replaced)
         for module in modules:
@@ -46,7 +47,7 @@ def intercept(modules: Iterable[nn.Module], handler: Handler) -> Iterator[None]:
             before = own.get(key, _MISSING)
             original = module.forward if before is _MISSING else before
             replaced.append((own, key, before))
-            own[key] = functools.partial(_route, get_ident(), handler, module, original)
+            own[key] = functools.partial(_route, thread, handler, module, original)
         yield
     finally:
         _put_back(replaced)

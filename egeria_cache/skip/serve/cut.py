@@ -7,8 +7,10 @@ had: kernels are chosen by layout, and equal bits need equal kernels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -34,7 +36,7 @@ class RowSpec:
     @property
     def num_bytes(self) -> int:
         """Size before any compression."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -79,7 +81,7 @@ class Cut:
         """Whether the prefix still computes what it computed when the cut was proved."""
         return self.changed() is None
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Raw bytes per sample."""
         return sum(spec.num_bytes for spec in self.tensors.values())

@@ -86,7 +86,7 @@ class Scene:
         alive = [tensor for ref in made if (tensor := ref()) is not None]
         return frozenset(source for tensor in alive for source in tensor.sources)
 
-    def check(self, sources: frozenset[Source], what: str) -> None:
+    def check(self, sources: frozenset[Source], what: object) -> None:
         """Refuse the use of a placeholder by an active module, or after the run."""
         if self.finished:
             raise Escape.at(sources, f"{what} (after the forward)")
@@ -144,7 +144,7 @@ class Placeholder(Tensor):
         if func in _factories():
             return func(*_swap(args, _stand_in), **_swap(kwargs, _stand_in))
         sources = found[0].sources.union(*(p.sources for p in found[1:]))
-        scene.check(sources, str(func))
+        scene.check(sources, func)
         written = _written(func, args, kwargs)
         trainable: list[Tensor] = []
         meta = functools.partial(_as_meta, trainable=trainable)

@@ -215,8 +215,7 @@ class GenerationFiles:
         """Return bool (B,), from memory."""
         if not self.usable:
             return np.zeros(len(ids), np.bool_)
-        found: npt.NDArray[np.bool_] = self.index.locate(ids, variant)[:, 1] != 0
-        return found
+        return self.index.contains(ids, variant)
 
     def contains_keys(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Return bool (B,) for keys of any variants, from memory."""

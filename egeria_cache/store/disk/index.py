@@ -119,6 +119,14 @@ class Index:
         """Return shape (B, 2): where each record begins, and its length; 0 if it is not stored."""
         return self.look_up(Keys(ids, variant)).spans
 
+    def contains(self, ids: Sequence[SampleId], variant: int) -> npt.NDArray[np.bool_]:
+        """Return bool (B,): which are stored."""
+        keys = Keys(ids, variant)
+        table = self._integers.get(variant)
+        if table is not None and keys.numbers is not None and not self._others.count:
+            return table.contains(keys.numbers)
+        return self.look_up(keys).raw[:, 1] != 0
+
     def look_up(self, keys: Keys) -> Located:
         """Return where records are, and what is known of them."""
         number, variant = self.round, keys.variant
@@ -225,10 +233,17 @@ class IntegerTable:
             self.count -= len(numbers)
         return known
 
+    def contains(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return bool (B,)."""
+        table = self.spans
+        if _all_below(numbers, len(table)):
+            return table[numbers, 1] != 0
+        return self.locate(numbers)[:, 1] != 0
+
     def locate(self, numbers: npt.NDArray[np.int64]) -> Spans:
         """Return shape (B, 2), zeros for what is not there."""
         table = self.spans
-        if len(numbers) and numbers.min() >= 0 and numbers.max() < len(table):
+        if _all_below(numbers, len(table)):
             return table[numbers]
         inside = (numbers >= 0) & (numbers < len(table))
         return table[np.where(inside, numbers, 0)] * inside[:, None].astype(np.uint64)
@@ -336,6 +351,11 @@ def _integers_among(keys: Keys) -> tuple[list[int], npt.NDArray[np.int64]]:
     """Return (where, numbers) of the keys of integers of 64 bits."""
     places = [place for place, key in enumerate(keys) if is_integer_key(key)]
     return places, parse_integer_keys(b"".join(keys[place] for place in places))[1]
+
+
+def _all_below(numbers: npt.NDArray[np.int64], end: int) -> bool:
+    """Whether there are some, and all are from 0 to before the end."""
+    return len(numbers) > 0 and int(numbers.view(np.uint64).max()) < end  # negative ones are large
 
 
 def _num_different(values: npt.NDArray[Any]) -> int:

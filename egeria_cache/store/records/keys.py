@@ -116,7 +116,7 @@ def plain_integers(ids: Sequence[SampleId]) -> npt.NDArray[np.int64] | None:
     except (ValueError, OverflowError):  # tuples of different lengths
         return None
     if array.ndim == 1 and (array.dtype.kind in "ib" or not len(ids)):
-        return array.astype(np.int64)
+        return array.astype(np.int64, copy=False)
     return None
 
 
