@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .parts import Report, Section, Table, bytes_, number, percent, ratio, seconds, verdict
 
-__all__ = ["forward_skip", "loader", "ragged", "skip", "store", "variants"]
+__all__ = ["forward_skip", "loader", "ragged", "skip", "small_step", "store", "variants"]
 
 
 def forward_skip(section: Section, report: Report) -> None:
@@ -84,6 +84,30 @@ def skip(section: Section, report: Report) -> None:
     section.findings = [
         verdict("A step of hits against the oracle", worst["hit_vs_oracle"], most=1.05, where=where)
     ]
+
+
+def small_step(section: Section, report: Report) -> None:
+    steps = report["steps"]
+    rows = [
+        [f"{one['batch_size']} samples", f"{one['oracle_ms']:.1f} ms", ratio(one["hit_vs_oracle"]),
+         ratio(one["read_already_vs_oracle"]), f"{one['hit_us']:.0f} us",
+         ratio(one["hit_work_vs_oracle"])]
+        for one in steps
+    ]  # fmt: skip
+    columns = ["batch", "oracle", "hits / oracle", "read already / oracle", "beyond the oracle",
+               "processor time, hits / oracle"]  # fmt: skip
+    section.tables = [Table(title="Small steps", columns=columns, rows=rows)]
+    parts = list(dict.fromkeys(name for one in steps for name in one["us_by_part"]))
+    rows = [[name, *(number(one["us_by_part"].get(name)) for one in steps)] for name in parts]
+    columns = ["part", *(f"{one['batch_size']} samples, us" for one in steps)]
+    section.tables.append(Table(title="Where a step of hits goes", columns=columns, rows=rows))
+    section.findings = [
+        verdict(
+            f"A step of hits against the oracle's {one['oracle_ms']:.1f} ms",
+            one["hit_vs_oracle"], most=1.05,
+        )
+        for one in steps
+    ]  # fmt: skip
 
 
 def store(section: Section, report: Report) -> None:

@@ -102,6 +102,13 @@ KNOWN: dict[str, tuple[str, str, Callable[[Section, Report], None], bool]] = {
         cache.skip,
         True,
     ),
+    "small_step": (
+        "The cost of a small step",
+        "A few layers train on hits, the whole way from disk, beside an oracle that trains them on "
+        "activations in memory; and what each part takes of the training thread.",
+        cache.small_step,
+        False,
+    ),
     "store": (
         "The store",
         "Random batches of activations, read and written beside other ways to keep them; the "

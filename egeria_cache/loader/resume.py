@@ -8,7 +8,9 @@ the number of workers: resuming draws the same index batches again and drops tho
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
@@ -40,6 +42,7 @@ _WITHOUT_STATE = (
 )  # fmt: skip
 """Neither they nor their iterators have one: they are drawn from again."""
 T_co = TypeVar("T_co", covariant=True)
+log = logging.getLogger("egeria")
 
 
 class ResumableLoader(DataLoader[T_co]):
@@ -122,7 +125,8 @@ class ResumableLoader(DataLoader[T_co]):
         variant, first_frozen = variant_of(epoch, last.first_frozen)
         self._progress = Progress(
             epoch, variant, first_frozen, start=rng.get(), drew_base_seed=draws_base_seed,
-            sampler=self._sampler_state(), may_be_empty=loaded and last.finished,
+            num_samples=self._num_samples(), sampler=self._sampler_state(),
+            may_be_empty=loaded and last.finished,
         )  # fmt: skip
         return _copy_of(self._base_generator)
 
@@ -130,7 +134,22 @@ class ResumableLoader(DataLoader[T_co]):
     def _keeps_workers(self) -> bool:
         return self._iterator is not None
 
+    def _num_samples(self) -> int | None:
+        with suppress(Exception):  # of whatever kind: not every data set has a length
+            return (
+                None if isinstance(self.dataset, IterableDataset) else len(cast(Any, self.dataset))
+            )
+        return None
+
     def _continue(self, last: Progress, rng: SamplerRng) -> torch.Generator:
+        num_samples = self._num_samples()
+        if last.num_samples not in (None, num_samples):
+            log.warning(
+                "the loader's state was taken in the middle of an epoch over %s samples, and its "
+                "data set has %s now: what follows is not the rest of that epoch, and may be less. "
+                "Load the state with the data set that it was taken with, or begin an epoch",
+                last.num_samples, num_samples,
+            )  # fmt: skip
         base = _copy_of(self._base_generator)
         if last.drew_base_seed:
             draw_base_seed(self.generator)

@@ -217,6 +217,34 @@ def test_loading_a_state_leaves_the_running_pass_alone():
     assert not torch.equal(first, second)
 
 
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("num_samples", [8, 23, 40])
+def test_a_state_over_another_number_of_samples_is_told_of(caplog, num_samples, seed):
+    torch.manual_seed(11)
+    loader = make(seed=seed)
+    iterator = iter(loader)
+    for _ in range(4):
+        next(iterator)
+    other = EgeriaLoader(torch.utils.data.Subset([*range(100)], range(num_samples)), 4, seed=seed)
+    other.load_state_dict(through_a_file(loader.state_dict()))
+    assert len(list(other)) == max(0, -(-num_samples // 4) - 4)
+    told = [record.getMessage() for record in caplog.records if "23 samples" in record.getMessage()]
+    assert len(told) == (num_samples != NUM_SAMPLES)
+    assert len(list(other)) == -(-num_samples // 4)
+    assert len(told) == (num_samples != NUM_SAMPLES)
+
+
+def test_a_state_of_an_earlier_release_does_not_say_how_many_samples_there_were(caplog):
+    loader = make()
+    next(iter(loader))
+    state = loader.state_dict()
+    del state["num_samples"]
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert len(list(resumed)) == 5
+    assert not caplog.records
+
+
 def test_a_foreign_state_is_refused():
     with pytest.raises(ValueError, match="not a state of EgeriaLoader"):
         make().load_state_dict({"_num_yielded": 3})

@@ -125,7 +125,8 @@ class Index:
         table = self._integers.get(variant)
         if table is not None and keys.numbers is not None and not self._others.count:
             return table.contains(keys.numbers)
-        return self.look_up(keys).raw[:, 1] != 0
+        found: npt.NDArray[np.bool_] = self.look_up(keys).raw[:, 1] != 0
+        return found
 
     def look_up(self, keys: Keys) -> Located:
         """Return where records are, and what is known of them."""
@@ -236,9 +237,10 @@ class IntegerTable:
     def contains(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return bool (B,)."""
         table = self.spans
-        if _all_below(numbers, len(table)):
-            return table[numbers, 1] != 0
-        return self.locate(numbers)[:, 1] != 0
+        is_short = _all_below(numbers, len(table))
+        sizes = table[numbers, 1] if is_short else self.locate(numbers)[:, 1]
+        found: npt.NDArray[np.bool_] = sizes != 0
+        return found
 
     def locate(self, numbers: npt.NDArray[np.int64]) -> Spans:
         """Return shape (B, 2), zeros for what is not there."""
