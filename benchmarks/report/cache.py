@@ -96,11 +96,12 @@ def small_step(section: Section, report: Report) -> None:
     ]  # fmt: skip
     columns = ["batch", "oracle", "hits / oracle", "read already / oracle", "beyond the oracle",
                "processor time, hits / oracle"]  # fmt: skip
-    section.tables = [Table(title="Small steps", columns=columns, rows=rows)]
+    section.tables = [Table(title="Small steps", columns=columns, rows=rows, short=True)]
     parts = list(dict.fromkeys(name for one in steps for name in one["us_by_part"]))
     rows = [[name, *(number(one["us_by_part"].get(name)) for one in steps)] for name in parts]
     columns = ["part", *(f"{one['batch_size']} samples, us" for one in steps)]
-    section.tables.append(Table(title="Where a step of hits goes", columns=columns, rows=rows))
+    title = "Where a step of hits goes"
+    section.tables.append(Table(title=title, columns=columns, rows=rows, short=True))
     section.findings = [
         verdict(
             f"A step of hits against the oracle's {one['oracle_ms']:.1f} ms",

@@ -107,7 +107,7 @@ KNOWN: dict[str, tuple[str, str, Callable[[Section, Report], None], bool]] = {
         "A few layers train on hits, the whole way from disk, beside an oracle that trains them on "
         "activations in memory; and what each part takes of the training thread.",
         cache.small_step,
-        False,
+        True,
     ),
     "store": (
         "The store",
