@@ -1,13 +1,15 @@
-"""How the threads that work beside training compute: on one core each."""
+"""How the threads that work beside training compute: on one core each, and under no mode."""
 
 from __future__ import annotations
 
 import os
 import threading
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["compute_on_one_core"]
+__all__ = ["compute_on_one_core", "without_modes"]
 
 _locks: dict[int, threading.Lock] = {}
 
@@ -28,3 +30,11 @@ def compute_on_one_core() -> None:
         keeper = threading.Thread(target=torch.set_num_threads, args=(default,))
         keeper.start()
         keeper.join()
+
+
+def without_modes() -> AbstractContextManager[None]:
+    """Compute what a thread of ours would compute: the modes of the calling thread (one of fake
+    tensors, one that counts operations) are not that one's.
+    """
+    is_plain = torch._C._len_torch_dispatch_stack() == 0
+    return nullcontext() if is_plain else _disable_current_modes()

@@ -16,19 +16,22 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.fixture(params=["rows with the batch", "ring"])
+@pytest.fixture(params=["rows with the batch", "rows with the batch, read by training", "ring"])
 def way_of_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a test as on the CPU, and with the ring that other devices have."""
+    """Run a test as on the CPU, with readers and without, and with the ring of other devices."""
     monkeypatch.setattr(
         "egeria_cache.prefetch.prefetcher.needs_ring", lambda device: request.param == "ring"
     )
+    if request.param.endswith("training"):
+        always = property(lambda crew: True, lambda crew, value: None)
+        monkeypatch.setattr("egeria_cache.prefetch.Crew.is_spared", always, raising=False)
 
 
 SLOW = re.compile(
     "|".join(
         (
-            r"test_other_ways_to_start_workers_are_served_the_same\[.*ring.*",
-            r"test_a_dead_or_stuck_worker_gives_dataloaders_own_error\[.*ring.*",
+            r"test_other_ways_to_start_workers_are_served_the_same\[.*(ring|training).*",
+            r"test_a_dead_or_stuck_worker_gives_dataloaders_own_error\[.*(ring|training).*",
             r"test_a_generation_cleared_by_the_inspector_while_a_loader_runs.*ring.*",
             r"test_a_stopped_run_goes_on_to_the_same_losses\[.*segmentation.*",
             # with workers, of which each start takes a second

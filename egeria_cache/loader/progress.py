@@ -29,8 +29,8 @@ class Progress:
     """Whether the next pass goes on with the workers of this one, and draws no base seed."""
     now: dict[str, Any] | None = field(default=None, repr=False)
     """The generators when the state was taken."""
-    num_samples: int | None = None
-    """Of the data set when the pass began, if it has a length."""
+    num_drawn: int | None = None
+    """What the sampler draws in an epoch, samples or batches, if it says so."""
     yielded: int = 0
     """Batches given out."""
     finished: bool = False

@@ -125,7 +125,7 @@ class ResumableLoader(DataLoader[T_co]):
         variant, first_frozen = variant_of(epoch, last.first_frozen)
         self._progress = Progress(
             epoch, variant, first_frozen, start=rng.get(), drew_base_seed=draws_base_seed,
-            num_samples=self._num_samples(), sampler=self._sampler_state(),
+            num_drawn=self._num_drawn(), sampler=self._sampler_state(),
             may_be_empty=loaded and last.finished,
         )  # fmt: skip
         return _copy_of(self._base_generator)
@@ -134,21 +134,23 @@ class ResumableLoader(DataLoader[T_co]):
     def _keeps_workers(self) -> bool:
         return self._iterator is not None
 
-    def _num_samples(self) -> int | None:
-        with suppress(Exception):  # of whatever kind: not every data set has a length
-            return (
-                None if isinstance(self.dataset, IterableDataset) else len(cast(Any, self.dataset))
-            )
+    def _num_drawn(self) -> int | None:
+        """Return what an epoch draws; None if nobody says, or if it changes on the way."""
+        whole = super()._index_sampler
+        if self._stateful is not None or self._is_iterable:
+            return None
+        with suppress(Exception):  # of whatever kind: not every sampler has a length
+            return len(cast(Any, whole.sampler if type(whole) is BatchSampler else whole))
         return None
 
     def _continue(self, last: Progress, rng: SamplerRng) -> torch.Generator:
-        num_samples = self._num_samples()
-        if last.num_samples not in (None, num_samples):
+        num_drawn = self._num_drawn()
+        if None not in (last.num_drawn, num_drawn) and last.num_drawn != num_drawn:
             log.warning(
-                "the loader's state was taken in the middle of an epoch over %s samples, and its "
-                "data set has %s now: what follows is not the rest of that epoch, and may be less. "
-                "Load the state with the data set that it was taken with, or begin an epoch",
-                last.num_samples, num_samples,
+                "the loader's state was taken in the middle of an epoch of %d draws, and an epoch "
+                "has %d now: what follows is not the rest of that one. Load the state with the "
+                "data set and the sampler that it was taken with, or begin an epoch",
+                last.num_drawn, num_drawn,
             )  # fmt: skip
         base = _copy_of(self._base_generator)
         if last.drew_base_seed:

@@ -172,7 +172,9 @@ class Prefetcher:
         """Begin to read an entry's rows; returns at once."""
         if entry._reading is None and not self._closed and self._crew is not None:
             try:
-                entry._reading = self._crew.read(partial(self._read, entry))
+                read = partial(self._read, entry)
+                late = needs_ring(entry.view.device)
+                entry._reading = self._crew.submit(read) if late else self._crew.read(read)
             except RuntimeError:  # the cache was closed: the entry never gets ready
                 self._closed = True
 
@@ -188,12 +190,18 @@ class Prefetcher:
             ring.release_before(self._first + (1 << 40))
         self._rings.clear()
 
-    def _read(self, entry: PlannedEntry) -> bool:
+    def _read(self, entry: PlannedEntry, in_memory: bool = False) -> bool:
+        """Read an entry's rows; whether they are there.
+
+        Raises:
+            NotInMemoryError: `in_memory` is asked for, by a view that needs no ring, and not all
+                of it is.
+        """
         if self._closed or not entry.alive:
             return False
         view = entry.view
         if view.is_spread or view.padding is not None or not needs_ring(view.device):
-            return self._read_whole(entry)  # nor has the ring slots of many sizes
+            return self._read_whole(entry, in_memory)  # nor has the ring slots of many sizes
         keys = [(sample_id, entry.variant) for sample_id in entry.ids]
         unique = list(dict.fromkeys(keys))
         ring, number = entry.view.ring, self._first + entry.number
@@ -223,11 +231,11 @@ class Prefetcher:
                 return True
         return self._read_whole(entry)  # no room in the ring
 
-    def _read_whole(self, entry: PlannedEntry) -> bool:
+    def _read_whole(self, entry: PlannedEntry, in_memory: bool = False) -> bool:
         """Read all rows, and keep them with the batch itself."""
         started, device = time.perf_counter(), entry.view.device
         tensors, found = entry.view.generation.get_batch(
-            entry.ids, variant=entry.variant, pin_memory=pins(device)
+            entry.ids, variant=entry.variant, pin_memory=pins(device), in_memory=in_memory
         )
         entry.read_s += time.perf_counter() - started
         entry.num_read += len(entry.ids)

@@ -5,6 +5,8 @@ Pure: it is told of every batch of hits, in seconds, and looks at no clock.
 
 from __future__ import annotations
 
+from collections import deque
+
 __all__ = ["ReaderCount"]
 
 _SHARE = 1 / 8
@@ -23,8 +25,9 @@ _SHORT_S, _BRIEF_S = 1e-3, 0.35e-3
 longer. Beside training a read takes a multiple: both threads wait for the interpreter. On two cores
 10 records of 16 KiB that training reads itself cost it 0.3 ms, and those of a reader 0.8; with 48
 they cost the same."""
-_SOON = 4
-"""Batches after which reads that became long go back to a reader."""
+_SOON, _FEW = 4, 8
+"""Batches after which reads that became long go back to a reader; and by how many that is told: one
+that took long among them is none."""
 
 
 class ReaderCount:
@@ -45,6 +48,8 @@ class ReaderCount:
         self._num_batches = 0
         """Since the number changed."""
         self._patience = self._patience_alone = _SETTLED
+        self._last_s: deque[float] = deque(maxlen=_FEW)
+        """What reads cost since there is no reader."""
         self._interval_before_s = 0.0
         """With one reader less, while another is on trial."""
 
@@ -57,7 +62,7 @@ class ReaderCount:
             read_s: What it cost a reader thread, or the training thread if there is no reader.
             waited_s: What of that the training thread waited for.
             interval_s: From the request for it to the request for the next.
-            may_be_none: Whether the training thread could read such batches itself.
+            may_be_none: Whether the training thread can read such batches itself.
         """
         # The first batch alone after a change is no mean yet.
         share = _SHARE if self._num_batches else 1.0
@@ -68,15 +73,19 @@ class ReaderCount:
         self._waited_s += share * (waited_s - self._waited_s)
         self._interval_s += share * (interval_s - self._interval_s)
         if self.wanted == 0:
+            self._last_s.append(read_s)
             self._judge_alone(may_be_none=may_be_none)
         elif self._num_batches >= _SETTLED:
             self._judge(may_be_none=may_be_none)
         return self.wanted
 
     def _judge_alone(self, *, may_be_none: bool) -> None:
-        if may_be_none and (self._num_batches < _SOON or self._read_s <= _BRIEF_S):
+        last_s = sorted(self._last_s)
+        if may_be_none and (len(last_s) < _SOON or last_s[len(last_s) // 2] <= _BRIEF_S):
             return
-        self._patience_alone = min(2 * self._patience_alone, _MAX_PATIENCE)
+        lasted = self._num_batches > self._patience_alone
+        self._patience_alone = _SETTLED if lasted else min(2 * self._patience_alone, _MAX_PATIENCE)
+        self._last_s.clear()
         self._turn_to(1)
 
     def _judge(self, *, may_be_none: bool) -> None:

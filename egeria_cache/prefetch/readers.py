@@ -11,7 +11,8 @@ from contextlib import suppress
 from typing import Any
 
 from egeria_cache.prefetch.reader_count import ReaderCount
-from egeria_cache.threads import compute_on_one_core
+from egeria_cache.store import NotInMemoryError
+from egeria_cache.threads import compute_on_one_core, without_modes
 
 __all__ = ["Crew", "Deferred", "ReaderThreads"]
 
@@ -42,11 +43,14 @@ class ReaderThreads:
         self, *, read_s: float, waited_s: float, interval_s: float, may_be_none: bool
     ) -> None:
         """Note what a batch of hits cost: see `ReaderCount.batch`."""
+        crew = self._crew
+        if self._count.wanted == 0 and crew is not None and not crew.is_spared:
+            may_be_none = False  # not all was in memory
         wanted = self._count.batch(
             read_s=read_s, waited_s=waited_s, interval_s=interval_s, may_be_none=may_be_none
         )
-        if self._crew is not None:
-            self._crew.wanted, self._crew.is_spared = max(wanted, 1), wanted == 0
+        if crew is not None:
+            crew.wanted, crew.is_spared = max(wanted, 1), wanted == 0
 
     def close(self) -> None:
         """Stop; reads that have not begun are dropped. Idempotent."""
@@ -54,19 +58,38 @@ class ReaderThreads:
             self._crew.shutdown(wait=True, cancel_futures=True)
 
 
-class Deferred:
-    """A read that is done by the thread that asks for it, when it does; stands for a future."""
+Read = Callable[[bool], bool]
+"""Reads a batch: (only if all of it is in memory) -> whether its rows are there. Raises
+`NotInMemoryError`."""
 
-    def __init__(self, read: Callable[[], bool]) -> None:
-        self._read: Callable[[], bool] | None = read
+
+class Deferred:
+    """A read that is done by the thread that asks for it, when it does; stands for a future.
+
+    What is not in memory is a reader's all the same: a disk may take its time, and hang.
+    """
+
+    def __init__(self, crew: Crew, read: Read) -> None:
+        self._crew = crew
+        self._read: Read | None = read
+        self._handed_in: Future[bool] | None = None
         self._is_there = False
 
     def result(self, timeout: float | None = None) -> bool:
-        """Read, the first time; whether the rows are there."""
+        """Read, the first time; whether the rows are there.
+
+        Raises:
+            TimeoutError: A reader took longer than so many seconds.
+        """
         read, self._read = self._read, None
         if read is not None:
-            self._is_there = read()
-        return self._is_there
+            try:
+                with without_modes():
+                    self._is_there = read(True)
+            except NotInMemoryError:
+                self._crew.is_spared = False
+                self._handed_in = self._crew.submit(read, False)
+        return self._is_there if self._handed_in is None else self._handed_in.result(timeout)
 
 
 Work = tuple[Future[Any], Callable[[], Any]]
@@ -90,13 +113,13 @@ class Crew(Executor):
         self._num_working = 0
         self._process = os.getpid()
 
-    def read(self, read: Callable[[], bool]) -> Future[bool] | Deferred:
+    def read(self, read: Read) -> Future[bool] | Deferred:
         """Hand in a read, or have it done by whoever asks for its result.
 
         Raises:
             RuntimeError: As `submit` does.
         """
-        return Deferred(read) if self.is_spared else self.submit(read)
+        return Deferred(self, read) if self.is_spared else self.submit(read, False)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Hand in work.

@@ -28,6 +28,7 @@ from egeria_cache.store.disk.manifest import DamagedError, Manifest, differing_f
 from egeria_cache.store.generation import Generation
 from egeria_cache.store.native import has_kernel
 from egeria_cache.store.parcel import Parcelled, pack, unpack
+from egeria_cache.store.reader import NotInMemoryError
 from egeria_cache.store.removal import remove_generations
 from egeria_cache.store.store import ActivationStore
 
@@ -41,6 +42,7 @@ __all__ = [
     "GenerationReport",
     "LiveFile",
     "Manifest",
+    "NotInMemoryError",
     "Parcelled",
     "Spread",
     "contents",

@@ -35,6 +35,7 @@ from egeria_cache.store.records.values import Value
 from egeria_cache.store.stats import GenerationCounts
 from egeria_cache.store.transfer import to_host
 from egeria_cache.store.writer import ChangedError, Job, Writer
+from egeria_cache.threads import without_modes
 
 __all__ = ["Generation"]
 
@@ -156,7 +157,12 @@ class Generation:
         return self._files.bytes_of(ids, variant) if self.alive else 0
 
     def get_batch(
-        self, ids: Sequence[SampleId], *, variant: int = 0, pin_memory: bool = False
+        self,
+        ids: Sequence[SampleId],
+        *,
+        variant: int = 0,
+        pin_memory: bool = False,
+        in_memory: bool = False,
     ) -> tuple[Any, npt.NDArray[np.bool_]]:
         """Read the samples that are stored.
 
@@ -164,17 +170,24 @@ class Generation:
             ids: B sample IDs, in any order, repeats allowed.
             variant: Of the augmentation.
             pin_memory: Decode into page-locked memory, for a copy to the device.
+            in_memory: Wait for no disk.
 
         Returns:
             Per name, B rows in the order of `ids` (a list where rows differ in shape, or are no
             tensors), and the mask of rows found. Rows not found are zeros, or None in a list. A
             bare tensor if that was put; an empty dict if nothing was found.
+
+        Raises:
+            NotInMemoryError: `in_memory`, and it is not known that all of it is.
         """
         if not self.alive:
             self._count(misses=len(ids))
             return {}, np.zeros(len(ids), np.bool_)
         try:
-            fetched = self._reader.read(self._files, ids, variant, pin_memory=pin_memory)
+            with without_modes():
+                fetched = self._reader.read(
+                    self._files, ids, variant, pin_memory=pin_memory, in_memory=in_memory
+                )
         except (OSError, MemoryError) as error:  # of now: nothing is wrong with what is stored
             self._warn(f"cannot be read now: {error}")
             self._count(misses=len(ids))

@@ -25,7 +25,7 @@ from egeria_cache.store.records.values import RecordError
 from egeria_cache.store.serve import NUM_TURNS, Course, serve
 from egeria_cache.store.varied import fill_varied
 
-__all__ = ["BatchReader", "Fetched"]
+__all__ = ["BatchReader", "Fetched", "NotInMemoryError"]
 
 logger = logging.getLogger("egeria_cache.store")
 
@@ -47,6 +47,10 @@ class Fetched:
     num_corrupt: int = 0
 
 
+class NotInMemoryError(Exception):
+    """A batch was to be read without waiting for a disk."""
+
+
 class BatchReader:
     """Owns the decoding threads."""
 
@@ -66,8 +70,13 @@ class BatchReader:
         variant: int,
         *,
         pin_memory: bool,
+        in_memory: bool = False,
     ) -> Fetched:
-        """Return the samples that are stored and intact; never raises for a bad record."""
+        """Return the samples that are stored and intact; never raises for a bad record.
+
+        Raises:
+            NotInMemoryError: `in_memory`, and the short way does not lead to all of it.
+        """
         begun, numbers = None, plain_integers(ids)
         turn = None if self._verifies_always else files.turn(len(ids)) % NUM_TURNS
         try:
@@ -80,6 +89,8 @@ class BatchReader:
                     hit = np.empty(len(ids), np.bool_)
                     hit.fill(True)
                     return Fetched(course.bare, course.fields(begun), hit, len(ids))
+            if in_memory:
+                raise NotInMemoryError
             segment, keys = files.check(), Keys(ids, variant)
             wanted = Wanted(segment, keys, files.locate(keys), files.identity)
         except GoneError:

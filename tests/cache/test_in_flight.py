@@ -7,9 +7,11 @@ import gc
 import multiprocessing
 import os
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.data import DistributedSampler
 
@@ -25,6 +27,26 @@ def frozen():
     model = make_net()
     freeze(model, "layer1")
     return model
+
+
+def test_a_mode_of_the_loop_is_none_of_what_is_read(tmp_path, frozen):
+    with ActivationCache(frozen, tmp_path, "layer1", gate="always", audit_rate=0) as cache:
+        loader = EgeriaLoader(Images(noise=0), 8, cache=cache)
+        fill(frozen, cache, loader)
+        activations_of(frozen, loader)
+        plain = activations_of(frozen, loader)
+        batches, found = iter(loader), []
+        handle = frozen.layer2.register_forward_pre_hook(
+            lambda module, args: found.append(args[0].detach().clone())
+        )
+        for number in range(len(loader)):
+            is_fake = number in (1, 2)  # with the first and the fourth samples are loaded again
+            with FakeTensorMode(allow_non_fake_inputs=True) if is_fake else nullcontext():
+                images, _ = next(batches)
+            frozen(images)
+        handle.remove()
+        assert torch.equal(torch.cat(found), plain)
+        assert cache.stats().hits == 3 * len(loader.dataset)
 
 
 def fill(model, cache, loader):

@@ -219,7 +219,7 @@ def test_loading_a_state_leaves_the_running_pass_alone():
 
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("num_samples", [8, 23, 40])
-def test_a_state_over_another_number_of_samples_is_told_of(caplog, num_samples, seed):
+def test_a_state_of_an_epoch_of_another_length_is_told_of(caplog, num_samples, seed):
     torch.manual_seed(11)
     loader = make(seed=seed)
     iterator = iter(loader)
@@ -228,17 +228,38 @@ def test_a_state_over_another_number_of_samples_is_told_of(caplog, num_samples, 
     other = EgeriaLoader(torch.utils.data.Subset([*range(100)], range(num_samples)), 4, seed=seed)
     other.load_state_dict(through_a_file(loader.state_dict()))
     assert len(list(other)) == max(0, -(-num_samples // 4) - 4)
-    told = [record.getMessage() for record in caplog.records if "23 samples" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "23 draws" in record.getMessage()]
     assert len(told) == (num_samples != NUM_SAMPLES)
     assert len(list(other)) == -(-num_samples // 4)
     assert len(told) == (num_samples != NUM_SAMPLES)
 
 
-def test_a_state_of_an_earlier_release_does_not_say_how_many_samples_there_were(caplog):
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_longer_data_set_of_which_the_same_samples_are_drawn_is_another_matter(caplog, batched):
+    def over(count):
+        sampler = torch.utils.data.SubsetRandomSampler(range(20))
+        data = TensorDataset(torch.arange(count))
+        if batched:
+            return EgeriaLoader(data, batch_sampler=BatchSampler(sampler, 4, False), seed=3)
+        return EgeriaLoader(data, 4, sampler=sampler, seed=3)
+
+    torch.manual_seed(11)
+    loader = over(20)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    rest = [batch[0] for batch in iterator]
+    longer = over(30)
+    longer.load_state_dict(state)
+    same([batch[0] for batch in longer], rest)
+    assert not caplog.records
+
+
+def test_a_state_of_an_earlier_release_does_not_say_how_long_an_epoch_was(caplog):
     loader = make()
     next(iter(loader))
     state = loader.state_dict()
-    del state["num_samples"]
+    del state["num_drawn"]
     resumed = make()
     resumed.load_state_dict(state)
     assert len(list(resumed)) == 5

@@ -5,10 +5,14 @@ from __future__ import annotations
 import itertools
 import threading
 
+import numpy as np
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from egeria_cache.prefetch.reader_count import ReaderCount
-from egeria_cache.prefetch.readers import Crew
+from egeria_cache.prefetch.readers import Crew, ReaderThreads
+from egeria_cache.store import NotInMemoryError
 
 
 class Machine:
@@ -97,6 +101,15 @@ def test_reads_that_became_long_go_back_to_a_reader_at_once_and_are_tried_ever_m
     assert between[-1] > 2 * between[0]
 
 
+def test_one_read_in_many_that_takes_long_changes_nothing():
+    count = ReaderCount(1)
+    told = {"waited_s": 0.0, "interval_s": 0.01}
+    wanted = [count.batch(read_s=5e-3 if i % 50 == 9 else 2e-4, **told) for i in range(5000)]
+    assert set(wanted[100:]) == {0}
+    assert count.batch(read_s=5e-3, **told) == 0
+    assert 1 in [count.batch(read_s=5e-3, **told) for _ in range(8)]
+
+
 def test_a_device_that_runs_late_always_has_a_reader():
     count = ReaderCount(1)
     told = {"read_s": 0.0001, "waited_s": 0.0, "interval_s": 0.01}
@@ -173,16 +186,57 @@ def test_work_is_done_in_order_and_its_errors_come_back(crew):
 
 def test_a_read_that_is_spared_the_way_is_done_by_who_asks_once(crew):
     crew.is_spared, read_on = True, []
-    read = crew.read(lambda: not read_on.append(threading.get_ident()))
+    read = crew.read(lambda in_memory: not read_on.append((in_memory, threading.get_ident())))
     assert read_on == []
     assert read.result()
     assert read.result()
-    assert read_on == [threading.get_ident()]
+    assert read_on == [(True, threading.get_ident())]
+
+
+def test_what_is_not_in_memory_is_a_readers(crew):
+    crew.is_spared, let_go = True, threading.Event()
+
+    def read(in_memory):
+        if in_memory:
+            raise NotInMemoryError
+        assert let_go.wait(30)
+        return threading.get_ident()
+
+    asked = crew.read(read)
+    with pytest.raises(TimeoutError):
+        asked.result(timeout=0.05)  # a disk that hangs
+    assert not crew.is_spared
+    let_go.set()
+    assert asked.result() not in (False, threading.get_ident())
+
+
+def test_a_reader_is_back_when_not_all_was_in_memory(monkeypatch):
+    threads, told = ReaderThreads(), {"read_s": 1e-4, "waited_s": 0.0, "interval_s": 0.01}
+    try:
+        for _ in range(100):
+            threads.served(**told, may_be_none=bool(threads.executor))
+        assert threads.executor.is_spared
+        threads.executor.is_spared = False  # as such a read leaves it
+        threads.served(**told, may_be_none=True)
+        assert not threads.executor.is_spared
+        for _ in range(100):
+            threads.served(**told, may_be_none=True)
+        assert threads.executor.is_spared
+    finally:
+        threads.close()
+
+
+def test_a_read_on_the_training_thread_does_not_see_its_modes(crew):
+    crew.is_spared = True
+    read = crew.read(lambda in_memory: type(torch.from_numpy(np.ones(3))) is torch.Tensor)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert read.result()
+        assert type(torch.ones(3)) is not torch.Tensor
 
 
 def test_a_read_that_fails_where_it_was_asked_for_is_not_there_later_either(crew):
     crew.is_spared = True
-    read = crew.read(lambda: 1 / 0)
+    read = crew.read(lambda in_memory: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         read.result()
     assert not read.result()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 import os
 import threading
 import weakref
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from egeria_cache.store import ActivationStore, decoders
+from egeria_cache.store import ActivationStore, NotInMemoryError, decoders
 from egeria_cache.store import serve as serving
 from egeria_cache.store.decoders import Decoders
 from egeria_cache.store.disk.index import NUM_MARKS, IntegerTable, mark_of
@@ -193,3 +195,62 @@ def test_what_was_verified_is_believed_though_its_batch_was_not_whole(store):
         assert store.get_batch(range(8))[1].sum() == 4
         marks = index.look_up(Keys(range(4))).raw[:, 0] & np.uint64(7)
         assert (marks == mark_of(index.round)).all()
+
+
+@needs_kernel
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_what_is_asked_for_from_memory_waits_for_no_disk(directory, codec):
+    rows = torch.randn(64, 2000)
+    with ActivationStore(directory, codec=codec) as store:
+        store.put_batch(range(64), rows)
+        assert store.flush(FLUSH_S)
+    with ActivationStore(directory, codec=codec) as store:
+        generation = store._own()
+        with pytest.raises(NotInMemoryError):  # nothing is known of its records yet
+            generation.get_batch(range(64), in_memory=True)
+        assert store.get_batch(range(64))[1].all()
+        got, found = generation.get_batch([3, 60, 3], in_memory=True)
+        assert found.all()
+        assert torch.equal(got, rows[[3, 60, 3]])
+        with pytest.raises(NotInMemoryError):
+            generation.get_batch([3, 64], in_memory=True)
+
+
+@needs_kernel
+def test_what_left_memory_is_a_readers(directory):
+    with ActivationStore(directory, codec="raw") as store:
+        store.put_batch(range(64), torch.randn(64, 2000))
+        assert store.flush(FLUSH_S)
+    with ActivationStore(directory, codec="raw") as store:
+        generation = store._own()
+        assert store.get_batch(range(8))[1].all()  # the others were not verified yet
+        (path,) = directory.glob(f"gen-*/{SEGMENT_NAME}")
+        with path.open("rb") as file:
+            generation._files.check().mapping = None  # no page that is mapped is given back
+            generation._files.course = None
+            gc.collect()
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            generation._files.check().map_again()
+            resident = len(_resident(file.fileno()))
+        if resident:
+            pytest.skip("this file system keeps its pages")
+        with pytest.raises(NotInMemoryError):
+            generation.get_batch(range(32, 64), in_memory=True)
+        assert generation.get_batch(range(32, 64))[1].all()
+        assert generation.get_batch(range(32, 64), in_memory=True)[1].all()
+
+
+def _resident(descriptor: int) -> list[int]:
+    """Return the numbers of the file's pages that are in memory."""
+    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as mapped:
+        array = np.frombuffer(mapped, np.uint8)
+        pages = np.zeros(-(-len(mapped) // mmap.PAGESIZE), np.uint8)
+        libc = ctypes.CDLL(None)
+        address = ctypes.c_void_p(array.ctypes.data)
+        assert (
+            libc.mincore(address, ctypes.c_size_t(len(mapped)), ctypes.c_void_p(pages.ctypes.data))
+            == 0
+        )
+        del array
+    return [*map(int, np.flatnonzero(pages & 1))]
