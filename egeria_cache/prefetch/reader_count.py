@@ -20,11 +20,11 @@ _GAIN = 0.95
 """Of the time between two batches, what it must have come down to for a further reader to stay."""
 _IDLE = 0.6
 """Readers are let go where those that are left would be busy for no larger part of the time."""
-_SHORT_S, _BRIEF_S = 1e-3, 0.35e-3
+_SHORT_S, _BRIEF_S = 1e-3, 0.6e-3
 """A reader whose reads are shorter may be none at all, and is needed where they take training
 longer. Beside training a read takes a multiple: both threads wait for the interpreter. On two cores
 10 records of 16 KiB that training reads itself cost it 0.3 ms, and those of a reader 0.8; with 48
-they cost the same."""
+it is 0.4 ms and 1.2."""
 _SOON, _FEW = 4, 8
 """Batches after which reads that became long go back to a reader; and by how many that is told: one
 that took long among them is none."""
