@@ -60,7 +60,8 @@ class PlannedEntry:
         """Called when the rows are used for the first time."""
         self.was_used = False
         self.read_s, self.num_read, self.waited_s = 0.0, 0, 0.0
-        """What reading cost a reader thread, for how many samples, and the training thread."""
+        """What reading cost the thread that read, for how many samples; and for how long training
+        waited, which where it read itself is as long."""
         self._reading: Future[bool] | Deferred | None = None
         self._process = os.getpid()
         self._ring: Ring | None = None

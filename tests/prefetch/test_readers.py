@@ -210,18 +210,19 @@ def test_what_is_not_in_memory_is_a_readers(crew):
     assert asked.result() not in (False, threading.get_ident())
 
 
-def test_a_reader_is_back_when_not_all_was_in_memory(monkeypatch):
+def test_a_reader_is_back_when_not_all_was_in_memory():
     threads, told = ReaderThreads(), {"read_s": 1e-4, "waited_s": 0.0, "interval_s": 0.01}
+    crew = threads.executor
     try:
         for _ in range(100):
-            threads.served(**told, may_be_none=bool(threads.executor))
-        assert threads.executor.is_spared
-        threads.executor.is_spared = False  # as such a read leaves it
+            threads.served(**told, may_be_none=True)
+        assert crew.is_spared
+        crew.is_spared = False  # as such a read leaves it
         threads.served(**told, may_be_none=True)
-        assert not threads.executor.is_spared
+        assert not crew.is_spared
         for _ in range(100):
             threads.served(**told, may_be_none=True)
-        assert threads.executor.is_spared
+        assert crew.is_spared
     finally:
         threads.close()
 
