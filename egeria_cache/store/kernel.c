@@ -7,12 +7,15 @@
 
 #define _GNU_SOURCE
 #include <fcntl.h>
+#include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || UINTPTR_MAX != UINT64_MAX
@@ -31,6 +34,7 @@ enum { BITMAP_HEAD_BYTES = 16, MOST_PLANES = 4, PAGES_AT_ONCE = 256, BEHIND_BYTE
 enum { ABSENT, TRUSTED, VERIFIED };
 enum { MARK_BITS = 7, TURN_BITS = 6 };
 enum { LOOKED_AT = 16, MOST_DOUBTS = 4096, MOST_ASKED_BYTES = 1 << 18 };
+enum { TAKEN_NS = 8000, MOST_PATIENCE = 64, ALONE_EVERY = 16, SPINS = 1 << 12 };
 
 static const uint64_t AS_THEY_ARE = 1ull << 63;
 
@@ -230,7 +234,16 @@ struct source {
     const struct field *fields;
     const uint64_t *table; /* span of each sample by its ID; NULL where the batch has spans */
     uint64_t table_rows;
+    uint64_t room_bytes; /* that decoding needs besides */
+    struct pace *pace;
     int64_t doubts; /* how many trusted records more are looked at before they are touched */
+};
+
+/* How long records of one layout take, and whether help was of any. */
+struct pace {
+    int64_t record_ns; /* for one thread; 0: not known */
+    int64_t patience;  /* how many batches are served alone after help was of none */
+    int64_t alone;     /* how many more are */
 };
 
 /* A span is a record's place, with the mark of the round in which it was verified in the lowest
@@ -393,7 +406,16 @@ static int is_unchanged(const struct source *from, const struct batch *of) {
     return now.st_mtim.tv_sec * 1000000000ll + now.st_mtim.tv_nsec == of->written;
 }
 
-/* What one thread serves. */
+/* A batch that is being served; each thread takes some records of it after the other. */
+struct work {
+    struct source *from;
+    const struct batch *of;
+    int64_t count, step;
+    int64_t next;
+    int64_t num_served, num_verified;
+};
+
+/* What one thread does of it. */
 struct part {
     struct source *from;
     const struct batch *of;
@@ -431,26 +453,170 @@ static __attribute__((noinline)) void serve_one(struct part *part, int64_t i) {
     part->num_verified += !is_trusted, part->num_served++;
 }
 
-/* Decode the records from `begin` to `end` of a batch, as far as they are in memory, intact and laid
-   out like the others. Return how many of them were not trusted before; -1 if one is absent. Where
-   the file was written to before or meanwhile, nothing of it counts: -2.
-   context: zstd's, for one thread. room: as for the largest field. */
-int64_t egeria_serve(struct source *from, const struct batch *of, int64_t begin, int64_t end,
-                     void *context, uint8_t *room) {
-    struct part part = {from, of, end, 0, 0, context, room, (uint64_t)sysconf(_SC_PAGESIZE)};
-    volatile int64_t at = begin; /* as it was, where the signal comes */
+/* Take records of a batch until all are taken. room: of one thread. */
+static void take_part(struct work *work, void *context, uint8_t *room) {
+    struct source *const from = work->from;
+    struct part part = {from, work->of, 0, 0, 0, context, room, (uint64_t)sysconf(_SC_PAGESIZE)};
+    volatile int64_t at = 0; /* as it was, where the signal comes */
     sigjmp_buf back;
-    if (!is_unchanged(from, of)) return -2;
-    handle_bus_errors();
     if (sigsetjmp(back, 0)) {
         __atomic_store_n(&from->doubts, MOST_DOUBTS, __ATOMIC_RELAXED);
         at = at + 1;
     }
     touched.map = from->map, touched.back = &back, touched.map_bytes = from->map_bytes;
-    for (; at < end; at = at + 1) serve_one(&part, at);
+    for (;; at = at + 1) {
+        if (at == part.end) {
+            at = __atomic_fetch_add(&work->next, work->step, __ATOMIC_RELAXED);
+            if (at >= work->count) break;
+            part.end = at + work->step < work->count ? at + work->step : work->count;
+        }
+        serve_one(&part, at);
+    }
     touched.map_bytes = 0;
+    __atomic_fetch_add(&work->num_served, part.num_served, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&work->num_verified, part.num_verified, __ATOMIC_RELAXED);
+}
+
+/* -- helpers -------------------------------------------------------------------------------- */
+
+/* Threads that sleep until a batch is worth dividing. Whoever asks them goes on at once, and waits
+   in the end for those alone that have come meanwhile, until each is done with what it took. */
+struct helpers {
+    pthread_mutex_t lock;
+    pthread_cond_t asked, left;
+    struct work *work; /* NULL if there is none */
+    int64_t num_threads;
+    int64_t worth_ns;   /* a batch that takes less is not divided; 0: every one is */
+    int64_t num_wanted; /* that may still come */
+    int64_t num_inside;
+    int64_t is_over;
+};
+
+uint64_t egeria_helpers_bytes(void) { return sizeof(struct helpers); }
+
+void egeria_begin_helpers(struct helpers *with, int64_t num_threads, int64_t worth_ns) {
+    *with = (struct helpers){.num_threads = num_threads, .worth_ns = worth_ns};
+    pthread_mutex_init(&with->lock, NULL);
+    pthread_cond_init(&with->asked, NULL);
+    pthread_cond_init(&with->left, NULL);
+}
+
+/* Send all home. */
+void egeria_end_helpers(struct helpers *with) {
+    pthread_mutex_lock(&with->lock);
+    with->is_over = 1;
+    pthread_cond_broadcast(&with->asked);
+    pthread_mutex_unlock(&with->lock);
+}
+
+/* Help until the end, as one thread. context: zstd's. */
+void egeria_help(struct helpers *with, void *context) {
+    uint8_t *room = NULL;
+    uint64_t room_bytes = 0;
+    sigset_t others_handle; /* all but its own faults */
+    sigfillset(&others_handle);
+    sigdelset(&others_handle, SIGBUS), sigdelset(&others_handle, SIGSEGV);
+    sigdelset(&others_handle, SIGILL), sigdelset(&others_handle, SIGFPE);
+    pthread_sigmask(SIG_SETMASK, &others_handle, NULL);
+    pthread_mutex_lock(&with->lock);
+    while (!with->is_over) {
+        struct work *work = with->work;
+        if (!work || !with->num_wanted) {
+            pthread_cond_wait(&with->asked, &with->lock);
+            continue;
+        }
+        with->num_wanted--, with->num_inside++;
+        pthread_mutex_unlock(&with->lock);
+        if (work->from->room_bytes > room_bytes) {
+            free(room);
+            room_bytes = work->from->room_bytes;
+            if (!(room = malloc(room_bytes))) room_bytes = 0;
+        }
+        if (room_bytes >= work->from->room_bytes) take_part(work, context, room);
+        pthread_mutex_lock(&with->lock);
+        with->num_inside--;
+        pthread_cond_signal(&with->left);
+    }
+    pthread_mutex_unlock(&with->lock);
+    free(room);
+}
+
+/* Ask for help; whether it may come. */
+static int ask_helpers(struct helpers *with, struct work *work, int64_t num_wanted) {
+    pthread_mutex_lock(&with->lock); /* which nobody holds while they work */
+    const int is_free = !with->work && !with->is_over; /* another thread may have asked */
+    if (is_free) {
+        with->work = work, with->num_wanted = num_wanted;
+        if (num_wanted == 1) pthread_cond_signal(&with->asked);
+        else pthread_cond_broadcast(&with->asked);
+    }
+    pthread_mutex_unlock(&with->lock);
+    return is_free;
+}
+
+/* Wait for those that have come. */
+static void dismiss_helpers(struct helpers *with) {
+    pthread_mutex_lock(&with->lock);
+    with->num_wanted = 0;
+    pthread_mutex_unlock(&with->lock);
+    /* Going to sleep takes longer than what they still have to do. */
+    for (int i = 0; i < SPINS && __atomic_load_n(&with->num_inside, __ATOMIC_RELAXED); i++)
+        __atomic_signal_fence(__ATOMIC_SEQ_CST);
+    pthread_mutex_lock(&with->lock);
+    while (with->num_inside) pthread_cond_wait(&with->left, &with->lock);
+    with->work = NULL;
+    pthread_mutex_unlock(&with->lock);
+}
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ll + now.tv_nsec;
+}
+
+/* How many should help with a batch: as many as each find enough to do. Where help was of none, as on
+   a machine whose cores are busy, it is not asked for so soon again; now and then a batch is served
+   alone to know what that takes. Other threads count, too: nothing depends on it. */
+static int64_t num_wanted(struct pace *pace, const struct helpers *with, int64_t count) {
+    if (!with || count < 2) return 0;
+    if (!with->worth_ns) return with->num_threads;
+    const int64_t wanted = pace->record_ns * count / with->worth_ns;
+    if (!wanted || pace->alone-- > 0) return 0;
+    return wanted < with->num_threads ? wanted : with->num_threads;
+}
+
+static void note_taken(struct pace *pace, int64_t count, int64_t taken_ns, int was_helped) {
+    if (!was_helped) {
+        const int64_t record_ns = 1 + taken_ns / count;
+        pace->record_ns += pace->record_ns ? (record_ns - pace->record_ns) / 4 : record_ns;
+    } else if (taken_ns < pace->record_ns * count) {
+        pace->patience = 0;
+        if (pace->alone < -ALONE_EVERY) pace->alone = 1;
+    } else {
+        pace->patience = pace->patience ? 2 * pace->patience : 1;
+        if (pace->patience > MOST_PATIENCE) pace->patience = MOST_PATIENCE;
+        pace->alone = pace->patience;
+    }
+}
+
+/* Decode the records of a batch, as far as they are in memory, intact and laid out like the others.
+   Return how many of them were not trusted before; -1 if one is absent. Where the file was written
+   to before or meanwhile, nothing of it counts: -2.
+   context: zstd's, for one thread. room: room_bytes. helpers: NULL if there are none. */
+int64_t egeria_serve(struct source *from, const struct batch *of, int64_t count, void *context,
+                     uint8_t *room, struct helpers *helpers) {
+    struct work work = {.from = from, .of = of, .count = count};
+    const int64_t begun_ns = now_ns(), wanted = num_wanted(from->pace, helpers, count);
     if (!is_unchanged(from, of)) return -2;
-    return part.num_served == end - begin ? part.num_verified : -1;
+    handle_bus_errors();
+    work.step = 1 + TAKEN_NS / (from->pace->record_ns + 1);
+    const int is_helped = wanted && ask_helpers(helpers, &work, wanted);
+    if (!is_helped) work.step = count;
+    take_part(&work, context, room);
+    if (is_helped) dismiss_helpers(helpers);
+    if (!is_unchanged(from, of)) return -2;
+    if (count) note_taken(from->pace, count, now_ns() - begun_ns, is_helped);
+    return work.num_served == count ? work.num_verified : -1;
 }
 
 /* Bring records into memory: all are asked for, then each is waited for. Where the disk cannot read
@@ -468,5 +634,6 @@ void egeria_load(int fd, int64_t n, const uint64_t *spans, uint8_t *room, uint64
 }
 
 /* See SHAPE in native.py. */
-const uint64_t egeria_shape[] = {4, sizeof(struct field), sizeof(struct source),
-                                 sizeof(struct batch), sizeof(struct decoder)};
+const uint64_t egeria_shape[] = {5, sizeof(struct field), sizeof(struct source),
+                                 sizeof(struct batch), sizeof(struct decoder),
+                                 sizeof(struct pace)};

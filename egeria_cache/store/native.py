@@ -30,6 +30,7 @@ __all__ = [
     "VERIFIED",
     "Kernel",
     "Mapping",
+    "Pace",
     "Serving",
     "Source",
     "Unpacker",
@@ -84,8 +85,12 @@ class Kernel:
         self._zstd = zstd
         p, n = c_void_p, c_int64
         self.serve = _declared(
-            library.egeria_serve, n, POINTER(_Source), POINTER(_Batch), n, n, p, p
+            library.egeria_serve, n, POINTER(_Source), POINTER(_Batch), n, p, p, p
         )
+        self.helpers_bytes: int = _declared(library.egeria_helpers_bytes, c_uint64)()
+        self.begin_helpers = _declared(library.egeria_begin_helpers, None, p, n, n)
+        self.end_helpers = _declared(library.egeria_end_helpers, None, p)
+        self.help = _declared(library.egeria_help, None, p, p)
         self.can_tell = _declared(library.egeria_can_tell, c_int, c_int, c_uint64)
         """Whether the system says what of a file (descriptor, bytes) is in memory."""
         self._load = _declared(library.egeria_load, None, c_int, n, p, p, c_uint64)
@@ -156,6 +161,7 @@ class Source:
         variant: int,
         head: bytes,
         fields: Sequence[tuple[int, tuple[int, bool]]],
+        pace: Pace,
         table: Words | None = None,
     ) -> None:
         """Say what there is.
@@ -167,35 +173,41 @@ class Source:
             variant: Of the augmentation.
             head: That records should have, from behind the checksum on; their lengths may differ.
             fields: Per tensor of a record its bytes, and its elements.
+            pace: Of records of this layout.
             table: Span by sample ID, shape (M, 2): place, with a mark in its three lowest bits,
                 and size. Without it, each batch has spans of its own.
         """
         self.room_bytes = max((_room_bytes(num_bytes) for num_bytes, _ in fields), default=0)
         """What each thread needs besides."""
         described = (_Field * len(fields))(*(_Field(size, *kind) for size, kind in fields))
-        self._kept = mapping, table, described
+        self._kept = mapping, table, described, pace
         self.num_fields = len(fields)
         self.serve = kernel.serve
         self.struct = _Source(
             mapping.descriptor, mapping.address, mapping.num_bytes, kernel.hash, kernel.unzstd,
             identity, variant, head, CHECKSUM_BYTES + len(head), len(fields), described,
-            _address(table), 0 if table is None else len(table), 0,
+            _address(table), 0 if table is None else len(table), self.room_bytes,
+            ctypes.pointer(pace), 0,
         )  # fmt: skip
 
 
 class Serving:
-    """One batch after the other from a source, each by any number of threads, part by part."""
+    """One batch after the other from a source, by one thread, which others may help.
 
-    def __init__(self, source: Source) -> None:
-        self._source, self._serve, self._of = source, source.serve, source.struct
-        self._room_bytes = source.room_bytes
+    Args:
+        source: Of all of them.
+        unpacker: Of this thread.
+    """
+
+    def __init__(self, source: Source, unpacker: Unpacker) -> None:
+        self._source, self._unpacker = source, unpacker
+        self._serve, self._of = source.serve, source.struct
         self._out = (c_void_p * source.num_fields)()
         self._batch = _Batch(out=self._out)
         self._count = 0
         self._noted: Words = np.empty((3, 0), np.uint64)
-        self._kept: Any = None
 
-    def begin(
+    def serve(
         self,
         count: int,
         out: Sequence[Tensor],
@@ -207,8 +219,9 @@ class Serving:
         spans: Words | None = None,
         key_hashes: Words | None = None,
         rows: Integers | None = None,
-    ) -> None:
-        """Say what the next batch is, of N records. Every array is contiguous.
+        helpers: int | None = None,
+    ) -> int:
+        """Serve N records. Every array is contiguous.
 
         Args:
             count: N.
@@ -221,6 +234,11 @@ class Serving:
             spans: As in the table, shape (N, 2).
             key_hashes: XXH3 of the keys, shape (N,), where they are no integers.
             rows: Of `out`, one for each record, shape (N,); in this order without.
+            helpers: Where they are, if there are any.
+
+        Returns:
+            How many of them were not believed before, -1 if one is absent, -2 if none count because
+            the file was written to.
         """
         batch = self._batch
         if count > self._noted.shape[1]:
@@ -238,25 +256,11 @@ class Serving:
             batch.key_hashes = _address(key_hashes)
         for at, one in enumerate(out):
             self._out[at] = one.data_ptr()
-        self._kept = out, spans, key_hashes, rows
-
-    def part(self, chosen: slice, unpacker: Unpacker) -> int:
-        """Serve some of the records; return how many of them were not believed before, -1 if one is
-        absent, -2 if none count because the file was written to.
-
-        Args:
-            chosen: From the first of them to behind the last.
-            unpacker: Of this thread.
-        """
         num_verified: int = self._serve(
-            self._of, self._batch, chosen.start, chosen.stop, unpacker.context,
-            unpacker.room(self._room_bytes),
+            self._of, batch, count, self._unpacker.context,
+            self._unpacker.room(self._source.room_bytes), helpers,
         )  # fmt: skip
         return num_verified
-
-    def end(self) -> None:
-        """Let go of what was filled. All parts are done."""
-        self._kept = None
 
     @property
     def found(self) -> Bytes:
@@ -331,6 +335,16 @@ class _Field(ctypes.Structure):
     ]
 
 
+class Pace(ctypes.Structure):
+    """How long records of one layout take, and whether help was of any; noted by the kernel."""
+
+    _fields_ = [
+        ("record_ns", c_int64),
+        ("patience", c_int64),
+        ("alone", c_int64),
+    ]
+
+
 class _Source(ctypes.Structure):
     _fields_ = [
         ("descriptor", c_int64),
@@ -346,6 +360,8 @@ class _Source(ctypes.Structure):
         ("fields", POINTER(_Field)),
         ("table", c_void_p),
         ("table_rows", c_uint64),
+        ("room_bytes", c_uint64),
+        ("pace", POINTER(Pace)),
         ("doubts", c_int64),
     ]
 
@@ -374,7 +390,7 @@ class _Decoder(ctypes.Structure):
     ]
 
 
-SHAPE = [4, *map(ctypes.sizeof, (_Field, _Source, _Batch, _Decoder))]
+SHAPE = [5, *map(ctypes.sizeof, (_Field, _Source, _Batch, _Decoder, Pace))]
 """What the library says of itself. The first is counted up in both when a function takes something
 else: a library that was left beside newer sources would write where it should not."""
 

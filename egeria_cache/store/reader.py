@@ -18,6 +18,7 @@ from egeria_cache.store.decoders import Decoders
 from egeria_cache.store.disk.files import GenerationFiles, GoneError
 from egeria_cache.store.fetch import Wanted
 from egeria_cache.store.fill import Batch, fill
+from egeria_cache.store.helpers import Helpers
 from egeria_cache.store.records.keys import Keys, SampleId, decode_key, plain_integers
 from egeria_cache.store.records.layout import CHECKSUM_BYTES, Head
 from egeria_cache.store.records.record import open_record
@@ -55,13 +56,14 @@ class BatchReader:
     """Owns the decoding threads."""
 
     def __init__(self, num_threads: int, *, verifies_always: bool = False) -> None:
-        self._decoders = Decoders(num_threads)
+        self._decoders, self._helpers = Decoders(num_threads), Helpers(num_threads - 1)
         self._verifies_always = verifies_always
         self._warned: set[str] = set()
 
     def close(self) -> None:
         """Join the threads."""
         self._decoders.close()
+        self._helpers.close()
 
     def read(
         self,
@@ -77,12 +79,12 @@ class BatchReader:
         Raises:
             NotInMemoryError: `in_memory`, and the short way does not lead to all of it.
         """
-        begun, numbers = None, plain_integers(ids)
+        begun, numbers, coder = None, plain_integers(ids), self._decoders.coder
         turn = None if self._verifies_always else files.turn(len(ids)) % NUM_TURNS
         try:
             course = None if numbers is None else self._course(files, variant)
             if course is not None and numbers is not None:
-                begun = course.serve(numbers, turn, self._decoders, pin_memory=pin_memory)
+                begun = course.serve(numbers, turn, coder, pin_memory=pin_memory)
                 if begun.num_news and begun.is_begun and turn is not None:
                     begun.note(files, Keys(ids, variant))
                 if begun.num_news >= 0 and files.usable:
@@ -108,7 +110,7 @@ class BatchReader:
         else:
             if begun is not None and begun.is_begun:
                 begun.hand_over(batch)
-            serve(files, wanted, batch, self._decoders, turn)
+            serve(files, wanted, batch, coder, self._helpers, turn)
             if not batch.hit.all():
                 fill(wanted, batch, self._decoders)
             if len(batch.odd) > MANY_ODD * len(keys):
@@ -129,7 +131,7 @@ class BatchReader:
             return course
         if files.is_varied or files.template is None:
             return None
-        course = files.course = Course.of(files, files.check(), variant)
+        course = files.course = Course.of(files, files.check(), variant, self._helpers)
         if not files.usable:  # released by now: nothing may keep the file's space
             files.course = None
         return course

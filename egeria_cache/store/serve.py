@@ -16,14 +16,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from egeria_cache.store.codecs.codec import Coder
 from egeria_cache.store.codecs.lossy import unpack
 from egeria_cache.store.codecs.planes import GROUPS
-from egeria_cache.store.decoders import Decoders
 from egeria_cache.store.disk.files import GenerationFiles
 from egeria_cache.store.disk.index import IntegerTable, mark_of
 from egeria_cache.store.disk.segment import Segment
 from egeria_cache.store.fetch import Rows, Wanted
 from egeria_cache.store.fill import Batch, allocate
+from egeria_cache.store.helpers import Helpers
 from egeria_cache.store.native import ABSENT, VERIFIED, Kernel, Mapping, Serving, Source, kernel
 from egeria_cache.store.records.keys import Keys
 from egeria_cache.store.records.layout import Head
@@ -78,6 +79,7 @@ class Course:
         table: IntegerTable,
         segment: Segment,
         template: tuple[Head, memoryview],
+        helpers: Helpers,
     ) -> None:
         self.template = template
         """Head of the records."""
@@ -88,13 +90,14 @@ class Course:
         native = kernel()
         assert native is not None
         assert self._mapping is not None
+        head, _ = template
+        self._native, self._helpers = native, helpers
         self._source = _source(
-            native, self._mapping, template, files.identity, variant, self._spans
+            native, self._mapping, template, files.identity, variant, helpers, self._spans
         )
         self._local = threading.local()
-        head, _ = template
         self.bare = head.layout.bare
-        self._kind, self._row_bytes, self._fields = head.seed, head.row_bytes, head.layout.fields
+        self._row_bytes, self._fields = head.row_bytes, head.layout.fields
         self._names = [one.name for one in self._fields]
         self._as_they_are = all(one.storage is None for one in self._fields)
         self._columns = [
@@ -105,12 +108,16 @@ class Course:
         ]
 
     @classmethod
-    def of(cls, files: GenerationFiles, segment: Segment, variant: int) -> Course | None:
+    def of(
+        cls, files: GenerationFiles, segment: Segment, variant: int, helpers: Helpers
+    ) -> Course | None:
         """Return the short way; None where there is none."""
         table, template = files.index.table(variant), files.template
         if kernel() is None or table is None or template is None or segment.mapping is None:
             return None
-        return cls(files, variant, table, segment, template) if _takes(template[0]) else None
+        if not _takes(template[0]):
+            return None
+        return cls(files, variant, table, segment, template, helpers)
 
     def holds(self, variant: int) -> bool:
         """Tell whether nothing has changed that it depends on."""
@@ -125,7 +132,7 @@ class Course:
         self,
         numbers: npt.NDArray[np.int64],
         turn: int | None,
-        decoders: Decoders,
+        coder: Coder,
         *,
         pin_memory: bool,
     ) -> Begun:
@@ -134,7 +141,7 @@ class Course:
         Args:
             numbers: Their IDs, shape (B,).
             turn: Which part of what is believed is verified again; None for all of it.
-            decoders: Does it.
+            coder: This thread's own.
             pin_memory: See `Batch`.
 
         Raises:
@@ -147,14 +154,17 @@ class Course:
             allocate((count, *shape), dtype, pin_memory=pin_memory)
             for shape, dtype in self._columns
         ]
-        # Taken out meanwhile: after an interrupt, other threads may still be at what it serves.
-        serving: Serving = vars(self._local).pop("serving", None) or Serving(self._source)
+        # Taken out meanwhile: whoever interrupts this thread may read a batch, too.
+        serving: Serving | None = vars(self._local).pop("serving", None)
+        if serving is None:
+            serving = Serving(self._source, coder.unpacker(self._native))
         mark, turn = (NO_MARK, 0) if turn is None else (mark_of(round_), turn)
-        serving.begin(count, columns, mark=mark, turn=turn, written=written, numbers=numbers)
-        results = _run(serving, self._kind, count, count * self._row_bytes, decoders)
-        serving.end()
+        num_news = serving.serve(
+            count, columns, mark=mark, turn=turn, written=written, numbers=numbers,
+            helpers=self._helpers.at(count * self._row_bytes, self._native),
+        )  # fmt: skip
         self._local.serving = serving
-        return Begun(columns, serving, round_, max(results) if min(results) >= 0 else min(results))
+        return Begun(columns, serving, round_, num_news)
 
     def fields(self, begun: Begun) -> dict[str, Tensor | list[Any]]:
         """Return what was read, by name."""
@@ -169,7 +179,12 @@ class Course:
 
 
 def serve(
-    files: GenerationFiles, wanted: Wanted, batch: Batch, decoders: Decoders, turn: int | None
+    files: GenerationFiles,
+    wanted: Wanted,
+    batch: Batch,
+    coder: Coder,
+    helpers: Helpers,
+    turn: int | None,
 ) -> None:
     """Fill the rows that can be served, and note what was verified.
 
@@ -177,7 +192,8 @@ def serve(
         files: Of the generation.
         wanted: Which records.
         batch: The rows that are no hits yet are filled, as far as possible, and marked as hits.
-        decoders: Do it.
+        coder: This thread's own.
+        helpers: Help it.
         turn: Which part of what is believed is verified again; None for all of it.
     """
     native, segment = kernel(), wanted.segment
@@ -190,13 +206,13 @@ def serve(
     if segment.mapping is None:  # it cannot be: it would be read twice
         return
     batch.make_room()
-    _serve(native, files, wanted, rows, batch, decoders, turn)
+    _serve(native, files, wanted, rows, batch, coder, helpers, turn)
     rows = np.flatnonzero(stored & ~batch.hit)
     if len(rows):
-        room = decoders.coder.scratch.array("loaded", LOAD_BYTES, np.uint8)
+        room = coder.scratch.array("loaded", LOAD_BYTES, np.uint8)
         native.load(segment.descriptor, wanted.located.raw[rows], room)
         segment.map_again()
-        _serve(native, files, wanted, rows, batch, decoders, turn)
+        _serve(native, files, wanted, rows, batch, coder, helpers, turn)
 
 
 def _serve(
@@ -205,15 +221,17 @@ def _serve(
     wanted: Wanted,
     rows: Rows,
     batch: Batch,
-    decoders: Decoders,
+    coder: Coder,
+    helpers: Helpers,
     turn: int | None,
 ) -> None:
     located, keys, mapping = wanted.located, wanted.keys, wanted.segment.mapping
     if mapping is None:
         return
-    source = _source(native, mapping, (batch.head, batch.head_bytes), wanted.identity, keys.variant)
-    serving = Serving(source)
-    serving.begin(
+    template = batch.head, batch.head_bytes
+    source = _source(native, mapping, template, wanted.identity, keys.variant, helpers)
+    serving = Serving(source, coder.unpacker(native))
+    num_news = serving.serve(
         len(rows),
         [column for column in batch.columns if isinstance(column, Tensor)],
         mark=NO_MARK if turn is None else mark_of(located.round),
@@ -223,21 +241,12 @@ def _serve(
         spans=located.raw[rows],
         key_hashes=keys.hashes(rows) if keys.numbers is None else None,
         rows=rows,
+        helpers=helpers.at(len(rows) * batch.head.row_bytes, native),
     )
-    num_bytes = len(rows) * batch.head.row_bytes
-    if min(_run(serving, batch.head.seed, len(rows), num_bytes, decoders)) == WRITTEN_TO:
+    if num_news == WRITTEN_TO:
         return
     batch.hit[rows] = serving.found != ABSENT
     _trust(files, keys, rows, serving, located.round)
-
-
-def _run(serving: Serving, kind: int, count: int, num_bytes: int, decoders: Decoders) -> list[int]:
-    """Serve all parts; return what each returns."""
-    native = kernel()
-    assert native is not None
-    return decoders.run(
-        kind, lambda part, coder: serving.part(part, coder.unpacker(native)), count, num_bytes
-    )
 
 
 def _trust(files: GenerationFiles, keys: Keys, rows: Rows, serving: Serving, round_: int) -> None:
@@ -251,12 +260,14 @@ def _source(
     template: tuple[Head, memoryview],
     identity: int,
     variant: int,
+    helpers: Helpers,
     table: npt.NDArray[np.uint64] | None = None,
 ) -> Source:
     head, head_bytes = template
     return Source(
         native, mapping, identity=identity, variant=variant, head=bytes(head_bytes),
-        fields=[(one.num_bytes, one.elements) for one in head.layout.fields], table=table,
+        fields=[(one.num_bytes, one.elements) for one in head.layout.fields],
+        pace=helpers.pace(head.seed), table=table,
     )  # fmt: skip
 
 

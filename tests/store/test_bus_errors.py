@@ -19,9 +19,10 @@ CUT_WHILE_READ = """
 import faulthandler, random, sys, threading, time
 from pathlib import Path
 import torch
-from egeria_cache.store import ActivationStore
+from egeria_cache.store import ActivationStore, helpers
 
 early, directory = sys.argv[1] == "early", sys.argv[2]
+helpers.WORTH_NS = 0  # others touch it, too
 if early:
     faulthandler.enable()
 rows = torch.arange(64.0)[:, None] + torch.zeros(64, 30_000)

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from egeria_cache.store import ActivationStore, NotInMemoryError, decoders
+from egeria_cache.store import ActivationStore, NotInMemoryError
 from egeria_cache.store import serve as serving
-from egeria_cache.store.decoders import Decoders
 from egeria_cache.store.disk.index import NUM_MARKS, IntegerTable, mark_of
 from egeria_cache.store.disk.segment import SEGMENT_NAME
+from egeria_cache.store.helpers import Helpers
 from egeria_cache.store.records.keys import Keys
 
 FLUSH_S = 30
@@ -141,35 +141,25 @@ def test_what_was_verified_many_rounds_ago_is_not_believed(store, directory, mon
 
 
 @needs_kernel
-def test_a_thread_of_an_interrupted_batch_does_not_write_to_the_next_one(directory, monkeypatch):
-    rows, let_go = torch.randn(40, 2000), threading.Event()
-    call = Decoders._call
-
-    def later(*arguments):
-        assert let_go.wait(FLUSH_S)
-        return call(*arguments)
-
-    def interrupted(*arguments):
-        raise KeyboardInterrupt
-
+def test_whoever_interrupts_a_batch_may_read_one_too(directory, monkeypatch):
+    rows = torch.randn(40, 2000)
     with ActivationStore(directory, codec="raw", num_threads=2) as store:
         store.put_batch(range(40), rows)
         assert store.flush(FLUSH_S)
         for _ in range(2):
             assert store.get_batch(range(40))[1].all()
-        with monkeypatch.context() as patch:
-            patch.setattr(decoders, "num_parts", lambda *_: 2)
-            patch.setattr(Decoders, "_call", later)
-            patch.setattr(Decoders, "_measured", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                store.get_batch(range(40))
-        found, _ = store.get_batch(range(39, -1, -1))
-        assert torch.equal(found, rows.flip(0))
-        found.zero_()
-        let_go.set()
-        store._reader._decoders._threads().submit(int).result(FLUSH_S)
-        store._reader._decoders._threads().shutdown(wait=True)
-        assert not found.any()
+        at, between = Helpers.at, []
+
+        def interrupted(*arguments):
+            monkeypatch.setattr(Helpers, "at", at)
+            between.append(store.get_batch(range(39, -1, -1))[0])
+            return at(*arguments)
+
+        monkeypatch.setattr(Helpers, "at", interrupted)
+        found, hit = store.get_batch(range(40))
+        assert hit.all()
+        assert torch.equal(found, rows)
+        assert torch.equal(between[0], rows.flip(0))
 
 
 @needs_kernel

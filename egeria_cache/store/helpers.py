@@ -1,0 +1,73 @@
+"""The threads that help serving a batch: they sleep in the kernel, and take records of a batch
+beside whoever reads it, as far as that pays by what was measured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import defaultdict
+from collections.abc import Hashable
+
+from egeria_cache.store.native import Kernel, Pace
+
+__all__ = ["WORTH_NS", "Helpers"]
+
+WORTH_NS = 80_000
+"""What each helper must find to do, by what was measured; 0: they help with everything."""
+WORTH_BYTES = 2**19
+"""Of a batch, decoded; below, they need not be started."""
+
+
+class Helpers:
+    """Owns the threads. Any number of callers at a time, of which one is helped."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._kernel: Kernel | None = None
+        self._address: int | None = None
+        self._is_closed = False
+        self._paces: defaultdict[Hashable, Pace] = defaultdict(Pace)
+
+    def pace(self, kind: Hashable) -> Pace:
+        """Return what is known of records of one layout."""
+        return self._paces[kind]
+
+    def at(self, num_bytes: int, kernel: Kernel) -> int | None:
+        """Return where they are, for a batch of so many bytes; started with the first large one."""
+        if self._address is None and (num_bytes >= WORTH_BYTES or not WORTH_NS):
+            self._start(kernel)
+        return self._address
+
+    def _start(self, kernel: Kernel) -> None:
+        with self._lock:
+            if self._address is not None or self._is_closed or not self._num_threads:
+                return
+            self._kernel, self._struct = kernel, ctypes.create_string_buffer(kernel.helpers_bytes)
+            self._address = ctypes.addressof(self._struct)
+            kernel.begin_helpers(self._address, self._num_threads, WORTH_NS)
+            for _ in range(self._num_threads):
+                thread = threading.Thread(
+                    target=_help, args=(kernel, self._struct), name="egeria-help", daemon=True
+                )
+                try:
+                    thread.start()
+                except RuntimeError:  # the system has no more: nobody comes who is not there
+                    return
+                self._threads.append(thread)
+
+    def close(self) -> None:
+        """Join the threads. Idempotent."""
+        with self._lock:
+            self._is_closed, self._address = True, None
+            if self._kernel is not None:
+                self._kernel.end_helpers(ctypes.addressof(self._struct))
+        for thread in self._threads:
+            thread.join()
+
+
+def _help(kernel: Kernel, struct: ctypes.Array[ctypes.c_char]) -> None:
+    unpacker = kernel.unpacker()
+    kernel.help(ctypes.addressof(struct), unpacker.context)
