@@ -239,11 +239,11 @@ struct source {
     int64_t doubts; /* how many trusted records more are looked at before they are touched */
 };
 
-/* How long records of one layout take, and whether help was of any. */
+/* How long records of one layout take, and whether help was of any. Any thread may note it. */
 struct pace {
-    int64_t record_ns; /* for one thread; 0: not known */
-    int64_t patience;  /* how many batches are served alone after help was of none */
-    int64_t alone;     /* how many more are */
+    _Atomic int64_t record_ns; /* for one thread; 0: not known */
+    _Atomic int64_t patience;  /* how many batches are served alone after help was of none */
+    _Atomic int64_t alone;     /* how many more are */
 };
 
 /* A span is a record's place, with the mark of the round in which it was verified in the lowest
@@ -488,14 +488,15 @@ struct helpers {
     int64_t num_threads;
     int64_t worth_ns;   /* a batch that takes less is not divided; 0: every one is */
     int64_t num_wanted; /* that may still come */
-    int64_t num_inside;
+    _Atomic int64_t num_inside;
     int64_t is_over;
 };
 
 uint64_t egeria_helpers_bytes(void) { return sizeof(struct helpers); }
 
 void egeria_begin_helpers(struct helpers *with, int64_t num_threads, int64_t worth_ns) {
-    *with = (struct helpers){.num_threads = num_threads, .worth_ns = worth_ns};
+    memset(with, 0, sizeof *with);
+    with->num_threads = num_threads, with->worth_ns = worth_ns;
     pthread_mutex_init(&with->lock, NULL);
     pthread_cond_init(&with->asked, NULL);
     pthread_cond_init(&with->left, NULL);
@@ -560,8 +561,8 @@ static void dismiss_helpers(struct helpers *with) {
     with->num_wanted = 0;
     pthread_mutex_unlock(&with->lock);
     /* Going to sleep takes longer than what they still have to do. */
-    for (int i = 0; i < SPINS && __atomic_load_n(&with->num_inside, __ATOMIC_RELAXED); i++)
-        __atomic_signal_fence(__ATOMIC_SEQ_CST);
+    for (int i = 0; i < SPINS && with->num_inside; i++)
+        continue;
     pthread_mutex_lock(&with->lock);
     while (with->num_inside) pthread_cond_wait(&with->left, &with->lock);
     with->work = NULL;
