@@ -13,7 +13,7 @@ from egeria_cache.store.native import Kernel, Pace
 
 __all__ = ["WORTH_NS", "Helpers"]
 
-WORTH_NS = 80_000
+WORTH_NS = 150_000
 """What each helper must find to do, by what was measured; 0: they help with everything."""
 WORTH_BYTES = 2**19
 """Of a batch, decoded; below, they need not be started."""
