@@ -6,7 +6,6 @@ import ctypes
 import gc
 import mmap
 import os
-import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+import egeria_cache.store.disk.segment as segment_module
 import egeria_cache.store.disk.writeback as writeback_module
 import egeria_cache.store.generation as generation_module
 import egeria_cache.store.records.record as record_module
 import egeria_cache.store.writer as writer_module
-from egeria_cache.store.disk.segment import SEGMENT_NAME
+from egeria_cache.store.disk.segment import SEGMENT_NAME, Segment
 from egeria_cache.store.records.encoded import ALIGNMENT, Encoded
 from egeria_cache.store.records.record import Rows
 from egeria_cache.store.store import ActivationStore
@@ -231,3 +238,32 @@ def test_what_no_record_can_tell_of_is_left_out_and_others_are_stored(directory,
         assert store.flush(FLUSH_S)
         assert store.get_batch([2])[1].all()
         assert store.stats().corrupt == 0
+
+
+@given(
+    st.lists(st.integers(0, 40), max_size=30),
+    st.integers(1, 8),
+    st.integers(1, 50),
+    st.integers(1, 60),
+)
+def test_what_is_written_in_several_calls_is_all_there(lengths, per_call, bytes_per_call, short):
+    """Each call takes no more than the system and the machine's memory like, and may take less."""
+    content = np.random.default_rng(0).bytes(sum(lengths))
+    view, ends = memoryview(content), [0, *itertools.accumulate(lengths)]
+    buffers = [view[start:end] for start, end in itertools.pairwise(ends)]
+    calls = []
+
+    def pwritev(descriptor: int, buffers: list[memoryview], at: int) -> int:
+        calls.append([len(one) for one in buffers])
+        return os.pwrite(descriptor, b"".join(buffers)[:short], at)
+
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        mock.patch.multiple(segment_module, _PER_CALL=per_call, _BYTES_PER_CALL=bytes_per_call),
+        mock.patch.object(segment_module.os, "pwritev", pwritev),
+    ):
+        segment = Segment(Path(directory, SEGMENT_NAME), readonly=False)
+        begin = segment.append(8, [buffers[:10], buffers[10:]])
+        assert begin == 8
+        assert Path(directory, SEGMENT_NAME).read_bytes()[begin:] == content
+    assert all(len(sizes) <= per_call and sum(sizes) <= bytes_per_call for sizes in calls)
