@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["compute_on_one_core", "without_modes"]
+__all__ = ["compute_on_one_core", "has_modes", "without_modes"]
 
+_num_modes = torch._C._len_torch_dispatch_stack
 _locks: dict[int, threading.Lock] = {}
 
 
@@ -32,9 +33,13 @@ def compute_on_one_core() -> None:
         keeper.join()
 
 
+def has_modes() -> bool:
+    """Tell whether the calling thread is under such a mode."""
+    return _num_modes() > 0
+
+
 def without_modes() -> AbstractContextManager[None]:
     """Compute what a thread of ours would compute: the modes of the calling thread (one of fake
     tensors, one that counts operations) are not that one's.
     """
-    is_plain = torch._C._len_torch_dispatch_stack() == 0
-    return nullcontext() if is_plain else _disable_current_modes()
+    return _disable_current_modes() if has_modes() else nullcontext()

@@ -35,7 +35,7 @@ from egeria_cache.store.records.values import Value
 from egeria_cache.store.stats import GenerationCounts
 from egeria_cache.store.transfer import to_host
 from egeria_cache.store.writer import ChangedError, Job, Writer
-from egeria_cache.threads import without_modes
+from egeria_cache.threads import has_modes, without_modes
 
 __all__ = ["Generation"]
 
@@ -104,7 +104,7 @@ class Generation:
     @property
     def alive(self) -> bool:
         """It serves records: neither void, nor released, nor stopped by an error."""
-        return self._files.usable and not self._released
+        return self._files.reason_stopped is None and not self._released
 
     @property
     def num_expected(self) -> int:
@@ -184,18 +184,21 @@ class Generation:
             self._count(misses=len(ids))
             return {}, np.zeros(len(ids), np.bool_)
         try:
-            with without_modes():
-                fetched = self._reader.read(
-                    self._files, ids, variant, pin_memory=pin_memory, in_memory=in_memory
-                )
+            if has_modes():
+                with without_modes():
+                    fetched = self._reader.read(self._files, ids, variant, pin_memory, in_memory)
+            else:
+                fetched = self._reader.read(self._files, ids, variant, pin_memory, in_memory)
         except (OSError, MemoryError) as error:  # of now: nothing is wrong with what is stored
             self._warn(f"cannot be read now: {error}")
             self._count(misses=len(ids))
             return {}, np.zeros(len(ids), np.bool_)
+        counts, num_misses = self.counts, len(ids) - fetched.num_hits
         with self._lock:
-            self.counts.hits += fetched.num_hits
-            self.counts.misses += len(ids) - fetched.num_hits
-            self.counts.corrupt += fetched.num_corrupt
+            counts.hits += fetched.num_hits
+            if num_misses:
+                counts.misses += num_misses
+                counts.corrupt += fetched.num_corrupt
         if not fetched.num_hits:
             return {}, fetched.hit
         return fetched.fields[BARE] if fetched.bare else fetched.fields, fetched.hit

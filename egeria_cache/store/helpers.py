@@ -27,7 +27,8 @@ class Helpers:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._kernel: Kernel | None = None
-        self._address: int | None = None
+        self.address: int | None = None
+        """Where they are, once they were started."""
         self._is_closed = False
         self._paces: defaultdict[Hashable, Pace] = defaultdict(Pace)
 
@@ -36,18 +37,18 @@ class Helpers:
         return self._paces[kind]
 
     def at(self, num_bytes: int, kernel: Kernel) -> int | None:
-        """Return where they are, for a batch of so many bytes; started with the first large one."""
-        if self._address is None and (num_bytes >= WORTH_BYTES or not WORTH_NS):
+        """Return where they are, for a batch of so many bytes; the first large one starts them."""
+        if self.address is None and num_bytes >= WORTH_BYTES and self._num_threads:
             self._start(kernel)
-        return self._address
+        return self.address
 
     def _start(self, kernel: Kernel) -> None:
         with self._lock:
-            if self._address is not None or self._is_closed or not self._num_threads:
+            if self.address is not None or self._is_closed:
                 return
             self._kernel, self._struct = kernel, ctypes.create_string_buffer(kernel.helpers_bytes)
-            self._address = ctypes.addressof(self._struct)
-            kernel.begin_helpers(self._address, self._num_threads, WORTH_NS)
+            self.address = ctypes.addressof(self._struct)
+            kernel.begin_helpers(self.address, self._num_threads, WORTH_NS)
             for _ in range(self._num_threads):
                 thread = threading.Thread(
                     target=_help, args=(kernel, self._struct), name="egeria-help", daemon=True
@@ -55,13 +56,13 @@ class Helpers:
                 try:
                     thread.start()
                 except RuntimeError:  # the system has no more: nobody comes who is not there
-                    return
+                    break
                 self._threads.append(thread)
 
     def close(self) -> None:
         """Join the threads. Idempotent."""
         with self._lock:
-            self._is_closed, self._address = True, None
+            self._is_closed, self.address = True, None
             if self._kernel is not None:
                 self._kernel.end_helpers(ctypes.addressof(self._struct))
         for thread in self._threads:

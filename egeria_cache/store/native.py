@@ -204,18 +204,18 @@ class Serving:
         self._serve, self._of = source.serve, source.struct
         self._out = (c_void_p * source.num_fields)()
         self._batch = _Batch(out=self._out)
-        self._count = 0
+        self._count = -1
         self._noted: Words = np.empty((3, 0), np.uint64)
 
     def serve(
         self,
         count: int,
         out: Sequence[Tensor],
-        *,
         mark: int,
-        turn: int = 0,
-        written: int = -1,
+        turn: int,
+        written: int,
         numbers: Integers | None,
+        *,
         spans: Words | None = None,
         key_hashes: Words | None = None,
         rows: Integers | None = None,
@@ -241,15 +241,17 @@ class Serving:
             the file was written to.
         """
         batch = self._batch
-        if count > self._noted.shape[1]:
-            self._noted = np.empty((3, count), np.uint64)
-            self._numbers = self._noted[2].view(np.int64)
-            batch.found, batch.places, self._numbers_at = (row.ctypes.data for row in self._noted)
-        self._count = count
+        if count != self._count:
+            if count > self._noted.shape[1]:
+                self._noted = np.empty((3, count), np.uint64)
+                batch.found, batch.places, self._numbers_at = (
+                    row.ctypes.data for row in self._noted
+                )
+            self._numbers, self._count = self._noted[2, :count].view(np.int64), count
         batch.mark, batch.turn, batch.written = mark, turn, written
         batch.numbers = None
         if numbers is not None:
-            self._numbers[:count] = numbers
+            self._numbers[...] = numbers
             batch.numbers = self._numbers_at
         if spans is not None or rows is not None:
             batch.spans, batch.rows = _address(spans), _address(rows)

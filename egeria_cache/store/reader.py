@@ -70,27 +70,28 @@ class BatchReader:
         files: GenerationFiles,
         ids: Sequence[SampleId],
         variant: int,
-        *,
         pin_memory: bool,
-        in_memory: bool = False,
+        in_memory: bool,
     ) -> Fetched:
         """Return the samples that are stored and intact; never raises for a bad record.
 
         Raises:
             NotInMemoryError: `in_memory`, and the short way does not lead to all of it.
         """
-        begun, numbers, coder = None, plain_integers(ids), self._decoders.coder
+        begun, numbers = None, plain_integers(ids)
         turn = None if self._verifies_always else files.turn(len(ids)) % NUM_TURNS
         try:
-            course = None if numbers is None else self._course(files, variant)
+            course: Course | None = files.course
+            if course is None or not course.holds(variant):
+                course = self._course(files, variant)
             if course is not None and numbers is not None:
-                begun = course.serve(numbers, turn, coder, pin_memory=pin_memory)
+                begun = course.serve(numbers, turn, self._decoders, pin_memory)
                 if begun.num_news and begun.is_begun and turn is not None:
                     begun.note(files, Keys(ids, variant))
-                if begun.num_news >= 0 and files.usable:
+                if begun.num_news >= 0 and files.reason_stopped is None:
                     hit = np.empty(len(ids), np.bool_)
                     hit.fill(True)
-                    return Fetched(course.bare, course.fields(begun), hit, len(ids))
+                    return Fetched(course.bare, course.fields(begun.columns), hit, len(ids))
             if in_memory:
                 raise NotInMemoryError
             segment, keys = files.check(), Keys(ids, variant)
@@ -110,7 +111,7 @@ class BatchReader:
         else:
             if begun is not None and begun.is_begun:
                 begun.hand_over(batch)
-            serve(files, wanted, batch, coder, self._helpers, turn)
+            serve(files, wanted, batch, self._decoders.coder, self._helpers, turn)
             if not batch.hit.all():
                 fill(wanted, batch, self._decoders)
             if len(batch.odd) > MANY_ODD * len(keys):
@@ -125,10 +126,7 @@ class BatchReader:
     # -- parts ------------------------------------------------------------------------------
 
     def _course(self, files: GenerationFiles, variant: int) -> Course | None:
-        """Return the short way, if there is one."""
-        course: Course | None = files.course
-        if course is not None and course.holds(variant):
-            return course
+        """Return a new short way, if there is one."""
         if files.is_varied or files.template is None:
             return None
         course = files.course = Course.of(files, files.check(), variant, self._helpers)

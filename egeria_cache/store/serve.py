@@ -8,6 +8,7 @@ file; a rotating part of what is believed is verified again.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +20,12 @@ from torch import Tensor
 from egeria_cache.store.codecs.codec import Coder
 from egeria_cache.store.codecs.lossy import unpack
 from egeria_cache.store.codecs.planes import GROUPS
+from egeria_cache.store.decoders import Decoders
 from egeria_cache.store.disk.files import GenerationFiles
 from egeria_cache.store.disk.index import IntegerTable, mark_of
 from egeria_cache.store.disk.segment import Segment
 from egeria_cache.store.fetch import Rows, Wanted
-from egeria_cache.store.fill import Batch, allocate
+from egeria_cache.store.fill import HUGE_BYTES, NOTHING, Batch, allocate
 from egeria_cache.store.helpers import Helpers
 from egeria_cache.store.native import ABSENT, VERIFIED, Kernel, Mapping, Serving, Source, kernel
 from egeria_cache.store.records.keys import Keys
@@ -34,6 +36,8 @@ __all__ = ["Course", "serve"]
 NUM_TURNS = 64
 WRITTEN_TO = -2
 """What serving returns where the file was written to meanwhile."""
+fills_new_tensors = torch._C._get_deterministic_algorithms
+"""Whether torch writes to all memory that it gives."""
 NO_MARK = 8
 """That no record has."""
 LOAD_BYTES = 2**20
@@ -101,9 +105,9 @@ class Course:
         self._names = [one.name for one in self._fields]
         self._as_they_are = all(one.storage is None for one in self._fields)
         self._columns = [
-            (one.shape, one.dtype)
+            (NOTHING[one.dtype], one.shape)
             if one.storage is None and one.dtype is not None
-            else ((one.num_bytes,), torch.uint8)
+            else (NOTHING[torch.uint8], (one.num_bytes,))
             for one in self._fields
         ]
 
@@ -132,49 +136,52 @@ class Course:
         self,
         numbers: npt.NDArray[np.int64],
         turn: int | None,
-        coder: Coder,
-        *,
+        decoders: Decoders,
         pin_memory: bool,
     ) -> Begun:
-        """Read the samples, as far as they can be.
+        """Read the samples, as far as they can be. Few calls: in training the processor has
+        forgotten each of them from one batch to the next.
 
         Args:
             numbers: Their IDs, shape (B,).
             turn: Which part of what is believed is verified again; None for all of it.
-            coder: This thread's own.
+            decoders: Have what belongs to this thread.
             pin_memory: See `Batch`.
 
         Raises:
             GoneError: Void or closed.
         """
-        files, count = self._files, len(numbers)
+        files, count, local = self._files, len(numbers), self._local.__dict__
         files.ensure_open()
-        written, round_ = files.written, files.index.round
-        columns = [
-            allocate((count, *shape), dtype, pin_memory=pin_memory)
-            for shape, dtype in self._columns
-        ]
+        round_, num_bytes = files.index.round, count * self._row_bytes
+        if pin_memory or num_bytes >= HUGE_BYTES or fills_new_tensors():
+            columns = [
+                allocate((count, *shape), nothing.dtype, pin_memory=pin_memory)
+                for nothing, shape in self._columns
+            ]
+        else:
+            columns = [nothing.new_empty((count, *shape)) for nothing, shape in self._columns]
         # Taken out meanwhile: whoever interrupts this thread may read a batch, too.
-        serving: Serving | None = vars(self._local).pop("serving", None)
+        serving: Serving | None = local.pop("serving", None)
         if serving is None:
-            serving = Serving(self._source, coder.unpacker(self._native))
-        mark, turn = (NO_MARK, 0) if turn is None else (mark_of(round_), turn)
+            serving = Serving(self._source, decoders.coder.unpacker(self._native))
+        helpers = self._helpers.address or self._helpers.at(num_bytes, self._native)
         num_news = serving.serve(
-            count, columns, mark=mark, turn=turn, written=written, numbers=numbers,
-            helpers=self._helpers.at(count * self._row_bytes, self._native),
+            count, columns, NO_MARK if turn is None else mark_of(round_), turn or 0, files.written,
+            numbers, helpers=helpers,
         )  # fmt: skip
-        self._local.serving = serving
+        local["serving"] = serving
         return Begun(columns, serving, round_, num_news)
 
-    def fields(self, begun: Begun) -> dict[str, Tensor | list[Any]]:
+    def fields(self, columns: Sequence[Tensor]) -> dict[str, Tensor | list[Any]]:
         """Return what was read, by name."""
         if self._as_they_are:
-            return dict(zip(self._names, begun.columns, strict=True))
+            return dict(zip(self._names, columns, strict=True))
         return {
             one.name: column
             if one.dtype is None or one.storage is None
             else unpack(column, one.shape, one.dtype, one.storage)
-            for one, column in zip(self._fields, begun.columns, strict=True)
+            for one, column in zip(self._fields, columns, strict=True)
         }
 
 
@@ -234,10 +241,10 @@ def _serve(
     num_news = serving.serve(
         len(rows),
         [column for column in batch.columns if isinstance(column, Tensor)],
-        mark=NO_MARK if turn is None else mark_of(located.round),
-        turn=turn or 0,
-        written=files.written,
-        numbers=None if keys.numbers is None else keys.numbers[rows],
+        NO_MARK if turn is None else mark_of(located.round),
+        turn or 0,
+        files.written,
+        None if keys.numbers is None else keys.numbers[rows],
         spans=located.raw[rows],
         key_hashes=keys.hashes(rows) if keys.numbers is None else None,
         rows=rows,

@@ -20,6 +20,7 @@ def several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let even small batches be decoded by several threads."""
     monkeypatch.setattr("egeria_cache.store.decoders.num_parts", lambda work_s, more_s, most: most)
     monkeypatch.setattr("egeria_cache.store.helpers.WORTH_NS", 0)
+    monkeypatch.setattr("egeria_cache.store.helpers.WORTH_BYTES", 0)
 
 
 @pytest.fixture(autouse=True, params=["", pytest.param("python", marks=pytest.mark.long)])

@@ -22,7 +22,7 @@ import torch
 from egeria_cache.store import ActivationStore, helpers
 
 early, directory = sys.argv[1] == "early", sys.argv[2]
-helpers.WORTH_NS = 0  # others touch it, too
+helpers.WORTH_NS = helpers.WORTH_BYTES = 0  # others touch it, too
 if early:
     faulthandler.enable()
 rows = torch.arange(64.0)[:, None] + torch.zeros(64, 30_000)

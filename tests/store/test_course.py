@@ -18,7 +18,7 @@ from egeria_cache.store import ActivationStore, NotInMemoryError
 from egeria_cache.store import serve as serving
 from egeria_cache.store.disk.index import NUM_MARKS, IntegerTable, mark_of
 from egeria_cache.store.disk.segment import SEGMENT_NAME
-from egeria_cache.store.helpers import Helpers
+from egeria_cache.store.native import Serving
 from egeria_cache.store.records.keys import Keys
 
 FLUSH_S = 30
@@ -147,14 +147,14 @@ def test_whoever_interrupts_a_batch_may_read_one_too(directory, monkeypatch):
         assert store.flush(FLUSH_S)
         for _ in range(2):
             assert store.get_batch(range(40))[1].all()
-        at, between = Helpers.at, []
+        serve, between = Serving.serve, []
 
-        def interrupted(*arguments):
-            monkeypatch.setattr(Helpers, "at", at)
+        def interrupted(*arguments, **options):
+            monkeypatch.setattr(Serving, "serve", serve)
             between.append(store.get_batch(range(39, -1, -1))[0])
-            return at(*arguments)
+            return serve(*arguments, **options)
 
-        monkeypatch.setattr(Helpers, "at", interrupted)
+        monkeypatch.setattr(Serving, "serve", interrupted)
         found, hit = store.get_batch(range(40))
         assert hit.all()
         assert torch.equal(found, rows)

@@ -105,7 +105,7 @@ def test_where_the_system_has_no_threads_a_batch_is_read_without_them(store, row
 
 @pytest.mark.parametrize("store", ["raw"], indirect=True)
 def test_they_do_not_come_for_what_takes_less_than_to_call_them(store, monkeypatch):
-    monkeypatch.setattr("egeria_cache.store.helpers.WORTH_NS", 10**12)
+    monkeypatch.setattr("egeria_cache.store.helpers.WORTH_BYTES", 2 * NUM * 500 * 4)
     for _ in range(3):
         assert store.get_batch(range(NUM))[1].all()
     assert not helping()
@@ -115,7 +115,6 @@ def test_they_do_not_come_for_what_takes_less_than_to_call_them(store, monkeypat
 @pytest.mark.parametrize("store", ["raw"], indirect=True)
 def test_where_they_are_of_no_help_they_are_asked_less_and_less(store, monkeypatch):
     monkeypatch.setattr("egeria_cache.store.helpers.WORTH_NS", 1)
-    monkeypatch.setattr("egeria_cache.store.helpers.WORTH_BYTES", 0)
     store.get_batch(range(NUM))
     pace, asked = pace_of(store), []
     for number in range(400):
@@ -131,7 +130,6 @@ def test_where_they_are_of_no_help_they_are_asked_less_and_less(store, monkeypat
 @pytest.mark.parametrize("store", ["raw"], indirect=True)
 def test_where_they_help_they_are_asked_but_for_every_sixteenth_batch(store, monkeypatch):
     monkeypatch.setattr("egeria_cache.store.helpers.WORTH_NS", 1)
-    monkeypatch.setattr("egeria_cache.store.helpers.WORTH_BYTES", 0)
     store.get_batch(range(NUM))
     pace, alone = pace_of(store), []
     pace.patience = 8
@@ -147,7 +145,7 @@ def test_where_they_help_they_are_asked_but_for_every_sixteenth_batch(store, mon
 ENDS = """
 import sys, torch
 from egeria_cache.store import ActivationStore, helpers
-helpers.WORTH_NS = 0
+helpers.WORTH_NS = helpers.WORTH_BYTES = 0
 store = ActivationStore(sys.argv[1])
 store.put_batch(range(64), torch.randn(64, 1000))
 assert store.flush(60)

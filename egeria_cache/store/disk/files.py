@@ -243,7 +243,8 @@ class GenerationFiles:
             GoneError: Void or closed.
             StoreError: In a child process.
         """
-        self._opened()
+        if self.reason_stopped is not None or self._disk is None or os.getpid() != self._pid:
+            self._opened()
 
     @property
     def written(self) -> int:

@@ -39,6 +39,7 @@ _SIGN = 1 << 63
 _INT, _TEXT, _TUPLE, _HASHED = b"i", b"s", b"t", b"h"
 _INT_KEY = np.dtype([("kind", "S1"), ("variant", ">u4"), ("number", ">u8")])
 _INT_KEY_BYTES = _INT_KEY.itemsize
+_INT64 = np.dtype(np.int64)
 
 
 class Keys(Sequence[bytes]):
@@ -109,8 +110,10 @@ def encode_key(sample_id: SampleId, variant: int = 0) -> bytes:
 def plain_integers(ids: Sequence[SampleId]) -> npt.NDArray[np.int64] | None:
     """Return the IDs as int64, shape (B,), if every one of them is an integer of 64 bits."""
     if isinstance(ids, np.ndarray):
+        if ids.dtype is _INT64 and ids.ndim == 1:
+            return ids
         fits = ids.dtype.kind == "i" or (ids.dtype.kind == "u" and ids.dtype.itemsize < 8)
-        return np.ascontiguousarray(ids, np.int64) if fits and ids.ndim == 1 else None
+        return ids.astype(np.int64) if fits and ids.ndim == 1 else None
     try:
         array = np.array(ids)
     except (ValueError, OverflowError):  # tuples of different lengths
