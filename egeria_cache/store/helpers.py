@@ -33,7 +33,7 @@ class Helpers:
         self._paces: defaultdict[Hashable, Pace] = defaultdict(Pace)
 
     def pace(self, kind: Hashable) -> Pace:
-        """Return what is known of records of one layout."""
+        """Return what is known of records of one layout, in one generation."""
         return self._paces[kind]
 
     def at(self, num_bytes: int, kernel: Kernel) -> int | None:

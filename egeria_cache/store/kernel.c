@@ -241,9 +241,10 @@ struct source {
 
 /* How long records of one layout take, and whether help was of any. Any thread may note it. */
 struct pace {
-    _Atomic int64_t record_ns; /* for one thread; 0: not known */
-    _Atomic int64_t patience;  /* how many batches are served alone after help was of none */
-    _Atomic int64_t alone;     /* how many more are */
+    _Atomic int64_t record_ns;  /* for one thread; 0: not known */
+    _Atomic int64_t patience;   /* how many batches are served alone after help was of none */
+    _Atomic int64_t alone;      /* how many more are */
+    _Atomic int64_t num_helped; /* records that helpers served */
 };
 
 /* A span is a record's place, with the mark of the round in which it was verified in the lowest
@@ -453,8 +454,8 @@ static __attribute__((noinline)) void serve_one(struct part *part, int64_t i) {
     part->num_verified += !is_trusted, part->num_served++;
 }
 
-/* Take records of a batch until all are taken. room: of one thread. */
-static void take_part(struct work *work, void *context, uint8_t *room) {
+/* Take records of a batch until all are taken; return how many were served. room: of one thread. */
+static int64_t take_part(struct work *work, void *context, uint8_t *room) {
     struct source *const from = work->from;
     struct part part = {from, work->of, 0, 0, 0, context, room, (uint64_t)sysconf(_SC_PAGESIZE)};
     volatile int64_t at = 0; /* as it was, where the signal comes */
@@ -475,6 +476,7 @@ static void take_part(struct work *work, void *context, uint8_t *room) {
     touched.map_bytes = 0;
     __atomic_fetch_add(&work->num_served, part.num_served, __ATOMIC_RELAXED);
     __atomic_fetch_add(&work->num_verified, part.num_verified, __ATOMIC_RELAXED);
+    return part.num_served;
 }
 
 /* -- helpers -------------------------------------------------------------------------------- */
@@ -533,7 +535,8 @@ void egeria_help(struct helpers *with, void *context) {
             room_bytes = work->from->room_bytes;
             if (!(room = malloc(room_bytes))) room_bytes = 0;
         }
-        if (room_bytes >= work->from->room_bytes) take_part(work, context, room);
+        if (room_bytes >= work->from->room_bytes)
+            work->from->pace->num_helped += take_part(work, context, room);
         pthread_mutex_lock(&with->lock);
         with->num_inside--;
         pthread_cond_signal(&with->left);
@@ -610,7 +613,8 @@ int64_t egeria_serve(struct source *from, const struct batch *of, int64_t count,
     const int64_t begun_ns = now_ns(), wanted = num_wanted(from->pace, helpers, count);
     if (!is_unchanged(from, of)) return -2;
     handle_bus_errors();
-    work.step = 1 + TAKEN_NS / (from->pace->record_ns + 1);
+    const int64_t record_ns = from->pace->record_ns;
+    work.step = record_ns ? 1 + TAKEN_NS / record_ns : 1;
     const int is_helped = wanted && ask_helpers(helpers, &work, wanted);
     if (!is_helped) work.step = count;
     take_part(&work, context, room);

@@ -344,6 +344,7 @@ class Pace(ctypes.Structure):
         ("record_ns", c_int64),
         ("patience", c_int64),
         ("alone", c_int64),
+        ("num_helped", c_int64),
     ]
 
 

@@ -274,7 +274,7 @@ def _source(
     return Source(
         native, mapping, identity=identity, variant=variant, head=bytes(head_bytes),
         fields=[(one.num_bytes, one.elements) for one in head.layout.fields],
-        pace=helpers.pace(head.seed), table=table,
+        pace=helpers.pace((identity, head.layout)), table=table,
     )  # fmt: skip
 
 

@@ -55,6 +55,7 @@ def test_rows_are_right_whatever_is_asked_for(store, rows):
         if hit.any():
             assert torch.equal(found[torch.from_numpy(hit)], rows[ids[hit]])
     assert len(helping()) == 3
+    assert pace_of(store).num_helped > 0
 
 
 def test_many_read_at_once_and_one_of_them_is_helped(store, rows):
@@ -69,6 +70,7 @@ def test_many_read_at_once_and_one_of_them_is_helped(store, rows):
     with ThreadPoolExecutor(4) as pool:
         for future in [pool.submit(read, seed) for seed in range(4)]:
             future.result()
+    assert pace_of(store).num_helped > 0
 
 
 def test_they_leave_when_the_store_is_closed_while_others_read(store, rows):
