@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.egeria-ready
 DEMO_STAMP := $(VENV)/.egeria-demo
 
+# One more than there are cores: many tests wait, for processes they start, or for time to pass.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(1 + (os.cpu_count() or 1))')
+
 .PHONY: setup demo test coverage lint bench report clean
 .DEFAULT_GOAL := test
 
@@ -25,11 +28,11 @@ demo: $(DEMO_STAMP)
 	@$(BIN)/python examples/demo.py
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 # Tracing every line takes longer.
 coverage: setup
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal --timeout 1200 --cov --cov-report=term:skip-covered --cov-fail-under=90
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --timeout 1200 --cov --cov-report=term:skip-covered --cov-fail-under=90
 
 lint: setup
 	$(BIN)/ruff check .

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["compute_on_one_core", "has_modes", "without_modes"]
 
-_num_modes = torch._C._len_torch_dispatch_stack
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+_num_function_modes = torch._C._len_torch_function_stack
 _locks: dict[int, threading.Lock] = {}
 
 
@@ -35,11 +37,17 @@ def compute_on_one_core() -> None:
 
 def has_modes() -> bool:
     """Tell whether the calling thread is under such a mode."""
-    return _num_modes() > 0
+    return _num_dispatch_modes() > 0 or _num_function_modes() > 0
 
 
 def without_modes() -> AbstractContextManager[None]:
     """Compute what a thread of ours would compute: the modes of the calling thread (one of fake
-    tensors, one that counts operations) are not that one's.
+    tensors, one that counts operations, a default device) are not that one's.
     """
-    return _disable_current_modes() if has_modes() else nullcontext()
+    return _disable_modes() if has_modes() else nullcontext()
+
+
+@contextmanager
+def _disable_modes() -> Iterator[None]:
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield

@@ -32,6 +32,8 @@ class Wanted:
     located: Located
     identity: int
     """Of the generation; part of every checksum."""
+    written: int
+    """When the file was written to, as far as it was known before they were located."""
 
     @property
     def spans(self) -> Spans:

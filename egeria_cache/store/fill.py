@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +19,6 @@ from egeria_cache.store.disk.segment import ALIGNMENT
 from egeria_cache.store.fetch import Rows, Wanted, fetch_records, fetch_rows
 from egeria_cache.store.records.layout import (
     CHECKSUM_BYTES,
-    DTYPES,
     PREFIX_BYTES,
     FieldLayout,
     Head,
@@ -35,12 +33,6 @@ NUMBERS = {torch.uint8: np.uint8, torch.int64: np.int64, torch.float32: np.float
 """What both know: the most frequent ones."""
 PLACEHOLDERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
 """By their bytes: what may lie where something else will."""
-HUGE_BYTES = 2**22
-"""From where on NumPy does."""
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of how little can be computed with some
-    NOTHING = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in DTYPES.values()}
-"""What tensors on the CPU are made from in half the time, where a device would be the default."""
 MAX_TEXT_BYTES = 2**20
 """Of all texts of a record that is read together with others."""
 

@@ -5,6 +5,7 @@ beside whoever reads it, as far as that pays by what was measured.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Hashable
@@ -20,16 +21,23 @@ WORTH_BYTES = 2**19
 
 
 class Helpers:
-    """Owns the threads. Any number of callers at a time, of which one is helped."""
+    """Owns the threads. Any number of callers at a time, of which one is helped.
+
+    Nothing here waits for a lock of Python's: signal handlers and the collector may read or close,
+    too, in the middle of anything.
+    """
 
     def __init__(self, num_threads: int) -> None:
-        self._num_threads = num_threads
-        self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()
-        self._kernel: Kernel | None = None
         self.address: int | None = None
         """Where they are, once they were started."""
+        self._num_threads = num_threads
+        self._threads: list[threading.Thread] = []
+        self._first = threading.Lock()
+        """Whoever gets it starts them; it is kept."""
+        self._struct: ctypes.Array[ctypes.c_char] | None = None
+        self._kernel: Kernel | None = None
         self._is_closed = False
+        self._process = os.getpid()
         self._paces: defaultdict[Hashable, Pace] = defaultdict(Pace)
 
     def pace(self, kind: Hashable) -> Pace:
@@ -43,30 +51,35 @@ class Helpers:
         return self.address
 
     def _start(self, kernel: Kernel) -> None:
-        with self._lock:
-            if self.address is not None or self._is_closed:
-                return
-            self._kernel, self._struct = kernel, ctypes.create_string_buffer(kernel.helpers_bytes)
-            self.address = ctypes.addressof(self._struct)
-            kernel.begin_helpers(self.address, self._num_threads, WORTH_NS)
-            for _ in range(self._num_threads):
-                thread = threading.Thread(
-                    target=_help, args=(kernel, self._struct), name="egeria-help", daemon=True
-                )
-                try:
-                    thread.start()
-                except RuntimeError:  # the system has no more: nobody comes who is not there
-                    break
-                self._threads.append(thread)
+        if self._is_closed or not self._first.acquire(blocking=False):
+            return
+        struct = ctypes.create_string_buffer(kernel.helpers_bytes)
+        kernel.begin_helpers(ctypes.addressof(struct), self._num_threads, WORTH_NS)
+        self._kernel, self._struct = kernel, struct
+        for _ in range(self._num_threads):
+            thread = threading.Thread(
+                target=_help, args=(kernel, struct), name="egeria-help", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError:  # the system has no more: nobody comes who is not there
+                break
+            self._threads.append(thread)
+        if self._is_closed:  # meanwhile, perhaps before there was anything to end
+            kernel.end_helpers(ctypes.addressof(struct))
+        else:
+            self.address = ctypes.addressof(struct)
 
     def close(self) -> None:
         """Join the threads. Idempotent."""
-        with self._lock:
-            self._is_closed, self.address = True, None
-            if self._kernel is not None:
-                self._kernel.end_helpers(ctypes.addressof(self._struct))
+        if os.getpid() != self._process:  # they stayed behind, and perhaps held their lock
+            return
+        self._is_closed, self.address = True, None
+        if self._kernel is not None and self._struct is not None:
+            self._kernel.end_helpers(ctypes.addressof(self._struct))
         for thread in self._threads:
-            thread.join()
+            if thread is not threading.current_thread():  # which may be collecting
+                thread.join()
 
 
 def _help(kernel: Kernel, struct: ctypes.Array[ctypes.c_char]) -> None:

@@ -35,6 +35,7 @@ enum { ABSENT, TRUSTED, VERIFIED };
 enum { MARK_BITS = 7, TURN_BITS = 6 };
 enum { LOOKED_AT = 64, MOST_DOUBTS = 4096, MOST_ASKED_BYTES = 1 << 18 };
 enum { TAKEN_NS = 8000, MOST_PATIENCE = 64, ALONE_EVERY = 16, SPINS = 1 << 12 };
+enum { KEPT_BYTES = 16 << 20 };
 
 static const uint64_t AS_THEY_ARE = 1ull << 63;
 
@@ -466,7 +467,7 @@ static int64_t take_part(struct work *work, void *context, uint8_t *room) {
     }
     touched.map = from->map, touched.back = &back, touched.map_bytes = from->map_bytes;
     for (;; at = at + 1) {
-        if (at == part.end) {
+        if (at >= part.end) {
             at = __atomic_fetch_add(&work->next, work->step, __ATOMIC_RELAXED);
             if (at >= work->count) break;
             part.end = at + work->step < work->count ? at + work->step : work->count;
@@ -537,6 +538,7 @@ void egeria_help(struct helpers *with, void *context) {
         }
         if (room_bytes >= work->from->room_bytes)
             work->from->pace->num_helped += take_part(work, context, room);
+        if (room_bytes > KEPT_BYTES) free(room), room = NULL, room_bytes = 0;
         pthread_mutex_lock(&with->lock);
         with->num_inside--;
         pthread_cond_signal(&with->left);
@@ -585,14 +587,14 @@ static int64_t num_wanted(struct pace *pace, const struct helpers *with, int64_t
     if (!with || count < 2) return 0;
     if (!with->worth_ns) return with->num_threads;
     const int64_t wanted = pace->record_ns * count / with->worth_ns;
-    if (!wanted || pace->alone-- > 0) return 0;
+    if (wanted <= 0 || pace->alone-- > 0) return 0;
     return wanted < with->num_threads ? wanted : with->num_threads;
 }
 
 static void note_taken(struct pace *pace, int64_t count, int64_t taken_ns, int was_helped) {
     if (!was_helped) {
-        const int64_t record_ns = 1 + taken_ns / count;
-        pace->record_ns += pace->record_ns ? (record_ns - pace->record_ns) / 4 : record_ns;
+        const int64_t before = pace->record_ns, record_ns = 1 + taken_ns / count;
+        pace->record_ns = before ? before + (record_ns - before) / 4 : record_ns;
     } else if (taken_ns < pace->record_ns * count) {
         pace->patience = 0;
         if (pace->alone < -ALONE_EVERY) pace->alone = 1;
@@ -614,7 +616,7 @@ int64_t egeria_serve(struct source *from, const struct batch *of, int64_t count,
     if (!is_unchanged(from, of)) return -2;
     handle_bus_errors();
     const int64_t record_ns = from->pace->record_ns;
-    work.step = record_ns ? 1 + TAKEN_NS / record_ns : 1;
+    work.step = record_ns > 0 ? 1 + TAKEN_NS / record_ns : 1;
     const int is_helped = wanted && ask_helpers(helpers, &work, wanted);
     if (!is_helped) work.step = count;
     take_part(&work, context, room);

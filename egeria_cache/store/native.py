@@ -206,6 +206,7 @@ class Serving:
         self._batch = _Batch(out=self._out)
         self._count = -1
         self._noted: Words = np.empty((3, 0), np.uint64)
+        self._numbers_at: int | None = None
 
     def serve(
         self,

@@ -88,14 +88,16 @@ class BatchReader:
                 begun = course.serve(numbers, turn, self._decoders, pin_memory)
                 if begun.num_news and begun.is_begun and turn is not None:
                     begun.note(files, Keys(ids, variant))
+                if begun.num_news > 0:
+                    course.take_back(begun)
                 if begun.num_news >= 0 and files.reason_stopped is None:
                     hit = np.empty(len(ids), np.bool_)
                     hit.fill(True)
                     return Fetched(course.bare, course.fields(begun.columns), hit, len(ids))
             if in_memory:
                 raise NotInMemoryError
-            segment, keys = files.check(), Keys(ids, variant)
-            wanted = Wanted(segment, keys, files.locate(keys), files.identity)
+            segment, keys, written = files.check(), Keys(ids, variant), files.written
+            wanted = Wanted(segment, keys, files.locate(keys), files.identity, written)
         except GoneError:
             return Fetched(False, {}, np.zeros(len(ids), np.bool_))
         nothing = np.zeros(len(keys), np.bool_)
@@ -109,8 +111,9 @@ class BatchReader:
         if files.is_varied:
             fields = fill_varied(wanted, batch, self._decoders)
         else:
-            if begun is not None and begun.is_begun:
+            if course is not None and begun is not None and begun.is_begun:
                 begun.hand_over(batch)
+                course.take_back(begun)
             serve(files, wanted, batch, self._decoders.coder, self._helpers, turn)
             if not batch.hit.all():
                 fill(wanted, batch, self._decoders)

@@ -25,7 +25,7 @@ from egeria_cache.store.disk.files import GenerationFiles
 from egeria_cache.store.disk.index import IntegerTable, mark_of
 from egeria_cache.store.disk.segment import Segment
 from egeria_cache.store.fetch import Rows, Wanted
-from egeria_cache.store.fill import HUGE_BYTES, NOTHING, Batch, allocate
+from egeria_cache.store.fill import Batch, allocate
 from egeria_cache.store.helpers import Helpers
 from egeria_cache.store.native import ABSENT, VERIFIED, Kernel, Mapping, Serving, Source, kernel
 from egeria_cache.store.records.keys import Keys
@@ -36,8 +36,6 @@ __all__ = ["Course", "serve"]
 NUM_TURNS = 64
 WRITTEN_TO = -2
 """What serving returns where the file was written to meanwhile."""
-fills_new_tensors = torch._C._get_deterministic_algorithms
-"""Whether torch writes to all memory that it gives."""
 NO_MARK = 8
 """That no record has."""
 LOAD_BYTES = 2**20
@@ -50,7 +48,7 @@ class Begun:
 
     columns: list[Tensor]
     serving: Serving
-    """Until this thread's next batch."""
+    """Until it is taken back."""
     round: int
     """Of trust, in which it did."""
     num_news: int
@@ -105,9 +103,9 @@ class Course:
         self._names = [one.name for one in self._fields]
         self._as_they_are = all(one.storage is None for one in self._fields)
         self._columns = [
-            (NOTHING[one.dtype], one.shape)
+            (one.shape, one.dtype)
             if one.storage is None and one.dtype is not None
-            else (NOTHING[torch.uint8], (one.num_bytes,))
+            else ((one.num_bytes,), torch.uint8)
             for one in self._fields
         ]
 
@@ -153,25 +151,29 @@ class Course:
         """
         files, count, local = self._files, len(numbers), self._local.__dict__
         files.ensure_open()
-        round_, num_bytes = files.index.round, count * self._row_bytes
-        if pin_memory or num_bytes >= HUGE_BYTES or fills_new_tensors():
-            columns = [
-                allocate((count, *shape), nothing.dtype, pin_memory=pin_memory)
-                for nothing, shape in self._columns
-            ]
-        else:
-            columns = [nothing.new_empty((count, *shape)) for nothing, shape in self._columns]
+        # In this order: whoever finds the file changed begins a round before noting when that was.
+        written = files.written
+        round_ = files.index.round
+        columns = [
+            allocate((count, *shape), dtype, pin_memory=pin_memory)
+            for shape, dtype in self._columns
+        ]
         # Taken out meanwhile: whoever interrupts this thread may read a batch, too.
         serving: Serving | None = local.pop("serving", None)
         if serving is None:
             serving = Serving(self._source, decoders.coder.unpacker(self._native))
-        helpers = self._helpers.address or self._helpers.at(num_bytes, self._native)
+        helpers = self._helpers.address or self._helpers.at(count * self._row_bytes, self._native)
         num_news = serving.serve(
-            count, columns, NO_MARK if turn is None else mark_of(round_), turn or 0, files.written,
+            count, columns, NO_MARK if turn is None else mark_of(round_), turn or 0, written,
             numbers, helpers=helpers,
         )  # fmt: skip
-        local["serving"] = serving
+        if not num_news:  # nobody wants to know more of it
+            local["serving"] = serving
         return Begun(columns, serving, round_, num_news)
+
+    def take_back(self, begun: Begun) -> None:
+        """Use again what a batch was served with: all has been asked of it."""
+        self._local.serving = begun.serving
 
     def fields(self, columns: Sequence[Tensor]) -> dict[str, Tensor | list[Any]]:
         """Return what was read, by name."""
@@ -243,7 +245,7 @@ def _serve(
         [column for column in batch.columns if isinstance(column, Tensor)],
         NO_MARK if turn is None else mark_of(located.round),
         turn or 0,
-        files.written,
+        wanted.written,
         None if keys.numbers is None else keys.numbers[rows],
         spans=located.raw[rows],
         key_hashes=keys.hashes(rows) if keys.numbers is None else None,

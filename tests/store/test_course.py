@@ -8,11 +8,13 @@ import mmap
 import os
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from egeria_cache.store import ActivationStore, NotInMemoryError
 from egeria_cache.store import serve as serving
@@ -159,6 +161,89 @@ def test_whoever_interrupts_a_batch_may_read_one_too(directory, monkeypatch):
         assert hit.all()
         assert torch.equal(found, rows)
         assert torch.equal(between[0], rows.flip(0))
+
+
+@needs_kernel
+@pytest.mark.parametrize("after", ["hand_over", "note"])
+def test_whoever_interrupts_after_the_read_changes_nothing_of_it(store, monkeypatch, after):
+    rows = torch.arange(64.0)[:, None] + torch.ones(64, 500)
+    store.put_batch(range(64), rows)
+    assert store.flush(FLUSH_S)
+    for _ in range(3):
+        assert store.get_batch(range(64))[1].all()
+    store._own()._files.index.distrust()
+    of_begun = getattr(serving.Begun, after)
+
+    def interrupted(*arguments):
+        monkeypatch.setattr(serving.Begun, after, of_begun)
+        assert store.get_batch(range(40))[1].all()
+        return of_begun(*arguments)
+
+    monkeypatch.setattr(serving.Begun, after, interrupted)
+    found, hit = store.get_batch([0, 1000, 2, 1001])
+    assert getattr(serving.Begun, after) is of_begun
+    assert [*hit] == [True, False, True, False]
+    assert torch.equal(found, torch.stack([rows[0], 0 * rows[0], rows[2], 0 * rows[0]]))
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", [int, str])
+def test_what_others_change_while_a_batch_is_begun_is_not_believed(
+    store, directory, monkeypatch, name
+):
+    """Another thread of ours sees that first, and begins another round of trust."""
+    ids = [*map(name, range(40))]
+    store.put_batch(ids, torch.randn(40, 2000))
+    assert store.flush(FLUSH_S)
+    for _ in range(2):
+        assert store.get_batch(ids)[1].all()
+    hooked = "allocate" if name is int else "_source"
+    original = getattr(serving, hooked)
+
+    def while_others_write(*args, **options):
+        monkeypatch.setattr(serving, hooked, original)
+        (path,) = directory.glob(f"gen-*/{SEGMENT_NAME}")
+        flip_secretly(directory)
+        os.utime(path)
+        store._own()._files.check()
+        return original(*args, **options)
+
+    monkeypatch.setattr(serving, hooked, while_others_write)
+    assert np.count_nonzero(~store.get_batch(ids)[1]) == 1
+
+
+class Halved(TorchFunctionMode):
+    """Of the user's: whatever makes floats makes shorter ones."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        is_float = isinstance(made, torch.Tensor) and made.dtype is torch.float32
+        return made.half() if is_float else made
+
+
+@needs_kernel
+@pytest.mark.parametrize("mode", [Halved, lambda: torch.device("meta")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_modes_of_the_loop_do_not_change_what_is_read(store, mode, dtype):
+    rows = torch.randn(40, 300).to(dtype)
+    store.put_batch(range(40), rows)
+    assert store.flush(FLUSH_S)
+    for _ in range(3):
+        with mode():
+            found, hit = store.get_batch(range(40))
+        assert hit.all()
+        assert (found.dtype, found.device) == (rows.dtype, rows.device)
+        assert torch.equal(found, rows)
+
+
+def test_the_first_batch_of_a_thread_may_be_empty(store):
+    store.put_batch(range(4), torch.randn(4, 300))
+    assert store.flush(FLUSH_S)
+    for _ in range(2):
+        assert store.get_batch(range(4))[1].all()
+    with ThreadPoolExecutor(1) as pool:
+        _, hit = pool.submit(store.get_batch, []).result()
+    assert not len(hit)
 
 
 @needs_kernel

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from egeria_cache.store import ActivationStore
+from egeria_cache.store import ActivationStore, helpers
 from egeria_cache.store.native import Pace
 
 FLUSH_S = 30
@@ -100,6 +102,65 @@ def test_where_the_system_has_no_threads_a_batch_is_read_without_them(store, row
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     for _ in range(3):
+        found, hit = store.get_batch(range(NUM))
+        assert hit.all()
+        assert torch.equal(found, rows)
+
+
+def test_a_store_that_is_closed_while_they_are_started_leaves_none(store, monkeypatch):
+    """By a signal handler, say, or by the collector."""
+    start, closed = threading.Thread.start, []
+
+    def closing(thread: threading.Thread) -> None:
+        if thread.name == "egeria-help" and not closed:
+            closed.append(thread)
+            store._reader.close()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", closing)
+    store.get_batch(range(NUM))
+    assert closed
+    for thread in helping():
+        thread.join(FLUSH_S)
+    assert not helping()
+
+
+def test_one_of_them_may_close_the_store(store, monkeypatch):
+    """The collector may run in it."""
+    begun, closed, help_on = threading.Event(), [], helpers._help
+
+    def close_and_help(*arguments: Any) -> None:
+        assert begun.wait(FLUSH_S)
+        if not closed:
+            closed.append(True)
+            store._reader.close()
+            closed.append(False)
+        help_on(*arguments)
+
+    monkeypatch.setattr(helpers, "_help", close_and_help)
+    store.get_batch(range(NUM))
+    threads = helping()
+    begun.set()
+    for thread in threads:
+        thread.join(FLUSH_S)
+    assert closed == [True, False]
+    assert not helping()
+
+
+def test_a_forked_child_leaves_them_alone(store, monkeypatch):
+    assert store.get_batch(range(NUM))[1].all()
+    own, process = store._reader._helpers, os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: process + 1)
+    own.close()
+    monkeypatch.undo()
+    assert len(helping()) == 3
+    assert own.address is not None
+
+
+def test_whatever_was_noted_of_their_pace_rows_are_right(store, rows):
+    assert store.get_batch(range(NUM))[1].all()
+    for record_ns in (-(2**40), -8000, -4000, -1, 0, 1, 2**40):
+        pace_of(store).record_ns = record_ns
         found, hit = store.get_batch(range(NUM))
         assert hit.all()
         assert torch.equal(found, rows)
