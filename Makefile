@@ -6,7 +6,7 @@ STAMP := $(VENV)/.egeria-ready
 DEMO_STAMP := $(VENV)/.egeria-demo
 
 # One more than there are cores: many tests wait, for processes they start, or for time to pass.
-WORKERS := $(shell $(PYTHON) -c 'import os; print(1 + len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)))')
+WORKERS = $(shell $(BIN)/python -c 'import os; print(1 + len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)))')
 
 .PHONY: setup demo test coverage lint bench report clean
 .DEFAULT_GOAL := test

@@ -48,7 +48,7 @@ BATCHES = 96
 """Of a stretch."""
 WARM_UP = 2
 SIZES = (10, 48)
-"""Samples of a batch: the oracle's steps take about 2.5 and 9 ms on one core."""
+"""Samples of a batch: the oracle's steps take about 2 and 8 ms on one core."""
 MODEL, ORACLE, AUDITS = "the model's forward, beyond the oracle's", "oracle", "audits"
 NAMED = (
     ("planning ahead", plan.Planner, "top_up"),

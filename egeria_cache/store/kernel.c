@@ -1,9 +1,9 @@
 /* Records -> tensors for a whole batch, without the interpreter.
 
    Optional: native.py finds what this was compiled to; without it the same is done in Python. Every
-   function works on memory that its caller owns, keeps nothing, and runs without the GIL. What came
-   from the disk is not believed: each size is bounded by the bytes at hand before it is used. The
-   bytes of a record: docs/format.md. */
+   function works on memory that its caller owns, keeps nothing once it returns (`egeria_help` does so
+   when it is told to), and runs without the GIL. What came from the disk is not believed: each size is
+   bounded by the bytes at hand before it is used. The bytes of a record: docs/format.md. */
 
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -35,7 +35,7 @@ enum { ABSENT, TRUSTED, VERIFIED };
 enum { MARK_BITS = 7, TURN_BITS = 6 };
 enum { LOOKED_AT = 64, MOST_DOUBTS = 4096, MOST_ASKED_BYTES = 1 << 18 };
 enum { TAKEN_NS = 8000, MOST_PATIENCE = 64, ALONE_EVERY = 16, SPINS = 1 << 12 };
-enum { KEPT_BYTES = 16 << 20 };
+enum { KEPT_BYTES = 16 << 20 }; /* as in native.py */
 
 static const uint64_t AS_THEY_ARE = 1ull << 63;
 

@@ -222,7 +222,7 @@ class Serving:
         rows: Integers | None = None,
         helpers: int | None = None,
     ) -> int:
-        """Serve N records. Every array is contiguous.
+        """Serve N records. Every array but `numbers` is contiguous.
 
         Args:
             count: N.

@@ -53,7 +53,7 @@ class NotInMemoryError(Exception):
 
 
 class BatchReader:
-    """Owns the decoding threads."""
+    """Owns the helpers and the decoding threads."""
 
     def __init__(self, num_threads: int, *, verifies_always: bool = False) -> None:
         self._decoders, self._helpers = Decoders(num_threads), Helpers(num_threads - 1)

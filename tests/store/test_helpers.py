@@ -107,22 +107,27 @@ def test_where_the_system_has_no_threads_a_batch_is_read_without_them(store, row
         assert torch.equal(found, rows)
 
 
-def test_a_store_that_is_closed_while_they_are_started_leaves_none(store, monkeypatch):
+@pytest.mark.parametrize("moment", ["begin_helpers", "start"])
+def test_a_store_that_is_closed_while_they_are_started_leaves_none(
+    store, compiled, monkeypatch, moment
+):
     """By a signal handler, say, or by the collector."""
-    start, closed = threading.Thread.start, []
+    of = compiled if moment == "begin_helpers" else threading.Thread
+    original, closed = getattr(of, moment), []
 
-    def closing(thread: threading.Thread) -> None:
-        if thread.name == "egeria-help" and not closed:
-            closed.append(thread)
+    def closing(*arguments: Any) -> None:
+        if not closed:
+            closed.append(moment)
             store._reader.close()
-        start(thread)
+        original(*arguments)
 
-    monkeypatch.setattr(threading.Thread, "start", closing)
+    monkeypatch.setattr(of, moment, closing)
     store.get_batch(range(NUM))
     assert closed
     for thread in helping():
         thread.join(FLUSH_S)
     assert not helping()
+    assert store._reader._helpers.address is None
 
 
 def test_one_of_them_may_close_the_store(store, monkeypatch):
