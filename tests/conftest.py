@@ -4,11 +4,16 @@ import os
 import re
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # One thread for each process, and for those that it starts: the tests are many and small, and
 # threads that wait for each other on a busy machine make them ten times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# How long an example takes is the machine's affair.
+hypothesis.settings.register_profile("egeria", deadline=None)
+hypothesis.settings.load_profile("egeria")
 
 
 @pytest.fixture

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
+from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import RandomSampler, Sampler
@@ -11,6 +14,8 @@ from torch.utils.data import RandomSampler, Sampler
 __all__ = ["LeanRandomSampler", "ShardAffineSampler"]
 
 _CHUNK = 1 << 16
+_ODD, _SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
+Indices: TypeAlias = npt.NDArray[np.uint64]
 
 
 class LeanRandomSampler(RandomSampler):
@@ -37,7 +42,8 @@ class ShardAffineSampler(Sampler[int]):
     see other samples in every epoch. The data set is cut into `num_shards` virtual shards by a
     permutation that only `seed` determines; rank r owns shards r, r + num_replicas, ... Step t of
     the epoch takes the t-th sample of every shard, so the global order is the same for every number
-    of ranks that divides `num_shards`.
+    of ranks that divides `num_shards`. A rank draws its own samples only, as it goes, whatever the
+    size of the data set.
 
     Args:
         data_source: The data set, or anything with its length.
@@ -100,40 +106,60 @@ class ShardAffineSampler(Sampler[int]):
         return self._per_shard * len(self._own)
 
     def __iter__(self) -> Iterator[int]:
-        order = torch.randperm(len(self.data_source), generator=_generator(self.seed))
-        if self._node is not None and self.shuffle:
-            columns = self._dealt(order)
-        else:
-            columns = [self._shuffled(self._members(order, shard), shard) for shard in self._own]
-        if self._per_shard:
-            yield from _ints(torch.stack(columns, dim=1).flatten())
+        per_chunk = max(1, _CHUNK // len(self._own))
+        for start in range(0, self._per_shard, per_chunk):
+            steps = np.arange(start, min(start + per_chunk, self._per_shard), dtype=np.uint64)
+            columns = [self._samples(shard, steps) for shard in self._own]
+            yield from np.stack(columns, axis=1).ravel().tolist()
 
-    def _shuffled(self, members: Tensor, number: int) -> Tensor:
-        if not self.shuffle:
-            return members
-        generator = _generator(self.seed, self.epoch, number)
-        return members[torch.randperm(len(members), generator=generator)]
-
-    def _dealt(self, order: Tensor) -> list[Tensor]:
-        """Return what each of our shards has of this epoch's deal among those of our node."""
-        assert self._node is not None
-        pool = torch.cat([self._members(order, shard) for shard in self._nodes_shards])
-        hands = self._shuffled(pool, self.num_shards + self._node).view(-1, self._per_shard)
-        return [hands[self._nodes_shards.index(shard)] for shard in self._own]
-
-    def _members(self, order: Tensor, shard: int) -> Tensor:
-        members = order[shard :: self.num_shards][: self._per_shard]
-        if len(members) < self._per_shard:
-            # One short: repeat the first of all samples, as DistributedSampler does.
-            members = torch.cat([members, order[: self._per_shard - len(members)]])
-        return members
+    def _samples(self, shard: int, steps: Indices) -> Indices:
+        """Return the samples that a shard has at these steps of the epoch."""
+        shards: Indices = np.full_like(steps, shard)
+        if self.shuffle and self._node is not None:
+            # The node's shards lie end to end; what is dealt to this one is anywhere among them.
+            dealt = steps + np.uint64(self._nodes_shards.index(shard) * self._per_shard)
+            size = len(self._nodes_shards) * self._per_shard
+            dealt = permuted(dealt, size, (self.seed, self.epoch, self.num_shards + self._node))
+            hand, steps = np.divmod(dealt, np.uint64(self._per_shard))
+            shards = np.array(self._nodes_shards, np.uint64)[hand]
+        elif self.shuffle:
+            steps = permuted(steps, self._per_shard, (self.seed, self.epoch, shard))
+        places = steps * np.uint64(self.num_shards) + shards
+        length = len(self.data_source)
+        # Those beyond the last are the first ones again, as DistributedSampler does.
+        return permuted(places % np.uint64(length), length, (self.seed,))
 
 
-def _generator(*parts: int) -> torch.Generator:
-    mixed = 0
-    for part in parts:
-        mixed = (mixed * 1_000_003 + part + 1) % (1 << 63)
-    return torch.Generator().manual_seed(mixed)
+def permuted(indices: Indices, size: int, key: tuple[int, ...]) -> Indices:
+    """Return where the permutation of range(size) that belongs to `key` takes these indices.
+
+    A Feistel network over the next power of four, walked until it comes back below `size` (Black &
+    Rogaway 2002): each index is had without the others, in constant memory.
+
+    Args:
+        indices: uint64, shape (N,), all below `size`.
+        size: Of the permutation, at most 2^62.
+        key: Integers; other ones give another permutation.
+    """
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    seeds = np.random.SeedSequence([part % (1 << 64) for part in key])
+    rounds = seeds.generate_state(8, np.uint64).astype(np.uint64)
+    found, outside = indices.copy(), np.arange(len(indices))
+    while len(outside):
+        found[outside] = _scrambled(found[outside], half, rounds)
+        outside = outside[found[outside] >= size]
+    return found
+
+
+def _scrambled(values: Indices, half: np.uint64, rounds: Indices) -> Indices:
+    """Return a permutation of range(4^half) at these values."""
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    left, right = values >> half, values & mask
+    for key in rounds:
+        mixed = (right ^ key) * _ODD
+        left, right = right, left ^ ((mixed ^ mixed >> _SHIFT) * _ODD >> _SHIFT) & mask
+    joined: Indices = left << half | right
+    return joined
 
 
 def _ints(indices: Tensor) -> Iterator[int]:

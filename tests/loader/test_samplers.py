@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import RandomSampler
 
-from egeria_cache.loader.samplers import LeanRandomSampler, ShardAffineSampler
+from egeria_cache.loader.samplers import LeanRandomSampler, ShardAffineSampler, permuted
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -151,3 +154,27 @@ def test_shuffling_inside_nodes_costs_no_accuracy_that_could_be_seen():
     for layout in [(8, 2), (8, 1)]:
         inside = sum(accuracy(layout, seed) for seed in seeds) / len(seeds)
         assert inside == pytest.approx(at_large, abs=0.015)
+
+
+@pytest.mark.parametrize("ranks_per_node", [None, 8])
+def test_a_rank_draws_its_own_samples_of_a_billion_alone(ranks_per_node):
+    sampler = ShardAffineSampler(range(10**9), 10_000, 7, ranks_per_node=ranks_per_node)
+    sampler.set_epoch(3)
+    tracemalloc.start()
+    try:
+        distinct = len(set(sampler))
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert distinct == len(sampler) == 100_000
+    assert peak_bytes < 100e6
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 1000])
+def test_a_keyed_permutation_has_each_index_once_and_another_key_another_order(size):
+    orders = {
+        tuple(permuted(np.arange(size, dtype=np.uint64), size, (key,)).tolist())
+        for key in range(20)
+    }
+    assert all(sorted(order) == list(range(size)) for order in orders)
+    assert len(orders) > 15 or size <= 3
