@@ -13,10 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from egeria_core.errors import LayerError
 
-__all__ = ["Layer", "find_layers"]
+__all__ = ["Layer", "draws", "find_layers"]
 
 DEFAULT_NUM_LAYERS = 7
 """What the paper uses for ResNet-56; more layers freeze in finer steps but each needs its own
@@ -91,6 +93,7 @@ def find_layers(
     else:
         light = 0.0 if costs is None else LIGHT
         layers = _balance(_weigh(model, units, costs), num_layers, light)
+        layers = _hand_on(model, layers)
     while len(layers) > 1 and layers[-1].num_parameters == 0:
         # A head that is tied to the embedding: with all before it frozen, nothing would train.
         *layers, before, head = layers
@@ -102,6 +105,41 @@ def find_layers(
             + "; at least 2 are needed, because the last one is never frozen"
         )
     return layers
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether a module of torch's draws random numbers by itself in training mode."""
+    rate = getattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0)
+    kinds = (_DropoutNd, nn.RNNBase, nn.MultiheadAttention)
+    return isinstance(module, kinds) and rate > 0
+
+
+def _hand_on(model: nn.Module, layers: list[Layer]) -> list[Layer]:
+    """Let no layer end in what draws or keeps statistics without a weight to freeze.
+
+    A dropout or a norm behind the last weights belongs to what trains on: it goes to the next
+    layer, with all that follows it.
+    """
+    handed: list[Layer] = []
+    carry: tuple[str, ...] = ()
+    for layer in layers[:-1]:
+        names, carry = carry + layer.modules, ()
+        kept = len(names)
+        while kept and not _has_parameters(model.get_submodule(names[kept - 1])):
+            kept -= 1
+        moving = (i for i in range(kept, len(names)) if _is_alive(model.get_submodule(names[i])))
+        end = next(moving, len(names))
+        names, carry = names[:end], names[end:]
+        handed.append(Layer(names, layer.num_parameters))
+    return [*handed, *(Layer(carry + last.modules, last.num_parameters) for last in layers[-1:])]
+
+
+def _is_alive(module: nn.Module) -> bool:
+    """Whether something inside draws, or has statistics that run, in training mode."""
+    return any(
+        draws(inner) or (isinstance(inner, _NormBase) and inner.track_running_stats)
+        for inner in module.modules()
+    )
 
 
 def _matching_units(model: nn.Module, pattern: str) -> list[_Unit]:

@@ -137,6 +137,7 @@ class Outlook:
             rate=left.rate,
             rises=left.rate is not None and left.highest > RISE * rate,
             saves=self._saves,
+            draws=(0, *(len(self._layers.prefix(b).drawing) for b in self._layers.boundaries[:-1])),
             cost=self._ranks.agree(self.clock.cost),
             every=every,
         )

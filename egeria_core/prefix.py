@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from egeria_core.layers import Layer, find_layers
+from egeria_core.layers import Layer, draws, find_layers
 from egeria_core.sharded import unsharded_names
 from egeria_core.trace import ForwardTrace, registration_prefix
 
@@ -26,6 +26,8 @@ class Prefix:
     parameters: tuple[str, ...]
     around: tuple[str, ...] = ()
     """Modules still running then, whose own code before that draws random numbers (dropout)."""
+    drawing: tuple[str, ...] = ()
+    """Modules of all these that draw in training mode, and are switched off where they freeze."""
 
 
 class LayerMap:
@@ -99,11 +101,10 @@ class LayerMap:
                 names[id(p)] for p in trace.parameters_before(layer.boundary) if id(p) in names
             ]
             owned = [names[id(p)] for p in _own_parameters(self._model, modules)]
-            self.prefixes[layer.boundary] = Prefix(
-                modules,
-                tuple(dict.fromkeys(owned + behind)),
-                tuple(trace.drawing_around(layer.boundary)),
-            )
+            around = tuple(trace.drawing_around(layer.boundary))
+            drawing = (*(name for name in modules if name in trace.drew), *around)
+            parameters = tuple(dict.fromkeys(owned + behind))
+            self.prefixes[layer.boundary] = Prefix(modules, parameters, around, drawing)
 
     def prefix(self, boundary: str) -> Prefix:
         """Return what is in front of `boundary`, itself included."""
@@ -111,7 +112,8 @@ class LayerMap:
             modules = tuple(registration_prefix(self._model, boundary))
             names = {id(p): name for name, p in self._model.named_parameters()}
             owned = [names[id(p)] for p in _own_parameters(self._model, modules)]
-            return Prefix(modules, tuple(dict.fromkeys(owned)))
+            drawing = tuple(name for name in modules if draws(self._model.get_submodule(name)))
+            return Prefix(modules, tuple(dict.fromkeys(owned)), (), drawing)
         return self.prefixes[boundary]
 
     def parameters_before(self, boundary: str) -> list[nn.Parameter]:
@@ -147,7 +149,7 @@ class LayerMap:
             "training": self.training,
             "layers": [[list(layer.modules), layer.num_parameters] for layer in self.layers],
             "prefixes": {
-                name: [list(prefix.modules), list(prefix.parameters), list(prefix.around)]
+                name: [list(part) for part in astuple(prefix)]
                 for name, prefix in self.prefixes.items()
             },
         }

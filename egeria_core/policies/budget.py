@@ -133,7 +133,13 @@ class BudgetPolicy:
         if shares is None or not math.isfinite(rate):
             return None
         gain = self.estimate.gain(rate)
-        return None if not math.isfinite(gain) else [share * gain for share in shares]
+        if not math.isfinite(gain):
+            return None
+        for k, count in enumerate(prospect.draws):
+            if count > prospect.draws[self.frozen]:
+                # Without the noise of a dropout all layers learn something else from then on.
+                shares[k] = 1.0
+        return [share * gain for share in shares]
 
     def _candidates(
         self, harms: Sequence[float], prospect: Prospect, num_layers: int

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from egeria_core import LayerError, find_layers
 from egeria_core.prefix import LayerMap
@@ -69,6 +69,50 @@ def test_small_stems_and_heads_join_their_neighbours() -> None:
     assert layers[0].modules[0] == "conv1"
     assert layers[0].boundary.startswith("layer1")
     assert layers[-1].modules[-1] == "fc"
+
+
+class Convolutions(nn.Module):
+    """What every first example trains: two convolutions, a neck, two dense layers."""
+
+    def __init__(self, *neck: nn.Module) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 8, 3)
+        for i, module in enumerate(neck):
+            self.add_module(f"neck{i}", module)
+        self.fc1, self.fc2 = nn.Linear(8 * 16, 16), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.conv2(F.relu(self.conv1(x))))
+        for name, module in self.named_children():
+            x = module(x) if name.startswith("neck") else x
+        out: Tensor = self.fc2(F.relu(self.fc1(x.flatten(1))))
+        return out
+
+
+NECKS: dict[str, tuple[list[nn.Module], str]] = {
+    "dropout": ([nn.Dropout(0.2)], "conv2"),
+    "a norm without weights": ([nn.BatchNorm2d(8, affine=False)], "conv2"),
+    "dropout, pooling": ([nn.Dropout(0.2), nn.Identity()], "conv2"),
+    "pooling, dropout": ([nn.Identity(), nn.Dropout2d(0.2)], "neck0"),
+    "a norm with weights": ([nn.BatchNorm2d(8), nn.Dropout(0.2)], "neck0"),
+    "pooling": ([nn.Identity()], "neck0"),
+    "a dropout that drops nothing": ([nn.Dropout(0.0)], "neck0"),
+}
+
+
+@pytest.mark.parametrize("kind", NECKS)
+def test_no_layer_ends_in_what_draws_or_keeps_statistics_without_weights(kind: str) -> None:
+    neck, boundary = NECKS[kind]
+    model = Convolutions(*neck)
+    layers = LayerMap(model, None, 7)
+    model(torch.randn(4, 1, 8, 8)).sum().backward()
+    layers.resolve()
+    assert boundary in layers.boundaries
+    modules = [name for layer in layers.layers for name in layer.modules]
+    assert modules == ["conv1", "conv2", *(f"neck{i}" for i in range(len(neck))), "fc1", "fc2"]
+    assert not layers.prefix(boundary).drawing
+    drawing = [f"neck{i}" for i, m in enumerate(neck) if getattr(m, "p", 0) > 0]
+    assert list(layers.prefix("fc2").drawing) == drawing
 
 
 def test_a_pattern_overrides_the_parse() -> None:
