@@ -21,6 +21,7 @@ from egeria_cache.errors import BoundaryError, PaddingError
 from egeria_cache.ragged import PaddedRows, widen
 from egeria_cache.skip.prove.evidence import Evidence, Recomputed, recompute
 from egeria_cache.skip.prove.parts import take
+from egeria_cache.skip.prove.twin import Twin
 from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import TensorSpec
 from egeria_cache.skip.serve.growth import Growth
@@ -85,14 +86,14 @@ def _parts(
     alone = {tuple(own[row].tolist()): row for row in order}  # of each length one
     some = list(alone.values())[:: max(1, len(alone) // _MAX_ALONE)]
     shorter = [order[: max(1, len(order) // 2)], *([row] for row in some)]
-    tried: set[Whole] = {lengths.whole}
+    tried, twin = {lengths.whole}, evidence.twins.fresh()
     for rows in shorter:
         target = tuple(own[rows].max(0).tolist())
         if target in tried:
             continue
         tried.add(target)
         try:
-            part = _at(evidence, lengths, rows, target)
+            part = _at(evidence, lengths, rows, target, twin)
         except BoundaryError:
             raise
         except Exception as error:
@@ -111,11 +112,11 @@ def _parts(
             continue
         tried.add(target)
         try:
-            yield target, _at(evidence, lengths, several, target), longer
+            yield target, _at(evidence, lengths, several, target, twin), longer
         except BoundaryError:
             raise
         except Exception:  # longer than the model takes, or cut where it must not be
-            continue
+            twin = evidence.twins.fresh()
 
 
 def _are_far(tried: set[Whole]) -> bool:
@@ -143,7 +144,9 @@ def _longer(lengths: Lengths, units: np.ndarray) -> Whole:
     return tuple(target)
 
 
-def _at(evidence: Evidence, lengths: Lengths, rows: list[int], target: Whole) -> Recomputed:
+def _at(
+    evidence: Evidence, lengths: Lengths, rows: list[int], target: Whole, twin: Twin
+) -> Recomputed:
     call, padding = evidence.call, lengths.padding
 
     def resize(position: int, leaf: Tensor) -> Tensor:
@@ -163,7 +166,7 @@ def _at(evidence: Evidence, lengths: Lengths, rows: list[int], target: Whole) ->
             leaf = op.run(leaf)
         return leaf
 
-    return recompute(evidence, rows, resize=resize)
+    return recompute(evidence, rows, resize=resize, twin=twin)
 
 
 def _base(evidence: Evidence, path: str) -> Tensor:
@@ -193,17 +196,19 @@ def _rules(
                     if isinstance(spec, int | float | str | bool) and part.leaves[i][j] != spec:
                         raise _odd(recipe, step.name)
                 continue
+            runs = [(lengths.whole, evidence.leaf(i, j), evidence.size)]
+            runs += [(whole, part.leaves[i][j], len(part.rows)) for whole, part, _ in parts]
+            if any(value.dim() != len(spec.shape) for _, value, _ in runs):
+                raise _odd(recipe, step.name)
             for dim in range(len(spec.shape)):
-                rule = Rule()
-                runs = [(lengths.whole, evidence.leaf(i, j), evidence.size)]
-                runs += [(whole, part.leaves[i][j], len(part.rows)) for whole, part, _ in parts]
-                for whole, value, size in runs:
-                    if value.dim() != len(spec.shape):
-                        raise _odd(recipe, step.name)
-                    rule.add(whole, value.shape[dim] // (size if dim == spec.batch_dim else 1))
-                if rule.is_constant:
-                    continue
-                if rule.at(lengths.whole) is None or not rule.explains:
+                sizes = [
+                    (whole, value.shape[dim] // (size if dim == spec.batch_dim else 1))
+                    for whole, value, size in runs
+                ]
+                if len({size for _, size in sizes}) == 1:
+                    continue  # it follows nothing
+                rule = Rule(dict(sizes))
+                if len(set(sizes)) > len(dict(sizes)) or not rule.explains:
                     raise _odd(recipe, step.name)
                 found.setdefault((i, j), {})[dim] = rule
     return found
@@ -213,7 +218,7 @@ def _sharpen(evidence: Evidence, recipe: Recipe, lengths: Lengths) -> None:
     """Run the prefix on one sample, cut short, until sizes that are rounded leave no doubt."""
     assert recipe.growth is not None
     longest = int(lengths.own.sum(1).argmax())
-    shortest = lengths.own.min(0) // 2 + 1
+    shortest, twin = lengths.own.min(0) // 2 + 1, None
     for slot, rules in recipe.growth.rules.items():
         for rule in rules.values():
             axis, tried = rule.axis, set[Whole]()
@@ -227,10 +232,12 @@ def _sharpen(evidence: Evidence, recipe: Recipe, lengths: Lengths) -> None:
                     break
                 tried.add(doubts[0])
                 try:
-                    part = _at(evidence, lengths, [longest], doubts[0])
+                    twin = twin or evidence.twins.fresh()
+                    part = _at(evidence, lengths, [longest], doubts[0], twin)
                 except BoundaryError:
                     raise
                 except Exception:  # shorter than the model takes
+                    twin = None
                     continue
                 recipe.growth.learn_sizes(recipe.steps, doubts[0], 1, part.leaves)
         if not all(rule.explains for rule in rules.values()):

@@ -86,21 +86,22 @@ def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
 
 def _in_parts(evidence: Evidence, trace: PrefixTrace | None) -> Iterator[Recomputed]:
     """Run the prefix on parts of the batch."""
-    size = evidence.size
+    size, twin = evidence.size, evidence.twins.fresh()
     parts = halves_and_rows(size)
     if trace is not None and trace.branches:
         # A value decides what runs (`if mask.all()`): let it be decided by each sample alone.
         parts += [[i] for i in range(min(size, _MAX_ALONE)) if [i] not in parts]
     for part in parts:
         try:
-            yield recompute(evidence, part)
+            yield recompute(evidence, part, twin=twin)
         except BoundaryError:
             raise
         except Exception:
             if len(part) > 1 or size == 1:
                 raise
             # Code that takes a batch of one for something else (`squeeze()`): by twos, then.
-            yield recompute(evidence, [*part, (part[0] + 1) % size])
+            twin = evidence.twins.fresh()  # the other was left in the middle
+            yield recompute(evidence, [*part, (part[0] + 1) % size], twin=twin)
 
 
 def _under_other_draws(evidence: Evidence) -> Iterator[Recomputed]:
@@ -112,10 +113,12 @@ def _under_other_draws(evidence: Evidence) -> Iterator[Recomputed]:
 
 def _with_made_up(evidence: Evidence, recipe: Recipe) -> Iterator[Recomputed]:
     """Run it on made-up samples too, as far as the model takes them for samples."""
+    twin = evidence.twins.fresh()
     for rows in with_made_up(evidence.size):
         try:
-            part = recompute(evidence, rows)
+            part = recompute(evidence, rows, twin=twin)
         except Exception:
+            twin = evidence.twins.fresh()
             continue
         if all(
             len(leaves) == len(step.leaves)
@@ -360,12 +363,12 @@ def _written_inputs(evidence: Evidence, given: Sequence[Any] | None = None) -> l
 
 def _written(evidence: Evidence, twin: Twin) -> list[Tensor]:
     """Return the model's buffers that a replay writes to."""
-    first = evidence.twins.fresh()
+    before = evidence.twins.before
     return [
         buffer
         for module in evidence.model.modules()
         for key, buffer in module._buffers.items()
-        if buffer is not None and _moved(first.of(module), twin.of(module), key)
+        if buffer is not None and _moved(before(module), twin.of(module), key)
     ]
 
 

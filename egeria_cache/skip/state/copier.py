@@ -280,6 +280,8 @@ class Copier:
     def _dict(self, value: dict[Any, Any]) -> Any:
         base = OrderedDict if isinstance(value, OrderedDict) else dict
         new = self._keep(value, base.__new__(type(value)))
+        if not value and type(value) in (dict, OrderedDict):  # a module has ten, of hooks
+            return new
         if isinstance(value, defaultdict):
             defaultdict.__init__(new, self(value.default_factory))
         for key, item in list(base.items(value)):
