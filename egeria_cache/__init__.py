@@ -13,7 +13,7 @@ from egeria_cache.cache import ActivationCache, FrozenFront
 from egeria_cache.errors import BoundaryError, EgeriaError, StoreError
 from egeria_cache.events import BoundaryMoved
 from egeria_cache.gate import CacheStats
-from egeria_cache.integrations import keep_through_accelerate
+from egeria_cache.integrations import attach, keep_through_accelerate
 from egeria_cache.loader import EgeriaLoader, ShardAffineSampler
 from egeria_cache.skip import FrozenPrefix
 from egeria_cache.store import ActivationStore
@@ -33,4 +33,5 @@ __all__ = [
     "sample_seed",
 ]
 
+ActivationCache.takes_over = staticmethod(attach)
 EgeriaLoader.asked_by_accelerate = staticmethod(keep_through_accelerate)

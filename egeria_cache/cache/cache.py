@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -55,6 +55,7 @@ class ActivationCache:
         boundary: Qualified name of the last frozen module; None while nothing is frozen; "auto" for
             the deepest module before which nothing trains: it is found on the first call, and
             again whenever `requires_grad` has changed.
+        loader: A DataLoader that exists, to be served: see `attach`.
         limit: Hard bound on the directory's size: bytes, or text such as "100GB".
         codec: How records are compressed: "auto", "zstd", "raw", ...; see `docs/format.md`.
         ring_batches: How many mini-batches are read ahead; as many recent ones stay on a device.
@@ -79,12 +80,16 @@ class ActivationCache:
         ValueError: An argument is out of its range.
     """
 
+    takes_over: ClassVar[Callable[..., Callable[[], None]]]
+    """Lets a loader be served from a cache, and returns what undoes it."""
+
     def __init__(
         self,
         model: nn.Module,
         directory: str | Path,
         boundary: str | None = None,
         *,
+        loader: Any = None,
         limit: int | str = "100GB",
         codec: str = "auto",
         ring_batches: int = 5,
@@ -117,7 +122,15 @@ class ActivationCache:
         }  # fmt: skip
         self._asked: tuple[str | None, bool] = boundary, True
         """The boundary that was last asked for, and whether by hand."""
+        self._attached: list[Callable[[], None]] = []
+        """Give the loaders back that were attached."""
         self._open()
+        try:
+            if loader is not None:
+                self.attach(loader)
+        except BaseException:
+            self.close()
+            raise
 
     def _open(self) -> None:
         """Make the parts, in this process, and attach them to the model."""
@@ -156,6 +169,25 @@ class ActivationCache:
             self.close()
             raise
 
+    def attach(self, loader: Any, **options: Any) -> Any:
+        """Let the next passes over a loader that exists be served from this cache; return it.
+
+        It stays the same object, in whoever's hands: a DataLoader becomes an `EgeriaLoader`, until
+        `close()`. It gives the batches that it would have given, of the same samples in the same
+        order; a pass that is under way goes on as it is.
+
+        Args:
+            loader: A DataLoader, an EgeriaLoader, or what Accelerate or Fabric made of one.
+            options: What `EgeriaLoader` takes and DataLoader does not: `name`, `seed`,
+                `augmentation_variants`, `sample_id`, `sample_version`, `ragged`.
+
+        Raises:
+            EgeriaError: Its class makes its passes itself.
+            TypeError: It is no DataLoader, or its data set has no length.
+        """
+        self._attached.append(type(self).takes_over(loader, self, **options))
+        return loader
+
     def _move(self, boundary: str | None, by_hand: bool, reason: str) -> None:
         if boundary == "auto":
             self._moves.follow()
@@ -177,7 +209,7 @@ class ActivationCache:
             return self.port is not None
         if self._status.is_closed or not self._status.is_forked:
             return False
-        self.close()
+        self._shut()
         self._open()
         return True
 
@@ -259,8 +291,13 @@ class ActivationCache:
 
     def close(self) -> None:
         """Give the model its own forward back, stop all threads, close the store. May be called
-        again, also to finish what was interrupted.
+        again, also to finish what was interrupted. Attached loaders are as they were.
         """
+        while self._attached:
+            self._attached.pop()()
+        self._shut()
+
+    def _shut(self) -> None:
         self._status.is_closed = True
         self._engine.detach()
         self._views.clear()
@@ -291,7 +328,7 @@ class ActivationCache:
 
     def __getstate__(self) -> dict[str, Any]:
         state = {key: value for key, value in self.__dict__.items() if key not in _PARTS}
-        return state | {"_opens_late": True}
+        return state | {"_opens_late": True, "_attached": []}
 
     def __enter__(self) -> ActivationCache:
         return self

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from accelerate import data_loader as accelerated
@@ -82,25 +83,30 @@ def cached(prepared: Any, cache: ActivationCache, *, name: str) -> Any:
         cache: The cache of the model that is trained on its batches.
         name: Of the loader, as for `EgeriaLoader`.
     """
-    plain = prepared.base_dataloader
+    attach_prepared(prepared, cache, name=name)
+    return prepared
+
+
+def attach_prepared(prepared: Any, cache: ActivationCache, **options: Any) -> Callable[[], None]:
+    """Do what `take_over` does, for a loader that was prepared."""
+    plain, name = prepared.base_dataloader, options.get("name", "train")
     if not issubclass(type(prepared), accelerated.DataLoaderShard):
         _say_dispatched(cache, name)
-        return prepared
+        return lambda: None
     if isinstance(plain.dataset, IterableDataset) or plain.batch_sampler is None:
         log.warning("loader %r passes its batches through uncached: no sample IDs", name)
-        return prepared
+        return lambda: None
     keep_caches()
+    arguments = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn",
+                 "generator", "multiprocessing_context", "prefetch_factor", "persistent_workers",
+                 "pin_memory_device", "in_order")  # fmt: skip
+    own = plain.own_options() if isinstance(plain, EgeriaLoader) else {}
     loader: EgeriaLoader[Any] = EgeriaLoader(
-        plain.dataset, batch_sampler=plain.batch_sampler, num_workers=plain.num_workers,
-        collate_fn=plain.collate_fn, pin_memory=plain.pin_memory, timeout=plain.timeout,
-        worker_init_fn=plain.worker_init_fn, generator=plain.generator,
-        multiprocessing_context=plain.multiprocessing_context,
-        prefetch_factor=plain.prefetch_factor, persistent_workers=plain.persistent_workers,
-        pin_memory_device=plain.pin_memory_device, in_order=plain.in_order,
-        cache=cache, name=name,
+        plain.dataset, batch_sampler=plain.batch_sampler, cache=cache,
+        **{argument: getattr(plain, argument) for argument in arguments}, **{**own, **options},
     )  # fmt: skip
     serve(prepared, loader)
-    return prepared
+    return lambda: setattr(prepared, "base_dataloader", plain)
 
 
 def _state_dict(this: weakref.ref[Any]) -> dict[str, Any]:

@@ -7,5 +7,6 @@ never sees the model: what may be served it asks of the cache.
 from egeria_cache.loader.loader import EgeriaLoader
 from egeria_cache.loader.rebuilt import original_of
 from egeria_cache.loader.samplers import ShardAffineSampler
+from egeria_cache.loader.takeover import take_over
 
-__all__ = ["EgeriaLoader", "ShardAffineSampler", "original_of"]
+__all__ = ["EgeriaLoader", "ShardAffineSampler", "original_of", "take_over"]

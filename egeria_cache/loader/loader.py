@@ -113,10 +113,6 @@ class EgeriaLoader(ResumableLoader[T_co]):
         sample_version: Callable[[Any], Any] | None = None,
         ragged: Mapping[Any, Any] | None = None,
     ) -> None:
-        if augmentation_variants < 1:
-            raise ValueError(f"augmentation_variants must be >= 1, got {augmentation_variants}")
-        if cache is not None and not isinstance(dataset, IterableDataset):
-            _check_sized(dataset)
         sized: Any = dataset
         if shuffle and sampler is None and batch_sampler is None and _has_length(dataset):
             sampler, shuffle = LeanRandomSampler(sized, generator=generator), None
@@ -126,6 +122,27 @@ class EgeriaLoader(ResumableLoader[T_co]):
             prefetch_factor=prefetch_factor, persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device, in_order=in_order,
         )  # fmt: skip
+        self._serve(
+            cache, seed=seed, augmentation_variants=augmentation_variants, name=name,
+            sample_id=sample_id, sample_version=sample_version, ragged=ragged,
+        )  # fmt: skip
+
+    def _serve(
+        self,
+        cache: ActivationCache | None,
+        *,
+        seed: int | None = None,
+        augmentation_variants: int = 1,
+        name: str = "train",
+        sample_id: Callable[[Any], Any] | None = None,
+        sample_version: Callable[[Any], Any] | None = None,
+        ragged: Mapping[Any, Any] | None = None,
+    ) -> None:
+        """Be served from `cache` from the next pass on; the arguments are those of the class."""
+        if augmentation_variants < 1:
+            raise ValueError(f"augmentation_variants must be >= 1, got {augmentation_variants}")
+        if cache is not None and not isinstance(self.dataset, IterableDataset):
+            _check_sized(self.dataset)
         self.cache = cache
         self.name = name
         self.seed = 0 if seed is None and cache is not None else seed
@@ -134,9 +151,9 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self.sample_id, self.sample_version = sample_id, sample_version
         self.ragged = ragged
         self.source = LoaderSource(
-            dataset, self.collate_fn, sample_id=sample_id, sample_version=sample_version,
+            self.dataset, self.collate_fn, sample_id=sample_id, sample_version=sample_version,
             name=name, seed=self.seed, variants=augmentation_variants, ragged=ragged,
-            workers=self._worker_options() if num_workers else None,
+            workers=self._worker_options() if self.num_workers else None,
         )  # fmt: skip
         self._progress, self._resumes, self._rest = Progress(), False, None
         self._persistent: tuple[TaskSource, DataLoader[Loaded]] | None = None
@@ -146,6 +163,10 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self._is_prepared = False
         if not self._is_plain:
             note(self)
+
+    def own_options(self) -> dict[str, Any]:
+        """Return the arguments that `DataLoader` does not have, but for the cache."""
+        return {name: getattr(self, name) for name in _ARGUMENTS[_ARGUMENTS.index("cache") + 1 :]}
 
     def around(self, batch_sampler: Any) -> EgeriaLoader[T_co]:
         """Return a loader of the same samples, and what is stored of them, in other batches.

@@ -188,6 +188,7 @@ class Pass:
         if loader._persistent is None:
             tasks = TaskSource()
             loader._persistent = tasks, loader._inner_loader(tasks, self._inner_generator)
+            loader._iterator = None  # of a DataLoader that was taken over: its workers end
         tasks, inner = loader._persistent
         tasks.serves = self._planner, self._prefetcher, self._progress
         return iter(inner)

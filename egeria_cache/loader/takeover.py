@@ -1,0 +1,96 @@
+"""Let a `DataLoader` that exists be served: it becomes an `EgeriaLoader`, in place.
+
+Programs build their loaders before their models, and hand them on: to a trainer, to functions, to
+wrappers. So the object itself is changed, not replaced. Whoever iterates over it at the moment goes
+on as before; its next pass is served. What it draws, loads and collates stays its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from egeria_cache.errors import EgeriaError
+from egeria_cache.loader.loader import EgeriaLoader
+
+if TYPE_CHECKING:
+    from egeria_cache.cache import ActivationCache
+
+__all__ = ["take_over"]
+
+log = logging.getLogger("egeria")
+_OF_PASSES = ("__iter__", "_get_iterator", "_index_sampler", "__getattribute__")
+"""What a subclass of DataLoader may not have of its own: it would not ask us."""
+
+
+def take_over(loader: Any, cache: ActivationCache, **options: Any) -> Callable[[], None]:
+    """Let the next passes over `loader` be served from `cache`; return what undoes it.
+
+    Args:
+        loader: A DataLoader, or an EgeriaLoader: of no cache, or of another one, which it leaves.
+        cache: The cache of the model that is trained on its batches.
+        options: The arguments of `EgeriaLoader` that `DataLoader` does not have.
+
+    Raises:
+        EgeriaError: It is a subclass of DataLoader that makes its passes itself.
+        TypeError: It is no DataLoader, or its data set has no length.
+    """
+    if not isinstance(loader, DataLoader):
+        raise TypeError(
+            f"a cache is attached to a torch.utils.data.DataLoader; {type(loader).__name__} is "
+            "none. Attach it to the DataLoader inside, or make an EgeriaLoader in its place"
+        )
+    mine: Any = loader
+    if getattr(loader, "cache", None) is not None:
+        # A cell of a notebook that makes the model was run again, say: what comes last counts.
+        log.info("loader %r leaves %r", mine.name, mine.cache)
+    _give_back(loader)
+    known, cls = set(vars(loader)), type(loader)
+    before = loader.own_options() if isinstance(loader, EgeriaLoader) else {}
+    loader.__class__ = _served(cls)
+    try:
+        mine._serve(cache, **{**before, **options})
+    except BaseException:
+        _restore(loader, cls, known, before)
+        raise
+    mine.taken_from = partial(_restore, cls=cls, known=known, before=before)
+    return partial(_detach, weakref.ref(loader), weakref.ref(cache))
+
+
+def _detach(this: weakref.ref[Any], cache: weakref.ref[ActivationCache]) -> None:
+    """Give a loader back that is attached to this cache."""
+    loader = this()
+    if loader is not None and getattr(loader, "cache", None) is cache():
+        _give_back(loader)
+
+
+def _give_back(loader: Any) -> None:
+    if "taken_from" in vars(loader):
+        loader.taken_from(loader)
+
+
+def _restore(loader: Any, cls: type, known: set[str], before: dict[str, Any]) -> None:
+    if before:
+        loader._serve(None, **before)
+    for name in set(vars(loader)) - known:
+        del loader.__dict__[name]
+    loader.__class__ = cls
+
+
+def _served(cls: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
+    """Return the class that a loader of this class gets."""
+    if cls is DataLoader or issubclass(cls, EgeriaLoader):
+        return EgeriaLoader if cls is DataLoader else cls
+    for base in cls.__mro__[: cls.__mro__.index(DataLoader)]:
+        own = next((name for name in _OF_PASSES if name in vars(base)), None)
+        if own is not None:
+            raise EgeriaError(
+                f"{base.__module__}.{base.__qualname__} has a {own} of its own, and would not ask "
+                "the cache; make an EgeriaLoader with its arguments in its place"
+            )
+    return type(cls.__name__, (cls, EgeriaLoader), {"__module__": cls.__module__})
