@@ -50,6 +50,7 @@ class Pass:
         base: torch.Generator,
     ) -> None:
         self._loader = loader
+        self._source = loader.source  # not the loader's: one that is given back has none
         self._progress = progress
         self._cache = cache = None if loader.cache is None else loader.cache.port
         self._prefetcher = Prefetcher(
@@ -90,7 +91,7 @@ class Pass:
         self._end()
 
     def _end(self) -> None:
-        self._loader.source.end_pass()
+        self._source.end_pass()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or self.__dict__.get("_inner") is None:
@@ -131,7 +132,7 @@ class Pass:
             if not isinstance(error, StopIteration) and self._loader.in_order:
                 self._planner.skip()
             raise
-        self._loader.source.samples.drawn |= loaded.drawn  # what workers saw
+        self._source.samples.drawn |= loaded.drawn  # what workers saw
         plan = self._planner.take(loaded.number)
         batch = self._assembly.assemble(plan, loaded)
         self._progress.count(plan.number, self._planner.planned_before(plan.number))
@@ -162,7 +163,7 @@ class Pass:
         task = self._planner.take_task()
         if task is None:
             raise StopIteration
-        source = self._loader.source
+        source = self._source
         batch = source.collate(source.samples.load(task))
         self._progress.count()
         return batch
@@ -173,7 +174,7 @@ class Pass:
         if self._step is not None and self._cache is not None:
             plan, start = self._step
             self._cache.note_step(
-                self._loader.source.key, now - start, plan.size or len(plan.ids), plan.entry,
+                self._source.key, now - start, plan.size or len(plan.ids), plan.entry,
                 is_control=plan.is_control,
             )  # fmt: skip
         self._step = None

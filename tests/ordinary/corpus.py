@@ -1,0 +1,175 @@
+"""Ordinary programs, each run as people run it: plain, and with two lines for the cache.
+
+A program is a file in `programs/`. Its lines that end in `# +` belong to the run with the cache,
+those in `# -` to the plain one. The plain run has its frozen front in inference mode, as the
+document of README's diff says; everything else is the program's own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.scripts import Ran, launched, run_cells, run_file, side
+
+__all__ = ["CORPUS", "Program", "Result", "run"]
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One row of the table."""
+
+    name: str
+    shape: str
+    """What people know it as."""
+    samples: int
+    """Of one epoch."""
+    epochs: int
+    hits: int | None = None
+    """Expected; by default all samples of all epochs but the first."""
+    start: str = "file"
+    """"file", "notebook", or the launcher of processes."""
+    front: tuple[str, ...] = ()
+    """Modules that are in inference mode in the plain run, too, where that changes anything."""
+    told: str | None = None
+    """What Egeria rightly says, as a pattern; None: nothing."""
+    needs: tuple[str, ...] = ()
+    """Libraries."""
+    default: bool = False
+    """Whether it is one of those that always run."""
+    fails: str | None = None
+    """The fault that it shows."""
+    rtol: float = 1e-5
+
+    @property
+    def path(self) -> Path:
+        return PROGRAMS / f"{self.name}.py"
+
+    @property
+    def expected(self) -> int:
+        return self.samples * (self.epochs - 1) if self.hits is None else self.hits
+
+    @property
+    def changed_lines(self) -> int:
+        """How many lines the cache takes."""
+        return len(re.findall(r"# \+$", self.path.read_text(), re.MULTILINE))
+
+    @property
+    def missing(self) -> list[str]:
+        """Return the libraries that are not installed."""
+        return [name for name in self.needs if importlib.util.find_spec(name) is None]
+
+
+@dataclass
+class Result:
+    """What both runs did."""
+
+    plain: list[Ran]
+    cached: list[Ran]
+
+    @property
+    def hits(self) -> int:
+        return sum(ran.names["found_here"]["hits"] for ran in self.cached)
+
+    @property
+    def figures(self) -> list[dict[str, Any]]:
+        return [ran.names["found_here"] for ran in self.cached]
+
+    @property
+    def told(self) -> list[str]:
+        return [text for ran in self.cached for text in ran.told]
+
+    @property
+    def warned(self) -> list[str]:
+        """Python's warnings that the plain run does not have."""
+        known = {text for ran in self.plain for text in ran.warned}
+        return [text for ran in self.cached for text in ran.warned if text not in known]
+
+    @property
+    def difference(self) -> float:
+        """Return the largest relative difference of two losses."""
+        pairs = [
+            (a, b)
+            for left, right in zip(self.plain, self.cached, strict=True)
+            for a, b in zip(left.losses, right.losses, strict=True)
+        ]
+        return max((abs(a - b) / max(abs(a), 1e-3) for a, b in pairs), default=0.0)
+
+
+def run(program: Program, directory: Path) -> Result:
+    """Run a program both ways."""
+    return Result(*(_run(program, directory / name, cached=name == "cached")
+                    for name in ("plain", "cached")))  # fmt: skip
+
+
+def _run(program: Program, place: Path, *, cached: bool) -> list[Ran]:
+    place.mkdir(parents=True)
+    shutil.copy(PROGRAMS / "toys.py", place)
+    text = program.path.read_text()
+    if cached:
+        text = "import tests.ordinary.watched as _watched; _watched.watch()\n" + side(
+            text, cached=True
+        )
+        text += "\n_found = _watched.found()\n"
+    else:
+        text = side(_held(text, program.front), cached=False)
+    if program.start == "notebook":
+        return [run_cells(text.split("# %%\n"), place)]
+    path = place / f"{program.name}.py"
+    path.write_text(text)
+    if program.start == "file":
+        return [run_file(path)]
+    return launched(program.start, path, timeout_s=400)
+
+
+def _held(text: str, front: tuple[str, ...]) -> str:
+    """Put the frozen front into inference mode where the other run makes the cache."""
+    if not front:
+        return text
+    names = ", ".join(map(repr, front))
+    return re.sub(
+        r"^( *)\w+ = ActivationCache\(([\w.]+),.*$",
+        rf"\1__import__('tests.ordinary.watched', fromlist=['hold']).hold(\2, {names})",
+        text, flags=re.MULTILINE,
+    )  # fmt: skip
+
+
+_BERT = ("bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1")
+CORPUS = [
+    Program(name="moco_lincls", shape="MoCo's linear classifier", samples=64, epochs=4),
+    Program(name="mae_linprobe", shape="MAE's linear probe", samples=64, epochs=4, default=True,
+            fails="a norm without parameters behind the frozen front is taken for a part of it"),
+    Program(name="transfer_notebook", shape="torchvision's transfer learning", samples=48, epochs=3,
+            start="notebook", default=True,
+            front=("conv1", "bn1", "layer1", "layer2", "layer3", "layer4")),
+    Program(name="gradual_unfreezing", shape="gradual unfreezing", samples=64, epochs=6, hits=192,
+            front=("conv1", "bn1", "layer1", "layer2", "layer3", "layer4")),
+    Program(name="hf_text_loop", shape="BERT for sentences, a plain loop", samples=48, epochs=3,
+            front=(*_BERT, "bert.encoder.layer.2"), needs=("transformers",)),
+    Program(name="hf_trainer_text", shape="BERT with Trainer, saved each epoch", samples=48,
+            epochs=3, hits=128, front=_BERT, needs=("transformers", "datasets"), default=True),
+    Program(name="accelerate_checkpoints", shape="Accelerate's checkpointing", samples=48,
+            epochs=3, front=_BERT, needs=("transformers", "accelerate"), start="accelerate",
+            fails="what a collate function's closure reaches is taken for data"),
+    Program(name="lightning_transfer", shape="Lightning's transfer learning", samples=48, epochs=3,
+            needs=("lightning",), default=True),
+    Program(name="mingpt_finetune", shape="minGPT's trainer", samples=48, epochs=3,
+            front=("drop", "h.0", "h.1", "h.2")),
+    Program(name="transformer_encoder_masks", shape="torch's TransformerEncoder with masks",
+            samples=48, epochs=3, front=("encoder.layers.0", "encoder.layers.1"),
+            fails="the container takes its nested-tensor path when its first layer is held"),
+    Program(name="t5_seq2seq", shape="T5 with DataCollatorForSeq2Seq", samples=32, epochs=3,
+            front=("encoder",), needs=("transformers",),
+            fails="a leaf that the front never reads shows its end only in longer batches"),
+    Program(name="captioning", shape="captions, sorted by the collate function", samples=32,
+            epochs=3, front=("resnet",),
+            fails="a collate function that permutes is taken for one that mixes"),
+    Program(name="skorch_net", shape="skorch's NeuralNetClassifier", samples=48, epochs=3,
+            front=("features",), needs=("skorch",)),
+]  # fmt: skip

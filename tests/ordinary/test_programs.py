@@ -1,0 +1,30 @@
+"""Each program of the corpus has the losses of its plain run, its hits, and no false word."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.ordinary.corpus import CORPUS, Program, run
+
+
+def marked(program: Program):
+    marks = [] if program.default else [pytest.mark.long]
+    if program.fails is not None:
+        marks.append(pytest.mark.xfail(reason=program.fails))
+    return pytest.param(program, marks=marks, id=program.name)
+
+
+@pytest.mark.parametrize("program", [marked(program) for program in CORPUS])
+def test_an_ordinary_program_trains_as_before_and_is_served(program, tmp_path):
+    if program.missing:
+        pytest.skip(f"needs {program.missing}")
+    result = run(program, tmp_path)
+    for ran in (*result.plain, *result.cached):
+        assert ran.error is None, repr(ran.error)
+    assert result.difference <= program.rtol
+    assert len(result.plain[0].losses) > 1
+    assert result.hits >= program.expected, result.figures
+    told = [text for text in result.told if not (program.told and re.search(program.told, text))]
+    assert (told, result.warned) == ([], [])
