@@ -116,7 +116,7 @@ def _run(program: Program, place: Path, *, cached: bool) -> list[Ran]:
         text = "import tests.ordinary.watched as _watched; _watched.watch()\n" + side(
             text, cached=True
         )
-        text += "\n_found = _watched.found()\n"
+        text += "\nfound_here = _watched.found()\n"
     else:
         text = side(_held(text, program.front), cached=False)
     if program.start == "notebook":
