@@ -83,7 +83,7 @@ def make_batch(x: Tensor, entry: MemoryEntry | None = None) -> BatchTensor:
     """Tag a batch; with an entry it has no data."""
     leaves: dict[str, Any] = {"x": x if entry is None else x[:0]}
     batch = Batch(
-        ids=range(len(x)), variant=0, loader_name="train", leaves=leaves,
+        ids=range(len(x)), draws=[0] * len(x), loader_name="train", leaves=leaves,
         load_rows=lambda mask: {"x": x}, entry=entry,
     )  # fmt: skip
     if entry is None:

@@ -57,7 +57,7 @@ class Batch:
         self,
         *,
         ids: Sequence[SampleId],
-        variant: int,
+        draws: Sequence[int] | np.ndarray,
         loader_name: str,
         leaves: Mapping[str, Rows],
         load_rows: Callable[[np.ndarray], Mapping[str, Rows]],
@@ -70,7 +70,7 @@ class Batch:
 
         Args:
             ids: Sample IDs in row order.
-            variant: Which augmented version of the samples this is.
+            draws: Which random draw of each sample this is.
             loader_name: The loader's `name`.
             leaves: The leaves by path. With an entry, a leaf that its cut drops holds the rows of
                 the misses alone (and is absent where every row is a hit).
@@ -83,7 +83,7 @@ class Batch:
         """
         self.ids = ids
         self.size = len(ids)
-        self.variant = variant
+        self.draws = np.asarray(draws, np.int64)
         self.loader_name = loader_name
         keep = {
             path: held(rows) if may_be_stored else (rows, None) for path, rows in leaves.items()
@@ -140,7 +140,7 @@ class Batch:
                 leaves[path] = values
         return Batch(
             ids=[self.ids[i] for i in rows],
-            variant=self.variant,
+            draws=self.draws[rows],
             loader_name=self.loader_name,
             leaves=leaves,
             load_rows=partial(_load_part, self._load_rows, rows, self.size),

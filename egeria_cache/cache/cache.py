@@ -16,6 +16,7 @@ from egeria_cache.cache.boundary import Boundary
 from egeria_cache.cache.filling import FillReport, fill
 from egeria_cache.cache.host import CacheHost, device_of
 from egeria_cache.cache.live import LiveReport
+from egeria_cache.cache.passes import Passes
 from egeria_cache.cache.port import LoaderPort
 from egeria_cache.cache.status import Status
 from egeria_cache.cache.trial import TrialReads
@@ -158,7 +159,8 @@ class ActivationCache:
         self._moves = Boundary(self._engine, status, self._views, pilot, self._accounts)
         self.port = LoaderPort(
             status, self._moves, self._views, host, pilot, self._accounts, self._readers,
-            ring_batches=settings["ring_batches"], stats=self.stats,
+            Passes(self.directory), ring_batches=settings["ring_batches"], stats=self.stats,
+            is_random=settings["dropout"] == "stateless",
         )  # fmt: skip
         """What its loaders ask; no part of what a user needs."""
         self._engine.attach()
@@ -179,7 +181,7 @@ class ActivationCache:
         Args:
             loader: A DataLoader, an EgeriaLoader, or what Accelerate or Fabric made of one.
             options: What `EgeriaLoader` takes and DataLoader does not: `name`, `seed`,
-                `augmentation_variants`, `sample_id`, `sample_version`, `ragged`.
+                `reuse`, `augmentation_variants`, `sample_id`, `sample_version`, `ragged`.
 
         Raises:
             EgeriaError: Its class makes its passes itself.

@@ -41,7 +41,7 @@ class FillReport:
     """What filling has brought."""
 
     num_samples: int
-    """Of the data set, times its augmented versions."""
+    """Of the data set, times the random draws that are kept for ever."""
     num_stored: int
     """Of them in the cache now."""
     why_not: str | None
@@ -72,15 +72,14 @@ def fill(
     # A sampler that shuffles draws a seed when it is asked, and rich draws when it is imported.
     generators.restore()
     part = todo.loader = loader.over(todo)
-    variants = loader.augmentation_variants
     start = copy.deepcopy(part.state_dict())
-    total, stored = len(todo.indices) * variants, 0
+    total, stored = len(todo.indices), 0
     with bar, _undisturbed(model), engine.filling():
         task = bar.add_task(f"filling {loader.name!r}", total=total)
         for turn in range(_MAX_TURNS):  # what was dropped or displaced meanwhile comes once more
             part.load_state_dict(start)
             before, stored = stored, 0
-            for _ in range(variants):
+            for _ in range(loader.augmentation_variants):
                 for number, batch in enumerate(part):
                     with suppress(Filled):
                         call(batch)
@@ -90,6 +89,9 @@ def fill(
                 flush()
                 stored += todo.num_stored()
                 bar.update(task, completed=stored)
+                if not (loader.source.is_random and loader.reuse is None):
+                    break  # the draws to come are made in their turns
+                total = len(todo.indices) * loader.augmentation_variants
             if stored == total or (turn and stored <= before) or port.refusal(loader.source.key):
                 break
     why_not = None
@@ -142,7 +144,7 @@ class _Missing:
                     yield index
 
     def num_stored(self) -> int:
-        """Return how many of all samples are stored, in the augmented version of this pass."""
+        """Return how many of all samples are stored, in the random draws of this pass."""
         return sum(map(bool, self._stored(self.indices)))
 
     def _stored(self, indices: Sequence[Any]) -> Sequence[bool]:
@@ -150,8 +152,8 @@ class _Missing:
         if not views:
             return [False] * len(indices)
         views[0].refresh()
-        ids, variant = self._source.identify(indices), self.loader.variant
-        found: Sequence[bool] = views[0].contains(ids, variant).tolist()
+        ids = self._source.identify(indices)
+        found: Sequence[bool] = views[0].contains(ids, self.loader.draws_of(ids)).tolist()
         return found
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from egeria_cache.cache.trial import TrialReads
 from egeria_cache.errors import BoundaryError, EgeriaError, PaddingError
 from egeria_cache.gate import Accounts, Pilot
 from egeria_cache.prefetch import View, Views, record
-from egeria_cache.samples import BatchContext, same_values
+from egeria_cache.samples import DEFAULT_REUSE, BatchContext, same_values
 from egeria_cache.skip import MAX_CHAINS, Cut, same_rows
 from egeria_cache.store import ActivationStore, Generation
 
@@ -71,6 +71,8 @@ class CacheHost:
         self._called = called
         self._trial = trial
         self._told_chains = self._told_unproved = ""
+        self._told_random: set[str] = set()
+        """Loaders of random samples of which it was said what is done with them."""
         self._restless_since: str | None = None
         """Why nothing is served until the prefix has been still for a while."""
         self._audits = AuditPlan(audit_rate, lambda: pilot.saved_s)
@@ -141,11 +143,12 @@ class CacheHost:
         source = batch.context.source
         try:
             reason: str | None = self._restless(batch.loader_name, cut)
-            reason = reason or source.why_not_cacheable(batch)
+            reason = reason or source.why_not_cacheable(batch) or source.why_not_served
             if reason is not None:
                 return reason
             return self._store.open_generation(
-                {**cut.fields, **source.fields}, num_expected=len(source.dataset) * source.variants
+                {**cut.fields, **source.fields},
+                num_expected=len(source.dataset) * (source.draws.kept if source.is_random else 1),
             )
         except Exception as error:  # of the data set's or the collate function's own, too
             return str(error) if isinstance(error, EgeriaError) else repr(error)
@@ -173,16 +176,16 @@ class CacheHost:
     ) -> None:
         """Store fresh activations of the masked rows (None: all)."""
         view = self._view_at(cut, batch)
-        if view is None or not self._fits(view, batch):
+        if view is None or not self._fits(view, batch) or not self._is_told(batch, cut):
             return
         entry = batch.entry
         if entry is not None and entry.cut is not cut and not entry.was_used:
             self._views.prefer(view)  # autocast was on for a while, say, and is off again
         mask = np.ones(batch.size, bool) if rows is None else rows
-        ids = [sample_id for sample_id, use in zip(batch.ids, mask, strict=True) if use]
-        new = ~view.contains(ids, batch.variant)
+        ids, draws = _chosen(batch.ids, mask), batch.draws[mask]
+        new = ~view.contains(ids, draws)
         if not new.all() and not view.is_checked:
-            self._check_reopened(view, batch, mask, ids, tensors)
+            self._check_reopened(view, batch, mask, tensors)
         if not new.any() or not view.alive:
             return
         wanted = mask.copy()
@@ -192,14 +195,29 @@ class CacheHost:
             self._counts.why_not = f"the loop writes to leaf {changed[0]!r} before the model is run"
             return
         if not new.all():
-            ids = [sample_id for sample_id, use in zip(ids, new, strict=True) if use]
+            ids, draws = _chosen(ids, new), draws[new]
             tensors = {name: take_rows(values, new) for name, values in tensors.items()}  # type: ignore[misc]
         lengths = None if batch.lengths is None else batch.lengths.select(np.flatnonzero(wanted))
         started = time.perf_counter()
         named = record(cut, tensors, kept, lengths)  # type: ignore[arg-type]
-        view.generation.put_batch(ids, named, variant=batch.variant)
+        view.generation.put_batch(ids, named, variant=draws)
         self._pilot.meter.wrote(time.perf_counter() - started, len(ids) * cut.row_bytes)
-        self._trial.stored(view, ids, batch.variant)
+        self._trial.stored(view, ids, draws)
+
+    def _is_told(self, batch: Batch, cut: Cut) -> bool:
+        """Say once what is done with a loader whose samples are random; whether they are stored."""
+        source = batch.context.source
+        if not source.is_random or batch.loader_name in self._told_random:
+            return True
+        self._told_random.add(batch.loader_name)
+        if source.why_not_served is not None:
+            self.leave_uncached(batch.loader_name, source.why_not_served)
+            return False
+        num_bytes = cut.row_bytes * len(source.dataset) * source.draws.kept
+        # Who has chosen need not be told in every run.
+        level = logging.WARNING if source.draws.reuse == DEFAULT_REUSE else logging.INFO
+        log.log(level, "loader %r: %s", source.name, source.draws.told(source.drawn_from, num_bytes))
+        return True
 
     def _fits(self, view: View, batch: Batch) -> bool:
         """Whether the batch's rows look like those that the view was opened with."""
@@ -227,18 +245,19 @@ class CacheHost:
         return True
 
     def _check_reopened(
-        self, view: View, batch: Batch, rows: np.ndarray, ids: list[SampleId],
-        tensors: Mapping[str, Tensor],
-    ) -> None:  # fmt: skip
+        self, view: View, batch: Batch, rows: np.ndarray, tensors: Mapping[str, Tensor]
+    ) -> None:
         """Compare the first rows that a generation of an earlier run already holds with ours."""
         kept = {path: batch.rows_of(path, rows) for path in view.kept}
-        stored, found = view.generation.get_batch(ids, variant=batch.variant)
-        view.is_checked = bool(found.any())
+        ids, draws = _chosen(batch.ids, rows), batch.draws[rows]
+        there = view.contains(ids, draws)
+        stored, found = view.generation.get_batch(_chosen(ids, there), variant=draws[there])
+        view.is_checked = bool(found.any() and found.all())
         lengths = None if batch.lengths is None else batch.lengths.select(np.flatnonzero(rows))
         known = {path: values for path, values in kept.items() if values is not None}
-        fresh, at = record(view.cut, tensors, known, lengths), np.flatnonzero(found)
-        for name in fresh.keys() & stored.keys():
-            if not same_rows(_at(stored[name], at), _at(fresh[name], at)):
+        fresh, at = record(view.cut, tensors, known, lengths), np.flatnonzero(there)
+        for name in fresh.keys() & stored.keys() if view.is_checked else ():
+            if not same_rows(stored[name], _at(fresh[name], at)):
                 self.audit_failed(batch, rows, f"{name} is not what an earlier run stored")
                 return
 
@@ -262,13 +281,13 @@ class CacheHost:
 
     def audit_failed(self, batch: Batch, rows: np.ndarray, finding: str) -> None:
         """What is stored is not what the prefix computes: void it, and cache nothing more."""
-        ids = [sample_id for sample_id, is_one in zip(batch.ids, rows, strict=True) if is_one]
+        ids = _chosen(batch.ids, rows)
         self._counts.audit_failures += 1
         log.error(
-            "AUDIT FAILED for loader %r: %s, among the samples %s (variant %d). What was stored is "
+            "AUDIT FAILED for loader %r: %s, among the samples %s (draws %s). What was stored is "
             "void, training goes on uncached. Was a sample edited without its sample_version, or "
             "does it differ each time it is loaded?",
-            shown_name(batch.loader_name), finding, ids, batch.variant,
+            shown_name(batch.loader_name), finding, ids, batch.draws[rows].tolist(),
         )  # fmt: skip
         self.leave_uncached(batch.loader_name, f"an audit failed: {finding}", unlink=True)
 
@@ -353,6 +372,10 @@ def device_of(model: nn.Module) -> torch.device:
     tensors = chain(model.parameters(), model.buffers())
     tensor = next((tensor for tensor in tensors if not tensor.is_meta), None)
     return torch.device("cpu") if tensor is None else tensor.device
+
+
+def _chosen(ids: Sequence[SampleId], mask: np.ndarray) -> list[SampleId]:
+    return list(compress(ids, mask))
 
 
 def _at(rows: Any, at: np.ndarray) -> Any:

@@ -10,11 +10,12 @@ import numpy as np
 
 from egeria_cache.cache.boundary import Boundary
 from egeria_cache.cache.host import CacheHost
+from egeria_cache.cache.passes import Passes
 from egeria_cache.cache.status import Status, shown_name
 from egeria_cache.device import runs_late
 from egeria_cache.gate import Accounts, CacheStats, Pilot
 from egeria_cache.prefetch import Crew, PlannedEntry, ReaderThreads, View, Views
-from egeria_cache.samples import LoaderSource
+from egeria_cache.samples import Clock, LoaderSource
 
 __all__ = ["LoaderPort"]
 
@@ -35,12 +36,17 @@ class LoaderPort:
         pilot: Pilot,
         accounts: Accounts,
         readers: ReaderThreads,
+        passes: Passes,
         *,
         ring_batches: int,
+        is_random: bool,
         stats: Callable[[], CacheStats],
     ) -> None:
         self.ring_batches = ring_batches
         """How many mini-batches are read ahead."""
+        self.is_random = is_random
+        """Whether every activation depends on a random draw, whatever the samples do."""
+        self.passes = passes
         self._status = status
         self._boundary = boundary
         self._views = views
@@ -103,6 +109,15 @@ class LoaderPort:
             or loader_name in status.uncached
             or loader_name in self._pilot.stopped
         )
+
+    def serves(self, loader_name: str) -> bool:
+        """Whether a boundary is set under which this loader is not refused."""
+        return self.boundary is not None and loader_name not in self._status.uncached
+
+    def note_pass(self, source: LoaderSource, clock: Clock) -> None:
+        """All samples of a loader have been passed."""
+        if source.is_random and not self._status.is_filling and self.views(source.key):
+            self.passes.ended(source, clock)
 
     def refusal(self, loader_name: str) -> str | None:
         """Return why nothing is stored for this loader; None if something is."""

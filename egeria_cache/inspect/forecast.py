@@ -230,7 +230,7 @@ class _Trial:
             count = min(max(affordable, len(ids)), MAX_LOOKED, len(self.dataset))
             looked = np.linspace(0, len(self.dataset) - 1, count).astype(int).tolist()
             source = loader.source
-            task = Task(-1, looked, source.identify(looked), 0, source.seed)
+            task = Task(-1, looked, source.identify(looked), [0] * count, source.seed)
             lengths = source.measure(task).lengths
             if lengths is None:  # the data set gives no list of samples
                 return 1.0

@@ -266,7 +266,7 @@ class Assembly:
         context = BatchContext(source, structure, task, {**rows, **own}, kinds, constants)
         return Batch(
             ids=plan.ids,
-            variant=plan.variant,
+            draws=plan.draws,
             loader_name=source.key,
             leaves=leaves,
             load_rows=partial(_load_rows, self.cache, source, task, lengths),

@@ -12,14 +12,17 @@ from __future__ import annotations
 import io
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
+from egeria_cache.batch import SampleId
 from egeria_cache.loader.assembly import Assembly
 from egeria_cache.loader.one_pass import Pass, TaskSource
 from egeria_cache.loader.progress import Progress
@@ -27,7 +30,9 @@ from egeria_cache.loader.rebuilt import note
 from egeria_cache.loader.resume import ResumableLoader
 from egeria_cache.loader.samplers import LeanRandomSampler
 from egeria_cache.samples import (
+    DEFAULT_REUSE,
     CollateLoaded,
+    Draws,
     Loaded,
     LoaderSource,
     SeededDataset,
@@ -45,7 +50,7 @@ _ARGUMENTS = (
     "dataset", "batch_size", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory",
     "drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
     "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order", "cache", "seed",
-    "augmentation_variants", "name", "sample_id", "sample_version", "ragged",
+    "reuse", "augmentation_variants", "name", "sample_id", "sample_version", "ragged",
 )  # fmt: skip
 _OF_BATCHES = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last"})
 """Those of them that a batch sampler replaces."""
@@ -61,11 +66,15 @@ class EgeriaLoader(ResumableLoader[T_co]):
     Args:
         cache: The `ActivationCache` of the model that is trained on these batches.
         seed: Seed of the samples' random augmentation. Each sample is loaded with `random`, NumPy's
-            global state and torch's default generator seeded from (seed, sample ID, variant), and
-            they are restored afterwards. Defaults to 0 with a cache.
-        augmentation_variants: How many augmented versions of each sample are cached. While nothing
-            is frozen every epoch is a version of its own; with a boundary, epochs cycle through so
-            many.
+            global state and torch's default generator seeded from (seed, sample ID, number of the
+            draw), and they are restored afterwards. Defaults to 0 with a cache.
+        reuse: For how many epochs a random draw of a sample is used once there is a boundary. Then
+            it is drawn anew, each sample in its turn: of every batch, about 1 - 1/reuse is served.
+            With 1 every epoch draws anew, and nothing is served; with None the first draws are kept
+            for ever. Samples that draw nothing are served always, and while nothing is frozen every
+            epoch draws anew. See docs/augmentation.md.
+        augmentation_variants: How many draws of each sample are kept on disk: each epoch that makes
+            no new one takes any of them.
         name: Distinguishes the loaders of one cache ("train", "val").
         sample_id: Maps an index drawn by the sampler to the sample's stable identity: an int, a
             string, or a tuple of them. Defaults to the data set's `sample_id` method if it has
@@ -79,7 +88,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
 
     Raises:
         TypeError: A cache was given, and the dataset has no length, or is a DataLoader.
-        ValueError: `augmentation_variants` is below 1.
+        ValueError: `reuse` or `augmentation_variants` is below 1.
     """
 
     asked_by_accelerate: ClassVar[Callable[[], None] | None] = None
@@ -107,6 +116,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         in_order: bool = True,
         cache: ActivationCache | None = None,
         seed: int | None = None,
+        reuse: int | None = DEFAULT_REUSE,
         augmentation_variants: int = 1,
         name: str = "train",
         sample_id: Callable[[Any], Any] | None = None,
@@ -123,7 +133,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
             pin_memory_device=pin_memory_device, in_order=in_order,
         )  # fmt: skip
         self._serve(
-            cache, seed=seed, augmentation_variants=augmentation_variants, name=name,
+            cache, seed=seed, reuse=reuse, augmentation_variants=augmentation_variants, name=name,
             sample_id=sample_id, sample_version=sample_version, ragged=ragged,
         )  # fmt: skip
 
@@ -132,6 +142,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         cache: ActivationCache | None,
         *,
         seed: int | None = None,
+        reuse: int | None = DEFAULT_REUSE,
         augmentation_variants: int = 1,
         name: str = "train",
         sample_id: Callable[[Any], Any] | None = None,
@@ -141,20 +152,25 @@ class EgeriaLoader(ResumableLoader[T_co]):
         """Be served from `cache` from the next pass on; the arguments are those of the class."""
         if augmentation_variants < 1:
             raise ValueError(f"augmentation_variants must be >= 1, got {augmentation_variants}")
+        if reuse is not None and reuse < 1:
+            raise ValueError(f"reuse must be >= 1, or None for ever, got {reuse}")
         if cache is not None and not isinstance(self.dataset, IterableDataset):
             _check_sized(self.dataset)
         self.cache = cache
         self.name = name
         self.seed = 0 if seed is None and cache is not None else seed
-        self.augmentation_variants = augmentation_variants
+        self.reuse, self.augmentation_variants = reuse, augmentation_variants
         # Trainers that build a loader anew read its arguments from attributes of the same names.
         self.sample_id, self.sample_version = sample_id, sample_version
         self.ragged = ragged
         self.source = LoaderSource(
             self.dataset, self.collate_fn, sample_id=sample_id, sample_version=sample_version,
-            name=name, seed=self.seed, variants=augmentation_variants, ragged=ragged,
+            name=name, seed=self.seed, ragged=ragged,
+            draws=Draws(self.seed or 0, reuse, augmentation_variants),
             workers=self._worker_options() if self.num_workers else None,
         )  # fmt: skip
+        # Without a cache every epoch draws anew, whether or not drawing is seen.
+        self.source.is_known_random = cache is None or cache.port.is_random
         self._progress, self._resumes, self._rest = Progress(), False, None
         self._persistent: tuple[TaskSource, DataLoader[Loaded]] | None = None
         self._is_plain = self._why_plain() is not None
@@ -171,13 +187,13 @@ class EgeriaLoader(ResumableLoader[T_co]):
     def around(self, batch_sampler: Any) -> EgeriaLoader[T_co]:
         """Return a loader of the same samples, and what is stored of them, in other batches.
 
-        It goes on with this one's augmented versions, and begins with an epoch of its own.
+        It goes on with this one's random draws, and begins with an epoch of its own.
 
         Args:
             batch_sampler: Yields lists of indices, as DataLoader's `batch_sampler`.
         """
         other = self._alike(batch_sampler)
-        other._progress.first_frozen = self._progress.first_frozen
+        other._progress.take_draws(self._progress)
         other.outer_epoch = self.outer_epoch
         return other
 
@@ -228,21 +244,19 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self._ask_data_again(at_end=False)
         if self.cache is not None and not self._is_plain:
             self.cache.port.adopt(self.source)
-        base = self._begin(self._variant)
+        self.source.is_known_random |= self._progress.is_random
+        base = self._begin(self._enter)
         return self._plain_iter() if self._is_plain else Pass(self, self._progress, base)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader stands: see `ResumableLoader`."""
-        state = super().state_dict()
-        is_unfrozen = self.cache is not None and self.cache.port.boundary is None
-        if is_unfrozen and self._progress.finished and not self._resumes:
-            state["first_frozen"] = state["epoch"] + 1  # no cycle has begun yet
-        return state
+        return super().state_dict() | {
+            "is_random": self._progress.is_random or self.source.is_random
+        }
 
-    @property
-    def variant(self) -> int:
-        """Augmented version of the samples in the pass that began last."""
-        return self._progress.variant
+    def draws_of(self, ids: Sequence[SampleId]) -> npt.NDArray[np.int64]:
+        """Return which random draw of each sample the pass that began last uses: int64, (B,)."""
+        return self.source.draws_at(ids, self._progress.clock)
 
     def over(self, sampler: Any) -> EgeriaLoader[T_co]:
         """Return a loader of what another sampler draws; its samples are the same to the cache."""
@@ -314,16 +328,20 @@ class EgeriaLoader(ResumableLoader[T_co]):
             "multiprocessing_context": self.multiprocessing_context,
         }
 
-    def _variant(self, epoch: int, first_frozen: int) -> tuple[int, int]:
-        """Return an epoch's augmented version, constant within it, and where the cycle began.
+    def _enter(self, epoch: int, last: Progress) -> tuple[int, int]:
+        """Return how far the random draws of a pass are ahead of its epoch, and `Clock.since`.
 
-        Epochs that begin unfrozen have a version of their own. The first frozen epoch keeps that of
-        the epoch in which the boundary was set, so what was stored since then is found again.
+        The first pass of a run that begins frozen goes on with the draws of the runs before it.
         """
-        if self.cache is None or self.cache.port.boundary is None:
-            return epoch, epoch
-        since = min(first_frozen, epoch)
-        return since + (epoch - since) % self.augmentation_variants, since
+        port = None if self.cache is None else self.cache.port
+        if port is None or not port.serves(self.source.key):
+            return last.ahead or 0, epoch + (last.ahead or 0)
+        known = port.passes.next_of(self.source) if last.ahead is None else None
+        if known is not None:
+            self.source.is_known_random = True
+            return known.tick - epoch, known.since
+        ahead = last.ahead or 0
+        return ahead, min(last.since, epoch + ahead)
 
     def _inner_loader(
         self, tasks: TaskSource, generator: torch.Generator | None

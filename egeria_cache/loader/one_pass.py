@@ -65,7 +65,7 @@ class Pass:
             self._prefetcher,
             wants_control=partial(_wants_control, cache),
             axes=partial(_axes, cache, loader.source),
-            variant=progress.variant,
+            draws_of=partial(loader.source.draws_at, clock=progress.clock),
             seed=loader.seed,
             first_number=progress.yielded,
             num_foreseeable=num_foreseeable(loader.batch_sampler),
@@ -113,9 +113,18 @@ class Pass:
             self._loader._ask_data_again(at_end=True)
             self._end()
             if self._cache is not None:
+                self._note_end(self._cache)
                 self._cache.log_epoch(self._loader.name, self._progress.epoch)
             raise
         return batch
+
+    def _note_end(self, cache: LoaderPort) -> None:
+        """Tell where the random draws stand; a boundary set from now on begins with the next."""
+        clock = self._progress.clock
+        if cache.boundary is None:
+            self._progress.since = clock.tick + 1
+        else:
+            cache.note_pass(self._loader.source, clock)
 
     def _next(self) -> Any:
         asked = self._note_step()

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from egeria_cache.batch import Axis, SampleId
 from egeria_cache.prefetch import PlannedEntry, Prefetcher, View
 from egeria_cache.samples import Task
@@ -25,7 +28,8 @@ class Plan:
     number: int
     indices: list[Any]
     ids: list[SampleId]
-    variant: int
+    draws: npt.NDArray[np.int64]
+    """Which random draw of each sample this is."""
     entry: PlannedEntry | None
     """Where the hits enter the model; None if every sample is to be loaded."""
 
@@ -41,8 +45,9 @@ class Plan:
     def whole(self, seed: int | None) -> Task:
         """Return the task of loading every sample."""
         return Task(
-            self.number, self.indices, self.ids, self.variant, seed, self.seeds_all, axes=self.axes
-        )
+            self.number, self.indices, self.ids, self.draws.tolist(), seed, self.seeds_all,
+            axes=self.axes,
+        )  # fmt: skip
 
     def misses(self, seed: int | None) -> Task:
         """Return the samples that DataLoader's workers have to load."""
@@ -55,7 +60,7 @@ class Plan:
 
 
 def best_entry(
-    views: Sequence[View], number: int, ids: list[SampleId], variant: int
+    views: Sequence[View], number: int, ids: list[SampleId], draws: npt.NDArray[np.int64]
 ) -> PlannedEntry | None:
     """Choose the one generation that serves most of the batch; on a tie, the deepest.
 
@@ -66,14 +71,14 @@ def best_entry(
         views: Readable generations, deepest boundary first.
         number: The batch's number.
         ids: Its samples.
-        variant: Their augmented version.
+        draws: Which random draw of each.
     """
     best: PlannedEntry | None = None
     for view in views:
-        hit = view.contains(ids, variant)
+        hit = view.contains(ids, draws)
         if not hit.all() and view.generation.catch_up():
-            hit = view.contains(ids, variant)
-        entry = PlannedEntry(view, number, ids, variant, hit)
+            hit = view.contains(ids, draws)
+        entry = PlannedEntry(view, number, ids, draws, hit)
         if entry.num_hits > (0 if best is None else best.num_hits):
             best = entry
     return best
@@ -95,7 +100,7 @@ class Planner:
         *,
         wants_control: Callable[[PlannedEntry], bool] = lambda entry: False,
         axes: Callable[[], tuple[Axis, ...]] = tuple,
-        variant: int,
+        draws_of: Callable[[Sequence[SampleId]], npt.NDArray[np.int64]],
         seed: int | None,
         first_number: int = 0,
         num_foreseeable: int = 0,
@@ -110,7 +115,7 @@ class Planner:
             prefetcher: Reads the hits of plans that come near.
             wants_control: Whether a batch is to be computed although this would serve it.
             axes: Along which samples are to be measured when they are loaded.
-            variant: This epoch's augmented version.
+            draws_of: Sample IDs -> which random draw of each this pass uses.
             seed: The run's augmentation seed.
             first_number: Number of the first batch.
             num_foreseeable: Batches below this number may be drawn ahead (`ahead.py`).
@@ -121,7 +126,7 @@ class Planner:
         self._prefetcher = prefetcher
         self._wants_control = wants_control
         self._axes = axes
-        self._variant = variant
+        self._draws_of = draws_of
         self._seed = seed
         self._next_number = first_number
         self._num_foreseeable = num_foreseeable
@@ -146,10 +151,8 @@ class Planner:
             return None
         indices, number = list(indices), self._next_number
         self._next_number += 1
-        seeds_all = self._outlook()[1]
-        return Task(
-            number, indices, self._identify(indices), self._variant, self._seed, seeds_all
-        )  # fmt: skip
+        seeds_all, ids = self._outlook()[1], self._identify(indices)
+        return Task(number, indices, ids, self._draws_of(ids).tolist(), self._seed, seeds_all)
 
     @property
     def is_idle(self) -> bool:
@@ -226,7 +229,7 @@ class Planner:
 
     def _weight(self, entry: PlannedEntry) -> float:
         """Return how much there is to read for a batch, against those before it."""
-        stored = entry.view.generation.bytes_of(entry.ids, variant=entry.variant)
+        stored = entry.view.generation.bytes_of(entry.ids, variant=entry.draws)
         self._mean_bytes += (stored - self._mean_bytes) * (0.1 if self._mean_bytes else 1.0)
         return stored / self._mean_bytes if self._mean_bytes else 1.0
 
@@ -241,14 +244,15 @@ class Planner:
             return False
         indices = list(indices)
         ids = self._identify(indices)
-        entry = best_entry(views, self._next_number, ids, self._variant) if views else None
+        draws = self._draws_of(ids)
+        entry = best_entry(views, self._next_number, ids, draws) if views else None
         if entry is not None and entry.view.padding is not None:
             entry.weight = self._weight(entry)
         is_control = entry is not None and self._wants_control(entry)
         if is_control:
             entry = None
         plan = Plan(
-            self._next_number, indices, ids, self._variant, entry, seeds_all, is_control,
+            self._next_number, indices, ids, draws, entry, seeds_all, is_control,
             self._axes(),
         )  # fmt: skip
         self._next_number += 1

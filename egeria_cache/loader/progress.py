@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from egeria_cache.samples import Clock
+
 __all__ = ["Progress"]
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(slots=True)
@@ -17,10 +19,12 @@ class Progress:
     """How far one pass over the loader has come."""
 
     epoch: int = 0
-    variant: int = 0
-    """Augmented version of this epoch's samples."""
-    first_frozen: int = 0
-    """The epoch since which the boundary has been set, for the versions to come."""
+    ahead: int | None = None
+    """Passes of earlier runs whose random draws are gone on with; None before the first."""
+    since: int = 0
+    """See `Clock.since`."""
+    is_random: bool = False
+    """Whether samples were seen to draw random numbers."""
     start: dict[str, Any] | None = field(default=None, repr=False)
     """The sampler's generators when the pass began; None before the first pass."""
     drew_base_seed: bool = False
@@ -54,6 +58,15 @@ class Progress:
     may_be_empty: bool = False
     """Whether a sampler whose state was loaded may think that it is still at the end of its last
     epoch; no part of the state."""
+
+    @property
+    def clock(self) -> Clock:
+        """Which random draws this pass uses."""
+        return Clock(self.epoch + (self.ahead or 0), self.since)
+
+    def take_draws(self, other: Progress) -> None:
+        """Go on with the random draws of another's passes."""
+        self.ahead, self.since, self.is_random = other.ahead, other.since, other.is_random
 
     def state_dict(self) -> dict[str, Any]:
         """Return values that JSON can write, if those of a sampler are; a few kilobytes."""

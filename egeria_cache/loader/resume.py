@@ -82,23 +82,23 @@ class ResumableLoader(DataLoader[T_co]):
         """
         self._progress, self._resumes = Progress.from_state(state), True
 
-    def take_versions(self, state: dict[str, Any]) -> None:
-        """Give the samples of the epochs to come the augmented versions that follow `state`.
+    def take_draws(self, state: dict[str, Any]) -> None:
+        """Give the samples of the epochs to come the random draws that follow `state`.
 
         For those who find their place in the epoch by other means.
 
         Raises:
             ValueError: It is not a state of this loader's kind.
         """
-        self._progress.first_frozen = Progress.from_state(state).first_frozen
+        self._progress.take_draws(Progress.from_state(state))
 
-    def _begin(self, variant_of: Callable[[int, int], tuple[int, int]]) -> torch.Generator:
+    def _begin(self, enter: Callable[[int, Progress], tuple[int, int]]) -> torch.Generator:
         """Begin the next pass, or the rest of one.
 
         Sets `_progress`, and lets `_index_sampler` give the batches that are left.
 
         Args:
-            variant_of: (epoch, first frozen epoch) -> (variant, first frozen epoch).
+            enter: The epoch and how far the pass before it came -> `Progress.ahead` and `since`.
 
         Returns:
             A generator in the state from which DataLoader draws the base seed of this pass.
@@ -122,9 +122,9 @@ class ResumableLoader(DataLoader[T_co]):
         loaded = resumes and last.sampler is not None and self._stateful is not None
         if loaded:
             self._stateful.load_state_dict(last.sampler)
-        variant, first_frozen = variant_of(epoch, last.first_frozen)
+        ahead, since = enter(epoch, last)
         self._progress = Progress(
-            epoch, variant, first_frozen, start=rng.get(), drew_base_seed=draws_base_seed,
+            epoch, ahead, since, start=rng.get(), drew_base_seed=draws_base_seed,
             num_drawn=self._num_drawn(), sampler=self._sampler_state(),
             may_be_empty=loaded and last.finished,
         )  # fmt: skip

@@ -42,13 +42,14 @@ _held, _lock = Held(), threading.Lock()
 class PlannedEntry:
     """Hits of one planned batch: where they enter the model, and their rows once read."""
 
-    def __init__(self, view: View, number: int, ids: Sequence[SampleId], variant: int,
-                 hit: np.ndarray) -> None:  # fmt: skip
+    def __init__(self, view: View, number: int, ids: Sequence[SampleId],
+                 draws: np.ndarray, hit: np.ndarray) -> None:  # fmt: skip
         """Plan to serve the masked rows of batch `number` from `view`."""
-        self.view, self.number, self.variant, self.hit = view, number, variant, hit
+        self.view, self.number, self.hit = view, number, hit
         self.num_hits = int(np.count_nonzero(hit))
         self.num_misses = len(hit) - self.num_hits
         self.ids = ids if not self.num_misses else list(compress(ids, hit))
+        self.draws = draws if not self.num_misses else draws[hit]
         self.weight = 1.0
         """How much there is to read, where a batch of ordinary size is one."""
         self.kept: dict[str, Rows] = {}
@@ -120,7 +121,7 @@ class PlannedEntry:
         # Served before, and perhaps written to by the loop since; or held back for longer than the
         # ring remembers: read again.
         tensors, found = self.view.generation.get_batch(
-            self.ids, variant=self.variant, pin_memory=pins(self.view.device)
+            self.ids, variant=self.draws, pin_memory=pins(self.view.device)
         )
         if not found.all():
             raise LookupError("the rows can no longer be read")
@@ -203,7 +204,7 @@ class Prefetcher:
         view = entry.view
         if view.is_spread or view.padding is not None or not needs_ring(view.device):
             return self._read_whole(entry, in_memory)  # nor has the ring slots of many sizes
-        keys = [(sample_id, entry.variant) for sample_id in entry.ids]
+        keys = list(zip(entry.ids, entry.draws.tolist(), strict=True))
         unique = list(dict.fromkeys(keys))
         ring, number = entry.view.ring, self._first + entry.number
         resident = [False] * len(unique) if ring is None else ring.adopt(number, unique)
@@ -213,7 +214,7 @@ class Prefetcher:
             started = time.perf_counter()
             tensors, found = entry.view.generation.get_batch(
                 [sample_id for sample_id, _ in new],
-                variant=entry.variant,
+                variant=np.array([draw for _, draw in new]),
                 pin_memory=pins(entry.view.device),
             )
             entry.read_s, entry.num_read = time.perf_counter() - started, len(new)
@@ -236,7 +237,7 @@ class Prefetcher:
         """Read all rows, and keep them with the batch itself."""
         started, device = time.perf_counter(), entry.view.device
         tensors, found = entry.view.generation.get_batch(
-            entry.ids, variant=entry.variant, pin_memory=pins(device), in_memory=in_memory
+            entry.ids, variant=entry.draws, pin_memory=pins(device), in_memory=in_memory
         )
         entry.read_s += time.perf_counter() - started
         entry.num_read += len(entry.ids)

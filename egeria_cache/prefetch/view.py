@@ -120,11 +120,11 @@ class View:
         """Take note of what other processes have stored; return how many samples there are."""
         return self.generation.num_samples if self.alive else 0
 
-    def contains(self, ids: Sequence[Any], variant: int) -> np.ndarray:
-        """Which samples are stored: bool, shape (B,)."""
+    def contains(self, ids: Sequence[Any], draws: np.ndarray) -> np.ndarray:
+        """Which samples are stored, each in one of its draws: bool, shape (B,)."""
         if not self.alive:
             return np.zeros(len(ids), dtype=bool)
-        return self.generation.contains(ids, variant=variant)
+        return self.generation.contains(ids, variant=draws)
 
 
 class Views:

@@ -4,13 +4,15 @@ What is here runs in DataLoader's workers and in the training thread; beside a l
 owns one more process (`aside.py`), for samples that are asked for out of turn. It never reads the
 store; a sample is what the data set gives.
 
-`loading.py` loads a `Task`, `generators.py` seeds and restores the global generators around each
-sample, `source.py` is one loader's data set with its names and its self-test, `study.py` finds out
-what its collate function does (`collation.py`), `fingerprint.py` says which data set it is and
-whether it still is, by the content of all that decides a sample (`portrait.py`, `content.py`).
+`loading.py` loads a `Task`, `draws.py` says which random draw of each sample an epoch uses,
+`generators.py` seeds and restores the global generators around each sample, `source.py` is one
+loader's data set with its names and its self-test, `study.py` finds out what its collate function
+does (`collation.py`), `fingerprint.py` says which data set it is and whether it still is, by the
+content of all that decides a sample (`portrait.py`, `content.py`).
 """
 
 from egeria_cache.samples.content import same_values
+from egeria_cache.samples.draws import DEFAULT_REUSE, Clock, Draws
 from egeria_cache.samples.loading import (
     CollateLoaded,
     Loaded,
@@ -21,8 +23,11 @@ from egeria_cache.samples.loading import (
 from egeria_cache.samples.source import BatchContext, LoaderSource
 
 __all__ = [
+    "DEFAULT_REUSE",
     "BatchContext",
+    "Clock",
     "CollateLoaded",
+    "Draws",
     "Loaded",
     "LoaderSource",
     "SeededDataset",

@@ -38,7 +38,8 @@ class Task(NamedTuple):
     indices: Sequence[Any] | None
     """What the sampler drew, as the dataset's `__getitem__` takes it; None if nothing is needed."""
     ids: Sequence[SampleId]
-    variant: int
+    draws: Sequence[int]
+    """Which random draw of each sample this is (`draws.py`)."""
     seed: int | None
     """The run's augmentation seed; None leaves the random generators alone."""
     seeds_all: bool = True
@@ -51,10 +52,16 @@ class Task(NamedTuple):
 
     def take(self, rows: np.ndarray) -> Task:
         """Return the task of loading the masked rows again: bool, shape (B,)."""
-        at = np.flatnonzero(rows).tolist()
         assert self.indices is not None
-        indices, ids = [self.indices[i] for i in at], [self.ids[i] for i in at]
-        return self._replace(indices=indices, ids=ids, seeds_all=True)
+        return self.at(np.flatnonzero(rows).tolist())._replace(seeds_all=True)
+
+    def at(self, rows: Sequence[int]) -> Task:
+        """Return the task of the samples at some positions."""
+        return self._replace(
+            indices=None if self.indices is None else [self.indices[i] for i in rows],
+            ids=[self.ids[i] for i in rows],
+            draws=[self.draws[i] for i in rows],
+        )
 
 
 class Loaded(NamedTuple):
@@ -64,7 +71,7 @@ class Loaded(NamedTuple):
     data: Any
     """The collated batch, or a `Look`; None where the task held no samples."""
     drawn: frozenset[str]
-    """Which of `GENERATORS` the data set draws from, as far as is known."""
+    """What the data set draws from, as far as is known: see `SampleLoader.drawn`."""
     axes: tuple[Axis, ...] = ()
     """The task's."""
     lengths: npt.NDArray[np.int64] | None = None
@@ -89,7 +96,8 @@ class SampleLoader:
         self.dataset = dataset
         self.collate = collate
         self.drawn: frozenset[str] = frozenset()
-        """Which of `GENERATORS` samples were seen to draw from."""
+        """Which of `GENERATORS` samples were seen to draw from; "transforms" where some have
+        generators of their own, which they let be seeded."""
         self._is_first = True
 
     def answer(self, task: Task) -> Any:
@@ -105,6 +113,8 @@ class SampleLoader:
         if task.seed is None or not task.indices:
             return _get_batch(self.dataset, task.indices)
         transforms = list(_seedable(self.dataset))
+        if transforms:
+            self.drawn |= {"transforms"}
         if getattr(self.dataset, "__getitems__", None):
             # What it gives may depend on the whole batch: it is asked for that, unless it draws.
             task = task._replace(seeds_all=False)
@@ -152,7 +162,8 @@ class SampleLoader:
         self, task: Task, watched: Mapping[str, bytes | None], transforms: list[Any]
     ) -> Any:
         assert task.indices is not None
-        generators = [g for name, g in GENERATORS.items() if watched.get(name) is None]
+        seeded = {name: g for name, g in GENERATORS.items() if watched.get(name) is None}
+        generators, unseen = seeded.values(), seeded.keys() - self.drawn
         if not generators and not transforms:
             return _get_batch(self.dataset, task.indices)
         saved = [g.save() for g in generators] if get_worker_info() is None else []
@@ -160,13 +171,17 @@ class SampleLoader:
         try:
             for one in _singly(task):
                 assert task.seed is not None
-                seed = sample_seed(task.seed, one.ids[0], task.variant)
+                seed = sample_seed(task.seed, one.ids[0], one.draws[0])
                 for generator in generators:
                     generator.seed(seed)
                 for transform in transforms:
                     transform.set_random_seed(seed & 0xFFFFFFFF)
+                before = {name: seeded[name].look() for name in unseen}
                 assert one.indices is not None
                 found = _get_batch(self.dataset, one.indices)
+                moved = {name for name, look in before.items() if seeded[name].look() != look}
+                if moved:
+                    self.drawn, unseen = self.drawn | moved, unseen - moved
                 if not isinstance(found, list):  # a batch of its own kind, not to be put together
                     return _get_batch(self.dataset, task.indices)
                 samples += found
@@ -178,8 +193,9 @@ class SampleLoader:
 
 def _singly(task: Task) -> Iterator[Task]:
     assert task.indices is not None
-    for index, sample_id in zip(task.indices, task.ids, strict=True):
-        yield task._replace(indices=[index], ids=[sample_id])
+    for one in zip(task.indices, task.ids, task.draws, strict=True):
+        index, sample_id, draw = one
+        yield task._replace(indices=[index], ids=[sample_id], draws=[draw])
 
 
 def _seedable(dataset: Any) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -29,6 +30,7 @@ from egeria_cache.batch import (
 )
 from egeria_cache.samples.aside import Aside
 from egeria_cache.samples.content import same_values
+from egeria_cache.samples.draws import Clock, Draws
 from egeria_cache.samples.fingerprint import Fingerprint, Look
 from egeria_cache.samples.generators import preserved
 from egeria_cache.samples.loading import CollateLoaded, Loaded, SampleLoader, SeededDataset, Task
@@ -56,13 +58,11 @@ class BatchContext:
 
     def select(self, rows: np.ndarray) -> BatchContext:
         """Return the context of some of the samples, given by their positions."""
-        indices = None if self.task.indices is None else [self.task.indices[i] for i in rows]
         constants = {
             path: counting(value, len(rows)) if path in self.source.counts else value
             for path, value in self.constants.items()
         }
-        task = self.task._replace(indices=indices, ids=[self.task.ids[i] for i in rows])
-        return replace(self, task=task, constants=constants)
+        return replace(self, task=self.task.at(rows.tolist()), constants=constants)
 
 
 class LoaderSource:
@@ -77,7 +77,7 @@ class LoaderSource:
         sample_version: Callable[[Any], Any] | None,
         name: str,
         seed: int | None,
-        variants: int,
+        draws: Draws,
         ragged: Mapping[Any, Any] | None = None,
         workers: Mapping[str, Any] | None = None,
     ) -> None:
@@ -91,7 +91,9 @@ class LoaderSource:
         self.collate = collate
         self.name = name
         self.seed = seed
-        self.variants = variants
+        self.draws = draws
+        self.is_known_random = False
+        """Whether each draw of a sample is another, even if samples were not seen to draw."""
         self.key = f"{name}#{next(_NUMBERS)}"
         """Tells this loader from all others, also from those of the same name."""
         self._ragged = ragged
@@ -139,6 +141,30 @@ class LoaderSource:
                 raise
             self._unnamed = str(error)
             return ("", repr(value))
+
+    @property
+    def is_random(self) -> bool:
+        """Whether each draw of a sample is another, as far as is known."""
+        return self.is_known_random or bool(self.samples.drawn)
+
+    @property
+    def drawn_from(self) -> str:
+        """What its samples draw random numbers from, for people."""
+        return ", ".join(sorted(self.samples.drawn)) or "dropout"
+
+    @property
+    def why_not_served(self) -> str | None:
+        """Say so if none of its draws is ever used again."""
+        if not self.is_random or self.draws.reuse != 1:
+            return None
+        return (
+            f"its samples draw random numbers ({self.drawn_from}), and with reuse=1 every epoch "
+            "draws anew"
+        )
+
+    def draws_at(self, ids: Sequence[SampleId], clock: Clock) -> npt.NDArray[np.int64]:
+        """Return which draw of each sample a pass uses: the first of all where none is random."""
+        return self.draws.at(ids, clock) if self.is_random else np.zeros(len(ids), np.int64)
 
     def load(self, task: Task) -> Any:
         """Load and collate samples, each under its own seed, wherever samples are loaded."""
@@ -207,7 +233,7 @@ class LoaderSource:
     def _look_at(self, indices: list[int] | None) -> Look:
         if indices is None:  # any that the data set surely takes
             indices = list(self._recent or ())[:2]
-        task = Task(-1, indices, self.identify(indices), 0, self.seed, looks=True)
+        task = Task(-1, indices, self.identify(indices), [0] * len(indices), self.seed, looks=True)
         found: Look = self._answer(task).data
         return found
 
@@ -248,8 +274,7 @@ class LoaderSource:
 
     def _collates_rows(self, batch: Batch) -> bool:
         """Collate the first sample twice: every leaf must have two rows then, or stay as it is."""
-        task = batch.context.task.take(np.arange(batch.size) == 0)
-        twice = task._replace(indices=[*task.indices] * 2, ids=[*task.ids] * 2)
+        twice = batch.context.task.at([0, 0])
         leaves = flatten(self.load(twice), 2, self.study.lists)[1]
         return leaves.keys() == batch.leaves.keys() and all(
             self._agrees(batch, path, leaf, 2)
@@ -325,7 +350,6 @@ class LoaderSource:
             "loader": self.name,
             "dataset": str(self.fingerprint),
             "augmentation_seed": self.seed,
-            "augmentation_variants": self.variants,
         } | ({} if self.study.padding is None else {"padding": self.study.padding.fields})
 
 

@@ -38,7 +38,7 @@ class Study:
         self._ragged = ragged
         self._looked_for_lists = False
         self._kinds: set[tuple[Any, ...]] = set()
-        self._before: tuple[Any, SampleId] | None = None
+        self._before: tuple[Any, SampleId, int] | None = None
         """A sample of the batch that was studied last: alone, no sample shows padding."""
         self._alone: tuple[tuple[Any, ...], list[dict[str, Any]]] | None = None
         """Which samples a batch has, and each collated alone."""
@@ -66,8 +66,7 @@ class Study:
         if task.indices is None or self._looked_for_lists:
             return
         self._looked_for_lists = True
-        one = task.take(np.arange(len(task.ids)) == 0)
-        twice = one._replace(indices=[*task.indices[:1]] * 2, ids=[*task.ids[:1]] * 2)
+        one, twice = task.at([0]), task.at([0, 0])
         try:
             with preserved():
                 self.lists = find_lists(self._load(one), self._load(twice))
@@ -98,11 +97,14 @@ class Study:
         try:
             with preserved():
                 if len(task.ids) == 1 and self._before is not None:
-                    index, sample_id = self._before
-                    task = task._replace(indices=[index, *task.indices], ids=[sample_id, *task.ids])
+                    index, sample_id, draw = self._before
+                    task = task._replace(
+                        indices=[index, *task.indices], ids=[sample_id, *task.ids],
+                        draws=[draw, *task.draws],
+                    )  # fmt: skip
                     leaves = self.leaves(task, np.ones(2, bool))
                 size = len(task.ids)
-                self._before = task.indices[0], task.ids[0]  # type: ignore[index]
+                self._before = task.indices[0], task.ids[0], task.draws[0]  # type: ignore[index]
                 alone = [self.leaves(task, np.arange(size) == row) for row in range(size)]
             self._alone = _samples(task), alone
             given = None if self._ragged is None else given_values(self._ragged, leaves)
@@ -127,4 +129,4 @@ class Study:
 
 
 def _samples(task: Task) -> tuple[Any, ...]:
-    return (*task.ids, task.variant)
+    return (*task.ids, *task.draws)

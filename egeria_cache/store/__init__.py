@@ -25,6 +25,7 @@ from egeria_cache.store.census import (
 from egeria_cache.store.disk.budget import BudgetBusyError
 from egeria_cache.store.disk.live import LiveFile, read_live
 from egeria_cache.store.disk.manifest import DamagedError, Manifest, differing_fields
+from egeria_cache.store.disk.notes import read_note, read_notes, write_note
 from egeria_cache.store.generation import Generation
 from egeria_cache.store.native import has_kernel
 from egeria_cache.store.parcel import Parcelled, pack, unpack
@@ -51,8 +52,11 @@ __all__ = [
     "has_kernel",
     "pack",
     "read_live",
+    "read_note",
+    "read_notes",
     "remove_generations",
     "survey",
     "unpack",
     "verify",
+    "write_note",
 ]

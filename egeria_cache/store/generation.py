@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import psutil
+import torch
 from torch import Tensor
 
 from egeria_cache.errors import StoreError
@@ -47,6 +48,8 @@ SMALL_PART = 8
 """A generation that takes no more than this part, an eighth, of the limit and of the machine's
 memory is not worth compressing: it stays in the page cache, and is read in a fraction of the time
 that decoding takes."""
+Variants = int | npt.NDArray[np.int64]
+"""Of a batch's samples: one number for all of them, or one each, shape (B,)."""
 BARE = "value"
 """Name under which a bare tensor is stored."""
 
@@ -136,11 +139,13 @@ class Generation:
 
     # -- reading ----------------------------------------------------------------------------
 
-    def contains(self, ids: Sequence[SampleId], *, variant: int = 0) -> npt.NDArray[np.bool_]:
+    def contains(self, ids: Sequence[SampleId], *, variant: Variants = 0) -> npt.NDArray[np.bool_]:
         """Return bool (B,): which samples are stored. From memory."""
-        if not self.alive:
-            return np.zeros(len(ids), np.bool_)
-        return self._files.contains(ids, variant)
+        found = np.zeros(len(ids), np.bool_)
+        if self.alive:
+            for one, rows in _by_variant(variant, len(ids)):
+                found[rows] = self._files.contains(_taken(ids, rows), one)
+        return found
 
     def catch_up(self) -> bool:
         """Take note of what other processes have stored meanwhile; whether there was anything.
@@ -152,15 +157,18 @@ class Generation:
         except (GoneError, StoreError, OSError):
             return False
 
-    def bytes_of(self, ids: Sequence[SampleId], *, variant: int = 0) -> int:
+    def bytes_of(self, ids: Sequence[SampleId], *, variant: Variants = 0) -> int:
         """Return the bytes that the records of these samples take on disk. From memory."""
-        return self._files.bytes_of(ids, variant) if self.alive else 0
+        if not self.alive:
+            return 0
+        parts = _by_variant(variant, len(ids))
+        return sum(self._files.bytes_of(_taken(ids, rows), one) for one, rows in parts)
 
     def get_batch(
         self,
         ids: Sequence[SampleId],
         *,
-        variant: int = 0,
+        variant: Variants = 0,
         pin_memory: bool = False,
         in_memory: bool = False,
     ) -> tuple[Any, npt.NDArray[np.bool_]]:
@@ -168,7 +176,7 @@ class Generation:
 
         Args:
             ids: B sample IDs, in any order, repeats allowed.
-            variant: Of the augmentation.
+            variant: Which random draw of each.
             pin_memory: Decode into page-locked memory, for a copy to the device.
             in_memory: Wait for no disk.
 
@@ -180,6 +188,18 @@ class Generation:
         Raises:
             NotInMemoryError: `in_memory`, and it is not known that all of it is.
         """
+        parts = _by_variant(variant, len(ids))
+        if len(parts) == 1:
+            return self._get(ids, parts[0][0], pin_memory, in_memory)
+        got = [self._get(_taken(ids, rows), one, pin_memory, in_memory) for one, rows in parts]
+        found = np.zeros(len(ids), np.bool_)
+        for (_, rows), (_, hit) in zip(parts, got, strict=True):
+            found[rows] = hit
+        return (_joined(parts, [tensors for tensors, _ in got]) if found.all() else {}), found
+
+    def _get(
+        self, ids: Sequence[SampleId], variant: int, pin_memory: bool, in_memory: bool
+    ) -> tuple[Any, npt.NDArray[np.bool_]]:
         if not self.alive:
             self._count(misses=len(ids))
             return {}, np.zeros(len(ids), np.bool_)
@@ -210,7 +230,7 @@ class Generation:
         ids: Sequence[SampleId],
         tensors: Tensor | Mapping[str, Tensor | Sequence[Value]],
         *,
-        variant: int = 0,
+        variant: Variants = 0,
     ) -> bool:
         """Hand a batch to the writer thread; never waits.
 
@@ -218,7 +238,7 @@ class Generation:
             ids: B sample IDs. Those already stored are skipped.
             tensors: A tensor of B rows, or per name such a tensor or a list of B values. They must
                 not be written to afterwards; a batch that was is dropped, not stored.
-            variant: Of the augmentation.
+            variant: Which random draw of each.
 
         Returns:
             False if the batch was dropped (queue full, limit reached, disk trouble).
@@ -231,6 +251,18 @@ class Generation:
         for name, value in fields.items():
             if len(value) != len(ids):
                 raise ValueError(f"{name!r} has {len(value)} rows for {len(ids)} sample IDs")
+        parts = _by_variant(variant, len(ids))
+        if len(parts) == 1:
+            return self._put(ids, bare, fields, parts[0][0])
+        taken = True
+        for one, rows in parts:
+            part = {name: _taken(value, rows) for name, value in fields.items()}
+            taken &= self._put(_taken(ids, rows), bare, part, one)
+        return taken
+
+    def _put(
+        self, ids: Sequence[SampleId], bare: bool, fields: Mapping[str, Any], variant: int
+    ) -> bool:
         check_variant(variant)
         numbers = plain_integers(ids)
         keys = encode_keys(ids, variant) if numbers is None else numbers.copy()
@@ -466,3 +498,36 @@ def _first_among(known: set[bytes], keys: Sequence[bytes]) -> npt.NDArray[np.boo
         fresh[position] = key not in known
         known.add(key)
     return fresh
+
+
+def _by_variant(variant: Variants, size: int) -> list[tuple[int, Any]]:
+    """Return each variant, and the positions of its samples."""
+    if isinstance(variant, int):
+        return [(variant, slice(None))]
+    if not len(variant) or (variant == variant[0]).all():
+        return [(int(variant[0]) if len(variant) else 0, slice(None))]
+    return [(int(one), np.flatnonzero(variant == one)) for one in np.unique(variant)]
+
+
+def _taken(values: Any, rows: Any) -> Any:
+    if isinstance(rows, slice):
+        return values
+    if isinstance(values, Tensor):
+        return values[torch.from_numpy(rows)]
+    return [values[row] for row in rows.tolist()]
+
+
+def _joined(parts: Sequence[tuple[int, Any]], got: Sequence[Any]) -> Any:
+    """Put rows of several variants together again, in the order of their batch."""
+    if not isinstance(got[0], Mapping):
+        return _rows(parts, got)
+    return {name: _rows(parts, [one[name] for one in got]) for name in got[0]}
+
+
+def _rows(parts: Sequence[tuple[int, Any]], values: Sequence[Any]) -> Any:
+    order = np.argsort(np.concatenate([rows for _, rows in parts]), kind="stable")
+    kinds = {(one.shape[1:], one.dtype) if isinstance(one, Tensor) else None for one in values}
+    if None not in kinds and len(kinds) == 1:
+        return torch.cat(list(values))[torch.from_numpy(order)]
+    listed = [row for one in values for row in one]
+    return [listed[at] for at in order.tolist()]

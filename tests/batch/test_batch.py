@@ -38,7 +38,7 @@ def make_batch(hit):
         return {"x": RAW[torch.from_numpy(mask)]}
 
     leaves = {"x": RAW if hit is None else RAW[~torch.tensor(hit)]}
-    batch = Batch(ids=range(4), variant=0, loader_name="t", leaves=leaves, load_rows=load_rows,
+    batch = Batch(ids=range(4), draws=[0] * 4, loader_name="t", leaves=leaves, load_rows=load_rows,
                   entry=entry)  # fmt: skip
     if hit is None:
         return BatchTensor.wrap(RAW.clone(), batch, "x"), loads
@@ -394,7 +394,7 @@ def test_what_the_loop_does_in_place_is_not_done_to_what_is_kept():
 
 def test_large_leaves_that_were_written_to_are_not_given_as_they_were():
     raw = torch.zeros(4, 1 << 18)
-    batch = Batch(ids=range(4), variant=0, loader_name="t", leaves={"x": raw}, load_rows=dict)
+    batch = Batch(ids=range(4), draws=[0] * 4, loader_name="t", leaves={"x": raw}, load_rows=dict)
     assert batch.rows_of("x", None) is raw
     raw.numpy()[3, 7] = 1
     assert batch.rows_of("x", None) is None
@@ -410,7 +410,7 @@ def test_absent_rows_are_loaded_once():
 
 def test_channels_last_is_kept_on_absent_data():
     raw = torch.randn(4, 3, 5, 5)
-    batch = Batch(ids=range(4), variant=0, loader_name="t", leaves={},
+    batch = Batch(ids=range(4), draws=[0] * 4, loader_name="t", leaves={},
                   load_rows=lambda mask: {"x": raw}, entry=FakeEntry(ALL))  # fmt: skip
     x = without_data(raw.to("meta"), batch, "x")
     y = x.to(memory_format=torch.channels_last)

@@ -40,7 +40,7 @@ def test_an_edited_sample_is_found_and_training_goes_on_with_the_new_one(tmp_pat
     data, model = Trusted(noise=0), make_net()
     freeze(model, "layer1")
     with ActivationCache(model, tmp_path, "layer1", gate="always", audit_rate=1.0) as cache:
-        loader = EgeriaLoader(data, 8, cache=cache)
+        loader = EgeriaLoader(data, 8, cache=cache, reuse=None)
         model.eval()
         for epoch in range(3):
             start = 0
@@ -68,7 +68,7 @@ def test_the_default_rate_audits_one_hit_in_a_thousand(tmp_path, monkeypatch):
     model = make_net()
     freeze(model, "layer1")
     with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(Images(), 8, cache=cache)
+        loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None)
         train_steps(model, loader, sgd(model), 60, on_step=lambda _: cache.flush())
         num_epochs = cache.stats().hits // 48
         assert num_epochs < cache.stats().audited < num_epochs + 15

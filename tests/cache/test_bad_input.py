@@ -24,7 +24,7 @@ def test_a_trainable_parameter_before_the_boundary_is_named(tmp_path):
     freeze(model, "layer1")
     model.stem[0].bias.requires_grad_(True)
     with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(Images(), 8, cache=cache)
+        loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None)
         with pytest.raises(BoundaryError, match=r"'stem\.0\.bias'.*trainable"):
             train_steps(model, loader, sgd(model))
 
@@ -70,7 +70,7 @@ def test_a_dataset_without_length_is_refused(tmp_path):
         ActivationCache(make_net(), tmp_path) as cache,
         pytest.raises(TypeError, match=r"needs a dataset with a length.*Unsized has no __len__"),
     ):
-        EgeriaLoader(Unsized(), cache=cache)
+        EgeriaLoader(Unsized(), cache=cache, reuse=None)
 
 
 def test_a_failed_construction_leaves_the_model_as_it_was(tmp_path):

@@ -102,7 +102,7 @@ def test_another_backbone_does_not_see_the_first_ones_activations(tmp_path):
     model = make_net(seed=1)
     freeze(model, "layer1")
     with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(Images(), 8, shuffle=True, cache=cache, seed=3)
+        loader = EgeriaLoader(Images(), 8, shuffle=True, cache=cache, reuse=None, seed=3)
         train_steps(model, loader, sgd(model))
         assert cache.stats().hits == 0
 

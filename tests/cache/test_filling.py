@@ -67,17 +67,30 @@ class Noisy(Dataset):
         return x + torch.randn(6), y
 
 
-def test_every_augmented_version_is_stored(directory):
+def test_every_draw_that_is_kept_for_ever_is_stored(directory):
     plain = frozen_blocks()
     with ActivationCache(plain, directory.with_name("never"), "blocks.1", gate="never") as cache:
-        loader = EgeriaLoader(Noisy(), batch_size=8, cache=cache, augmentation_variants=3)
+        loader = EgeriaLoader(
+            Noisy(), batch_size=8, cache=cache, reuse=None, augmentation_variants=3
+        )
         expected = train(plain, loader, 6)
     model = frozen_blocks()
     with ActivationCache(model, directory, "blocks.1", gate="always", audit_rate=0) as cache:
-        loader = EgeriaLoader(Noisy(), batch_size=8, cache=cache, augmentation_variants=3)
+        loader = EgeriaLoader(
+            Noisy(), batch_size=8, cache=cache, reuse=None, augmentation_variants=3
+        )
         assert cache.fill(loader, progress=False).num_stored == 48
         assert train(model, loader, 6) == pytest.approx(expected, abs=1e-6)
         assert (cache.stats().hits, cache.stats().misses) == (96, 0)
+
+
+def test_draws_that_are_replaced_are_stored_for_the_next_epoch(directory):
+    model = frozen_blocks()
+    with ActivationCache(model, directory, "blocks.1", gate="always", audit_rate=0) as cache:
+        loader = EgeriaLoader(Noisy(), batch_size=8, cache=cache)
+        assert str(cache.fill(loader, progress=False)) == "16 of 16 samples are stored"
+        train(model, loader, 1)
+        assert (cache.stats().hits, cache.stats().misses) == (16, 0)
 
 
 def test_the_loop_s_own_way_of_calling_the_model_can_be_given(directory):

@@ -47,7 +47,7 @@ def test_rows_are_those_of_the_blocks_and_are_computed_once(directory: Path, num
     blocks, data = make_blocks(num_here), Numbers()
     front = FrozenFront(blocks, directory)
     assert front.cache is not None
-    loader = EgeriaLoader(data, 6, shuffle=True, cache=front.cache)
+    loader = EgeriaLoader(data, 6, shuffle=True, cache=front.cache, reuse=None)
     expected = torch.stack([torch.linspace(-1, 1, 6) * i for i in range(NUM)])
     # What was stored at the first boundary is where the second one's rows are computed from.
     for depth, hits, most_loaded in [

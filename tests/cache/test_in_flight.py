@@ -74,7 +74,7 @@ def test_what_the_loop_writes_into_a_features_output_does_not_reach_the_next_for
     model, data = Exposed().train(), torch.randn(8, 6)
     model.front.requires_grad_(False)
     with ActivationCache(model, tmp_path, "front", gate="always", audit_rate=0) as cache:
-        loader = EgeriaLoader(torch.utils.data.TensorDataset(data), 4, cache=cache)
+        loader = EgeriaLoader(torch.utils.data.TensorDataset(data), 4, cache=cache, reuse=None)
         for _ in range(3):
             for number, (x,) in enumerate(loader):
                 plain = torch.nn.functional.linear(
@@ -108,7 +108,7 @@ def prefix_of(model, images):
 def test_two_iterators_of_one_loader_alive_at_once_are_both_right(tmp_path, frozen):
     data = Images(noise=0)
     with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(data, 8, cache=cache)
+        loader = EgeriaLoader(data, 8, cache=cache, reuse=None)
         fill(frozen, cache, loader)
         expected = activations_of(frozen, loader)
         layer1 = torch.cat([torch.relu(prefix_of(frozen, x)) for x in data.images.split(8)])
@@ -129,8 +129,8 @@ def test_two_iterators_of_one_loader_alive_at_once_are_both_right(tmp_path, froz
 def test_validation_skips_too_and_shares_nothing_with_training(tmp_path, frozen):
     train_set, val_set = Images(48), Images(24, noise=0)
     with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
-        train = EgeriaLoader(train_set, 8, shuffle=True, cache=cache)
-        val = EgeriaLoader(val_set, 8, cache=cache, name="val")
+        train = EgeriaLoader(train_set, 8, shuffle=True, cache=cache, reuse=None)
+        val = EgeriaLoader(val_set, 8, cache=cache, reuse=None, name="val")
         optimizer = sgd(frozen)
         for _ in range(3):
             train_steps(frozen, train, optimizer)
@@ -147,7 +147,7 @@ def test_a_loss_may_look_at_the_input_again(tmp_path, frozen):
     """The image of a hit is loaded when the loop itself asks for it."""
     data = Images(noise=0)
     with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(data, 8, cache=cache)
+        loader = EgeriaLoader(data, 8, cache=cache, reuse=None)
         for _ in range(2):
             start = 0
             for images, targets in loader:
@@ -175,7 +175,7 @@ def test_targets_of_hits_are_plain_tensors_of_the_same_type(tmp_path, frozen):
 def test_targets_changed_in_place_are_not_stored_with_the_change(tmp_path, frozen):
     data = Images(noise=0)
     with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(data, 8, cache=cache)
+        loader = EgeriaLoader(data, 8, cache=cache, reuse=None)
         for _ in range(3):
             seen = []
             for images, targets in loader:
@@ -190,7 +190,7 @@ def test_targets_changed_in_place_are_not_stored_with_the_change(tmp_path, froze
 def test_the_cache_closed_in_mid_epoch_leaves_an_ordinary_loader(tmp_path, frozen, workers):
     data = Images(noise=0)
     cache = ActivationCache(frozen, tmp_path, "layer1", gate="always")
-    loader = EgeriaLoader(data, 8, cache=cache, num_workers=workers)
+    loader = EgeriaLoader(data, 8, cache=cache, reuse=None, num_workers=workers)
     fill(frozen, cache, loader)
     frozen.eval()
     outputs = []
@@ -218,7 +218,7 @@ def shared_memory():
 def test_nothing_leaks(tmp_path, frozen, workers):
     def use(directory):
         with ActivationCache(frozen, directory, "layer1", gate="always") as cache:
-            loader = EgeriaLoader(Images(), 8, cache=cache, num_workers=workers)
+            loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None, num_workers=workers)
             fill(frozen, cache, loader)
             for images, _ in loader:
                 frozen(images)
@@ -250,7 +250,7 @@ def test_ctrl_c_in_the_dataset_stops_at_once_and_the_loader_can_be_used_again(tm
 
     data = Interrupted(noise=0)
     with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(data, 8, cache=cache)
+        loader = EgeriaLoader(data, 8, cache=cache, reuse=None)
         data.armed = True
         seen = []
 
@@ -298,7 +298,7 @@ def use_in_child(loader, queue):
 
 def test_a_store_used_in_a_forked_child_says_what_to_do(tmp_path, frozen):
     with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(Images(), 8, cache=cache)
+        loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None)
         fill(frozen, cache, loader)
         context = multiprocessing.get_context("fork")
         queue = context.SimpleQueue()
@@ -339,7 +339,9 @@ def test_batches_of_two_sizes_are_served_from_two_generations(tmp_path):
         model = make_net()
         freeze(model, "layer1")
         with ActivationCache(model, tmp_path / gate, "layer1", gate=gate) as cache:
-            runs.append(losses_of(model, EgeriaLoader(Ragged(24), 8, cache=cache), cache))
+            runs.append(
+                losses_of(model, EgeriaLoader(Ragged(24), 8, cache=cache, reuse=None), cache)
+            )
             assert cache.stats().hits == (2 * 48 if gate == "always" else 0)
     assert runs[0] == runs[1]
 
@@ -352,7 +354,7 @@ def test_padding_to_the_longest_of_the_batch_is_never_wrong(tmp_path, period, ca
         freeze(model, "layer1")
         with ActivationCache(model, tmp_path / gate, "layer1", gate=gate) as cache:
             loader = EgeriaLoader(
-                Ragged(period), 8, cache=cache, collate_fn=pad_to_longest, shuffle=True,
+                Ragged(period), 8, cache=cache, reuse=None, collate_fn=pad_to_longest, shuffle=True,
                 generator=torch.Generator().manual_seed(1),
             )  # fmt: skip
             runs.append(losses_of(model, loader, cache))
@@ -366,7 +368,7 @@ def test_validation_in_inference_mode_skips_too(tmp_path, frozen, workers):
     data = Images(24, noise=0)
     frozen.eval()
     with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(data, 8, cache=cache, name="val", num_workers=workers)
+        loader = EgeriaLoader(data, 8, cache=cache, reuse=None, name="val", num_workers=workers)
         with torch.no_grad():
             expected = torch.cat([frozen(images) for images in data.images.split(8)])
         for _ in range(3):
@@ -386,7 +388,7 @@ def test_a_loop_that_scales_every_batch_differently_is_left_uncached(tmp_path, n
     FrozenPrefix([plain.stem, plain.layer1])
     data = Images(32, noise=0)
     with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(data, 8, cache=cache)
+        loader = EgeriaLoader(data, 8, cache=cache, reuse=None)
         for epoch in range(3):
             for i, (images, _) in enumerate(loader):
                 scale = 1 + (4 * epoch + i) % num_scales
@@ -408,7 +410,7 @@ def test_a_model_compiled_as_a_whole_is_pointed_out_at_its_first_batch(tmp_path,
     freeze(model, "layer1")
     with ActivationCache(model, tmp_path, "layer1") as cache:
         compiled = torch.compile(model, backend="eager")
-        for images, _ in EgeriaLoader(Images(16), 8, cache=cache):
+        for images, _ in EgeriaLoader(Images(16), 8, cache=cache, reuse=None):
             compiled(images)
             assert "compile its blocks instead" in cache.stats().why_not
     assert caplog.text.count("compile its blocks instead") == 1

@@ -25,7 +25,7 @@ def train(directory, *, close):
     model = make_net()
     freeze(model, "layer1")
     cache = ActivationCache(model, directory, "layer1", gate="always")
-    loader = EgeriaLoader(Images(), 8, cache=cache, seed=3)
+    loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None, seed=3)
     train_steps(model, loader, sgd(model), 1)
     if close:
         cache.close()
@@ -65,7 +65,7 @@ def test_an_interrupted_close_is_finished_by_the_next(tmp_path, monkeypatch, par
     model = make_net()
     freeze(model, "layer1")
     cache = ActivationCache(model, tmp_path / "cache", "layer1", gate="always")
-    loader = EgeriaLoader(Images(), 8, cache=cache, seed=3)
+    loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None, seed=3)
     train_steps(model, loader, sgd(model), 1)
     owner, method = part.split(".")
 

@@ -69,7 +69,7 @@ def losses_of(make, directory, gate: str, dtype: torch.dtype) -> tuple[list[floa
     losses = []
     with ActivationCache(model, directory, boundary, gate=gate, audit_rate=0.0) as cache:
         loader = EgeriaLoader(
-            Samples(shape), batch_size=BATCH_SIZE, shuffle=True, cache=cache,
+            Samples(shape), batch_size=BATCH_SIZE, shuffle=True, cache=cache, reuse=None,
             generator=torch.Generator().manual_seed(3),
         )  # fmt: skip
         for _ in range(NUM_EPOCHS):

@@ -56,7 +56,9 @@ class CachedTraining(RuleBasedStateMachine):
 
     def open(self):
         self.cache = ActivationCache(self.model, self.directory, self.boundary, gate="always")
-        self.loader = EgeriaLoader(self.data, self.batch_size, shuffle=True, cache=self.cache)
+        self.loader = EgeriaLoader(
+            self.data, self.batch_size, shuffle=True, cache=self.cache, reuse=None
+        )
         self.iterator = None
 
     def train_mode(self):

@@ -21,7 +21,7 @@ def train(directory, trouble=None, *, epochs=3, at=7, limit="1GB", data=None, **
     freeze(model, "layer1")
     with ActivationCache(model, directory, "layer1", gate="always", limit=limit) as cache:
         loader = EgeriaLoader(
-            data or Images(), 8, shuffle=True, cache=cache, seed=3, **loader_kwargs
+            data or Images(), 8, shuffle=True, cache=cache, reuse=None, seed=3, **loader_kwargs
         )
 
         def on_step(step):
@@ -62,7 +62,9 @@ def test_a_subset_in_the_store_gives_mixed_batches_with_the_right_losses(tmp_pat
     freeze(model, "layer1")
     data = Images()
     with ActivationCache(model, tmp_path / "a", "layer1", gate="always") as cache:
-        some = EgeriaLoader(data, 8, sampler=range(0, 48, 3), cache=cache, seed=3, name="train")
+        some = EgeriaLoader(
+            data, 8, sampler=range(0, 48, 3), cache=cache, reuse=None, seed=3, name="train"
+        )
         with torch.no_grad():
             model.train()
             # The same loader name and data: what it stores, the next loader finds.
@@ -80,7 +82,7 @@ def test_a_loader_abandoned_in_mid_epoch_leaves_no_thread_behind(tmp_path):
     model = make_net()
     freeze(model, "layer1")
     with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(Images(), 8, cache=cache)
+        loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None)
         for epoch in range(3):
             for step, (images, _) in enumerate(loader):
                 model(images)
@@ -108,7 +110,7 @@ def test_an_exception_in_a_worker_reaches_the_loop_and_the_rest_is_right(tmp_pat
     model = make_net()
     freeze(model, "layer1")
     with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(Broken(), 8, cache=cache, num_workers=workers)
+        loader = EgeriaLoader(Broken(), 8, cache=cache, reuse=None, num_workers=workers)
         for _ in range(3):
             iterator, seen, failures = iter(loader), 0, 0
             while True:
@@ -135,7 +137,7 @@ def test_a_controller_at_an_uncuttable_module_costs_one_warning(tmp_path, caplog
     freeze(model, "layer1")
     with ActivationCache(model, tmp_path, gate="always") as cache:
         cache.on_boundary_moved(BoundaryMoved(1, "layer1", None, "converged"))
-        loader = EgeriaLoader(Images(), 8, cache=cache)
+        loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None)
         train_steps(model, loader, sgd(model), 2)
         assert cache.stats().hits == 0
         assert cache.stats().why_not

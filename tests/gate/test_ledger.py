@@ -78,7 +78,7 @@ def test_controls_are_computed_and_change_nothing(tmp_path, monkeypatch, workers
         freeze(model, "layer1")
         with ActivationCache(model, tmp_path / gate, "layer1", gate=gate) as cache:
             loader = EgeriaLoader(
-                Images(96), 8, shuffle=True, cache=cache, seed=3, num_workers=workers,
+                Images(96), 8, shuffle=True, cache=cache, reuse=None, seed=3, num_workers=workers,
                 generator=torch.Generator().manual_seed(5),
             )  # fmt: skip
             losses.append(
@@ -101,7 +101,7 @@ def test_the_gate_stops_what_does_not_pay_and_says_why(tmp_path, monkeypatch, ga
     model = make_net()
     freeze(model, "layer1")
     with ActivationCache(model, tmp_path, "layer1", gate=gate) as cache:
-        loader = EgeriaLoader(Images(), 8, cache=cache)
+        loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None)
         train_steps(model, loader, sgd(model), 4, on_step=lambda _: cache.flush())
         assert (cache.stats().hits > 0) is serves
         assert "it was slower" in cache.stats().gate
@@ -114,7 +114,7 @@ def test_an_epoch_ends_with_one_line(tmp_path, caplog):
     model = make_net()
     freeze(model, "layer1")
     with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(Images(), 8, cache=cache)
+        loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None)
         train_steps(model, loader, sgd(model), 3, on_step=lambda _: cache.flush())
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("epoch")]
     assert len(lines) == 3
@@ -169,7 +169,7 @@ def test_an_activation_that_grew_is_cut_before_it_grew_and_whole_steps_confirm(
                 return True, "goes on"
 
             monkeypatch.setattr(Ledger, "verdict", property(judge))
-            loader = EgeriaLoader(Images(96), 8, shuffle=True, cache=cache, seed=3)
+            loader = EgeriaLoader(Images(96), 8, shuffle=True, cache=cache, reuse=None, seed=3)
             torch.manual_seed(1)
             results.append(
                 train_steps(model, loader, sgd(model), 6, on_step=lambda _: cache.flush())[0]
@@ -194,7 +194,7 @@ def test_costs_are_measured_while_training(tmp_path, monkeypatch):
     model = make_net()
     freeze(model, "layer1")
     with ActivationCache(model, tmp_path, "layer1") as cache:
-        loader = EgeriaLoader(Images(96), 8, cache=cache)
+        loader = EgeriaLoader(Images(96), 8, cache=cache, reuse=None)
         train_steps(model, loader, sgd(model), 2, on_step=lambda _: cache.flush())
         costs, meter = cache._pilot.meter.costs, cache._pilot.meter
         assert meter.num_reads > 3
@@ -213,7 +213,7 @@ def test_a_model_that_is_never_called_with_the_batches_is_pointed_out_once(
     model = make_net()
     freeze(model, "layer1")
     with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(Images(), 1, cache=cache)
+        loader = EgeriaLoader(Images(), 1, cache=cache, reuse=None)
         for _ in range(3):
             for images, _ in loader:
                 if called:

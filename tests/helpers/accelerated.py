@@ -84,7 +84,7 @@ def train(directory, *, epochs=3, batch_size=8, each=None, loader_kwargs=None, *
     options = {"batch_size": batch_size, "shuffle": True} | (loader_kwargs or {})
     with cache or nullcontext():
         if cache is not None:
-            loader = EgeriaLoader(data, cache=cache, **options)
+            loader = EgeriaLoader(data, cache=cache, reuse=None, **options)
         else:
             loader = DataLoader(data, **options)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

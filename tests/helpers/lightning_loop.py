@@ -129,7 +129,9 @@ def main(strategy, output, what):
         callbacks.append(
             controlled(cache) if freezes else EgeriaCallback(cache, boundary="backbone")
         )
-        loader = EgeriaLoader(data(), BATCH, shuffle=True, cache=cache, sample_id=stable_id)
+        loader = EgeriaLoader(
+            data(), BATCH, shuffle=True, cache=cache, reuse=None, sample_id=stable_id
+        )
     trainer(*callbacks, strategy=strategy, devices=2, max_epochs=4).fit(model, loader)
     if with_cache:
         cache.close()

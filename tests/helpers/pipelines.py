@@ -145,7 +145,11 @@ class Run:
         )  # fmt: skip
         self.sampler = ShardAffineSampler(self.data, world, rank)
         self.loader = EgeriaLoader(
-            self.data, GLOBAL_BATCH // world, sampler=self.sampler, cache=self.pipeline.cache
+            self.data,
+            GLOBAL_BATCH // world,
+            sampler=self.sampler,
+            cache=self.pipeline.cache,
+            reuse=None,
         )
         policy = StaticPolicy(dict(case.moves)) if case.policy is None else case.policy()
         self.controller = PipelineController(self.pipeline, policy, **case.options)

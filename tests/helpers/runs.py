@@ -9,8 +9,11 @@ from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
 
 
 def run(directory, *, gate, epochs=3, moves=None, boundary="layer1", limit="1GB", wrap=None,
-        cache_kwargs=None, **loader_kwargs):  # fmt: skip
-    """Train with a cache; `moves` maps a step to the boundary set after it."""
+        cache_kwargs=None, reuse=None, **loader_kwargs):  # fmt: skip
+    """Train with a cache; `moves` maps a step to the boundary set after it.
+
+    Samples keep their draws for ever, unless `reuse` says otherwise: from then on all are hits.
+    """
     model = make_net()
     freeze(model, boundary)
     optimizer = sgd(model)
@@ -18,7 +21,9 @@ def run(directory, *, gate, epochs=3, moves=None, boundary="layer1", limit="1GB"
     with ActivationCache(
         model, directory, boundary, gate=gate, limit=limit, **(cache_kwargs or {})
     ) as cache:
-        loader = EgeriaLoader(data, 8, shuffle=True, cache=cache, seed=3, **loader_kwargs)
+        loader = EgeriaLoader(
+            data, 8, shuffle=True, cache=cache, seed=3, reuse=reuse, **loader_kwargs
+        )
 
         def on_step(step):
             if moves and step in moves:

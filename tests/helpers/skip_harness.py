@@ -105,7 +105,7 @@ class Harness:
         self.engine.attach()
         self.reloaded = 0
 
-    def batch(self, ids, cut=None, *, transform=None, variant=0):
+    def batch(self, ids, cut=None, *, transform=None, draw=0):
         """Return the leaves of a batch; samples stored for `cut` (default: any) are hits."""
         ids = list(ids)
         entry = None
@@ -126,7 +126,7 @@ class Harness:
             return {name: values[torch.from_numpy(mask)] for name, values in rows.items()}
 
         batch = Batch(
-            ids=ids, variant=variant, loader_name="train", leaves=leaves,
+            ids=ids, draws=[draw] * len(ids), loader_name="train", leaves=leaves,
             load_rows=load_rows, entry=entry,
         )  # fmt: skip
         tensors = {}

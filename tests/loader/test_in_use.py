@@ -53,7 +53,13 @@ def test_while_nothing_is_frozen_a_resumed_run_is_the_uninterrupted_one(
         def loader():
             generator = torch.Generator().manual_seed(5)
             return EgeriaLoader(
-                DrawsLate(), 4, shuffle=shuffle, cache=cache, seed=2, generator=generator
+                DrawsLate(),
+                4,
+                shuffle=shuffle,
+                cache=cache,
+                reuse=None,
+                seed=2,
+                generator=generator,
             )
 
         whole = loader()
@@ -74,10 +80,14 @@ def test_while_nothing_is_frozen_a_resumed_run_is_the_uninterrupted_one(
 def test_while_nothing_is_frozen_workers_may_change_on_resume(tmp_path, workers):
     with ActivationCache(nn.Linear(1, 1), tmp_path) as cache:
         torch.manual_seed(0)
-        expected = batches(EgeriaLoader(DrawsLate(), 4, cache=cache, seed=2, shuffle=True))
+        expected = batches(
+            EgeriaLoader(DrawsLate(), 4, cache=cache, reuse=None, seed=2, shuffle=True)
+        )
         torch.manual_seed(0)
         one, two = (
-            EgeriaLoader(DrawsLate(), 4, cache=cache, seed=2, shuffle=True, num_workers=n)
+            EgeriaLoader(
+                DrawsLate(), 4, cache=cache, reuse=None, seed=2, shuffle=True, num_workers=n
+            )
             for n in workers
         )
         assert batches(one, 2) == expected[:2]
@@ -117,7 +127,7 @@ def test_a_ranks_own_cache_has_all_of_its_shard_from_the_second_epoch(tmp_path, 
     data = Images()
     with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
         sampler = ShardAffineSampler(data, 2, rank, num_shards=4)
-        loader = EgeriaLoader(data, 6, sampler=sampler, cache=cache)
+        loader = EgeriaLoader(data, 6, sampler=sampler, cache=cache, reuse=None)
         orders = []
         for epoch in range(3):
             sampler.set_epoch(epoch)
@@ -157,7 +167,7 @@ def test_ctrl_c_interrupts_a_loader_that_waits_and_leaves_nothing_behind(
         os.kill(os.getpid(), signal.SIGINT)
 
     with ActivationCache(nn.Linear(1, 1), tmp_path) as cache:
-        loader = EgeriaLoader(Slow(), 4, cache=cache, num_workers=workers)
+        loader = EgeriaLoader(Slow(), 4, cache=cache, reuse=None, num_workers=workers)
         iterator = iter(loader)
         assert [next(iterator).tolist(), next(iterator).tolist()] == [[0, 1, 2, 3], [4, 5, 6, 7]]
         timer = threading.Timer(0.2, interrupt)
@@ -175,7 +185,7 @@ def test_a_forked_child_trains_on_at_once_uncached(tmp_path):
     model = make_net()
     freeze(model, "layer1")
     with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(Images(), 8, cache=cache)
+        loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None)
         for _ in range(2):
             for images, _ in loader:
                 model(images)

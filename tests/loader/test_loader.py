@@ -95,12 +95,12 @@ def test_loading_in_this_process_leaves_the_global_generators_alone():
     assert drawn == (torch.rand(1).item(), random.random(), np.random.rand())
 
 
-def test_sample_seeds_differ_by_seed_id_kind_and_variant():
+def test_sample_seeds_differ_by_seed_id_kind_and_draw():
     seeds = {
-        sample_seed(seed, sample, variant)
+        sample_seed(seed, sample, draw)
         for seed in (0, 1)
         for sample in (0, 1, "1", (1,), ("a", 1))
-        for variant in (0, 1)
+        for draw in (0, 1)
     }
     assert len(seeds) == 20
     assert all(0 <= seed < 2**64 for seed in seeds)

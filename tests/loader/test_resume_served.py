@@ -43,7 +43,7 @@ def train(directory, *, until=None, state=None, moves=None, gate="always", varia
     with ActivationCache(model, directory, boundary, gate=gate, audit_rate=0) as cache:
         loader = EgeriaLoader(
             data, 8, shuffle=True, cache=cache, seed=3, num_workers=workers,
-            augmentation_variants=variants,
+            augmentation_variants=variants, reuse=None,
         )  # fmt: skip
         if state is not None:
             loader.load_state_dict(state[0])

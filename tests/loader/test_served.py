@@ -41,7 +41,11 @@ def train(directory, *, gate="always", epochs=3, data=None, limit="1GB", on_step
     freeze(model, "layer1")
     with ActivationCache(model, directory, "layer1", gate=gate, limit=limit) as cache:
         loader = EgeriaLoader(
-            Images() if data is None else data, **({"batch_size": 8} | kwargs), cache=cache, seed=3
+            Images() if data is None else data,
+            **({"batch_size": 8} | kwargs),
+            cache=cache,
+            reuse=None,
+            seed=3,
         )
         torch.manual_seed(5)
 
@@ -217,7 +221,7 @@ def test_an_iterator_collected_with_batches_in_flight_leaves_nothing_behind(
         if frozen:
             cache.set_boundary("layer1")
         loader = EgeriaLoader(
-            Images(), 8, cache=cache, num_workers=2, prefetch_factor=2,
+            Images(), 8, cache=cache, reuse=None, num_workers=2, prefetch_factor=2,
             persistent_workers=persistent,
         )  # fmt: skip
         for _ in range(3):
@@ -254,7 +258,7 @@ def test_a_pass_ends_with_its_last_reference(tmp_path, kwargs):
     try:
         with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
             for _ in range(2):
-                loader = EgeriaLoader(Images(), 8, cache=cache, **kwargs)
+                loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None, **kwargs)
                 iterator = iter(loader)
                 for _ in range(3):
                     images, _ = next(iterator)
@@ -319,7 +323,7 @@ def test_a_dead_or_stuck_worker_gives_dataloaders_own_error(tmp_path, data, kwar
     model = make_net()
     freeze(model, "layer1")
     with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(data(), 8, num_workers=1, cache=cache, **kwargs)
+        loader = EgeriaLoader(data(), 8, num_workers=1, cache=cache, reuse=None, **kwargs)
 
         def use(loader=loader):
             for images, _ in loader:
@@ -386,7 +390,7 @@ def test_batches_out_of_order_are_each_right(tmp_path):
         expected = model(data.images)
     by_image = {tuple(image.flatten().tolist()): i for i, image in enumerate(data.images)}
     with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(data, 8, cache=cache, num_workers=2, in_order=False)
+        loader = EgeriaLoader(data, 8, cache=cache, reuse=None, num_workers=2, in_order=False)
         for epoch in range(3):
             seen = []
             for images, targets in loader:
@@ -411,7 +415,7 @@ def test_a_batch_of_another_type_comes_back_with_hits_as_it_was(tmp_path):
     freeze(model, "layer1")
     collate = functools.partial(_collate_pairs, scale=2.0)
     with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(Images(), 8, cache=cache, collate_fn=collate, seed=3)
+        loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None, collate_fn=collate, seed=3)
         epochs = []
         for _ in range(3):
             epoch = []

@@ -94,4 +94,4 @@ class Batched(Dataset):
 
 def test_a_dataset_with_batched_access_alone_works():
     assert next(iter(EgeriaLoader(Batched(), 4, seed=0))).tolist() == [0, 10, 20, 30]
-    assert SampleLoader(Batched(), list).load(Task(0, [2], [2], 0, None)) == [20]
+    assert SampleLoader(Batched(), list).load(Task(0, [2], [2], [0], None)) == [20]

@@ -18,6 +18,6 @@ def test_a_pass_that_ends_in_the_middle_of_a_task_does_not_wait_for_itself():
             return [Loaded(7, "rows", frozenset())]
 
     aside = Collected(None, {})
-    assert aside.ask(Task(7, [0], [0], 0, 0)).data == "rows"
+    assert aside.ask(Task(7, [0], [0], [0], 0)).data == "rows"
     aside.close()
-    assert aside.ask(Task(7, [0], [0], 0, 0)).data == "rows"
+    assert aside.ask(Task(7, [0], [0], [0], 0)).data == "rows"

@@ -22,7 +22,7 @@ SCALE = 1.0
 
 
 def source_of(dataset, collate=default_collate, **kwargs):
-    settings = {"sample_id": None, "sample_version": None, "name": "t", "seed": 0, "variants": 1}
+    settings = {"sample_id": None, "sample_version": None, "name": "t", "seed": 0, "draws": Draws(0, 4)}
     return LoaderSource(dataset, collate, **(settings | kwargs))
 
 
@@ -223,7 +223,7 @@ def test_counters_caches_and_files_that_loading_opens_do_not_count():
 def task_of(source, indices):
     from egeria_cache.samples import Task
 
-    return Task(0, list(indices), list(indices), 0, source.seed)
+    return Task(0, list(indices), list(indices), [0] * len(indices), source.seed)
 
 
 class OwnName(Rare):

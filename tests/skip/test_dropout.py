@@ -51,7 +51,7 @@ def run(directory, gate, *, kind=None, variants=1, epochs=4, dropout="stateless"
     ) as cache:
         loader = EgeriaLoader(
             Images(), batch_size, shuffle=True, cache=cache, seed=seed,
-            augmentation_variants=variants,
+            augmentation_variants=variants, reuse=None,
         )  # fmt: skip
 
         def on_step(step):
@@ -107,7 +107,7 @@ def test_a_boundary_that_moves_on_changes_nothing(tmp_path):
     assert one[2].hits > 48
 
 
-def test_masks_are_there_and_belong_to_seed_and_variant(tmp_path):
+def test_masks_are_there_and_belong_to_seed_and_draw(tmp_path):
     losses = {
         name: run(tmp_path / name, "never", epochs=2, **settings)[0]
         for name, settings in {
@@ -166,8 +166,10 @@ def layer_of():
     held.release()
 
 
-def batch(ids, variant=0):
-    return Batch(ids=ids, variant=variant, loader_name="t", leaves={}, load_rows=lambda rows: {})
+def batch(ids, draw=0):
+    return Batch(
+        ids=ids, draws=[draw] * len(ids), loader_name="t", leaves={}, load_rows=lambda rows: {}
+    )
 
 
 @pytest.mark.parametrize("rows_per_sample", [1, 3])
@@ -181,7 +183,7 @@ def test_masks_do_not_depend_on_the_composition_of_the_batch(layer_of, kind, row
             again = model.layer(x[[3, 1, 1]].flatten(0, 1)).view(3, *x.shape[1:])
     assert torch.equal(again, first[[3, 1, 1]])
     assert not torch.equal(first, second), "each call has a mask of its own"
-    with dropout.serving(batch([7, "a", (1, "b"), 9], variant=1)):
+    with dropout.serving(batch([7, "a", (1, "b"), 9], draw=1)):
         assert not torch.equal(model.layer(x.flatten(0, 1).clone()).view(x.shape), first)
 
 

@@ -1,8 +1,8 @@
 """Stateless dropout: masks inside the frozen prefix that belong to the sample, not to the step.
 
 In inference mode a frozen dropout passes its input on. With `dropout="stateless"` it stays active,
-and the mask of each row is drawn from (seed, sample ID, variant), the module's name and the number
-of its call: an activation is then a function of the sample and its variant, and can be stored. It
+and the mask of each row is drawn from (seed, sample ID, draw), the module's name and the number
+of its call: an activation is then a function of the sample and its draw, and can be stored. It
 is the same in a full batch, a mixed one, an audit or a rehearsal, since each of them says which
 samples its rows are (`serving`, `only`); a dropout layer whose rows cannot be told from its input's
 shape is refused, and one that tells them wrongly fails the proof of per-sample independence.
@@ -114,7 +114,9 @@ class StatelessDropout:
         """Draw masks for the samples of `batch` inside the block."""
         self.error = None
         seed = getattr(getattr(batch.context, "source", None), "seed", None) or 0
-        seeds = [sample_seed(seed, sample_id, batch.variant) for sample_id in batch.ids]
+        seeds = [
+            sample_seed(seed, *one) for one in zip(batch.ids, batch.draws.tolist(), strict=True)
+        ]
         token = _ROWS.set(_Rows(seeds))
         try:
             with intercept(self._layers.values(), self._call):

@@ -105,7 +105,7 @@ def test_a_gradient_scaler(tmp_path):
         optimizer, losses = sgd(model), []
         scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10)
         with ActivationCache(model, directory, "layer1", gate=gate, audit_rate=0) as cache:
-            loader = EgeriaLoader(Images(), 8, shuffle=True, cache=cache, seed=3)
+            loader = EgeriaLoader(Images(), 8, shuffle=True, cache=cache, reuse=None, seed=3)
             for _ in range(3):
                 model.train()
                 for batch in loader:
@@ -230,7 +230,7 @@ def _resumable(directory, gate, *, until=None, state=None, num_steps=24):
         optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         step = state["step"]
     with ActivationCache(model, directory, "layer1", gate=gate, audit_rate=0) as cache:
-        loader = EgeriaLoader(Images(), 8, shuffle=True, cache=cache, seed=3)
+        loader = EgeriaLoader(Images(), 8, shuffle=True, cache=cache, reuse=None, seed=3)
         if state is not None:
             loader.load_state_dict(state["loader"])
         while step < num_steps:

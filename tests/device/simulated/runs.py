@@ -38,7 +38,7 @@ def run(directory, *, gate, epochs=3, moves=None, boundary="layer1", make=make_n
     settings = {"audit_rate": 0, **(cache_kwargs or {})}
     loader_kwargs = {"shuffle": True, "seed": 3, "batch_size": 8} | loader_kwargs
     with ActivationCache(model, directory, boundary, gate=gate, **settings) as cache:
-        loader = EgeriaLoader(data, cache=cache, **loader_kwargs)
+        loader = EgeriaLoader(data, cache=cache, reuse=None, **loader_kwargs)
         for _ in range(epochs):
             for batch in wrap(loader) if wrap else loader:
                 model.train()

@@ -1,0 +1,199 @@
+"""Random samples under a boundary: used some times, drawn anew in turns, and never silently."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from egeria_cache import ActivationCache, EgeriaLoader, sample_seed
+from egeria_cache.samples import Clock, Draws
+from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
+from tests.helpers.runs import run
+from tests.loader.test_resume_served import state_of
+
+
+class Scheduled(Dataset):
+    """What a loader should give: each sample seeded by hand with the draw that its epoch uses."""
+
+    def __init__(self, draws, since):
+        self.data, self.draws, self.since, self.epoch = Images(), draws, since, 0
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        since = self.epoch if self.since is None else min(self.since, self.epoch)
+        (draw,) = self.draws.at([index], Clock(self.epoch, since)).tolist()
+        with torch.random.fork_rng([]):
+            torch.manual_seed(sample_seed(self.draws.seed, index, draw))
+            return self.data[index]
+
+
+def scheduled(draws, *, epochs, boundary="layer1", since=0):
+    """Train as `run` does, without anything of a cache: the loss of every step."""
+    model = make_net()
+    freeze(model, boundary)
+    data, optimizer, losses = Scheduled(draws, since), sgd(model), []
+    front = [module for name, module in model.named_children() if name in ("stem", "layer1")]
+    for data.epoch in range(epochs):
+        model.train()
+        for module in front if boundary else ():
+            module.eval()
+        for images, targets in DataLoader(data, 8, shuffle=True):
+            loss = F.cross_entropy(model(images), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("reuse", "kept", "workers"), [(4, 1, 0), (4, 1, 2), (2, 1, 0), (3, 2, 0), (None, 2, 0)]
+)
+def test_losses_are_those_of_the_same_schedule_without_a_cache(tmp_path, reuse, kept, workers):
+    served = run(
+        tmp_path, gate="always", epochs=7, reuse=reuse, augmentation_variants=kept,
+        num_workers=workers,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    expected = scheduled(Draws(3, reuse, kept), epochs=7)
+    torch.testing.assert_close(served[0], expected, rtol=1e-5, atol=1e-6)
+    seen = served[3].hits + served[3].misses
+    assert seen == 7 * 48
+    made = 48 * (1 + 6 / reuse) if reuse else 48 * kept
+    assert served[3].misses == pytest.approx(made, rel=0.25)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_boundary_set_in_mid_run_goes_on_with_what_was_stored(tmp_path, workers):
+    """From the step on, samples of that epoch are stored; the next one asks for most of them."""
+    settings = {
+        "boundary": None, "moves": {8: "layer1", 20: "layer2", 27: None}, "epochs": 7, "reuse": 3,
+        "num_workers": workers,
+    }  # fmt: skip
+    served = run(tmp_path / "a", gate="always", **settings)
+    torch.testing.assert_close(
+        served[0], run(tmp_path / "b", gate="never", **settings)[0], rtol=1e-5, atol=1e-6
+    )
+    assert served[3].hits > 0
+
+
+def interrupted(directory, *, until=None, state=None, workers=0, epochs=6):
+    torch.manual_seed(5)
+    model = make_net()
+    freeze(model, "layer1")
+    optimizer, losses = sgd(model), []
+    step = 0 if state is None else state[3]
+    if state is not None:
+        model.load_state_dict(state[1])
+        optimizer.load_state_dict(state[2])
+    with ActivationCache(model, directory, "layer1", gate="always", audit_rate=0) as cache:
+        loader = EgeriaLoader(
+            Images(), 8, shuffle=True, cache=cache, seed=3, reuse=3, num_workers=workers
+        )
+        if state is not None:
+            loader.load_state_dict(state[0])
+        while step < epochs * 6:
+            model.train()
+            for images, targets in loader:
+                loss = F.cross_entropy(model(images), targets)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+                step += 1
+                cache.flush()
+                if step == until:
+                    return losses, [*state_of(loader, model, optimizer), step]
+    return losses, None
+
+
+@pytest.mark.parametrize(("cut", "workers"), [(15, (0, 0)), (18, (0, 0)), (26, (0, 2))])
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "another_machine"])
+def test_a_run_resumed_in_mid_epoch_has_the_draws_it_would_have_had(
+    tmp_path, cut, workers, elsewhere
+):
+    whole, _ = interrupted(tmp_path / "whole")
+    before, state = interrupted(tmp_path / "cut", until=cut, workers=workers[0])
+    there = tmp_path / ("other" if elsewhere else "cut")
+    after, _ = interrupted(there, state=state, workers=workers[1])
+    torch.testing.assert_close(before + after, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_later_run_goes_on_with_the_draws_that_are_stored(tmp_path):
+    first = run(tmp_path, gate="always", epochs=5, reuse=4)
+    second = run(tmp_path, gate="always", epochs=2, reuse=4)
+    assert first[3].hits < 5 * 48
+    assert second[3].hits >= 2 * 48 * 0.5, "served from its first epoch on"
+    assert second[0][0] != pytest.approx(first[0][0]), "it has draws of its own"
+    other = run(tmp_path, gate="always", epochs=1, reuse=8)
+    assert other[0][0] == pytest.approx(first[0][0]), "another schedule begins with its first draws"
+
+
+def test_an_epoch_that_was_broken_off_is_begun_again_by_the_next_run(tmp_path):
+    interrupted(tmp_path, until=9)
+    losses, _ = interrupted(tmp_path, epochs=1)
+    assert losses != interrupted(tmp_path / "other", epochs=1)[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, ["(torch)", "used for 4 epochs", "75%", "0.1 MB", "reuse="]),
+        ({"reuse": None}, ["for ever", "no new augmentation"]),
+        ({"reuse": 1}, ["not cached", "reuse=1 every epoch draws anew"]),
+        ({"reuse": 2, "augmentation_variants": 3}, ["3 draws of each", "50%", "0.2 MB"]),
+    ],
+    ids=["default", "for_ever", "fresh", "several"],
+)
+def test_what_is_done_with_random_samples_is_said_once(tmp_path, caplog, settings, words):
+    caplog.set_level(logging.INFO)
+    model = make_net()
+    freeze(model, "layer1")
+    with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
+        loader = EgeriaLoader(Images(), 8, cache=cache, **settings)
+        train_steps(model, loader, sgd(model), 2)
+    (line,) = [r for r in caplog.records if "draw random numbers" in r.getMessage()]
+    assert all(word in line.getMessage() for word in words), line
+    was_chosen = settings.get("reuse", 4) != 1 and bool(settings)
+    assert line.levelno == (logging.INFO if was_chosen else logging.WARNING)
+
+
+def test_samples_that_draw_nothing_are_served_as_ever_and_nothing_is_said(tmp_path, caplog):
+    class Still(Images):
+        def __init__(self):
+            super().__init__(noise=0)
+
+    model = make_net()
+    freeze(model, "layer1")
+    with ActivationCache(model, tmp_path, "layer1", gate="always", audit_rate=0) as cache:
+        loader = EgeriaLoader(Still(), 8, shuffle=True, cache=cache, augmentation_variants=3)
+        train_steps(model, loader, sgd(model), 4, lambda step: cache.flush())
+        assert (cache.stats().hits, cache.stats().misses) == (3 * 48, 48)
+        assert not list(tmp_path.glob("note-*"))
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+def test_what_is_refused_draws_anew_in_every_epoch(tmp_path):
+    class Growing(Images):
+        def __getitem__(self, index):
+            image, target = super().__getitem__(index)
+            return image, target, torch.zeros(self.num_loaded)[:0].sum() + self.num_loaded
+
+    model = make_net()
+    freeze(model, "layer1")
+    with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
+        loader = EgeriaLoader(Growing(), 8, cache=cache)
+        seen = []
+        for _ in range(3):
+            for images, _targets, _ in loader:
+                model(images)
+                seen.append(images[0].sum().item())
+        assert cache.stats().why_not is not None
+    firsts = seen[:: len(loader)]
+    assert len({round(one, 5) for one in firsts}) == 3

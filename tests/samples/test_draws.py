@@ -1,0 +1,87 @@
+"""The schedule of random draws: stateless, staggered, never an old one for a new one."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from egeria_cache.samples import Clock, Draws
+
+IDS = st.integers(-(2**70), 2**70) | st.text(max_size=4) | st.tuples(st.integers(), st.text())
+SCHEDULES = st.builds(
+    Draws, st.integers(0, 2**63), st.none() | st.integers(1, 20), st.integers(1, 5)
+)
+
+
+@given(SCHEDULES, st.lists(IDS, min_size=1, max_size=8), st.integers(0, 60), st.integers(0, 60))
+def test_a_draw_is_a_function_of_the_sample_and_the_clock_alone(draws, ids, since, passed):
+    clock = Clock(since + passed, since)
+    together = draws.at(ids, clock).tolist()
+    assert together == [draws.at([one], clock)[0] for one in ids]
+    assert together == draws.at(ids[::-1], clock).tolist()[::-1]
+
+
+@given(SCHEDULES, IDS, st.integers(0, 40))
+def test_a_sample_goes_through_its_draws_in_order_and_leaves_none_out(draws, sample, since):
+    made, seen = [], []
+    for passed in range(60):
+        (draw,) = draws.at([sample], Clock(since + passed, since)).tolist()
+        if draw not in seen:
+            made.append((passed, draw))
+        seen.append(draw)
+        newest = max(seen)
+        assert newest - draws.kept < draw <= newest, "only the newest ones are used"
+    assert [draw for _, draw in made] == list(range(since, since + len(made)))
+    epochs = [passed for passed, _ in made]
+    if draws.reuse is None:
+        assert epochs == list(range(draws.kept)), "made one after the other, then kept for ever"
+    else:
+        assert set(np.diff(epochs[1:])) <= {draws.reuse}
+        assert epochs[1] <= draws.reuse
+
+
+@pytest.mark.parametrize("kept", [1, 3])
+@pytest.mark.parametrize("reuse", [1, 2, 4, 8])
+def test_every_epoch_makes_about_as_many_new_draws_as_any_other(reuse, kept):
+    draws, ids = Draws(3, reuse, kept), list(range(4000))
+    seen: set[tuple[int, int]] = set()
+    for passed in range(1, 20):
+        before = draws.at(ids, Clock(passed - 1, 0)).tolist()
+        seen |= set(zip(ids, before, strict=True))
+        now = draws.at(ids, Clock(passed, 0)).tolist()
+        new = sum(one not in seen for one in zip(ids, now, strict=True))
+        assert new == pytest.approx(len(ids) / reuse, rel=0.15)
+
+
+def test_kept_draws_are_taken_alike():
+    draws, ids = Draws(0, 10, 4), list(range(3000))
+    now = draws.at(ids, Clock(100, 0))
+    newest = Draws(0, 10, 1).at(ids, Clock(100, 0))
+    counts = Counter((newest - now).tolist())
+    assert counts[0] == pytest.approx(3000 * (0.1 + 0.9 / 4), rel=0.1)
+    assert all(counts[back] == pytest.approx(3000 * 0.9 / 4, rel=0.15) for back in (1, 2, 3))
+
+
+@given(SCHEDULES, st.lists(IDS, min_size=1, max_size=8), st.integers(0, 60))
+def test_what_was_stored_when_the_boundary_was_set_is_used_on(draws, ids, tick):
+    """While nothing is frozen every epoch has draws of its own: those of its number."""
+    assert draws.at(ids, Clock(tick, tick)).tolist() == [tick] * len(ids)
+    after = draws.at(ids, Clock(tick + 1, tick))
+    assert set(after.tolist()) <= {tick, tick + 1}
+
+
+@given(st.integers(1, 9), st.integers(1, 4), IDS)
+def test_what_is_superseded_is_never_asked_for_again(reuse, kept, sample):
+    draws = Draws(1, reuse, kept)
+    gone: set[int] = set()
+    for tick in range(50):
+        draw = draws.at([sample], Clock(tick, 0))
+        assert int(draw[0]) not in gone
+        superseded = draws.superseded(draw)
+        assert superseded is not None
+        gone |= set(superseded.tolist())
+    assert Draws(1, None, kept).superseded(np.array([3])) is None
