@@ -63,11 +63,11 @@ class ActivationCache:
         audit_rate: Fraction of the hits that are recomputed from the raw sample and compared.
         gate: "auto" skips while training steps are measured to be faster for it, "always" skips
             whatever can be skipped, "never" keeps the schedule of a cached run (inference mode,
-            augmentation variants) but computes everything.
+            random draws) but computes everything.
         force_network: Use a network filesystem all the same; one host at a time may.
         dropout: What dropout layers of the frozen prefix do in training mode: "off", they pass
-            their input on; "stateless", they drop what seed, sample and variant decide, so that
-            each sample has `augmentation_variants` masks.
+            their input on; "stateless", they drop what seed, sample and draw decide; masks are
+            drawn anew as often as random samples (`EgeriaLoader(reuse=)`).
         padding: What the loop does with a tensor of the model's output that is as long as its
             padded batch: "proved", nothing is served before gradients have shown that the loss
             reads none of its padding; "unread", you say so.

@@ -66,8 +66,12 @@ def _loader(data: Any, cache: ActivationCache, options: argparse.Namespace) -> E
         ) from None
     return EgeriaLoader(
         data, cache=cache, name=options.name, seed=options.seed,
-        augmentation_variants=options.variants, **settings,
+        **({} if options.variants is None else _for_ever(options.variants)), **settings,
     )  # fmt: skip
+
+
+def _for_ever(variants: int) -> dict[str, Any]:
+    return {"reuse": None, "augmentation_variants": variants}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -77,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         "that was stopped or killed goes on where it was; several may fill at the same time.",
         epilog="MODEL_FACTORY and DATASET_FACTORY are package.module:callable, called without "
         "arguments; the current directory is searched first. Weights, data set, collate function, "
-        "name, seed and variants must be those of the training script.",
+        "name and seed must be those of the training script.",
     )
     parser.add_argument(
         "model", metavar="MODEL_FACTORY", help="returns the model with its weights, partly frozen"
@@ -102,8 +106,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", default="train", help="of the loader; default train")
     parser.add_argument("--seed", type=int, default=0, help="of the augmentation; default 0")
     parser.add_argument(
-        "--variants", type=int, default=1, metavar="K", help="augmented versions to be stored"
-    )
+        "--variants", type=int, metavar="K",
+        help="random draws of each sample, to be kept for ever; default: those of the first epoch",
+    )  # fmt: skip
     parser.add_argument("--limit", default="100GB", metavar="SIZE", help="of the cache")
     parser.add_argument("--codec", default="auto", help="as ActivationCache takes it")
     parser.add_argument("--device", help="default: the accelerator if there is one, else cpu")

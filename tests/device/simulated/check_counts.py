@@ -55,8 +55,8 @@ def cached(directory, epochs, *, ring_batches=5, sampler=None, rows=ROWS, on_epo
     ) as cache:
         data = Images(rows)
         loader = EgeriaLoader(
-            data, B, shuffle=sampler is None, sampler=sampler and sampler(data), cache=cache, reuse=None,
-            seed=3, pin_memory=True,
+            data, B, shuffle=sampler is None, sampler=sampler and sampler(data), cache=cache,
+            reuse=None, seed=3, pin_memory=True,
         )  # fmt: skip
         found = []
         for _ in range(epochs):
