@@ -216,7 +216,8 @@ class CacheHost:
         num_bytes = cut.row_bytes * len(source.dataset) * source.draws.kept
         # Who has chosen need not be told in every run.
         level = logging.WARNING if source.draws.reuse == DEFAULT_REUSE else logging.INFO
-        log.log(level, "loader %r: %s", source.name, source.draws.told(source.drawn_from, num_bytes))
+        told = source.draws.told(source.drawn_from, num_bytes)
+        log.log(level, "loader %r: %s", source.name, told)
         return True
 
     def _fits(self, view: View, batch: Batch) -> bool:

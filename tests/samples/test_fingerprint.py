@@ -16,13 +16,14 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
-from egeria_cache.samples import LoaderSource
+from egeria_cache.samples import Draws, LoaderSource
 
 SCALE = 1.0
 
 
 def source_of(dataset, collate=default_collate, **kwargs):
-    settings = {"sample_id": None, "sample_version": None, "name": "t", "seed": 0, "draws": Draws(0, 4)}
+    settings = {"sample_id": None, "sample_version": None, "name": "t", "seed": 0}
+    settings["draws"] = Draws(0, 4)
     return LoaderSource(dataset, collate, **(settings | kwargs))
 
 
