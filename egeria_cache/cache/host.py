@@ -200,7 +200,8 @@ class CacheHost:
         lengths = None if batch.lengths is None else batch.lengths.select(np.flatnonzero(wanted))
         started = time.perf_counter()
         named = record(cut, tensors, kept, lengths)  # type: ignore[arg-type]
-        view.generation.put_batch(ids, named, variant=draws)
+        replaces = batch.context.source.superseded(draws)
+        view.generation.put_batch(ids, named, variant=draws, replaces=replaces)
         self._pilot.meter.wrote(time.perf_counter() - started, len(ids) * cut.row_bytes)
         self._trial.stored(view, ids, draws)
 

@@ -24,6 +24,8 @@ __all__ = ["DEFAULT_REUSE", "Clock", "Draws"]
 
 DEFAULT_REUSE = 4
 """Epochs: docs/augmentation.md has the figures."""
+NO_DRAW = (1 << 32) - 1
+"""A number that no draw ever has."""
 _GOLDEN, _PHASE, _CHOICE = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
 _MASK = (1 << 64) - 1
 
@@ -74,8 +76,10 @@ class Draws:
         return (passed + turn) // self.reuse
 
     def superseded(self, draws: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-        """Return the draws that are used no more once these are made; negative for none."""
-        return None if self.reuse is None else draws - self.kept
+        """Return the draws that are used no more once these are made; None if all are kept."""
+        if self.reuse is None:
+            return None
+        return np.where(draws < self.kept, NO_DRAW, draws - self.kept)
 
     def told(self, drawn_from: str, num_bytes: int) -> str:
         """Say for people what is done with random samples, what it costs and what it saves."""

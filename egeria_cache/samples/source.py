@@ -166,6 +166,10 @@ class LoaderSource:
         """Return which draw of each sample a pass uses: the first of all where none is random."""
         return self.draws.at(ids, clock) if self.is_random else np.zeros(len(ids), np.int64)
 
+    def superseded(self, draws: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+        """Return the draws that are used no more once these are made; None if all are kept."""
+        return self.draws.superseded(draws) if self.is_random else None
+
     def load(self, task: Task) -> Any:
         """Load and collate samples, each under its own seed, wherever samples are loaded."""
         return self._answer(task).data

@@ -231,6 +231,7 @@ class Generation:
         tensors: Tensor | Mapping[str, Tensor | Sequence[Value]],
         *,
         variant: Variants = 0,
+        replaces: Variants | None = None,
     ) -> bool:
         """Hand a batch to the writer thread; never waits.
 
@@ -239,6 +240,7 @@ class Generation:
             tensors: A tensor of B rows, or per name such a tensor or a list of B values. They must
                 not be written to afterwards; a batch that was is dropped, not stored.
             variant: Which random draw of each.
+            replaces: The draw that each of these supersedes; it stays in the file.
 
         Returns:
             False if the batch was dropped (queue full, limit reached, disk trouble).

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from egeria_cache.samples import Clock, Draws
+from egeria_cache.samples.draws import NO_DRAW
 
 IDS = st.integers(-(2**70), 2**70) | st.text(max_size=4) | st.tuples(st.integers(), st.text())
 SCHEDULES = st.builds(
@@ -83,5 +84,6 @@ def test_what_is_superseded_is_never_asked_for_again(reuse, kept, sample):
         assert int(draw[0]) not in gone
         superseded = draws.superseded(draw)
         assert superseded is not None
+        assert (superseded[0] == NO_DRAW) == (draw[0] < kept)
         gone |= set(superseded.tolist())
     assert Draws(1, None, kept).superseded(np.array([3])) is None
