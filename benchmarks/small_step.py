@@ -37,7 +37,7 @@ from benchmarks.harness import environment, in_turns, parser, publish
 from benchmarks.models import CifarResNet
 from egeria_cache import ActivationCache, EgeriaLoader, batch, prefetch
 from egeria_cache.cache import host, port
-from egeria_cache.gate import pilot
+from egeria_cache.gate import policy
 from egeria_cache.loader import assembly, one_pass, plan
 from egeria_cache.skip import engine
 from egeria_cache.skip.serve import book, invocation, passes, placeholder, runs
@@ -65,7 +65,7 @@ NAMED = (
     ("tagged tensors", batch.BatchTensor, "__torch_function__"),
     ("the rest of next()", one_pass.Pass, "__next__"),
     ("gate: timing of whole steps", port.LoaderPort, "note_step"),
-    ("gate: timing of whole steps", pilot.Pilot, "_turn"),
+    ("gate: timing of whole steps", policy.ServingPolicy, "_judge"),
     ("taking the call apart", invocation.Invocation, "of"),
     ("taking the call apart", invocation.Invocation, "key"),
     ("guards", engine.SkipEngine, "_look"),
@@ -105,6 +105,7 @@ class Task:
                 )
             ]
         self._optimizers = {id(m): self._optimizer(m) for m in (self.model, self.oracle)}
+        self.cache._policy._may_postpone = False
         # Here the gate measures and judges as always, and nothing follows from it.
         vars(self.cache.port._boundary)["turn"] = lambda name, turn: None
         for _ in range(3):  # filled, then served until the gate has seen enough

@@ -11,6 +11,9 @@ import pytest
 # threads that wait for each other on a busy machine make them ten times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Tests train for a few batches, and are to see them served all the same.
+os.environ.setdefault("EGERIA_POSTPONE", "0")
+
 # How long an example takes is the machine's affair.
 hypothesis.settings.register_profile("egeria", deadline=None)
 hypothesis.settings.load_profile("egeria")

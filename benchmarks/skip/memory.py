@@ -64,7 +64,14 @@ class MemoryHost:
         """Cannot happen here."""
         raise error
 
-    def front_returned(self, boundary: str, seconds: float, rows: int) -> None:
+    def postpones(self, batch: Batch) -> None:
+        """Nothing is postponed."""
+
+    def is_idle(self) -> bool:
+        """Nothing is postponed."""
+        return False
+
+    def front_took(self, batch: Batch, seconds: float) -> None:
         """Nothing is measured here."""
 
     def thawed(self, name: str, cut: str | None) -> None:

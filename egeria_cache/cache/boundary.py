@@ -6,7 +6,7 @@ import logging
 
 from egeria_cache.cache.status import Status, shown_name
 from egeria_cache.errors import BoundaryError
-from egeria_cache.gate import Accounts, Pilot, Turn
+from egeria_cache.gate import Accounts, ServingPolicy, Turn
 from egeria_cache.prefetch import Views
 from egeria_cache.skip import SkipEngine, module_named
 
@@ -19,12 +19,17 @@ class Boundary:
     """Moves the boundary of one engine: by the user, by a freeze controller, by the gate."""
 
     def __init__(
-        self, engine: SkipEngine, status: Status, views: Views, pilot: Pilot, accounts: Accounts
+        self,
+        engine: SkipEngine,
+        status: Status,
+        views: Views,
+        policy: ServingPolicy,
+        accounts: Accounts,
     ) -> None:
         self._engine = engine
         self._status = status
         self._views = views
-        self._pilot = pilot
+        self._policy = policy
         self._accounts = accounts
 
     @property
@@ -70,7 +75,7 @@ class Boundary:
         status.num_moves += 1
         status.is_proved = status.is_told = False
         self._accounts.counts.why_not = None
-        self._pilot.moved()
+        self._policy.moved()
         if name is None:
             self._views.void(lambda view: True, unlink=not by_hand)
         self._engine.set_boundary(name)
@@ -83,8 +88,8 @@ class Boundary:
             log.info("loader %r is computed from now on: %s", shown_name(loader_name), turn.why)
             self._views.void(lambda view: view.loader_name == loader_name, unlink=False)
             return
-        log.info("the model is cut at %s: %s", turn.where or "the frozen boundary", turn.why)
-        self._engine.set_boundary(turn.where or self.frozen, frozen=self.frozen)
+        log.info("the model is %s", turn.why)
+        self._engine.set_boundary(turn.where, frozen=self.frozen)
         self._status.num_moves += 1
         self._void_unknown()
 

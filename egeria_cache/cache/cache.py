@@ -19,11 +19,10 @@ from egeria_cache.cache.live import LiveReport
 from egeria_cache.cache.passes import Passes
 from egeria_cache.cache.port import LoaderPort
 from egeria_cache.cache.status import Status
-from egeria_cache.cache.trial import TrialReads
 from egeria_cache.device import runs_late
 from egeria_cache.errors import EgeriaError
 from egeria_cache.events import BoundaryMoved
-from egeria_cache.gate import Accounts, CacheStats, Pilot
+from egeria_cache.gate import Accounts, CacheStats, ServingPolicy
 from egeria_cache.prefetch import ReaderThreads, Views
 from egeria_cache.skip import SkipEngine, inner_model
 from egeria_cache.store import ActivationStore
@@ -32,7 +31,7 @@ __all__ = ["ActivationCache"]
 
 log = logging.getLogger("egeria")
 _PARTS = frozenset(
-    ("port", "_status", "_store", "_readers", "_views", "_accounts", "_pilot", "_engine", "_moves",
+    ("port", "_status", "_store", "_readers", "_views", "_accounts", "_policy", "_engine", "_moves",
      "_live")
 )  # fmt: skip
 """What `_open` makes."""
@@ -145,20 +144,19 @@ class ActivationCache:
         )  # fmt: skip
         self._readers = ReaderThreads()
         self._views, self._accounts = Views(), Accounts()
-        self._pilot = pilot = Pilot(gate, 0.95 if runs_late(device_of(model)) else 0.5)
-        trial = TrialReads(pilot, self._readers)
+        self._policy = policy = ServingPolicy(gate, 0.95 if runs_late(device_of(model)) else 0.5)
         self._live = LiveReport(self.directory, self._readers, self.stats)
         host = CacheHost(
-            model, self._store, status, self._views, pilot, self._accounts, trial,
+            model, self._store, status, self._views, policy, self._accounts,
             settings["audit_rate"], self._live.called,
         )  # fmt: skip
         self._engine = SkipEngine(
             model, host, stateless_dropout=settings["dropout"] == "stateless",
             padding_unread=settings["padding"] == "unread",
         )  # fmt: skip
-        self._moves = Boundary(self._engine, status, self._views, pilot, self._accounts)
+        self._moves = Boundary(self._engine, status, self._views, policy, self._accounts)
         self.port = LoaderPort(
-            status, self._moves, self._views, host, pilot, self._accounts, self._readers,
+            status, self._moves, self._views, host, policy, self._accounts, self._readers,
             Passes(self.directory), ring_batches=settings["ring_batches"], stats=self.stats,
             is_random=settings["dropout"] == "stateless",
         )  # fmt: skip
@@ -236,7 +234,7 @@ class ActivationCache:
     def stats(self) -> CacheStats:
         """Return the counts so far."""
         store = None if self._status.is_forked else self._store  # its locks may be held for ever
-        return self._accounts.stats(store, self._views, self._pilot, self.boundary)
+        return self._accounts.stats(store, self._views, self._policy, self.boundary)
 
     def report(self) -> str:
         """Return `stats()` as text for people."""

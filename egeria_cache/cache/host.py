@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, compress
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,9 +14,8 @@ from torch import Tensor, nn
 from egeria_cache.batch import Batch, Entry, SampleId, take_rows
 from egeria_cache.cache.audit import AuditPlan
 from egeria_cache.cache.status import Status, shown_name
-from egeria_cache.cache.trial import TrialReads
 from egeria_cache.errors import BoundaryError, EgeriaError, PaddingError
-from egeria_cache.gate import Accounts, Pilot
+from egeria_cache.gate import Accounts, ServingPolicy
 from egeria_cache.prefetch import View, Views, record
 from egeria_cache.samples import DEFAULT_REUSE, BatchContext, same_values
 from egeria_cache.skip import MAX_CHAINS, Cut, same_rows
@@ -42,9 +40,8 @@ class CacheHost:
         store: Where captured rows go.
         status: Of the cache.
         views: What may be read; made and voided here.
-        pilot: Is told what writing costs.
+        policy: Is asked whether a proof is worth while, and told what it took.
         accounts: Counts.
-        trial: Measures reading until the first hits come.
         audit_rate: Fraction of the hits to be recomputed.
         called: Is told of each call of the model.
     """
@@ -55,9 +52,8 @@ class CacheHost:
         store: ActivationStore,
         status: Status,
         views: Views,
-        pilot: Pilot,
+        policy: ServingPolicy,
         accounts: Accounts,
-        trial: TrialReads,
         audit_rate: float,
         called: Callable[[], None] = lambda: None,
     ) -> None:
@@ -65,17 +61,17 @@ class CacheHost:
         self._store = store
         self._status = status
         self._views = views
-        self._pilot = pilot
+        self._policy = policy
         self._counts = accounts.counts
         self._model_called = accounts.model_called
         self._called = called
-        self._trial = trial
         self._told_chains = self._told_unproved = ""
         self._told_random: set[str] = set()
         """Loaders of random samples of which it was said what is done with them."""
+        self._told_postponed: set[str] = set()
         self._restless_since: str | None = None
         """Why nothing is served until the prefix has been still for a while."""
-        self._audits = AuditPlan(audit_rate, lambda: pilot.saved_s)
+        self._audits = AuditPlan(audit_rate, lambda: policy.saved_s)
         self._opened: dict[str, set[int]] = {}
         """Of loaders whose data set changed: the cuts for which a generation was opened since."""
 
@@ -92,7 +88,7 @@ class CacheHost:
             status.is_forked
             or status.gate == "never"
             or name in status.uncached
-            or name in self._pilot.stopped
+            or name in self._policy.stopped
         ):
             return
         found = self._open(batch, cut)
@@ -198,12 +194,9 @@ class CacheHost:
             ids, draws = _chosen(ids, new), draws[new]
             tensors = {name: take_rows(values, new) for name, values in tensors.items()}  # type: ignore[misc]
         lengths = None if batch.lengths is None else batch.lengths.select(np.flatnonzero(wanted))
-        started = time.perf_counter()
         named = record(cut, tensors, kept, lengths)  # type: ignore[arg-type]
         replaces = batch.context.source.superseded(draws)
         view.generation.put_batch(ids, named, variant=draws, replaces=replaces)
-        self._pilot.meter.wrote(time.perf_counter() - started, len(ids) * cut.row_bytes)
-        self._trial.stored(view, ids, draws)
 
     def _is_told(self, batch: Batch, cut: Cut) -> bool:
         """Say once what is done with a loader whose samples are random; whether they are stored."""
@@ -348,15 +341,34 @@ class CacheHost:
             raise error
         log.warning("training goes on uncached: %s", error)
 
-    def front_returned(self, boundary: str, seconds: float, rows: int) -> None:
-        """A full forward took so long until the boundary returned."""
-        self._pilot.meter.computed(boundary, seconds, rows)
+    def postpones(self, batch: Batch) -> Literal["timed", "plain"] | None:
+        """Whether this loader's run is too short, as far as is known, to win back a proof."""
+        name = batch.loader_name
+        if self._policy.wants_timing(name):
+            return "timed"
+        why = self._policy.postpones(name, padded=batch.lengths is not None)
+        if why is None:
+            return None
+        if name not in self._told_postponed:
+            log.info("loader %r is computed as yet: %s", shown_name(name), why)
+            self._told_postponed.add(name)
+        return "plain"
+
+    def front_took(self, batch: Batch, seconds: float) -> None:
+        """The frozen front of a batch that was computed plainly took so long."""
+        self._policy.timed(batch.loader_name, seconds)
+
+    def is_idle(self) -> bool:
+        """Whether a loader's batches come plain at present, for nothing is proved as yet."""
+        return self._policy.has_postponed
 
     def note(self, kind: str, seconds: float, rows: int) -> None:
-        """The model was called with a batch (its cost is taken by whole steps: `Ledger`)."""
+        """The model was called with a batch (its cost is taken by whole steps: `StepTimer`)."""
         boundary = self._status.boundary
         if kind == "audit":
             self._audits.cost_s += seconds
+        elif kind == "proof":
+            self._policy.proved(seconds)
         elif kind != "compiled":
             self._model_called()
             self._called()

@@ -13,7 +13,7 @@ from egeria_cache.cache.host import CacheHost
 from egeria_cache.cache.passes import Passes
 from egeria_cache.cache.status import Status, shown_name
 from egeria_cache.device import runs_late
-from egeria_cache.gate import Accounts, CacheStats, Pilot
+from egeria_cache.gate import Accounts, CacheStats, ServingPolicy
 from egeria_cache.prefetch import Crew, PlannedEntry, ReaderThreads, View, Views
 from egeria_cache.samples import Clock, LoaderSource
 
@@ -33,7 +33,7 @@ class LoaderPort:
         boundary: Boundary,
         views: Views,
         host: CacheHost,
-        pilot: Pilot,
+        policy: ServingPolicy,
         accounts: Accounts,
         readers: ReaderThreads,
         passes: Passes,
@@ -51,7 +51,7 @@ class LoaderPort:
         self._boundary = boundary
         self._views = views
         self._host = host
-        self._pilot = pilot
+        self._policy = policy
         self._accounts = accounts
         self._readers = readers
         self._stats = stats
@@ -107,7 +107,7 @@ class LoaderPort:
             or status.is_forked
             or status.gate == "never"
             or loader_name in status.uncached
-            or loader_name in self._pilot.stopped
+            or loader_name in self._policy.stopped
         )
 
     def serves(self, loader_name: str) -> bool:
@@ -166,7 +166,16 @@ class LoaderPort:
         """Whether a batch of hits should be computed all the same, to know what that costs."""
         if self.boundary is None or entry.num_misses:
             return False
-        return self._pilot.wants_control(entry.view, self.boundary)
+        return self._policy.wants_control(entry.view.loader_name, self.boundary)
+
+    def begins(self, loader_name: str, epoch: int, num_batches: int | None) -> None:
+        """A loader's pass begins."""
+        if self._status.boundary is not None or self._status.is_sought:
+            self._policy.begins(loader_name, epoch, num_batches)
+
+    def is_plain(self, loader_name: str) -> bool:
+        """Whether batches come as DataLoader's: nothing is frozen, or nothing proved as yet."""
+        return self.boundary is None or self._policy.is_postponed(loader_name)
 
     def count_batch(self, num_samples: int, hit: np.ndarray | None) -> None:
         """Note what a batch consists of: yielded without hits, or served with some."""
@@ -194,22 +203,27 @@ class LoaderPort:
         num_samples: float,
         entry: PlannedEntry | None,
         *,
+        waited_s: float = 0.0,
         is_control: bool = False,
     ) -> None:
         """Note what a whole training step cost, and stop skipping where it does not pay."""
-        views, frozen = self.views(loader_name), self._boundary.frozen
-        if self.boundary is None or frozen is None or not (views and num_samples):
+        boundary, frozen = self._status.boundary, self._boundary.frozen
+        if boundary is None or frozen is None or not num_samples or self._status.is_filling:
             return
-        if self._status.is_filling:
+        views = self.views(loader_name)
+        if not views and not self.may_store(loader_name):
             return
+        if not views:
+            self._policy.waited(loader_name, seconds, waited_s)
         if entry is not None and entry.num_read:
             self._readers.served(
                 read_s=entry.read_s, waited_s=entry.waited_s, interval_s=seconds,
                 may_be_none=not runs_late(entry.view.device),
             )  # fmt: skip
-        turn = self._pilot.step(
-            views[0], self.boundary, frozen, seconds, num_samples, entry, is_control=is_control
-        )
+        turn = self._policy.step(
+            loader_name, boundary, frozen, views[0] if views else None, seconds, num_samples,
+            entry, is_control=is_control,
+        )  # fmt: skip
         if turn is not None:
             self._boundary.turn(loader_name, turn)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from egeria_cache.gate.pilot import Pilot
+from egeria_cache.gate.policy import ServingPolicy
 from egeria_cache.gate.stats import CacheStats
 from egeria_cache.prefetch import Views
 from egeria_cache.store import ActivationStore
@@ -77,7 +77,11 @@ class Accounts:
         self._num_unseen = 0
 
     def stats(
-        self, store: ActivationStore | None, views: Views, pilot: Pilot, boundary: str | None
+        self,
+        store: ActivationStore | None,
+        views: Views,
+        policy: ServingPolicy,
+        boundary: str | None,
     ) -> CacheStats:
         """Return all figures as they are now; without a store, a forked child's."""
         if store is None:
@@ -95,6 +99,7 @@ class Accounts:
             raw_bytes=on_disk.raw_bytes + raw_bytes,
             stored_bytes=on_disk.stored_bytes + stored_bytes,
             limit_bytes=on_disk.limit_bytes,
-            saved_s=pilot.saved_s,
-            gate="; ".join(pilot.decisions(boundary)),
+            saved_s=policy.saved_s,
+            proof_s=policy.proof_s,
+            gate=policy.sentence(boundary),
         )

@@ -47,7 +47,10 @@ class CacheStats:
     limit_bytes: int = 0
     """Hard bound on `bytes_on_disk`."""
     saved_s: float = 0.0
-    """Training time saved so far, against computing the served samples; negative if lost."""
+    """Training time saved so far: what the same steps would have taken if they had been computed,
+    less what they took, proofs, writes, audits and comparisons included; negative if lost."""
+    proof_s: float = 0.0
+    """What proofs have taken of it."""
     gate: str = ""
     """Whether skipping goes on, and why, per loader."""
     why_not: str | None = None
@@ -78,6 +81,17 @@ class CacheStats:
         )
         return f"<table>{''.join(rows)}</table>"
 
+    @property
+    def _proof(self) -> str:
+        return f", after {self.proof_s:.1f} s for the proof" if self.proof_s else ""
+
+    @property
+    def _density(self) -> str:
+        ratio = self.compression_ratio
+        if not self.stored_bytes:
+            return ""
+        return f", compressed {ratio:.2f}x" if ratio >= 1 else f", grown {1 / ratio:.2f}x"
+
     def _lines(self) -> dict[str, str]:
         seen = self.hits + self.misses
         lines = {
@@ -86,11 +100,8 @@ class CacheStats:
             "batches whole / in part / computed": (
                 f"{self.hit_batches} / {self.partial_batches} / {self.miss_batches}"
             ),
-            "training time saved": f"{self.saved_s:.1f} s",
-            "on disk": (
-                f"{self.bytes_on_disk / 1e6:.1f} of {self.limit_bytes / 1e6:.0f} MB, "
-                f"compressed {self.compression_ratio:.2f}x"
-            ),
+            "training time saved": f"{self.saved_s:.1f} s{self._proof}",
+            "on disk": f"{_size(self.bytes_on_disk)} of {_size(self.limit_bytes)}{self._density}",
             "audited": f"{self.audited}, of which {self.audit_failures} differed",
             "loaded after all": str(self.refetched),
             "writes dropped": str(self.dropped_writes),
@@ -99,3 +110,11 @@ class CacheStats:
             "not cached because": self.why_not or "",
         }
         return {name: value for name, value in lines.items() if value}
+
+
+def _size(num_bytes: int) -> str:
+    """Write bytes in the largest unit of which there is one: "3.8 MB", "100 GB"."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes} bytes"

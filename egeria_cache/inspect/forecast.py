@@ -217,7 +217,7 @@ class _Trial:
             read_s=read_s,
             write_s=self._write_s(rows, kept.codec or self.settings.codec, scratch / "again"),
             prove_s=max(first_s - step_s * self.batch_size, 0.0),
-            cut_at=choose(views[0].cut.profile, costs).boundary,
+            cut_at=choose(views[0].cut.profile, costs),
         )
 
     def _scale(self, loader: Any, generation: Generation, ids: Any) -> float:

@@ -110,7 +110,7 @@ class Assembly:
         """Return a fully loaded batch whose tensors know their samples."""
         assert self.cache is not None
         data = loaded.data
-        if self.cache.boundary is None:
+        if self.cache.is_plain(self._source.key):
             return data
         plan.entry = None
         studies = self._source.has_own_collate and self.cache.may_store(self._source.key)

@@ -53,6 +53,8 @@ class Pass:
         self._source = loader.source  # not the loader's: one that is given back has none
         self._progress = progress
         self._cache = cache = None if loader.cache is None else loader.cache.port
+        if cache is not None:
+            cache.begins(loader.source.key, progress.epoch, _num_batches(loader))
         self._prefetcher = Prefetcher(
             None if cache is None else cache.readers,
             ring_batches=0 if cache is None else cache.ring_batches,
@@ -75,7 +77,7 @@ class Pass:
         loader._rest = None
         # The workers may start later, when the training loop has drawn numbers of its own.
         self._inner_generator = base
-        self._step: tuple[Plan, float] | None = None
+        self._step: tuple[Plan, float, float] | None = None
         self._assembly = loader._assembly
         self._assembly.cache = cache
         self._loads_here = loader.num_workers == 0 and not loader.pin_memory
@@ -145,7 +147,7 @@ class Pass:
         plan = self._planner.take(loaded.number)
         batch = self._assembly.assemble(plan, loaded)
         self._progress.count(plan.number, self._planner.planned_before(plan.number))
-        self._step = plan, asked
+        self._step = plan, asked, time.perf_counter()
         return batch
 
     def _read_alone(self) -> Loaded | None:
@@ -161,13 +163,13 @@ class Pass:
     def _is_unfrozen(self) -> bool:
         if torch.autograd._profiler_enabled():
             return False  # a profile is to show DataLoader's own events
-        return self._cache is None or self._cache.boundary is None
+        return self._cache is None or self._cache.is_plain(self._source.key)
 
     def _load_at_once(self) -> Any:
         """Load the next batch in this process, as DataLoader would, and no more.
 
-        There is nothing to plan while nothing is frozen: the way through the inner DataLoader would
-        cost 10 us a batch, a tenth of a cheap one.
+        There is nothing to plan while nothing is frozen, or proved as yet: the way through the
+        inner DataLoader would cost 10 us a batch, a tenth of a cheap one.
         """
         task = self._planner.take_task()
         if task is None:
@@ -181,10 +183,10 @@ class Pass:
         """Tell the cache what the step cost that ends with this call."""
         now = time.perf_counter()
         if self._step is not None and self._cache is not None:
-            plan, start = self._step
+            plan, start, given = self._step
             self._cache.note_step(
                 self._source.key, now - start, plan.size or len(plan.ids), plan.entry,
-                is_control=plan.is_control,
+                waited_s=given - start, is_control=plan.is_control,
             )  # fmt: skip
         self._step = None
         return now
@@ -208,7 +210,14 @@ def _outlook(cache: LoaderPort | None, name: str) -> tuple[Sequence[View], bool]
     """Return what can be read at the moment, and whether samples that draw nothing are seeded."""
     if cache is None:
         return (), True
-    return ((), False) if cache.boundary is None else (cache.readable(name), True)
+    return ((), False) if cache.is_plain(name) else (cache.readable(name), True)
+
+
+def _num_batches(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:  # nobody knows
+        return None
 
 
 def _axes(cache: LoaderPort | None, source: LoaderSource) -> tuple[Axis, ...]:

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from egeria_cache.batch import Batch, Entry, unwrap
-from egeria_cache.device import runs_late, uploaded
+from egeria_cache.device import uploaded
 from egeria_cache.errors import BoundaryError, PaddingError
 from egeria_cache.skip.model.attach import AttachedForward, inner_model
 from egeria_cache.skip.model.calls import healing, is_compiled
@@ -95,11 +95,17 @@ class SkipHost(Protocol):
     def refused(self, error: BoundaryError) -> None:
         """The model cannot be cut here; if this returns, the engine goes on uncached."""
 
-    def front_returned(self, boundary: str, seconds: float, rows: int) -> None:
-        """A full forward took so long from the model's start until the boundary returned."""
+    def postpones(self, batch: Batch) -> Literal["timed", "plain"] | None:
+        """Whether nothing should be proved on this batch: it is computed plainly, timed perhaps."""
+
+    def front_took(self, batch: Batch, seconds: float) -> None:
+        """The frozen front of a batch that was to be timed took so long."""
+
+    def is_idle(self) -> bool:
+        """Whether batches of a loader may come plain, for nothing is proved for it as yet."""
 
     def note(self, kind: str, seconds: float, rows: int) -> None:
-        """Time of a "prefix", "replay" or "full" forward, or of an "audit"; "called": once a call.
+        """Time of a "proof" or of an "audit"; "called": once a call of the model.
 
         "compiled": the whole model is compiled, and what is compiled runs without being cached.
         """
@@ -201,15 +207,14 @@ class SkipEngine:
     def _uncached(self, call: Invocation) -> Any:
         """Compute a call that cannot be served; the prefix is in inference mode all the same."""
         self.host.note("called", 0.0, 0)
-        if self.boundary is not None and call.why_not is not None:
+        if self.boundary is not None and call.why_not is not None and not self.host.is_idle():
             # Where others were served, an evaluation may well bring batches of its own.
             is_trained = self.model.training and torch.is_grad_enabled()
             self._num_bare += is_trained or not self._was_served
             if self._num_bare == _MAX_BARE:
                 self.host.uncached(call.why_not)
             self._hold(call)
-        args, kwargs = call.plain()
-        return self._forward(*args, **kwargs)
+        return self._plainly(call)
 
     def _cached(self, call: Invocation, key: tuple[Any, ...]) -> Any:
         self.host.note("called", 0.0, call.batch.size)
@@ -237,8 +242,7 @@ class SkipEngine:
             return self._miss(recipe, call)
         try:
             if not self._audit(source, call, entry, stored):
-                args, kwargs = call.plain()
-                return self._forward(*args, **kwargs)
+                return self._plainly(call)
             if not entry.hit.all():
                 stored = self._complete(source, call, entry, stored)
             return self._replay(source, recipe.at(lengths), call, stored)
@@ -255,9 +259,30 @@ class SkipEngine:
             or not self._book.may_rehearse(key)
         ):
             self._hold(call)
-            args, kwargs = call.plain()
-            return self._forward(*args, **kwargs)
+            return self._plainly(call)
+        if not (self._fills or any(self._book.all())):
+            how = self.host.postpones(call.batch)
+            if how is not None:
+                self._hold(call)
+                return self._timed(call) if how == "timed" else self._plainly(call)
+        return self._prove(key, call, alike)
+
+    def _plainly(self, call: Invocation) -> Any:
+        args, kwargs = call.plain()
+        return self._forward(*args, **kwargs)
+
+    def _timed(self, call: Invocation) -> Any:
+        """Compute a call plainly, and tell the host how long its frozen front takes."""
+        assert self.boundary is not None
+        front = self.model.get_submodule(self.boundary)
+        output, seconds = passes.timed(self._forward, front, call)
+        self.host.front_took(call.batch, seconds)
+        return output
+
+    def _prove(self, key: tuple[Any, ...], call: Invocation, alike: list[Recipe]) -> Any:
+        assert self.boundary is not None
         self._num_new += 1
+        started = time.perf_counter()
         rehearsal = Rehearsal(
             self.model, self._forward, self.boundary, call, self._held, self.frozen, known=alike
         )
@@ -279,6 +304,7 @@ class SkipEngine:
             key = key if self._dropout is None else (*key, self._dropout.key())
         recipe.key = key
         cut = self._adopt(recipe, outcome.twin, call) or self._publish(recipe, call, written)
+        self.host.note("proof", time.perf_counter() - started - outcome.plain_s, call.batch.size)
         if self._num_new == _MAX_BARE:
             self.host.uncached("no call came with the arguments of one before it")
         if outcome.rows is not None:
@@ -323,19 +349,14 @@ class SkipEngine:
         missing = np.ones(call.batch.size, bool) if entry is None else ~entry.hit
         if missing.any():
             inputs = call.plain() if missing.all() else None
-            with self._noting("prefix", int(missing.sum())):
-                fresh = passes.prefix(self._forward, recipe, call, missing, inputs)
+            fresh = passes.prefix(self._forward, recipe, call, missing, inputs)
             self._settle(recipe)
             self._captured(recipe, call, None if missing.all() else missing, fresh)
         raise Filled
 
     def _miss(self, recipe: Recipe, call: Invocation) -> Any:
         """Compute every row, and hand what crosses the boundary to the host."""
-        with self._noting("full", call.batch.size):
-            output, capture = passes.full(self._forward, recipe, call)
-        on_host = recipe.cut is not None and not runs_late(recipe.device)
-        if on_host and capture.front_s is not None:  # elsewhere the device runs behind the host
-            self.host.front_returned(recipe.boundary, capture.front_s, call.batch.size)
+        output, capture = passes.full(self._forward, recipe, call)
         self._settle(recipe)
         self._captured(recipe, call, None, capture.rows())
         output = self._watched(recipe, call, output)
@@ -350,8 +371,10 @@ class SkipEngine:
         mask = self.host.audited(call.batch, entry)
         if mask is None:
             return True
-        with self._noting("audit", int(mask.sum())):
-            return self._recomputed(source, call, entry, stored, mask)
+        started = time.perf_counter()
+        same = self._recomputed(source, call, entry, stored, mask)
+        self.host.note("audit", time.perf_counter() - started, int(mask.sum()))
+        return same
 
     def _recomputed(
         self,
@@ -387,8 +410,7 @@ class SkipEngine:
     ) -> dict[str, Tensor]:
         """Run the prefix on the misses alone, and merge the rows in order."""
         missing = ~entry.hit
-        with self._noting("prefix", int(missing.sum())):
-            fresh = passes.prefix(self._forward, source, call, missing)
+        fresh = passes.prefix(self._forward, source, call, missing)
         self._settle(source)
         if source.boundary == self.boundary:
             self._captured(source, call, missing, fresh)
@@ -398,9 +420,7 @@ class SkipEngine:
         self, source: Recipe, recipe: Recipe | None, call: Invocation, stored: Mapping[str, Tensor]
     ) -> Any:
         """Enter at `source`'s cut; an older one than `recipe`'s fills the newer one on the way."""
-        started = time.perf_counter()
         output, rows = passes.replay(self._forward, source, recipe, call, stored)
-        self.host.note("replay", time.perf_counter() - started, call.batch.size)
         if source.guard is not None and source.guard.has_hooks:
             self._settle(source)  # they may keep a count or a list
         if recipe is not None:
@@ -417,18 +437,14 @@ class SkipEngine:
         if rows is not None and recipe.cut is not None:
             self.host.captured(call.batch, recipe.cut, mask, rows)
 
-    @contextmanager
-    def _noting(self, kind: str, rows: int) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.host.note(kind, time.perf_counter() - started, rows)
-
     def _hold(self, call: Invocation) -> None:
         """Take all that runs before the boundary into inference mode, once."""
         if not self._is_held and self.boundary is not None:
+            started = time.perf_counter()
             Rehearsal(
                 self.model, self._forward, self.boundary, call, self._held, self.frozen
             ).hold()
+            self.host.note("proof", time.perf_counter() - started, 0)
             self._is_held = True
             self._thaw.watch(self.model, self._held)
 

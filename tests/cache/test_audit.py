@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from egeria_cache import ActivationCache, EgeriaLoader
-from egeria_cache.gate import Pilot
+from egeria_cache.gate import ServingPolicy
 from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
 from tests.helpers.runs import assert_same, run
 
@@ -25,11 +25,16 @@ def test_audits_change_nothing(tmp_path, rate, workers):
         assert 0 < audited[3].audited < 20
 
 
-def test_whatever_the_rate_a_hit_is_audited_in_every_epoch_and_little_else_is_loaded(tmp_path):
-    result = run(tmp_path, gate="always", cache_kwargs={"audit_rate": 0.0})
+def test_however_low_the_rate_a_hit_is_audited_in_every_epoch_and_little_else_is_loaded(tmp_path):
+    result = run(tmp_path, gate="always", cache_kwargs={"audit_rate": 1e-9})
     num_epochs = result[3].hits // 48
     assert num_epochs <= result[3].audited <= 2 * num_epochs
     assert result[3].refetched == result[3].audited
+
+
+def test_none_is_audited_where_none_is_asked_for(tmp_path):
+    result = run(tmp_path, gate="always", cache_kwargs={"audit_rate": 0.0})
+    assert (result[3].audited, result[3].refetched) == (0, 0)
 
 
 @pytest.mark.parametrize("move", [lambda x: x.to("cpu"), lambda x: x.float() * 1.0])
@@ -64,7 +69,7 @@ def test_an_edited_sample_is_found_and_training_goes_on_with_the_new_one(tmp_pat
 
 def test_the_default_rate_audits_one_hit_in_a_thousand(tmp_path, monkeypatch):
     # The floor adds audits while they cost little of what was saved, on a slow machine many.
-    monkeypatch.setattr(Pilot, "saved_s", property(lambda pilot: 0.0))
+    monkeypatch.setattr(ServingPolicy, "saved_s", property(lambda policy: 0.0))
     model = make_net()
     freeze(model, "layer1")
     with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:

@@ -11,6 +11,8 @@ import torch
 
 from egeria_cache.batch import Batch, BatchTensor, without_data
 from egeria_cache.skip.engine import SkipEngine
+from egeria_cache.skip.serve import passes
+from egeria_cache.skip.serve.invocation import Invocation
 
 
 @dataclass
@@ -78,8 +80,11 @@ class FakeHost:
         if self.raise_refusals:
             raise error
 
-    def front_returned(self, boundary, seconds, rows):
-        pass
+    def postpones(self, batch):
+        return None
+
+    def is_idle(self):
+        return False
 
     def thawed(self, name, cut):
         self.thaws.append((name, cut))
@@ -88,7 +93,7 @@ class FakeHost:
         self.told.append(reason)
 
     def note(self, kind, seconds, rows):
-        if kind not in ("called", "front"):
+        if kind not in ("called", "proof"):
             self.notes.append((kind, rows))
 
 
@@ -143,6 +148,26 @@ class Harness:
 
     def plain(self, ids):
         return {name: values[list(ids)] for name, values in self.data.items()}
+
+
+def ways(monkeypatch):
+    """Return a list that gets the way through the model and the rows of each batch."""
+    taken = []
+
+    def noting(way):
+        run = getattr(passes, way)
+
+        def wrapped(forward, recipe, *args):
+            call = next(arg for arg in args if isinstance(arg, Invocation))
+            rows = next((int(a.sum()) for a in args if isinstance(a, np.ndarray)), call.batch.size)
+            taken.append((way, rows))
+            return run(forward, recipe, *args)
+
+        return wrapped
+
+    for way in ("full", "prefix", "replay"):
+        monkeypatch.setattr(passes, way, noting(way))
+    return taken
 
 
 def freeze(model, *names):

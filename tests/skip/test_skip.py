@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model.frozen import FrozenPrefix
-from tests.helpers.skip_harness import Harness, assert_same_run, freeze, step
+from tests.helpers.skip_harness import Harness, assert_same_run, freeze, step, ways
 
 
 class Net(nn.Module):
@@ -54,28 +54,28 @@ def make(boundary="block1", frozen=("stem", "block1"), cls=Net, **host):
 BATCHES = [range(0, 8), range(8, 16), range(16, 24)]
 
 
-def test_hits_give_the_losses_and_gradients_of_the_plain_model():
-    harness = make()
+def test_hits_give_the_losses_and_gradients_of_the_plain_model(monkeypatch):
+    harness, taken = make(), ways(monkeypatch)
     assert_same_run(harness, call, BATCHES * 3)
     assert harness.host.num_loads == 6
     assert harness.host.refusals == []
     assert harness.reloaded == 0
-    assert [kind for kind, _ in harness.host.notes] == ["full"] * 2 + ["replay"] * 6
+    assert [way for way, _ in taken] == ["full"] * 2 + ["replay"] * 6
 
 
-def test_mixed_batches_run_the_prefix_on_the_misses_alone():
-    harness = make()
+def test_mixed_batches_run_the_prefix_on_the_misses_alone(monkeypatch):
+    harness, taken = make(), ways(monkeypatch)
     rows = []
     harness.model.stem.register_forward_hook(lambda m, i, o: rows.append(len(i[0])))
     assert_same_run(harness, call, [range(0, 8)])
     rows.clear()
     assert_same_run(harness, call, [[8, 1, 9, 3, 2, 10, 11, 4]], exact=False)
     assert rows == [8, 8]  # the hook sees one call of the whole batch, here and in the plain copy
-    assert harness.host.notes[0] == ("prefix", 4)
+    assert taken[0] == ("prefix", 4)
     assert set(harness.host.stored[harness.engine.cut]) == set(range(12))
     assert_same_run(harness, call, [[8, 1, 9, 3, 2, 10, 11, 4]], exact=False)
     assert harness.host.num_loads == 2
-    assert [kind for kind, _ in harness.host.notes] == ["prefix", "replay", "replay"]
+    assert [way for way, _ in taken] == ["prefix", "replay", "replay"]
 
 
 def test_a_hit_never_touches_the_prefix_or_the_raw_sample():

@@ -55,6 +55,8 @@ class Outcome:
     """A known recipe whose rows are the same: the cut can be shared."""
     error: BoundaryError | None = None
     """Why there is no recipe."""
+    plain_s: float = 0.0
+    """What the user's own forward took of it."""
 
 
 class Rehearsal:
@@ -105,10 +107,11 @@ class Rehearsal:
         given = [plain(leaf) for leaf in self.call.leaves]  # the same memory, by position
         before = self._surroundings.now()
         with intercept(distinct(step.module for step in steps), plain_run):
-            plain_run.begin()
+            started = plain_run.begin()
             result = self.forward(*args, **kwargs)
+        outcome = Outcome(result, plain_s=time.perf_counter() - started)
         plain_run.finish()
-        outcome, after = Outcome(result), self._surroundings.now()
+        after = self._surroundings.now()
         try:
             if plain_run.error is not None:
                 raise plain_run.error
@@ -277,9 +280,10 @@ class _PlainRun:
                 "the skipped modules again in backward; let the checkpointed region begin after it",
             )
 
-    def begin(self) -> None:
+    def begin(self) -> float:
         """The model is called now."""
         self._started = self._now()
+        return self._started
 
     def _now(self) -> float:
         synchronize()

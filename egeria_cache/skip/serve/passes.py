@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from egeria_cache.device import synchronize
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model import dropout
 from egeria_cache.skip.model.calls import intercept
@@ -20,7 +22,7 @@ from egeria_cache.skip.serve.recipe import Recipe, Unavailable
 from egeria_cache.skip.serve.runs import CaptureRun, PrefixDone, ReplayRun, capturing
 from egeria_cache.skip.state.remembered import RandomState, Remembered
 
-__all__ = ["full", "prefix", "replay"]
+__all__ = ["full", "prefix", "replay", "timed"]
 
 Forward = Callable[..., Any]
 Rows = dict[str, Tensor]
@@ -31,8 +33,29 @@ def full(forward: Forward, recipe: Recipe, call: Invocation) -> tuple[Any, Captu
     capture = capturing(recipe, call.batch.lengths, call.batch.size)
     args, kwargs = call.plain()
     with intercept(recipe.modules, capture):
-        capture.begin()
         return forward(*args, **kwargs), capture
+
+
+def timed(forward: Forward, module: nn.Module, call: Invocation) -> tuple[Any, float]:
+    """Compute every row as without a cache; return how long it took until `module` returned, too.
+
+    The device's work is waited for.
+    """
+
+    def now() -> float:
+        synchronize()
+        return time.perf_counter()
+
+    def note(module: nn.Module, original: Forward, *args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        returned.append(now())
+        return output
+
+    args, kwargs = call.plain()
+    returned = [now()]
+    with intercept([module], note):
+        output = forward(*args, **kwargs)
+    return output, returned[-1] - returned[0]
 
 
 def prefix(

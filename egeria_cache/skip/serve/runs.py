@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,9 +40,6 @@ class CaptureRun:
         self.batch_size = batch_size
         self.stop = stop
         self.deviation: str | None = None
-        self.front_s: float | None = None
-        """From `begin` until the boundary returned, as the host sees it."""
-        self._started = time.perf_counter()
         self._taken: dict[Slot, Tensor] = {}
         self._rows: dict[str, Tensor] | None = None
         self._position = 0
@@ -70,16 +66,11 @@ class CaptureRun:
         self._keep(step, output)
         self._position += 1
         if self._position == len(steps):
-            self.front_s = time.perf_counter() - self._started
             if not self.deviation:
                 self._rows = self._finish()
             if self.stop:
                 raise PrefixDone
         return output
-
-    def begin(self) -> None:
-        """The model is called now."""
-        self._started = time.perf_counter()
 
     def rows(self) -> dict[str, Tensor] | None:
         """Return the cut's tensors as rows; None if the model took another way this time."""

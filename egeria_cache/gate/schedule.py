@@ -1,0 +1,65 @@
+"""Whether a run is long enough to win back the proof that serving it begins with.
+
+A loader tells how many batches it has in an epoch and how many epochs were run; how many are to
+come, nobody does. A short run computes two batches plainly, timed, and then, at every epoch, as
+long as nothing is proved: would so many hits as may be expected win back what a proof costs?
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Schedule"]
+
+LONG = 200
+"""Batches of an epoch from which on a proof is made at once: it is little beside them."""
+_PROOF_STEPS = {False: 12, True: 16}
+_PROOF_S = 0.1
+"""What a proof costs, for samples of one length and padded ones, in steps of the training and
+beside them (docs/performance.md, the first batch)."""
+_HIT_S = 1e-3
+"""What a served step costs beside what is computed in it (benchmarks.small_step)."""
+_MIN_EPOCHS = 2
+_NUM_TIMED = 2
+
+
+@dataclass(slots=True)
+class Schedule:
+    """What is known of one loader's part in a run. Pure; seconds."""
+
+    num_batches: int
+    """In an epoch."""
+    epoch: int = 0
+    """The present one; they are counted from 0."""
+    is_postponed: bool = False
+    """Whether the rest of this epoch is computed plainly."""
+    fronts: list[float] = field(default_factory=list)
+    """What the frozen front took in batches that were computed plainly."""
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    """What these took as a whole, and waiting for the batch."""
+
+    def begins(self, epoch: int) -> None:
+        """Another epoch begins."""
+        self.epoch = epoch
+        self.is_postponed = self.is_postponed and self.why_not(padded=False) is not None
+
+    @property
+    def wants_timing(self) -> bool:
+        """Whether the next batch is to be computed plainly, to know what it costs."""
+        return self.num_batches < LONG and len(self.steps) < _NUM_TIMED
+
+    def why_not(self, *, padded: bool) -> str | None:
+        """Say why a proof would not be won back; None if it would."""
+        if self.num_batches >= LONG or not (self.fronts and self.steps):
+            return None
+        step_s, waited_s = self.steps[-1]
+        hits = self.num_batches * max(_MIN_EPOCHS, self.epoch // 2)
+        gain_s = hits * max(0.0, self.fronts[-1] + waited_s - _HIT_S)
+        proof_s = _PROOF_STEPS[padded] * step_s + _PROOF_S
+        if gain_s >= proof_s:
+            return None
+        return (
+            f"{self.num_batches} batches an epoch, whose frozen front takes "
+            f"{self.fronts[-1] * 1e3:.1f} ms each, would hardly win back a proof of some "
+            f"{proof_s:.1f} s (gate='always' does not wait)"
+        )

@@ -1,0 +1,106 @@
+"""What whole training steps cost, served and computed.
+
+A step is taken from one request for a batch to the next: waiting, forward, backward and optimizer
+together, so that it holds on a device that runs behind the host, and whatever the dataset costs.
+With it goes all that the cache itself does in its course: proofs, captures, audits.
+
+A batch of misses costs more than it would without a cache, since it is captured and written. So a
+few batches that could be served are computed all the same, ever fewer of them: the controls. Their
+results are what would have been served.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Literal
+
+__all__ = ["Kind", "StepTimer"]
+
+Kind = Literal["served", "computed", "captured", "partial"]
+"""Read whole; loaded and computed as without a cache; computed and stored; some of both."""
+_RECENT = 64
+_MIN_SERVED = 16
+_FIRST_CONTROL = 4
+_BETWEEN_VERDICTS = 8
+"""Served batches; a verdict takes longer than any other part of the gate."""
+_OUTLIER = 8.0
+"""Steps of more than so many typical ones count as that many: someone saved a checkpoint."""
+
+
+class StepTimer:
+    """Costs per sample of one loader's steps under one boundary. Pure; seconds."""
+
+    def __init__(self) -> None:
+        """Start without experience."""
+        self._recent: dict[Kind, deque[float]] = {}
+        self._computed_s = 0.0
+        """Of a sample: of the controls, or as long as there are none, at most, of the misses."""
+        self._is_first = True
+        self._num_planned = self._num_served = 0
+        self._num_samples = self._spent_s = 0.0
+        """Of all steps but the first."""
+
+    def step(self, kind: Kind, seconds: float, num_samples: float, *, proof_s: float = 0.0) -> None:
+        """Note a whole step.
+
+        Args:
+            kind: What became of its batch.
+            seconds: How long it took.
+            num_samples: In the batch.
+            proof_s: Part of the seconds that went into a proof, and will not come again.
+        """
+        is_first, self._is_first = self._is_first, False
+        if is_first:  # it warms up what the others find warm
+            self._spent_s += proof_s
+            return
+        per_sample = max(seconds - proof_s, 0.0) / num_samples
+        recent = self._recent.get(kind)
+        if recent is None:
+            recent = self._recent[kind] = deque(maxlen=_RECENT)
+        recent.append(per_sample)
+        self._num_served += kind == "served"
+        if kind == "computed" or (kind == "captured" and "computed" not in self._recent):
+            self._computed_s = _mean(recent)
+        if self._computed_s:
+            per_sample = min(per_sample, _OUTLIER * self._computed_s)
+        self._num_samples += num_samples
+        self._spent_s += per_sample * num_samples + proof_s
+
+    def wants_control(self) -> bool:
+        """Whether the batch that is planned now, all of it hits, should be computed instead."""
+        self._num_planned += 1
+        return self._num_planned >= _FIRST_CONTROL and self._num_planned.bit_count() == 1
+
+    @property
+    def saved_s(self) -> float:
+        """What all steps would have taken if they had been computed, less what they took."""
+        return self._computed_s * self._num_samples - self._spent_s
+
+    @property
+    def is_due(self) -> bool:
+        """Whether so many were served since the last verdict that it may be another one."""
+        return self._num_served % _BETWEEN_VERDICTS == 0
+
+    @property
+    def verdict(self) -> tuple[bool, str]:
+        """Whether to go on skipping, and why."""
+        served = self._recent.get("served", ())
+        if len(served) < _MIN_SERVED or not self._computed_s:
+            return True, "until there is enough to compare"
+        per_sample = _mean(served)
+        text = (
+            f"{per_sample * 1e6:,.0f} us a sample from the cache, "
+            f"{self._computed_s * 1e6:,.0f} computed"
+        )
+        return per_sample < self._computed_s, text
+
+
+def _mean(values: Iterable[float]) -> float:
+    """Mean, for the first step of an epoch waits for its rows; but without outliers."""
+    values = sorted(values)  # with every served step: `statistics` would take ten times as long
+    half, odd = divmod(len(values), 2)
+    most = _OUTLIER * (values[half] if odd else (values[half - 1] + values[half]) / 2)
+    if values[-1] > most:
+        values = [min(value, most) for value in values]
+    return sum(values) / len(values)

@@ -1,0 +1,162 @@
+"""The gate: skipping goes on exactly where whole steps are measured to be faster."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from egeria_cache import ActivationCache, EgeriaLoader
+from egeria_cache.gate import policy
+from egeria_cache.gate.steps import StepTimer
+from tests.helpers.nets import Images, Net, freeze, make_net, sgd, train_steps
+
+
+def timer_of(computed, served, num_served=20, *, captured=None, proof_s=0.0):
+    """The first step warms up, and is not counted but for its proof."""
+    timer = StepTimer()
+    timer.step("captured", 1000 + proof_s, 8, proof_s=proof_s)
+    for _ in range(10):
+        timer.step("captured", 8 * (captured or computed), 8)
+    for number in range(num_served):
+        timer.step("served", 8 * served, 8)
+        if captured and number % 8 == 0:
+            timer.step("computed", 8 * computed, 8)
+    return timer
+
+
+@pytest.mark.parametrize(
+    ("served", "pays"), [(0.1, True), (0.97, True), (1.04, False), (2.0, False)]
+)
+def test_skipping_pays_while_a_served_sample_costs_less(served, pays):
+    assert timer_of(1.0, served).verdict[0] is pays
+
+
+def test_without_experience_skipping_goes_on():
+    assert StepTimer().verdict[0]
+    assert timer_of(1.0, 9.0, num_served=3).verdict[0]
+
+
+def test_a_few_slow_steps_do_not_decide():
+    timer = timer_of(1.0, 0.5, num_served=60)
+    for _ in range(4):
+        timer.step("served", 1000, 8)
+    assert timer.verdict[0]
+
+
+def test_the_first_step_of_each_epoch_counts():
+    timer = timer_of(1.0, 0.9, num_served=20)
+    for _ in range(4):
+        timer.step("served", 3 * 8, 8)
+    assert not timer.verdict[0]
+
+
+def test_controls_tell_what_a_computed_step_costs_without_capture():
+    timer = timer_of(0.5, 1.0, captured=2.0)
+    assert not timer.verdict[0]
+    assert timer.verdict[1] == "1,000,000 us a sample from the cache, 500,000 computed"
+
+
+def test_controls_become_ever_rarer():
+    timer = StepTimer()
+    planned = [timer.wants_control() for _ in range(300)]
+    assert [at for at, wants in enumerate(planned, 1) if wants] == [4, 8, 16, 32, 64, 128, 256]
+
+
+@pytest.mark.parametrize(
+    ("timer", "saved"),
+    [
+        (timer_of(2.0, 0.5, 10), 10 * 8 * 1.5),
+        (timer_of(1.0, 2.0, 10), -10 * 8),
+        (timer_of(2.0, 0.5, 10, proof_s=50), 10 * 8 * 1.5 - 50),
+        (timer_of(2.0, 0.5, 16, captured=3.0), 16 * 8 * 1.5 - 10 * 8),  # what storing took
+        (timer_of(2.0, 0.5, 0, proof_s=50), -50),
+    ],
+)
+def test_what_is_saved_is_net_of_all_that_the_cache_took(timer, saved):
+    assert timer.saved_s == pytest.approx(saved)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_controls_are_computed_and_change_nothing(tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(StepTimer, "verdict", property(lambda self: (True, "goes on")))
+    losses, misses = [], []
+    for gate in ("always", "auto", "never"):
+        model = make_net()
+        freeze(model, "layer1")
+        with ActivationCache(model, tmp_path / gate, "layer1", gate=gate) as cache:
+            loader = EgeriaLoader(
+                Images(96), 8, shuffle=True, cache=cache, reuse=None, seed=3, num_workers=workers,
+                generator=torch.Generator().manual_seed(5),
+            )  # fmt: skip
+            losses.append(
+                train_steps(model, loader, sgd(model), 5, on_step=lambda _: cache.flush())[0]
+            )
+            misses.append(cache.stats().misses)
+    assert losses[0] == losses[1] == losses[2]
+    assert misses[0] == 96
+    assert misses[1] == 96 + 4 * 8  # of 48 batches that were planned from the cache
+
+
+@pytest.mark.parametrize(("gate", "serves"), [("auto", False), ("always", True)])
+def test_the_gate_stops_what_does_not_pay_and_says_why(tmp_path, monkeypatch, gate, serves):
+    monkeypatch.setattr(StepTimer, "verdict", property(lambda self: (False, "it was slower")))
+    model = make_net()
+    freeze(model, "layer1")
+    with ActivationCache(model, tmp_path, "layer1", gate=gate) as cache:
+        loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None)
+        train_steps(model, loader, sgd(model), 4, on_step=lambda _: cache.flush())
+        assert (cache.stats().hits == 3 * 48) is serves
+        assert cache.stats().gate == ("on" if serves else "off") + ": it was slower"
+        assert "it was slower" in cache.report()
+
+
+def test_an_epoch_ends_with_one_line(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "egeria")
+    model = make_net()
+    freeze(model, "layer1")
+    with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
+        loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None)
+        train_steps(model, loader, sgd(model), 3, on_step=lambda _: cache.flush())
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("epoch")]
+    assert len(lines) == 3
+    assert "epoch 2 of 'train': boundary layer1, 67 % hits so far" in lines[2]
+
+
+class Expanding(Net):
+    """The last frozen part makes sixteen numbers of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer2 = nn.Conv2d(4, 64, 1)
+        self.layer3 = nn.Sequential(nn.Conv2d(64, 8, 3), nn.BatchNorm2d(8))
+
+
+def expanding():
+    torch.manual_seed(0)
+    model = Expanding()
+    freeze(model, "layer2")
+    return model
+
+
+def test_an_activation_that_grew_is_cut_before_it_grew(tmp_path, monkeypatch):
+    """The choice is given, not timed; the losses are those of a run that skips nothing."""
+    monkeypatch.setattr(policy, "choose", lambda steps, costs: "layer1")
+    monkeypatch.setattr(StepTimer, "verdict", property(lambda self: (True, "goes on")))
+    results = []
+    for gate in ("auto", "never"):
+        model = expanding()
+        with ActivationCache(model, tmp_path / gate, "layer2", gate=gate) as cache:
+            loader = EgeriaLoader(Images(96), 8, shuffle=True, cache=cache, reuse=None, seed=3)
+            torch.manual_seed(1)
+            results.append(
+                train_steps(model, loader, sgd(model), 4, on_step=lambda _: cache.flush())[0]
+            )
+            assert cache.boundary == "layer2"
+            if gate == "auto":
+                assert cache.port.views(loader.source.key)[0].cut.boundary == "layer1"
+                assert cache.stats().hits >= 2 * 96
+                assert "cut at 'layer1', whose output is smaller" in cache.stats().gate
+    assert results[0] == results[1]

@@ -1,0 +1,90 @@
+"""Short runs: nothing is proved that would not be won back."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from egeria_cache import ActivationCache, EgeriaLoader
+from egeria_cache.gate import schedule
+from egeria_cache.gate.schedule import Schedule
+from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
+
+
+@pytest.fixture(autouse=True)
+def short_runs_are_postponed(monkeypatch):
+    monkeypatch.delenv("EGERIA_POSTPONE")
+
+
+def timed(num_batches, front_s, step_s, epoch=0, waited_s=0.0):
+    known = Schedule(num_batches, epoch)
+    for _ in range(2):
+        known.fronts.append(front_s)
+        known.steps.append((step_s, waited_s))
+    return known
+
+
+@pytest.mark.parametrize(
+    ("known", "padded", "is_proved"),
+    [
+        (timed(16, 0.020, 0.060), False, False),  # 32 hits save 0.6 s, and a proof takes 0.8
+        (timed(63, 0.020, 0.060), False, True),
+        (timed(23, 0.020, 0.060), False, True),
+        (timed(23, 0.020, 0.060), True, False),
+        (timed(16, 0.020, 0.060, epoch=12), False, True),  # who ran so long goes on
+        (timed(16, 0.001, 0.060, waited_s=0.05), False, True),  # samples that are slow to load
+        (timed(199, 0.0008, 0.003), False, False),  # a hit itself takes as long
+        (timed(200, 0.0008, 0.003), False, True),  # it is tried, and whole steps decide
+    ],
+)
+def test_a_proof_is_made_where_as_many_epochs_as_may_be_expected_win_it_back(
+    known, padded, is_proved
+):
+    assert (known.why_not(padded=padded) is None) is is_proved
+
+
+def test_two_batches_are_timed_unless_an_epoch_is_long():
+    assert not Schedule(schedule.LONG).wants_timing
+    known = Schedule(8)
+    for _ in range(2):
+        assert known.wants_timing
+        known.steps.append((1.0, 0.0))
+    assert not known.wants_timing
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_short_run_is_computed_says_so_once_and_trains_as_without_a_cache(
+    tmp_path, caplog, workers
+):
+    caplog.set_level(logging.INFO, "egeria")
+    losses = []
+    for gate in ("auto", "never"):
+        model = make_net()
+        freeze(model, "layer1")
+        with ActivationCache(model, tmp_path / gate, "layer1", gate=gate) as cache:
+            loader = EgeriaLoader(
+                Images(), 8, shuffle=True, cache=cache, seed=3, num_workers=workers
+            )
+            losses.append(train_steps(model, loader, sgd(model), 4)[0])
+            stats = cache.stats()
+            assert stats.hits == 0
+            assert stats.why_not is None
+            if gate == "auto":
+                assert stats.gate.startswith("postponed: 6 batches an epoch")
+                assert stats.num_samples == 0
+    assert losses[0] == losses[1]
+    assert sum("would hardly win back" in r.getMessage() for r in caplog.records) == 1
+    assert not [r for r in caplog.records if r.levelno > logging.INFO]
+
+
+def test_what_was_postponed_is_proved_when_it_is_seen_to_pay(tmp_path, monkeypatch):
+    model = make_net()
+    freeze(model, "layer1")
+    with ActivationCache(model, tmp_path, "layer1") as cache:
+        loader = EgeriaLoader(Images(), 8, cache=cache)
+        train_steps(model, loader, sgd(model), 2)
+        assert cache.stats().num_samples == 0
+        monkeypatch.setattr(schedule, "_HIT_S", -1.0)
+        train_steps(model, loader, sgd(model), 3, on_step=lambda _: cache.flush())
+        assert cache.stats().hits > 0
