@@ -35,7 +35,7 @@ class Case:
 
     model: nn.Module
     boundary: str
-    data: list[Any]
+    data: Any
     epochs: int
     collate: Callable[[list[Any]], Any] | None = None
 
@@ -69,7 +69,7 @@ def texts(num: int, layers: int, epochs: int) -> Case:
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=1000, hidden_size=128, num_hidden_layers=layers, num_attention_heads=4,
-        intermediate_size=512, max_position_embeddings=128, num_labels=2,
+        intermediate_size=512, max_position_embeddings=128,
     )  # fmt: skip
     sizes = torch.randint(8, 64, (num,)).tolist()
     data = [(torch.randint(1, 1000, (size,)), size % 2) for size in sizes]
@@ -114,7 +114,7 @@ def train(model: nn.Module, loader: Any, epochs: int) -> None:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.01)
     for _ in range(epochs):
         for batch in loader:
-            _loss(model, batch).backward()  # type: ignore[no-untyped-call]
+            _loss(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -134,7 +134,7 @@ class Trainings:
             BATCH,
             shuffle=True,
             collate_fn=case.collate,
-            generator=order,  # type: ignore[arg-type]
+            generator=order,
         )
         train(case.frozen(), loader, case.epochs)
 
@@ -143,7 +143,7 @@ class Trainings:
         case, order = self.case, torch.Generator().manual_seed(1)
         with ActivationCache(case.frozen(), directory, case.boundary) as cache:
             loader: Any = EgeriaLoader(
-                case.data, BATCH, shuffle=True, collate_fn=case.collate, generator=order,  # type: ignore[arg-type]
+                case.data, BATCH, shuffle=True, collate_fn=case.collate, generator=order,
                 cache=cache,
             )  # fmt: skip
             train(cache.model, loader, case.epochs)

@@ -19,6 +19,7 @@ __all__ = ["Kind", "StepTimer"]
 
 Kind = Literal["served", "computed", "captured", "partial"]
 """Read whole; loaded and computed as without a cache; computed and stored; some of both."""
+_COMPUTED: tuple[Kind, ...] = ("computed", "captured")
 _RECENT = 64
 _MIN_SERVED = 16
 _FIRST_CONTROL = 4
@@ -35,7 +36,8 @@ class StepTimer:
         """Start without experience."""
         self._recent: dict[Kind, deque[float]] = {}
         self._computed_s = 0.0
-        """Of a sample: of the controls, or as long as there are none, at most, of the misses."""
+        """Of a sample. A miss takes no less than a control: the lower of the two means, since both
+        are of few steps."""
         self._is_first = True
         self._num_planned = self._num_served = 0
         self._num_samples = self._spent_s = 0.0
@@ -60,8 +62,8 @@ class StepTimer:
             recent = self._recent[kind] = deque(maxlen=_RECENT)
         recent.append(per_sample)
         self._num_served += kind == "served"
-        if kind == "computed" or (kind == "captured" and "computed" not in self._recent):
-            self._computed_s = _mean(recent)
+        if kind in _COMPUTED:
+            self._computed_s = min(_mean(self._recent[k]) for k in _COMPUTED if k in self._recent)
         if self._computed_s:
             per_sample = min(per_sample, _OUTLIER * self._computed_s)
         self._num_samples += num_samples
