@@ -71,7 +71,7 @@ class MemoryHost:
         """Nothing is postponed."""
         return False
 
-    def front_took(self, batch: Batch, seconds: float) -> None:
+    def timed(self, batch: Batch, front_s: float, forward_s: float) -> None:
         """Nothing is measured here."""
 
     def thawed(self, name: str, cut: str | None) -> None:

@@ -354,9 +354,9 @@ class CacheHost:
             self._told_postponed.add(name)
         return "plain"
 
-    def front_took(self, batch: Batch, seconds: float) -> None:
-        """The frozen front of a batch that was computed plainly took so long."""
-        self._policy.timed(batch.loader_name, seconds)
+    def timed(self, batch: Batch, front_s: float, forward_s: float) -> None:
+        """A batch was computed plainly: its frozen front, and all of the model, took so long."""
+        self._policy.timed(batch.loader_name, front_s, forward_s)
 
     def is_idle(self) -> bool:
         """Whether a loader's batches come plain at present, for nothing is proved as yet."""

@@ -173,6 +173,14 @@ class LoaderPort:
         if self._status.boundary is not None or self._status.is_sought:
             self._policy.begins(loader_name, epoch, num_batches)
 
+    def wants_timing(self, loader_name: str) -> bool:
+        """Whether it is still to be seen what a batch costs without a cache."""
+        return self._policy.wants_timing(loader_name)
+
+    def loaded(self, loader_name: str, seconds: float) -> None:
+        """A batch took the training thread so long to load."""
+        self._policy.loaded(loader_name, seconds)
+
     def is_plain(self, loader_name: str) -> bool:
         """Whether batches come as DataLoader's: nothing is frozen, or nothing proved as yet."""
         return self.boundary is None or self._policy.is_postponed(loader_name)
@@ -203,7 +211,6 @@ class LoaderPort:
         num_samples: float,
         entry: PlannedEntry | None,
         *,
-        waited_s: float = 0.0,
         is_control: bool = False,
     ) -> None:
         """Note what a whole training step cost, and stop skipping where it does not pay."""
@@ -213,8 +220,6 @@ class LoaderPort:
         views = self.views(loader_name)
         if not views and not self.may_store(loader_name):
             return
-        if not views:
-            self._policy.waited(loader_name, seconds, waited_s)
         if entry is not None and entry.num_read:
             self._readers.served(
                 read_s=entry.read_s, waited_s=entry.waited_s, interval_s=seconds,

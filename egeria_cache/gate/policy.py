@@ -83,9 +83,14 @@ class ServingPolicy:
         schedule = self._schedules.get(loader)
         return schedule is not None and schedule.wants_timing
 
-    def timed(self, loader: str, front_s: float) -> None:
-        """A batch was computed plainly, its front in so many seconds."""
+    def timed(self, loader: str, front_s: float, forward_s: float) -> None:
+        """A batch was computed plainly: its front, and all of the model, in so many seconds."""
         self._schedules[loader].fronts.append(front_s)
+        self._schedules[loader].forwards.append(forward_s)
+
+    def loaded(self, loader: str, seconds: float) -> None:
+        """A batch was loaded in so many seconds of the training thread."""
+        self._schedules[loader].loads.append(seconds)
 
     def postpones(self, loader: str, *, padded: bool) -> str | None:
         """Say why this loader should be computed plainly for the rest of the epoch."""
@@ -115,12 +120,6 @@ class ServingPolicy:
     def wants_control(self, loader: str, boundary: str) -> bool:
         """Whether a batch that could be served whole should be computed, for comparison."""
         return self.mode == "auto" and self._timer(loader, boundary).wants_control()
-
-    def waited(self, loader: str, seconds: float, waited_s: float) -> None:
-        """Note a step that was computed plainly, and how long it waited for its batch."""
-        schedule = self._schedules.get(loader)
-        if schedule is not None and len(schedule.steps) < len(schedule.fronts):
-            schedule.steps.append((seconds, waited_s))
 
     def step(
         self,

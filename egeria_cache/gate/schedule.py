@@ -1,8 +1,8 @@
 """Whether a run is long enough to win back the proof that serving it begins with.
 
 A loader tells how many batches it has in an epoch and how many epochs were run; how many are to
-come, nobody does. A short run computes two batches plainly, timed, and then, at every epoch, as
-long as nothing is proved: would so many hits as may be expected win back what a proof costs?
+come, nobody does. So a few batches are computed plainly, timed, and then, at every epoch as long as
+nothing is proved, it is asked: would so many hits as may be expected win back what a proof costs?
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from dataclasses import dataclass, field
 
 __all__ = ["Schedule"]
 
-LONG = 200
-"""Batches of an epoch from which on a proof is made at once: it is little beside them."""
-_PROOF_STEPS = {False: 12, True: 16}
+_PROOF_FORWARDS = {False: 18, True: 22}
 _PROOF_S = 0.1
-"""What a proof costs, for samples of one length and padded ones, in steps of the training and
-beside them (docs/performance.md, the first batch)."""
+"""What a proof costs, for samples of one length and padded ones, in forwards of the whole model and
+beside them (benchmarks.short)."""
 _HIT_S = 1e-3
 """What a served step costs beside what is computed in it (benchmarks.small_step)."""
 _MIN_EPOCHS = 2
-_NUM_TIMED = 2
+_NUM_TIMED = 3
+"""The least of these counts: the first warms up, and a busy machine may slow any."""
 
 
 @dataclass(slots=True)
@@ -35,8 +34,10 @@ class Schedule:
     """Whether the rest of this epoch is computed plainly."""
     fronts: list[float] = field(default_factory=list)
     """What the frozen front took in batches that were computed plainly."""
-    steps: list[tuple[float, float]] = field(default_factory=list)
-    """What these took as a whole, and waiting for the batch."""
+    forwards: list[float] = field(default_factory=list)
+    """What the whole model took for them."""
+    loads: list[float] = field(default_factory=list)
+    """What the training thread took to load a batch."""
 
     def begins(self, epoch: int) -> None:
         """Another epoch begins."""
@@ -46,20 +47,18 @@ class Schedule:
     @property
     def wants_timing(self) -> bool:
         """Whether the next batch is to be computed plainly, to know what it costs."""
-        return self.num_batches < LONG and len(self.steps) < _NUM_TIMED
+        return len(self.fronts) < _NUM_TIMED
 
     def why_not(self, *, padded: bool) -> str | None:
         """Say why a proof would not be won back; None if it would."""
-        if self.num_batches >= LONG or not (self.fronts and self.steps):
-            return None
-        step_s, waited_s = self.steps[-1]
+        front_s, load_s = min(self.fronts, default=0.0), min(self.loads, default=0.0)
         hits = self.num_batches * max(_MIN_EPOCHS, self.epoch // 2)
-        gain_s = hits * max(0.0, self.fronts[-1] + waited_s - _HIT_S)
-        proof_s = _PROOF_STEPS[padded] * step_s + _PROOF_S
+        gain_s = hits * max(0.0, front_s + load_s - _HIT_S)
+        proof_s = _PROOF_FORWARDS[padded] * min(self.forwards, default=0.0) + _PROOF_S
         if gain_s >= proof_s:
             return None
         return (
-            f"{self.num_batches} batches an epoch, whose frozen front takes "
-            f"{self.fronts[-1] * 1e3:.1f} ms each, would hardly win back a proof of some "
-            f"{proof_s:.1f} s (gate='always' does not wait)"
+            f"{self.num_batches} batches an epoch, whose frozen front takes {front_s * 1e3:.1f} ms "
+            f"each, would hardly win back a proof of some {proof_s:.1f} s (gate='always' does not "
+            "wait)"
         )

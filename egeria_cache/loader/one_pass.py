@@ -77,7 +77,8 @@ class Pass:
         loader._rest = None
         # The workers may start later, when the training loop has drawn numbers of its own.
         self._inner_generator = base
-        self._step: tuple[Plan, float, float] | None = None
+        self._step: tuple[Plan, float] | None = None
+        self._times_loading = cache is not None and cache.wants_timing(loader.source.key)
         self._assembly = loader._assembly
         self._assembly.cache = cache
         self._loads_here = loader.num_workers == 0 and not loader.pin_memory
@@ -136,6 +137,7 @@ class Pass:
             # Persistent workers serve the pass that began last; older ones go on with it, as they
             # do under DataLoader.
             self._planner, self._prefetcher, self._progress = self._loader._persistent[0].serves
+        began = time.thread_time() if self._times_loading else 0.0
         self._planner.top_up()
         try:
             loaded = self._read_alone() or next(self._inner)
@@ -147,7 +149,9 @@ class Pass:
         plan = self._planner.take(loaded.number)
         batch = self._assembly.assemble(plan, loaded)
         self._progress.count(plan.number, self._planner.planned_before(plan.number))
-        self._step = plan, asked, time.perf_counter()
+        self._step = plan, asked
+        if self._times_loading:
+            self._note_loading(began)
         return batch
 
     def _read_alone(self) -> Loaded | None:
@@ -183,13 +187,19 @@ class Pass:
         """Tell the cache what the step cost that ends with this call."""
         now = time.perf_counter()
         if self._step is not None and self._cache is not None:
-            plan, start, given = self._step
+            plan, start = self._step
             self._cache.note_step(
                 self._source.key, now - start, plan.size or len(plan.ids), plan.entry,
-                waited_s=given - start, is_control=plan.is_control,
+                is_control=plan.is_control,
             )  # fmt: skip
         self._step = None
         return now
+
+    def _note_loading(self, began: float) -> None:
+        """Tell the cache what a batch cost without it, as far as it wants to know."""
+        assert self._cache is not None
+        self._cache.loaded(self._source.key, time.thread_time() - began)
+        self._times_loading = self._cache.wants_timing(self._source.key)
 
     def _start_workers(self) -> Iterator[Loaded]:
         loader = self._loader

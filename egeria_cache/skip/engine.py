@@ -98,8 +98,8 @@ class SkipHost(Protocol):
     def postpones(self, batch: Batch) -> Literal["timed", "plain"] | None:
         """Whether nothing should be proved on this batch: it is computed plainly, timed perhaps."""
 
-    def front_took(self, batch: Batch, seconds: float) -> None:
-        """The frozen front of a batch that was to be timed took so long."""
+    def timed(self, batch: Batch, front_s: float, forward_s: float) -> None:
+        """A batch was computed plainly: its frozen front, and all of the model, took so long."""
 
     def is_idle(self) -> bool:
         """Whether batches of a loader may come plain, for nothing is proved for it as yet."""
@@ -185,6 +185,9 @@ class SkipEngine:
         if self._sharded is not None and self.boundary is not None and not self._sharded.is_ready:
             self.host.note("called", 0.0, 0)
             return self._forward(*unwrap(args), **unwrap(kwargs))
+        is_idle = self._is_held and self.host.is_idle()
+        if is_idle and all(type(value) is Tensor for value in (*args, *kwargs.values())):
+            return self._forward(*args, **kwargs)  # no batch that knows its samples
         # Shapes of tagged tensors are read often: not through their `__torch_function__`.
         with torch._C.DisableTorchFunctionSubclass():
             call = Invocation.of(args, kwargs)
@@ -275,8 +278,8 @@ class SkipEngine:
         """Compute a call plainly, and tell the host how long its frozen front takes."""
         assert self.boundary is not None
         front = self.model.get_submodule(self.boundary)
-        output, seconds = passes.timed(self._forward, front, call)
-        self.host.front_took(call.batch, seconds)
+        output, front_s, forward_s = passes.timed(self._forward, front, call)
+        self.host.timed(call.batch, front_s, forward_s)
         return output
 
     def _prove(self, key: tuple[Any, ...], call: Invocation, alike: list[Recipe]) -> Any:

@@ -17,25 +17,20 @@ def short_runs_are_postponed(monkeypatch):
     monkeypatch.delenv("EGERIA_POSTPONE")
 
 
-def timed(num_batches, front_s, step_s, epoch=0, waited_s=0.0):
-    known = Schedule(num_batches, epoch)
-    for _ in range(2):
-        known.fronts.append(front_s)
-        known.steps.append((step_s, waited_s))
-    return known
+def timed(num_batches, front_s, forward_s, epoch=0, load_s=0.0):
+    return Schedule(num_batches, epoch, False, [front_s], [forward_s], [load_s])
 
 
 @pytest.mark.parametrize(
     ("known", "padded", "is_proved"),
     [
-        (timed(16, 0.020, 0.060), False, False),  # 32 hits save 0.6 s, and a proof takes 0.8
-        (timed(63, 0.020, 0.060), False, True),
-        (timed(23, 0.020, 0.060), False, True),
-        (timed(23, 0.020, 0.060), True, False),
-        (timed(16, 0.020, 0.060, epoch=12), False, True),  # who ran so long goes on
-        (timed(16, 0.001, 0.060, waited_s=0.05), False, True),  # samples that are slow to load
-        (timed(199, 0.0008, 0.003), False, False),  # a hit itself takes as long
-        (timed(200, 0.0008, 0.003), False, True),  # it is tried, and whole steps decide
+        (timed(16, 0.020, 0.030), False, False),  # 32 hits save 0.61 s, and a proof takes 0.64
+        (timed(17, 0.020, 0.030), False, True),
+        (timed(17, 0.020, 0.030), True, False),
+        (timed(63, 0.020, 0.030), True, True),
+        (timed(8, 0.020, 0.030, epoch=12), False, True),  # who ran so long goes on
+        (timed(17, 0.001, 0.030, load_s=0.05), False, True),  # samples that are slow to load
+        (timed(10**6, 0.0008, 0.003), False, False),  # a hit itself takes as long
     ],
 )
 def test_a_proof_is_made_where_as_many_epochs_as_may_be_expected_win_it_back(
@@ -44,13 +39,15 @@ def test_a_proof_is_made_where_as_many_epochs_as_may_be_expected_win_it_back(
     assert (known.why_not(padded=padded) is None) is is_proved
 
 
-def test_two_batches_are_timed_unless_an_epoch_is_long():
-    assert not Schedule(schedule.LONG).wants_timing
-    known = Schedule(8)
-    for _ in range(2):
+def test_three_batches_are_timed_and_the_least_counts():
+    known = Schedule(63)
+    for front_s in (1.0, 0.020, 7.0):
         assert known.wants_timing
-        known.steps.append((1.0, 0.0))
+        known.fronts.append(front_s)
+        known.forwards.append(1.5 * front_s)
     assert not known.wants_timing
+    assert known.why_not(padded=False) is None
+    assert "takes 20.0 ms" in timed(2, 0.020, 0.030).why_not(padded=True)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
