@@ -63,7 +63,7 @@ class ActivationCache:
             none at all.
         gate: "auto" skips while training steps are measured to be faster for it, and in short runs
             begins when that may be won back; "always" skips whatever can be skipped; "never"
-            keeps the schedule of a cached run (inference mode, random draws) but computes everything.
+            keeps the schedule of a cached run (inference mode, random draws) but computes all.
         force_network: Use a network filesystem all the same; one host at a time may.
         dropout: What dropout layers of the frozen prefix do in training mode: "off", they pass
             their input on; "stateless", they drop what seed, sample and draw decide; masks are
