@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from benchmarks.harness import environment, parser, publish, tell
+from benchmarks.schedules import Layout, count_bubbles
 from egeria_cache import EgeriaLoader, ShardAffineSampler
-from egeria_core.pipeline import ElasticPipeline, Layout, OnFreeze, count_bubbles
+from egeria_core.pipeline import ElasticPipeline, OnFreeze
 
 RANKS, BLOCKS, FROZEN, MICROBATCHES, ROWS, WIDTH = 4, 8, 4, 6, 24, 16
 STEPS = 3

@@ -22,9 +22,16 @@ from torch import Tensor, nn
 
 from benchmarks.digits_task import Outcome, Task, train
 from benchmarks.harness import environment, parser, publish, pyplot, tell
-from egeria_core import FreezeController, find_layers, guideline_interval
-from egeria_core.hooks import Call, LayerTap, Probe
-from egeria_core.meter import ActivationMeter
+from egeria_core import (
+    Bootstrap,
+    FreezeController,
+    PlasticityPolicy,
+    find_layers,
+    guideline_interval,
+)
+from egeria_core.policies import Measure
+from egeria_core.reference import Call, LayerTap, Probe
+from egeria_core.watch import ActivationMeter, Meter, Watched
 
 WINDOW, TOLERANCE = 10, 0.2
 
@@ -63,65 +70,54 @@ class WholeModelMeter(ActivationMeter):
     The same evaluator, schedule and comparison; only what is run again is another.
     """
 
-    def bind(self) -> None:
-        """Hook the model itself: its input is the probe."""
-        names: list[tuple[str, ...]] = [(name,) for name in self._layers.boundaries[:-1]]
-        if names == self._tapped:
-            return
-        self._tapped = names
-        self._bare = self._model
-        self._tap = _RootTap(self._bare, self._config.probe_rows)
+    def __init__(self, watched: Watched) -> None:
+        self._bare = watched.model
+        super().__init__(watched)
+
+    def _make_tap(self, names: list[tuple[str, ...]]) -> LayerTap:
+        return _RootTap(self._bare, names)
 
     def measure(self, step: int, frozen: int) -> None:
         """As the one-module meter, on the model up to the front layer."""
         if frozen < len(self._tapped):
-            self._model = _Root(Front(self._bare, self._tapped[frozen][0]))
+            self._model = _Root(Front(self._bare, self._tapped[frozen][-1]))
         super().measure(step, frozen)
 
 
 class _RootTap(LayerTap):
     """Captures the input of the whole model."""
 
-    def __init__(self, model: nn.Module, rows: int) -> None:
-        super().__init__(model, [], num_rows=rows)
+    def __init__(self, model: nn.Module, names: list[tuple[str, ...]]) -> None:
+        super().__init__(model, [])
         self._input: Tensor | None = None
         self._handles.append(model.register_forward_pre_hook(self._note))
 
     def _note(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        if self._armed is not None and self._input is None and torch.is_grad_enabled():
+        if self.armed is not None and self._input is None and torch.is_grad_enabled():
             self._input = args[0][: self.num_rows].clone()
 
     def take(self) -> Probe | None:
         """Return the model's input as a call of its front."""
         x, self._input = self._input, None
         super().take()
-        if x is None:
-            return None
-        return Probe([Call("front", (x,), {})], None, len(x), len(x), 0)
+        return None if x is None else Probe([Call("front", (x,), {})], len(x), len(x), 0)
 
 
-class WholeModelController(FreezeController):
-    """`FreezeController` with the whole model as the reference."""
+class WholeModelPolicy(PlasticityPolicy):
+    """Algorithm 1 with the whole model as the reference."""
 
-    def _make_meter(self) -> Any:
-        from egeria_core.meter import make_evaluator
+    measure: Measure = "own"
+    per_layer = False
 
-        device = torch.device("cpu")
-        return WholeModelMeter(
-            self.model,
-            self._map,
-            self._every,
-            self.policy.measure,
-            self.config,
-            self.history,
-            lambda: make_evaluator(self.config, device),
-        )
+    def make_meter(self, watched: Watched) -> Meter:
+        """Return what runs the whole model again."""
+        return WholeModelMeter(watched)
 
 
 Maker = Callable[[nn.Module, torch.optim.Optimizer, int], Any]
 
 
-def maker(kind: type[FreezeController] = FreezeController, **changes: Any) -> Maker:
+def maker(policy: type[PlasticityPolicy] | None = None, **changes: Any) -> Maker:
     """Return a factory; `n_factor` scales the guideline's interval."""
     factor = changes.pop("n_factor", 1.0)
 
@@ -134,7 +130,9 @@ def maker(kind: type[FreezeController] = FreezeController, **changes: Any) -> Ma
             "evaluator": "inline",
             "reference": "fp32",
         }
-        return kind(model, optimizer, **(options | changes))
+        chosen = "plasticity" if policy is None else policy(WINDOW, TOLERANCE)
+        options |= {"policy": chosen, "bootstrap": Bootstrap()}
+        return FreezeController(model, optimizer, **(options | changes))
 
     return make
 
@@ -152,9 +150,7 @@ def variants() -> dict[str, tuple[str, Maker | None]]:
         "T = 40 %": ("T", maker(tolerance=0.4)),
         "bf16": ("precision", maker(reference="bf16")),
         "int8": ("precision", maker(reference="int8")),
-        "fp32, refreshed as int8": ("precision", maker(refresh_every=WINDOW)),
-        "captured output": ("reading", maker(train_output="captured")),
-        "whole model": ("reading", maker(WholeModelController)),
+        "whole model": ("reading", maker(WholeModelPolicy)),
     }
 
 

@@ -17,29 +17,32 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from egeria_cache import BoundaryMoved
 from egeria_core.config import ControllerConfig
-from egeria_core.distributed import Ranks, rebuild, unwrap
 from egeria_core.errors import PolicyError
 from egeria_core.freezer import Freezer
-from egeria_core.gradients import GradientMeter
-from egeria_core.harm import Movement
-from egeria_core.history import History
-from egeria_core.judge import Verdict
-from egeria_core.meter import ActivationMeter, Meter, device_of, make_evaluator
-from egeria_core.movement import MovementMeter, can_be_read
-from egeria_core.outlook import Outlook, Payoff
-from egeria_core.policies import Policy, Reading, SetsRates, StaticPolicy, make_policy
-from egeria_core.prefix import LayerMap
-from egeria_core.rates import LayerRates
-from egeria_core.remaining import Schedule
-from egeria_core.sharded import to_shards, whole
-from egeria_core.tensorboard import make_listener
+from egeria_core.history import History, make_listener
+from egeria_core.policies import (
+    Movement,
+    Policy,
+    Reading,
+    StaticPolicy,
+    make_policy,
+)
+from egeria_core.ranks import Ranks, rebuild, to_shards, unwrap, whole
+from egeria_core.savings import MoveCost, Savings, Schedule
+from egeria_core.verdict import Verdict
+from egeria_core.watch import (
+    ActivationMeter,
+    BringsMeter,
+    LayerMap,
+    Meter,
+    MovementMeter,
+    Watched,
+    can_be_read,
+)
 
 __all__ = ["FreezeController"]
 
 log = logging.getLogger("egeria")
-
-READING_SHARE = 0.005
-"""Part of a step that reading the layers' movement may take; deciding takes less."""
 
 
 class BoundaryListener(Protocol):
@@ -85,7 +88,7 @@ class FreezeController:
         listeners: Iterable[Callable[[BoundaryMoved], None]] = (),
         **options: Any,
     ) -> None:
-        self.config = ControllerConfig(**options)
+        self.config = ControllerConfig.of(options)
         self.model, self._ddp = unwrap(model)
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(f"the second argument is the optimizer; got {type(optimizer).__name__}")
@@ -108,11 +111,11 @@ class FreezeController:
         if self._board is not None:
             self.history.listeners.append(self._board)
         self._map = self._make_map()
-        measured = self.policy.measure != "nothing"
-        moves = self.policy.measure == "movement"
-        self._every = self.config.interval(len(self._map.layers), measured=measured, moves=moves)
-        self._bootstrap = None if moves else self.config.bootstrap_for(self.policy.measure)
-        self._outlook = Outlook(
+        self._every = self.config.interval(
+            len(self._map.layers), measured=self._measures, moves=self._reads_movement
+        )
+        self._bootstrap = self.config.bootstrap_for(self.policy.measure)
+        self._savings = Savings(
             self.model, optimizer, self._map, schedule, self._ranks, self.config.move_cost
         )
         self._listeners: list[Callable[[BoundaryMoved], None]] = list(listeners)
@@ -120,23 +123,18 @@ class FreezeController:
             self._listeners.insert(0, cache.on_boundary_moved)
         self._freezer = Freezer()
         self._untold: list[BoundaryMoved] = []
-        self._frozen = 0
-        self._declined = 0
+        self._frozen = self._declined = self._step = 0
         self._tied: set[tuple[str, str]] = set()
-        self._step = 0
         self._schedule: list[tuple[int, str | None]] = []
         self._loss_sum: Tensor | float = 0.0
         self._num_losses = 0
-        measures = self._ranks.measures or (self._ranks.is_sharded and self._by_steps)
-        self._meter = self._make_meter() if measured and measures else None
-        if self._meter is not None:
+        self._meter = Meter()
+        measures = self._ranks.measures or (self._ranks.is_sharded and self.per_layer)
+        if self._measures and measures:
+            self._meter = self._make_meter()
             self._finalizer = weakref.finalize(self, self._meter.close)
         self.policy.bind(self.boundaries)
-        self._rates: LayerRates | None = None
-        if isinstance(self.policy, SetsRates) and self.policy.anneal:
-            self._rates = LayerRates(optimizer, self.policy)
-            self._rates.bind(self._map)
-        if not measured:
+        if not self._measures:
             # A boundary that is to hold from the first forward on.
             self._decide(None)
 
@@ -147,24 +145,28 @@ class FreezeController:
         return LayerMap(self.model, self.config.layers, self.config.num_layers)
 
     def _make_meter(self) -> Meter:
-        measure = self.policy.measure
-        if measure in ("gradient_sum", "gradient_change"):
-            return GradientMeter(self.model, self.optimizer, self._map, measure)
-        if measure == "movement":
-            # An interval that was given is kept, whatever it costs: all is read in each.
-            most = READING_SHARE if self.config.evaluate_every is None else None
-            return MovementMeter(self.model, self.optimizer, self._map, self._every, most=most)
-        device = device_of(self.model)
-        config = self.config
-        return ActivationMeter(
-            self.model,
-            self._map,
-            self._every,
-            measure,
-            config,
-            self.history,
-            lambda: make_evaluator(config, device),
+        watched = Watched(
+            self.model, self.optimizer, self._map, self._every, self.config, self.history
         )
+        if isinstance(self.policy, BringsMeter):
+            return self.policy.make_meter(watched)
+        if self._reads_movement:
+            return MovementMeter(self.model, self.optimizer, self._map, self._every)
+        return ActivationMeter(watched)
+
+    @property
+    def _measures(self) -> bool:
+        return self.policy.measure != "nothing"
+
+    @property
+    def _reads_movement(self) -> bool:
+        return self.policy.measure == "movement"
+
+    @property
+    def per_layer(self) -> bool:
+        """Whether every rank measures its part of each layer; else one measures the front."""
+        policy = self.policy
+        return policy.per_layer if isinstance(policy, BringsMeter) else self._reads_movement
 
     @property
     def layers(self) -> list[str]:
@@ -207,11 +209,10 @@ class FreezeController:
             PolicyError: A policy answered something impossible.
         """
         self._step += 1
-        self._pass()
-        self._outlook.tick(self._step)
+        self._savings.tick(self._step)
         if not self._map.resolved:
             self._resolve()
-        self._note(loss)
+        self._meter.note(loss)
         due = self._step % self._every == 0
         if not self._bootstrapped(loss):
             return
@@ -226,33 +227,22 @@ class FreezeController:
             for verdict in self._exchange(only_immediate=True):
                 verdicts.append(verdict)
                 self._decide(verdict)
-        if not verdicts and self.policy.measure != "movement":
+        if not verdicts and not self._reads_movement:
             self._decide(None)
         self._prepare()
 
-    def _pass(self) -> None:
-        """Tell the rates how far the schedule is."""
-        if self._rates is not None and self.config.total_steps is not None:
-            self._rates.progress = self._step / self.config.total_steps
-
-    @property
-    def _by_steps(self) -> bool:
-        """Whether gradients or steps are measured: if sharded by all ranks, each its part."""
-        return self.policy.measure in ("gradient_sum", "gradient_change", "movement")
-
     def _measure(self) -> None:
-        """Measure, if this process does; of a sharded model all ranks give their part."""
+        """Measure, if this process does; of a sharded front layer all ranks give their part."""
         front: list[nn.Module] = []
-        if self._ranks.is_sharded and self.policy.measure in ("plasticity", "activation_norm"):
+        if self._ranks.is_sharded and self._measures and not self.per_layer:
             names = self._map.layers[self._front].modules
             front = [self.model.get_submodule(name) for name in names]
         with whole(front):
-            if self._meter is not None:
-                self._meter.measure(self._step, self._front)
+            self._meter.measure(self._step, self._front)
 
     def _prepare(self) -> None:
         """Have the next forward captured if it belongs to an evaluation step."""
-        if self._meter is not None and (self._step + 1) % self._every == 0:
+        if (self._step + 1) % self._every == 0:
             self._meter.prepare(self._front)
 
     @property
@@ -260,29 +250,14 @@ class FreezeController:
         """Which layer the policy looks at: what it asked for in vain is done with for it."""
         return max(self._frozen, self._declined)
 
-    def _note(self, loss: Tensor | float | None) -> None:
-        """Hand the loss to a meter that wants one of every step."""
-        if self.policy.measure != "movement":
-            return
-        if loss is None:
-            raise ValueError(
-                "step(loss) needs the training loss of every step: what freezing may cost is told "
-                "from how it falls"
-            )
-        if isinstance(self._meter, MovementMeter):
-            self._meter.note(loss)
-
     def _resolve(self) -> None:
         """Settle the layers by the first forward, which has just run."""
         before = self._map.boundaries
         self._map.resolve()
         if self._map.boundaries != before:
             self.policy.bind(self.boundaries)
-        if self._meter is not None:
-            self._meter.bind()
-        if self._rates is not None:
-            self._rates.bind(self._map)
-        self._outlook.resolve()
+        self._meter.bind()
+        self._savings.resolve()
         if self._frozen:
             # Frozen before any forward was seen, by guess: complete it.
             self._freeze_to(self._frozen)
@@ -299,21 +274,18 @@ class FreezeController:
         self._num_losses += 1
         if self._step % self._bootstrap.interval(self._every, self.config.total_steps):
             return False
-        mean = self._ranks.agree(float(self._loss_sum) / self._num_losses)
+        (mean,) = self._ranks.agree(float(self._loss_sum) / self._num_losses)
         self._loss_sum, self._num_losses = 0.0, 0
         done = self._bootstrap.observe(mean)
         self.history.add("bootstrap", self._step, loss=mean, done=done)
-        if done and self._meter is not None:
-            self._meter.begin()
         return done
 
     def _exchange(self, *, only_immediate: bool = False) -> list[Verdict]:
         """Collect verdicts on rank 0 and hand them to every rank."""
-        if self.policy.measure == "nothing":
+        if not self._measures:
             return []
-        meter = self._meter
-        idle = meter is None or (only_immediate and not meter.immediate)
-        verdicts = [] if meter is None or idle else meter.collect()
+        idle = only_immediate and not self._meter.immediate
+        verdicts = [] if idle else self._meter.collect()
         verdicts = self._ranks.share(verdicts, self._frozen)
         for verdict in verdicts:
             self._record(verdict)
@@ -329,19 +301,16 @@ class FreezeController:
         if verdict.values is not None:
             fields["values"] = list(verdict.values)
         else:
-            fields |= {
-                "reference": verdict.reference,
-                "noise": verdict.noise,
-                "seconds": verdict.seconds,
-            }
+            names = ("reference", "noise", "seconds")
+            fields |= {name: getattr(verdict, name) for name in names}
         self.history.add("reading", verdict.step, **fields)
 
     def _decide(self, verdict: Verdict | None) -> None:
         """Ask the policy, and do as it says."""
         movement = prospect = None
-        if self.policy.measure == "movement" and verdict is not None:
+        if self._reads_movement and verdict is not None:
             movement = Movement.of(verdict.values or ())
-            prospect = self._outlook.prospect(self._step, self._every)
+            prospect = self._savings.prospect(self._step, self._every)
         frozen = self.policy.observe(
             Reading(
                 step=self._step,
@@ -366,7 +335,7 @@ class FreezeController:
             self._move(0, "unfrozen")
         self._declined = min(self._declined, frozen)
         if frozen > self._front:
-            payoff = self._outlook.weigh(self._step, self._frozen, frozen)
+            payoff = self._savings.weigh(self._step, self._frozen, frozen)
             # What was set by hand is the user's own order.
             if payoff is None or payoff.pays or isinstance(self.policy, StaticPolicy):
                 self._move(frozen, "frozen", payoff)
@@ -379,7 +348,7 @@ class FreezeController:
         for note in take() if take is not None else ():
             self.history.add("decision", self._step, **note)
 
-    def _decline(self, frozen: int, payoff: Payoff) -> None:
+    def _decline(self, frozen: int, payoff: MoveCost) -> None:
         """Leave a move that cannot pay; the policy goes on as if it had been made."""
         self._declined = frozen
         boundary = self._map.boundaries[frozen - 1]
@@ -389,11 +358,10 @@ class FreezeController:
             boundary, self._step, payoff, payoff.cost,
         )  # fmt: skip
 
-    def _move(self, frozen: int, reason: str, payoff: Payoff | None = None) -> None:
+    def _move(self, frozen: int, reason: str, payoff: MoveCost | None = None) -> None:
         """Freeze or release, rebuild DDP, write it down, tell everybody."""
         previous = self.boundary
         self._declined = 0
-        self._outlook.clock.moved()
         if self._ranks.is_sharded:
             to_shards(self.model)
         if frozen:
@@ -404,27 +372,31 @@ class FreezeController:
         self._follow()
         event = BoundaryMoved(self._step, self.boundary, previous, self._reason(reason))
         self._schedule.append((event.step, event.boundary))
+        self._record_move(event, payoff)
+        self._untold.append(event)
+        self._tell()
+
+    def _record_move(self, event: BoundaryMoved, payoff: MoveCost | None) -> None:
+        sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
         self.history.add(
             "boundary",
             event.step,
             boundary=event.boundary,
             previous=event.previous,
             reason=event.reason,
-            num_frozen=frozen,
+            num_frozen=self._frozen,
             num_layers=len(self._map.layers),
-            active_parameters=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
-            total_parameters=sum(p.numel() for p in self.model.parameters()),
+            active_parameters=sum(size for size, trains in sizes if trains),
+            total_parameters=sum(size for size, _ in sizes),
             **({} if payoff is None else payoff.fields()),
         )
-        if frozen and payoff is not None:
+        if event.boundary is not None and payoff is not None:
             log.info(
                 "egeria: froze %s at step %d: %s, %s",
-                event.boundary, event.step, payoff, self._why() or event.reason,
+                event.boundary, event.step, payoff, self._why or event.reason,
             )  # fmt: skip
         else:
             log.info("egeria: step %d: boundary %s (%s)", event.step, event.boundary, event.reason)
-        self._untold.append(event)
-        self._tell()
 
     def _follow(self) -> None:
         """Have what runs the model on several ranks follow the move, before anybody is told."""
@@ -442,13 +414,14 @@ class FreezeController:
             for listener in self._listeners:
                 listener(event)
 
+    @property
     def _why(self) -> str:
         why: str = getattr(self.policy, "reason", "")
         return why
 
     def _reason(self, what: str) -> str:
-        why = self._why()
-        return f"{what} by {type(self.policy).__name__}" + (f": {why}" if why else "")
+        why = f": {self._why}" if self._why else ""
+        return f"{what} by {type(self.policy).__name__}{why}"
 
     def _freeze_to(self, frozen: int) -> None:
         boundary = self._map.boundaries[frozen - 1]
@@ -488,8 +461,8 @@ class FreezeController:
             "frozen": self._frozen,
             "schedule": [list(move) for move in self._schedule],
             "history": list(self.history),
-            "meter": None if self._meter is None else self._meter.state_dict(),
-            "outlook": self._outlook.state_dict(),
+            "meter": self._meter.state_dict(),
+            "savings": self._savings.state_dict(),
             "declined": self._declined,
         }
 
@@ -511,26 +484,18 @@ class FreezeController:
         if state["frozen"]:
             self._move(state["frozen"], "resumed")
         self._schedule = [(step, boundary) for step, boundary in state["schedule"]]
-        self._pass()
-        if self._rates is not None:
-            self._rates.bind(self._map)
-        self._outlook.load_state_dict(state["outlook"])
+        self._savings.load_state_dict(state["savings"])
         self._declined = state["declined"]
-        if self._meter is not None:
-            self._meter.bind()
-            if state["meter"] is not None:
-                self._meter.load_state_dict(state["meter"])
-            if self._bootstrap is None or self._bootstrap.done:
-                self._prepare()
+        self._meter.bind()
+        if state["meter"]:
+            self._meter.load_state_dict(state["meter"])
+        if self._bootstrap is None or self._bootstrap.done:
+            self._prepare()
 
     def close(self) -> None:
         """Stop the evaluator and take every hook off; what is frozen stays frozen. Idempotent."""
         self._map.close()
-        if self._rates is not None:
-            self._rates.close()
-        self._outlook.close()
-        if self._meter is not None:
-            self._meter.close()
+        self._meter.close()
         if self._board is not None:
             self._board.close()
 
@@ -546,10 +511,7 @@ class FreezeController:
         self.close()
 
 
-PLASTICITY_OPTIONS = (
-    "window", "tolerance", "calibration", "reference", "unfreeze_rule", "bootstrap", "probe_rows",
-    "refresh_every", "train_output",
-)  # fmt: skip
+PLASTICITY_OPTIONS = ("window", "tolerance", "reference", "unfreeze_rule", "bootstrap")
 
 
 def _warn_of_unread(policy: str, options: dict[str, Any]) -> None:

@@ -1,288 +1,30 @@
-"""Captures what went into and came out of the frontmost active layer, on evaluation steps only.
-
-The hooks are registered once, before anyone compiles the model (a hook added afterwards never
-fires), and do nothing until armed. Hooks of frozen layers stay inert: on a batch that comes from
-the activation cache they would see placeholders without data.
-"""
+"""A hook of a module that stays with the model it was made for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import (
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_map,
-    tree_unflatten,
-)
-from torch.utils.hooks import RemovableHandle
-
-__all__ = ["Call", "LayerTap", "Probe", "Wire", "first_activation", "run_calls"]
-
-# A cache of keys and values is updated by the call it is given to: replaying the call with it
-# would attend to every token twice. Training never reads one.
-_STATEFUL_ARGUMENTS = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params"})
+__all__ = ["Hook"]
 
 
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """Stands for a leaf of an earlier module's output among the arguments of a later one."""
-
-    call: int
-    path: tuple[Any, ...] = ()
-    """Keys that lead to the leaf in the output; empty where the output is the tensor itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Arguments that one module of the layer was called with, reduced to the probe's rows."""
-
-    module: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-@dataclass(slots=True)
-class Probe:
-    """One capture of one layer: enough to run it again anywhere."""
-
-    calls: list[Call] = field(default_factory=list)
-    """The last modules of the layer that feed each other directly."""
-    output: Tensor | None = None
-    """What the layer itself returned for the probe's rows, in training mode."""
-    batch_size: int = 0
-    """Rows of the batch it was taken from."""
-    num_rows: int = 0
-    """Rows kept of it."""
-    batch_dim: int = 0
-
-
-def run_calls(modules: Sequence[nn.Module], calls: Sequence[Call]) -> Any:
-    """Call the modules one after another as recorded; return the last output.
-
-    Raises:
-        ValueError: There are no calls.
-    """
-    if not calls:
-        raise ValueError("no calls were recorded")
-    results: list[Any] = []
-    output: Any = None
-
-    def resolve(leaf: Any) -> Any:
-        if not isinstance(leaf, Wire):
-            return leaf
-        value = results[leaf.call]
-        for key in leaf.path:
-            value = value[key]
-        return value
-
-    for module, call in zip(modules, calls, strict=True):
-        output = module(*tree_map(resolve, call.args), **tree_map(resolve, call.kwargs))
-        results.append(output)
-    return output
-
-
-def first_activation(output: Any, batch: int | None = None, batch_dim: int = 0) -> Tensor | None:
-    """Return the first floating-point leaf with a batch dimension (of size `batch` if given)."""
-    for leaf in tree_leaves(output):
-        if (
-            isinstance(leaf, Tensor)
-            and leaf.is_floating_point()
-            and leaf.dim() > batch_dim
-            and (batch is None or leaf.shape[batch_dim] == batch)
-        ):
-            return leaf
-    return None
-
-
-class LayerTap:
-    """Hooks on every layer's modules; records one layer, once, after `arm`.
+class Hook:
+    """Calls a function; a copy of the model gets an inert one, and no copy of the function's owner.
 
     Args:
-        model: The bare model.
-        layers: Module names of each layer, in forward order.
-        num_rows: Most rows that a probe keeps.
-        batch_dim: Dimension of the batch in arguments and outputs.
+        function: Called as the hook is; its answer is not used.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Sequence[Sequence[str]],
-        *,
-        num_rows: int,
-        batch_dim: int = 0,
-    ) -> None:
-        self._model = model
-        self.num_rows = num_rows
-        self._batch_dim = batch_dim
-        self._handles: list[RemovableHandle] = []
-        self._armed: int | None = None
-        self._training: bool | None = None
-        self._forget()
-        for index, names in enumerate(layers):
-            for position, name in enumerate(names):
-                module = model.get_submodule(name)
-                hook = _Hook(self, index, position, name, position == len(names) - 1)
-                self._handles.append(
-                    module.register_forward_pre_hook(hook.before, with_kwargs=True)
-                )
-                self._handles.append(module.register_forward_hook(hook.after))
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        self._function = function
 
-    def _forget(self) -> None:
-        self._probe = Probe()
-        self._results: list[list[tuple[Tensor, tuple[Any, ...], int]]] = []
-        self._done = False
+    def __call__(self, *args: Any) -> None:
+        """Call the function, if there is one."""
+        if self._function is not None:
+            self._function(*args)
 
-    def arm(self, layer: int, *, training: bool | None = None) -> None:
-        """Record the next forward of `layer` with gradients on, in this mode of the model.
-
-        A validation pass between two steps is no training forward: by its mode (None: whatever
-        it is), and by its gradients being off.
-        """
-        self._forget()
-        self._armed = layer
-        self._training = training
-
-    @property
-    def armed(self) -> int | None:
-        """The layer that was armed last and not taken yet."""
-        return self._armed
-
-    def take(self) -> Probe | None:
-        """Return what was recorded since `arm`, if anything was, and disarm."""
-        probe = self._probe if self._done else None
-        self._armed = None
-        self._forget()
-        return probe
-
-    def close(self) -> None:
-        """Remove every hook; idempotent."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._armed = None
-
-    def wants(self, layer: int) -> bool:
-        """Whether a call of this layer is to be recorded now (a validation pass is not)."""
-        return (
-            self._armed == layer
-            and not self._done
-            and torch.is_grad_enabled()
-            and self._training in (None, self._model.training)
-        )
-
-    def before(self, name: str, position: int, args: Any, kwargs: dict[str, Any]) -> None:
-        """Copy the arguments' first rows, or note which earlier output they are."""
-        if position == 0:
-            self._forget()
-        kwargs = {k: None if k in _STATEFUL_ARGUMENTS else v for k, v in kwargs.items()}
-        leaves, spec = tree_flatten((args, kwargs))
-        wires = [self._wire(leaf) for leaf in leaves]
-        if all(wire is None for wire in wires):
-            # Something between the two modules is not a module (a functional ReLU, an addition).
-            # The layer is judged from here on; what lies before cannot be run again by itself.
-            self._probe.calls.clear()
-            self._results.clear()
-            self._probe.batch_size = self._batch_of(leaves)
-        size = self._probe.batch_size
-        kept = [
-            self._keep(leaf, size) if wire is None else wire
-            for leaf, wire in zip(leaves, wires, strict=True)
-        ]
-        new_args, new_kwargs = tree_unflatten(kept, spec)
-        self._probe.calls.append(Call(name, tuple(new_args), dict(new_kwargs)))
-
-    def after(self, output: Any, *, last: bool) -> None:
-        """Remember the output for wiring; of the last module, keep the activation."""
-        if not self._probe.calls:
-            return
-        outputs = [
-            (leaf, tuple(_key(key) for key in path), leaf._version)
-            for path, leaf in tree_flatten_with_path(output)[0]
-            if isinstance(leaf, Tensor)
-        ]
-        self._results.append(outputs)
-        if not last:
-            return
-        size = self._probe.batch_size
-        activation = first_activation(output, size, self._batch_dim)
-        if activation is not None:
-            self._probe.output = self._keep(activation, size)
-            self._probe.num_rows = min(size, self.num_rows)
-            self._probe.batch_dim = self._batch_dim
-            self._done = True
-        self._results.clear()
-
-    def _wire(self, leaf: Any) -> Wire | None:
-        if isinstance(leaf, Tensor):
-            for call, outputs in enumerate(self._results):
-                for output, path, version in outputs:
-                    # The same object, and not written to in between (an in-place ReLU).
-                    if output is leaf and version == leaf._version:
-                        return Wire(call, path)
-        return None
-
-    def _batch_of(self, leaves: Sequence[Any]) -> int:
-        tensors = [x for x in leaves if isinstance(x, Tensor) and x.dim() > self._batch_dim]
-        tensors.sort(key=lambda x: not x.is_floating_point())
-        return tensors[0].shape[self._batch_dim] if tensors else 0
-
-    def _keep(self, leaf: Any, size: int) -> Any:
-        """Copy: the module, or the one after it, may write into this tensor in place."""
-        if not isinstance(leaf, Tensor):
-            return leaf
-        leaf = leaf.detach()
-        if leaf.dim() > self._batch_dim and leaf.shape[self._batch_dim] == size:
-            leaf = leaf.narrow(self._batch_dim, 0, min(size, self.num_rows))
-        return leaf.clone()
-
-
-def _key(entry: Any) -> Any:
-    """Return what `[]` takes for one step of a pytree path."""
-    for attribute in ("idx", "key", "name"):
-        if hasattr(entry, attribute):
-            return getattr(entry, attribute)
-    raise TypeError(f"cannot follow {entry!r} into a module's output")
-
-
-class _Hook:
-    """Hooks of one module. A copy of the model gets inert ones, not a copy of the tap."""
-
-    def __init__(
-        self, tap: LayerTap | None, layer: int, position: int, name: str, last: bool
-    ) -> None:
-        self._tap = tap
-        self._layer = layer
-        self._position = position
-        self._name = name
-        self._last = last
-
-    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if self._tap is not None and self._tap._armed == self._layer:
-            self._record(args, kwargs)
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._tap is not None and self._tap._armed == self._layer:
-            self._record_output(output)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _record(self, args: Any, kwargs: dict[str, Any]) -> None:
-        if self._tap is not None and self._tap.wants(self._layer):
-            self._tap.before(self._name, self._position, args, kwargs)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _record_output(self, output: Any) -> None:
-        if self._tap is not None and self._tap.wants(self._layer):
-            self._tap.after(output, last=self._last)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return _Hook(None, self._layer, self._position, self._name, self._last)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        return Hook()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (None, self._layer, self._position, self._name, self._last)
+        return Hook, ()

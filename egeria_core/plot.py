@@ -1,8 +1,7 @@
 """Draws a history: plasticity per layer with decisions, and active parameters over training.
 
 `egeria-plot runs/history.jsonl -o history.png`, or the two functions on your own axes. They are
-the paper's Figures 4 and 11. `egeria-plot pipeline` draws the schedules of pipelines instead. Needs
-matplotlib (the `plot` extra).
+the paper's Figures 4 and 11. Needs matplotlib (the `plot` extra).
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def draw(history: History, path: str | Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw a history file, or schedules.
+    """Draw a history file.
 
     Exit codes: 0 drawn, 1 cannot be read, or there is nothing to draw with, 2 bad arguments.
     """
@@ -106,13 +105,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     if list(argv[:1]) == ["pipeline"]:
-        from egeria_core.pipeline import drawing  # it knows more of torch than a history needs
-
-        return drawing.main(argv[1:])
+        print("egeria-plot: schedules are drawn by python -m benchmarks.schedules", file=sys.stderr)
+        return 2
     parser = argparse.ArgumentParser(prog="egeria-plot", description=__doc__)
-    parser.add_argument(
-        "history", type=Path, help="JSON lines written by FreezeController; or the word pipeline"
-    )
+    parser.add_argument("history", type=Path, help="JSON lines written by FreezeController")
     parser.add_argument("-o", "--output", type=Path, default=None, help="image to write")
     arguments = parser.parse_args(argv)
     output = arguments.output or arguments.history.with_suffix(".png")

@@ -26,9 +26,9 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subse
 
 from egeria_cache.device import runs_late, synchronize
 from egeria_core.controller import FreezeController
-from egeria_core.distributed import unwrap
 from egeria_core.policies import StaticPolicy
-from egeria_core.snapshot import without_hooks
+from egeria_core.ranks import unwrap
+from egeria_core.reference import without_hooks
 from egeria_core.suggestion import Suggestion, Trial
 
 __all__ = ["suggest_boundary"]

@@ -27,7 +27,7 @@ from torch.utils.data import BatchSampler, TensorDataset
 
 from egeria_cache import EgeriaLoader, ShardAffineSampler
 from egeria_core import StaticPolicy
-from egeria_core.pipeline import ElasticPipeline, PipelineController, count_plan
+from egeria_core.pipeline import ElasticPipeline, PipelineController
 
 PATCH, WIDTH, MICROBATCHES = 4, 64, 8
 
@@ -133,7 +133,6 @@ def train(
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
         start, hits = time.perf_counter(), _hits(pipeline)
-        paper = count_plan(pipeline.plan)
         for images, targets in loader:
             loss = pipeline.step(images, targets)
             optimizer.step()
@@ -144,8 +143,8 @@ def train(
         (served,) = on_all_ranks(_hits(pipeline) - hits)
         say(
             f"epoch {epoch}: loss {sum(losses[-steps:]) / steps:.4f}, {seconds:5.2f} s, "
-            f"{served:4.0f} of {len(sampler) * ranks} samples from the cache; on paper "
-            f"{paper.time:g} units a batch, {paper.bubbles:g} bubbles, {paper.idle:g} idle in all"
+            f"{served:4.0f} of {len(sampler) * ranks} samples from the cache; by the plan a batch "
+            f"takes {pipeline.plan.time():.3g} forwards of a block"
         )
         if pipeline.cache is not None:
             pipeline.cache.flush()

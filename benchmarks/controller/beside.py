@@ -12,16 +12,18 @@ from torch.nn import functional as F
 from benchmarks.digits_task import ResNet
 from benchmarks.harness import in_turns
 from egeria_core import FreezeController
+from egeria_core.reference import process
 
 __all__ = ["slowdown"]
 
-KINDS = ("inline", "thread", "process")
+KINDS = ("inline", "process")
 
 
 class Trainer:
     """A small ResNet that trains on random images, in bursts that can be interleaved."""
 
     def __init__(self, **options: Any) -> None:
+        process.CPU_LOAD_LIMIT = 1.0
         torch.manual_seed(0)
         self._model = ResNet(num_blocks=3, width=16)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.1)
@@ -29,7 +31,7 @@ class Trainer:
         self.controller: FreezeController | None = None
         if options:
             self.controller = FreezeController(
-                self._model, self._optimizer, bootstrap=None, tolerance=1e-9, cpu_load_limit=1.0,
+                self._model, self._optimizer, bootstrap=None, tolerance=1e-9,
                 **options,
             )  # fmt: skip
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from benchmarks.digits_task import ResNet
 from benchmarks.harness import in_turns, seconds
 from egeria_core import sp_loss
-from egeria_core.hooks import Call, Probe
 from egeria_core.reference import (
+    Call,
     DynamicInt8Reference,
     FloatReference,
+    Probe,
     Reference,
     StaticInt8Reference,
     run_layer,
@@ -66,7 +67,7 @@ def reference_speeds(repeats: int) -> list[dict[str, Any]]:
 def _speeds(name: str, model: nn.Module, x: Tensor, repeats: int) -> list[dict[str, Any]]:
     """Build every kind of reference of the whole model; run all in turns."""
     model.eval().requires_grad_(False)
-    probe = Probe([Call("model", (x,), {})], None, len(x), len(x), 0)
+    probe = Probe([Call("model", (x,), {})], len(x), len(x), 0)
     int8: type = StaticInt8Reference if name.startswith("ResNet") else DynamicInt8Reference
     kinds: list[Reference] = [
         FloatReference(torch.float32),

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from egeria_core.freezer import Freezer
-from egeria_core.movement import MovementMeter
-from egeria_core.prefix import LayerMap
-from egeria_core.remaining import mean_rate
+from egeria_core.savings import mean_rate
+from egeria_core.watch import LayerMap, MovementMeter
 
 from .tasks import Data, Task, make_data, make_model, make_optimizer
 

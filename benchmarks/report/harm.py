@@ -6,7 +6,7 @@ from typing import Any
 
 from .parts import Report, Section, Table, number, percent
 
-__all__ = ["harm"]
+__all__ = ["harm", "scripts"]
 
 COLUMNS = [
     "", "branches", "of them harmful", "area under the ROC curve", "rank correlation",
@@ -58,6 +58,36 @@ def harm(section: Section, report: Report) -> None:
         "accuracy, points", "saved of all steps", "moves",
     ]  # fmt: skip
     section.tables.append(Table(title="Runs under the policy", columns=columns, rows=rows))
+
+
+def scripts(section: Section, report: Report) -> None:
+    """Show the mean harm of each script, and what is missed."""
+    rows, missed = [], []
+    for row in report["scripts"]:
+        harms = [f"{row[p]:+.4f} ± {row[f'{p}_error']:.4f}" for p in ("train", "test")]
+        if row["told"] == "chance":
+            rows.append([row["script"], row["told"], *harms, "", "", "", ""])
+            continue
+        rows.append(
+            [
+                row["script"], row["told"], *harms, _nats(row["predicted"]), str(row["frozen"]),
+                percent(row["saved"], 0), "**missed**" if row["missed"] else "within",
+            ]
+        )  # fmt: skip
+        if row["missed"]:
+            missed.append(f"{row['script']} ({row['told']})")
+    columns = [
+        "script", "told", "harm, training loss", "harm, test loss", "predicted", "seeds that froze",
+        "saved of all steps", "budget",
+    ]  # fmt: skip
+    section.tables.append(Table(title="Five seeds each", columns=columns, rows=rows))
+    told = (
+        f"{len(missed)} of {sum(r['told'] != 'chance' for r in report['scripts'])} rows lose more"
+    )
+    section.findings.append(
+        f"{told} than the budget of {report['budget']} in the mean of the seeds"
+        + (f", **missed**: {'; '.join(missed)}." if missed else ".")
+    )
 
 
 NAMES = {"tail": "final training loss", "valid": "final validation loss"}

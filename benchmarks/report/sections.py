@@ -88,6 +88,15 @@ KNOWN: dict[str, tuple[str, str, Callable[[Section, Report], None], bool]] = {
         harm.harm,
         False,
     ),
+    "harm_scripts": (
+        "What the controller costs ordinary scripts",
+        "Five scripts in the shapes of public examples, changed by nothing but the controller's "
+        "lines, five seeds each: final losses less those of plain training, in nats, with the "
+        "scheduler given and with total_steps alone. Chance: a plain run whose weights were moved "
+        "by a millionth.",
+        harm.scripts,
+        False,
+    ),
     "forward_skip": (
         "What a skipped forward saves",
         "The paper's models at their real size, random weights, synthetic input. Times are parts "

@@ -7,11 +7,21 @@ from typing import Any
 
 from torch import nn, optim
 
-from egeria_core import FreezeController, LinearPolicy, PipeTransformerPolicy, StaticPolicy
+from benchmarks.rivals import (
+    AutoFreezePolicy,
+    FreezeOutPolicy,
+    LinearPolicy,
+    PipeTransformerPolicy,
+    SkipConvPolicy,
+    SmartPipePolicy,
+)
+from egeria_core import Bootstrap, FreezeController, StaticPolicy
 
 from .tasks import Task
 
 __all__ = ["METHODS", "Method"]
+
+GRADIENTS: dict[str, Any] = {"autofreeze": AutoFreezePolicy, "smartpipe": SmartPipePolicy}
 
 
 @dataclass(frozen=True)
@@ -52,11 +62,18 @@ class Method:
         elif policy == "pipetransformer":
             policy = PipeTransformerPolicy(per_epoch)
             options["evaluate_every"] = per_epoch
-        elif policy in ("autofreeze", "smartpipe"):
+        elif policy in GRADIENTS:
             # Both look at gradients over parts of an epoch, not at single steps.
-            options["evaluate_every"] = per_epoch
+            policy, options["evaluate_every"] = GRADIENTS[policy](), per_epoch
+        elif policy == "freezeout":
+            policy = FreezeOutPolicy()
         elif policy in ("plasticity", "skipconv"):
             options |= {"reference": "fp32", **task.plasticity}
+            if policy == "skipconv":
+                names = ("window", "tolerance")
+                settings = {name: options.pop(name) for name in names if name in options}
+                policy = SkipConvPolicy(**settings)
+                options.setdefault("bootstrap", Bootstrap())
         return FreezeController(model, optimizer, cache, policy, **options)
 
 

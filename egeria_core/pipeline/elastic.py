@@ -18,8 +18,7 @@ from egeria_cache import ActivationCache, EgeriaError, FrozenFront
 from egeria_core.pipeline.blocks import as_model, check_untied
 from egeria_core.pipeline.engine import Engine, check_torch
 from egeria_core.pipeline.groups import subgroup
-from egeria_core.pipeline.orders import ScheduleName
-from egeria_core.pipeline.plan import OnFreeze, PipelinePlan
+from egeria_core.pipeline.plan import OnFreeze, PipelinePlan, ScheduleName
 from egeria_core.pipeline.rows import count_rows, route
 from egeria_core.pipeline.transfer import Carrier, drop_block, make_room
 

@@ -2,8 +2,8 @@
 
 Each block is a layer. The rank that trains the frontmost active one measures it, on its first
 micro-batch; what it read is broadcast, and every rank feeds it to the same policy. Policies that
-judge all layers by their gradients or movements get each layer's from the rank that trains it. What
-a move saves is told by the schedule on paper.
+judge all layers get each layer's readings from the rank that trains it. What a move saves is told
+by the plan that follows it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,13 @@ import torch.distributed as dist
 
 from egeria_cache import BoundaryMoved, EgeriaError
 from egeria_core.controller import FreezeController
-from egeria_core.distributed import Ranks
-from egeria_core.judge import Verdict
-from egeria_core.meter import Meter
-from egeria_core.pipeline.bubbles import count_plan
 from egeria_core.pipeline.elastic import ElasticPipeline
 from egeria_core.policies import Policy
-from egeria_core.prefix import LayerMap
+from egeria_core.ranks import Ranks
+from egeria_core.verdict import Verdict
+from egeria_core.watch import LayerMap, Meter
 
 __all__ = ["PipelineController"]
-
-PER_LAYER = ("gradient_sum", "gradient_change", "movement")
-"""Measures of which every rank has those of its own layers."""
 
 
 class PipelineController(FreezeController):
@@ -56,16 +51,16 @@ class PipelineController(FreezeController):
         super().__init__(
             pipeline.model, pipeline.optimizers[0], None, policy, listeners=listeners, **options
         )
-        self._outlook.take(self._saves())
+        self._savings.take(self._saves())
 
     def _saves(self) -> list[float]:
-        """Return the part of a batch's time on paper that freezing the first k layers saves."""
+        """Return the part of a batch's time that freezing the first k layers saves."""
         pipeline = self.pipeline
         times = []
         for name in (None, *self.boundaries):
             frozen = 0 if name is None else self._block_of(name) + 1
             plan = pipeline.plan.frozen_to(frozen, pipeline.on_freeze, has_front=pipeline.has_front)
-            times.append(count_plan(plan).time)
+            times.append(plan.time())
         return [1 - time / times[0] for time in times]
 
     def _make_map(self) -> LayerMap:
@@ -78,7 +73,7 @@ class PipelineController(FreezeController):
 
     def _make_meter(self) -> Meter:
         meter = super()._make_meter()
-        return meter if self.policy.measure in PER_LAYER else _OwnersMeter(meter, self)
+        return meter if self.per_layer else _OwnersMeter(meter, self)
 
     def _follow(self) -> None:
         boundary = self.boundary
@@ -115,7 +110,7 @@ class _PipelineRanks(Ranks):
         return self._controller.front_owner
 
     def share(self, verdicts: list[Verdict], frozen: int) -> list[Verdict]:
-        if self._controller.policy.measure not in PER_LAYER:
+        if not self._controller.per_layer:
             return super().share(verdicts, frozen)
         mine = [(verdict.step, verdict.values) for verdict in verdicts]
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
@@ -139,25 +134,21 @@ class _PipelineRanks(Ranks):
         return tuple(joined)
 
 
-class _OwnersMeter:
+class _OwnersMeter(Meter):
     """A meter that only works on the rank that trains the frontmost active layer."""
 
     def __init__(self, meter: Meter, controller: PipelineController) -> None:
         self._meter, self._controller = meter, controller
+        for name in ("bind", "note", "collect", "state_dict", "load_state_dict", "close"):
+            setattr(self, name, getattr(meter, name))
 
     @property
     def _is_mine(self) -> bool:
         return self._controller.front_owner == self._controller.pipeline.rank
 
     @property
-    def immediate(self) -> bool:
+    def immediate(self) -> bool:  # type: ignore[override]
         return self._meter.immediate
-
-    def bind(self) -> None:
-        self._meter.bind()
-
-    def begin(self) -> None:
-        self._meter.begin()
 
     def prepare(self, frozen: int) -> None:
         if self._is_mine:
@@ -166,15 +157,3 @@ class _OwnersMeter:
     def measure(self, step: int, frozen: int) -> None:
         if self._is_mine:
             self._meter.measure(step, frozen)
-
-    def collect(self) -> list[Verdict]:
-        return self._meter.collect()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._meter.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._meter.load_state_dict(state)
-
-    def close(self) -> None:
-        self._meter.close()

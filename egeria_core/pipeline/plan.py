@@ -10,9 +10,13 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from egeria_core.pipeline.orders import ScheduleName, check_schedule
+__all__ = [
+    "SCHEDULES", "Move", "OnFreeze", "PipelinePlan", "ScheduleName", "check_schedule", "partition",
+]  # fmt: skip
 
-__all__ = ["Move", "OnFreeze", "PipelinePlan", "partition"]
+ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B"]
+SCHEDULES: tuple[ScheduleName, ...] = ("GPipe", "1F1B", "Interleaved1F1B")
+_ZERO_BUBBLE = frozenset({"interleavedzerobubble", "zbvzerobubble", "zbv", "dualpipev"})
 
 OnFreeze = Literal["repartition", "replicate", "stay"]
 """What is done with the ranks when blocks freeze.
@@ -21,6 +25,25 @@ OnFreeze = Literal["repartition", "replicate", "stay"]
 - `replicate`: they stay on as few ranks as they need, the others become replicas of these;
 - `stay`: no block changes its rank.
 """
+
+
+def check_schedule(name: str) -> ScheduleName:
+    """Return the schedule's name as it is written here, whatever its case.
+
+    Raises:
+        ValueError: It is not known, or it is one that freezing would make silently wrong.
+    """
+    lowered = name.lower().removeprefix("schedule")
+    for known in SCHEDULES:
+        if known.lower() == lowered:
+            return known
+    if lowered in _ZERO_BUBBLE:
+        raise ValueError(
+            f"schedule {name!r} splits each backward into one for the inputs and one for the "
+            "weights; behind a frozen front the first active stage then gets no weight gradients, "
+            f"and no error says so. Take one of {', '.join(SCHEDULES)}"
+        )
+    raise ValueError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}")
 
 
 class Move(NamedTuple):
@@ -92,6 +115,22 @@ class PipelinePlan:
         lane = tuple(range(ranks))
         homes = _homes(len(costs), stages, (lane,))
         return cls(name, microbatches, ranks, per_rank, tuple(costs), 0, 0, stages, (lane,), homes)
+
+    def time(self, backward: float = 2.0) -> float:
+        """Return about how long a batch takes, in units of the blocks' costs.
+
+        The busiest rank's work on its micro-batches, and once, as the pipeline fills and drains,
+        that of the others; a front outside of the pipeline is taken to cost nothing.
+
+        Args:
+            backward: Cost of a block's backward, in forwards.
+        """
+        trained = [cost * (1 + backward * (i >= self.frozen)) for i, cost in enumerate(self.costs)]
+        stages = [sum(trained[start:stop]) for start, stop in self.stages]
+        length = len(self.pipelines[0])
+        work = [sum(stages[place::length]) for place in range(length)]
+        share = self.microbatches / len(self.pipelines)
+        return share * max(work) + (sum(work) - max(work)) / self.per_rank
 
     @property
     def blocks(self) -> int:

@@ -1,40 +1,36 @@
-"""Freezing policies: pure state machines, one file each, with a method card in METHODS.md."""
+"""Freezing policies: pure state machines, one file each, with a method card in METHODS.md.
+
+`base` is all that a policy of a user's needs. `budget` freezes what `harm` predicts to be harmless,
+`plasticity` is the paper's Algorithm 1, `static` does as it is told. Nothing here knows of a model.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from egeria_core.config import ControllerConfig
-from egeria_core.learning_rate import UnfreezeRule, parse_rule
-from egeria_core.policies.autofreeze import AutoFreezePolicy
-from egeria_core.policies.base import Measure, Movement, Policy, Prospect, Reading, SetsRates
+from egeria_core.learning_rate import parse_rule
+from egeria_core.policies.base import Measure, Policy, Prospect, Reading
 from egeria_core.policies.budget import BudgetPolicy
-from egeria_core.policies.freezeout import FreezeOutPolicy
-from egeria_core.policies.linear import LinearPolicy
-from egeria_core.policies.pipetransformer import PipeTransformerPolicy
+from egeria_core.policies.harm import HarmEstimate, Movement
 from egeria_core.policies.plasticity import PlasticityPolicy
-from egeria_core.policies.skipconv import SkipConvPolicy
-from egeria_core.policies.smartpipe import SmartPipePolicy
 from egeria_core.policies.static import StaticPolicy
 
 __all__ = [
-    "AutoFreezePolicy",
     "BudgetPolicy",
-    "FreezeOutPolicy",
-    "LinearPolicy",
+    "HarmEstimate",
     "Measure",
     "Movement",
-    "PipeTransformerPolicy",
     "PlasticityPolicy",
     "Policy",
     "Prospect",
     "Reading",
-    "SetsRates",
-    "SkipConvPolicy",
-    "SmartPipePolicy",
     "StaticPolicy",
     "make_policy",
 ]
+
+RIVALS = ("autofreeze", "freezeout", "skipconv", "smartpipe")
+"""Names that stood for policies of other authors, which benchmarks/rivals has now."""
 
 
 def make_policy(policy: str | Policy, config: ControllerConfig) -> Policy:
@@ -51,22 +47,20 @@ def make_policy(policy: str | Policy, config: ControllerConfig) -> Policy:
                 "state_dict and load_state_dict"
             )
         return policy
-    window, tolerance, calibration = config.window, config.tolerance, config.calibration
-
-    def rule() -> UnfreezeRule:
-        return parse_rule(config.unfreeze_rule)
-
     known: dict[str, Callable[[], Policy]] = {
         "budget": lambda: BudgetPolicy(config.harm_budget),
-        "plasticity": lambda: PlasticityPolicy(window, tolerance, rule(), calibration=calibration),
-        "skipconv": lambda: SkipConvPolicy(window, tolerance, rule(), calibration),
-        "autofreeze": AutoFreezePolicy,
-        "smartpipe": SmartPipePolicy,
-        "freezeout": FreezeOutPolicy,
+        "plasticity": lambda: PlasticityPolicy(
+            config.window, config.tolerance, parse_rule(config.unfreeze_rule)
+        ),
     }
+    if policy in RIVALS:
+        raise ValueError(
+            f"policy {policy!r} is no longer part of egeria_core: its class is in the project's "
+            "benchmarks/rivals, and its object is passed instead of a name"
+        )
     if policy not in known:
         raise ValueError(
             f"unknown policy {policy!r}; known by name: {', '.join(sorted(known))}; others "
-            "(StaticPolicy, LinearPolicy, PipeTransformerPolicy, your own) are passed as objects"
+            "(StaticPolicy, your own) are passed as objects"
         )
     return known[policy]()

@@ -10,21 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from egeria_core.harm import Movement
+from egeria_core.policies.harm import Movement
 
-__all__ = ["Measure", "Movement", "Policy", "Prospect", "Reading", "SetsRates"]
+__all__ = ["Measure", "Policy", "Prospect", "Reading"]
 
-Measure = Literal[
-    "plasticity", "activation_norm", "gradient_sum", "gradient_change", "movement", "nothing"
-]
+Measure = Literal["plasticity", "movement", "nothing", "own"]
 """What the controller measures for a policy at every evaluation.
 
 - `plasticity`: SP loss of the frontmost active layer against its reference;
-- `activation_norm`: mean |A_T - A_R| of the same;
-- `gradient_sum`: per layer, the L1 norm of the gradients summed since the last evaluation;
-- `gradient_change`: per layer, |g' - g| / |g'| between the last two evaluations (L2 norms);
 - `movement`: per layer, how far its weights move in a step and what that takes off the loss; such
-  a policy is asked when there is a reading, and not on the steps between.
+  a policy is asked when there is a reading, and not on the steps between;
+- `nothing`;
+- `own`: the policy brings a meter (`egeria_core.watch.BringsMeter`).
 """
 
 
@@ -65,7 +62,7 @@ class Reading:
     layer: int | None = None
     """Which layer `value` belongs to."""
     values: tuple[float | None, ...] | None = None
-    """Per-layer measures (gradient policies only); None for a layer that has none."""
+    """Per-layer measures, of meters that read them; None for a layer that has none."""
     movement: Movement | None = None
     """What was read of all layers (`movement` only)."""
     prospect: Prospect | None = None
@@ -89,14 +86,3 @@ class Policy(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
-
-
-@runtime_checkable
-class SetsRates(Protocol):
-    """A policy that also anneals each layer by a schedule of its own, in place of the user's."""
-
-    anneal: bool
-    """Whether it does."""
-
-    def learning_rate(self, layer: int, num_layers: int, progress: float, base: float) -> float:
-        """Return the layer's rate at this part of the schedule, from the group's full rate."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from egeria_core.harm import HarmEstimate
 from egeria_core.policies.base import Measure, Prospect, Reading
+from egeria_core.policies.harm import HarmEstimate
 
 __all__ = ["BudgetPolicy", "Candidate"]
 
@@ -133,25 +133,23 @@ class BudgetPolicy:
         if shares is None or not math.isfinite(rate):
             return None
         gain = self.estimate.gain(rate)
-        if not math.isfinite(gain):
-            return None
-        for k, count in enumerate(prospect.draws):
-            if count > prospect.draws[self.frozen]:
-                # Without the noise of a dropout all layers learn something else from then on.
-                shares[k] = 1.0
-        return [share * gain for share in shares]
+        return None if not math.isfinite(gain) else [share * gain for share in shares]
 
     def _candidates(
         self, harms: Sequence[float], prospect: Prospect, num_layers: int
     ) -> list[Candidate]:
         left = self.budget - self.spent
         saved = [part - prospect.saves[self.frozen] for part in prospect.saves]
-        depths = range(self.frozen + 1, num_layers)
+        # Without the noise of a dropout all layers learn something else from then on, and what that
+        # costs cannot be told from how the loss falls: so it is not done.
+        draws = prospect.draws or (0,) * num_layers
+        quiet = sum(count == draws[self.frozen] for count in draws[self.frozen :])
+        depths = range(self.frozen + 1, self.frozen + quiet)
         waiting = max(
             (saved[k] * prospect.steps * _later(harms[k], left) for k in depths), default=0.0
         )
         found, resting = [], True
-        for k in depths:
+        for k in range(self.frozen + 1, num_layers):
             resting = resting and self.estimate.rests(k - 1)
             saving = saved[k] * prospect.steps
             # What is frozen now leaves less for a later, deeper move.
@@ -159,11 +157,14 @@ class BudgetPolicy:
                 (
                     (saved[j] - saved[k]) * prospect.steps
                     * _later(harms[j] - harms[k], left - harms[k])
-                    for j in range(k + 1, num_layers)
+                    for j in depths
+                    if j > k
                 ),
                 default=0.0,
             )  # fmt: skip
-            if not resting:
+            if k not in depths:
+                verdict = "would switch a dropout off"
+            elif not resting:
                 verdict = "still moves"
             elif harms[k] > left:
                 verdict = "above the budget"

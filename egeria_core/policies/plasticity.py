@@ -23,17 +23,18 @@ class PlasticityPolicy:
         window: W, in evaluations: length of the history, and how many stale readings freeze.
         tolerance: Part of the largest early |slope| below which a reading is stale.
         rule: When to train the frozen layers again; W is halved each time.
-        measure: `plasticity`, or `activation_norm` for the Skip-Conv variant.
         calibration: Readings whose largest slope sets a layer's tolerance (the paper's 3,
             section 4.2.2); none of them counts as stale.
     """
+
+    measure: Measure = "plasticity"
 
     def __init__(
         self,
         window: int = 10,
         tolerance: float = 0.2,
         rule: UnfreezeRule | None = None,
-        measure: Measure = "plasticity",
+        *,
         calibration: int = 3,
     ) -> None:
         if window < 2:
@@ -42,7 +43,6 @@ class PlasticityPolicy:
             raise ValueError(f"tolerance must be positive, got {tolerance}")
         if calibration < 2:
             raise ValueError(f"a slope needs two readings, got calibration={calibration}")
-        self.measure = measure
         self.calibration = calibration
         self.window = window
         self.tolerance = tolerance

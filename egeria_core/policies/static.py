@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from egeria_cache import BoundaryError
-from egeria_core.policies.base import Reading
-from egeria_core.policies.scheduled import Scheduled
+from egeria_core.policies.base import Measure, Reading
 
 __all__ = ["StaticPolicy"]
 
 
-class StaticPolicy(Scheduled):
+class StaticPolicy:
     """Move the boundary at given steps.
 
     Args:
@@ -19,6 +19,8 @@ class StaticPolicy(Scheduled):
             them: from the forward of training step `step` (counted from 0) on, everything up to
             the layer `boundary` is frozen; None unfreezes all.
     """
+
+    measure: Measure = "nothing"
 
     def __init__(
         self, schedule: Mapping[int, str | None] | Iterable[tuple[int, str | None]]
@@ -48,3 +50,10 @@ class StaticPolicy(Scheduled):
             if step <= reading.step:
                 frozen = count
         return frozen
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the step says it all."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to continue from."""

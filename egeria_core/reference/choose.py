@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from egeria_core.config import ReferenceKind
-from egeria_core.hooks import Probe
 from egeria_core.plasticity import sp_loss
-from egeria_core.reference.base import Reference, run_layer
-from egeria_core.reference.floating import FloatReference
 from egeria_core.reference.int8 import DynamicInt8Reference, StaticInt8Reference
+from egeria_core.reference.references import FloatReference, Reference, run_layer
+from egeria_core.reference.tap import Probe
 
 __all__ = ["ReferenceChain"]
 
@@ -33,7 +33,6 @@ class ReferenceChain:
     Args:
         kind: What was asked for.
         device: Training device, for the reference that lives there.
-        beside_training: Whether the training thread runs modules meanwhile, in the same process.
         candidates: In order of preference; None: by `kind` and the layer's own structure.
     """
 
@@ -41,13 +40,10 @@ class ReferenceChain:
         self,
         kind: ReferenceKind,
         device: torch.device | str = "cpu",
-        *,
-        beside_training: bool = False,
         candidates: Sequence[Callable[[], Reference]] | None = None,
     ) -> None:
         self._kind = kind
         self._device = torch.device(device)
-        self._beside_training = beside_training
         self._candidates = None if candidates is None else list(candidates)
         self._reference: Reference | None = None
         self._distrusted = False
@@ -72,7 +68,7 @@ class ReferenceChain:
         """
         notes: list[str] = []
         if self._candidates is None:
-            self._candidates = self._choose(modules, probe, notes)
+            self._candidates = self._choose(modules, probe)
         if self._distrusted and len(self._candidates) > 1:
             self._candidates.pop(0)
             self._reference = None
@@ -129,17 +125,10 @@ class ReferenceChain:
             f"plasticity {plasticity:.2g}"
         )
 
-    def _choose(
-        self, modules: Sequence[nn.Module], probe: Probe, notes: list[str]
-    ) -> list[Callable[[], Reference]]:
-        """Return the kinds to try, best first; note where what was asked for is not among them."""
-
-        def full() -> Reference:
-            return FloatReference(torch.float32, self._device)
-
-        def half() -> Reference:
-            return FloatReference(torch.bfloat16)
-
+    def _choose(self, modules: Sequence[nn.Module], probe: Probe) -> list[Callable[[], Reference]]:
+        """Return the kinds to try, best first."""
+        full = partial(FloatReference, torch.float32, self._device)
+        half = partial(FloatReference, torch.bfloat16)
         if self._kind in ("fp32", "device"):
             return [full]
         if self._kind == "bf16":
@@ -147,17 +136,8 @@ class ReferenceChain:
         if self._kind == "auto" and _forward_s(modules, probe) < INT8_PAYS_ABOVE_S:
             return [full]
         inner = [m for module in modules for m in module.modules()]
-        if not any(isinstance(m, nn.modules.conv._ConvNd) for m in inner):
-            return [DynamicInt8Reference, half, full]
-        if not self._beside_training:
-            return [StaticInt8Reference, half, full]
-        # FX traces by replacing `nn.Module.__call__` itself: a forward that the training thread
-        # runs meanwhile would be traced as well, and fail.
-        notes.append(
-            "int8-static reference not used: it cannot be traced on a thread beside the training; "
-            "evaluator='process' or 'inline' can"
-        )
-        return [half, full]
+        convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in inner)
+        return [StaticInt8Reference if convolves else DynamicInt8Reference, half, full]
 
 
 def _forward_s(modules: Sequence[nn.Module], probe: Probe) -> float:

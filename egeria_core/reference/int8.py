@@ -7,6 +7,7 @@ it is in this file, and its deprecation warnings are silenced here alone.
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 import warnings
 from collections.abc import Iterator, Sequence
@@ -18,14 +19,10 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from egeria_core.errors import EvaluatorError
-from egeria_core.hooks import Probe, Wire, first_activation
-from egeria_core.reference.base import cast_calls, run_layer
+from egeria_core.reference.references import activation_of, cast, run_layer
+from egeria_core.reference.tap import Probe, Wire
 
 __all__ = ["DynamicInt8Reference", "StaticInt8Reference"]
-
-NUM_CALIBRATION_RUNS = 1
-"""The probe's rows are what the reference will be asked about; more data brought nothing."""
-
 
 _ENGINES = ("onednn", "x86", "fbgemm", "qnnpack")
 """The fastest first."""
@@ -106,8 +103,8 @@ class StaticInt8Reference:
         with _quantization(), torch.no_grad():
             mapping = get_default_qconfig_mapping(torch.backends.quantized.engine)
             prepared = prepare_fx(chain, mapping, inputs)
-            for _ in range(NUM_CALIBRATION_RUNS):
-                prepared(*inputs)
+            # The probe's rows are what the reference will be asked about: more data bring nothing.
+            prepared(*inputs)
             self._graph = convert_fx(prepared)
         if not any("quantized" in type(m).__module__ for m in self._graph.modules()):
             raise EvaluatorError("nothing in the layer could be quantised")
@@ -118,15 +115,11 @@ class StaticInt8Reference:
             raise EvaluatorError("run before build")
         with _quantization(), torch.no_grad():
             output: Any = self._graph(*_tensor_inputs(probe))
-        activation = first_activation(output, probe.num_rows, probe.batch_dim)
-        if activation is None:
-            raise EvaluatorError("the quantised layer returned no activation")
-        return activation.float()
+        return activation_of(output, probe)
 
 
 def _tensor_inputs(probe: Probe) -> list[Tensor]:
-    calls = cast_calls(probe.calls, "cpu")
-    leaves = tree_flatten([(call.args, call.kwargs) for call in calls])[0]
+    leaves = tree_flatten([(call.args, call.kwargs) for call in cast(probe, "cpu").calls])[0]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
@@ -140,19 +133,16 @@ def _as_graph(modules: Sequence[nn.Module], probe: Probe) -> fx.GraphModule:
     root = nn.ModuleDict({f"m{i}": module for i, module in enumerate(modules)})
     results: list[fx.Node] = []
     flat = [tree_flatten((call.args, call.kwargs)) for call in probe.calls]
-    count = 0
-    values: list[list[Any]] = []
-    for leaves, _ in flat:
-        row: list[Any] = []
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                row.append(graph.placeholder(f"x{count}"))
-                count += 1
-            else:
-                row.append(leaf)
-        values.append(row)
-    for i, (row, (_, spec)) in enumerate(zip(values, flat, strict=True)):
-        row = [_wired(graph, results, leaf) if isinstance(leaf, Wire) else leaf for leaf in row]
+    numbers = itertools.count()
+    values = [
+        [
+            graph.placeholder(f"x{next(numbers)}") if isinstance(leaf, Tensor) else leaf
+            for leaf in own
+        ]
+        for own, _ in flat
+    ]
+    for i, (own, (_, spec)) in enumerate(zip(values, flat, strict=True)):
+        row = [_wired(graph, results, leaf) if isinstance(leaf, Wire) else leaf for leaf in own]
         args, kwargs = tree_unflatten(row, spec)
         results.append(graph.call_module(f"m{i}", tuple(args), dict(kwargs)))
     graph.output(results[-1])

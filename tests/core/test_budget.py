@@ -60,17 +60,15 @@ def test_it_freezes_as_deep_as_the_budget_allows() -> None:
         assert policy.spent == pytest.approx((0, 0.01, 0.03)[frozen], rel=1e-6)
 
 
-def test_a_move_that_switches_a_dropout_off_is_charged_with_all_that_is_to_be_gained() -> None:
-    for draws, frozen, harm in (((0, 0, 0), 2, 0.03), ((0, 0, 1), 1, 0.01), ((0, 2, 2), 0, 0)):
-        policy = resting(0.031, slope=0.1)
-        fields: dict[str, Any] = {"speed": (0.01,) * 3, "saves": (0, 0.5, 0.6), "draws": draws}
-        assert observe(policy, 20, loss=3 - 0.1 * 6, **fields) == frozen
-        assert policy.spent == pytest.approx(harm)
-    # Of a dropout that is off already nothing is switched off again.
-    policy = resting(0.2, slope=0.1)
-    fields |= {"saves": (0, 0.5, 0.51), "draws": (0, 1, 1)}
-    assert observe(policy, 20, loss=3 - 0.1 * 6, **fields) == 2
-    assert policy.spent == pytest.approx(0.1)
+@pytest.mark.parametrize(
+    ("draws", "frozen"), [((), 2), ((0, 0, 0), 2), ((0, 0, 1), 1), ((0, 2, 2), 0)]
+)
+def test_no_move_switches_a_dropout_off(draws: tuple[int, ...], frozen: int) -> None:
+    policy = resting(9.0, slope=0.1)
+    fields: dict[str, Any] = {"speed": (0.01,) * 3, "saves": (0, 0.5, 0.6), "draws": draws}
+    assert observe(policy, 20, loss=3 - 0.1 * 6, **fields) == frozen
+    verdicts = [candidate["verdict"] for candidate in policy.take_notes()[-1]["candidates"]]
+    assert verdicts.count("would switch a dropout off") == 2 - frozen
 
 
 def test_a_second_move_is_paid_from_what_is_left() -> None:

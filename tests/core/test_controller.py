@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -139,15 +138,6 @@ def test_inline_runs_take_the_same_decisions() -> None:
     assert schedules[0] == schedules[1]
 
 
-def test_the_thread_evaluator_freezes_too_and_is_joined_on_close() -> None:
-    model, optimizer, controller = make(evaluator="thread")
-    with controller:
-        train(model, optimizer, controller, range(40))
-        assert controller.history.of("refresh")
-    assert not [t for t in threading.enumerate() if t.name.startswith("egeria-evaluator")]
-    controller.close()
-
-
 def test_watching_without_freezing_leaves_the_losses_untouched() -> None:
     torch.manual_seed(0)
     plain = ResNet()
@@ -215,10 +205,9 @@ def drawing() -> nn.Module:
     )
 
 
-@pytest.mark.parametrize("kind", ["inline", "thread"])
 @pytest.mark.parametrize("reference", ["int8", "fp32"])
 @pytest.mark.parametrize("make", [ResNet, drawing])
-def test_references_leave_the_generators_of_the_training_alone(make, reference, kind) -> None:
+def test_references_leave_the_generators_of_the_training_alone(make, reference) -> None:
     states = []
     for watched in (False, True):
         torch.manual_seed(0)
@@ -228,7 +217,7 @@ def test_references_leave_the_generators_of_the_training_alone(make, reference, 
         if watched:
             controller = FreezeController(
                 model, optimizer, evaluate_every=1, window=3, tolerance=1e-9, bootstrap=None,
-                evaluator=kind, reference=reference,
+                evaluator="inline", reference=reference,
             )  # fmt: skip
         states.append([])
         for step in range(5):
@@ -239,8 +228,6 @@ def test_references_leave_the_generators_of_the_training_alone(make, reference, 
             optimizer.step()
             if controller is not None:
                 controller.step(loss)
-                if kind == "thread":
-                    controller.state_dict()  # waits for the evaluation in flight
             states[-1].append(torch.get_rng_state())
         if controller is not None:
             assert controller.history.of("reading")

@@ -21,13 +21,21 @@ import torch
 from torch import Tensor, nn
 
 from egeria_core import ControllerConfig, EvaluatorError
-from egeria_core.evaluator import InlineEvaluator, LoadGate, ProcessEvaluator, ThreadEvaluator
-from egeria_core.evaluator.base import Evaluator
-from egeria_core.evaluator.wire import receive, send
-from egeria_core.evaluator.worker import EvaluatorWorker, MainModule
-from egeria_core.hooks import Call, Probe
-from egeria_core.judge import InputItem, OutputItem, ReferenceRunner, Verdict, compare
-from egeria_core.snapshot import copy_modules, copy_weights
+from egeria_core.reference import (
+    Call,
+    Evaluator,
+    InlineEvaluator,
+    InputItem,
+    Probe,
+    ProcessEvaluator,
+    ReferenceRunner,
+    copy_modules,
+    copy_weights,
+)
+from egeria_core.reference.load import LoadGate
+from egeria_core.reference.wire import receive, send
+from egeria_core.reference.worker import EvaluatorWorker, MainModule
+from egeria_core.verdict import Verdict
 from tests.helpers.core_nets import ResNet, mlp
 
 DEADLINE_S = 60.0
@@ -43,20 +51,18 @@ def wait_for(what: Callable[[], bool], why: str) -> None:
 
 def make_item(
     modules: list[nn.Module], step: int, *, new: bool = False, judge: bool = True
-) -> tuple[InputItem, OutputItem]:
+) -> InputItem:
     generator = torch.Generator().manual_seed(step)
-    probe = Probe([Call("0", (torch.randn(6, 8, generator=generator),), {})], None, 6, 6, 0)
-    item = InputItem(
+    probe = Probe([Call("0", (torch.randn(6, 8, generator=generator),), {})], 6, 6, 0)
+    return InputItem(
         step=step,
         layer=0,
         probe=probe,
         judge=judge and not new,
         refresh=True,
-        inference=True,
         weights=copy_weights(modules),
         modules=copy_modules(modules) if new else None,
     )
-    return item, OutputItem(step, "plasticity", None)
 
 
 def move(modules: list[nn.Module], step: int) -> None:
@@ -72,28 +78,26 @@ def drive(evaluator: Evaluator, num_steps: int = 4) -> list[Verdict]:
     modules: list[nn.Module] = [nn.Linear(8, 8)]
     verdicts: list[Verdict] = []
     for step in range(num_steps):
-        pair = make_item(modules, step, new=step == 0)
-        wait_for(lambda pair=pair: evaluator.submit(*pair), "room in the queue")  # type: ignore[misc]
+        item = make_item(modules, step, new=step == 0)
+        wait_for(lambda item=item: evaluator.submit(item), "room in the queue")  # type: ignore[misc]
         verdicts += evaluator.drain(DEADLINE_S)
         move(modules, step)
     return verdicts
 
 
 @pytest.fixture
-def process() -> Iterator[ProcessEvaluator]:
-    evaluator = ProcessEvaluator("fp32", cpu_load_limit=1.0)
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessEvaluator]:
+    monkeypatch.setattr("egeria_core.reference.process.CPU_LOAD_LIMIT", 1.0)
+    evaluator = ProcessEvaluator("fp32")
     yield evaluator
     evaluator.close()
 
 
-def test_process_and_thread_read_what_inline_reads(process: ProcessEvaluator) -> None:
+def test_a_process_reads_what_inline_reads(process: ProcessEvaluator) -> None:
     inline = drive(InlineEvaluator(ReferenceRunner("fp32")))
-    thread = ThreadEvaluator("fp32")
     expected = [verdict.value for verdict in inline]
     assert expected[0] is None
     assert all(value is not None and value > 0 for value in expected[1:])
-    assert [v.value for v in drive(thread)] == expected
-    thread.close()
     remote = drive(process)
     assert remote[0].value is None
     assert [v.value for v in remote[1:]] == pytest.approx(expected[1:], rel=1e-4)
@@ -101,7 +105,7 @@ def test_process_and_thread_read_what_inline_reads(process: ProcessEvaluator) ->
 
 
 def test_a_killed_process_is_reported_once_and_never_blocks(process: ProcessEvaluator) -> None:
-    assert process.submit(*make_item([nn.Linear(8, 8)], 0, new=True))
+    assert process.submit(make_item([nn.Linear(8, 8)], 0, new=True))
     os.kill(process.pid, signal.SIGKILL)
     errors: list[str] = []
 
@@ -115,14 +119,14 @@ def test_a_killed_process_is_reported_once_and_never_blocks(process: ProcessEval
     wait_for(poll, "the loss to be noticed")
     assert "its process has ended" in errors[0]
     assert process.poll() == []
-    assert not process.submit(*make_item([nn.Linear(8, 8)], 5, new=True))
+    assert not process.submit(make_item([nn.Linear(8, 8)], 5, new=True))
     assert process.drain(DEADLINE_S) == []
 
 
 def test_a_stopped_process_makes_drops_not_delays(process: ProcessEvaluator) -> None:
     os.kill(process.pid, signal.SIGSTOP)
     modules: list[nn.Module] = [nn.Linear(8, 8)]
-    accepted = [process.submit(*make_item(modules, step)) for step in range(10)]
+    accepted = [process.submit(make_item(modules, step)) for step in range(10)]
     assert accepted.count(True) <= 2
     assert not accepted[-1]
     process.close()  # and closing does not wait for it either
@@ -139,10 +143,10 @@ def test_closing_ends_the_process_and_its_threads(process: ProcessEvaluator) -> 
 
 def test_the_process_leaves_when_its_parent_is_gone() -> None:
     """The kernel closes a dead parent's ends of the pipes; closing ours looks the same."""
-    pipes = [Pipe(duplex=False) for _ in range(3)]
-    theirs = [pipes[0][0], pipes[1][0], pipes[2][1]]
+    pipes = [Pipe(duplex=False) for _ in range(2)]
+    theirs = [pipes[0][0], pipes[1][1]]
     fds = [connection.fileno() for connection in theirs]
-    command = [sys.executable, "-m", "egeria_core.evaluator.worker", *map(str, fds)]
+    command = [sys.executable, "-m", "egeria_core.reference.worker", *map(str, fds)]
     worker = subprocess.Popen([*command, "fp32", "1.0", "1", str(os.getpid()), ""], pass_fds=fds)
     for pipe in pipes:
         for connection in pipe:
@@ -156,67 +160,21 @@ class Greedy(nn.Module):
 
 
 def test_what_cannot_be_pickled_is_an_error(process: ProcessEvaluator) -> None:
-    item, training = make_item([nn.Linear(8, 8)], 0, new=True)
+    item = make_item([nn.Linear(8, 8)], 0, new=True)
     assert item.modules is not None
     item.modules[0].oops = lambda: None  # type: ignore[assignment]
-    assert process.submit(item, training)
+    assert process.submit(item)
     with pytest.raises(EvaluatorError, match="cannot be sent"):
         wait_for(lambda: bool(process.poll()), "the error to arrive")
 
 
-@pytest.mark.parametrize("kind", ["inline", "thread"])
-def test_a_layer_that_fails_is_reported_once(kind: str) -> None:
-    evaluator: Evaluator = (
-        InlineEvaluator(ReferenceRunner("fp32")) if kind == "inline" else ThreadEvaluator("fp32")
-    )
-    item, training = make_item([nn.Linear(8, 8)], 0, new=True)
+def test_a_layer_that_fails_is_an_error() -> None:
+    evaluator = InlineEvaluator(ReferenceRunner("fp32"))
+    item = make_item([nn.Linear(8, 8)], 0, new=True)
     item.modules, item.weights = [Greedy()], [{}]
-    with pytest.raises(EvaluatorError, match="MemoryError"):  # noqa: PT012
-        evaluator.submit(item, training)
-        wait_for(lambda: bool(evaluator.poll()), "the error to arrive")
+    with pytest.raises(EvaluatorError, match="MemoryError"):
+        evaluator.submit(item)
     assert evaluator.poll() == []
-    evaluator.close()
-
-
-class Meeting(nn.Module):
-    """A layer in whose forward, where it runs on another thread, the training takes a step."""
-
-    entered, left = threading.Event(), threading.Event()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if threading.current_thread().name == "egeria-evaluator":
-            self.entered.set()
-            if not isinstance(x, torch.Tensor):  # it is being traced
-                assert self.left.wait(DEADLINE_S)
-        output: torch.Tensor = self.conv(x)
-        return output
-
-
-@pytest.mark.parametrize("kind", ["int8", "auto"])
-def test_the_training_goes_on_while_a_thread_builds_its_reference(
-    kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("egeria_core.reference.choose.INT8_PAYS_ABOVE_S", 0.0)
-    Meeting.entered.clear(), Meeting.left.clear()
-    modules: list[nn.Module] = [Meeting().eval()]
-    item, training = make_item(modules, 0, new=True)
-    item.probe.calls = [Call("0", (torch.randn(6, 1, 8, 8),), {})]
-    evaluator = ThreadEvaluator(kind)
-    assert evaluator.submit(item, training)
-    assert Meeting.entered.wait(DEADLINE_S)
-    model = mlp(8, 8, 8)
-    try:
-        while not (verdicts := evaluator.poll()):
-            model(torch.randn(2, 8)).sum().backward()
-    finally:
-        Meeting.left.set()
-        evaluator.close()
-    assert verdicts[0].reference == "bf16"
-    assert verdicts[0].notes[0].startswith("int8-static reference not used: it cannot be traced")
 
 
 class FakeGate:
@@ -230,20 +188,18 @@ class FakeGate:
 
 
 class Pipes:
-    """The worker's loops on a thread of this process."""
+    """The worker's loop on a thread of this process."""
 
     def __init__(self, gate: Any, patience_s: float = 30.0, kind: Any = "fp32") -> None:
         inputs, self.inputs = Pipe(duplex=False)
-        outputs, self.outputs = Pipe(duplex=False)
         self.verdicts, verdicts = Pipe(duplex=False)
-        self.ours = (inputs, outputs, verdicts)
+        self.ours = (inputs, verdicts)
         self.worker = EvaluatorWorker(*self.ours, kind, gate, patience_s=patience_s)
         self.thread = threading.Thread(target=self.worker.run)
         self.thread.start()
 
-    def send(self, item: InputItem, training: OutputItem) -> None:
+    def send(self, item: InputItem) -> None:
         send(self.inputs, item)
-        send(self.outputs, training)
 
     def receive(self) -> Any:
         assert self.verdicts.poll(DEADLINE_S), "no answer"
@@ -251,7 +207,6 @@ class Pipes:
 
     def close(self) -> None:
         self.inputs.close()
-        self.outputs.close()
         self.thread.join(DEADLINE_S)
         assert not self.thread.is_alive()
         for connection in (*self.ours, self.verdicts):
@@ -263,11 +218,11 @@ def test_under_load_the_worker_drops_what_is_overtaken_and_keeps_the_newest() ->
     gate.open = True
     pipes = Pipes(gate)
     modules: list[nn.Module] = [nn.Linear(8, 8)]
-    pipes.send(*make_item(modules, 0, new=True))
+    pipes.send(make_item(modules, 0, new=True))
     assert pipes.receive().dropped is None
     gate.open = False
-    pipes.send(*make_item(modules, 1))
-    pipes.send(*make_item(modules, 2))
+    pipes.send(make_item(modules, 1))
+    pipes.send(make_item(modules, 2))
     first = pipes.receive()
     assert first.step == 1
     assert "90%" in first.dropped
@@ -281,9 +236,9 @@ def test_under_load_the_worker_drops_what_is_overtaken_and_keeps_the_newest() ->
 def test_patience_has_an_end_and_a_layers_structure_gets_through_anyway() -> None:
     pipes = Pipes(FakeGate(), patience_s=0.0)
     modules: list[nn.Module] = [nn.Linear(8, 8)]
-    pipes.send(*make_item(modules, 0, new=True))
+    pipes.send(make_item(modules, 0, new=True))
     assert pipes.receive().dropped is None
-    pipes.send(*make_item(modules, 1))
+    pipes.send(make_item(modules, 1))
     assert pipes.receive().dropped is not None
     pipes.close()
 
@@ -292,8 +247,8 @@ def test_a_reference_that_fails_in_the_worker_is_told_and_ends_it() -> None:
     gate = FakeGate()
     gate.open = True
     pipes = Pipes(gate)
-    item, training = make_item([nn.Linear(8, 8)], 0)
-    pipes.send(item, training)  # no structure was ever sent
+    item = make_item([nn.Linear(8, 8)], 0)
+    pipes.send(item)  # no structure was ever sent
     assert "no structure" in pipes.receive()
     pipes.close()
 
@@ -302,22 +257,11 @@ def test_running_out_of_memory_in_the_worker_is_told_and_ends_it() -> None:
     gate = FakeGate()
     gate.open = True
     pipes = Pipes(gate)
-    item, training = make_item([nn.Linear(8, 8)], 0, new=True)
+    item = make_item([nn.Linear(8, 8)], 0, new=True)
     item.modules, item.weights = [Greedy()], [{}]
-    pipes.send(item, training)
+    pipes.send(item)
     assert pipes.receive() == "MemoryError: no memory left"
     pipes.close()
-
-
-def test_queues_out_of_step_are_an_error() -> None:
-    gate = FakeGate()
-    gate.open = True
-    pipes = Pipes(gate)
-    item, training = make_item([nn.Linear(8, 8)], 0, new=True)
-    pipes.send(item, OutputItem(7, "plasticity", None))
-    assert "out of step" in pipes.receive()
-    pipes.close()
-    assert training.step == 0
 
 
 def test_the_gate_counts_what_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,6 +354,9 @@ def test_a_model_of_the_script_is_judged_in_the_process(tmp_path: Path) -> None:
             import time, torch
             from torch import nn
             from egeria_core import FreezeController
+            from egeria_core.reference import process
+
+            process.CPU_LOAD_LIMIT = 1.0
 
             class Layer(nn.Linear):
                 pass
@@ -418,7 +365,7 @@ def test_a_model_of_the_script_is_judged_in_the_process(tmp_path: Path) -> None:
                 model = nn.Sequential(Layer(8, 8), nn.Tanh(), Layer(8, 8), nn.Tanh(), Layer(8, 2))
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
                 with FreezeController(model, optimizer, evaluate_every=1, bootstrap=None,
-                                      evaluator="process", cpu_load_limit=1.0) as controller:
+                                      evaluator="process") as controller:
                     deadline = time.monotonic() + 60
                     while not controller.history.of("reading") and time.monotonic() < deadline:
                         loss = model(torch.randn(8, 8)).square().mean()
@@ -450,25 +397,10 @@ def test_deferred_inline_gives_its_verdict_at_the_next_poll() -> None:
     assert len(drive(evaluator)) == 4
 
 
-def test_captured_output_is_compared_when_it_is_asked_for() -> None:
-    runner = ReferenceRunner("fp32")
-    modules: list[nn.Module] = [mlp(8, 8)]
-    runner.run(make_item(modules, 0, new=True)[0])
-    item, _ = make_item(modules, 1)
-    item.inference = False
-    reference = runner.run(item)
-    output = torch.randn(6, 8)
-    verdict = compare(reference, OutputItem(1, "activation_norm", output))
-    assert reference.theirs is not None
-    assert verdict.value == pytest.approx(float((output - reference.theirs).abs().mean()))
-    with pytest.raises(EvaluatorError, match="no activation"):
-        compare(reference, OutputItem(1, "plasticity", None))
-
-
 def test_auto_takes_a_process_only_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ControllerConfig(evaluate_every=1)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert config.evaluator_for("cpu") == "thread"
+    assert config.evaluator_for("cpu") == "inline"
     assert config.evaluator_for("cuda") == "process"
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     assert config.evaluator_for("cpu") == "process"

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from egeria_core import FreezeController, History
+from egeria_core.history import make_listener
 from egeria_core.plot import main
-from egeria_core.tensorboard import make_listener
 from tests.helpers.core_nets import ResNet, batch
 
 
@@ -69,7 +69,7 @@ def test_a_history_is_drawn_from_the_command_line(
     assert "missing.jsonl" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["history.jsonl"], ["pipeline"]], ids=" ".join)
+@pytest.mark.parametrize("argv", [["history.jsonl"]], ids=" ".join)
 def test_without_matplotlib_one_line_says_so(
     argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from egeria_core import LayerError, find_layers
-from egeria_core.prefix import LayerMap
-from egeria_core.trace import parameters_behind
+from egeria_core.watch.forward import LayerMap, parameters_behind
 from tests.helpers.core_nets import (
     FAMILIES,
     Bert,

@@ -10,17 +10,20 @@ from torch import Tensor, nn
 
 from egeria_core import sp_loss
 from egeria_core.config import ReferenceKind
-from egeria_core.hooks import LayerTap, Probe, Wire
-from egeria_core.prefix import LayerMap
 from egeria_core.reference import (
     DynamicInt8Reference,
     FloatReference,
+    LayerTap,
+    Probe,
     Reference,
     ReferenceChain,
     StaticInt8Reference,
+    Wire,
     run_layer,
 )
-from egeria_core.snapshot import copy_modules, copy_weights, load_weights
+from egeria_core.reference.snapshot import copy_modules, copy_weights, load_weights
+from egeria_core.reference.tap import first_activation
+from egeria_core.watch import LayerMap
 from tests.helpers.core_nets import FAMILIES, Bert, ResNet, family_batch, mlp
 
 torch.set_num_threads(1)
@@ -34,8 +37,8 @@ def capture(family: str, layer: int, size: int = 8) -> tuple[nn.Module, list[nn.
     layers = LayerMap(model, None, 7)
     model(family_batch(kind, 0)[0])
     layers.resolve()
-    tap = LayerTap(model, [x.modules for x in layers.layers], num_rows=6)
-    tap.arm(layer)
+    tap = LayerTap(model, [x.modules for x in layers.layers])
+    tap.arm(layer, 6)
     model(family_batch(kind, 1, size)[0])
     probe = tap.take()
     tap.close()
@@ -55,15 +58,20 @@ def test_a_replayed_layer_returns_what_the_model_computed(family: str, layer: in
     layers = LayerMap(model, None, 7)
     model(family_batch(kind, 0)[0])
     layers.resolve()
-    tap = LayerTap(model, [x.modules for x in layers.layers], num_rows=6)
-    tap.arm(layer)
+    tap = LayerTap(model, [x.modules for x in layers.layers])
+    tap.arm(layer, 6)
+    returned: list[Any] = []
+    last = model.get_submodule(layers.layers[layer].boundary)
+    handle = last.register_forward_hook(lambda m, args, output: returned.append(output))
     model(family_batch(kind, 1)[0])
+    handle.remove()
     probe = tap.take()
     assert probe is not None
-    assert probe.output is not None
     assert probe.num_rows == 6
     modules = copy_modules([model.get_submodule(call.module) for call in probe.calls])
-    assert torch.allclose(run_layer(modules, probe), probe.output, atol=1e-5)
+    expected = first_activation(returned[0])
+    assert expected is not None
+    assert torch.allclose(run_layer(modules, probe), expected[:6], atol=1e-5)
     assert torch.equal(run_layer(modules, probe), run_layer(modules, probe)), "inputs were mutated"
     tap.close()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -144,10 +152,10 @@ class Untraceable(nn.Module):
 
 def test_a_layer_that_cannot_be_traced_falls_back_to_bf16_and_says_why() -> None:
     module = Untraceable().eval()
-    tap = LayerTap(nn.Sequential(module), [["0"]], num_rows=4)
+    tap = LayerTap(nn.Sequential(module), [["0"]])
     model = nn.Sequential(module)
-    tap = LayerTap(model, [["0"]], num_rows=4)
-    tap.arm(0)
+    tap = LayerTap(model, [["0"]])
+    tap.arm(0, 4)
     model(torch.randn(4, 1, 6, 6))
     probe = tap.take()
     assert probe is not None
@@ -254,14 +262,14 @@ def test_weights_travel_with_buffers_and_are_copies() -> None:
 
 def test_a_validation_pass_is_not_captured() -> None:
     model = mlp(8, 8, 8)
-    tap = LayerTap(model, [["0", "1"]], num_rows=4)
-    tap.arm(0, training=True)
+    tap = LayerTap(model, [["0", "1"]])
+    tap.arm(0, 4, training=True)
     with torch.no_grad():
         model(torch.randn(4, 8))
     model.eval()
     model(torch.randn(4, 8))
     assert tap.take() is None
-    tap.arm(0, training=True)
+    tap.arm(0, 4, training=True)
     model.train()
     model(torch.randn(4, 8))
     model(torch.randn(2, 8))
@@ -273,16 +281,15 @@ def test_a_validation_pass_is_not_captured() -> None:
 
 def test_an_in_place_activation_does_not_change_what_was_captured() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
-    tap = LayerTap(model, [["0"]], num_rows=4)
-    x = torch.randn(4, 4)
-    expected = model[0](x).detach().clone()
-    tap.arm(0)
-    model(x)
+    tap = LayerTap(model, [["1"]])
+    x = model[0](torch.randn(4, 4))
+    expected = x.detach().clone()
+    tap.arm(0, 4)
+    model[1:](x)
     probe = tap.take()
     assert probe is not None
-    assert probe.output is not None
-    assert torch.equal(probe.output, expected)
-    assert (probe.output < 0).any()
+    assert torch.equal(probe.calls[0].args[0], expected)
+    assert (expected < 0).any()
     tap.close()
 
 
@@ -299,8 +306,8 @@ def test_a_cache_of_keys_and_values_is_not_replayed() -> None:
             return out
 
     block = Block()
-    tap = LayerTap(nn.Sequential(block), [["0"]], num_rows=4)
-    tap.arm(0)
+    tap = LayerTap(nn.Sequential(block), [["0"]])
+    tap.arm(0, 4)
     cache: list[Tensor] = []
     block(torch.randn(4, 4), past_key_values=cache)
     probe = tap.take()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,19 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.rivals import AutoFreezePolicy, SkipConvPolicy
 from egeria_core import (
-    AutoFreezePolicy,
     Bootstrap,
     BoundaryMoved,
     EvaluatorError,
     FreezeController,
     Policy,
     PolicyError,
-    SmartPipePolicy,
     StaticPolicy,
     WarmRestart,
 )
-from egeria_core.judge import ReferenceRunner
+from egeria_core.reference import ReferenceRunner
 from tests.helpers.core_nets import FAMILIES, ResNet, family_batch
 
 torch.set_num_threads(1)
@@ -91,10 +91,12 @@ def decisions(run: Run) -> list[Any]:
     ]
 
 
-POLICIES: list[Callable[[], Policy] | None] = [None, AutoFreezePolicy, SmartPipePolicy]
+POLICIES: list[Callable[[], Policy] | None] = [
+    None, AutoFreezePolicy, partial(SkipConvPolicy, 3, 2.0)
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=["plasticity", "autofreeze", "smartpipe"])
+@pytest.mark.parametrize("policy", POLICIES, ids=["plasticity", "autofreeze", "skipconv"])
 @pytest.mark.parametrize("cut", [1, 19, 46])
 def test_a_resumed_run_takes_the_same_decisions_at_the_same_steps(policy: Any, cut: int) -> None:
     whole = Run(policy=policy)
@@ -127,7 +129,7 @@ def test_a_resumed_run_rebuilds_a_quantised_reference(reference: str) -> None:
     def readings(run: Run) -> list[float]:
         return [r["value"] for r in run.controller.history.of("reading")]
 
-    options = {"reference": reference, "refresh_every": 4, "tolerance": 1e-9}
+    options = {"reference": reference, "window": 4, "tolerance": 1e-9}
     whole = Run(**options)
     whole.train(range(30))
     first = Run(**options)
@@ -231,7 +233,7 @@ def test_a_lost_evaluator_is_one_warning_and_the_learning_rate_still_acts(
 def test_dropped_evaluations_are_one_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from egeria_core.evaluator import InlineEvaluator
+    from egeria_core.reference import InlineEvaluator
 
     monkeypatch.setattr(InlineEvaluator, "submit", lambda *args: False)
     run = Run(evaluate_every=1, bootstrap=None)
@@ -252,7 +254,17 @@ def test_a_tap_that_stays_silent_is_one_warning(caplog: pytest.LogCaptureFixture
     assert len(run.controller.history.of("tap_silent")) == 1
 
 
-def test_short_batches_give_no_reading_until_they_are_the_rule() -> None:
+def test_options_that_are_gone_are_named_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(probe_rows=8, evaluator="thread", bootstrap=None)
+    assert "the option probe_rows is gone: 32 samples" in caplog.text
+    assert "evaluator='thread' is gone" in caplog.text
+    assert run.controller.config.evaluator == "auto"
+
+
+def test_short_batches_give_no_reading_until_they_are_the_rule(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("egeria_core.watch.activations.PROBE_ROWS", 8)
     torch.manual_seed(0)
     model = ResNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -263,7 +275,6 @@ def test_short_batches_give_no_reading_until_they_are_the_rule() -> None:
         bootstrap=None,
         evaluator="inline",
         reference="fp32",
-        probe_rows=8,
         tolerance=1e-9,
     )
     for step, size in enumerate([8] * 5 + [4] + [8] * 3 + [4] * 8):
@@ -389,8 +400,7 @@ def test_nothing_is_judged_before_the_bootstrap_is_over() -> None:
         ({"tolerance": 0.0}, "tolerance"),
         ({"reference": "int4"}, "reference must be one of auto, int8"),
         ({"evaluator": "cloud"}, "evaluator must be"),
-        ({"cpu_load_limit": 0.0}, "cpu_load_limit"),
-        ({"train_output": "x"}, "train_output"),
+        ({"bootstrap": "never"}, "bootstrap must be"),
     ],
 )
 def test_options_out_of_range_are_named(options: dict[str, Any], message: str) -> None:

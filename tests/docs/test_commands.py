@@ -155,11 +155,6 @@ def run_history(words):
     return "history.png"
 
 
-def run_schedules(words):
-    assert egeria_plot(words[1:]) == 0
-    return "pipeline.png"
-
-
 def run_fill(words):
     assert cache_inspect(words[1:]) == 0
     return "160"
@@ -172,7 +167,6 @@ RUN = {
     "cache-inspect fill models:make_model --data data:make_dataset --directory runs/cache "
     "--batch-size 64": (run_fill, "factories"),
     "egeria-plot history.jsonl": (run_history, "in_tmp"),
-    "egeria-plot pipeline": (run_schedules, "in_tmp"),
 }  # fmt: skip
 """What runs a command and returns what it shows then, and a fixture that it needs."""
 

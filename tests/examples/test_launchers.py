@@ -25,9 +25,9 @@ SCRIPT = textwrap.dedent(
     import os, signal, sys
     from pathlib import Path
     sys.path[:0] = sys.argv.pop(1).split(os.pathsep)
-    import egeria_core.outlook, train, training.log
+    import egeria_core.savings, train, training.log
     # So short a run is not worth a move.
-    egeria_core.outlook.Payoff.pays = property(lambda payoff: True)
+    egeria_core.savings.MoveCost.pays = property(lambda payoff: True)
     once = Path(sys.argv.pop(1))
     add_loss = training.log.RunLog.add_loss
     def dying(self, step, loss):

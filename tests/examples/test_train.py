@@ -38,7 +38,7 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def moves_pay(monkeypatch):
     """So short a run is not worth a move, and hardly learns."""
-    monkeypatch.setattr("egeria_core.outlook.Payoff.pays", property(lambda payoff: True))
+    monkeypatch.setattr("egeria_core.savings.MoveCost.pays", property(lambda payoff: True))
     monkeypatch.setattr("egeria_core.bootstrap.Bootstrap._has_fallen", lambda self, smooth: True)
 
 
@@ -100,8 +100,8 @@ def test_a_killed_run_goes_on_to_the_same_losses(tmp_path):
     killed = arguments(task, data, tmp_path / "parts")
     script = (
         "import os, signal, sys, torch, train, training.log\n"
-        "import egeria_core.bootstrap, egeria_core.outlook\n"
-        "egeria_core.outlook.Payoff.pays = property(lambda payoff: True)\n"
+        "import egeria_core.bootstrap, egeria_core.savings\n"
+        "egeria_core.savings.MoveCost.pays = property(lambda payoff: True)\n"
         "egeria_core.bootstrap.Bootstrap._has_fallen = lambda self, smooth: True\n"
         "torch.set_num_threads(1)\n"
         "add_loss = training.log.RunLog.add_loss\n"

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from egeria_core import PlasticityPolicy, SmartPipePolicy
-from egeria_core.harm import HarmEstimate
-from egeria_core.policies import BudgetPolicy
+from benchmarks.rivals import SmartPipePolicy
+from egeria_core import BudgetPolicy, HarmEstimate, PlasticityPolicy
 from tests.helpers.pipelines import Case, alone, spawn
 
 QUICK: dict[str, Any] = {"evaluate_every": 2, "evaluator": "inline", "move_cost": 1e-6}

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.rivals import FreezeOutPolicy
 from egeria_cache import EgeriaError
-from egeria_core import FreezeOutPolicy
 from egeria_core.pipeline import ElasticPipeline, PipelineController
 from tests.helpers.pipelines import WIDTH, make_blocks, spawn
 

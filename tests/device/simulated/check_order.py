@@ -199,9 +199,7 @@ def test_a_boundary_that_moves_is_followed_in_any_order(tmp_path):
 @given(order=ORDERS)
 def evaluator_property(order):
     """The weights and activations that are judged are those of their step."""
-    from egeria_core.hooks import Call, Probe
-    from egeria_core.judge import InputItem
-    from egeria_core.snapshot import copy_tensor, copy_weights
+    from egeria_core.reference import Call, InputItem, Probe, copy_tensor, copy_weights
 
     with late(order) as device:
         layer = torch.nn.Linear(3, 3, bias=False).to(DEVICE)
@@ -210,9 +208,9 @@ def evaluator_property(order):
         for step in range(5):
             layer.weight.copy_(torch.full((3, 3), float(step), device=DEVICE))
             x = torch.full((2, 3), float(step + 1), device=DEVICE) * 2
-            probe = Probe([Call("0", (copy_tensor(x, None),), {})], None, 2, 2, 0)
+            probe = Probe([Call("0", (copy_tensor(x, None),), {})], 2, 2, 0)
             item = InputItem(
-                step=step, layer=0, probe=probe, judge=False, refresh=True, inference=True,
+                step=step, layer=0, probe=probe, judge=False, refresh=True,
                 weights=copy_weights([layer]), ready=devices.mark(HERE),
             )  # fmt: skip
             del x
@@ -259,7 +257,7 @@ MUTATIONS = {
     ),
     # The evaluator does not wait for the weights it is given.
     "weights judged before they came": (
-        evaluator_property, [("egeria_core.judge.InputItem", "arrive", nothing)]
+        evaluator_property, [("egeria_core.reference.runner.InputItem", "arrive", nothing)]
     ),
 }  # fmt: skip
 

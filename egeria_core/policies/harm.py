@@ -1,0 +1,220 @@
+"""What freezing the first layers now would cost, in units of the loss, before anything is frozen.
+
+H_k = phi_k G. G is what training still has to gain: how fast the loss falls per unit of learning
+rate, times the learning rate that is left. phi_k is the part of it that the first k layers bring
+lately. Pure: it sees numbers, and the same numbers give the same answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = ["HarmEstimate", "Line", "Movement", "fit_line"]
+
+SMOOTHING = 5
+"""Readings whose speeds of a layer are averaged, as far as it was read in them."""
+LEAST_IN_WINDOW = 4
+"""A line through fewer readings has no error that could be told."""
+MOST_KEPT = 512
+"""Readings: no more are looked back on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """What was read over some training steps, per layer, front first; None: not read."""
+
+    loss: float
+    """Mean training loss of these steps."""
+    rate: float
+    """Sum of the learning rate up to their middle."""
+    decrease: tuple[float | None, ...]
+    """-g . d: how much of the loss the layer's own step took away, to first order."""
+    speed: tuple[float | None, ...]
+    """|d| / |theta|."""
+
+    @classmethod
+    def of(cls, values: Sequence[float | None]) -> Movement:
+        """Return what `MovementMeter` packed into a verdict.
+
+        Raises:
+            ValueError: There are no values of whole layers.
+        """
+        if len(values) < 2 or len(values) % 2 or values[0] is None or values[1] is None:
+            raise ValueError(f"{len(values)} values are no movement")
+        count = (len(values) - 2) // 2
+        return cls(values[0], values[1], tuple(values[2 : 2 + count]), tuple(values[2 + count :]))
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Least-squares line."""
+
+    slope: float
+    error: float
+    """One standard error of the slope."""
+    mean: float
+    """Of y."""
+
+
+def fit_line(x: Sequence[float], y: Sequence[float]) -> Line:
+    """Fit y over x; where all x are equal the slope is 0 and its error without bound.
+
+    Raises:
+        ValueError: Fewer than three points, or not as many x as y.
+    """
+    if len(x) != len(y) or len(x) < 3:
+        raise ValueError(f"need three or more points, got {len(x)} and {len(y)}")
+    across, up = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    mean = float(up.mean())
+    across, up = across - across.mean(), up - mean
+    spread = float(across @ across)
+    if spread == 0:
+        return Line(0.0, math.inf, mean)
+    slope = float(across @ up) / spread
+    rest = up - slope * across
+    return Line(slope, math.sqrt(float(rest @ rest) / (len(x) - 2) / spread), mean)
+
+
+class HarmEstimate:
+    """Collects movements; answers what freezing would cost, and which layers have come to rest.
+
+    Args:
+        at_rest: A layer rests when its speed is at most this part of its own highest.
+        patience: Readings in a row for which it must have been so.
+        least: Readings before anything is said.
+    """
+
+    def __init__(self, at_rest: float = 0.2, patience: int = 3, least: int = 15) -> None:
+        if not 0 < at_rest < 1 or patience < 1 or least < LEAST_IN_WINDOW:
+            raise ValueError(
+                f"need 0 < at_rest < 1, patience >= 1 and least >= {LEAST_IN_WINDOW}, got "
+                f"{at_rest}, {patience} and {least}"
+            )
+        self.at_rest, self.patience, self.least = at_rest, patience, least
+        self._forget()
+
+    def _forget(self) -> None:
+        self._movements: deque[Movement] = deque(maxlen=MOST_KEPT)
+        self._recent: list[list[float | None]] = []
+        self._peaks: list[float] = []
+        self._resting: list[int] = []
+        self._seen = 0
+        self._first_loss: float | None = None
+
+    def restart(self) -> None:
+        """Forget all readings but the loss at the start."""
+        first = self._first_loss
+        self._forget()
+        self._first_loss = first
+
+    @property
+    def ready(self) -> bool:
+        """Whether there are readings enough."""
+        return self._seen >= self.least
+
+    @property
+    def first_loss(self) -> float | None:
+        """Mean loss of the first reading."""
+        return self._first_loss
+
+    def observe(self, movement: Movement) -> None:
+        """Take one reading; one with a loss that is not finite is none."""
+        if not math.isfinite(movement.loss):
+            return
+        if len(self._peaks) != len(movement.speed):
+            self.restart()
+            count = len(movement.speed)
+            self._recent = [[] for _ in range(count)]
+            self._peaks, self._resting = [0.0] * count, [0] * count
+        self._seen += 1
+        if self._first_loss is None:
+            self._first_loss = movement.loss
+        self._movements.append(movement)
+        for layer, speed in enumerate(movement.speed):
+            recent = self._recent[layer] = [*self._recent[layer], speed][-SMOOTHING:]
+            known = [value for value in recent if value is not None]
+            if not known:
+                continue
+            mean = sum(known) / len(known)
+            self._peaks[layer] = max(self._peaks[layer], mean)
+            rests = mean <= self.at_rest * self._peaks[layer]
+            self._resting[layer] = self._resting[layer] + 1 if rests else 0
+
+    def rests(self, layer: int) -> bool:
+        """Whether a layer has been slow for long enough."""
+        return layer < len(self._resting) and self._resting[layer] >= self.patience
+
+    def _window(self) -> list[Movement]:
+        """Return the last third."""
+        return list(self._movements)[-max(LEAST_IN_WINDOW, self._seen // 3) :]
+
+    def shares(self, frozen: int) -> list[float] | None:
+        """Return phi_k for every k: the part of the fall that layers `frozen` to k - 1 bring.
+
+        None where the last readings tell nothing of it: a layer was not read, or the layers'
+        parts do not add up to a fall.
+        """
+        read = np.array([m.decrease for m in self._window()], dtype=np.float64)[:, frozen:]
+        known = np.isfinite(read)
+        if not known.any(0).all():
+            return None
+        sums = np.where(known, read, 0.0).sum(0) / np.maximum(1, known.sum(0))
+        means: list[float] = sums.tolist()
+        total = sum(means)
+        if total <= 0 or not math.isfinite(total):
+            return None
+        shares, sum_ = [0.0] * (frozen + 1), 0.0
+        for mean in means:
+            # A layer that lately made the loss rise is no reason to trust the others less.
+            sum_ += max(0.0, mean)
+            shares.append(min(1.0, sum_ / total))
+        return shares
+
+    def gain(self, remaining_rate: float) -> float:
+        """Return G: what the loss may still fall by, with one standard error."""
+        window = self._window()
+        line = fit_line([m.rate for m in window], [m.loss for m in window])
+        if remaining_rate <= 0:
+            return 0.0
+        gain = max(0.0, -line.slope + line.error) * remaining_rate
+        # A loss that cannot be negative cannot fall by more than it is.
+        return min(line.mean, gain) if min(m.loss for m in window) > 0 else gain
+
+    def assumed_rate(self, steps: int, every: int) -> float:
+        """Return what is left of the learning rate if it stays as it is lately.
+
+        Args:
+            steps: Optimizer steps left.
+            every: Optimizer steps between two readings.
+        """
+        if len(self._movements) < 2:
+            return math.inf
+        before, last = self._movements[-2], self._movements[-1]
+        return (last.rate - before.rate) / every * steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all readings, of JSON types."""
+        return {
+            "movements": [list(astuple(m)) for m in self._movements],
+            "seen": self._seen,
+            "first_loss": self._first_loss,
+            "recent": [list(recent) for recent in self._recent],
+            "peaks": list(self._peaks),
+            "resting": list(self._resting),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        self._movements.clear()
+        for loss, rate, decrease, speed in state["movements"]:
+            self._movements.append(Movement(loss, rate, tuple(decrease), tuple(speed)))
+        self._seen = state["seen"]
+        self._first_loss = state["first_loss"]
+        self._recent = [list(recent) for recent in state["recent"]]
+        self._peaks, self._resting = list(state["peaks"]), list(state["resting"])

@@ -1,0 +1,31 @@
+"""Ranks: one decision on all of them, and models that lie on several.
+
+`ranks` shares verdicts and has a DistributedDataParallel follow a freeze; `sharded` lets layers
+that `fully_shard` cut be seen whole, and is the only place that names FSDP2's parts. Owns nothing.
+"""
+
+from egeria_core.ranks.ranks import Ranks, rebuild, unwrap
+from egeria_core.ranks.sharded import (
+    global_sums,
+    is_sharded,
+    local_part,
+    part_like,
+    plain_structure,
+    to_shards,
+    unsharded_names,
+    whole,
+)
+
+__all__ = [
+    "Ranks",
+    "global_sums",
+    "is_sharded",
+    "local_part",
+    "part_like",
+    "plain_structure",
+    "rebuild",
+    "to_shards",
+    "unsharded_names",
+    "unwrap",
+    "whole",
+]

@@ -1,0 +1,110 @@
+"""What a reference is, whatever its precision, and those in floating point."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from egeria_core.errors import EvaluatorError
+from egeria_core.reference.snapshot import copy_between, deep_copy
+from egeria_core.reference.tap import Probe, first_activation, run_calls
+
+__all__ = ["FloatReference", "Reference", "activation_of", "cast", "run_layer"]
+
+
+class Reference(Protocol):
+    """One layer, frozen in time. Not thread-safe."""
+
+    name: str
+    """As it appears in the history."""
+    exact: bool
+    """Whether it returns what the layer itself returns; nothing to check then."""
+    costly: bool
+    """Whether a refresh is much dearer than copying weights."""
+
+    def build(self, modules: Sequence[nn.Module], probe: Probe) -> None:
+        """Take the weights of `modules` (inference mode, full precision) as they are now.
+
+        Args:
+            modules: Those that `probe.calls` names, in order. They stay the caller's: later
+                changes of their weights must not show.
+            probe: Calibration data.
+
+        Raises:
+            Exception: Of any kind, where this kind of reference cannot represent the layer.
+        """
+
+    def run(self, probe: Probe) -> Tensor:
+        """Return the layer's activation for the probe's rows."""
+
+
+def cast(probe: Probe, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Probe:
+    """Return a copy with tensors on `device` and floating-point ones in `dtype`.
+
+    Always a copy: the layer may begin with an in-place operation, and calls are run again.
+    """
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to(device, dtype if leaf.is_floating_point() else leaf.dtype, copy=True)
+
+    return probe.mapped(convert)
+
+
+def activation_of(output: Any, probe: Probe) -> Tensor:
+    """Return a layer's activation, in single precision.
+
+    Raises:
+        EvaluatorError: It returned no floating-point tensor.
+    """
+    activation = first_activation(output, probe.num_rows, probe.batch_dim)
+    if activation is None:
+        names = ", ".join(call.module for call in probe.calls)
+        raise EvaluatorError(f"{names}: no floating-point output with a batch dimension")
+    return activation.float()
+
+
+@torch.no_grad()
+def run_layer(
+    modules: Sequence[nn.Module],
+    probe: Probe,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Run the layer on the probe's inputs; return its activation.
+
+    Raises:
+        EvaluatorError: The layer returned no floating-point tensor.
+    """
+    return activation_of(run_calls(modules, cast(probe, device, dtype).calls), probe)
+
+
+class FloatReference:
+    """A copy of the modules in one floating-point type.
+
+    fp16 is not offered: on a CPU it runs several times slower than fp32.
+    """
+
+    costly = False
+
+    def __init__(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        self._dtype, self._device = dtype, torch.device(device)
+        self.exact = dtype is torch.float32
+        kinds = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+        self.name = kinds[dtype] if self._device.type == "cpu" else "device"
+        self._copies: list[nn.Module] = []
+
+    def build(self, modules: Sequence[nn.Module], probe: Probe) -> None:
+        """Copy the weights; the structure only once."""
+        if not self._copies:
+            copies = deep_copy(list(modules))
+            self._copies = [copy.to(device=self._device, dtype=self._dtype) for copy in copies]
+        copy_between(modules, self._copies)
+
+    def run(self, probe: Probe) -> Tensor:
+        """Run the copy."""
+        return run_layer(self._copies, probe, self._device, self._dtype)

@@ -1,0 +1,118 @@
+"""Copies of one layer's modules: their structure once, their weights as often as needed."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from egeria_cache import FrozenPrefix
+from egeria_cache.device import runs_late, to_host
+from egeria_core.ranks import plain_structure
+
+__all__ = [
+    "Weights",
+    "copy_between",
+    "copy_modules",
+    "copy_tensor",
+    "copy_weights",
+    "deep_copy",
+    "load_weights",
+    "without_hooks",
+]
+
+Weights = list[dict[str, Tensor]]
+"""Parameters and buffers (persistent or not) of each module, by name."""
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+@contextmanager
+def without_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Take every hook off for a moment: a copy must not copy what other people hung on them."""
+    saved: list[tuple[nn.Module, dict[str, Any]]] = []
+    try:
+        for root in modules:
+            for module in root.modules():
+                saved.append((module, {k: module.__dict__[k] for k in _HOOKS}))
+                module.__dict__.update({k: OrderedDict() for k in _HOOKS})
+        yield
+    finally:
+        for module, hooks in reversed(saved):
+            module.__dict__.update(hooks)
+
+
+def deep_copy(modules: list[nn.Module]) -> list[nn.Module]:
+    """Return `copy.deepcopy` of modules, on any device.
+
+    Buffers are copied by operators of tensors: storages are copied by none that every device has.
+    """
+    buffers = [b for module in modules for b in module.buffers() if runs_late(b.device)]
+    return copy.deepcopy(modules, {id(buffer): buffer.clone() for buffer in buffers})
+
+
+def copy_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return copies in inference mode, without gradients or hooks, on their device."""
+    with plain_structure(modules), without_hooks(modules):
+        copies = deep_copy(list(modules))
+    for module in copies:
+        FrozenPrefix.thaw(module)
+        module.eval().requires_grad_(False)
+        for parameter in module.parameters():
+            parameter.grad = None
+    return copies
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+@torch.no_grad()
+def copy_weights(modules: Sequence[nn.Module], device: torch.device | None = None) -> Weights:
+    """Return the modules' weights as they are now.
+
+    From an accelerator to the host the copies are only started where it has pinned memory and
+    streams: wait for a `mark` of the device before reading them.
+    """
+    return [
+        {name: copy_tensor(tensor, device) for name, tensor in _tensors(module)}
+        for module in modules
+    ]
+
+
+def copy_tensor(tensor: Tensor, device: torch.device | None) -> Tensor:
+    """Copy to `device` (None: the CPU) without waiting."""
+    target = torch.device("cpu") if device is None else device
+    if target.type == "cpu":
+        return to_host(tensor)
+    return tensor.detach().to(target, copy=True)
+
+
+@torch.no_grad()
+def load_weights(modules: Sequence[nn.Module], weights: Weights) -> None:
+    """Write `copy_weights` back into modules of the same structure."""
+    for module, values in zip(modules, weights, strict=True):
+        for name, tensor in _tensors(module):
+            tensor.copy_(values[name])
+
+
+@torch.no_grad()
+def copy_between(source: Sequence[nn.Module], target: Sequence[nn.Module]) -> None:
+    """Write the weights of `source` into modules of the same structure, of any type or device."""
+    for ours, theirs in zip(source, target, strict=True):
+        for (_, tensor), (_, copy_) in zip(_tensors(ours), _tensors(theirs), strict=True):
+            copy_.copy_(tensor)

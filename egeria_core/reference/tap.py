@@ -1,0 +1,253 @@
+"""Captures what went into the frontmost active layer, on evaluation steps only.
+
+The hooks are registered once, before anyone compiles the model (a hook added afterwards never
+fires), and do nothing until armed. Hooks of frozen layers stay inert: on a batch that comes from
+the activation cache they would see placeholders without data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
+from torch.utils.hooks import RemovableHandle
+
+from egeria_core.hooks import Hook
+
+__all__ = ["Call", "LayerTap", "Probe", "Wire", "first_activation", "run_calls"]
+
+# A cache of keys and values is updated by the call it is given to: replaying the call with it
+# would attend to every token twice. Training never reads one.
+_STATEFUL_ARGUMENTS = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params"})
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """Stands for a leaf of an earlier module's output among the arguments of a later one."""
+
+    call: int
+    path: tuple[Any, ...] = ()
+    """Keys that lead to the leaf in the output; empty where the output is the tensor itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Arguments that one module of the layer was called with, reduced to the probe's rows."""
+
+    module: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Probe:
+    """One capture of one layer: enough to run it again anywhere."""
+
+    calls: list[Call] = field(default_factory=list)
+    """The last modules of the layer that feed each other directly."""
+    batch_size: int = 0
+    """Rows of the batch it was taken from."""
+    num_rows: int = 0
+    """Rows kept of it."""
+    batch_dim: int = 0
+
+    def mapped(self, function: Callable[[Any], Any]) -> Probe:
+        """Return the probe with a function of each leaf of the arguments."""
+        calls = [
+            Call(call.module, tree_map(function, call.args), tree_map(function, call.kwargs))
+            for call in self.calls
+        ]
+        return replace(self, calls=calls)
+
+
+def run_calls(modules: Sequence[nn.Module], calls: Sequence[Call]) -> Any:
+    """Call the modules one after another as recorded; return the last output.
+
+    Raises:
+        ValueError: There are no calls.
+    """
+    if not calls:
+        raise ValueError("no calls were recorded")
+    results: list[Any] = []
+
+    def resolve(leaf: Any) -> Any:
+        if not isinstance(leaf, Wire):
+            return leaf
+        value = results[leaf.call]
+        for key in leaf.path:
+            value = value[key]
+        return value
+
+    for module, call in zip(modules, calls, strict=True):
+        results.append(module(*tree_map(resolve, call.args), **tree_map(resolve, call.kwargs)))
+    return results[-1]
+
+
+def first_activation(output: Any, batch: int | None = None, batch_dim: int = 0) -> Tensor | None:
+    """Return the first floating-point leaf with a batch dimension (of size `batch` if given)."""
+    for leaf in tree_leaves(output):
+        if (
+            isinstance(leaf, Tensor)
+            and leaf.is_floating_point()
+            and leaf.dim() > batch_dim
+            and (batch is None or leaf.shape[batch_dim] == batch)
+        ):
+            return leaf
+    return None
+
+
+class LayerTap:
+    """Hooks on every layer's modules; records one layer, once, after `arm`.
+
+    Args:
+        model: The bare model.
+        layers: Module names of each layer, in forward order.
+        batch_dim: Dimension of the batch in arguments and outputs.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Sequence[Sequence[str]], *, batch_dim: int = 0
+    ) -> None:
+        self._model = model
+        self._batch_dim = batch_dim
+        self.num_rows = 0
+        self.armed: int | None = None
+        """The layer that was armed last and not taken yet."""
+        self._training: bool | None = None
+        self._handles: list[RemovableHandle] = []
+        self._forget()
+        for index, names in enumerate(layers):
+            for position, name in enumerate(names):
+                module = model.get_submodule(name)
+                before = Hook(partial(self._before, index, position, name))
+                after = Hook(partial(self._after, index, position == len(names) - 1))
+                self._handles += [
+                    module.register_forward_pre_hook(before, with_kwargs=True),
+                    module.register_forward_hook(after),
+                ]
+
+    def _forget(self) -> None:
+        self._probe = Probe()
+        self._results: list[list[tuple[Tensor, tuple[Any, ...], int]]] = []
+        self._done = False
+
+    def arm(self, layer: int, num_rows: int, *, training: bool | None = None) -> None:
+        """Record the next forward of `layer` with gradients on, in this mode of the model.
+
+        A validation pass between two steps is no training forward: by its mode (None: whatever
+        it is), and by its gradients being off.
+        """
+        self._forget()
+        self.armed, self.num_rows, self._training = layer, num_rows, training
+
+    def take(self) -> Probe | None:
+        """Return what was recorded since `arm`, if anything was, and disarm."""
+        probe = self._probe if self._done else None
+        self.armed = None
+        self._forget()
+        return probe
+
+    def close(self) -> None:
+        """Remove every hook; idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.armed = None
+
+    def _before(self, layer: int, position: int, name: str, module: Any, *call: Any) -> None:
+        if self.armed == layer:
+            self._record(position, name, call)
+
+    def _after(self, layer: int, last: bool, module: Any, args: Any, output: Any) -> None:
+        if self.armed == layer:
+            self._record_output(last, output)
+
+    @property
+    def _is_wanted(self) -> bool:
+        """Whether this is the forward that is to be recorded (a validation pass is not)."""
+        mode = self._training in (None, self._model.training)
+        return mode and not self._done and torch.is_grad_enabled()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _record(self, position: int, name: str, call: tuple[Any, dict[str, Any]]) -> None:
+        """Copy the arguments' first rows, or note which earlier output they are."""
+        if not self._is_wanted:
+            return
+        if position == 0:
+            self._forget()
+        args, kwargs = call
+        kwargs = {k: None if k in _STATEFUL_ARGUMENTS else v for k, v in kwargs.items()}
+        leaves, spec = tree_flatten((args, kwargs))
+        wires = [self._wire(leaf) for leaf in leaves]
+        if all(wire is None for wire in wires):
+            # Something between the two modules is not a module (a functional ReLU, an addition).
+            # The layer is judged from here on; what lies before cannot be run again by itself.
+            self._forget()
+            self._probe.batch_size = self._batch_of(leaves)
+        kept = [
+            self._keep(leaf) if wire is None else wire
+            for leaf, wire in zip(leaves, wires, strict=True)
+        ]
+        new_args, new_kwargs = tree_unflatten(kept, spec)
+        self._probe.calls.append(Call(name, tuple(new_args), dict(new_kwargs)))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _record_output(self, last: bool, output: Any) -> None:
+        """Remember the output for wiring; the last module's shows whether it can be compared."""
+        if not self._is_wanted or not self._probe.calls:
+            return
+        outputs = [
+            (leaf, tuple(map(_key, path)), leaf._version)
+            for path, leaf in tree_flatten_with_path(output)[0]
+            if isinstance(leaf, Tensor)
+        ]
+        self._results.append(outputs)
+        if not last:
+            return
+        size = self._probe.batch_size
+        self._probe.num_rows = min(size, self.num_rows)
+        self._probe.batch_dim = self._batch_dim
+        self._done = first_activation(output, size, self._batch_dim) is not None
+        self._results.clear()
+
+    def _wire(self, leaf: Any) -> Wire | None:
+        if isinstance(leaf, Tensor):
+            for call, outputs in enumerate(self._results):
+                for output, path, version in outputs:
+                    # The same object, and not written to in between (an in-place ReLU).
+                    if output is leaf and version == leaf._version:
+                        return Wire(call, path)
+        return None
+
+    def _batch_of(self, leaves: Sequence[Any]) -> int:
+        tensors = [x for x in leaves if isinstance(x, Tensor) and x.dim() > self._batch_dim]
+        tensors.sort(key=lambda x: not x.is_floating_point())
+        return tensors[0].shape[self._batch_dim] if tensors else 0
+
+    def _keep(self, leaf: Any) -> Any:
+        """Copy: the module, or the one after it, may write into this tensor in place."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        leaf, size = leaf.detach(), self._probe.batch_size
+        if leaf.dim() > self._batch_dim and leaf.shape[self._batch_dim] == size:
+            leaf = leaf.narrow(self._batch_dim, 0, min(size, self.num_rows))
+        return leaf.clone()
+
+
+def _key(entry: Any) -> Any:
+    """Return what `[]` takes for one step of a pytree path."""
+    for attribute in ("idx", "key", "name"):
+        if hasattr(entry, attribute):
+            return getattr(entry, attribute)
+    raise TypeError(f"cannot follow {entry!r} into a module's output")

@@ -1,0 +1,9 @@
+"""What a move saves and what it costs, in steps.
+
+`schedule` sums the learning rate to come, `savings` weighs a move. Owns no hook; freezes nothing.
+"""
+
+from egeria_core.savings.savings import MoveCost, Savings
+from egeria_core.savings.schedule import Remaining, Schedule, mean_rate
+
+__all__ = ["MoveCost", "Remaining", "Savings", "Schedule", "mean_rate"]

@@ -1,0 +1,152 @@
+"""Whether a move pays: what it saves over the steps that are left, against what moves cost here.
+
+Every policy's moves pass here: one whose saving is below its cost is not made. Both are counted in
+steps and nothing is timed, so that runs and ranks answer alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from egeria_core.policies import Prospect
+from egeria_core.ranks import Ranks
+from egeria_core.savings.schedule import Remaining, Schedule, mean_rate
+from egeria_core.watch import LayerMap
+
+__all__ = ["BACKWARD_SHARE", "MoveCost", "Savings", "saved_parts"]
+
+RISE = 2.0
+"""A rate that will be so many times the present one is a rise."""
+BACKWARD_SHARE = 2 / 3
+"""A backward computes two products for each one of the forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCost:
+    """One move, weighed."""
+
+    saving: float
+    """Over the rest of the schedule, in steps."""
+    cost: float
+    """In steps."""
+    left: int
+    """Steps left."""
+
+    @property
+    def pays(self) -> bool:
+        """Whether it saves at least what it costs."""
+        return self.saving >= self.cost
+
+    def fields(self) -> dict[str, Any]:
+        """Return what the history keeps."""
+        return {
+            "saving_steps": self.saving,
+            "cost_steps": self.cost,
+            "left_steps": self.left,
+        }
+
+    def __str__(self) -> str:
+        return f"saves {self.saving:.3g} of the {self.left} steps left"
+
+
+def saved_parts(parts: Sequence[float] | None, sizes: Sequence[int]) -> list[float]:
+    """Return, for k = 0 to L - 1, the part of a step that freezing the first k layers saves.
+
+    Their backward; a cache that spares their forward as well is not counted on.
+
+    Args:
+        parts: Part of the forward's arithmetic in front of each boundary. None: it is taken to go
+            with the number of parameters.
+        sizes: Parameters of each layer.
+    """
+    if parts is None:
+        parts = [sum(sizes[: k + 1]) / max(1, sum(sizes)) for k in range(len(sizes))]
+    found = [0.0]
+    for part in parts[:-1]:
+        found.append(max(found[-1], BACKWARD_SHARE * part))
+    return found
+
+
+class Savings:
+    """Joins the schedule and the count of a forward.
+
+    Args:
+        model: The bare model.
+        optimizer: Its optimizer.
+        layers: Its layers.
+        schedule: The learning rates to come.
+        ranks: Who has to answer alike.
+        move_cost: Steps that a move costs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        layers: LayerMap,
+        schedule: Schedule,
+        ranks: Ranks,
+        move_cost: float,
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._layers, self._ranks, self._schedule = layers, ranks, schedule
+        self._move_cost = move_cost
+        self._saves: tuple[float, ...] | None = None
+
+    def tick(self, step: int) -> None:
+        """One more training step is done."""
+        self._schedule.look(step)
+
+    def resolve(self) -> None:
+        """The layers are settled, by one forward that was counted. On every rank."""
+        if self._saves is None:
+            sizes = [sum(p.numel() for p in own) for own in self._layers.parameters_of_layers()]
+            self._saves = tuple(self._ranks.agree(*saved_parts(self._layers.parts, sizes)))
+
+    def take(self, saves: Sequence[float]) -> None:
+        """Take what freezing the first k layers saves, as parts of a step, from who knows."""
+        self._saves = tuple(saves)
+
+    def _remaining(self, step: int) -> Remaining | None:
+        return self._schedule.remaining(step, mean_rate(self._optimizer.param_groups))
+
+    def prospect(self, step: int, every: int) -> Prospect | None:
+        """Return what a policy may weigh after `step` steps; None: it is not known."""
+        left = self._remaining(step)
+        if left is None or self._saves is None:
+            return None
+        rate = mean_rate(self._optimizer.param_groups)
+        prefixes = map(self._layers.prefix, self._layers.boundaries[:-1])
+        return Prospect(
+            steps=left.steps,
+            rate=left.rate,
+            rises=left.rate is not None and left.highest > RISE * rate,
+            saves=self._saves,
+            draws=(0, *(len(prefix.drawing) for prefix in prefixes)),
+            cost=self._move_cost,
+            every=every,
+        )
+
+    def weigh(self, step: int, frozen: int, wanted: int) -> MoveCost | None:
+        """Weigh freezing up to `wanted` where `frozen` are; None: not known. On every rank."""
+        left = self._remaining(step)
+        if left is None or self._saves is None:
+            return None
+        part = self._saves[wanted] - self._saves[frozen]
+        return MoveCost(part * left.steps, self._move_cost, left.steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was counted and measured."""
+        return {
+            "saves": None if self._saves is None else list(self._saves),
+            "schedule": self._schedule.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        self._saves = None if state["saves"] is None else tuple(state["saves"])
+        self._schedule.load_state_dict(state["schedule"])

@@ -1,0 +1,288 @@
+"""How much learning rate is left: the sum over the steps to come of a schedule.
+
+A scheduler is asked by stepping a copy of it to the end, which has no parameters and no connection
+to the real one. So whatever it is made of (warm-up, step decay, cosine, one-cycle, chains and
+sequences of these), the sum is exact, and the real schedule never notices.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+__all__ = ["Remaining", "Schedule", "ScheduleError", "find_length", "mean_rate", "simulate"]
+
+log = logging.getLogger("egeria")
+
+CLOSE = 1e-3
+"""Relative difference between the rate that was foretold and the one in use that passes."""
+TRIES = 8
+"""How often a schedule that did something else is simulated anew."""
+LENGTHS = {"OneCycleLR": "total_steps", "CosineAnnealingLR": "T_max", "PolynomialLR": "total_iters"}
+"""The schedulers that say where they end, and how they call it."""
+
+
+def mean_rate(groups: Sequence[dict[str, Any]]) -> float:
+    """Return the learning rate of an optimizer's groups, each weighed by its number of scalars."""
+    return _mean(_sizes(groups), groups)
+
+
+def _sizes(groups: Sequence[dict[str, Any]]) -> list[int]:
+    return [sum(p.numel() for p in group["params"]) for group in groups]
+
+
+def _mean(sizes: Sequence[int], groups: Sequence[dict[str, Any]]) -> float:
+    total = sum(n * float(group["lr"]) for n, group in zip(sizes, groups, strict=True))
+    return total / max(1, sum(sizes))
+
+
+class ScheduleError(Exception):
+    """This schedule cannot be foretold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remaining:
+    """What is left of a schedule."""
+
+    steps: int
+    """Optimizer steps."""
+    rate: float | None
+    """Sum of their learning rates; None: not known, only how many steps there are."""
+    highest: float = 0.0
+    """Of these rates."""
+
+
+def unwrap(scheduler: Any) -> Any:
+    """Return the scheduler inside of wrappers such as Accelerate's."""
+    kinds = (LRScheduler, ReduceLROnPlateau)
+    while not isinstance(scheduler, kinds) and hasattr(scheduler, "scheduler"):
+        scheduler = scheduler.scheduler
+    return scheduler
+
+
+def _family(scheduler: Any) -> list[Any]:
+    """Return the scheduler and all that it is made of."""
+    parts = map(_family, getattr(scheduler, "_schedulers", []))
+    return [scheduler, *itertools.chain.from_iterable(parts)]
+
+
+def _first_of(scheduler: Any, attribute: str) -> Any:
+    """Return what the scheduler, or the first of its parts that does, knows by this name."""
+    found = (getattr(part, attribute, None) for part in _family(scheduler))
+    return next(value for value in found if value is not None)
+
+
+def find_length(scheduler: Any) -> int | None:
+    """Return the number of scheduler steps after which it says that it ends; None: it does not."""
+    scheduler = unwrap(scheduler)
+    parts = getattr(scheduler, "_schedulers", [])
+    milestones = getattr(scheduler, "_milestones", None)
+    if parts and milestones:
+        last = find_length(parts[-1])
+        return None if last is None else int(milestones[-1]) + last
+    if parts:
+        return max((n for n in map(find_length, parts) if n is not None), default=None)
+    name = LENGTHS.get(type(scheduler).__name__)
+    return None if name is None else int(getattr(scheduler, name))
+
+
+def simulate(scheduler: Any, count: int) -> list[float]:
+    """Return the mean learning rates of now and of the next `count - 1` scheduler steps.
+
+    Raises:
+        ScheduleError: It depends on what training brings, or cannot be copied.
+    """
+    scheduler = unwrap(scheduler)
+    if isinstance(scheduler, ReduceLROnPlateau) or not callable(getattr(scheduler, "step", None)):
+        raise ScheduleError(f"{type(scheduler).__name__} follows no schedule")
+    sizes = _sizes(_first_of(scheduler, "optimizer").param_groups)
+    found: list[float] = []
+    try:
+        twin, groups = _copied(scheduler)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            while True:
+                found.append(_mean(sizes, groups))
+                if len(found) == count:
+                    return found
+                twin.step()
+    except ValueError:
+        # OneCycleLR past its end: what is left is nothing.
+        return found + [0.0] * (count - len(found))
+    except Exception as error:
+        raise ScheduleError(f"{type(scheduler).__name__} cannot be copied ({error})") from error
+
+
+def _copied(scheduler: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """Return a copy of a scheduler, and the groups of the optimizer that it takes for its own."""
+
+    def value(given: Any) -> Any:
+        return given.detach().clone() if isinstance(given, Tensor) else copy.copy(given)
+
+    real = _first_of(scheduler, "optimizer").param_groups
+    groups = [{k: value(v) for k, v in group.items() if k != "params"} for group in real]
+    stand = SimpleNamespace(
+        param_groups=groups, defaults={}, _opt_called=True, step=lambda *_: None
+    )
+    memo: dict[int, Any] = {}
+    for part in _family(scheduler):
+        if hasattr(part, "optimizer"):
+            memo[id(part.optimizer)] = stand
+        # A method would bring its object along, which may hold anything.
+        memo.update({id(function): function for function in getattr(part, "lr_lambdas", [])})
+    return copy.deepcopy(scheduler, memo), groups
+
+
+class Schedule:
+    """The learning rates of a run, as far as they can be known.
+
+    Args:
+        source: A torch scheduler, stepped once per optimizer step or once per epoch (which of the
+            two is observed); a function of the optimizer step, counted from 0, that gives the rate;
+            or None.
+        total_steps: Optimizer steps in the whole schedule; None where the source knows its end.
+    """
+
+    def __init__(
+        self, source: LRScheduler | Callable[[int], float] | None, total_steps: int | None
+    ) -> None:
+        inner = unwrap(source)
+        self._scheduler: Any = inner if callable(getattr(inner, "step", None)) else None
+        self._function = source if self._scheduler is None else None
+        if self._function is not None and not callable(self._function):
+            raise TypeError(
+                f"schedule must be a torch scheduler or a function of the step that returns the "
+                f"learning rate, got {type(source).__name__}"
+            )
+        self._total = total_steps
+        self._refused = source is None
+        self._first = 0 if self._scheduler is None else self._progress()
+        self._changes: list[tuple[int, int]] = []
+        """Of the scheduler's own count: the first that was seen, and the last."""
+        self._rates: list[float] = []
+        self._start, self._pace, self._tries = 0, Fraction(0), 0
+
+    def _progress(self) -> int:
+        """How often the scheduler has been stepped."""
+        return int(_first_of(self._scheduler, "last_epoch"))
+
+    @property
+    def has_end(self) -> bool:
+        """Whether it is known, or will be, how many steps there are."""
+        known = self._scheduler is not None and find_length(self._scheduler) is not None
+        return self._total is not None or known
+
+    def look(self, step: int) -> None:
+        """Note after each optimizer step how far the scheduler has come."""
+        if self._scheduler is None:
+            return
+        now = self._progress()
+        if now != (self._changes[-1][1] if self._changes else self._first):
+            self._changes = [*self._changes[:1], (step, now)]
+
+    def _find_pace(self) -> Fraction | None:
+        """Return scheduler steps per optimizer step; None: none was seen yet."""
+        if self._scheduler is None:
+            return Fraction(1)
+        if not self._changes:
+            return None
+        (first, at_first), (last, at_last) = self._changes[0], self._changes[-1]
+        if last > first:
+            pace = Fraction(at_last - at_first, last - first)
+        elif last > 3:
+            pace = Fraction(at_last - self._first, last)
+        else:  # its first step or its second: that depends on who is called first
+            return None
+        # Whole epochs, or whole steps of several processes.
+        return Fraction(1, round(1 / pace)) if pace < 1 else Fraction(round(pace))
+
+    def remaining(self, step: int, rate: float) -> Remaining | None:
+        """Return what is left after `step` finished optimizer steps; None: not known yet.
+
+        Args:
+            step: Finished steps.
+            rate: The mean rate of the last one, with which the forecast is checked.
+        """
+        if self._refused:
+            return self._without_rates(step)
+        pace = self._find_pace()
+        total = None if pace is None else self._length(pace)
+        if pace is None or total is None:
+            return None
+        if step >= total:
+            return Remaining(0, 0.0)
+        try:
+            if pace != self._pace or not self._rates or not self._agrees(step, rate):
+                self._forecast(step, total, pace)
+        except ScheduleError as error:
+            self._refused = True
+            log.warning(
+                "egeria: the learning rates to come cannot be foretold: %s; they are taken to "
+                "stay as they are",
+                error,
+            )
+            return self._without_rates(step)
+        done = step - self._start
+        return Remaining(total - step, self._left[done], self._highest[done])
+
+    def _without_rates(self, step: int) -> Remaining | None:
+        return None if self._total is None else Remaining(max(0, self._total - step), None)
+
+    def _length(self, pace: Fraction) -> int | None:
+        if self._total is not None:
+            return self._total
+        length = find_length(self._scheduler)
+        return None if length is None else round((length - self._first) / pace)
+
+    def _forecast(self, step: int, total: int, pace: Fraction) -> None:
+        """Sum the rates of the steps from here to the end."""
+        if self._tries >= TRIES:
+            raise ScheduleError("the rates in use are others than those of the schedule given")
+        self._tries += 1
+        self._start, self._pace = step, pace
+        if self._function is not None:
+            self._rates = [float(self._function(n)) for n in range(step, total)]  # type: ignore[operator]
+        else:
+            # Step n, counted from 0, has the rate of the scheduler's step floor(n pace), whether it
+            # is stepped before the controller or after it.
+            now = self._progress() - self._first
+            places = [max(0, int(n * pace) - now) for n in range(step, total)]
+            known = simulate(self._scheduler, places[-1] + 1)
+            self._rates = [known[place] for place in places]
+        # Summed from the end, so that a forecast made later says the same to the bit.
+        back = self._rates[::-1]
+        self._left = [*itertools.accumulate(back, initial=0.0)][::-1]
+        self._highest = [*itertools.accumulate(back, max)][::-1]
+
+    def _agrees(self, step: int, rate: float) -> bool:
+        """Compare with the rate of the last step; one step to either side is no difference."""
+        last = step - 1 - self._start
+        near = self._rates[max(0, last - 1) : last + 2]
+        if last < 1 or not near:
+            return True
+        slack = CLOSE * max(abs(rate), *near)
+        return min(near) - slack <= rate <= max(near) + slack
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was observed; the forecast is made again."""
+        return {
+            "first": self._first,
+            "changes": [list(change) for change in self._changes],
+            "refused": self._refused,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`; the scheduler's own state may be loaded before or after."""
+        self._first, self._refused = state["first"], state["refused"]
+        self._changes = [(step, at) for step, at in state["changes"]]
+        self._rates = []

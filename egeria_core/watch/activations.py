@@ -1,0 +1,357 @@
+"""Compares the frontmost active layer with its reference, at every n-th step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from egeria_cache.device import Event, Held, mark, runs_late
+from egeria_core.config import ControllerConfig
+from egeria_core.errors import EvaluatorError
+from egeria_core.plasticity import sp_loss
+from egeria_core.reference import (
+    Call,
+    Evaluator,
+    InlineEvaluator,
+    InputItem,
+    LayerTap,
+    Probe,
+    ProcessEvaluator,
+    ReferenceRunner,
+    Weights,
+    Wire,
+    copy_modules,
+    copy_tensor,
+    copy_weights,
+)
+from egeria_core.verdict import Verdict
+from egeria_core.watch.meter import Meter, Watched
+
+__all__ = ["ActivationMeter"]
+
+log = logging.getLogger("egeria")
+
+PROBE_ROWS = 32
+"""Samples of the batch that are compared. SP depends on their number, so it is fixed; more rows
+steady the reading and cost the reference's forward."""
+MISSES_TO_WARN = 3
+DROPS_TO_WARN = 20
+
+
+def make_evaluator(config: ControllerConfig, device: torch.device) -> Evaluator:
+    """Return the evaluator that the options ask for, for a model on `device`."""
+    kind = config.evaluator_for(device.type)
+    if config.reference == "device":
+        deferred = runs_late(device) and kind != "inline"
+        return InlineEvaluator(ReferenceRunner("device", device), deferred=deferred)
+    if kind == "process":
+        return ProcessEvaluator(config.reference, training_on_cpu=not runs_late(device))
+    return InlineEvaluator(ReferenceRunner(config.reference))
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model is, as far as it is on this rank."""
+    tensor = next((p for p in model.parameters() if not p.is_meta), None)
+    return torch.device("cpu") if tensor is None else tensor.device
+
+
+class ActivationMeter(Meter):
+    """Asks an evaluator how far the front layer's output is from its reference's.
+
+    The layer's present weights and its snapshot of earlier on are run on the same captured rows,
+    both in inference mode: Dropout's noise and batch statistics are no part of the reading.
+    """
+
+    distance: Callable[[Tensor, Tensor], Tensor] = staticmethod(sp_loss)
+    """Of the two activations; a function that can be pickled, for an evaluator in a process."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._model, self._layers, self._every = watched.model, watched.layers, watched.every
+        self._config, self._history = watched.config, watched.history
+        self._evaluator: Evaluator | None = None
+        self._lost = False
+        self._tap: LayerTap | None = None
+        self._tapped: list[tuple[str, ...]] = []
+        self._rows = PROBE_ROWS
+        self._misses = self._short = self._drops = 0
+        self._undecided: list[Verdict] = []
+        self._held = Held()
+        self._forget_reference()
+        self.bind()
+        kind = self._config.evaluator_for(device_of(self._model).type)
+        if kind == "process" and self._config.reference != "device":
+            # A process takes seconds to start; the bootstrapping stage is time enough. Others are
+            # made when they are needed, and one that is never needed is none.
+            self._evaluator = self._make_evaluator()
+
+    def _make_evaluator(self) -> Evaluator:
+        return make_evaluator(self._config, device_of(self._model))
+
+    def _forget_reference(self) -> None:
+        self._layer: int | None = None
+        self._refreshed_at: int | None = None
+        self._since_refresh = 0
+        self._costly = False
+        self._kept: tuple[Probe, Weights] | None = None
+        self._kept_ready: Event | None = None
+
+    @property
+    def immediate(self) -> bool:  # type: ignore[override]
+        """Whether the evaluator works in `measure`."""
+        return self._evaluator is not None and self._evaluator.immediate
+
+    def bind(self) -> None:
+        """Hook every layer that can become the front, unless that has been done."""
+        names = [layer.modules for layer in self._layers.layers[:-1]]
+        if names != self._tapped:
+            if self._tap is not None:
+                self._tap.close()
+            self._tapped = names
+            self._tap = self._make_tap(names)
+
+    def _make_tap(self, names: list[tuple[str, ...]]) -> LayerTap:
+        return LayerTap(self._model, names, batch_dim=self._config.batch_dim)
+
+    def prepare(self, frozen: int) -> None:
+        """Arm the front layer's hooks."""
+        if self._tap is not None and not self._lost and frozen < len(self._tapped):
+            # A layer's curve starts with as many rows as its first batch has, and keeps them.
+            rows = self._rows if frozen == self._layer else PROBE_ROWS
+            self._tap.arm(frozen, rows, training=self._layers.training)
+
+    def measure(self, step: int, frozen: int) -> None:
+        """Hand the probe and the layer's weights to the evaluator."""
+        probe = self._captured(step, frozen)
+        if probe is None:
+            return
+        new = self._layer != frozen
+        if new:
+            self._forget_reference()
+            self._rows = probe.num_rows
+        judge = self._is_long_enough(probe, step) and self._refreshed_at is not None
+        # Of a reference whose refresh only copies weights all readings are of one age. Where it
+        # quantises, the moving average over W readings compares equal ages.
+        every = self._config.window if self._costly else 1
+        refresh = self._refreshed_at is None or self._since_refresh + 1 >= every
+        if every == 1 and self._refreshed_at is not None:
+            # One taken later, because an evaluation was dropped, would stand out of the curve for
+            # no reason of the layer's.
+            judge = judge and step - self._refreshed_at == self._every
+        if not (judge or refresh):
+            return
+        modules = self._modules(probe)
+        item = InputItem(
+            step=step,
+            layer=frozen,
+            probe=self._to_evaluator(probe),
+            judge=judge,
+            refresh=refresh,
+            weights=copy_weights(modules, self._device),
+            modules=self._structure(modules) if new else None,
+            distance=self.distance,
+        )
+        self._submit(item, mark(device_of(self._model)) if self._device is None else None)
+
+    def _captured(self, step: int, frozen: int) -> Probe | None:
+        """Return what the hooks of the front layer have recorded."""
+        if self._tap is None or self._lost or frozen >= len(self._tapped):
+            return None
+        armed, probe = self._tap.armed, self._tap.take()
+        if armed != frozen:
+            return None  # the front has just moved on; what was captured belongs to another layer
+        if probe is None:
+            self._missed(step, frozen)
+        else:
+            self._misses = 0
+        return probe
+
+    def _modules(self, probe: Probe) -> list[nn.Module]:
+        return [self._model.get_submodule(call.module) for call in probe.calls]
+
+    @property
+    def _device(self) -> torch.device | None:
+        """Where the reference lives; None: the CPU."""
+        return device_of(self._model) if self._config.reference == "device" else None
+
+    def _structure(self, modules: list[nn.Module]) -> list[nn.Module]:
+        copies = copy_modules(modules)
+        return copies if self._device is not None else [module.cpu() for module in copies]
+
+    def _to_evaluator(self, probe: Probe) -> Probe:
+        """Start the copy to where the reference runs."""
+        if self._device is not None or not runs_late(device_of(self._model)):
+            return probe
+        return probe.mapped(lambda x: copy_tensor(x, None) if isinstance(x, Tensor) else x)
+
+    def _submit(self, item: InputItem, ready: Event | None = None) -> None:
+        item.ready = ready
+        # A copy into memory that was given back, because the item was dropped, would hit others'.
+        self._held.hold((item.probe, item.weights), ready)
+        try:
+            if self._evaluator is None:
+                self._evaluator = self._make_evaluator()
+            accepted = self._evaluator.submit(item)
+        except EvaluatorError as error:
+            self._lose(item.step, error)
+            return
+        if not accepted:
+            self._drop(item.step, item.layer, "the evaluator is busy")
+            return
+        self._layer = item.layer
+        self._since_refresh = 0 if item.refresh else self._since_refresh + 1
+        if item.refresh:
+            self._refreshed_at = item.step
+            self._kept, self._kept_ready = (item.probe, item.weights), ready
+            self._history.add("refresh", item.step, layer=item.layer)
+
+    def _missed(self, step: int, frozen: int) -> None:
+        """Say, once, that a tap does not fire: no reading will ever come from this layer."""
+        self._misses += 1
+        if self._misses == MISSES_TO_WARN:
+            name = self._layers.boundaries[frozen]
+            log.warning(
+                "egeria: the hooks of %r have not fired in %d training forwards, so it cannot be "
+                "judged; make the FreezeController before torch.compile, and check that training "
+                "forwards run this module with gradients on",
+                name,
+                self._misses,
+            )
+            self._history.add("tap_silent", step, layer=frozen, boundary=name)
+
+    def _is_long_enough(self, probe: Probe, step: int) -> bool:
+        """Return whether the batch fills the probe; a few short ones in a row shrink the probe."""
+        if probe.num_rows == self._rows:
+            self._short = 0
+            return True
+        self._short += 1
+        if self._short >= MISSES_TO_WARN and probe.num_rows >= 2:
+            log.info("egeria: batches are small, the probe is now %d rows", probe.num_rows)
+            self._history.add("probe_rows", step, rows=probe.num_rows)
+            self._rows, self._short = probe.num_rows, 0
+        return False
+
+    def collect(self) -> list[Verdict]:
+        """Return the verdicts that are ready; losing the evaluator is one warning."""
+        verdicts, self._undecided = self._undecided, []
+        if self._evaluator is None:
+            return verdicts
+        try:
+            verdicts.extend(self._evaluator.poll())
+        except EvaluatorError as error:
+            self._lose(None, error)
+        for verdict in verdicts:
+            self._heed(verdict)
+        return [verdict for verdict in verdicts if verdict.value is not None]
+
+    def _heed(self, verdict: Verdict) -> None:
+        if verdict.layer == self._layer:
+            self._costly = verdict.costly
+        for note in verdict.notes:
+            log.info("egeria: layer %r: %s", self._layers.boundaries[verdict.layer], note)
+            self._history.add("fallback", verdict.step, layer=verdict.layer, note=note)
+        if verdict.dropped is not None:
+            self._drop(verdict.step, verdict.layer, verdict.dropped)
+        else:
+            self._drops = 0
+
+    def _drop(self, step: int, layer: int, reason: str) -> None:
+        self._history.add("dropped", step, layer=layer, reason=reason)
+        self._drops += 1
+        if self._drops == DROPS_TO_WARN:
+            log.warning(
+                "egeria: the last %d evaluations were dropped (%s); nothing freezes without them. "
+                "Raise evaluate_every, or use evaluator='inline'",
+                self._drops,
+                reason,
+            )
+
+    def _lose(self, step: int | None, error: Exception) -> None:
+        """Go on without readings: what is frozen stays frozen, learning-rate rules still act."""
+        log.warning(
+            "egeria: the evaluator has stopped: %s. Training goes on and frozen layers stay "
+            "frozen, but no further layer will freeze",
+            error,
+        )
+        self._history.add("evaluator_lost", -1 if step is None else step, error=str(error))
+        self._lost = True
+        self._stop_evaluator()
+
+    def _stop_evaluator(self) -> None:
+        if self._evaluator is not None:
+            self._evaluator.close()
+            self._evaluator = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the reference (weights and calibration probe) and verdicts not yet taken."""
+        if self._evaluator is not None:
+            self._undecided.extend(self._evaluator.drain(timeout_s=30.0))
+        if self._kept_ready is not None:
+            self._kept_ready.synchronize()
+        return {
+            "layer": self._layer,
+            "refreshed_at": self._refreshed_at,
+            "since_refresh": self._since_refresh,
+            "costly": self._costly,
+            "rows": self._rows,
+            "probe": None if self._kept is None else _probe_state(self._kept[0]),
+            "weights": None if self._kept is None else self._kept[1],
+            "undecided": [(v.step, v.layer, v.value) for v in self._undecided],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Rebuild the reference as it was."""
+        self._forget_reference()
+        self._rows = state["rows"]
+        self._undecided = [Verdict(*verdict) for verdict in state["undecided"]]
+        if state["layer"] is None or state["probe"] is None:
+            return
+        probe = _load_probe(state["probe"])
+        item = InputItem(
+            step=state["refreshed_at"],
+            layer=state["layer"],
+            probe=probe,
+            judge=False,
+            refresh=True,
+            weights=state["weights"],
+            modules=self._structure(self._modules(probe)),
+            distance=self.distance,
+        )
+        self._submit(item)
+        self._since_refresh = state["since_refresh"]
+        self._costly = state["costly"]
+
+    def close(self) -> None:
+        """Take the hooks off and stop the evaluator."""
+        if self._tap is not None:
+            self._tap.close()
+            self._tap = None
+        self._stop_evaluator()
+
+
+def _probe_state(probe: Probe) -> dict[str, Any]:
+    """Return the probe as plain containers and tensors."""
+
+    def plain(leaf: Any) -> Any:
+        return {"wire": leaf.call, "path": list(leaf.path)} if isinstance(leaf, Wire) else leaf
+
+    calls = [(call.module, call.args, call.kwargs) for call in probe.mapped(plain).calls]
+    return {"calls": calls, "rows": probe.num_rows, "batch_dim": probe.batch_dim}
+
+
+def _load_probe(state: dict[str, Any]) -> Probe:
+    def is_wire(value: Any) -> bool:
+        return isinstance(value, dict) and set(value) == {"wire", "path"}
+
+    def restore(value: Any) -> Any:
+        return Wire(value["wire"], tuple(value["path"])) if is_wire(value) else value
+
+    def restored(tree: Any) -> Any:
+        return tree_map(restore, tree, is_leaf=is_wire)
+
+    calls = [Call(name, restored(args), restored(kwargs)) for name, args, kwargs in state["calls"]]
+    return Probe(calls, state["rows"], state["rows"], state["batch_dim"])

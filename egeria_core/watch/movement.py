@@ -1,0 +1,308 @@
+"""Measures how far each layer moves in an optimizer step, and what that brings: two numbers each.
+
+At one optimizer step one layer is looked at: its parameters are copied before the step and
+compared after it, d = theta' - theta. So d holds whatever the optimizer did (momentum, decay,
+adaptive rates, orthogonalised updates), and gradients are read as the optimizer gets them: summed
+over micro-batches, reduced over ranks, clipped, unscaled. No more than a copy of that one layer is
+held (and of its gradient, where the optimizer writes into gradients); between two steps nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from egeria_core.ranks import global_sums, is_sharded, local_part
+from egeria_core.verdict import Verdict
+from egeria_core.watch.forward import LayerMap
+from egeria_core.watch.meter import Meter
+
+__all__ = ["MovementMeter", "bare_optimizer", "can_be_read"]
+
+log = logging.getLogger("egeria")
+
+SILENT_TO_WARN = 10
+"""Readings in a row without an optimizer step of which the meter was told."""
+
+
+def bare_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside of wrappers such as Accelerate's, whose hooks never fire."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def can_be_read(optimizer: Any) -> bool:
+    """Whether the steps of an optimizer can be watched: those of any `torch.optim.Optimizer`."""
+    return callable(getattr(bare_optimizer(optimizer), "register_step_post_hook", None))
+
+
+@dataclass(slots=True)
+class _Opened:
+    """A layer as it was before the step."""
+
+    layer: int
+    parameters: list[Tensor]
+    old: list[Tensor]
+    gradients: list[Tensor]
+    versions: list[int]
+    found_inf: Tensor | None
+
+
+class MovementMeter(Meter):
+    """Reads one layer of the model at every `spacing`-th optimizer step, round and round.
+
+    A verdict's values are: the mean loss of the steps since the last one, the sum of the learning
+    rate up to their middle, and then, per layer, how much of the loss its step took away to
+    first order (-g . d) and its speed |d| / |theta|. None: the layer was not read. Zero:
+    nothing of it trains.
+
+    Args:
+        model: The bare model.
+        optimizer: Its optimizer.
+        layers: Its layers.
+        every: Training steps between two verdicts.
+
+    Raises:
+        TypeError: The optimizer's steps cannot be watched.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        layers: LayerMap,
+        every: int,
+    ) -> None:
+        if not can_be_read(optimizer):
+            raise TypeError(
+                f"the steps of {type(optimizer).__name__} cannot be watched: it is no "
+                "torch.optim.Optimizer; use policy='plasticity'"
+            )
+        self._model, self._layers, self._every = model, layers, every
+        self._optimizer = bare_optimizer(optimizer)
+        self._copies_gradients = False
+        self._counts: list[int] = []
+        self._sizes: list[int] = []
+        self._next = self._steps = 0
+        self._rate = self._rate_before = 0.0
+        self._losses: Tensor | float = 0.0
+        self._num_losses = 0
+        self._read: list[tuple[int, Tensor]] = []
+        self._opened: _Opened | None = None
+        self._ready: list[Verdict] = []
+        self._silent = 0
+        self._handles: list[RemovableHandle] = [
+            self._optimizer.register_step_pre_hook(self._before_step),
+            self._optimizer.register_step_post_hook(self._after_step),
+        ]
+        self.bind()
+
+    def bind(self) -> None:
+        """Learn which parameters belong to which layer."""
+        self._parameters = self._layers.parameters_of_layers()
+        self._owners = [layer for layer, own in enumerate(self._parameters) if own]
+        # Evenly over the steps between two verdicts; in several rounds where these are too few.
+        self._spacing = max(1, self._every // max(1, len(self._owners)))
+        self._next, self._read, self._idle = 0, [], set[int]()
+
+    def note(self, loss: Tensor | float | None) -> None:
+        """Take the loss of one step; summed where it lies, so that nobody waits for the device.
+
+        Raises:
+            ValueError: There is none.
+        """
+        if loss is None:
+            raise ValueError(
+                "step(loss) needs the training loss of every step: what freezing may cost is told "
+                "from how it falls"
+            )
+        value = loss.detach().float() if isinstance(loss, Tensor) else float(loss)
+        self._losses = self._losses + value
+        self._num_losses += 1
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._opened = None
+        self._rate += self._mean_rate()
+        self._steps += 1
+        if self._steps % self._spacing == 0:
+            self._open()
+
+    def _mean_rate(self) -> float:
+        """Return the groups' mean rate; their sizes are counted once."""
+        groups = self._optimizer.param_groups
+        counts = [len(group["params"]) for group in groups]
+        if counts != self._counts:
+            self._counts = counts
+            self._sizes = [sum(p.numel() for p in group["params"]) for group in groups]
+        rates = [float(group["lr"]) for group in groups]
+        total = sum(size * rate for size, rate in zip(self._sizes, rates, strict=True))
+        return total / max(1, sum(self._sizes))
+
+    def _following(self) -> tuple[int, list[Tensor]] | None:
+        """Return the next layer that trains, and what of it does."""
+        for _ in self._owners:
+            layer = self._owners[self._next % len(self._owners)]
+            self._next = (self._next + 1) % len(self._owners)
+            own = [p for p in self._parameters[layer] if p.requires_grad and p.grad is not None]
+            if own:
+                self._idle.discard(layer)
+                return layer, own
+            self._idle.add(layer)
+        return None
+
+    @torch.no_grad()
+    def _open(self) -> None:
+        """Copy a layer before its step."""
+        found = self._following()
+        if found is None:
+            return
+        layer, own = found
+        gradients = [p.grad for p in own if p.grad is not None]
+        scale = getattr(self._optimizer, "grad_scale", None)
+        # A fused optimizer under a GradScaler unscales by itself.
+        self._copies_gradients |= isinstance(scale, Tensor)
+        if self._copies_gradients:
+            gradients = [g.clone() for g in gradients]
+        if isinstance(scale, Tensor):
+            gradients = [g.mul_(1 / scale.to(g.device)) for g in gradients]
+        inf = getattr(self._optimizer, "found_inf", None)
+        self._opened = _Opened(
+            layer, own, [local_part(p).detach().clone() for p in own], gradients,
+            [g._version for g in gradients],
+            inf.detach().clone() if isinstance(inf, Tensor) else None,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Compare with what was copied before the step."""
+        opened, self._opened = self._opened, None
+        if opened is None:
+            return
+        touched = any(
+            p.grad is not g or g._version != v
+            for p, g, v in zip(opened.parameters, opened.gradients, opened.versions, strict=True)
+        )
+        if touched and not self._copies_gradients:
+            # This optimizer writes into the gradients (Nesterov momentum does): they must be
+            # copied before the step.
+            self._copies_gradients = True
+            return
+        row = _numbers(opened)
+        sharded = next(filter(is_sharded, opened.parameters), None)
+        self._read.append((opened.layer, row if sharded is None else global_sums(row, sharded)))
+
+    def measure(self, step: int, frozen: int) -> None:
+        """Reduce what was read since the last verdict to numbers: one transfer for all."""
+        self._heed_silence()
+        if not self._num_losses:
+            return
+        loss, rows = self._losses, [row for _, row in self._read]
+        if isinstance(loss, Tensor):
+            target = rows[0].device if rows else loss.device
+            rows.append(torch.stack([loss.reshape(()).to(target)] * 3))
+        numbers = torch.stack([row.to(rows[0].device) for row in rows]).tolist() if rows else []
+        mean = (numbers.pop()[0] if isinstance(loss, Tensor) else loss) / self._num_losses
+        values = self._by_layer(numbers)
+        middle = (self._rate_before + self._rate) / 2
+        self._rate_before, self._read = self._rate, []
+        self._losses, self._num_losses = 0.0, 0
+        self._ready.append(Verdict(step, frozen, None, (mean, middle, *values)))
+
+    def _by_layer(self, numbers: Sequence[Sequence[float]]) -> list[float | None]:
+        """Return -g . d and |d| / |theta| per layer, from the rows that were read."""
+        decrease = [None if self._trains(i) else 0.0 for i in range(len(self._parameters))]
+        speed = list(decrease)
+        for layer in {layer for layer, _ in self._read if self._trains(layer)}:
+            rows = [row for (at, _), row in zip(self._read, numbers, strict=True) if at == layer]
+            size = sum(row[2] for row in rows)
+            # Not finite: the optimizer skipped the step. Several rounds are averaged.
+            if all(math.isfinite(sum(row)) for row in rows) and size > 0:
+                decrease[layer] = sum(row[0] for row in rows) / len(rows)
+                speed[layer] = math.sqrt(sum(row[1] for row in rows) / size)
+        return [*decrease, *speed]
+
+    def _trains(self, layer: int) -> bool:
+        """Whether something of a layer trains; what does not stands still, and brings nothing."""
+        return layer not in self._idle and any(p.requires_grad for p in self._parameters[layer])
+
+    def _heed_silence(self) -> None:
+        self._silent = 0 if self._steps else self._silent + 1
+        if self._silent == SILENT_TO_WARN:
+            log.warning(
+                "egeria: none of the optimizer's steps was seen, so nothing can be predicted and "
+                "nothing will freeze; give the controller the optimizer whose step() is called",
+            )
+
+    def collect(self) -> list[Verdict]:
+        """Return the readings taken since the last call."""
+        ready, self._ready = self._ready, []
+        return ready
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was summed since the last reading, and whose turn it is."""
+        return {
+            "copies_gradients": self._copies_gradients,
+            "next": self._next,
+            "idle": sorted(self._idle),
+            "steps": self._steps,
+            "rate": [self._rate, self._rate_before],
+            "losses": [float(self._losses), self._num_losses],
+            "read": [[layer, *row.tolist()] for layer, row in self._read],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        self.bind()
+        self._copies_gradients = state["copies_gradients"]
+        self._idle = set(state["idle"])
+        self._next, self._steps = state["next"], state["steps"]
+        self._rate, self._rate_before = state["rate"]
+        self._losses, self._num_losses = state["losses"]
+        self._read = [(int(layer), torch.tensor(row)) for layer, *row in state["read"]]
+
+    def close(self) -> None:
+        """Take the hooks off; idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _numbers(opened: _Opened) -> Tensor:
+    """Return (-g . d, |d|^2, |theta|^2), float32; not finite where the step was skipped.
+
+    What was copied is written to, so that no second copy is needed.
+    """
+    new = [local_part(p).detach() for p in opened.parameters]
+    torch._foreach_sub_(opened.old, new)
+    gradients = map(local_part, opened.gradients)
+    brought = [_dot(*pair) for pair in zip(opened.old, gradients, strict=True)]
+    lengths = [_stacked(torch._foreach_norm(list(map(_real, part)))) for part in (opened.old, new)]
+    total = torch.stack([_stacked(brought).sum(), *(own.square().sum() for own in lengths)])
+    if opened.found_inf is not None:
+        skipped = opened.found_inf.to(total.device).reshape(()) > 0
+        total = torch.where(skipped, total.new_tensor(math.nan), total)
+    return total
+
+
+def _stacked(numbers: Sequence[Tensor]) -> Tensor:
+    return torch.stack([number.to(numbers[0].device) for number in numbers])
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return floats: halves would underflow when they are multiplied."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).float()
+
+
+def _dot(back: Tensor, gradient: Tensor) -> Tensor:
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        back, gradient = back[gradient.indices().unbind()], gradient.values()
+    return (_real(back) * _real(gradient)).sum()

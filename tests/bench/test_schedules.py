@@ -1,0 +1,200 @@
+"""SmartPipe's sixteen figures from one rule, and what holds for every schedule on paper."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import FORWARD, ScheduleInterleaved1F1B
+
+from benchmarks.schedules import (
+    LAYOUTS,
+    Bubbles,
+    Task,
+    count_bubbles,
+    count_plan,
+    rank_order,
+)
+from benchmarks.schedules.drawing import main
+from egeria_core.pipeline import PipelinePlan, check_schedule
+
+SLIDES: list[tuple[str, int, dict[str, Any], tuple[int, ...], tuple[int, ...]]] = [
+    ("GPipe", 6, {}, (24, 18, 24), (9, 16, 28)),
+    ("GPipe", 3, {"minibatches": 2}, (48, 24, 48), (13, 18, 36)),
+    ("1F1B", 6, {}, (24, 18, 24), (9, 16, 28)),
+    ("1F1B", 3, {"minibatches": 2, "flush": False}, (32, 20, 32), (10, 16, 28)),
+    # Not on the slides: what PyTorch's 1F1B could at best reach.
+    ("1F1B", 3, {"minibatches": 2}, (48, 24, 48), (13, 18, 36)),
+]
+
+
+@pytest.mark.parametrize(("schedule", "microbatches", "options", "before", "after"), SLIDES)
+def test_the_figures_of_the_slides(
+    schedule: str, microbatches: int, options: dict[str, Any], before: tuple[int, ...],
+    after: tuple[int, ...],
+) -> None:  # fmt: skip
+    for frozen, figures in ((0, before), (2, after)):
+        found = count_bubbles(schedule, 4, microbatches, frozen, **options)
+        assert (found.bubbles, found.time, found.idle) == figures
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_what_the_cache_and_the_freed_ranks_bring(schedule: str) -> None:
+    times = [count_bubbles(schedule, 4, 6, 2, layout=layout).time for layout in LAYOUTS]
+    assert times == [17, 16, 14, 9, 8]
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_a_plan_costs_what_its_layout_does(schedule: str) -> None:
+    plan = PipelinePlan.start([2.0] * 8, 4, schedule=schedule, microbatches=6)
+    assert count_plan(plan) == count_bubbles(schedule, 4, 6)
+    for way, has_front, layout in [
+        ("stay", False, "rebuilt"), ("stay", True, "cached"), ("repartition", True, "repartition"),
+        ("replicate", True, "replicate"),
+    ]:  # fmt: skip
+        found = count_plan(plan.frozen_to(4, way, has_front=has_front))  # type: ignore[arg-type]
+        expected = count_bubbles(schedule, 4, 6, 2, layout=layout)  # type: ignore[arg-type]
+        assert (found.time, found.bubbles, found.idle) == (
+            expected.time, expected.bubbles, expected.idle,
+        )  # fmt: skip
+    # A boundary inside a stage: half of its backward is left.
+    assert 16 < count_plan(plan.frozen_to(3, "stay", has_front=False)).time < 18
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[str, int, int, int, dict[str, Any]]:
+    schedule = draw(st.sampled_from(["GPipe", "1F1B", "Interleaved1F1B"]))
+    ranks, microbatches = draw(st.integers(1, 5)), draw(st.integers(1, 8))
+    options: dict[str, Any] = {
+        "minibatches": draw(st.integers(1, 3)), "backward": draw(st.sampled_from([1, 2, 0.5])),
+        "ranks": ranks,
+    }  # fmt: skip
+    stages = ranks
+    if schedule == "Interleaved1F1B":
+        stages *= draw(st.integers(1, 3))
+        microbatches -= microbatches % max(1, microbatches // ranks)
+    if schedule == "1F1B":
+        options["flush"] = draw(st.booleans())
+    return schedule, stages, microbatches, draw(st.integers(0, stages - 1)), options
+
+
+def check(found: Bubbles, stages: int) -> None:
+    """No rank does two things at once, and nothing runs before what it needs."""
+    ends = {slot.task: slot.end for slot in found.slots}
+    assert len(ends) == len(found.slots)
+    for rank in range(found.ranks):
+        own = sorted((s for s in found.slots if s.rank == rank), key=lambda slot: slot.start)
+        assert all(left.end <= right.start + 1e-9 for left, right in pairwise(own))
+    for slot in found.slots:
+        task = slot.task
+        needs = [task._replace(stage=task.stage - 1)] if task.is_forward else []
+        if not task.is_forward:
+            needs = [task._replace(is_forward=True), task._replace(stage=task.stage + 1)]
+        for need in needs:
+            if 0 <= need.stage < stages:
+                assert ends[need] <= slot.start + 1e-9
+    busy = sum(slot.end - slot.start for slot in found.slots)
+    assert found.idle == pytest.approx(found.ranks * found.time - busy)
+    assert -1e-9 <= found.bubbles <= found.idle + 1e-9
+    assert found.time == pytest.approx(max(ends.values()))
+
+
+@given(cases())
+@settings(max_examples=150, deadline=None)
+def test_every_schedule_is_possible_and_complete(
+    case: tuple[str, int, int, int, dict[str, Any]],
+) -> None:
+    schedule, stages, microbatches, frozen, options = case
+    total = microbatches * options["minibatches"]
+    plain = count_bubbles(schedule, stages, microbatches, 0, **options)
+    check(plain, stages)
+    assert {slot.task for slot in plain.slots} == {
+        Task(s, way, j) for s in range(stages) for way in (True, False) for j in range(total)
+    }
+    rebuilt = count_bubbles(schedule, stages, microbatches, frozen, **options)
+    check(rebuilt, stages)
+    assert {slot.task for slot in rebuilt.slots} == {
+        slot.task for slot in plain.slots if slot.task.is_forward or slot.task.stage >= frozen
+    }
+    kept = count_bubbles(schedule, stages, microbatches, frozen, layout="kept", **options)
+    check(kept, stages)
+    if options.get("flush", True):
+        # Doing less in the same order is never later; without a flush the order follows events.
+        assert rebuilt.time <= kept.time <= plain.time
+
+
+@given(cases())
+@settings(max_examples=100, deadline=None)
+def test_layouts_do_the_active_work_and_no_other(
+    case: tuple[str, int, int, int, dict[str, Any]],
+) -> None:
+    schedule, stages, microbatches, frozen, options = case
+    work = (stages - frozen) * microbatches * options["minibatches"] * (1 + options["backward"])
+    for layout in ("cached", "repartition", "replicate") if frozen else ():
+        try:
+            found = count_bubbles(schedule, stages, microbatches, frozen, layout=layout, **options)
+        except ValueError:
+            assert schedule == "Interleaved1F1B"  # other rounds on fewer ranks
+            continue
+        busy = sum(slot.end - slot.start for slot in found.slots)
+        assert busy == pytest.approx(work)
+        assert found.ranks == options["ranks"]
+        assert found.idle == pytest.approx(found.ranks * found.time - busy)
+
+
+@pytest.mark.parametrize(("ranks", "per_rank", "microbatches"), [(4, 2, 8), (2, 3, 6), (4, 2, 10)])
+def test_interleaved_order_is_pytorchs(ranks: int, per_rank: int, microbatches: int) -> None:
+    rounds = max(1, microbatches // ranks)
+    engine: Any = SimpleNamespace(
+        n_local_stages=per_rank, pp_group_size=ranks, _n_microbatches=microbatches,
+        microbatches_per_round=microbatches // rounds,
+    )  # fmt: skip
+    for rank in range(ranks):
+        theirs = ScheduleInterleaved1F1B._calculate_single_rank_operations(engine, rank)
+        expected = [
+            Task(action.stage_index, action.computation_type == FORWARD, action.microbatch_index)
+            for action in theirs
+            if action is not None
+        ]
+        found = rank_order("Interleaved1F1B", rank, ranks, ranks * per_rank, microbatches)
+        assert found == expected
+
+
+def test_bad_arguments_are_refused_with_the_reason() -> None:
+    for name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+        with pytest.raises(ValueError, match="no weight gradients"):
+            check_schedule(name)
+    with pytest.raises(ValueError, match="unknown schedule 'PipeDream'; known: GPipe"):
+        check_schedule("PipeDream")
+    for match, arguments in [
+        ("the last stage trains", ("GPipe", 4, 6, 4)),
+        ("must be positive", ("GPipe", 4, 0)),
+        ("several on a rank", ("GPipe", 4, 6, 0, {"ranks": 2})),
+        ("only 1F1B can go without", ("GPipe", 4, 6, 0, {"flush": False})),
+        ("no multiple", ("Interleaved1F1B", 8, 9, 0, {"ranks": 4})),
+        ("unknown layout 'spread'", ("GPipe", 4, 6, 2, {"layout": "spread"})),
+    ]:
+        *plain, options = [*arguments, {}] if not isinstance(arguments[-1], dict) else arguments
+        with pytest.raises(ValueError, match=match):
+            count_bubbles(*plain, **options)  # type: ignore[arg-type]
+
+
+def test_the_command_draws_any_number_of_stages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    image = tmp_path / "pipeline.png"
+    assert main(["-o", str(image)]) == 0
+    told = capsys.readouterr().out
+    assert "time 16, bubbles 9, all idle 28" in told
+    assert "freed ranks as replicas" in told
+    assert image.stat().st_size > 1000
+    other = ["--stages", "6", "--ranks", "3", "--schedule", "interleaved1f1b", "--frozen", "0"]
+    assert main([*other, "-o", str(image)]) == 0
+    assert main(["--schedule", "DualPipeV", "-o", str(image)]) == 2
+    assert "no weight gradients" in capsys.readouterr().err

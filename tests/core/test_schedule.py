@@ -1,0 +1,219 @@
+"""What is left of a schedule, against the rates that were then used."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    MultiplicativeLR,
+    MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+from egeria_core.savings.schedule import Schedule, find_length, mean_rate, simulate
+
+TOTAL = 60
+SCHEDULERS: dict[str, Callable[[Any], LRScheduler]] = {
+    "lambda": lambda o: LambdaLR(o, [lambda n: 1 - n / TOTAL, lambda n: 0.5]),
+    "step": lambda o: StepLR(o, 20),
+    "multistep": lambda o: MultiStepLR(o, [20, 50]),
+    "cosine": lambda o: CosineAnnealingLR(o, TOTAL),
+    "onecycle": lambda o: OneCycleLR(o, [0.1, 0.2], TOTAL),
+    "warm-up, cosine": lambda o: SequentialLR(
+        o, [LinearLR(o, 0.1, total_iters=10), CosineAnnealingLR(o, TOTAL - 10)], [10]
+    ),
+    "chained": lambda o: ChainedScheduler([ConstantLR(o, 0.1, 10), ExponentialLR(o, 0.97)]),
+    "constant": lambda o: ConstantLR(o, 1.0, 1),
+    "restarts": lambda o: CosineAnnealingWarmRestarts(o, 15),
+    "cyclic": lambda o: CyclicLR(o, 0.01, 0.1, 10, cycle_momentum=False),
+    "polynomial": lambda o: PolynomialLR(o, TOTAL),
+    "multiplicative": lambda o: MultiplicativeLR(o, lambda n: 0.98),
+}
+LENGTHS = {"cosine": 60, "onecycle": 60, "warm-up, cosine": 60, "polynomial": 60}
+
+
+def make_optimizer() -> torch.optim.Optimizer:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    rates = zip(model, (0.1, 0.01), strict=True)
+    groups = [{"params": list(part.parameters()), "lr": lr} for part, lr in rates]
+    return torch.optim.AdamW(groups)
+
+
+def run(scheduler: Any, optimizer: Any, schedule: Schedule, every: int, *, late: bool) -> Any:
+    """Step to the end; return (rates used, what was foretold after each step)."""
+    used: list[float] = []
+    told: dict[int, Any] = {}
+    for step in range(1, TOTAL + 1):
+        used.append(mean_rate(optimizer.param_groups))
+        optimizer.step()
+        due = step % every == 0 and step < TOTAL
+        if due and not late:
+            scheduler.step()
+        schedule.look(step)
+        told[step] = schedule.remaining(step, mean_rate(optimizer.param_groups))
+        if due and late:
+            scheduler.step()
+    return used, told
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["scheduler_first", "controller_first"])
+@pytest.mark.parametrize("every", [1, 5], ids=["per_step", "per_epoch"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_the_sum_is_that_of_the_rates_then_used(name: str, every: int, late: bool) -> None:
+    optimizer = make_optimizer()
+    scheduler = SCHEDULERS[name](optimizer)
+    schedule = Schedule(scheduler, TOTAL)
+    used, told = run(scheduler, optimizer, schedule, every, late=late)
+    for step in range(2 * every + 3, TOTAL + 1):
+        assert told[step].steps == TOTAL - step
+        assert told[step].rate == pytest.approx(sum(used[step:]), abs=1e-9), step
+        assert told[step].highest == pytest.approx(max(used[step:], default=0.0), abs=1e-9)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_simulating_touches_nothing(name: str) -> None:
+    optimizer = make_optimizer()
+    scheduler = SCHEDULERS[name](optimizer)
+    before = copy.deepcopy((scheduler.state_dict(), optimizer.state_dict()))
+    rates = simulate(scheduler, TOTAL)
+    assert (scheduler.state_dict(), optimizer.state_dict()) == before
+    used = []
+    for _ in range(TOTAL):
+        used.append(mean_rate(optimizer.param_groups))
+        optimizer.step()
+        scheduler.step()
+        if len(used) == TOTAL - 1 and name == "onecycle":
+            used.append(mean_rate(optimizer.param_groups))
+            break
+    assert rates == pytest.approx(used, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_the_length_is_known_where_the_scheduler_says_it(name: str) -> None:
+    scheduler = SCHEDULERS[name](make_optimizer())
+    assert find_length(scheduler) == LENGTHS.get(name)
+    schedule = Schedule(scheduler, None)
+    assert schedule.has_end is (name in LENGTHS)
+
+
+def test_a_scheduler_with_an_end_needs_no_total() -> None:
+    optimizer = make_optimizer()
+    scheduler = SCHEDULERS["onecycle"](optimizer)
+    schedule = Schedule(scheduler, None)
+    used, told = run(scheduler, optimizer, schedule, 1, late=False)
+    assert told[20].steps == 40
+    assert told[20].rate == pytest.approx(sum(used[20:]))
+
+
+def test_a_function_of_the_step_is_a_schedule() -> None:
+    schedule = Schedule(lambda step: 1 / (1 + step), 30)
+    left = schedule.remaining(10, 1 / 10)
+    assert left is not None
+    assert left.rate == pytest.approx(sum(1 / (1 + n) for n in range(10, 30)))
+
+
+def test_without_a_scheduler_only_the_steps_are_known() -> None:
+    left = Schedule(None, 30).remaining(10, 0.1)
+    assert left is not None
+    assert (left.steps, left.rate) == (20, None)
+    assert Schedule(None, None).remaining(10, 0.1) is None
+
+
+def test_a_plateau_cannot_be_foretold_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = make_optimizer()
+    scheduler = ReduceLROnPlateau(optimizer)
+    schedule = Schedule(scheduler, 30)
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 20):
+            optimizer.step()
+            scheduler.step(1.0)
+            schedule.look(step)
+            left = schedule.remaining(step, 0.1)
+    assert left is not None
+    assert (left.steps, left.rate) == (11, None)
+    assert caplog.text.count("cannot be foretold") == 1
+
+
+def test_rates_that_are_set_by_hand_are_seen_and_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    optimizer = make_optimizer()
+    schedule = Schedule(lambda step: 0.1, TOTAL)
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 40):
+            told = schedule.remaining(step, 0.1 if step < 10 else 0.001 * step)
+    assert told is not None
+    assert told.rate is None
+    assert caplog.text.count("others than those of the schedule") == 1
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_scheduler_that_is_stepped_twice_a_step_is_followed() -> None:
+    """As under Accelerate with two processes."""
+    optimizer = make_optimizer()
+    scheduler = CosineAnnealingLR(optimizer, 2 * TOTAL)
+
+    class Twice:
+        def __init__(self, inner: LRScheduler) -> None:
+            self.scheduler = inner
+
+        def step(self) -> None:
+            self.scheduler.step()
+            self.scheduler.step()
+
+    wrapper = Twice(scheduler)
+    used, told = run(wrapper, optimizer, Schedule(wrapper, TOTAL), 1, late=False)
+    for step in range(10, TOTAL):
+        assert told[step].rate == pytest.approx(sum(used[step:]), abs=1e-6)
+
+
+def test_something_else_is_a_clear_error() -> None:
+    with pytest.raises(TypeError, match="torch scheduler or a function"):
+        Schedule(3, 10)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cut", [2, 13, 40])
+def test_a_resumed_schedule_tells_the_same(cut: int) -> None:
+    optimizer = make_optimizer()
+    scheduler = SCHEDULERS["warm-up, cosine"](optimizer)
+    schedule = Schedule(scheduler, TOTAL)
+    for step in range(1, TOTAL):
+        optimizer.step()
+        scheduler.step()
+        schedule.look(step)
+        if step == cut:
+            saved = copy.deepcopy(schedule.state_dict())
+            again = make_optimizer()
+            other = SCHEDULERS["warm-up, cosine"](again)
+            resumed = Schedule(other, TOTAL)
+            resumed.load_state_dict(saved)
+            other.load_state_dict(scheduler.state_dict())
+            again.load_state_dict(optimizer.state_dict())
+        elif step > cut:
+            again.step()
+            other.step()
+            resumed.look(step)
+            rate = mean_rate(optimizer.param_groups)
+            a, b = schedule.remaining(step, rate), resumed.remaining(step, rate)
+            if a is not None and b is not None:
+                assert (a.steps, a.rate) == (b.steps, pytest.approx(b.rate))
+    assert b is not None
