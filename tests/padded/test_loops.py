@@ -287,7 +287,7 @@ def test_augmented_variants(directory):
     for gate in ("always", "never"):
         run = Run(
             Encoder, Noisy(40), pad_right, directory / gate, options={},
-            cached={"augmentation_variants": 2},
+            cached={"augmentation_variants": 2, "reuse": None},
         )  # fmt: skip
         run.cache.gate = gate
         run.epochs(5)

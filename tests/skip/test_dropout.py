@@ -248,7 +248,7 @@ def test_dropout_that_is_no_layer_is_named_once_and_stays_off(tmp_path, caplog):
         ActivationCache(model, tmp_path, "0", dropout="stateless", gate="always") as cache,
         caplog.at_level(logging.WARNING, "egeria"),
     ):
-        loader = EgeriaLoader(Tokens(), 8, cache=cache)
+        loader = EgeriaLoader(Tokens(), 8, cache=cache, reuse=None)
         train_steps(model, loader, sgd(model), 3, lambda step: cache.flush())
         assert cache.stats().hits == 2 * 48
     named = [r.getMessage() for r in caplog.records if "'0.self_attn'" in r.getMessage()]
