@@ -8,6 +8,7 @@ for images, targets in loader:
 
 from __future__ import annotations
 
+from egeria_cache.augment import FeatureAugment
 from egeria_cache.batch import sample_seed
 from egeria_cache.cache import ActivationCache, FrozenFront
 from egeria_cache.errors import BoundaryError, EgeriaError, StoreError
@@ -26,6 +27,7 @@ __all__ = [
     "CacheStats",
     "EgeriaError",
     "EgeriaLoader",
+    "FeatureAugment",
     "FrozenFront",
     "FrozenPrefix",
     "ShardAffineSampler",

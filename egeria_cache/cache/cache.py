@@ -10,9 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
+from egeria_cache.augment import Operation
 from egeria_cache.cache.boundary import Boundary
+from egeria_cache.cache.commuting import commutes
 from egeria_cache.cache.filling import FillReport, fill
 from egeria_cache.cache.host import CacheHost, device_of
 from egeria_cache.cache.live import LiveReport
@@ -24,7 +26,7 @@ from egeria_cache.errors import EgeriaError
 from egeria_cache.events import BoundaryMoved
 from egeria_cache.gate import Accounts, CacheStats, ServingPolicy
 from egeria_cache.prefetch import ReaderThreads, Views
-from egeria_cache.skip import SkipEngine, inner_model
+from egeria_cache.skip import RandomState, SkipEngine, inner_model, ordinary_arguments
 from egeria_cache.store import ActivationStore
 
 __all__ = ["ActivationCache"]
@@ -284,6 +286,46 @@ class ActivationCache:
                 )  # fmt: skip
         finally:
             self._status.is_filling = False
+
+    def commutes(
+        self, loader: Any, before: Operation, after: Operation | None = None, *, seed: int = 0
+    ) -> float:
+        """Measure how well augmenting the front's output stands for augmenting its input.
+
+        Args:
+            loader: Its first 64 samples are taken; the first tensor that the model is called with
+                is augmented.
+            before: An operation of `egeria_cache.augment` on the inputs.
+            after: The one on the features; the same by default. Both draw the same numbers.
+            seed: Of these.
+
+        Returns:
+            The distance between the two, in units of that between two samples: 0 where they are the
+            same, about 1 where they have nothing to do with each other.
+
+        Raises:
+            EgeriaError: Nothing is frozen, or inputs or features are no batch of tensors.
+        """
+        name = self._moves.frozen
+        if name is None:
+            raise EgeriaError("nothing is frozen: set a boundary, and call the model once")
+        generators, model = RandomState.now(), self._engine.model
+        modes = [(module, module.training) for module in model.modules()]
+        try:
+            model.eval()
+            rows = [loader.dataset[index] for index in range(min(64, len(loader.dataset)))]
+            arguments, by_name = ordinary_arguments(model, loader.collate_fn(rows))
+            first, rest = (arguments or [None])[0], arguments[1:]
+            if not isinstance(first, Tensor) or not first.is_floating_point():
+                raise EgeriaError("the model's first argument is no batch of numbers to augment")
+            return commutes(
+                lambda inputs: self._engine.computed(inputs, *rest, **by_name),
+                model.get_submodule(name), first, before, after or before, seed,
+            )  # fmt: skip
+        finally:
+            for module, training in modes:
+                module.training = training
+            generators.restore()
 
     def flush(self, timeout_s: float = 60.0) -> None:
         """Wait until what was handed to the writer is on disk."""

@@ -530,6 +530,10 @@ class SkipEngine:
 
     # ---- the boundary -------------------------------------------------------------------------
 
+    def computed(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model as it is, past all that is served."""
+        return self._forward(*args, **kwargs)
+
     def attach(self) -> None:
         """Take over `model.forward`. The model's `state_dict`, copies and pickles stay plain."""
         self._attached = AttachedForward(self.model, self.forward, self._traced)
