@@ -458,7 +458,6 @@ def test_albumentations_draw_from_the_samples_own_seed(tmp_path, workers, monkey
         )
     )
     settings = {"data": data, "num_workers": workers, "augmentation_variants": 2, "epochs": 4}
-    settings["reuse"] = None
     losses, stats = train(tmp_path / "a", **settings)
     assert losses == train(tmp_path / "b", gate="never", **(settings | {"num_workers": 0}))[0]
     assert stats.hits == 2 * NUM_SAMPLES
