@@ -188,6 +188,8 @@ class SampleLoader:
         finally:
             for generator, state in zip(generators, saved, strict=False):
                 generator.restore(state)
+            for transform in transforms:  # whatever was drawn: it is the same data set as before
+                transform.set_random_seed(task.seed & 0xFFFFFFFF)  # type: ignore[operator]
         return samples
 
 
