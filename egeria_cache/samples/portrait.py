@@ -8,7 +8,6 @@ to a print, so that two portraits can say *where* they differ.
 
 from __future__ import annotations
 
-import dis
 import functools
 import sys
 import sysconfig
@@ -32,6 +31,7 @@ import xxhash
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from egeria_cache.bytecode import names_in
 from egeria_cache.kinds import home, kind_name
 from egeria_cache.samples import content
 
@@ -322,7 +322,7 @@ def _look_at_code(code: CodeType) -> tuple[int, tuple[str, ...]]:
     if known is None:
         digest = xxhash.xxh3_64()
         _add_code(digest, code)
-        known = _CODE[id(code)] = code, digest.intdigest(), tuple(dict.fromkeys(_globals_of(code)))
+        known = _CODE[id(code)] = code, digest.intdigest(), _globals_of(code)
     return known[1:]
 
 
@@ -338,13 +338,7 @@ def _add_code(digest: Any, code: CodeType) -> None:
             digest.update(repr(constant).encode("utf-8", "replace"))
 
 
-def _globals_of(code: CodeType) -> Iterator[str]:
-    """Return the globals that code reads, inner functions included."""
-    if code.co_filename.startswith((*_LIBRARIES, "<frozen")):
-        return
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            yield instruction.argval
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _globals_of(constant)
+def _globals_of(code: CodeType) -> tuple[str, ...]:
+    """Return the globals that code reads, as far as it is none of a library's."""
+    is_library = code.co_filename.startswith((*_LIBRARIES, "<frozen"))
+    return () if is_library else names_in(code).loaded

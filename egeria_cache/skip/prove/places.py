@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
-from egeria_cache.skip.model.calls import Recorder, intercept
+from egeria_cache.bytecode import names_in
+from egeria_cache.skip.model.calls import CallRecord, Recorder, intercept
 from egeria_cache.skip.prove.rehearsal import patchable
+from egeria_cache.skip.state.code import reached
 from egeria_cache.skip.state.remembered import stashed
 
-__all__ = ["Candidate", "candidates", "frozen_places"]
+__all__ = ["Candidate", "candidates", "ends_in_training", "frozen_places"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ def candidates(
         (i for name, i in called.items() if name in wanted), key=lambda i: recorder.calls[i].end
     )
     if pattern is None:
+        chosen = [i for i in chosen if not ends_in_training(recorder.before(i)[0])]
         chosen = _worthwhile(chosen, [call.module for call in recorder.calls])
     of_parameters = {id(p): name for name, p in model.named_parameters()}
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -98,8 +100,9 @@ def frozen_places(model: nn.Module, recorder: Recorder) -> list[str]:
     for i, call in enumerate(recorder.calls):
         if call.end < 0 or id(call.module) not in names:
             continue
-        parameters = [p for step in recorder.before(i)[0] for p in step.module.parameters()]
-        if not parameters or any(p.requires_grad for p in parameters):
+        steps, _ = recorder.before(i)
+        parameters = [p for step in steps for p in step.module.parameters()]
+        if not parameters or any(p.requires_grad for p in parameters) or ends_in_training(steps):
             continue
         # A hook may ask for a gradient of an output (`enable_input_require_grads`): nothing trains.
         if all(id(leaf) in made_here for leaf in _behind(call.output)):
@@ -114,13 +117,39 @@ def frozen_places(model: nn.Module, recorder: Recorder) -> list[str]:
 
 def _worthwhile(chosen: list[int], modules: list[nn.Module]) -> list[int]:
     """Leave out what a norm, or a module without parameters, follows: behind the ReLU and the
-    pooling more is skipped and less is stored. Leave out Dropout, which would stop dropping.
+    pooling more is skipped and less is stored.
     """
-    kept = [i for i in chosen if not isinstance(modules[i], _DropoutNd)]
     joins = [
-        isinstance(modules[i], _NORMS) or next(modules[i].parameters(), None) is None for i in kept
+        isinstance(modules[i], _NORMS) or next(modules[i].parameters(), None) is None
+        for i in chosen
     ]
-    return [i for i, joined in zip(kept, [*joins, False][1:], strict=True) if not joined]
+    return [i for i, joined in zip(chosen, [*joins, False][1:], strict=True) if not joined]
+
+
+def ends_in_training(steps: Iterable[CallRecord]) -> bool:
+    """Whether a front of these steps would end with one that trains although it has no parameter.
+
+    The front is what is frozen and what lies between. Nobody has frozen a norm without parameters,
+    or a dropout, that comes behind the last frozen parameter: in training mode it goes on updating
+    its statistics, or drawing, whatever stands before it.
+    """
+    for step in reversed(list(steps)):
+        if next(step.module.parameters(), None) is not None:
+            return False
+        if any(map(_changes_in_training, step.module.modules())):
+            return True
+    return False
+
+
+def _changes_in_training(module: nn.Module) -> bool:
+    """Whether it keeps something of its own, or does something else while it trains."""
+    code = reached([module]).functions.values()
+    forwards = (type(module).forward, *code)
+    return bool(module._buffers) or any(
+        "training" in names_in(found).all
+        for forward in forwards
+        if (found := getattr(forward, "__code__", None)) is not None
+    )
 
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)

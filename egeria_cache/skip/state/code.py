@@ -2,7 +2,7 @@
 
 From a class's `forward` the functions that it names are followed: methods of the same class, and
 functions of the same globals, but not into PyTorch itself (its version is in the address). Globals
-and closures that they name are watched, as far as they are plain values.
+and closures that they read are watched, as far as they are plain values.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 from torch import Tensor, nn
 
+from egeria_cache.bytecode import names_in
 from egeria_cache.skip.state.content import describe
 
 __all__ = ["Code", "reached"]
@@ -74,23 +75,24 @@ def _named(
     function: FunctionType, owner: type | None, code: Code
 ) -> Iterator[tuple[FunctionType, type | None]]:
     """Yield the functions that one names; note the plain values."""
-    scope = function.__globals__
-    for name in _names(function.__code__):
-        if owner is not None:
-            for found in _functions(_static(owner, name)):
-                yield found, owner
-        if name not in scope:
-            continue
-        value = scope[name]
+    scope, names = function.__globals__, names_in(function.__code__)
+    for name in names.all if owner is not None else ():
+        for found in _functions(_static(owner, name)):  # type: ignore[arg-type]
+            yield found, owner
+    for name in names.loaded:
+        value = scope.get(name)
         if isinstance(value, _PLAIN):
             code.globals.append((scope, name))
         elif isinstance(value, FunctionType | functools.partial):
             for found in _functions(value):
                 yield found, None
-    for cell in function.__closure__ or ():
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    for name, cell in cells:
         try:
             value = cell.cell_contents
         except ValueError:  # not filled yet
+            continue
+        if name not in names.free:
             continue
         if isinstance(value, _PLAIN):
             code.cells.append(cell)
@@ -124,15 +126,6 @@ def _functions(value: Any) -> Iterator[FunctionType]:
         else:
             inner = getattr(value, "__wrapped__", None)
             value = inner if inner is not None else vars(type(value)).get("__call__")
-
-
-@functools.lru_cache(maxsize=4096)
-def _names(code: CodeType) -> tuple[str, ...]:
-    names = dict.fromkeys(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names.update(dict.fromkeys(_names(constant)))
-    return tuple(names)
 
 
 @functools.lru_cache(maxsize=4096)

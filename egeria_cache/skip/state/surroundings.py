@@ -1,7 +1,7 @@
 """What a model's code may touch outside of the model: globals, class attributes, global hooks.
 
-Found by the names in the code of its forwards and hooks, through the helpers that they call, as far
-as the code is the user's own: what libraries keep in their globals is their affair.
+Found by what the code of its forwards and hooks reads and assigns, through the helpers that they
+call, as far as the code is the user's own: what libraries keep in their globals is their affair.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch.nn.modules.module as registry
 from torch import nn
 
+from egeria_cache.bytecode import names_in
 from egeria_cache.skip.state.foreign import is_library
 from egeria_cache.skip.state.remembered import RandomState, Remembered
 from egeria_cache.skip.state.watch import watched_attributes
@@ -132,9 +133,9 @@ class Surroundings:
                 yield cell.cell_contents
             except ValueError:
                 continue
-        names = set(_names(function.__code__))
-        for name in names:
-            yield from self._behind_name(function.__globals__, name, names)
+        names = names_in(function.__code__)
+        for name in (*names.loaded, *names.stored):
+            yield from self._behind_name(function.__globals__, name, set(names.all))
 
     def _behind_name(self, where: dict[str, Any], name: str, names: set[str]) -> Iterator[Any]:
         value = where.get(name)
@@ -157,13 +158,6 @@ def _callables(value: Any) -> list[Any]:
         value = list(value.values())
     found = value if isinstance(value, list | tuple) else [value]
     return [item for item in found if isinstance(item, _CODE)]
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
 
 
 def what_code_keeps(model: nn.Module) -> tuple[Remembered, ...]:

@@ -202,7 +202,7 @@ class StateWatch:
             if id(container) in empty:
                 if container:
                     keys = list(container) if isinstance(container, dict) else None
-                    return f"{_path(where, keys, 0)!r} changed"
+                    return f"{_quoted(_path(where, keys, 0))} changed"
                 continue
             keys = list(container) if isinstance(container, dict) else None
             for i, now in enumerate(list(_values(container))):
@@ -210,13 +210,13 @@ class StateWatch:
                 if now is not then and not _same(now, then):
                     if keys is not None and keys[i] == "training":
                         return f"module {where!r} left inference mode"
-                    return f"{_path(where, keys, i)!r} changed"
+                    return f"{_quoted(_path(where, keys, i))} changed"
         if next(before, _NOTHING) is not _NOTHING:
             return "something was removed from the prefix"
         for (where, look), seen in zip(self._layout.looks, self._seen, strict=True):
             now = look()
             if now is not seen and not _same(now, seen):
-                return f"{where!r} changed"
+                return f"{_quoted(where)} changed"
         kinds = [type(module) for _, module in self._modules]
         if kinds != self._kinds:
             return "a module of the prefix has another class"
@@ -230,6 +230,10 @@ _NOTHING = object()
 
 def _path(where: str, keys: list[Any] | None, i: int) -> str:
     return where if keys is None else f"{where}.{keys[i]}" if where else str(keys[i])
+
+
+def _quoted(where: str) -> str:
+    return where if " " in where else repr(where)
 
 
 def _same(now: Any, then: Any) -> bool:

@@ -1,0 +1,45 @@
+"""What code reads beside its arguments: the names that its bytecode loads, not all that it holds.
+
+`co_names` has the names of attributes too: `self.y` says nothing about a global `y`.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+from itertools import chain
+from types import CodeType
+from typing import NamedTuple
+
+__all__ = ["Names", "names_in"]
+
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+_STORES = ("STORE_GLOBAL", "DELETE_GLOBAL")
+_FREE = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
+
+
+class Names(NamedTuple):
+    """Names in some code, and in the functions inside of it, each in the order of the code."""
+
+    loaded: tuple[str, ...]
+    """Globals (and builtins) that it reads."""
+    stored: tuple[str, ...]
+    """Globals that it assigns."""
+    free: tuple[str, ...]
+    """Variables of closures that it reads."""
+    all: tuple[str, ...]
+    """Those of attributes and imports as well."""
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: CodeType) -> Names:
+    """Return the names in `code` by what it does with them."""
+    found = list(dis.get_instructions(code))
+    own = Names(
+        tuple(one.argval for one in found if one.opname in _LOADS),
+        tuple(one.argval for one in found if one.opname in _STORES),
+        tuple(one.argval for one in found if one.opname in _FREE),
+        code.co_names,
+    )
+    inner = [names_in(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return Names(*(tuple(dict.fromkeys(chain(*parts))) for parts in zip(own, *inner, strict=True)))
