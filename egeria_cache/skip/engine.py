@@ -298,8 +298,8 @@ class SkipEngine:
         recipe = outcome.recipe
         if recipe is None:
             self._book.refuse(key)
-            if outcome.error is not None and not (self._auto is not None and self._auto.refuse()):
-                self.host.refused(outcome.error)
+            if outcome.error is not None:
+                self._refused_first(outcome.error)
             return outcome.result
         if recipe.free:
             self._free[call.layout] = self._free.get(call.layout, recipe.free) & recipe.free
@@ -313,6 +313,13 @@ class SkipEngine:
         if outcome.rows is not None:
             self.host.captured(call.batch, cut, None, outcome.rows)
         return outcome.result
+
+    def _refused_first(self, error: BoundaryError) -> None:
+        """Try another place; but what an evaluation does is no reason to move what training has."""
+        if not self.model.training and any(self._book.all()):
+            log.info("an evaluation is computed: %s", error)
+        elif self._auto is None or not self._auto.refuse():
+            self.host.refused(error)
 
     def _waits_for_padding(self, call: Invocation) -> bool:
         """Whether samples of other lengths should come first: these show no padding at all."""
@@ -483,6 +490,7 @@ class SkipEngine:
 
     def _look(self) -> None:
         """Compare the prefix with what was proved, before anything of it is served."""
+        self._held.put_back()  # trainers restore modes after a validation
         name = self._thaw.thawed()
         if name is not None:
             self._retreat(name)
@@ -515,7 +523,6 @@ class SkipEngine:
         if any(map(hook_of_training, self._held)):  # it has joined, and is refused in a moment
             self._held.release()
             self._is_held = False
-        self._held.put_back()
         self._announced.clear()
         self.cut = None
         if not self._book.park(guard):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from egeria_cache import ActivationCache, EgeriaLoader
+from egeria_cache import ActivationCache, EgeriaLoader, FrozenPrefix
 
 BEGIN = """
 import torch
@@ -39,6 +39,16 @@ for epoch in range(3):
 """
 
 
+def hold(model):
+    """Do without a cache what a cache does to modes."""
+    FrozenPrefix(
+        module
+        for module in (model.front, *model.modules())
+        if not any(parameter.requires_grad for parameter in module.parameters())
+        and next(module.parameters(), None) is not None
+    )
+
+
 def run(text, directory=None, boundary="auto", **given):
     """Run a script at module level, plainly or with a cache; return its names, and the stats."""
     made = []
@@ -50,7 +60,7 @@ def run(text, directory=None, boundary="auto", **given):
     def load(data, **options):
         return EgeriaLoader(data, seed=0, cache=names["cache"], **options)
 
-    plain = {"attach": lambda model: None, "load": DataLoader}
+    plain = {"attach": hold, "load": DataLoader}
     names = plain if directory is None else {"attach": attach, "load": load}
     names |= {"__name__": "script", **given}
     try:
@@ -160,4 +170,49 @@ def test_what_nobody_froze_behind_the_front_goes_on_training(case, is_evaluated,
     assert ours["losses"] == plain["losses"]
     assert stats.boundary == boundary
     assert stats.hits >= 64
+    assert not caplog.records
+
+
+ENCODER = """
+inputs = torch.randint(1, 50, (32, 10))
+inputs[torch.arange(10)[None] >= torch.randint(3, 11, (32, 1))] = 0
+data = TensorDataset(inputs, labels)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.front = nn.Embedding(50, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 3), nn.Linear(16, 3)
+        self.encoder.layers[0].requires_grad_(False)
+    def forward(self, x):
+        return self.head(self.encoder(self.front(x), src_key_padding_mask=x == 0).mean(1))
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+def test_an_encoder_takes_its_padding_mask_as_without_a_cache(directory, caplog):
+    """Its first layer in inference mode must not send those that train down the nested path."""
+    evaluate = (
+        "    model.eval()\n    with torch.no_grad():\n        for x, y in loader:\n"
+        "            losses.append(model(x).sum().item())\n    model.train()\n"
+    )
+    text = BEGIN + ENCODER + TRAIN + evaluate
+    plain, _ = run(text)
+    with caplog.at_level(logging.WARNING, "egeria"):
+        ours, stats = run(text, directory)
+    assert ours["losses"] == plain["losses"]
+    assert stats.boundary == "encoder.layers.0"
+    assert stats.hits == 64
+    assert not caplog.records
+
+
+def test_modes_that_a_trainer_restores_are_no_news(directory, caplog):
+    """Lightning gives every module the mode that it had before a validation."""
+    restore = "    for module in model.modules(): module.training = True\n"
+    text = BEGIN + PROBE + TRAIN.replace("    for x, y", restore + "    for x, y")
+    plain, _ = run(text.replace(restore, ""), neck=nn.Dropout)
+    with caplog.at_level(logging.WARNING, "egeria"):
+        ours, stats = run(text, directory, neck=nn.Dropout)
+    assert ours["losses"] == plain["losses"]
+    assert (stats.hits, stats.voided, stats.why_not) == (64, 0, None)
     assert not caplog.records

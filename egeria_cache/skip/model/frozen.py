@@ -33,7 +33,7 @@ class _HeldTrain:
         if not isinstance(mode, bool):
             raise ValueError("training mode is expected to be boolean")
         self.wanted = mode
-        self.module.training = False
+        self.module.training = mode and _keeps_flag(self.module)
         for child in self.module.children():
             # A child that joined after the freeze has no holder of its own.
             joined = self.with_children and _held(child) is None
@@ -45,6 +45,15 @@ class _HeldTrain:
         if _held(self.module) is self:
             del self.module.__dict__["train"]
         self.module.training = self.wanted
+
+
+def _keeps_flag(module: nn.Module) -> bool:
+    """Whether the flag of the module itself draws nothing, and is read by what is around it.
+
+    `nn.TransformerEncoder` takes all of its layers down another path, of nested tensors, where its
+    first one is in inference mode; those that train cannot follow.
+    """
+    return type(module).forward is nn.TransformerEncoderLayer.forward
 
 
 def _held(module: nn.Module) -> _HeldTrain | None:
@@ -87,19 +96,19 @@ class FrozenPrefix:
         for root in modules:
             for module in root.modules() if recurse else (root,):
                 if id(module) in self._modules:
-                    module.training = False  # whoever set the flag itself
                     continue
                 held = _held(module) or _HeldTrain(module, with_children=recurse)
                 held.with_children |= recurse
                 held.num_holders += 1
                 module.__dict__["train"] = held
-                module.training = False
                 self._modules[id(module)] = module
+        self.put_back()
 
     def put_back(self) -> None:
         """Put every held module back into inference mode, whoever set its flag."""
         for module in self._modules.values():
-            module.training = False
+            if module.training and not _keeps_flag(module):
+                module.training = False
 
     def extend_around(self, boundary: nn.Module, modules: Iterable[nn.Module]) -> bool:
         """Hold the own code of modules, without what is below them, until `boundary` returns.

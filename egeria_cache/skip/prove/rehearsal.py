@@ -194,8 +194,9 @@ class Rehearsal:
             skipped = [step.module for step in steps if not trainable(step.module)]
             inside = distinct(m for module in skipped for m in module.modules())
             self._check_hooks(inside)
-            moved = any(m.training for m in inside)
+            before = [m.training for m in inside]
             self.held.extend(skipped)
+            moved = before != [m.training for m in inside]
             if not (self._hold_around(recorder) or moved):
                 break
         return recorder

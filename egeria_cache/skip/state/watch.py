@@ -209,7 +209,7 @@ class StateWatch:
                 then = next(before, _NOTHING)
                 if now is not then and not _same(now, then):
                     if keys is not None and keys[i] == "training":
-                        return f"module {where!r} left inference mode"
+                        continue  # held modules are put back, whoever set it
                     return f"{_quoted(_path(where, keys, i))} changed"
         if next(before, _NOTHING) is not _NOTHING:
             return "something was removed from the prefix"
