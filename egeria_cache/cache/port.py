@@ -20,6 +20,8 @@ from egeria_cache.samples import Clock, LoaderSource
 __all__ = ["LoaderPort"]
 
 log = logging.getLogger("egeria")
+_MAX_SHOWN = 120
+"""Characters of where a data set differs."""
 MAX_ALIKE = 4
 """Loaders of one name whose views are kept; scripts make one for every evaluation."""
 
@@ -146,6 +148,7 @@ class LoaderPort:
             reason = f"its data set changes again and again ({what})"
             self._host.leave_uncached(loader_name, reason, unlink=unlink)
             return
+        what = what if len(what) <= _MAX_SHOWN else f"{what[:_MAX_SHOWN]}..."
         text = f"the data set is another one ({what}): what was stored of it is not served"
         level = logging.WARNING if self._accounts.counts.why_not is None else logging.INFO
         self._accounts.counts.why_not = text

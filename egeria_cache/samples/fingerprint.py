@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -22,13 +23,15 @@ from torch import Tensor
 from egeria_cache.batch import flatten
 from egeria_cache.kinds import kind_name
 from egeria_cache.samples.content import PLAIN, array_print, plain_print, tensor_print
-from egeria_cache.samples.portrait import Portrait, first_difference, portrait
+from egeria_cache.samples.portrait import Portrait, is_below, portrait
 
 __all__ = ["Fingerprint", "Look", "look"]
 
 NUM_SAMPLES = 32
 NUM_AGAIN = 2
 """Samples that are read again at the start of an epoch, in turns."""
+MAX_ASKED = 2
+"""How often samples are asked about one thing that moves, before it is known to decide none."""
 MAX_SHARE = 0.01
 """Of the time, for reading samples and long arrays again."""
 
@@ -38,6 +41,8 @@ class Look(NamedTuple):
 
     prints: list[int | None]
     """Of the samples; None for those that hold something without bytes."""
+    together: int | None
+    """Of the batch that they were collated to."""
     moved: frozenset[str]
     """Paths of the portrait that loading itself changes: counters, caches, files that are open."""
 
@@ -47,14 +52,16 @@ def look(
     load: Callable[[], Sequence[Any]],
     collate: Callable[[Any], Any],
 ) -> Look:
-    """Load some samples and describe them."""
+    """Load some samples, and collate them, and describe them."""
     before = portrait(roots, thorough=False)
     samples = load()
+    prints, together = [_sample_print(sample) for sample in samples], None
     with suppress(Exception):  # it may take no such batch; what matters is what it leaves behind
-        collate(samples)
+        together = _sample_print(collate(samples))
     after = portrait(roots, thorough=False)
-    moved = {p for p in (*before, *after) if before.get(p) != after.get(p)}
-    return Look([_sample_print(sample) for sample in samples], frozenset(moved))
+    paths = (*before.prints, *after.prints)
+    moved = frozenset(p for p in paths if before.prints.get(p) != after.prints.get(p))
+    return Look(prints, together, moved)
 
 
 class Fingerprint:
@@ -77,9 +84,14 @@ class Fingerprint:
         self._roots = roots
         self._look_at = look_at
         self._text: str | None = None
-        self._portraits: tuple[Portrait, Portrait] = {}, {}
+        nothing = Portrait({}, frozenset())
+        self._portraits: tuple[Portrait, Portrait] = nothing, nothing
         self._moved: frozenset[str] = frozenset()
+        self._asked: Counter[str] = Counter()
+        """How often what may decide a sample has moved."""
         self._prints: dict[int, int | None] = {}
+        self._seen: tuple[list[int], Look] | None = None
+        """Samples that are asked again where something has moved that may decide them."""
         self._turn = 0
         self._next_full = 0.0
 
@@ -103,22 +115,40 @@ class Fingerprint:
         return what
 
     def _changed(self) -> str | None:
-        quick = portrait(self._roots, thorough=False)
+        quick, left_out = portrait(self._roots, thorough=False), self._left_out
         if (
-            first_difference(self._portraits[0], quick, self._moved) is None
+            not self._portraits[0].differences(quick, left_out)
             and time.perf_counter() < self._next_full
         ):
             return None
         started = time.perf_counter()
-        full = portrait(self._roots)
-        path = first_difference(self._portraits[1], full, self._moved)
-        if path is not None:
-            return path
+        full, before = portrait(self._roots), self._portraits[1]
+        surely = before.differences(full, left_out | before.doubtful | full.doubtful)
+        if surely:
+            return surely[0]
+        moved = before.differences(full, left_out)
         self._portraits = quick, full
-        what = self._other_samples()
+        self._asked.update(moved)
+        what = self._other_samples() if not moved else moved[0] if self._gives_others() else None
         now = time.perf_counter()
         self._next_full = now + (now - started) / MAX_SHARE
         return what
+
+    @property
+    def _left_out(self) -> frozenset[str]:
+        """Paths that decide no sample, as loading has shown, or asking for samples has."""
+        return self._moved | {path for path, times in self._asked.items() if times >= MAX_ASKED}
+
+    def _gives_others(self) -> bool:
+        """Load the samples that are known again, and collate them."""
+        if self._seen is None:
+            return True
+        indices, before = self._seen
+        try:
+            now = self._look_at(indices)
+        except Exception:
+            return True
+        return now.prints != before.prints or before.together not in (now.together, None)
 
     def _other_samples(self) -> str | None:
         """Read a few of the samples again."""
@@ -141,31 +171,42 @@ class Fingerprint:
         digest, own = xxhash.xxh3_128(), None
         started = time.perf_counter()
         self._portraits = portrait(self._roots, thorough=False), portrait(self._roots)
-        self._prints, self._moved = {}, frozenset()
-        own = any(path.endswith("data set.fingerprint") for path in self._portraits[1])
-        if not own:
+        self._prints, self._seen, self._moved = {}, None, frozenset()
+        own = any(path.endswith("data set.fingerprint") for path in self._portraits[1].prints)
+        doubtful = self._portraits[1].doubtful
+        if doubtful or not own:
             indices = np.unique(np.linspace(0, length - 1, min(length, NUM_SAMPLES)).astype(int))
             try:
-                seen = self._look_at(indices.tolist())
-                self._moved = seen.moved
-                self._prints = dict(zip(indices.tolist(), seen.prints, strict=True))
+                self._see(indices.tolist())
             except Exception:  # not indexed by 0..n-1
                 self._prints = {-1: None}
                 with suppress(Exception):
                     self._moved = self._look_at(None).moved
+            self._prints = {} if own else self._prints
             if None in self._prints.values():
                 # Nothing is reused by another run, rather than something that may be another's.
                 digest.update(os.urandom(16))
                 self._prints = {}
+        left_out = self._moved | doubtful
         lasting = [
             (path, value)
-            for path, value in self._portraits[1].items()
-            if first_difference({path: value}, {}, self._moved) is not None
+            for path, value in self._portraits[1].prints.items()
+            if not is_below(path, left_out)
         ]
-        digest.update(repr((lasting, list(self._prints.items()))).encode("utf-8", "replace"))
+        together = self._seen[1].together if self._seen is not None and doubtful else None
+        seen = lasting, list(self._prints.items()), together
+        digest.update(repr(seen).encode("utf-8", "replace"))
         now = time.perf_counter()
         self._next_full = now + (now - started) / MAX_SHARE
         return f"{kind_name(type(self._dataset))}[{length}]:{digest.hexdigest()}"
+
+    def _see(self, indices: list[int]) -> None:
+        """Load samples for the first time."""
+        seen = self._look_at(indices)
+        if self._portraits[1].doubtful and self._look_at(indices).together != seen.together:
+            seen = seen._replace(together=None)  # the collate function draws
+        self._moved, self._seen = seen.moved, (indices, seen)
+        self._prints = dict(zip(indices, seen.prints, strict=True))
 
 
 def _sample_print(sample: Any) -> int | None:

@@ -4,17 +4,22 @@ Data sets, their transforms and collate functions decide what a sample is. They 
 attributes, containers, closures, defaults, bound objects, the code of functions and classes, and
 the globals that code outside of libraries reads. The result is a flat mapping from a readable path
 to a print, so that two portraits can say *where* they differ.
+
+What trains is no data: models, optimizers, loaders, hooks, and an object that holds one of them.
+Any other object that merely lies within reach of some code (a configuration, a data module) may
+decide a sample or not: it is looked at, but a sample has the last word (`fingerprint.py`).
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
-from itertools import islice
+from contextlib import contextmanager, suppress
+from itertools import chain, islice
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -23,22 +28,22 @@ from types import (
     MethodWrapperType,
     ModuleType,
 )
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
-from torch import Tensor
-from torch.utils.data import Dataset
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.hooks import RemovableHandle
 
 from egeria_cache.bytecode import names_in
 from egeria_cache.kinds import home, kind_name
 from egeria_cache.samples import content
 
-__all__ = ["Portrait", "first_difference", "portrait"]
-
-Portrait = dict[str, int]
-"""Path -> 64-bit print."""
+__all__ = ["Portrait", "is_below", "portrait"]
 
 MAX_NODES = 20_000
 """Objects that are looked at; what lies beyond is left out."""
@@ -46,50 +51,73 @@ MAX_ITEMS = 4096
 """Of a container whose elements have to be looked at one by one."""
 MAX_DEPTH = 24
 _OPAQUE = tuple(f"{name}." for name in (
-    "egeria_cache", "egeria_core", "threading", "_thread", "logging", "weakref", "asyncio", "queue",
+    "egeria_cache", "egeria_core", "threading", "_thread", "weakref", "asyncio", "queue",
     "concurrent", "socket", "_io", "multiprocessing.context", "multiprocessing.queues",
-    "multiprocessing.synchronize", "multiprocessing.process", "multiprocessing.managers",
-    "torch.utils.data.dataloader", "torch.optim", "torch.autograd", "tqdm", "typing",
+    "multiprocessing.synchronize", "multiprocessing.process", "multiprocessing.managers", "typing",
 ))  # fmt: skip
-"""Modules whose objects say nothing about a sample."""
+"""Modules of the interpreter, and ours, whose objects say nothing about a sample."""
+_TRAINING = (Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader)
+_TELLING = (RemovableHandle, logging.Logger, logging.LoggerAdapter, logging.Handler)
 _LIBRARIES = tuple({sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")})
+
+
+class Portrait(NamedTuple):
+    """What was seen."""
+
+    prints: dict[str, int]
+    """Path -> 64-bit print."""
+    doubtful: frozenset[str]
+    """Paths of objects that may decide nothing, with all that is below them."""
+
+    def differences(self, after: Portrait, leave_out: AbstractSet[str]) -> list[str]:
+        """Return the paths that differ, but for those in `leave_out` and all below them."""
+        before, now = self.prints, after.prints
+        if before == now:
+            return []
+        paths = dict.fromkeys((*before, *now))
+        moved = [path for path in paths if before.get(path) != now.get(path)]
+        return [path for path in moved if not is_below(path, leave_out)]
 
 
 def portrait(roots: Mapping[str, Any], *, thorough: bool = True) -> Portrait:
     """Look at everything that can be reached from `roots`.
 
     Args:
-        roots: Objects by name.
+        roots: Objects by name; of the one named "data set" every attribute counts.
         thorough: Read all of long arrays and lists, as a comparison with another process needs. A
             quick portrait holds within this process only.
     """
     walk = _Walk(thorough)
     for name, value in roots.items():
-        walk.visit(name, value, 0)
-    return walk.prints
+        with walk.within_reach(name != "data set"):
+            walk.visit(name, value, 0)
+    return Portrait(walk.prints, frozenset(walk.doubtful))
 
 
-def first_difference(before: Portrait, after: Portrait, leave_out: frozenset[str]) -> str | None:
-    """Return the first path that differs, but for those in `leave_out` and all below them."""
-    if before == after:
-        return None
-    for path in (*before, *after):
-        if before.get(path) != after.get(path) and not _is_below(path, leave_out):
-            return path
-    return None
-
-
-def _is_below(path: str, tops: frozenset[str]) -> bool:
+def is_below(path: str, tops: AbstractSet[str]) -> bool:
+    """Whether a path is one of `tops`, or leads through one of them."""
     return path in tops or any(path.startswith((f"{top}.", f"{top}[")) for top in tops)
 
 
 class _Walk:
     def __init__(self, thorough: bool) -> None:
-        self.prints: Portrait = {}
+        self.prints: dict[str, int] = {}
+        self.doubtful: set[str] = set()
+        self._is_within_reach = False
+        """Whether what is visited was reached by way of code, and belongs to no data set."""
         self._thorough = thorough
         self._bytes_left = content.THOROUGH_BYTES
         self._seen: dict[int, str] = {}
         self._alive: list[Any] = []  # an object that dies would give its id to another
+
+    @contextmanager
+    def within_reach(self, is_so: bool = True) -> Iterator[None]:
+        """Visit what lies within reach of code, or what belongs to a data set."""
+        before, self._is_within_reach = self._is_within_reach, is_so
+        try:
+            yield
+        finally:
+            self._is_within_reach = before
 
     def visit(self, path: str, value: Any, depth: int) -> None:
         if value is None:
@@ -149,7 +177,9 @@ class _Walk:
         self._note(path, f"{kind_name(type(value))} of {len(value)}")
         if isinstance(value, Mapping):
             for i, (key, item) in enumerate(islice(value.items(), MAX_ITEMS)):
-                text = repr(key) if type(key) in content.PLAIN else f"{i}: {_text(key)}"
+                text = (
+                    repr(key)[:80] if type(key) in content.PLAIN else f"{i}: {kind_name(type(key))}"
+                )
                 self.visit(f"{path}[{text}]", item, depth + 1)
         elif isinstance(value, AbstractSet):
             self._note(path, "|".join(sorted(map(_text, value))))
@@ -170,15 +200,18 @@ class _Walk:
         elif isinstance(value, MethodType):
             self._note(path, "method")
             self.visit(f"{path}.{value.__name__}", value.__func__, depth + 1)
-            self.visit(f"{path}.__self__", value.__self__, depth + 1)
+            with self.within_reach():
+                self.visit(f"{path}.__self__", value.__self__, depth + 1)
         elif isinstance(value, BuiltinFunctionType | MethodWrapperType):
             self._note(path, value.__qualname__)
             if not isinstance(value.__self__, ModuleType | None):
                 self.visit(f"{path}.__self__", value.__self__, depth + 1)
         elif isinstance(value, FunctionType):
-            self._python_function(path, value, depth)
-        elif isinstance(getattr(value, "__wrapped__", None), FunctionType):
-            self._python_function(path, value.__wrapped__, depth)  # type: ignore[attr-defined]
+            with self.within_reach():
+                self._python_function(path, value, depth)
+        elif isinstance(inner := getattr(value, "__wrapped__", None), FunctionType):
+            with self.within_reach():
+                self._python_function(path, inner, depth)
         else:
             return False
         return True
@@ -213,7 +246,7 @@ class _Walk:
                 inner = part.__func__ if isinstance(part, staticmethod | classmethod) else part
                 inner = inner.fget if isinstance(inner, property) else inner
                 if isinstance(inner, FunctionType) or (
-                    not name.startswith("__") and _is_value(inner)
+                    not name.startswith("__") and _is_value(inner) and not _is_librarys(base)
                 ):
                     self.visit(f"{kind_name(base)}.{name}", inner, depth + 1)
 
@@ -221,8 +254,19 @@ class _Walk:
 
     def _object(self, path: str, value: Any, depth: int) -> None:
         kind = type(value)
-        if _is_opaque(kind):
+        if _is_opaque(kind) or _is_training(value):
             return
+        if _is_data_set(value):
+            with self.within_reach(False):
+                self._parts(path, value, depth)
+        elif self._is_within_reach and not callable(value):
+            self.doubtful.add(path)
+            self._parts(path, value, depth)
+        else:
+            self._parts(path, value, depth)
+
+    def _parts(self, path: str, value: Any, depth: int) -> None:
+        kind = type(value)
         self._note(path, kind_name(kind))
         if isinstance(value, torch.Generator):
             self._note(path, f"generator {value.initial_seed()}")
@@ -276,7 +320,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _own_fingerprint(value: Any) -> Any:
     """Return what a data set says of itself; None if it does not."""
-    if not (hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__")):
+    if not _is_data_set(value):
         return None
     for name in ("fingerprint", "_fingerprint"):
         # Not what a wrapper hands on from the data set inside of it.
@@ -287,6 +331,32 @@ def _own_fingerprint(value: Any) -> Any:
             with suppress(Exception):
                 return own() if callable(own) else own
     return None
+
+
+def _is_data_set(value: Any) -> bool:
+    kind = type(value)
+    return isinstance(value, Dataset) or (hasattr(kind, "__getitem__") and hasattr(kind, "__len__"))
+
+
+def _is_training(value: Any) -> bool:
+    """Whether an object trains, or tells of it; or holds what does, as trainers and their helpers.
+
+    A module without parameters is a transform, and a data set or a transform that holds a model
+    runs it.
+    """
+    if _is_one_of_training(value) or isinstance(value, _TELLING):
+        return True
+    if callable(value) or _is_data_set(value):
+        return False
+    held = [part for _, part in _attributes(value)]
+    lists = [part for part in held if type(part) in (list, tuple)]
+    return any(map(_is_one_of_training, chain(held, *lists)))
+
+
+def _is_one_of_training(value: Any) -> bool:
+    if isinstance(value, nn.Module):
+        return next(value.parameters(), None) is not None
+    return isinstance(value, _TRAINING)
 
 
 def _is_active(value: Any) -> bool:
@@ -302,6 +372,11 @@ def _is_value(value: Any) -> bool:
 
 def _is_opaque(kind: type) -> bool:
     return f"{kind.__module__}.".startswith(_OPAQUE)
+
+
+def _is_librarys(kind: type) -> bool:
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return file.startswith(_LIBRARIES)
 
 
 def _is_standard(kind: type) -> bool:

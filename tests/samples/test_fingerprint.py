@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import multiprocessing
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 from egeria_cache.samples import Draws, LoaderSource
+from egeria_cache.samples.fingerprint import Fingerprint
 
 SCALE = 1.0
 
@@ -285,6 +287,70 @@ def test_a_change_in_mid_run_is_seen_and_the_name_is_another_one(kind, monkeypat
     assert source.fingerprint.changed()
     assert str(source.fingerprint) != before
     assert source.fingerprint.changed() is None
+
+
+class Trainer:
+    """Holds what trains, as Accelerate's accelerator does, and moves with every step."""
+
+    def __init__(self, *held):
+        self.step, self.states, self.held = 0, {}, list(held)
+
+
+class Settings:
+    def __init__(self):
+        self.pad, self.calls = 0, 0
+
+
+def training_within_reach():
+    """Return a collate function that names what trains, and how that moves in training."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    trainer, settings, log = Trainer(model), Settings(), logging.getLogger("a test's")
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    def collate(samples):
+        return default_collate(samples)[0] + settings.pad, trainer, optimizer, log, model, scheduler
+
+    def train():
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        model.register_forward_hook(print).remove()
+        trainer.step += 1
+        trainer.states[torch.ones(3)] = "any"
+        settings.calls += 1
+        log.handlers.append(logging.NullHandler())
+
+    return collate, train, settings
+
+
+def test_what_trains_is_no_data_and_in_doubt_a_sample_decides(monkeypatch):
+    collate, train, settings = training_within_reach()
+    source = source_of(numbered(), lambda samples: collate(samples)[0])
+    before = str(source.fingerprint)
+    monkeypatch.setattr(Fingerprint, "_other_samples", lambda self: None)
+    for _ in range(4):
+        train()
+        assert source.fingerprint.changed() is None
+    settings.pad = 1
+    assert "settings" in source.fingerprint.changed()
+    assert str(source.fingerprint) != before
+    assert str(source.fingerprint) == print_of(numbered(), lambda samples: collate(samples)[0])
+
+
+def test_a_collate_function_that_draws_is_still_itself_when_something_else_moves():
+    settings = Settings()
+
+    def collate(samples):
+        settings.calls += settings.pad
+        return default_collate(samples)[0] + torch.rand(())
+
+    source = source_of(numbered(), collate)
+    state = torch.get_rng_state()
+    assert str(source.fingerprint)
+    settings.calls = 5
+    assert source.fingerprint.changed() is None
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_an_equal_list_in_another_place_is_no_change():
