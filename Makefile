@@ -1,4 +1,4 @@
-# make setup | demo | test | coverage | lint | bench | report. Every target makes the environment first if it is missing.
+# make setup | demo | test | test-all | coverage | lint | bench | report. Every target makes the environment first if it is missing.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ DEMO_STAMP := $(VENV)/.egeria-demo
 # One more than there are cores: many tests wait, for processes they start, or for time to pass.
 WORKERS = $(shell $(BIN)/python -c 'import os; print(1 + len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)))')
 
-.PHONY: setup demo test coverage lint bench report clean
+.PHONY: setup demo test test-all coverage lint bench report clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -29,6 +29,10 @@ demo: $(DEMO_STAMP)
 
 test: setup
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+
+# Everything, the long mode too.
+test-all: setup
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --timeout 1200 -m "long or not long"
 
 # Tracing every line takes longer.
 coverage: setup

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import hypothesis
@@ -35,34 +34,28 @@ def way_of_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr("egeria_cache.prefetch.Crew.is_spared", always, raising=False)
 
 
-SLOW = re.compile(
-    "|".join(
-        (
-            r"test_other_ways_to_start_workers_are_served_the_same\[.*(ring|training).*",
-            r"test_a_dead_or_stuck_worker_gives_dataloaders_own_error\[.*(ring|training).*",
-            r"test_a_generation_cleared_by_the_inspector_while_a_loader_runs.*ring.*",
-            r"test_a_stopped_run_goes_on_to_the_same_losses\[.*segmentation.*",
-            # with workers, of which each start takes a second
-            r"test_in_mid_epoch_both_loaders_go_on_alike\[.*-(?!epochs|shuffle).*-[12]-2\]",
-            r"test_in_mid_epoch_both_loaders_go_on_alike\[0-(epochs|shuffle)-2-2\]",
-            r"test_uninterrupted_the_order_is_dataloaders\[(0|None)-(?!epochs).*-2\]",
-            r"test_a_state_of_the_(end|beginning|last_batch)\w+\[(?!epochs|batches).*-2\]",
-            r"test_an_iterable_data_set_goes_on_where_it_was\[.*-(-1|3|None)-2\]",
-            r"test_batches_that_were_overtaken_are_not_lost\[stops[01]-.*",
-            r"test_padded_batches_are_served\[(?!pad_right).*-2\]",
-            r"test_two_processes_have_the_losses_of_two_without_a_cache\[ddp_spawn\]",
-        )
-    )
-)
-"""Tests whose like is run by default, with other parameters, and which take long."""
+NUM_CASES = 2
+"""So many cases of a test with parameters are run by default, spread over all of them."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if SLOW.fullmatch(item.name):
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for same in cases.values():
+        for item in _left_to_the_long_mode(same):
             item.add_marker(pytest.mark.long)
-    if "long" in config.option.markexpr:
+    if "long" in config.option.markexpr or any("[" in argument for argument in config.args):
         return
     for item in items:
         if item.get_closest_marker("long"):
             item.add_marker(pytest.mark.skip(reason="long mode: run with -m long"))
+
+
+def _left_to_the_long_mode(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the cases of one test that are not run by default."""
+    quick = [item for item in items if not item.get_closest_marker("long")]
+    marker = items[0].get_closest_marker("cases")
+    number = marker.args[0] if marker else NUM_CASES
+    kept = {id(quick[i * len(quick) // number]) for i in range(number)} if quick else set()
+    return [item for item in quick if id(item) not in kept]

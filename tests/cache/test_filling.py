@@ -232,6 +232,7 @@ def test_a_loader_that_cannot_be_cached_gives_the_reason(directory):
         assert "not the same when it is loaded again" in report.why_not
 
 
+@pytest.mark.long
 def test_the_first_fill_of_a_process_draws_nothing(directory):
     """What is imported only then, rich among it, may draw while it is imported."""
     script = f"""

@@ -131,6 +131,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", [*OPTIONS, "hook"])
 def test_gradients_equal_one_process_through_freeze_and_unfreeze(
     ranks: list[dict[str, Any]], name: str

@@ -346,6 +346,7 @@ def test_classes_of_the_script_are_found_if_it_is_guarded(tmp_path: Path) -> Non
         MainModule("")("__main__", "Net")
 
 
+@pytest.mark.long
 def test_a_model_of_the_script_is_judged_in_the_process(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

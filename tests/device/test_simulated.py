@@ -30,6 +30,7 @@ if missing := backend.compiler_missing():
     pytest.skip(missing, allow_module_level=True)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "group", [pytest.param(g, marks=pytest.mark.long if g == "hostile" else ()) for g in GROUPS]
 )
@@ -37,6 +38,7 @@ def test_all_checks_on_the_simulated_device_pass(group: str) -> None:
     check(*(str(HERE / f"check_{name}.py") for name in GROUPS[group]))
 
 
+@pytest.mark.long
 def test_hostile_writes_to_the_prefix_are_seen_on_the_simulated_device() -> None:
     some = "written_weight or statistics or channels_last or comes_to_rest"
     check(str(HERE / "check_hostile.py"), "-k", some)
@@ -47,6 +49,7 @@ def test_no_check_is_left_out() -> None:
     assert named == {path.name for path in HERE.glob("check_*.py")}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("lacks", ["streams", "pinned", "streams,pinned,events,waiting,module"])
 def test_what_a_device_lacks_is_done_without(lacks: str) -> None:
     some = "layer1-0 or moves or room or audits"

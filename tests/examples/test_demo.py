@@ -32,6 +32,7 @@ def losses(out):
     return act["plain"]["losses"], act["egeria"]["losses"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_killed_in_the_middle_it_goes_on(tmp_path, number, capsys):

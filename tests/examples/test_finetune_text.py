@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import finetune_text
+import pytest
 import torch
 from docstrings import PADDING, VOCABULARY, Docstrings, pad
 
@@ -26,6 +27,7 @@ def test_docstrings_are_of_many_lengths_and_padded_to_the_longest_of_a_batch():
         assert padded == label
 
 
+@pytest.mark.long
 def test_both_ways_to_train_give_the_same_losses(tmp_path, capsys):
     arguments = ["--epochs", "2", "--samples", "96", "--cache", str(tmp_path)]
     assert finetune_text.main(arguments) == 0

@@ -79,6 +79,7 @@ def run_script(place: Path, data: Path, output: Path, once: str) -> list[str]:
     return [str(script), path, str(place / once), *arguments(data, output)]
 
 
+@pytest.mark.long
 def test_killed_in_mid_epoch_a_job_goes_on_with_hits_to_the_same_losses(
     data: Path, tmp_path: Path
 ) -> None:

@@ -74,6 +74,7 @@ def stop_after(monkeypatch):
     return patch
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("task", TASKS)
 def test_a_stopped_run_goes_on_to_the_same_losses(task, tmp_path, stop_after, capsys):
     data = tmp_path / "data"
@@ -94,6 +95,7 @@ def test_a_stopped_run_goes_on_to_the_same_losses(task, tmp_path, stop_after, ca
     assert any(boundaries) or task == "segmentation"
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_to_the_same_losses(tmp_path):
     task, data = "image-classification", tmp_path / "data"
     assert train.main(arguments(task, data, tmp_path / "whole")) == 0

@@ -265,6 +265,7 @@ def test_what_an_interrupted_removal_left_behind_is_cleared(filled, capsys):
     assert not list(filled.glob(".gone-*"))
 
 
+@pytest.mark.long
 def test_a_terminal_gets_a_progress_bar_and_colours(filled):
     code = """
         import os, pty, sys

@@ -247,6 +247,7 @@ def plain_ranks(tmp_path_factory):
     return run_on_two_processes(tmp_path_factory.mktemp("plain") / "run", "ddp_fork", "plain")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork", "ddp_spawn"])
 def test_two_processes_have_the_losses_of_two_without_a_cache(tmp_path, strategy, plain_ranks):
     ranks = run_on_two_processes(tmp_path / "run", strategy, "cached")
@@ -257,6 +258,7 @@ def test_two_processes_have_the_losses_of_two_without_a_cache(tmp_path, strategy
         assert rank["hits"] > 0
 
 
+@pytest.mark.long
 def test_a_controller_freezes_on_two_processes_together(tmp_path):
     ranks = run_on_two_processes(tmp_path / "run", "ddp_fork", "cached-freezing")
     plain = run_on_two_processes(

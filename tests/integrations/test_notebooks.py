@@ -211,6 +211,7 @@ def run_script(body, *args):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_fork_after_use_trains_on_in_the_child_and_in_the_parent(workers):
     run_script(

@@ -344,6 +344,7 @@ SPEECH = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SPEECH)
 def test_speech_is_served_as_computed(tmp_path, name):
     make, data, collate, boundary, front = SPEECH[name]

@@ -332,6 +332,7 @@ def test_the_mixin_without_a_cache_is_the_trainer(tmp_path):
     assert losses(mine) == losses(plain)
 
 
+@pytest.mark.long
 def test_every_process_of_a_distributed_training_is_served(tmp_path):
     for ours, plain in in_processes(train_both, 2, str(tmp_path)):
         assert ours[0] == pytest.approx(plain[0], rel=1e-5)

@@ -175,6 +175,7 @@ def test_a_generation_removed_by_another_process_costs_nothing_but_hits(tmp_path
     close(losses, train(tmp_path / "b", gate="never", **settings)[0])
 
 
+@pytest.mark.cases(1)
 def test_a_generation_cleared_by_the_inspector_while_a_loader_runs_is_left_alone(tmp_path):
     answers = []
 
@@ -344,6 +345,7 @@ def test_hits_are_served_although_their_workers_would_die(tmp_path):
     assert losses == train(tmp_path / "other", epochs=1, gate="never", data=Images())[0]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 def test_other_ways_to_start_workers_are_served_the_same(tmp_path, context):
     settings = {"num_workers": 1, "multiprocessing_context": context, "persistent_workers": True}

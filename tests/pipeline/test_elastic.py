@@ -45,6 +45,7 @@ ALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_pipeline_trains_as_one_process_does(tmp_path: Path, world: int) -> None:
     check_all(world, FEW[world], tmp_path)

@@ -30,6 +30,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 def test_all_ranks_decide_alike_by_any_policy(tmp_path: Path) -> None:
     for name, ranks in zip(CASES, spawn(2, tmp_path, list(CASES.values())), strict=True):
         schedule = ranks[0]["schedule"]

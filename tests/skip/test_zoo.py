@@ -110,6 +110,7 @@ def run(name, boundary):
     return harness
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize(("name", "boundary"), CASES, ids=[f"{n}-{b}" for n, b in CASES])
 def test_losses_and_gradients_are_those_of_the_frozen_model(name, boundary):
     harness = run(name, boundary)
