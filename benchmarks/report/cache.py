@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .parts import Report, Section, Table, bytes_, number, percent, ratio, seconds, verdict
 
-__all__ = ["forward_skip", "loader", "ragged", "skip", "small_step", "store", "variants"]
+__all__ = ["forward_skip", "loader", "ragged", "short", "skip", "small_step", "store", "variants"]
 
 
 def forward_skip(section: Section, report: Report) -> None:
@@ -109,6 +109,23 @@ def small_step(section: Section, report: Report) -> None:
         )
         for one in steps
     ]  # fmt: skip
+
+
+def short(section: Section, report: Report) -> None:
+    trainings, ways = report["trainings"], ("cold", "warm")
+    rows = [
+        [one["training"], f"{one['plain_s']:.2f} s",
+         *(ratio(one[f"{way}_vs_plain"]) for way in ways),
+         *(f"{one[f'{way}_said_s']:.2f} of {one[f'{way}_saved_s']:.2f} s" for way in ways)]
+        for one in trainings
+    ]  # fmt: skip
+    columns = ["training", "plain", "empty directory / plain", "filled / plain",
+               "said to be saved, empty", "said to be saved, filled"]  # fmt: skip
+    section.tables = [Table(title="Processor time", columns=columns, rows=rows, short=True)]
+    section.findings = [
+        verdict(f"{one['training']}: an empty directory", one["cold_vs_plain"], most=1.05)
+        for one in trainings
+    ]
 
 
 def store(section: Section, report: Report) -> None:

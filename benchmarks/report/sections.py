@@ -118,6 +118,13 @@ KNOWN: dict[str, tuple[str, str, Callable[[Section, Report], None], bool]] = {
         cache.small_step,
         True,
     ),
+    "short": (
+        "Short trainings",
+        "What a cache costs that has hardly time to win anything back: whole trainings with an "
+        "empty directory and with the one that they left, beside a plain DataLoader.",
+        cache.short,
+        True,
+    ),
     "store": (
         "The store",
         "Random batches of activations, read and written beside other ways to keep them; the "
