@@ -141,6 +141,7 @@ def _held(text: str, front: tuple[str, ...]) -> str:
 
 
 _BERT = ("bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1")
+_RESNET = ("conv1", "bn1", "layer1", "layer2", "layer3", "layer4")
 CORPUS = [
     Program(name="moco_lincls", shape="MoCo's linear classifier", samples=64, epochs=4),
     Program(name="mae_linprobe", shape="MAE's linear probe", samples=64, epochs=4, default=True),
@@ -169,4 +170,32 @@ CORPUS = [
             fails="a collate function that permutes is taken for one that mixes"),
     Program(name="skorch_net", shape="skorch's NeuralNetClassifier", samples=48, epochs=3,
             front=("features",), needs=("skorch",)),
+    Program(name="simsiam_lincls", shape="SimSiam's linear evaluation", samples=64, epochs=4,
+            hits=192),
+    Program(name="feature_extraction", shape="a new classifier on VGG's features", samples=64,
+            epochs=4),
+    Program(name="unet_segmentation", shape="U-Net over a frozen encoder", samples=32, epochs=3,
+            front=("stem", "down1", "down2")),
+    Program(name="siamese", shape="a siamese net", samples=48, epochs=3, front=("cnn",)),
+    Program(name="token_classification", shape="token classification without Trainer", samples=48,
+            epochs=3, front=_BERT, needs=("transformers",)),
+    Program(name="question_answering", shape="question answering, padded", samples=32, epochs=3,
+            front=_BERT, needs=("transformers",)),
+    Program(name="causal_lm_trainer", shape="a causal language model with Trainer", samples=48,
+            epochs=3, front=("transformer.drop", "transformer.h.0", "transformer.h.1"),
+            needs=("transformers", "accelerate")),
+    Program(name="accelerate_accumulation", shape="Accelerate's gradient accumulation", samples=48,
+            epochs=3, front=_RESNET, needs=("accelerate",), default=True),
+    Program(name="fabric_loop", shape="a loop under Fabric", samples=48, epochs=3, front=_RESNET,
+            needs=("lightning",)),
+    Program(name="ignite_transfer", shape="ignite's supervised trainer", samples=48, epochs=3,
+            front=_RESNET, needs=("ignite",), default=True),
+    Program(name="lora_classifier", shape="LoRA in the last layer", samples=48, epochs=3,
+            front=tuple(f"base_model.model.{name}" for name in (*_BERT, "bert.encoder.layer.2")),
+            needs=("transformers", "peft"),
+            fails="a tokenizer's batch, made in the collate function, holds its encodings, too"),
+    Program(name="pos_tagger", shape="a tagger with two LSTMs", samples=48, epochs=3),
+    Program(name="ddp_torchrun", shape="DDP under torchrun", samples=64, epochs=3,
+            start="torchrun", front=tuple(f"module.{name}" for name in _RESNET)),
+    Program(name="quickstart", shape="a first program", samples=64, epochs=4, default=True),
 ]  # fmt: skip
