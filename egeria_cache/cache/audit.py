@@ -26,12 +26,12 @@ class _Course:
 class AuditPlan:
     """Chooses the samples. Used from the training thread.
 
-    However low the rate, one hit is recomputed at the start of every epoch (and thus of whatever
-    was cut anew), and one more with the 4th, 16th, 64th, ... batch of hits as long as that costs at
+    Whatever the rate, one hit is recomputed at the start of every epoch (and thus of whatever was
+    cut anew), and one more with the 4th, 16th, 64th, ... batch of hits as long as that costs at
     most a hundredth of the time saved.
 
     Args:
-        rate: Fraction of the hits; 0 for none at all.
+        rate: Fraction of the hits.
         saved_s: Tells how much time was saved so far.
     """
 
@@ -52,8 +52,6 @@ class AuditPlan:
             number: The batch's number in its epoch; a smaller one than before begins another.
             hit: Bool, shape (B,).
         """
-        if not self._rate:
-            return None
         num_hits = int(np.count_nonzero(hit))
         count = int(self._rate * num_hits + self._random.random())
         count = min(num_hits, max(count, self._floor(loader, cut, number)))

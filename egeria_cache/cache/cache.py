@@ -61,8 +61,7 @@ class ActivationCache:
         limit: Hard bound on the directory's size: bytes, or text such as "100GB".
         codec: How records are compressed: "auto", "zstd", "raw", ...; see `docs/format.md`.
         ring_batches: How many mini-batches are read ahead; as many recent ones stay on a device.
-        audit_rate: Fraction of the hits that are recomputed from the raw sample and compared; 0 for
-            none at all.
+        audit_rate: Fraction of the hits that are recomputed from the raw sample and compared.
         gate: "auto" skips while training steps are measured to be faster for it, and in short runs
             begins when that may be won back; "always" skips whatever can be skipped; "never"
             keeps the schedule of a cached run (inference mode, random draws) but computes all.
