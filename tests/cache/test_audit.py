@@ -32,11 +32,6 @@ def test_however_low_the_rate_a_hit_is_audited_in_every_epoch_and_little_else_is
     assert result[3].refetched == result[3].audited
 
 
-def test_none_is_audited_where_none_is_asked_for(tmp_path):
-    result = run(tmp_path, gate="always", cache_kwargs={"audit_rate": 0.0})
-    assert (result[3].audited, result[3].refetched) == (0, 0)
-
-
 @pytest.mark.parametrize("move", [lambda x: x.to("cpu"), lambda x: x.float() * 1.0])
 def test_an_edited_sample_is_found_and_training_goes_on_with_the_new_one(tmp_path, caplog, move):
     class Trusted(Images):
