@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -16,6 +17,10 @@ os.environ.setdefault("EGERIA_POSTPONE", "0")
 # How long an example takes is the machine's affair.
 hypothesis.settings.register_profile("egeria", deadline=None)
 hypothesis.settings.load_profile("egeria")
+
+# A shell starts what runs in the background, or under nohup, with Ctrl-C ignored.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
