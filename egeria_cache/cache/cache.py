@@ -153,14 +153,13 @@ class ActivationCache:
             settings["audit_rate"], self._live.called,
         )  # fmt: skip
         self._engine = SkipEngine(
-            model, host, stateless_dropout=settings["dropout"] == "stateless",
+            model, host, stateless_dropout=self.draws_masks,
             padding_unread=settings["padding"] == "unread",
         )  # fmt: skip
         self._moves = Boundary(self._engine, status, self._views, policy, self._accounts)
         self.port = LoaderPort(
             status, self._moves, self._views, host, policy, self._accounts, self._readers,
             Passes(self.directory), ring_batches=settings["ring_batches"], stats=self.stats,
-            is_random=settings["dropout"] == "stateless",
         )  # fmt: skip
         """What its loaders ask; no part of what a user needs."""
         self._engine.attach()
@@ -214,6 +213,11 @@ class ActivationCache:
         self._shut()
         self._open()
         return True
+
+    @property
+    def draws_masks(self) -> bool:
+        """Whether dropout of the prefix draws masks: every activation is random then."""
+        return self._settings["dropout"] == "stateless"
 
     @property
     def boundary(self) -> str | None:

@@ -41,13 +41,10 @@ class LoaderPort:
         passes: Passes,
         *,
         ring_batches: int,
-        is_random: bool,
         stats: Callable[[], CacheStats],
     ) -> None:
         self.ring_batches = ring_batches
         """How many mini-batches are read ahead."""
-        self.is_random = is_random
-        """Whether every activation depends on a random draw, whatever the samples do."""
         self.passes = passes
         self._status = status
         self._boundary = boundary
