@@ -121,7 +121,7 @@ class FreezeController:
         self._listeners: list[Callable[[BoundaryMoved], None]] = list(listeners)
         if cache is not None:
             self._listeners.insert(0, cache.on_boundary_moved)
-        self._freezer = Freezer()
+        self._freezer = Freezer(self.model)
         self._untold: list[BoundaryMoved] = []
         self._frozen = self._declined = self._step = 0
         self._tied: set[tuple[str, str]] = set()

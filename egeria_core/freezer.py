@@ -19,9 +19,14 @@ __all__ = ["Freezer"]
 
 
 class Freezer:
-    """Owns what it froze. Call between `optimizer.step()` and the next forward."""
+    """Owns what it froze. Call between `optimizer.step()` and the next forward.
 
-    def __init__(self) -> None:
+    Args:
+        model: What is trained on beside what is frozen.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._parameters: list[Tensor] = []
         self._known: set[int] = set()
         self._prefix: FrozenPrefix | None = None
@@ -41,7 +46,7 @@ class Freezer:
                 parameter.grad = None
         modules = list(modules)
         if self._prefix is None:
-            self._prefix = FrozenPrefix(modules)
+            self._prefix = FrozenPrefix(modules, model=self._model)
         else:
             self._prefix.extend(modules)
 

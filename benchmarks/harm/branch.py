@@ -168,7 +168,7 @@ def run_plain(task: Task, seed: int) -> tuple[dict[str, Any], list[dict[str, Any
 
 
 def _frozen(trainer: Trainer, layers: LayerMap, depth: int) -> dict[str, float]:
-    freezer = Freezer()
+    freezer = Freezer(trainer.model)
     prefix = layers.prefix(layers.boundaries[depth - 1])
     freezer.freeze(
         (trainer.model.get_parameter(name) for name in prefix.parameters),

@@ -238,7 +238,8 @@ class LoaderSource:
         if indices is None:  # any that the data set surely takes
             indices = list(self._recent or ())[:2]
         task = Task(-1, indices, self.identify(indices), [0] * len(indices), self.seed, looks=True)
-        found: Look = self._answer(task).data
+        with preserved():  # the collate function may draw
+            found: Look = self._answer(task).data
         return found
 
     def why_not_cacheable(self, batch: Batch) -> str | None:

@@ -140,7 +140,7 @@ class SkipEngine:
         self.cut: Cut | None = None
         self._forward: Callable[..., Any] = self.model.forward
         self._book = RecipeBook()
-        self._held = FrozenPrefix()
+        self._held = FrozenPrefix(model=self.model)
         self._dropout = StatelessDropout(self.model, self._held) if stateless_dropout else None
         self._is_held = False
         """Whether all that runs before the boundary is known to be in inference mode."""

@@ -41,12 +41,13 @@ for epoch in range(3):
 
 def hold(model):
     """Do without a cache what a cache does to modes."""
-    FrozenPrefix(
+    frozen = [
         module
         for module in (model.front, *model.modules())
         if not any(parameter.requires_grad for parameter in module.parameters())
         and next(module.parameters(), None) is not None
-    )
+    ]
+    FrozenPrefix(frozen, model=model)
 
 
 def run(text, directory=None, boundary="auto", **given):

@@ -28,12 +28,14 @@ class _HeldTrain:
         self.with_children = with_children
         self.wanted = module.training
         self.num_holders = 0
+        self.keeps_flag = False
+        """Whether the module's own flag says what was asked for: see `_leads_others`."""
 
     def __call__(self, mode: bool = True) -> nn.Module:
         if not isinstance(mode, bool):
             raise ValueError("training mode is expected to be boolean")
         self.wanted = mode
-        self.module.training = mode and _keeps_flag(self.module)
+        self.module.training = mode and self.keeps_flag
         for child in self.module.children():
             # A child that joined after the freeze has no holder of its own.
             joined = self.with_children and _held(child) is None
@@ -47,13 +49,19 @@ class _HeldTrain:
         self.module.training = self.wanted
 
 
-def _keeps_flag(module: nn.Module) -> bool:
-    """Whether the flag of the module itself draws nothing, and is read by what is around it.
+def _leads_others(module: nn.Module, model: nn.Module | None) -> bool:
+    """Whether the flag of this module decides how others run, which train.
 
     `nn.TransformerEncoder` takes all of its layers down another path, of nested tensors, where its
-    first one is in inference mode; those that train cannot follow.
+    first one is in inference mode; those that train cannot follow. The flag of a layer itself draws
+    nothing, so that it may stay.
     """
-    return type(module).forward is nn.TransformerEncoderLayer.forward
+    return model is not None and any(
+        isinstance(one, nn.TransformerEncoder)
+        and one.layers[0] is module
+        and any(parameter.requires_grad for parameter in one.parameters())
+        for one in model.modules()
+    )
 
 
 def _held(module: nn.Module) -> _HeldTrain | None:
@@ -73,13 +81,17 @@ class FrozenPrefix:
     Args:
         modules: Whole subtrees: BatchNorm stops updating its statistics and normalises with the
             stored ones, Dropout passes its input on.
+        model: Of which they are parts, if it is to run on beside them.
 
     Several holders may overlap; a module returns to training mode when the last one lets go, and
     then takes the mode that the latest `train()` or `eval()` asked for. Not thread-safe: call it
     where `model.train()` is called.
     """
 
-    def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self, modules: Iterable[nn.Module] = (), *, model: nn.Module | None = None
+    ) -> None:
+        self._model = model
         self._modules: dict[int, nn.Module] = {}
         self._boundary: nn.Module | None = None
         self._around: dict[int, tuple[nn.Module, AroundForward]] = {}
@@ -100,6 +112,8 @@ class FrozenPrefix:
                 held = _held(module) or _HeldTrain(module, with_children=recurse)
                 held.with_children |= recurse
                 held.num_holders += 1
+                if isinstance(module, nn.TransformerEncoderLayer):
+                    held.keeps_flag = _leads_others(module, self._model)
                 module.__dict__["train"] = held
                 self._modules[id(module)] = module
         self.put_back()
@@ -107,7 +121,8 @@ class FrozenPrefix:
     def put_back(self) -> None:
         """Put every held module back into inference mode, whoever set its flag."""
         for module in self._modules.values():
-            if module.training and not _keeps_flag(module):
+            held = _held(module)
+            if module.training and not (held is not None and held.keeps_flag):
                 module.training = False
 
     def extend_around(self, boundary: nn.Module, modules: Iterable[nn.Module]) -> bool:
