@@ -129,6 +129,9 @@ class Around:
 CHANGE = "The change to a training loop"
 INTEGRATIONS = "docs/integrations.md"
 AROUND = {
+    ("docs/augmentation.md", "Behind the boundary", 0): Around(
+        "losses = []", plain=False, served=False
+    ),
     # file, heading, number of the block among those of Python under it
     ("README.md", CHANGE, 0): Around(PYTORCH + FROZEN, EPOCHS),
     ("README.md", CHANGE, 1): Around(PYTORCH + FROZEN, EPOCHS),

@@ -61,6 +61,7 @@ def test_every_block_of_python_is_run_or_an_excerpt():
     assert not {*AROUND} & {*EXCERPTS}
 
 
+@pytest.mark.cases(len(AROUND))
 @pytest.mark.parametrize("key", AROUND, ids=lambda key: " ".join(map(str, key)))
 def test_a_block_runs_as_it_stands(key, tmp_path, monkeypatch, made):
     around = AROUND[key]
