@@ -8,6 +8,7 @@ store, the reader threads and the engine, and closes them.
 
 from egeria_cache.cache.cache import ActivationCache
 from egeria_cache.cache.front import FrozenFront
+from egeria_cache.cache.passes import schedules
 from egeria_cache.cache.port import LoaderPort
 
-__all__ = ["ActivationCache", "FrozenFront", "LoaderPort"]
+__all__ = ["ActivationCache", "FrozenFront", "LoaderPort", "schedules"]

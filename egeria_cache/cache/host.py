@@ -207,6 +207,7 @@ class CacheHost:
         if source.why_not_served is not None:
             self.leave_uncached(batch.loader_name, source.why_not_served)
             return False
+        self._counts.reuse[source.name] = source.draws.reuse
         num_bytes = cut.row_bytes * len(source.dataset) * source.draws.kept
         # Who has chosen need not be told in every run.
         level = logging.WARNING if source.draws.reuse == DEFAULT_REUSE else logging.INFO
@@ -343,10 +344,15 @@ class CacheHost:
 
     def postpones(self, batch: Batch) -> Literal["timed", "plain"] | None:
         """Whether this loader's run is too short, as far as is known, to win back a proof."""
-        name = batch.loader_name
+        name, source = batch.loader_name, batch.context.source
+        if source.why_not_served is not None:
+            if name not in self._status.uncached:
+                self.leave_uncached(name, source.why_not_served)
+            return "plain"
         if self._policy.wants_timing(name):
             return "timed"
-        why = self._policy.postpones(name, padded=batch.lengths is not None)
+        hits = source.draws.served if source.is_random else 1.0
+        why = self._policy.postpones(name, padded=batch.lengths is not None, hits=hits)
         if why is None:
             return None
         if name not in self._told_postponed:

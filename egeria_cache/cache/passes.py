@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from egeria_cache.samples import Clock, LoaderSource
+from egeria_cache.samples import Clock, Draws, LoaderSource
 from egeria_cache.store import read_note, read_notes, write_note
 
-__all__ = ["Passes"]
+__all__ = ["Passes", "schedules"]
 
 MAX_TICK = 1 << 31
 
@@ -48,8 +49,24 @@ class Passes:
         """Note that all samples have been passed."""
         after, name = Clock(clock.tick + 1, clock.since), _name(source)
         self._known[name] = after
-        content = {"loader": source.name, "reuse": source.draws.reuse, "kept": source.draws.kept}
+        content = {"of": source.fields, "reuse": source.draws.reuse, "kept": source.draws.kept}
         write_note(self._directory, name, {**content, "tick": after.tick, "since": after.since})
+
+
+def schedules(directory: Path, fields: Mapping[str, Any]) -> list[tuple[Draws, Clock]]:
+    """Return how the random samples of a generation are drawn, and where the next pass stands.
+
+    Args:
+        directory: Of the cache.
+        fields: Of the generation's content address.
+    """
+    found = []
+    for note in read_notes(directory):
+        of, clock = note.get("of"), _clock(note)
+        if clock is not None and isinstance(of, dict) and of.items() <= fields.items():
+            seed = fields.get("augmentation_seed") or 0
+            found.append((Draws(seed, note.get("reuse"), note.get("kept", 1)), clock))
+    return found
 
 
 def _name(source: LoaderSource) -> str:

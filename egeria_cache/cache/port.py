@@ -163,8 +163,8 @@ class LoaderPort:
         return views[0].cut.tagged if views else None
 
     def wants_control(self, entry: PlannedEntry) -> bool:
-        """Whether a batch of hits should be computed all the same, to know what that costs."""
-        if self.boundary is None or entry.num_misses:
+        """Whether a batch that can be served should be computed, to know what that costs."""
+        if self.boundary is None or not entry.serves_most:
             return False
         return self._policy.wants_control(entry.view.loader_name, self.boundary)
 
@@ -185,9 +185,9 @@ class LoaderPort:
         """Whether batches come as DataLoader's: nothing is frozen, or nothing proved as yet."""
         return self.boundary is None or self._policy.is_postponed(loader_name)
 
-    def count_batch(self, num_samples: int, hit: np.ndarray | None) -> None:
+    def count_batch(self, source: LoaderSource, num_samples: int, hit: np.ndarray | None) -> None:
         """Note what a batch consists of: yielded without hits, or served with some."""
-        self._accounts.batch(num_samples, hit)
+        self._accounts.batch(num_samples, hit, is_random=source.is_random)
 
     def count_yielded(self) -> None:
         """Note that a batch was yielded which the model should see."""

@@ -34,11 +34,13 @@ class Accounts:
         self.counts = CacheStats()
         self._num_unseen = 0
 
-    def batch(self, num_samples: int, hit: np.ndarray | None) -> None:
+    def batch(self, num_samples: int, hit: np.ndarray | None, *, is_random: bool = False) -> None:
         """Note what a batch consists of: yielded without hits, or served with some."""
         num_hits = 0 if hit is None else int(np.count_nonzero(hit))
         self.counts.hits += num_hits
         self.counts.misses += num_samples - num_hits
+        self.counts.random_samples += num_samples if is_random else 0
+        self.counts.fresh_samples += num_samples - num_hits if is_random else 0
         self.counts.hit_batches += num_hits == num_samples
         self.counts.miss_batches += num_hits == 0
         self.counts.partial_batches += 0 < num_hits < num_samples
@@ -46,7 +48,10 @@ class Accounts:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Count nothing of what happens inside the block as hits and misses of training."""
-        names = ("hits", "misses", "hit_batches", "partial_batches", "miss_batches", "refetched")
+        names = (
+            "hits", "misses", "hit_batches", "partial_batches", "miss_batches", "refetched",
+            "random_samples", "fresh_samples",
+        )  # fmt: skip
         before = {name: getattr(self.counts, name) for name in names}
         try:
             yield

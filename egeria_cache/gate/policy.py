@@ -92,11 +92,20 @@ class ServingPolicy:
         """A batch was loaded in so many seconds of the training thread."""
         self._schedules[loader].loads.append(seconds)
 
-    def postpones(self, loader: str, *, padded: bool) -> str | None:
-        """Say why this loader should be computed plainly for the rest of the epoch."""
+    def postpones(self, loader: str, *, padded: bool, hits: float = 1.0) -> str | None:
+        """Say why this loader should be computed plainly for the rest of the epoch.
+
+        Args:
+            loader: Which.
+            padded: Whether its samples are.
+            hits: Part of its samples that are expected to be hits once all are stored.
+        """
         schedule = self._schedules.get(loader)
-        why = None if schedule is None else schedule.why_not(padded=padded)
-        if schedule is not None and why is not None:
+        if schedule is None:
+            return None
+        schedule.hits = hits
+        why = schedule.why_not(padded=padded)
+        if why is not None:
             schedule.is_postponed, self._postponed[loader] = True, why
         return why
 
@@ -118,7 +127,7 @@ class ServingPolicy:
     # ---- whole steps --------------------------------------------------------------------------
 
     def wants_control(self, loader: str, boundary: str) -> bool:
-        """Whether a batch that could be served whole should be computed, for comparison."""
+        """Whether a batch that could be served should be computed, for comparison."""
         return self.mode == "auto" and self._timer(loader, boundary).wants_control()
 
     def step(
@@ -211,4 +220,4 @@ class ServingPolicy:
 def _kind(entry: PlannedEntry | None, *, is_control: bool) -> Kind:
     if entry is None:
         return "computed" if is_control else "captured"
-    return "partial" if entry.num_misses else "served"
+    return "served" if entry.serves_most else "partial"

@@ -38,6 +38,8 @@ class Schedule:
     """What the whole model took for them."""
     loads: list[float] = field(default_factory=list)
     """What the training thread took to load a batch."""
+    hits: float = 1.0
+    """Part of an epoch's samples that may be hits: random draws are made anew in turns."""
 
     def begins(self, epoch: int) -> None:
         """Another epoch begins."""
@@ -52,8 +54,8 @@ class Schedule:
     def why_not(self, *, padded: bool) -> str | None:
         """Say why a proof would not be won back; None if it would."""
         front_s, load_s = min(self.fronts, default=0.0), min(self.loads, default=0.0)
-        hits = self.num_batches * max(_MIN_EPOCHS, self.epoch // 2)
-        gain_s = hits * max(0.0, front_s + load_s - _HIT_S)
+        steps = self.num_batches * max(_MIN_EPOCHS, self.epoch // 2)
+        gain_s = steps * max(0.0, self.hits * (front_s + load_s) - _HIT_S)
         proof_s = _PROOF_FORWARDS[padded] * min(self.forwards, default=0.0) + _PROOF_S
         if gain_s >= proof_s:
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["CacheStats"]
 
@@ -24,6 +24,12 @@ class CacheStats:
     """Batches with hits and misses."""
     miss_batches: int = 0
     """Batches without a hit, while a boundary was set."""
+    reuse: dict[str, int | None] = field(default_factory=dict)
+    """Of loaders whose samples draw random numbers: epochs that a draw is used; None: for ever."""
+    random_samples: int = 0
+    """Samples of theirs that were given out while a boundary was set."""
+    fresh_samples: int = 0
+    """Of them, those whose draw was not read: new ones, and the few that could not be."""
     refetched: int = 0
     """Planned hits whose raw samples had to be loaded after all."""
     dropped_writes: int = 0
@@ -63,6 +69,11 @@ class CacheStats:
         return self.hits / seen if seen else 0.0
 
     @property
+    def freshness(self) -> float:
+        """Part of the random samples whose draw was new; about 1 / `reuse` in the long run."""
+        return self.fresh_samples / self.random_samples if self.random_samples else 0.0
+
+    @property
     def compression_ratio(self) -> float:
         """Raw over stored size; 1 while nothing is stored."""
         return self.raw_bytes / self.stored_bytes if self.stored_bytes else 1.0
@@ -86,6 +97,14 @@ class CacheStats:
         return f", after {self.proof_s:.1f} s for the proof" if self.proof_s else ""
 
     @property
+    def _random(self) -> str:
+        if not self.random_samples:
+            return ""
+        uses = {"for ever" if n is None else f"for {n} epochs each" for n in self.reuse.values()}
+        used = f"used {' or '.join(sorted(uses))}, " if uses else ""
+        return f"{used}{self.freshness:.0%} of the samples seen were drawn anew"
+
+    @property
     def _density(self) -> str:
         ratio = self.compression_ratio
         if not self.stored_bytes:
@@ -100,6 +119,7 @@ class CacheStats:
             "batches whole / in part / computed": (
                 f"{self.hit_batches} / {self.partial_batches} / {self.miss_batches}"
             ),
+            "random draws": self._random,
             "training time saved": f"{self.saved_s:.1f} s{self._proof}",
             "on disk": f"{_size(self.bytes_on_disk)} of {_size(self.limit_bytes)}{self._density}",
             "audited": f"{self.audited}, of which {self.audit_failures} differed",

@@ -7,6 +7,9 @@ With it goes all that the cache itself does in its course: proofs, captures, aud
 A batch of misses costs more than it would without a cache, since it is captured and written. So a
 few batches that could be served are computed all the same, ever fewer of them: the controls. Their
 results are what would have been served.
+
+Most batches of random samples are mixed for ever: some of their draws are new. Where at least half
+of a batch is read, it counts as served, with all that its misses took.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from typing import Literal
 __all__ = ["Kind", "StepTimer"]
 
 Kind = Literal["served", "computed", "captured", "partial"]
-"""Read whole; loaded and computed as without a cache; computed and stored; some of both."""
+"""Read, at least half of it; loaded and computed as without a cache; computed and stored; mostly
+that, with some rows that were read."""
 _COMPUTED: tuple[Kind, ...] = ("computed", "captured")
 _RECENT = 64
 _MIN_SERVED = 16
@@ -70,7 +74,7 @@ class StepTimer:
         self._spent_s += per_sample * num_samples + proof_s
 
     def wants_control(self) -> bool:
-        """Whether the batch that is planned now, all of it hits, should be computed instead."""
+        """Whether the batch that is planned now, and would be served, should be computed."""
         self._num_planned += 1
         return self._num_planned >= _FIRST_CONTROL and self._num_planned.bit_count() == 1
 

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from egeria_cache.cache import schedules
 from egeria_cache.config import parse_size
 from egeria_cache.errors import EgeriaError
 from egeria_cache.inspect.fill_command import fill
@@ -206,12 +207,17 @@ def _show(options: argparse.Namespace, report: CacheReport) -> int:
     one = find_generation(report, options.generation)
     path = report.directory / one.name
     manifest, inside = Manifest.read(path), contents(path, numbers_of=LENGTHS)
+    drawn = [
+        {"reuse": draws.reuse, "kept": draws.kept, "epochs": clock.tick}
+        for draws, clock in schedules(report.directory, manifest.fields)
+    ]
     if options.json:
         print_json(
             {
                 **_generation_json(one),
                 "fields": dict(manifest.fields),
                 "contents": dataclasses.asdict(inside),
+                "random_draws": drawn,
             }
         )
         return DAMAGED if "damaged" in inside.codecs else HEALTHY
@@ -228,11 +234,14 @@ def _show(options: argparse.Namespace, report: CacheReport) -> int:
         ("made from", {name: json.dumps(value) for name, value in manifest.fields.items()}),
         ("holds", inside.fields),
         ("codecs", {name: f"{count:,} records" for name, count in inside.codecs.items()}),
-        ("variants", {str(one): f"{count:,} records" for one, count in inside.variants.items()}),
+        ("draws", {str(one): f"{count:,} records" for one, count in inside.variants.items()}),
     ):
         console.print(f"[bold]{title}[/]")
         for name, text in pairs.items():
             console.print(f"  {plain(name)}: {plain(text):.100}", markup=False)
+    for one_way in drawn:
+        uses = "for ever" if one_way["reuse"] is None else f"for {one_way['reuse']} epochs each"
+        console.print(f"  used {uses}; {one_way['epochs']:,} epochs were passed")
     for title, lines in (
         ("a sample, decoded", sample_words(inside)),
         ("lengths", length_words(inside)),

@@ -35,7 +35,7 @@ from egeria_cache.inspect.prospect import Forecast, Prospect, in_order
 from egeria_cache.inspect.typical import scale
 from egeria_cache.loader import EgeriaLoader
 from egeria_cache.prefetch import LENGTHS
-from egeria_cache.samples import Task
+from egeria_cache.samples import DEFAULT_REUSE, Task
 from egeria_cache.skip import Candidate, candidates
 from egeria_cache.store import ActivationStore, Generation, survey
 
@@ -64,14 +64,17 @@ class Settings:
     """Regular expression of the modules to try; None: the model's blocks."""
     codec: str = "auto"
     variants: int = 1
+    reuse: int | None = DEFAULT_REUSE
+    """Of random draws, as `EgeriaLoader` takes it."""
     limit_bytes: int | None = None
     scratch: Path | None = None
     """On the disk that the cache will use; None: where temporary files go."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "num_samples", "variants"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("batch_size", "num_samples", "variants", "reuse"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 def forecast(
@@ -106,6 +109,7 @@ def forecast(
         num_measured=len(trial.indices),
         num_samples=len(trial.dataset),
         variants=settings.variants,
+        reuse=settings.reuse if trial.is_random else None,
         limit_bytes=settings.limit_bytes,
         load_s=trial.load_s,
         mean_lengths=None if trial.mean_lengths is None else tuple(trial.mean_lengths.tolist()),
@@ -131,6 +135,8 @@ class _Trial:
         self.batches = [self._moved(batch) for batch in batches]
         self.mean_lengths: np.ndarray | None = None
         """Of the data set's samples, where they are padded."""
+        self.is_random = False
+        """Whether samples were seen to draw random numbers."""
         self.model = model.to(settings.device).train()
 
     def candidates(self) -> list[Candidate]:
@@ -170,12 +176,14 @@ class _Trial:
 
     def _measure(self, place: Candidate, cache: ActivationCache, scratch: Path) -> Prospect:
         loader = EgeriaLoader(
-            self.dataset, self.batch_size, sampler=self.indices, cache=cache, **self.collate
-        )
+            self.dataset, self.batch_size, sampler=self.indices, cache=cache, reuse=None,
+            **self.collate,
+        )  # fmt: skip
         # A rate of 0: the weights stay, the work is done.
         optimizer = torch.optim.SGD((p for p in self.model.parameters() if p.requires_grad), lr=0.0)
         first_s = self._train(map(self._moved, loader), optimizer)[0][1]
         cache.flush()
+        self.is_random |= loader.source.is_random
         views = cache.port.views(loader.source.key)
         if not views or cache.stats().num_samples < len(self.indices):
             return Prospect(boundary=place.boundary, refused=_why_not(cache, "stored"))

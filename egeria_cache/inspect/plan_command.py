@@ -21,6 +21,7 @@ from egeria_cache.inspect.harm import ADVISER, Advice, Wish, advice_as_json, ask
 from egeria_cache.inspect.ordinary import ordinary_step
 from egeria_cache.inspect.prospect import Forecast, Prospect
 from egeria_cache.inspect.words import print_json, share, size
+from egeria_cache.samples import DEFAULT_REUSE
 
 __all__ = ["device_of_name", "plan"]
 
@@ -45,6 +46,7 @@ def plan(argv: list[str]) -> int:
         boundaries=options.boundaries,
         codec=options.codec,
         variants=options.variants,
+        reuse=options.reuse or None,
         limit_bytes=None if options.limit is None else parse_size(options.limit),
         scratch=options.scratch,
     )
@@ -124,6 +126,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--variants", type=int, default=1, metavar="K", help="augmented versions to be cached"
     )
+    parser.add_argument(
+        "--reuse", type=int, default=DEFAULT_REUSE, metavar="EPOCHS",
+        help="for how many epochs a random draw of a sample would be used, if samples draw; 0: for "
+        f"ever; default {DEFAULT_REUSE}",
+    )  # fmt: skip
     parser.add_argument("--limit", metavar="SIZE", help="of the planned cache ('100GB')")
     parser.add_argument(
         "--scratch", type=Path, metavar="DIR",
@@ -192,7 +199,7 @@ def _recommendation(found: Forecast) -> str:
         return "no cut pays: see why below"
     epoch = found.break_even_epoch(best)
     return (
-        f"cut at {best.boundary}: epochs after the first take {best.epoch_ratio:.2f}x, "
+        f"cut at {best.boundary}: epochs after the first take {found.later_epochs(best):.2f}x, "
         f"{size(found.set_bytes(best))}, pays from epoch {epoch:,}"
     )
 
@@ -239,6 +246,12 @@ def _notes(found: Forecast) -> list[str]:
         for one in found.prospects
         if one.refused is None and one.cut_at not in (None, one.boundary)
     ]
+    if found.reuse is not None:
+        notes.append(
+            f"samples draw random numbers, and each draw would be used for {found.reuse} epochs: "
+            f"{share(found.fresh)} of every epoch after the first are computed and written anew, "
+            "which the times of later epochs and 'even after' count."
+        )
     if found.mean_lengths is not None:
         shown = ", ".join(dict.fromkeys(f"{one:.3g}" for one in found.mean_lengths))
         notes.append(

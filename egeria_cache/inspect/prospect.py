@@ -84,6 +84,9 @@ class Forecast:
     """Time to load a sample in one process. A hit saves that, too; it is not counted, since
     workers may hide it."""
     prospects: tuple[Prospect, ...]
+    reuse: int | None = None
+    """For how many epochs a random draw of a sample would be used; None: for ever, or samples draw
+    nothing."""
     mean_lengths: tuple[float, ...] | None = None
     """Of the data set's samples, where they are padded: bytes are given for samples of such
     lengths."""
@@ -97,18 +100,31 @@ class Forecast:
         size = self.set_bytes(one)
         return 1.0 if self.limit_bytes is None or not size else min(1.0, self.limit_bytes / size)
 
+    @property
+    def fresh(self) -> float:
+        """Part of the samples that each epoch after the first draws, computes and writes anew."""
+        return 0.0 if self.reuse is None else 1 / self.reuse
+
+    def later_epochs(self, one: Prospect) -> float:
+        """Time of an epoch after the first over one with the same prefix frozen and no cache;
+        reading is counted in full."""
+        served = self.fits(one) * (1 - self.fresh)
+        return served * one.epoch_ratio + (1 - served)
+
     def break_even_epoch(self, one: Prospect) -> int | None:
         """Return the epoch, from 1, at whose end the cache has paid for itself; None: never.
 
         Proving, writing and reading count in full, as if nothing of them were hidden behind the
-        training. Each of the first `variants` epochs computes and writes; the later ones read.
+        training. The first epoch computes and writes, and so does each of the first `variants`
+        where draws are kept for ever; the later ones read, but for what they draw anew.
         """
         stored = self.num_samples * self.fits(one)
-        gain_s = stored * one.saved_s
+        gain_s = stored * ((1 - self.fresh) * one.saved_s - self.fresh * one.write_s)
         if one.refused is not None or gain_s <= 0:
             return None
-        spent_s = one.prove_s + self.variants * stored * one.write_s
-        return self.variants + max(1, math.ceil(spent_s / gain_s))
+        computed = self.variants if self.reuse is None else 1
+        spent_s = one.prove_s + computed * stored * one.write_s
+        return computed + max(1, math.ceil(spent_s / gain_s))
 
     def recommended(self) -> Prospect | None:
         """Return the boundary whose later epochs are shortest; None if no cut pays.
@@ -118,14 +134,10 @@ class Forecast:
         paying = [one for one in self.prospects if self.break_even_epoch(one) is not None]
         if not paying:
             return None
-        best = min(paying, key=self._later_epochs)
-        reach = self._later_epochs(best) + best.step_error
-        alike = [one for one in paying if self._later_epochs(one) <= reach]
+        best = min(paying, key=self.later_epochs)
+        reach = self.later_epochs(best) + best.step_error
+        alike = [one for one in paying if self.later_epochs(one) <= reach]
         return min(alike, key=self.set_bytes)
-
-    def _later_epochs(self, one: Prospect) -> float:
-        fits = self.fits(one)
-        return fits * one.epoch_ratio + (1 - fits)
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values, those that follow included."""
@@ -137,6 +149,7 @@ class Forecast:
                 "forward_skipped": one.forward_skipped,
                 "step_skipped": one.step_skipped,
                 "epoch_ratio": one.epoch_ratio,
+                "later_epochs": self.later_epochs(one),
                 "set_bytes": self.set_bytes(one),
                 "fits": self.fits(one),
                 "break_even_epoch": self.break_even_epoch(one),

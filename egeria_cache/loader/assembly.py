@@ -92,7 +92,7 @@ class Assembly:
                 shape = (batch.size, *view.shape_of(path, lengths.whole))
                 whole = torch.empty(shape, dtype=view.rows[path].dtype, device="meta")
             tagged[path] = without_data(whole, batch, path, misses.get(path))
-        entry.on_load = partial(self.cache.count_batch, len(plan.ids), entry.hit)
+        entry.on_load = partial(self.cache.count_batch, self._source, len(plan.ids), entry.hit)
         self.cache.count_yielded()
         return view.structure.rebuild(tagged)
 
@@ -132,7 +132,7 @@ class Assembly:
             path: _wrap(rows, batch, path) if only is None or path in only else rows
             for path, rows in leaves.items()
         }
-        self.cache.count_batch(len(plan.ids), None)
+        self.cache.count_batch(self._source, len(plan.ids), None)
         self.cache.count_yielded()
         self._source.yields(tagged.values())
         return own_containers(data, structure.rebuild(tagged))

@@ -48,6 +48,8 @@ class PlannedEntry:
         self.view, self.number, self.hit = view, number, hit
         self.num_hits = int(np.count_nonzero(hit))
         self.num_misses = len(hit) - self.num_hits
+        self.serves_most = self.num_hits >= self.num_misses
+        """Whether at least half of the batch are hits."""
         self.ids = ids if not self.num_misses else list(compress(ids, hit))
         self.draws = draws if not self.num_misses else draws[hit]
         self.weight = 1.0

@@ -75,6 +75,11 @@ class Draws:
         turn = (_mixed(numbers ^ np.uint64(_PHASE)) % np.uint64(self.reuse)).astype(np.int64)
         return (passed + turn) // self.reuse
 
+    @property
+    def served(self) -> float:
+        """Part of the samples of an epoch whose draw is not new, in the long run."""
+        return 1.0 if self.reuse is None else 1 - 1 / self.reuse
+
     def superseded(self, draws: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
         """Return the draws that are used no more once these are made; None if all are kept."""
         if self.reuse is None:
@@ -92,7 +97,7 @@ class Draws:
         else:
             how = (
                 f"{kept}, used for {self.reuse} epochs each and then made anew, in turns: from the "
-                f"second epoch on about {1 - 1 / self.reuse:.0%} of the frozen front's forward is "
+                f"second epoch on about {self.served:.0%} of the frozen front's forward is "
                 "saved"
             )
         return (

@@ -100,6 +100,49 @@ def test_controls_are_computed_and_change_nothing(tmp_path, monkeypatch, workers
     assert misses[1] == 96 + 4 * 8  # of 48 batches that were planned from the cache
 
 
+def test_batches_of_which_most_is_read_are_judged_and_compared_with_controls(tmp_path, monkeypatch):
+    """Of random samples a part is drawn anew in every epoch: no batch is ever served whole."""
+    told = []
+    note = StepTimer.step
+
+    def step(self, kind, *args, **kwargs):
+        told.append(kind)
+        return note(self, kind, *args, **kwargs)
+
+    monkeypatch.setattr(StepTimer, "step", step)
+    monkeypatch.setattr(StepTimer, "verdict", property(lambda self: (True, "goes on")))
+    losses = []
+    for gate in ("auto", "never"):
+        model = make_net()
+        freeze(model, "layer1")
+        with ActivationCache(model, tmp_path / gate, "layer1", gate=gate) as cache:
+            loader = EgeriaLoader(Images(96), 8, cache=cache, reuse=4, seed=3)
+            losses.append(
+                train_steps(model, loader, sgd(model), 6, on_step=lambda _: cache.flush())[0]
+            )
+            if gate == "auto":
+                stats = cache.stats()
+                assert stats.partial_batches > stats.hit_batches
+                assert stats.reuse == {"train": 4}
+                assert stats.random_samples == stats.hits + stats.misses
+                assert 0.3 < stats.freshness < 0.55, "all of the first epoch, then a quarter"
+                assert "used for 4 epochs each" in stats.report()
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
+    first = told[: 6 * 12]
+    assert first.count("served") > 40
+    assert first.count("computed") >= 3
+
+
+def test_a_mixed_batch_that_does_not_pay_stops_skipping(tmp_path, monkeypatch):
+    monkeypatch.setattr(StepTimer, "verdict", property(lambda self: (False, "it was slower")))
+    model = make_net()
+    freeze(model, "layer1")
+    with ActivationCache(model, tmp_path, "layer1", gate="auto") as cache:
+        loader = EgeriaLoader(Images(), 8, cache=cache, reuse=4)
+        train_steps(model, loader, sgd(model), 6, on_step=lambda _: cache.flush())
+        assert cache.stats().gate == "off: it was slower"
+
+
 @pytest.mark.parametrize(("gate", "serves"), [("auto", False), ("always", True)])
 def test_the_gate_stops_what_does_not_pay_and_says_why(tmp_path, monkeypatch, gate, serves):
     monkeypatch.setattr(StepTimer, "verdict", property(lambda self: (False, "it was slower")))

@@ -39,6 +39,13 @@ def test_a_proof_is_made_where_as_many_epochs_as_may_be_expected_win_it_back(
     assert (known.why_not(padded=padded) is None) is is_proved
 
 
+def test_only_what_is_not_drawn_anew_wins_a_proof_back():
+    known = timed(30, 0.020, 0.030)
+    assert known.why_not(padded=False) is None
+    known.hits = 0.5
+    assert known.why_not(padded=False) is not None
+
+
 def test_three_batches_are_timed_and_the_least_counts():
     known = Schedule(63)
     for front_s in (1.0, 0.020, 7.0):

@@ -45,6 +45,14 @@ class Images(Dataset):
         return torch.randn(1, 8, 8, generator=generator), index % 3
 
 
+class Noisy(Images):
+    """The same images, with noise."""
+
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return image + 0.1 * torch.randn_like(image), label
+
+
 class Transformer(nn.Module):
     """A class token of the model's own, three encoder layers, a head, and its own loss."""
 

@@ -150,10 +150,10 @@ def test_the_model_and_the_disk_are_left_as_they_were(tmp_path):
     assert all(module.training for module in model.modules())
 
 
-def outlook(one, *, num_samples=100, variants=1, limit_bytes=None):
+def outlook(one, *, num_samples=100, variants=1, reuse=None, limit_bytes=None):
     return Forecast(
         model="M", device="cpu", batch_size=1, num_measured=1, num_samples=num_samples,
-        variants=variants, limit_bytes=limit_bytes, load_s=0.0, prospects=(one,),
+        variants=variants, reuse=reuse, limit_bytes=limit_bytes, load_s=0.0, prospects=(one,),
     )  # fmt: skip
 
 
@@ -166,6 +166,8 @@ def outlook(one, *, num_samples=100, variants=1, limit_bytes=None):
         ({"write_s": 1.01}, {}, 3),
         ({"write_s": 5.0, "read_s": 0.5}, {}, 11),
         ({"write_s": 1.0, "prove_s": 1.0}, {}, 3),
+        # A quarter of each later epoch is computed and written anew.
+        ({"write_s": 1.0}, {"reuse": 4}, 3),
         # Each of three variants is written in an epoch of its own.
         ({"write_s": 1.0}, {"variants": 3}, 6),
         # Half of it fits: half is written, half is saved, the proof costs the same.
@@ -181,6 +183,24 @@ def test_the_break_even_epoch_wins_everything_back(figures, more, expected):
         **{"boundary": "b", "step_s": 2.0, "served_step_s": 1.0, "stored_bytes": 10.0, **figures}
     )
     assert outlook(one, **more).break_even_epoch(one) == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "asked", "reuse"),
+    [("Noisy", [], 4), ("Noisy", ["--reuse", "8"], 8), ("Noisy", ["--reuse", "0"], None),
+     ("Images", [], None)],
+)  # fmt: skip
+def test_what_random_samples_draw_anew_is_counted(capsys, data, asked, reuse):
+    argv = [f"{ZOO}:cnn", "--data", f"{ZOO}:{data}", "--boundaries", "layer2.1", *asked]
+    report = ask_json(capsys, *argv)
+    assert report["reuse"] == reuse
+    (one,) = report["prospects"]
+    assert one["refused"] is None
+    served = 1.0 if reuse is None else 1 - 1 / reuse
+    assert one["later_epochs"] == pytest.approx(served * one["epoch_ratio"] + 1 - served)
+    if asked:
+        told = "samples draw random numbers" in ask(capsys, *argv)[1].out
+        assert told is (reuse is not None)
 
 
 def test_the_part_of_the_set_that_fits_is_told(capsys):
