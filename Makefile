@@ -1,4 +1,4 @@
-# make setup | demo | test | test-all | coverage | lint | bench | report. Every target makes the environment first if it is missing.
+# make setup | demo | quick | test | test-all | test-turn | coverage | lint | bench | report. Every target makes the environment first if it is missing.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,10 @@ DEMO_STAMP := $(VENV)/.egeria-demo
 # One more than there are cores: many tests wait, for processes they start, or for time to pass.
 WORKERS = $(shell $(BIN)/python -c 'import os; print(1 + len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)))')
 
-.PHONY: setup demo test test-all coverage lint bench report clean
+# Many tests start processes that import torch: compiled once, it takes half as long.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: setup demo quick test test-all test-turn coverage lint bench report clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -27,12 +30,23 @@ demo: $(DEMO_STAMP)
 	@echo 'Starting: PyTorch is loaded, which takes some seconds the first time.'
 	@$(BIN)/python examples/demo.py
 
+# While you work: lint of what has changed since BASE, and the tests of its rooms; below a minute.
+BASE ?= main
+quick: setup
+	@$(BIN)/python tools/quick.py $(BASE) --numprocesses $(WORKERS) --dist worksteal
+
 test: setup
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 # Everything, the long mode too.
 test-all: setup
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --timeout 1200 -m "long or not long"
+
+# As much of the long mode as fits into MINUTES, beginning elsewhere for each number TURN.
+TURN ?= 0
+MINUTES ?= 10
+test-turn: setup
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist load --maxschedchunk 1 --timeout 1200 -m long --turn $(TURN) --minutes $(MINUTES)
 
 # Tracing every line takes longer.
 coverage: setup

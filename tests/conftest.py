@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import hypothesis
@@ -41,6 +42,22 @@ def way_of_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 NUM_CASES = 2
 """So many cases of a test with parameters are run by default, spread over all of them."""
+GOLDEN = (5**0.5 - 1) / 2
+"""Multiples of it, modulo 1, lie evenly between 0 and 1, however many they are."""
+STARTED = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("egeria", "what is run of a suite that takes long")
+    group.addoption(
+        "--cases", type=int, default=NUM_CASES,
+        help="of each test with parameters, run so many cases by default (%(default)s)",
+    )  # fmt: skip
+    group.addoption(
+        "--turn", type=int, metavar="N",
+        help="begin elsewhere for each N; in a few turns that are cut short all has been run",
+    )  # fmt: skip
+    group.addoption("--minutes", type=float, help="begin no test after so long; that is no failure")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -48,19 +65,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for same in cases.values():
-        for item in _left_to_the_long_mode(same):
+        for item in _left_to_the_long_mode(same, config.option.cases):
             item.add_marker(pytest.mark.long)
-    if "long" in config.option.markexpr or any("[" in argument for argument in config.args):
-        return
-    for item in items:
-        if item.get_closest_marker("long"):
-            item.add_marker(pytest.mark.skip(reason="long mode: run with -m long"))
+    is_named = any("::" in argument for argument in config.args)
+    if "long" not in config.option.markexpr and not is_named:
+        config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("long")])
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+    if config.option.turn is not None:
+        first = int(config.option.turn * GOLDEN % 1 * len(items))
+        items[:] = items[first:] + items[:first]
 
 
-def _left_to_the_long_mode(items: list[pytest.Item]) -> list[pytest.Item]:
+def _left_to_the_long_mode(items: list[pytest.Item], number: int) -> list[pytest.Item]:
     """Return the cases of one test that are not run by default."""
     quick = [item for item in items if not item.get_closest_marker("long")]
     marker = items[0].get_closest_marker("cases")
-    number = marker.args[0] if marker else NUM_CASES
+    number = marker.args[0] if marker else number
     kept = {id(quick[i * len(quick) // number]) for i in range(number)} if quick else set()
     return [item for item in quick if id(item) not in kept]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.option.minutes
+    if minutes is not None and time.monotonic() - STARTED > 60 * minutes:
+        pytest.skip("no time is left for it")

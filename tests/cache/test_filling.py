@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from egeria_cache import ActivationCache, EgeriaError, EgeriaLoader
 from tests.cache.test_auto import Blocks, data, freeze, train
+from tests.helpers.forked import started
 
 
 def frozen_blocks():
@@ -141,8 +140,7 @@ def test_only_what_is_missing_is_computed(directory):
 
 
 def test_a_fill_that_was_killed_goes_on_where_it_was(directory):
-    script = textwrap.dedent(
-        """
+    script = """
         import sys, time, torch
         from torch.utils.data import Dataset
         from egeria_cache import ActivationCache, EgeriaLoader
@@ -151,32 +149,24 @@ def test_a_fill_that_was_killed_goes_on_where_it_was(directory):
         class Slow(Dataset):
             def __len__(self): return 400
             def __getitem__(self, index):
-                time.sleep(float(sys.argv[2]))
+                if index == int(sys.argv[2]):
+                    print("halfway", flush=True)
+                    time.sleep(60)  # until it is killed
                 g = torch.Generator().manual_seed(index)
                 return torch.randn(6, generator=g), index % 3
 
         model = frozen_blocks()
         with ActivationCache(model, sys.argv[1], "blocks.1") as cache:
             before = cache.stats().num_samples
-            print("begin", flush=True)
             report = cache.fill(EgeriaLoader(Slow(), batch_size=4, cache=cache), progress=False)
             print(report.num_stored, flush=True)
         """
-    )
-
-    def start(delay):
-        return subprocess.Popen(
-            [sys.executable, "-c", script, str(directory), str(delay)], stdout=subprocess.PIPE,
-            text=True, env={**os.environ, "PYTHONPATH": os.getcwd()},
-        )  # fmt: skip
-
-    with start(0.01) as killed:
-        assert killed.stdout.readline() == "begin\n"
-        time.sleep(2.5)
-        killed.send_signal(signal.SIGKILL)
-    both = [start(0), start(0)]  # and two at once finish it
-    outputs = [process.communicate(timeout=120)[0].split() for process in both]
-    assert [output[-1] for output in outputs] == ["400", "400"]
+    with started(script, directory, 200) as killed:
+        assert "halfway\n" in killed.stdout
+        killed.kill()
+    with started(script, directory, -1) as one, started(script, directory, -1) as other:
+        # Two at once finish it.
+        assert [one.result().split()[-1], other.result().split()[-1]] == ["400", "400"]
 
 
 def test_misuse_is_told(directory):

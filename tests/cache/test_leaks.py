@@ -32,7 +32,7 @@ def train(directory, *, close):
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [4, pytest.param(100, marks=pytest.mark.long)])
 @pytest.mark.parametrize("close", [True, False], ids=["closed", "dropped"])
 def test_caches_leave_no_descriptor_thread_or_lock(tmp_path, count, close):
     train(tmp_path / "first", close=True)  # what is made once stays

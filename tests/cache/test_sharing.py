@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -15,6 +10,7 @@ from torch.utils.data import TensorDataset
 from egeria_cache import ActivationCache, EgeriaLoader
 from tests.cache.test_auto import data, train
 from tests.cache.test_filling import frozen_blocks
+from tests.helpers.forked import started
 
 
 @torch.no_grad()
@@ -82,8 +78,7 @@ def test_a_training_loader_made_anew_every_epoch_goes_on_with_hits(directory):
 
 def test_two_processes_see_each_others_records_while_they_run(directory):
     """Each computes one half in its first epoch; in its second it reads the other's half."""
-    script = textwrap.dedent(
-        """
+    script = """
         import sys, time
         from pathlib import Path
         from torch.utils.data import SequentialSampler
@@ -113,13 +108,6 @@ def test_two_processes_see_each_others_records_while_they_run(directory):
             train(model, loader, 1)
             print(cache.stats().hits - before)
         """
-    )
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(directory), str(rank)], stdout=subprocess.PIPE,
-            text=True, env={**os.environ, "PYTHONPATH": os.getcwd()},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+    ranks = [started(script, directory, rank) for rank in range(2)]
     # What another process had stored by the first look is compared once before it is served.
-    assert all(int(rank.communicate(timeout=120)[0]) >= 8 for rank in ranks)
+    assert all(int(rank.result()) >= 8 for rank in ranks)

@@ -169,7 +169,7 @@ class CachedTraining(RuleBasedStateMachine):
 
 TestCachedTraining = CachedTraining.TestCase
 TestCachedTraining.settings = settings(
-    max_examples=25,
+    max_examples=10,
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -14,14 +14,14 @@ from tests.device import backend
 HERE = Path(__file__).parent / "simulated"
 ROOT = HERE.parents[2]
 GROUPS = {
-    "chain": ("chain", "features", "counts"),
+    "chain": ("chain", "counts"),
+    "features": ("features",),
     "loops": ("loops", "ring"),
     "models": ("zoo", "controller"),
     "order": ("order",),
     "hostile": ("hostile",),
 }
-"""To begin a process costs as much as ten tests. Of the hostile tries, those that write to weights
-are run by default, and all in long mode."""
+"""To begin a process costs as much as ten tests."""
 TIMEOUT_S = 600
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 30)
@@ -30,18 +30,14 @@ if missing := backend.compiler_missing():
     pytest.skip(missing, allow_module_level=True)
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize(
-    "group", [pytest.param(g, marks=pytest.mark.long if g == "hostile" else ()) for g in GROUPS]
-)
-def test_all_checks_on_the_simulated_device_pass(group: str) -> None:
-    check(*(str(HERE / f"check_{name}.py") for name in GROUPS[group]))
+def test_the_whole_chain_is_right_on_the_simulated_device() -> None:
+    check("--cases", "1", *files("chain"))
 
 
 @pytest.mark.long
-def test_hostile_writes_to_the_prefix_are_seen_on_the_simulated_device() -> None:
-    some = "written_weight or statistics or channels_last or comes_to_rest"
-    check(str(HERE / "check_hostile.py"), "-k", some)
+@pytest.mark.parametrize("group", GROUPS)
+def test_all_checks_on_the_simulated_device_pass(group: str) -> None:
+    check("-m", "long or not long", *files(group))
 
 
 def test_no_check_is_left_out() -> None:
@@ -54,6 +50,10 @@ def test_no_check_is_left_out() -> None:
 def test_what_a_device_lacks_is_done_without(lacks: str) -> None:
     some = "layer1-0 or moves or room or audits"
     check(str(HERE / "check_chain.py"), "-k", some, EGSIM_WITHOUT=lacks, EGSIM_NAME="another")
+
+
+def files(group: str) -> list[str]:
+    return [str(HERE / f"check_{name}.py") for name in GROUPS[group]]
 
 
 def check(*arguments: str, **variables: str) -> None:

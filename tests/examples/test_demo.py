@@ -32,7 +32,15 @@ def losses(out):
     return act["plain"]["losses"], act["egeria"]["losses"]
 
 
-@pytest.mark.cases(1)
+def test_its_losses_are_those_of_plain_pytorch(tmp_path, capsys):
+    assert demo.main([*FLAGS, str(tmp_path)]) == 0
+    assert "as fast" in capsys.readouterr().out
+    plain, egeria = losses(tmp_path)
+    assert plain == egeria
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
+
+
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_killed_in_the_middle_it_goes_on(tmp_path, number, capsys):
@@ -56,9 +64,9 @@ def test_killed_in_the_middle_it_goes_on(tmp_path, number, capsys):
     whole = tmp_path / "whole"
     assert demo.main([*FLAGS, str(whole)]) == 0
     assert losses(whole) == (plain, egeria)
-    assert (whole / "demo.png").stat().st_size > 10_000
 
 
+@pytest.mark.long
 def test_a_run_from_scratch_goes_on_alike(tmp_path):
     act = replace(next(act for act in ACTS if act.name == "scratch"), epochs=2)
 

@@ -6,16 +6,15 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["run_ranks"]
+from tests.helpers.forked import nursery
 
-_PRELOADED = ["torch", "torch.distributed.fsdp", "egeria_cache", "egeria_core"]
+__all__ = ["run_ranks"]
 
 
 def run_ranks(
@@ -34,10 +33,8 @@ def run_ranks(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = get_context("forkserver")  # they share one import of torch
-    context.set_forkserver_preload(_PRELOADED)
     ranks = [
-        context.Process(target=_main, args=(rank, num_ranks, port, directory, worker, args))
+        nursery().Process(target=_main, args=(rank, num_ranks, port, directory, worker, args))
         for rank in range(num_ranks)
     ]
     deadline = time.monotonic() + timeout_s

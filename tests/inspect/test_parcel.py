@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +13,7 @@ from hypothesis import strategies as st
 from egeria_cache.inspect import main
 from egeria_cache.store import ActivationStore, DamagedError, pack, unpack
 from egeria_cache.store import parcel as parcel_module
+from tests.helpers.forked import started
 
 FIELDS = {"boundary": "layer1", "use": "parcel"}
 IDS = [*range(40), "a name", (1, "b")]
@@ -125,22 +123,11 @@ def test_a_damaged_record_is_left_out(tmp_path):
     assert (done.num_records, done.num_damaged) == (len(IDS), 1)
 
 
-def test_a_pipe_carries_it(tmp_path):
+def test_a_pipe_carries_it(tmp_path, monkeypatch):
     name, _ = filled(tmp_path / "one")
-    command = [
-        sys.executable,
-        "-c",
-        "from egeria_cache.inspect import main; raise SystemExit(main())",
-    ]
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    sender = subprocess.Popen(
-        [*command, str(tmp_path / "one"), "pack", name, "-"], stdout=subprocess.PIPE,
-        env=environment,
-    )  # fmt: skip
-    taken = subprocess.run(
-        [*command, str(tmp_path / "other"), "unpack", "-"], stdin=sender.stdout, check=False,
-        env=environment, timeout=120, capture_output=True,
-    )  # fmt: skip
-    sender.stdout.close()
-    assert (sender.wait(timeout=60), taken.returncode) == (0, 0)
+    code = "from egeria_cache.inspect import main; raise SystemExit(main())"
+    with started(code, tmp_path / "one", "pack", name, "-") as sender:
+        monkeypatch.setattr("sys.stdin", sender.stdout)
+        assert main([str(tmp_path / "other"), "unpack", "-"]) == 0
+        assert sender.result() == ""
     assert main([str(tmp_path / "other"), "verify", name]) == 0

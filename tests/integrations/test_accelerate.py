@@ -175,6 +175,7 @@ PROCESSES = {
 }
 
 
+@pytest.mark.long
 def test_every_process_serves_its_own_samples(directory):
     for name, ranks in zip(PROCESSES, zip(*in_processes(train_as, 2, str(directory), PROCESSES),
                                           strict=True), strict=True):  # fmt: skip

@@ -28,6 +28,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.store.records.keys import encode_keys
+from tests.helpers.forked import nursery
 from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
 
 pytestmark = pytest.mark.usefixtures("way_of_rows")
@@ -346,8 +347,9 @@ def test_hits_are_served_although_their_workers_would_die(tmp_path):
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+@pytest.mark.parametrize("context", ["forkserver", "spawn"])
 def test_other_ways_to_start_workers_are_served_the_same(tmp_path, context):
+    nursery()  # if nobody has begun to fork yet
     settings = {"num_workers": 1, "multiprocessing_context": context, "persistent_workers": True}
     losses, stats = train(tmp_path / "a", epochs=2, **settings)
     assert losses == train(tmp_path / "b", gate="never", epochs=2)[0]

@@ -92,6 +92,7 @@ def test_cells_of_a_notebook_are_served(tmp_path, plain):
     assert_served(run_cells(path.read_text().split("# %%\n"), path.parent), plain)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("launcher", ["python", "torchrun", "accelerate"])
 def test_a_launched_file_is_served_in_each_process(tmp_path, plain, launcher):
     ran = launched(launcher, program(tmp_path / "place", cached=True))

@@ -23,9 +23,9 @@ from tests.helpers.pipelines import (
     spawn,
 )
 
+ONE = [Case("1F1B", "repartition", "sgd", stop_at=14)]
 FEW = {
     2: [
-        Case("1F1B", "repartition", "sgd", stop_at=14),
         # Frozen from the first step on, with a boundary inside a stage.
         Case("GPipe", "stay", "adamw", False, moves=((0, "1"), (5, "4"), (10, None)), epochs=3),
     ],
@@ -45,9 +45,13 @@ ALL = [
 ]  # fmt: skip
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_pipeline_trains_as_one_process_does(tmp_path: Path, world: int) -> None:
+def test_a_pipeline_trains_as_one_process_does(tmp_path: Path) -> None:
+    check_all(2, ONE, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", FEW)
+def test_pipelines_of_each_kind_train_as_one_process_does(tmp_path: Path, world: int) -> None:
     check_all(world, FEW[world], tmp_path)
 
 

@@ -6,7 +6,6 @@ import copy
 import functools
 import logging
 import multiprocessing
-import subprocess
 import sys
 import threading
 from collections import UserList
@@ -19,6 +18,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, defa
 
 from egeria_cache.samples import Draws, LoaderSource
 from egeria_cache.samples.fingerprint import Fingerprint
+from tests.helpers.forked import started
 
 SCALE = 1.0
 
@@ -382,19 +382,15 @@ def test_samples_are_read_again_in_turns(monkeypatch, tmp_path):
 
 
 def test_another_process_finds_the_same_fingerprint():
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "import test_fingerprint as t\n"
-        "print([t.print_of(pair[0]) for kind, pair in t.other_pairs().items()])\n"
-        "print([t.print_of(t.numbered(), pair[0]) for pair in t.collate_pairs().values()])"
-    )
-    command = [sys.executable, "-c", code, __file__.rpartition("/")[0]]
-    runs = [
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-        for _ in range(2)
-    ]
-    assert runs[0] == runs[1]
-    assert runs[0].count("Rare[1000]") >= 15
+    code = """
+        import tests.samples.test_fingerprint as t
+        print([t.print_of(pair[0]) for pair in t.other_pairs().values()])
+        print([t.print_of(t.numbered(), pair[0]) for pair in t.collate_pairs().values()])
+    """
+    here = [print_of(pair[0]) for pair in other_pairs().values()]
+    together = [print_of(numbered(), pair[0]) for pair in collate_pairs().values()]
+    assert started(code).result() == f"{here}\n{together}\n"
+    assert str(here).count("Rare[1000]") >= 15
 
 
 def test_a_copy_is_the_same_data_set():

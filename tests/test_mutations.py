@@ -1,0 +1,163 @@
+"""Rules of the product, broken one by one: tests that are run by default notice each.
+
+A mutation is text that is exchanged in a copy of the packages; where the text is gone, the rule has
+moved, and its row must follow. The tests that are named must fail then, at least one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("egeria_cache", "egeria_core")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutation:
+    """A rule that is broken."""
+
+    file: str
+    old: str
+    """Stands once in the file."""
+    new: str
+    caught_by: str
+    """Files of tests, or single ones, apart by blanks."""
+
+
+MUTATIONS = {
+    "frozen tensors are not compared": Mutation(
+        file="egeria_cache/skip/state/guards.py",
+        old="        reason = self._state.changed()\n        if reason is None and",
+        new="        return None\n        if reason is None and",
+        caught_by="tests/hostile/test_prefix.py tests/hostile/test_prefix_tensors.py",
+    ),
+    "version counters are ignored": Mutation(
+        file="egeria_cache/skip/state/guards.py",
+        old="            list(map(_version, self._counted)) != self._versions\n            or ",
+        new="            ",
+        caught_by="tests/hostile tests/cache tests/skip",
+    ),
+    "what is written through .data is not looked at": Mutation(
+        file="egeria_cache/skip/state/guards.py",
+        old="if reason is None and self._probe.changed():",
+        new="if False:",
+        caught_by="tests/hostile tests/skip tests/cache",
+    ),
+    "another data set is believed to be the same": Mutation(
+        file="egeria_cache/samples/fingerprint.py",
+        old="[{length}]:{digest.hexdigest()}",
+        new="[{length}]",
+        caught_by="tests/samples/test_fingerprint.py",
+    ),
+    "a data set that changes is not noticed": Mutation(
+        file="egeria_cache/samples/fingerprint.py",
+        old="        what = self._changed()\n",
+        new="        what = None\n",
+        caught_by="tests/samples tests/hostile/test_data.py",
+    ),
+    "autocast is not part of a signature": Mutation(
+        file="egeria_cache/skip/serve/invocation.py",
+        old="        return (self.layout, leaves, mode_key())\n",
+        new="        return (self.layout, leaves)\n",
+        caught_by="tests/skip tests/hostile",
+    ),
+    "rows of a prefix that has changed are kept": Mutation(
+        file="egeria_cache/cache/host.py",
+        old="""        log.log(level, "%s: cached activations are void", self._restless_since)
+        self._views.void(lambda view: True, unlink=False)
+""",
+        new="""        log.log(level, "%s: cached activations are void", self._restless_since)
+""",
+        caught_by="tests/hostile tests/cache",
+    ),
+    "the frozen front follows train()": Mutation(
+        file="egeria_cache/skip/model/frozen.py",
+        old="self.module.training = mode and self.keeps_flag",
+        new="self.module.training = mode",
+        caught_by="tests/skip/test_frozen.py",
+    ),
+    "an epoch that is resumed is drawn anew": Mutation(
+        file="egeria_cache/loader/resume.py",
+        old="            rng.set(last.start)\n            if last.yielded",
+        new="            if last.yielded",
+        caught_by="tests/loader/test_resume.py",
+    ),
+    "a resumed epoch begins at its first batch": Mutation(
+        file="egeria_cache/loader/resume.py",
+        old="range(0 if known else last.yielded + len(last.late))",
+        new="range(0)",
+        caught_by="tests/loader/test_resume.py",
+    ),
+    "no hit is audited": Mutation(
+        file="egeria_cache/cache/audit.py",
+        old="        num_hits = int(np.count_nonzero(hit))\n",
+        new="        return None\n        num_hits = int(np.count_nonzero(hit))\n",
+        caught_by="tests/cache/test_audit.py",
+    ),
+    "samples may depend on each other": Mutation(
+        file="egeria_cache/skip/prove/independence.py",
+        old="    suspects: list[Recomputed] = []\n",
+        new="    return\n    suspects: list[Recomputed] = []\n",
+        caught_by="tests/skip/test_independence.py",
+    ),
+    "what is trained may be stored": Mutation(
+        file="egeria_cache/skip/prove/independence.py",
+        old="        if parameter is not None:\n            raise BoundaryError.trainable",
+        new="        if False:\n            raise BoundaryError.trainable",
+        caught_by="tests/skip",
+    ),
+    "the prefix may count its calls": Mutation(
+        file="egeria_cache/skip/prove/purity.py",
+        old="        skipped = {id(m) for step in recipe.steps if not step.run",
+        new="        return\n        skipped = {id(m) for step in recipe.steps if not step.run",
+        caught_by="tests/skip tests/hostile",
+    ),
+    "a new draw has the number of the old one": Mutation(
+        file="egeria_cache/samples/draws.py",
+        old="        return clock.since + newest\n",
+        new="        return clock.since + 0 * newest\n",
+        caught_by="tests/samples/test_draws.py tests/cache/test_refurbished.py",
+    ),
+    "dropout has one mask for all samples": Mutation(
+        file="egeria_cache/skip/model/dropout.py",
+        old="sample_seed(seed, name, number) for seed in rows.seeds",
+        new="sample_seed(0, name, number) for _ in rows.seeds",
+        caught_by="tests/skip/test_dropout.py",
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rule", MUTATIONS)
+def test_a_broken_rule_is_noticed(rule: str, tmp_path: Path) -> None:
+    mutation = MUTATIONS[rule]
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / package)
+    path = tmp_path / mutation.file
+    assert path.read_text().count(mutation.old) == 1, f"{rule}: the rule is elsewhere by now"
+    path.write_text(path.read_text().replace(mutation.old, mutation.new))
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist",
+            "-m", "not long", "-o", f"pythonpath={tmp_path} . examples",
+            *mutation.caught_by.split(),
+        ],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, f"{rule}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+
+
+def test_every_rule_stands_where_it_is_said_to_be() -> None:
+    moved = [
+        rule for rule, one in MUTATIONS.items() if (ROOT / one.file).read_text().count(one.old) != 1
+    ]
+    assert not moved
