@@ -28,7 +28,8 @@ from benchmarks.harm.models import VisionTransformer
 from benchmarks.harness import environment, parser, publish, tell
 from benchmarks.time_to_accuracy.images import ResNet, digits
 from benchmarks.time_to_accuracy.text import VOCABULARY, Block, read_source, windows
-from egeria_core import BudgetPolicy, FreezeController
+from egeria_core import FreezeController
+from egeria_core.policies import BudgetPolicy
 
 BUDGET = 0.01
 MODES = ("scheduler", "total_steps")

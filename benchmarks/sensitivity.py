@@ -22,14 +22,9 @@ from torch import Tensor, nn
 
 from benchmarks.digits_task import Outcome, Task, train
 from benchmarks.harness import environment, parser, publish, pyplot, tell
-from egeria_core import (
-    Bootstrap,
-    FreezeController,
-    PlasticityPolicy,
-    find_layers,
-    guideline_interval,
-)
-from egeria_core.policies import Measure
+from egeria_core import Bootstrap, FreezeController, find_layers
+from egeria_core.config import guideline_interval
+from egeria_core.policies import Measure, PlasticityPolicy
 from egeria_core.reference import Call, LayerTap, Probe
 from egeria_core.watch import ActivationMeter, Meter, Watched
 

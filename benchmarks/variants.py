@@ -27,6 +27,7 @@ from torch.utils.data import Subset
 
 from benchmarks.harness import environment, parser, publish, pyplot
 from egeria_cache import ActivationCache, EgeriaLoader
+from egeria_cache.arguments import Gate
 
 VARIANTS = (1, 4, 16, None)
 """None: a fresh version in every epoch, and no cache."""
@@ -70,7 +71,7 @@ def train_frozen(
         module.requires_grad_(False)
     active = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(active, lr=0.02, momentum=0.9, weight_decay=1e-4)
-    gate = "never" if variants is None else "always"
+    gate: Gate = "never" if variants is None else "always"
     torch.manual_seed(seed)
     with ActivationCache(model, directory, "layer2", gate=gate) as cache:
         loader: Any = EgeriaLoader(

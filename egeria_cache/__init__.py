@@ -11,7 +11,7 @@ from __future__ import annotations
 from egeria_cache.augment import FeatureAugment
 from egeria_cache.batch import sample_seed
 from egeria_cache.cache import ActivationCache, FrozenFront
-from egeria_cache.errors import BoundaryError, EgeriaError, StoreError
+from egeria_cache.errors import BoundaryError, EgeriaError, ForeignError, StoreError
 from egeria_cache.events import BoundaryMoved
 from egeria_cache.gate import CacheStats
 from egeria_cache.integrations import attach, keep_through_accelerate
@@ -28,6 +28,7 @@ __all__ = [
     "EgeriaError",
     "EgeriaLoader",
     "FeatureAugment",
+    "ForeignError",
     "FrozenFront",
     "FrozenPrefix",
     "ShardAffineSampler",
@@ -36,4 +37,4 @@ __all__ = [
 ]
 
 ActivationCache.takes_over = staticmethod(attach)
-EgeriaLoader.asked_by_accelerate = staticmethod(keep_through_accelerate)
+EgeriaLoader._asked_by_accelerate = staticmethod(keep_through_accelerate)

@@ -7,16 +7,12 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["CODECS", "STORAGE_DTYPES", "StoreConfig", "num_decoders", "parse_size"]
+from egeria_cache.arguments import Codec, StorageDtype, Verify, check_choice
+
+__all__ = ["StoreConfig", "num_decoders", "parse_size"]
 
 PAGE_BYTES = 4096
 """Files are counted in whole pages, as the disk does."""
-
-CODECS = ("auto", "raw", "zstd", "split+zstd", "bitmap+split")
-"""Names accepted as `codec`."""
-
-STORAGE_DTYPES = ("float16", "bfloat16", "int8")
-"""Lossy number formats on disk. None, the default, keeps every bit."""
 
 MOST_DECODERS = 16
 """Threads that decode one batch: more of them wait for memory."""
@@ -32,6 +28,7 @@ def parse_size(size: int | str) -> int:
     """Return a positive number of bytes from 100_000 or "100GB", "1.5 GiB".
 
     Raises:
+        TypeError: It is neither a number nor text.
         ValueError: The text is no size, or the size is not positive.
     """
     if isinstance(size, str):
@@ -41,6 +38,8 @@ def parse_size(size: int | str) -> int:
                 f"{size!r} is not a size; write bytes, or a text like '100GB' or '8GiB'"
             )
         size = int(float(match[1].replace("_", "")) * _UNITS[match[2].lower()])
+    if isinstance(size, bool) or not isinstance(size, int | float):
+        raise TypeError(f"the size limit is bytes, or a text like '100GB'; got {size!r}")
     if size <= 0:
         raise ValueError(f"the size limit must be positive, got {size}")
     return int(size)
@@ -62,9 +61,9 @@ class StoreConfig:
     limit_bytes: int = 100 * 10**9
     """Hard bound on disk use of the whole directory; past it new samples are not stored."""
     codec: str = "auto"
-    """One of `CODECS`; "auto" decides from the first records of each generation."""
+    """One of `Codec`; "auto" decides from the first records of each generation."""
     storage_dtype: str | None = None
-    """One of `STORAGE_DTYPES`, or None: lossless."""
+    """One of `StorageDtype`, or None: lossless."""
     force_network: bool = False
     """Use the directory even if it lies on a network filesystem, and whoever owns it there."""
     queue_batches: int = 16
@@ -82,15 +81,10 @@ class StoreConfig:
     def __post_init__(self) -> None:
         if self.limit_bytes <= 0:
             raise ValueError(f"limit_bytes must be positive, got {self.limit_bytes}")
-        if self.codec not in CODECS:
-            raise ValueError(f"codec must be one of {', '.join(CODECS)}; got {self.codec!r}")
-        if self.storage_dtype is not None and self.storage_dtype not in STORAGE_DTYPES:
-            raise ValueError(
-                f"storage_dtype must be None or one of {', '.join(STORAGE_DTYPES)}; "
-                f"got {self.storage_dtype!r}"
-            )
-        if self.verify not in ("once", "always"):
-            raise ValueError(f"verify must be 'once' or 'always', got {self.verify!r}")
+        check_choice("codec", self.codec, Codec)
+        if self.storage_dtype is not None:
+            check_choice("storage_dtype", self.storage_dtype, StorageDtype)
+        check_choice("verify", self.verify, Verify)
         for name in ("queue_batches", "queue_bytes", "num_threads"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["BoundaryError", "EgeriaError", "StoreError"]
+__all__ = ["BoundaryError", "EgeriaError", "ForeignError", "StoreError"]
 
 
 class EgeriaError(Exception):
@@ -19,6 +19,10 @@ class EgeriaError(Exception):
 
 class StoreError(EgeriaError):
     """The cache directory cannot be used as asked."""
+
+
+class ForeignError(StoreError):
+    """A file or directory is not ours to use: it belongs to somebody else, or is a link."""
 
 
 class BoundaryError(EgeriaError):

@@ -6,10 +6,11 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from egeria_cache.arguments import check_choice, did_you_mean
 from egeria_cache.device import runs_late
 from egeria_core.bootstrap import Bootstrap
 from egeria_core.learning_rate import UnfreezeRule
@@ -130,22 +131,27 @@ class ControllerConfig:
             raise ValueError(
                 f"bootstrap must be 'auto', None or a Bootstrap, got {self.bootstrap!r}"
             )
-        for name, kinds in (("reference", ReferenceKind), ("evaluator", EvaluatorKind)):
-            known = get_args(kinds)
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
-                )
+        check_choice("reference", self.reference, ReferenceKind)
+        check_choice("evaluator", self.evaluator, EvaluatorKind)
 
     @classmethod
-    def of(cls, options: dict[str, Any]) -> ControllerConfig:
-        """Return the options as given; those that are gone are named and left out."""
+    def of(cls, **options: Any) -> ControllerConfig:
+        """Return the options as given; those that are gone are named and left out.
+
+        Raises:
+            TypeError: There is no such option, and was none.
+            ValueError: One is out of its range.
+        """
         for name in GONE.keys() & options.keys():
             log.warning("egeria: the option %s is gone: %s", name, GONE[name])
         given = {name: value for name, value in options.items() if name not in GONE}
         if given.get("evaluator") == "thread":
             log.warning("egeria: evaluator='thread' is gone: it runs inline, or in a process")
             given["evaluator"] = "auto"
+        known = [one.name for one in fields(cls)]
+        for name in given.keys() - set(known):
+            near = did_you_mean(name, known)
+            raise TypeError(f"FreezeController has no option {name!r}{near}")
         return cls(**given)
 
     def bootstrap_for(self, measure: str) -> Bootstrap | None:

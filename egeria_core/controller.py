@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from egeria_cache import BoundaryMoved
-from egeria_core.config import ControllerConfig
+from egeria_cache.tables import as_html
+from egeria_core.bootstrap import Bootstrap
+from egeria_core.config import ControllerConfig, EvaluatorKind, ReferenceKind
 from egeria_core.errors import PolicyError
 from egeria_core.freezer import Freezer
 from egeria_core.history import History, make_listener
+from egeria_core.learning_rate import UnfreezeRule
 from egeria_core.policies import (
     Movement,
     Policy,
@@ -66,11 +70,19 @@ class FreezeController:
             optimizer step (counted from 0) that returns the rate. With it the learning rate that
             is left is summed exactly; it is read, never stepped.
         listeners: Called with every `BoundaryMoved`, after the cache.
-        options: See `ControllerConfig`.
+        total_steps: Optimizer steps in the whole schedule.
+        harm_budget: By how much the final loss may be worse for what `budget` freezes. None: 0.01,
+            or a hundredth of the loss at the start where that is less.
+        layers: Regular expression, or module names, instead of the balanced parse of the model.
+        num_layers: Wanted number of layers of that parse.
+        evaluate_every: Training steps between two evaluations. None: by the paper's guideline.
+        window, tolerance, reference, evaluator, unfreeze_rule, bootstrap, move_cost, batch_dim,
+            log_path, tensorboard_dir: See `ControllerConfig`, which has each with its reason.
+        gone: Options of earlier releases: they are named in a warning, and left out.
 
     Raises:
         LayerError: The model has fewer than two layers.
-        TypeError: What was given as the optimizer is none.
+        TypeError: What was given as the optimizer is none, or an option is misspelt.
         ValueError: An option is out of range, or n can be derived from nothing.
 
     Call `step(loss)` once after each `optimizer.step()`. Make it before `torch.compile` and before
@@ -86,9 +98,30 @@ class FreezeController:
         *,
         lr_scheduler: LRScheduler | Callable[[int], float] | None = None,
         listeners: Iterable[Callable[[BoundaryMoved], None]] = (),
-        **options: Any,
+        total_steps: int | None = None,
+        harm_budget: float | None = None,
+        layers: str | Sequence[str] | None = None,
+        num_layers: int = 7,
+        evaluate_every: int | None = None,
+        window: int = 10,
+        tolerance: float = 0.2,
+        reference: ReferenceKind = "auto",
+        evaluator: EvaluatorKind = "auto",
+        unfreeze_rule: str | UnfreezeRule = "tenfold_drop",
+        bootstrap: Bootstrap | Literal["auto"] | None = "auto",
+        move_cost: float = 3.0,
+        batch_dim: int = 0,
+        log_path: str | Path | None = None,
+        tensorboard_dir: str | Path | None = None,
+        **gone: Any,
     ) -> None:
-        self.config = ControllerConfig.of(options)
+        self.config = ControllerConfig.of(
+            total_steps=total_steps, harm_budget=harm_budget, layers=layers, num_layers=num_layers,
+            evaluate_every=evaluate_every, window=window, tolerance=tolerance, reference=reference,
+            evaluator=evaluator, unfreeze_rule=unfreeze_rule, bootstrap=bootstrap,
+            move_cost=move_cost, batch_dim=batch_dim, log_path=log_path,
+            tensorboard_dir=tensorboard_dir, **gone,
+        )  # fmt: skip
         self.model, self._ddp = unwrap(model)
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(f"the second argument is the optimizer; got {type(optimizer).__name__}")
@@ -96,7 +129,7 @@ class FreezeController:
         schedule = Schedule(lr_scheduler, self.config.total_steps)
         if policy is None:
             policy = "budget" if schedule.has_end and can_be_read(optimizer) else "plasticity"
-            _warn_of_unread(policy, options)
+            _warn_of_unread(policy, self.config)
         self.policy = make_policy(policy, self.config)
         if self.policy.measure == "movement" and not schedule.has_end:
             raise ValueError(
@@ -446,6 +479,23 @@ class FreezeController:
                 mine, boundary, theirs,
             )  # fmt: skip
 
+    def _words(self) -> dict[str, str]:
+        layers = len(self._map.layers)
+        return {
+            "policy": type(self.policy).__name__,
+            "step": str(self._step),
+            "frozen": f"{self._frozen} of {layers} layers, up to {self.boundary or 'none'}",
+            "moves": ", ".join(f"{step}: {name}" for step, name in self.schedule()) or "none",
+        }
+
+    def __repr__(self) -> str:
+        policy, step, frozen, _ = self._words().values()
+        return f"FreezeController({policy}, step {step}, frozen {frozen})"
+
+    def _repr_html_(self) -> str:
+        """Return where it stands as a table, for notebooks."""
+        return as_html(self._words())
+
     def state_dict(self) -> dict[str, Any]:
         """Return what the next decisions depend on: plain containers, numbers and CPU tensors.
 
@@ -514,9 +564,10 @@ class FreezeController:
 PLASTICITY_OPTIONS = ("window", "tolerance", "reference", "unfreeze_rule", "bootstrap")
 
 
-def _warn_of_unread(policy: str, options: dict[str, Any]) -> None:
+def _warn_of_unread(policy: str, config: ControllerConfig) -> None:
     """Say which options the default policy, which nobody asked for by name, does not read."""
-    unread = [name for name in PLASTICITY_OPTIONS if name in options]
+    usual = ControllerConfig()
+    unread = [name for name in PLASTICITY_OPTIONS if getattr(config, name) != getattr(usual, name)]
     if policy == "budget" and unread:
         log.warning(
             "egeria: policy 'budget', the default where the schedule's end is known, does not read "

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from egeria_cache.tables import as_html
+
 __all__ = ["History", "make_listener"]
 
 log = logging.getLogger("egeria")
@@ -54,6 +56,17 @@ class History:
         text = Path(path).read_text(encoding="utf-8")
         history.records = [json.loads(line) for line in text.splitlines() if line.strip()]
         return history
+
+    def __repr__(self) -> str:
+        return f"History({len(self)} records)"
+
+    def _repr_html_(self) -> str:
+        """Return every move of the boundary, and how many records there are, for notebooks."""
+        moves = {
+            f"step {move['step']}": f"{move['boundary'] or 'nothing frozen'}: {move['reason']}"
+            for move in self.of("boundary")
+        }
+        return as_html({"records": str(len(self)), **moves})
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(self.records)

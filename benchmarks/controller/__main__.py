@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.harness import environment, parser, publish, tell
+from egeria_core.config import EvaluatorKind, ReferenceKind
 
 from .beside import slowdown
 from .references import reference_speeds
@@ -35,9 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         slower += slowdown(every, rounds=max(3, options.steps // 20))
     torch.set_num_threads(1)  # one core trains, the other is the evaluator's
     steps = []
-    for evaluator, reference in (
-        ("process", "fp32"), ("process", "int8"), ("thread", "fp32"), ("inline", "fp32"),
-    ):  # fmt: skip
+    kinds: tuple[tuple[EvaluatorKind, ReferenceKind], ...] = (
+        ("process", "fp32"), ("process", "int8"), ("inline", "fp32"),
+    )  # fmt: skip
+    for evaluator, reference in kinds:
         tell(f"steps beside {evaluator}, {reference}")
         steps.append(step_cost(evaluator, reference, options.steps, options.every))
     tell("references")

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from benchmarks.digits_task import ResNet
 from benchmarks.harness import percentiles_ms
 from egeria_core import FreezeController
+from egeria_core.config import EvaluatorKind, ReferenceKind
 from egeria_core.hooks import Hook
 from egeria_core.reference import process
 
@@ -47,7 +48,9 @@ class HookClock:
         return seconds
 
 
-def step_cost(evaluator: str, reference: str, num_steps: int, every: int) -> dict[str, Any]:
+def step_cost(
+    evaluator: EvaluatorKind, reference: ReferenceKind, num_steps: int, every: int
+) -> dict[str, Any]:
     """Train ResNet-56 on random images of CIFAR's size; return what `step` took."""
     process.CPU_LOAD_LIMIT = 1.0
     torch.manual_seed(0)

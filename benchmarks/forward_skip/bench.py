@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, default_collate
 
 from benchmarks.models import Staged
 from egeria_cache import ActivationCache, EgeriaLoader
+from egeria_cache.arguments import Gate
 from egeria_cache.device import pinned, pins
 
 from .tasks import Sample, Shape, Task
@@ -176,7 +177,7 @@ class Loop:
 
 @contextlib.contextmanager
 def opened(
-    bench: Bench, boundary: str, directory: Path, mode: str
+    bench: Bench, boundary: str, directory: Path, mode: Gate
 ) -> Iterator[tuple[ActivationCache, Any]]:
     with ActivationCache(
         bench.model, directory, boundary, gate=mode, ring_batches=RING_BATCHES, audit_rate=0

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from egeria_core import BudgetPolicy, FreezeController
+from egeria_core import FreezeController
+from egeria_core.policies import BudgetPolicy
 
 from .branch import Trainer
 from .tasks import Task, make_data

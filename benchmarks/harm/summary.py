@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from egeria_core import HarmEstimate, Movement
 from egeria_core.config import movement_interval
+from egeria_core.policies import HarmEstimate, Movement
 
 from .tasks import TASKS
 

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from egeria_cache import ActivationCache, EgeriaLoader
+from egeria_cache.arguments import Gate
 
 from .methods import Method
 from .tasks import Problem, Task, loss_of, make_optimizer, make_schedule
@@ -149,7 +150,7 @@ def train(
     directory: Path,
     *,
     problem: Problem,
-    gate: str = "auto",
+    gate: Gate = "auto",
     cache_directory: Path | None = None,
     total_steps: int | None = None,
 ) -> Run:

@@ -12,6 +12,17 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from egeria_cache.arguments import (
+    Codec,
+    Dropout,
+    Gate,
+    Padding,
+    Verify,
+    check_choice,
+    check_fraction,
+    check_whole_number,
+    names_known,
+)
 from egeria_cache.augment import Operation
 from egeria_cache.cache.boundary import Boundary
 from egeria_cache.cache.commuting import commutes
@@ -28,6 +39,7 @@ from egeria_cache.gate import Accounts, CacheStats, ServingPolicy
 from egeria_cache.prefetch import ReaderThreads, Views
 from egeria_cache.skip import RandomState, SkipEngine, inner_model, ordinary_arguments
 from egeria_cache.store import ActivationStore
+from egeria_cache.tables import as_html
 
 __all__ = ["ActivationCache"]
 
@@ -85,6 +97,7 @@ class ActivationCache:
     takes_over: ClassVar[Callable[..., Callable[[], None]]]
     """Lets a loader be served from a cache, and returns what undoes it."""
 
+    @names_known
     def __init__(
         self,
         model: nn.Module,
@@ -93,28 +106,23 @@ class ActivationCache:
         *,
         loader: Any = None,
         limit: int | str = "100GB",
-        codec: str = "auto",
+        codec: Codec = "auto",
         ring_batches: int = 5,
         audit_rate: float = 0.001,
-        gate: str = "auto",
+        gate: Gate = "auto",
         force_network: bool = False,
-        dropout: str = "off",
-        padding: str = "proved",
-        verify: str = "once",
+        dropout: Dropout = "off",
+        padding: Padding = "proved",
+        verify: Verify = "once",
     ) -> None:
         _check_kinds(model, directory, boundary)
-        if ring_batches < 1:
-            raise ValueError(f"ring_batches must be at least 1, got {ring_batches}")
-        if not 0 <= audit_rate <= 1:
-            raise ValueError(f"audit_rate must be in [0, 1], got {audit_rate}")
-        if gate not in ("auto", "always", "never"):
-            raise ValueError(f"gate must be 'auto', 'always' or 'never', got {gate!r}")
-        if dropout not in ("off", "stateless"):
-            raise ValueError(f"dropout must be 'off' or 'stateless', got {dropout!r}")
-        if padding not in ("proved", "unread"):
-            raise ValueError(f"padding must be 'proved' or 'unread', got {padding!r}")
-        if verify not in ("once", "always"):
-            raise ValueError(f"verify must be 'once' or 'always', got {verify!r}")
+        check_whole_number("ring_batches", ring_batches)
+        check_fraction("audit_rate", audit_rate)
+        check_choice("codec", codec, Codec)
+        check_choice("gate", gate, Gate)
+        check_choice("dropout", dropout, Dropout)
+        check_choice("padding", padding, Padding)
+        check_choice("verify", verify, Verify)
         self.model = model
         self.directory = Path(directory).expanduser().absolute()
         self._settings = {
@@ -365,6 +373,12 @@ class ActivationCache:
             f"{str(self.directory)!r})"
         )
 
+    def _repr_html_(self) -> str:
+        """Return what `report()` says as a table, for notebooks."""
+        if "_status" not in self.__dict__:
+            return as_html({"directory": str(self.directory), "state": "not opened yet"})
+        return self.stats()._repr_html_()
+
     def __getattr__(self, name: str) -> Any:
         if name not in _PARTS or not self.__dict__.pop("_opens_late", False):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -398,6 +412,11 @@ def _check_kinds(model: Any, directory: Any, boundary: Any) -> None:
     if isinstance(boundary, nn.Module):
         name = next((name for name, one in model.named_modules() if one is boundary), "blocks.3")
         raise TypeError(f"the boundary is given by its module's name: boundary={name!r}")
+    if not isinstance(boundary, str | None):
+        raise TypeError(
+            "boundary is the name of the last frozen module, 'auto', or None; got "
+            f"{type(boundary).__name__} {boundary!r}"
+        )
 
 
 def _close_other(model: nn.Module, but: ActivationCache) -> None:

@@ -71,7 +71,7 @@ def fill(
     bar = _bar(shown=progress and sys.stderr.isatty())
     # A sampler that shuffles draws a seed when it is asked, and rich draws when it is imported.
     generators.restore()
-    part = todo.loader = loader.over(todo)
+    part = todo.loader = loader._over(todo)
     start = copy.deepcopy(part.state_dict())
     total, stored = len(todo.indices), 0
     with bar, _undisturbed(model), engine.filling():
@@ -153,7 +153,7 @@ class _Missing:
             return [False] * len(indices)
         views[0].refresh()
         ids = self._source.identify(indices)
-        found: Sequence[bool] = views[0].contains(ids, self.loader.draws_of(ids)).tolist()
+        found: Sequence[bool] = views[0].contains(ids, self.loader._draws_of(ids)).tolist()
         return found
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from egeria_cache.arguments import Codec, Dropout, Gate, Padding, names_known
 from egeria_cache.batch import unwrap
 from egeria_cache.cache.cache import ActivationCache
 from egeria_cache.errors import BoundaryError
@@ -36,32 +37,48 @@ class FrozenFront(nn.Module):
         directory: Where this rank's activations live; ranks of a host may share it. None: the front
             is computed every time.
         device: Where the front runs; that of the blocks by default.
-        options: Of `ActivationCache`, except that `gate` is "always": a rank that tries out
-            whether hits pay would make all others wait for it.
+        gate: As for `ActivationCache`; but a rank that tries out whether hits pay would make all
+            others wait for it.
+        limit, codec, ring_batches, audit_rate, force_network, dropout, padding: As for
+            `ActivationCache`.
+
+    Raises:
+        StoreError: The directory cannot be used.
+        ValueError: An argument is out of its range.
 
     Not thread-safe.
     """
 
     anchor: Tensor
 
+    @names_known
     def __init__(
         self,
         blocks: Sequence[nn.Module],
         directory: str | Path | None = None,
         *,
         device: torch.device | str | None = None,
-        **options: Any,
+        limit: int | str = "100GB",
+        codec: Codec = "auto",
+        ring_batches: int = 5,
+        audit_rate: float = 0.001,
+        gate: Gate = "always",
+        force_network: bool = False,
+        dropout: Dropout = "off",
+        padding: Padding = "proved",
     ) -> None:
         super().__init__()
         # Blocks that lie on other ranks tell no device: this, found before them, does.
         self.register_buffer("anchor", torch.empty(0, device=device), persistent=False)
         self.blocks = nn.ModuleList(map(_Place, blocks))
-        if directory is None and options:
-            raise ValueError(f"{', '.join(options)}: options of a cache, but there is no directory")
         self.cache: ActivationCache | None = None
         """For this rank's loader; None where there is no directory."""
         if directory is not None:
-            self.cache = ActivationCache(self, directory, **({"gate": "always"} | options))
+            self.cache = ActivationCache(
+                self, directory, limit=limit, codec=codec, ring_batches=ring_batches,
+                audit_rate=audit_rate, gate=gate, force_network=force_network, dropout=dropout,
+                padding=padding,
+            )  # fmt: skip
 
     @property
     def depth(self) -> int:

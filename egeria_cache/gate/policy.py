@@ -60,7 +60,8 @@ class ServingPolicy:
         """The frozen boundary is another one: decide anew."""
         self.stopped.clear()
         self._postponed.clear()
-        self._schedules.clear()
+        for loader, known in self._schedules.items():  # what was measured was of the other one
+            self._schedules[loader] = Schedule(known.num_batches, known.epoch, hits=known.hits)
         self._earlier, self._has_chosen = None, False
 
     # ---- is it worth a proof? -----------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass, field
+
+from egeria_cache.tables import as_html, as_text
 
 __all__ = ["CacheStats"]
 
@@ -80,17 +81,11 @@ class CacheStats:
 
     def report(self) -> str:
         """Return the figures as lines for people."""
-        lines = self._lines()
-        width = max(map(len, lines))
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+        return as_text(self._lines())
 
     def _repr_html_(self) -> str:
         """Return the report as a table, for notebooks."""
-        rows = (
-            f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>"
-            for name, value in self._lines().items()
-        )
-        return f"<table>{''.join(rows)}</table>"
+        return as_html(self._lines())
 
     @property
     def _proof(self) -> str:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
+from egeria_cache.arguments import Codec
 from egeria_cache.cache import ActivationCache
 from egeria_cache.device import synchronize
 from egeria_cache.errors import EgeriaError
@@ -62,7 +63,7 @@ class Settings:
     autocast: torch.dtype | None = None
     boundaries: str | None = None
     """Regular expression of the modules to try; None: the model's blocks."""
-    codec: str = "auto"
+    codec: Codec = "auto"
     variants: int = 1
     reuse: int | None = DEFAULT_REUSE
     """Of random draws, as `EgeriaLoader` takes it."""

@@ -53,7 +53,7 @@ def keep_caches() -> None:
         # Not torchdata's loader, which draws random numbers while it is made.
         original(self, dataset, False, batch_sampler, **kwargs)
         self.use_stateful_dataloader = use_stateful_dataloader
-        serve(self, loader.around(batch_sampler))
+        serve(self, loader._around(batch_sampler))
 
     init.keeps_caches = True  # type: ignore[attr-defined]
     adapter.__init__ = init
@@ -67,7 +67,7 @@ def serve(prepared: Any, loader: EgeriaLoader[Any]) -> None:
         loader: Draws from the batch sampler of `prepared`.
     """
     this = weakref.ref(prepared)
-    loader.outer_epoch = lambda: getattr(this(), "iteration", 0)
+    loader._outer_epoch = lambda: getattr(this(), "iteration", 0)
     prepared.base_dataloader = loader
     prepared.dl_state_dict = loader.state_dict()
     prepared.state_dict = functools.partial(_state_dict, this)
@@ -100,7 +100,7 @@ def attach_prepared(prepared: Any, cache: ActivationCache, **options: Any) -> Ca
     arguments = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn",
                  "generator", "multiprocessing_context", "prefetch_factor", "persistent_workers",
                  "pin_memory_device", "in_order")  # fmt: skip
-    own = plain.own_options() if isinstance(plain, EgeriaLoader) else {}
+    own = plain._own_options() if isinstance(plain, EgeriaLoader) else {}
     loader: EgeriaLoader[Any] = EgeriaLoader(
         plain.dataset, batch_sampler=plain.batch_sampler, cache=cache,
         **{argument: getattr(plain, argument) for argument in arguments}, **{**own, **options},

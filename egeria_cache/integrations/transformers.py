@@ -128,15 +128,15 @@ class EgeriaTrainerMixin:
 
     def _load_state(self, state: dict[str, Any]) -> None:
         loader: Any = getattr(self._train_loader, "base_dataloader", None)
-        if hasattr(loader, "take_draws") and state["loader"] is not None:
-            loader.take_draws(state["loader"])
+        if hasattr(loader, "_take_draws") and state["loader"] is not None:
+            loader._take_draws(state["loader"])
         if self.controller is not None and state["controller"] is not None:
             self.controller.load_state_dict(state["controller"])
 
     def _save_state(self, directory: Path) -> None:
         loader: Any = getattr(self._train_loader, "base_dataloader", None)
         state = {
-            "loader": loader.state_dict() if hasattr(loader, "take_draws") else None,
+            "loader": loader.state_dict() if hasattr(loader, "_take_draws") else None,
             "controller": None if self.controller is None else self.controller.state_dict(),
         }
         torch.save(state, self._state_path(directory))

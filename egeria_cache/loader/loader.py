@@ -15,14 +15,16 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
+from egeria_cache.arguments import check_whole_number, names_known
 from egeria_cache.batch import SampleId
+from egeria_cache.cache import ActivationCache
 from egeria_cache.loader.assembly import Assembly
 from egeria_cache.loader.one_pass import Pass, TaskSource
 from egeria_cache.loader.progress import Progress
@@ -38,9 +40,7 @@ from egeria_cache.samples import (
     SeededDataset,
     SeededWorkerInit,
 )
-
-if TYPE_CHECKING:
-    from egeria_cache.cache import ActivationCache
+from egeria_cache.tables import as_html
 
 __all__ = ["EgeriaLoader"]
 
@@ -91,9 +91,10 @@ class EgeriaLoader(ResumableLoader[T_co]):
         ValueError: `reuse` or `augmentation_variants` is below 1.
     """
 
-    asked_by_accelerate: ClassVar[Callable[[], None] | None] = None
+    _asked_by_accelerate: ClassVar[Callable[[], None] | None] = None
     """Called where Accelerate is about to rebuild a loader of this kind from its attributes."""
 
+    @names_known
     def __init__(
         self,
         dataset: Dataset[T_co],
@@ -150,10 +151,10 @@ class EgeriaLoader(ResumableLoader[T_co]):
         ragged: Mapping[Any, Any] | None = None,
     ) -> None:
         """Be served from `cache` from the next pass on; the arguments are those of the class."""
-        if augmentation_variants < 1:
-            raise ValueError(f"augmentation_variants must be >= 1, got {augmentation_variants}")
-        if reuse is not None and reuse < 1:
-            raise ValueError(f"reuse must be >= 1, or None for ever, got {reuse}")
+        _check_cache(cache)
+        check_whole_number("augmentation_variants", augmentation_variants)
+        if reuse is not None:
+            check_whole_number("reuse, in epochs, or None for ever,", reuse)
         if cache is not None and not isinstance(self.dataset, IterableDataset):
             _check_sized(self.dataset)
         self.cache = cache
@@ -180,11 +181,11 @@ class EgeriaLoader(ResumableLoader[T_co]):
         if not self._is_plain:
             note(self)
 
-    def own_options(self) -> dict[str, Any]:
+    def _own_options(self) -> dict[str, Any]:
         """Return the arguments that `DataLoader` does not have, but for the cache."""
         return {name: getattr(self, name) for name in _ARGUMENTS[_ARGUMENTS.index("cache") + 1 :]}
 
-    def around(self, batch_sampler: Any) -> EgeriaLoader[T_co]:
+    def _around(self, batch_sampler: Any) -> EgeriaLoader[T_co]:
         """Return a loader of the same samples, and what is stored of them, in other batches.
 
         It goes on with this one's random draws, and begins with an epoch of its own.
@@ -194,13 +195,13 @@ class EgeriaLoader(ResumableLoader[T_co]):
         """
         other = self._alike(batch_sampler)
         other._progress.take_draws(self._progress)
-        other.outer_epoch = self.outer_epoch
+        other._outer_epoch = self._outer_epoch
         return other
 
     @property
     def _is_accelerate_prepared(self) -> bool:
         """Accelerate asks this of every loader before it rebuilds it: it is told how."""
-        asked = type(self).asked_by_accelerate
+        asked = type(self)._asked_by_accelerate
         if not self._is_prepared and not self._is_plain and asked is not None:
             asked()
         return self._is_prepared
@@ -210,10 +211,17 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self._is_prepared = value
 
     def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, {', '.join(self._words().values())})"
+
+    def _repr_html_(self) -> str:
+        """Return the same as a table, for notebooks."""
+        return as_html({"loader": self.name, **self._words()})
+
+    def _words(self) -> dict[str, str]:
+        """Return what its `repr` says, by subject."""
         size, progress = "?", self._progress
         with suppress(TypeError):
             size = str(len(cast(Sized, self.dataset)))
-        where = f"epoch {progress.epoch}, {progress.yielded} batches given out"
         if self.cache is None:
             cached = "no cache"
         elif self._is_plain:
@@ -221,8 +229,11 @@ class EgeriaLoader(ResumableLoader[T_co]):
         else:
             boundary = self.cache.boundary
             cached = f"cached at {boundary!r}" if boundary else "nothing frozen"
-        kind = type(self).__name__
-        return f"{kind}({self.name!r}, {size} samples by {self.batch_size}, {where}, {cached})"
+        return {
+            "samples": f"{size} samples by {self.batch_size}",
+            "place": f"epoch {progress.epoch}, {progress.yielded} batches given out",
+            "cache": cached,
+        }
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the arguments and the place in the epoch: another process makes its own parts."""
@@ -254,11 +265,11 @@ class EgeriaLoader(ResumableLoader[T_co]):
             "is_random": self._progress.is_random or self.source.is_random
         }
 
-    def draws_of(self, ids: Sequence[SampleId]) -> npt.NDArray[np.int64]:
+    def _draws_of(self, ids: Sequence[SampleId]) -> npt.NDArray[np.int64]:
         """Return which random draw of each sample the pass that began last uses: int64, (B,)."""
         return self.source.draws_at(ids, self._progress.clock)
 
-    def over(self, sampler: Any) -> EgeriaLoader[T_co]:
+    def _over(self, sampler: Any) -> EgeriaLoader[T_co]:
         """Return a loader of what another sampler draws; its samples are the same to the cache."""
         size = self.batch_size or getattr(self.batch_sampler, "batch_size", None) or 32
         batches = BatchSampler(sampler, size, drop_last=False)
@@ -365,6 +376,14 @@ class EgeriaLoader(ResumableLoader[T_co]):
                 pin_memory_device=self.pin_memory_device,
                 in_order=self.in_order,
             )
+
+
+def _check_cache(cache: Any) -> None:
+    if cache is not None and not isinstance(cache, ActivationCache):
+        raise TypeError(
+            'cache is an ActivationCache: cache = ActivationCache(model, "runs/cache"), then '
+            f"EgeriaLoader(dataset, cache=cache); got {type(cache).__name__}"
+        )
 
 
 def _check_sized(dataset: Any) -> None:

@@ -53,7 +53,7 @@ class ResumableLoader(DataLoader[T_co]):
     _rest: Rest | None
     _drawn_from: Any = None
     """The latest iterator over an iterable data set in this process."""
-    outer_epoch: Callable[[], int] | None = None
+    _outer_epoch: Callable[[], int] | None = None
     """Tells the number of the epoch, at least, where somebody else counts them as well."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class ResumableLoader(DataLoader[T_co]):
         """
         self._progress, self._resumes = Progress.from_state(state), True
 
-    def take_draws(self, state: dict[str, Any]) -> None:
+    def _take_draws(self, state: dict[str, Any]) -> None:
         """Give the samples of the epochs to come the random draws that follow `state`.
 
         For those who find their place in the epoch by other means.
@@ -117,8 +117,8 @@ class ResumableLoader(DataLoader[T_co]):
                 rng.set(last.now)
                 draws_base_seed = not last.keeps_workers
             epoch = 0 if last.start is None else last.epoch + 1
-            if self.outer_epoch is not None:
-                epoch = max(epoch, self.outer_epoch())
+            if self._outer_epoch is not None:
+                epoch = max(epoch, self._outer_epoch())
         loaded = resumes and last.sampler is not None and self._stateful is not None
         if loaded:
             self._stateful.load_state_dict(last.sampler)

@@ -51,7 +51,7 @@ def take_over(loader: Any, cache: ActivationCache, **options: Any) -> Callable[[
         log.info("loader %r leaves %r", mine.name, mine.cache)
     _give_back(loader)
     known, cls = set(vars(loader)), type(loader)
-    before = loader.own_options() if isinstance(loader, EgeriaLoader) else {}
+    before = loader._own_options() if isinstance(loader, EgeriaLoader) else {}
     loader.__class__ = _served(cls)
     try:
         mine._serve(cache, **{**before, **options})

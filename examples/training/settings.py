@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from egeria_cache.arguments import Gate
+from egeria_core.config import EvaluatorKind
+
 __all__ = ["Settings", "parse_arguments"]
 
 TASKS = ("image-classification", "segmentation", "translation", "question-answering")
@@ -43,8 +46,8 @@ class Settings:
     cache: bool
     freeze: bool
     limit: str
-    gate: str
-    evaluator: str
+    gate: Gate
+    evaluator: EvaluatorKind
     evaluate_every: int | None
     window: int
     tolerance: float
@@ -86,7 +89,7 @@ def parse_arguments(description: str, argv: Sequence[str] | None) -> Settings:
     add("--no-freeze", dest="freeze", action="store_false", help="plain training")
     add("--limit", default="100GB", help="most that the cache may take on disk")
     add("--gate", default="auto", choices=("auto", "always", "never"), help="when to skip")
-    add("--evaluator", default="auto", choices=("auto", "process", "thread", "inline"),
+    add("--evaluator", default="auto", choices=("auto", "process", "inline"),
         help="where plasticity is measured; inline repeats itself exactly")  # fmt: skip
     add("--evaluate-every", type=_positive, metavar="N", help="steps; by default the guideline's")
     add("--window", type=int, default=10, help="evaluations in a row that freeze a layer")

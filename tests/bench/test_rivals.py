@@ -21,7 +21,8 @@ from benchmarks.rivals import (
     SkipConvPolicy,
     SmartPipePolicy,
 )
-from egeria_core import FreezeController, Policy, PolicyError, Reading, StaticPolicy
+from egeria_core import FreezeController, Policy, PolicyError, StaticPolicy
+from egeria_core.policies import Reading
 from tests.helpers.core_nets import batch, mlp
 
 LAYERS = ["0", "2", "4", "6"]

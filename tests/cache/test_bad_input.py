@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+
 import pytest
 import torch
 
-from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader, StoreError
+from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader, FrozenFront, StoreError
+from egeria_core import ControllerConfig, FreezeController
 from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
 
 
@@ -39,11 +43,71 @@ def test_a_trainable_parameter_before_the_boundary_is_named(tmp_path):
         ({"ring_batches": 0}, "ring_batches must be at least 1, got 0"),
         ({"audit_rate": 1.5}, r"audit_rate must be in \[0, 1\], got 1.5"),
         ({"gate": "perhaps"}, "gate must be 'auto', 'always' or 'never', got 'perhaps'"),
+        ({"gate": "alway"}, "got 'alway'; did you mean 'always'"),
     ],
 )
 def test_arguments_out_of_range_are_value_errors(tmp_path, kwargs, match):
     with pytest.raises(ValueError, match=match):
         ActivationCache(make_net(), tmp_path, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda model: ActivationCache(model, "runs", bondary="auto"), "'bondary'.*'boundary'"),
+        (lambda model: ActivationCache(model, "runs", 1), "boundary is the name of .* got int 1"),
+        (lambda model: ActivationCache(model, "runs", limit=None), "the size limit is bytes"),
+        (
+            lambda model: ActivationCache(model, "runs", audit_rate="all"),
+            "audit_rate must be a num",
+        ),
+        (lambda model: ActivationCache("runs", model), "takes the model first, then a directory"),
+        (lambda model: EgeriaLoader([1], cache="runs"), "cache is an ActivationCache.* got str"),
+        (lambda model: EgeriaLoader([1], cache=model), "cache is an ActivationCache.* got Net"),
+        (lambda model: EgeriaLoader([1], augmentation_variants=1.5), "whole number, got 1.5"),
+        (lambda model: EgeriaLoader([1], reuse="ever"), "reuse, .* whole number, got 'ever'"),
+        (
+            lambda model: EgeriaLoader([1], bach_size=3),
+            "EgeriaLoader has no option 'bach_size'.*'batch_size'",
+        ),
+        (lambda model: FrozenFront([model], codek="raw"), "FrozenFront has no .*'codec'"),
+        (
+            lambda model: FreezeController(model, sgd(model), total_stepps=3),
+            "FreezeController has no option 'total_stepps'; did you mean 'total_steps'",
+        ),
+    ],
+)
+@pytest.mark.cases(12)
+def test_arguments_of_another_kind_are_told_by_name(tmp_path, monkeypatch, make, match):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TypeError, match=match):
+        make(make_net())
+
+
+def test_options_of_the_controller_are_those_of_its_configuration():
+    told = inspect.signature(FreezeController).parameters
+    for field in dataclasses.fields(ControllerConfig):
+        assert told[field.name].default == field.default
+    cache = inspect.signature(ActivationCache).parameters
+    for name, option in inspect.signature(FrozenFront).parameters.items():
+        if name in cache and name not in ("directory", "gate"):
+            assert option.default == cache[name].default
+
+
+def test_notebooks_show_tables(tmp_path):
+    model = make_net()
+    freeze(model, "layer1")
+    with (
+        ActivationCache(model, tmp_path / "cache", "layer1", gate="always") as cache,
+        FreezeController(model, sgd(model), total_steps=10) as controller,
+    ):
+        loader = EgeriaLoader(Images(), 8, cache=cache, name="<train>", reuse=None)
+        train_steps(model, loader, sgd(model))
+        assert "layer1" in cache._repr_html_()
+        assert "&lt;train&gt;" in loader._repr_html_()
+        assert "0 of" in controller._repr_html_()
+        assert "BudgetPolicy, step 0" in repr(controller)
+        assert "<td>0</td>" in controller.history._repr_html_()
 
 
 def test_a_file_in_place_of_the_directory_is_refused(tmp_path):

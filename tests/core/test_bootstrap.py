@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from egeria_core import Bootstrap, ControllerConfig, FreezeController, PlasticityPolicy
-from egeria_core.policies import Reading
+from egeria_core import Bootstrap, ControllerConfig, FreezeController
+from egeria_core.policies import PlasticityPolicy, Reading
 from tests.helpers.core_nets import ResNet
 
 

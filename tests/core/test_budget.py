@@ -13,8 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from egeria_core import BudgetPolicy, FreezeController, HarmEstimate, Movement, Prospect, Reading
-from egeria_core.policies import PlasticityPolicy
+from egeria_core import FreezeController
+from egeria_core.policies import (
+    BudgetPolicy,
+    HarmEstimate,
+    Movement,
+    PlasticityPolicy,
+    Prospect,
+    Reading,
+)
 from tests.helpers.core_nets import batch, mlp
 
 TOTAL = 160

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from egeria_core import HarmEstimate, Movement
+from egeria_core.policies import HarmEstimate, Movement
 from egeria_core.policies.harm import fit_line
 
 

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from egeria_core import Periodic, TenfoldDrop, WarmRestart
-from egeria_core.learning_rate import parse_rule
+from egeria_core.learning_rate import Periodic, TenfoldDrop, WarmRestart, parse_rule
 
 
 def test_rules_go_by_name_or_as_objects() -> None:

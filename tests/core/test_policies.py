@@ -11,16 +11,10 @@ import pytest
 import egeria_core
 import egeria_core.pipeline
 from egeria_cache import BoundaryError
-from egeria_core import (
-    ControllerConfig,
-    PlasticityPolicy,
-    Policy,
-    Reading,
-    StaticPolicy,
-    TenfoldDrop,
-    guideline_interval,
-)
-from egeria_core.policies import make_policy
+from egeria_core import ControllerConfig, Policy, StaticPolicy
+from egeria_core.config import guideline_interval
+from egeria_core.learning_rate import TenfoldDrop
+from egeria_core.policies import PlasticityPolicy, Reading, make_policy
 
 
 def feed(

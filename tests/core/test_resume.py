@@ -22,8 +22,8 @@ from egeria_core import (
     Policy,
     PolicyError,
     StaticPolicy,
-    WarmRestart,
 )
+from egeria_core.learning_rate import WarmRestart
 from egeria_core.reference import ReferenceRunner
 from tests.helpers.core_nets import FAMILIES, ResNet, family_batch
 
@@ -398,7 +398,7 @@ def test_nothing_is_judged_before_the_bootstrap_is_over() -> None:
         ({"evaluate_every": 0}, "evaluate_every"),
         ({"window": 1}, "window"),
         ({"tolerance": 0.0}, "tolerance"),
-        ({"reference": "int4"}, "reference must be one of auto, int8"),
+        ({"reference": "int4"}, "reference must be 'auto', 'int8'"),
         ({"evaluator": "cloud"}, "evaluator must be"),
         ({"bootstrap": "never"}, "bootstrap must be"),
     ],

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from egeria_core import FreezeController, Policy, Reading, StaticPolicy
-from egeria_core.policies import Measure
+from egeria_core import FreezeController, Policy, StaticPolicy
+from egeria_core.policies import Measure, Reading
 from egeria_core.savings.savings import BACKWARD_SHARE, saved_parts
 from egeria_core.watch.forward import ForwardTrace, LayerMap
 from tests.helpers.core_nets import ResNet, batch, mlp

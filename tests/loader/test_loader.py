@@ -176,7 +176,7 @@ class ReportsItsLength(Augmented):
 
 @pytest.mark.parametrize("variants", [0, -1])
 def test_augmentation_variants_must_be_positive(variants):
-    with pytest.raises(ValueError, match="augmentation_variants must be >= 1"):
+    with pytest.raises(ValueError, match="augmentation_variants must be at least 1"):
         EgeriaLoader(Augmented(), augmentation_variants=variants)
 
 

@@ -44,7 +44,7 @@ def test_any_order_of_epochs_and_moves(events, collate, lasting):
                         continue
                     batches = [what[i : i + size] for i in range(0, 24, size)]
                     run.loader = (
-                        run.loader.around(batches)
+                        run.loader._around(batches)
                         if isinstance(run.loader, EgeriaLoader)
                         else type(run.loader)(data, batch_sampler=batches, collate_fn=collate)
                     )

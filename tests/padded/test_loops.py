@@ -211,7 +211,7 @@ def test_hits_and_misses_in_one_batch(directory):
         run.loader = (
             DataLoader(run.data, collate_fn=pad_right, **mixed)
             if place is None
-            else loader.around(mixed["batch_sampler"])
+            else loader._around(mixed["batch_sampler"])
         )
         run.epochs(2)
         losses.append(run.losses)
@@ -584,7 +584,7 @@ def test_a_front_that_does_otherwise_in_longer_batches(directory, caplog):
             run.epochs(1)
             again = [order[i : i + 8] for i in range(0, 40, 8)]
             run.loader = (
-                run.loader.around(again)
+                run.loader._around(again)
                 if run.cache is not None
                 else DataLoader(data, batch_sampler=again, collate_fn=pad_right)
             )

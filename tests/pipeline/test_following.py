@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.rivals import SmartPipePolicy
-from egeria_core import BudgetPolicy, HarmEstimate, PlasticityPolicy
+from egeria_core.policies import BudgetPolicy, HarmEstimate, PlasticityPolicy
 from tests.helpers.pipelines import Case, alone, spawn
 
 QUICK: dict[str, Any] = {"evaluate_every": 2, "evaluator": "inline", "move_cost": 1e-6}

@@ -20,13 +20,12 @@ import torch
 
 import egeria_cache.store.disk.segment as segment_module
 import egeria_cache.store.generation as generation_module
-from egeria_cache.errors import StoreError
+from egeria_cache.errors import ForeignError, StoreError
 from egeria_cache.store.census import survey, verify
 from egeria_cache.store.disk.budget import directory_bytes, generation_directories
 from egeria_cache.store.disk.claims import in_use_elsewhere, remove_directory
 from egeria_cache.store.disk.log import Log
 from egeria_cache.store.disk.manifest import write_json
-from egeria_cache.store.disk.own import ForeignError
 from egeria_cache.store.store import ActivationStore
 
 FLUSH_S = 60

@@ -15,7 +15,7 @@ from torch import Tensor
 __all__ = ["LossyError", "Storage", "pack", "storage_bytes", "unpack"]
 
 Storage = str | None
-"""A name from `config.STORAGE_DTYPES`, or None: every bit is kept."""
+"""A name from `arguments.StorageDtype`, or None: every bit is kept."""
 
 CODES: dict[int, Storage] = {0: None, 1: "float16", 2: "bfloat16", 3: "int8"}
 """On disk."""

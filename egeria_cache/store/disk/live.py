@@ -17,7 +17,8 @@ from typing import Any
 
 import psutil
 
-from egeria_cache.store.disk.own import ForeignError, open_own
+from egeria_cache.errors import ForeignError
+from egeria_cache.store.disk.own import open_own
 
 __all__ = ["LiveFile", "read_live"]
 

@@ -12,20 +12,15 @@ import os
 import stat
 from pathlib import Path
 
-from egeria_cache.errors import StoreError
+from egeria_cache.errors import ForeignError
 
 __all__ = [
-    "ForeignError",
     "check_own",
     "check_private",
     "is_own_directory",
     "open_own",
     "same_file",
 ]
-
-
-class ForeignError(StoreError):
-    """A file or directory is not ours to use."""
 
 
 def open_own(path: Path, flags: int) -> int:

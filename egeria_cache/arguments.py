@@ -1,0 +1,100 @@
+"""What arguments may be: choices by name, and a word for a name that is misspelt."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
+
+__all__ = [
+    "Codec",
+    "Dropout",
+    "Gate",
+    "Padding",
+    "StorageDtype",
+    "Verify",
+    "check_choice",
+    "check_fraction",
+    "check_whole_number",
+    "did_you_mean",
+    "names_known",
+]
+
+Codec = Literal["auto", "raw", "zstd", "split+zstd", "bitmap+split"]
+"""How records are compressed: docs/format.md."""
+StorageDtype = Literal["float16", "bfloat16", "int8"]
+"""Lossy number formats on disk."""
+Gate = Literal["auto", "always", "never"]
+"""When batches are served from the cache."""
+Dropout = Literal["off", "stateless"]
+"""What dropout layers of a frozen front do in training mode."""
+Padding = Literal["proved", "unread"]
+"""How it is known that a loop reads no padding of the model's output."""
+Verify = Literal["once", "always"]
+"""When checksums are verified."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean 'gate'?" for the nearest known name, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def check_choice(name: str, value: object, kind: Any) -> None:
+    """Check an argument against the strings of a `Literal`.
+
+    Raises:
+        ValueError: It is none of them.
+    """
+    known: tuple[str, ...] = get_args(kind)
+    if value not in known:
+        *first, last = map(repr, known)
+        near = did_you_mean(value, known) if isinstance(value, str) else ""
+        raise ValueError(f"{name} must be {', '.join(first)} or {last}, got {value!r}{near}")
+
+
+def check_fraction(name: str, value: object) -> None:
+    """Check that an argument is a number between 0 and 1.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is outside.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number in [0, 1], got {value!r}")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must be in [0, 1], got {value}")
+
+
+def check_whole_number(name: str, value: object, least: int = 1) -> None:
+    """Check that an argument is a whole number, and no less than `least`.
+
+    Raises:
+        TypeError: It is no whole number.
+        ValueError: It is less.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be a whole number, got {value!r}")
+    if value.__index__() < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def names_known(call: Callable[P, T]) -> Callable[P, T]:
+    """Have a function name the nearest of its options where one is misspelt."""
+    known = list(inspect.signature(call).parameters)
+
+    @functools.wraps(call)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name in kwargs:
+            if name not in known:
+                of = call.__qualname__.removesuffix(".__init__")
+                near = did_you_mean(name, known)
+                raise TypeError(f"{of} has no option {name!r}{near}")
+        return call(*args, **kwargs)
+
+    return checked

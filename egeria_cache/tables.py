@@ -1,0 +1,23 @@
+"""Lines for people, as text and as a notebook shows them."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+
+__all__ = ["as_html", "as_text"]
+
+
+def as_text(lines: Mapping[str, str]) -> str:
+    """Return names and values in two columns."""
+    width = max(map(len, lines), default=0)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+
+
+def as_html(lines: Mapping[str, str]) -> str:
+    """Return names and values as a table."""
+    rows = (
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>"
+        for name, value in lines.items()
+    )
+    return f"<table>{''.join(rows)}</table>"
