@@ -1,9 +1,10 @@
-# make setup | demo | quick | test | test-all | test-turn | coverage | lint | bench | report. Every target makes the environment first if it is missing.
+# make setup | demo | quick | test | test-all | test-turn | coverage | lint | docs | bench | report. Every target makes the environment first if it is missing.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.egeria-ready
 DEMO_STAMP := $(VENV)/.egeria-demo
+DOCS_STAMP := $(VENV)/.egeria-docs
 
 # One more than there are cores: many tests wait, for processes they start, or for time to pass.
 WORKERS = $(shell $(BIN)/python -c 'import os; print(1 + len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)))')
@@ -11,14 +12,15 @@ WORKERS = $(shell $(BIN)/python -c 'import os; print(1 + len(getattr(os, "sched_
 # Many tests start processes that import torch: compiled once, it takes half as long.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo quick test test-all test-turn coverage lint bench report clean
+.PHONY: setup demo quick test test-all test-turn coverage lint docs bench report clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
 
 $(STAMP): EXTRA := dev
 $(DEMO_STAMP): EXTRA := demo
-$(STAMP) $(DEMO_STAMP): pyproject.toml constraints.txt
+$(DOCS_STAMP): EXTRA := dev,docs
+$(STAMP) $(DEMO_STAMP) $(DOCS_STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Egeria needs Python 3.10 or newer; this is " + sys.version.split()[0] + ". Set PYTHON=/path/to/python3.")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo 'Installing PyTorch and what else is needed into $(VENV), once; half a minute to some minutes.'
@@ -57,6 +59,10 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The site, with the gallery's notebooks run, in runs/site; a warning fails.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: setup
 	$(BIN)/python -m benchmarks

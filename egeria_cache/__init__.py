@@ -36,5 +36,5 @@ __all__ = [
     "sample_seed",
 ]
 
-ActivationCache.takes_over = staticmethod(attach)
+ActivationCache._takes_over = staticmethod(attach)
 EgeriaLoader._asked_by_accelerate = staticmethod(keep_through_accelerate)

@@ -76,8 +76,17 @@ class FreezeController:
         layers: Regular expression, or module names, instead of the balanced parse of the model.
         num_layers: Wanted number of layers of that parse.
         evaluate_every: Training steps between two evaluations. None: by the paper's guideline.
-        window, tolerance, reference, evaluator, unfreeze_rule, bootstrap, move_cost, batch_dim,
-            log_path, tensorboard_dir: See `ControllerConfig`, which has each with its reason.
+            `ControllerConfig` gives each of these with its reason.
+        window: W, evaluations in the history, and stale readings in a row that freeze.
+        tolerance: A reading is stale when its slope is below this part of the largest early one.
+        reference: What the front layer is compared with: a snapshot in this format.
+        evaluator: Where the reference runs: a process of its own, or inline.
+        unfreeze_rule: When frozen layers are trained again.
+        bootstrap: The stage in which nothing may freeze; None: over at once.
+        move_cost: Steps that a move of the boundary takes by itself.
+        batch_dim: Dimension of the batch in the layers' arguments and outputs.
+        log_path: The history is also written here as JSON lines.
+        tensorboard_dir: Scalars for TensorBoard go here, where it is installed.
         gone: Options of earlier releases: they are named in a warning, and left out.
 
     Raises:

@@ -94,7 +94,7 @@ class ActivationCache:
         ValueError: An argument is out of its range.
     """
 
-    takes_over: ClassVar[Callable[..., Callable[[], None]]]
+    _takes_over: ClassVar[Callable[..., Callable[[], None]]]
     """Lets a loader be served from a cache, and returns what undoes it."""
 
     @names_known
@@ -194,7 +194,7 @@ class ActivationCache:
             EgeriaError: Its class makes its passes itself.
             TypeError: It is no DataLoader, or its data set has no length.
         """
-        self._attached.append(type(self).takes_over(loader, self, **options))
+        self._attached.append(type(self)._takes_over(loader, self, **options))
         return loader
 
     def _move(self, boundary: str | None, by_hand: bool, reason: str) -> None:

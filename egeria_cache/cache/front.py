@@ -39,8 +39,13 @@ class FrozenFront(nn.Module):
         device: Where the front runs; that of the blocks by default.
         gate: As for `ActivationCache`; but a rank that tries out whether hits pay would make all
             others wait for it.
-        limit, codec, ring_batches, audit_rate, force_network, dropout, padding: As for
-            `ActivationCache`.
+        limit: As for `ActivationCache`, like all that follow.
+        codec: How records are compressed.
+        ring_batches: How many mini-batches are read ahead.
+        audit_rate: Fraction of the hits that are recomputed and compared.
+        force_network: Use a network filesystem all the same.
+        dropout: What dropout layers of the front do in training mode.
+        padding: What the loop does with padding in the model's output.
 
     Raises:
         StoreError: The directory cannot be used.

@@ -103,5 +103,3 @@ def test_what_cannot_be_a_front_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"depth must be in \[0, 4\], got 5"):
         front.freeze(5)
     assert front.depth == 0
-    with pytest.raises(ValueError, match="no directory"):
-        FrozenFront(blocks, audit_rate=0.5)
