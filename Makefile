@@ -25,6 +25,7 @@ $(STAMP) $(DEMO_STAMP) $(DOCS_STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo 'Installing PyTorch and what else is needed into $(VENV), once; half a minute to some minutes.'
 	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRA)]'
+	@test $(EXTRA) = demo || $(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || true
 	@touch $@
 
 # It needs little: a newcomer need not wait for the trainers that the tests want.

@@ -64,9 +64,10 @@ print(cache.report())
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 2.5))
-moves = [(0, 0), *((move["step"], move["num_frozen"]) for move in controller.history.of("boundary"))]
-moves.append((epochs * len(loader), moves[-1][1]))
-axes.step(*zip(*moves), where="post")
+moves = controller.history.of("boundary")
+steps = [0, *(move["step"] for move in moves), epochs * len(loader)]
+frozen = [0, *(move["num_frozen"] for move in moves), controller.num_frozen]
+axes.step(steps, frozen, where="post")
 axes.set(xlabel="training step", ylabel="frozen layers")
 figure.tight_layout()
 controller.close()

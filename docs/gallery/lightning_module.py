@@ -25,8 +25,9 @@ digits = load_digits()
 images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
 images = F.interpolate(images, size=32)
 targets = torch.tensor(digits.target)
-train, held_out = TensorDataset(images[:1500], targets[:1500]), TensorDataset(
-    images[1500:], targets[1500:]
+train, held_out = (
+    TensorDataset(images[:1500], targets[:1500]),
+    TensorDataset(images[1500:], targets[1500:]),
 )
 
 

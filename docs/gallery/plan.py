@@ -12,10 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-import matplotlib.pyplot as plt
-
 folder = Path(tempfile.mkdtemp())
-(folder / "mine.py").write_text('''
+(folder / "mine.py").write_text("""
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -33,7 +31,7 @@ def make_model():
 
 def make_data():
     return TensorDataset(torch.rand(20_000, 3, 32, 32), torch.arange(20_000) % 10)
-''')
+""")
 
 # %%
 command = [sys.executable, "-m", "egeria_cache.inspect", "plan", "mine:make_model",
@@ -41,9 +39,9 @@ command = [sys.executable, "-m", "egeria_cache.inspect", "plan", "mine:make_mode
 print(subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout)
 
 # %% [markdown]
-# With `--json` the same comes for programs:
+# With `--json` the same comes for programs, to be drawn:
 
 # %%
 told = subprocess.run([*command, "--json"], cwd=folder, capture_output=True, text=True, check=True)
-plan = json.loads(told.stdout)
-print(sorted(plan))
+rows = json.loads(told.stdout)["boundaries"]
+print(sorted(rows[0]))

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 program = Path(tempfile.mkdtemp()) / "ddp.py"
-program.write_text('''
+program.write_text("""
 import os, sys, torch
 import torch.distributed as dist
 from torch import nn
@@ -44,7 +44,7 @@ print(f"rank {rank}: {stats.hits} of {stats.hits + stats.misses} samples from th
       f"weights {model[1].weight.sum().item():.6f}", flush=True)
 cache.close()
 dist.destroy_process_group()
-''')
+""")
 
 # %% [markdown]
 # Both ranks end with the same weights, and compute their half of the samples once.

@@ -179,7 +179,7 @@ class LayerTap:
         mode = self._training in (None, self._model.training)
         return mode and not self._done and torch.is_grad_enabled()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch._disable_dynamo  # not torch.compiler.disable, which would import the compiler at once
     def _record(self, position: int, name: str, call: tuple[Any, dict[str, Any]]) -> None:
         """Copy the arguments' first rows, or note which earlier output they are."""
         if not self._is_wanted:
@@ -202,7 +202,7 @@ class LayerTap:
         new_args, new_kwargs = tree_unflatten(kept, spec)
         self._probe.calls.append(Call(name, tuple(new_args), dict(new_kwargs)))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch._disable_dynamo
     def _record_output(self, last: bool, output: Any) -> None:
         """Remember the output for wiring; the last module's shows whether it can be compared."""
         if not self._is_wanted or not self._probe.calls:

@@ -93,7 +93,6 @@ class AttachedForward(ForwardSlot):
         return getattr, (self.module, "forward")
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _report(number: int) -> bool:
     """Run while a compiler traces, and leave nothing in its graph."""
     # Compiled code is handed the loader's tensors, which are a subclass; on its first call AOT
@@ -104,6 +103,10 @@ def _report(number: int) -> bool:
     if attached is not None:
         attached.on_traced()
     return True
+
+
+# As torch.compiler.assume_constant_result does, which would import the compiler: a second or more.
+_report._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _same(value: Any) -> Any:
