@@ -422,6 +422,13 @@ BOUNDARIES: dict[str, tuple[str, ...]] = {
 }
 
 
+FAMILIES = (
+    "bert", "bloom", "clip", "convnext", "llama", "mamba", "mbart", "mixtral", "perceiver",
+    "resnet", "segformer", "swin", "t5", "vit", "wav2vec2", "whisper",
+)  # fmt: skip
+"""One of each: the others are further ones of their kinds."""
+
+
 def build(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return the model (training mode, seeded) and its data: dropout 0.1 as configured."""
     torch.manual_seed(0)
