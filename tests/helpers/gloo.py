@@ -57,7 +57,6 @@ def run_ranks(
 
 
 def _errors(directory: Path, failed: list[int]) -> str:
-    time.sleep(0.2)
     texts = [directory / f"{rank}.txt" for rank in failed]
     return "\n".join(text.read_text() for text in texts if text.exists())
 

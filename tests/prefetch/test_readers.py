@@ -135,11 +135,10 @@ class Busy:
         assert self.let_go.wait(30)
         return threading.get_ident()
 
-    def num_under_way(self):
-        count = 0
-        while self.began.acquire(timeout=0.2):
-            count += 1
-        return count
+    def num_under_way(self, at_least):
+        for _ in range(at_least):
+            assert self.began.acquire(timeout=30)
+        return at_least + self.began.acquire(timeout=0.2)
 
 
 @pytest.fixture
@@ -153,7 +152,7 @@ def crew():
 def test_so_many_work_at_a_time_as_are_wanted(crew, wanted):
     crew.wanted, busy = wanted, Busy()
     done = [crew.submit(busy) for _ in range(6)]
-    assert busy.num_under_way() == wanted
+    assert busy.num_under_way(wanted) == wanted
     busy.let_go.set()
     assert len({one.result(30) for one in done}) <= wanted
 
@@ -161,13 +160,13 @@ def test_so_many_work_at_a_time_as_are_wanted(crew, wanted):
 def test_one_too_many_stops_after_what_it_does(crew):
     crew.wanted, first, later = 3, Busy(), Busy()
     done = [crew.submit(first) for _ in range(3)]
-    assert first.num_under_way() == 3
+    assert first.num_under_way(3) == 3
     crew.wanted = 1
     done += [crew.submit(later) for _ in range(4)]
     first.let_go.set()
     for one in done[:3]:
         one.result(30)
-    assert later.num_under_way() == 1
+    assert later.num_under_way(1) == 1
     later.let_go.set()
     for one in done:
         one.result(30)
@@ -246,7 +245,7 @@ def test_a_read_that_fails_where_it_was_asked_for_is_not_there_later_either(crew
 def test_what_has_not_begun_is_dropped_and_nothing_more_is_taken():
     crew, busy = Crew(1), Busy()
     under_way, waiting = crew.submit(busy), crew.submit(int)
-    assert busy.num_under_way() == 1
+    assert busy.num_under_way(1) == 1
     busy.let_go.set()
     closer = threading.Thread(target=crew.shutdown, kwargs={"cancel_futures": True})
     closer.start()
