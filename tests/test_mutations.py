@@ -48,13 +48,13 @@ MUTATIONS = {
         file="egeria_cache/skip/state/guards.py",
         old="            list(map(_version, self._counted)) != self._versions\n            or ",
         new="            ",
-        caught_by="tests/hostile tests/cache tests/skip",
+        caught_by="tests/hostile/test_prefix_tensors.py tests/skip/test_parts.py",
     ),
     "what is written through .data is not looked at": Mutation(
         file="egeria_cache/skip/state/guards.py",
         old="if reason is None and self._probe.changed():",
         new="if False:",
-        caught_by="tests/hostile tests/skip tests/cache",
+        caught_by="tests/skip/test_scattered.py tests/hostile/test_prefix_tensors.py",
     ),
     "another data set is believed to be the same": Mutation(
         file="egeria_cache/samples/fingerprint.py",
@@ -66,13 +66,13 @@ MUTATIONS = {
         file="egeria_cache/samples/fingerprint.py",
         old="        what = self._changed()\n",
         new="        what = None\n",
-        caught_by="tests/samples tests/hostile/test_data.py",
+        caught_by="tests/hostile/test_data.py",
     ),
     "autocast is not part of a signature": Mutation(
         file="egeria_cache/skip/serve/invocation.py",
         old="        return (self.layout, leaves, mode_key())\n",
         new="        return (self.layout, leaves)\n",
-        caught_by="tests/skip tests/hostile",
+        caught_by="tests/skip/test_modes.py tests/hostile/test_second_round_prefix.py",
     ),
     "rows of a prefix that has changed are kept": Mutation(
         file="egeria_cache/cache/host.py",
@@ -81,7 +81,7 @@ MUTATIONS = {
 """,
         new="""        log.log(level, "%s: cached activations are void", self._restless_since)
 """,
-        caught_by="tests/hostile tests/cache",
+        caught_by="tests/skip/test_skip.py tests/hostile/test_prefix_tensors.py",
     ),
     "the frozen front follows train()": Mutation(
         file="egeria_cache/skip/model/frozen.py",
@@ -117,13 +117,13 @@ MUTATIONS = {
         file="egeria_cache/skip/prove/independence.py",
         old="        if parameter is not None:\n            raise BoundaryError.trainable",
         new="        if False:\n            raise BoundaryError.trainable",
-        caught_by="tests/skip",
+        caught_by="tests/skip/test_adversarial.py tests/cache/test_bad_input.py",
     ),
     "the prefix may count its calls": Mutation(
         file="egeria_cache/skip/prove/purity.py",
         old="        skipped = {id(m) for step in recipe.steps if not step.run",
         new="        return\n        skipped = {id(m) for step in recipe.steps if not step.run",
-        caught_by="tests/skip tests/hostile",
+        caught_by="tests/skip/test_independence.py tests/skip/test_adversarial.py",
     ),
     "a new draw has the number of the old one": Mutation(
         file="egeria_cache/samples/draws.py",

@@ -29,6 +29,8 @@ from torch.utils.data import Dataset
 
 from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
 from egeria_cache.batch import unwrap
+from egeria_cache.prefetch import prefetcher
+from tests.helpers.runs import kill_writer
 from tests.hostile.harness import MEMORY, ForeignError, SilentlyWrong
 from tests.hostile.nets import inputs, labels
 
@@ -73,10 +75,15 @@ class Training(RuleBasedStateMachine):
 
     gate = "always"
 
-    @initialize(seed=st.integers(0, 3), shuffle=st.booleans())
-    def start(self, seed, shuffle):
+    @initialize(
+        seed=st.integers(0, 3), shuffle=st.booleans(), size=st.sampled_from([6, 7]),
+        ring=st.booleans(),
+    )  # fmt: skip
+    def start(self, seed, shuffle, size, ring):
+        self.needs_ring, prefetcher.needs_ring = prefetcher.needs_ring, lambda device: ring
         self.root = Path(tempfile.mkdtemp(prefix="egeria-hostile-", dir=MEMORY))
-        self.num_directories, self.num_steps, self.shuffle = 0, 0, shuffle
+        self.num_directories, self.num_steps = 0, 0
+        self.shuffle, self.batch_size = shuffle, size
         torch.manual_seed(seed)
         self.model = Staged()
         self.twin = copy.deepcopy(self.model)
@@ -98,7 +105,9 @@ class Training(RuleBasedStateMachine):
         self.cache = ActivationCache(
             self.model, self.directory, self.boundary, gate=self.gate, audit_rate=0
         )
-        self.loader = EgeriaLoader(self.data, 6, shuffle=self.shuffle, cache=self.cache)
+        self.loader = EgeriaLoader(
+            self.data, self.batch_size, shuffle=self.shuffle, cache=self.cache
+        )
         self.iterator, self.was_called = None, False
 
     # ---- training -----------------------------------------------------------------------------
@@ -293,6 +302,14 @@ class Training(RuleBasedStateMachine):
         if not torch.allclose(*outputs, rtol=1e-3, atol=1e-4):
             raise SilentlyWrong("the evaluation went apart from the twin's")
 
+    @rule()
+    def kill_the_writer(self):
+        kill_writer(self.cache)
+
+    @rule()
+    def remove_the_directory(self):
+        shutil.rmtree(self.directory, ignore_errors=True)
+
     # ---- ends ---------------------------------------------------------------------------------
 
     @rule()
@@ -307,7 +324,8 @@ class Training(RuleBasedStateMachine):
         self.cache.flush()
         self.num_directories += 1
         copied = self.root / str(self.num_directories)
-        shutil.copytree(self.directory, copied)
+        if self.directory.exists():
+            shutil.copytree(self.directory, copied)
         old, self.directory = self.cache, copied
         self.model, self.hooks = copy.deepcopy(self.model), []
         for model in self.both:
@@ -330,6 +348,7 @@ class Training(RuleBasedStateMachine):
             self.iterator = None
             self.cache.close()
             shutil.rmtree(self.root, ignore_errors=True)
+            prefetcher.needs_ring = self.needs_ring
 
 
 def _fail(module, args):
