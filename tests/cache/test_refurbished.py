@@ -7,12 +7,15 @@ import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from egeria_cache import ActivationCache, EgeriaLoader, sample_seed
 from egeria_cache.inspect.cli import main
 from egeria_cache.samples import Clock, Draws
+from tests.helpers.gloo import run_ranks
 from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
 from tests.helpers.runs import run
 from tests.loader.test_resume_served import state_of
@@ -83,6 +86,38 @@ def test_a_boundary_set_in_mid_run_goes_on_with_what_was_stored(tmp_path, worker
         served[0], run(tmp_path / "b", gate="never", **settings)[0], rtol=1e-5, atol=1e-6
     )
     assert served[3].hits > 0
+
+
+def ranked(rank, directory, gate):
+    """Losses of one of two ranks that share a directory, and how many batches were mixed."""
+    model = make_net()
+    freeze(model, "layer1")
+    wrapped = DistributedDataParallel(model)
+    data, optimizer, losses = Images(), sgd(model), []
+    with ActivationCache(wrapped, directory / gate, "layer1", gate=gate, audit_rate=0) as cache:
+        sampler = DistributedSampler(data, seed=1)
+        loader = EgeriaLoader(data, 8, sampler=sampler, cache=cache, seed=3, reuse=3)
+        for epoch in range(6):
+            sampler.set_epoch(epoch)
+            wrapped.train()
+            for images, targets in loader:
+                loss = F.cross_entropy(wrapped(images), targets)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            cache.flush()
+            dist.barrier()
+        return losses, cache.stats().partial_batches
+
+
+def test_ranks_that_share_a_directory_train_as_if_all_were_computed(tmp_path):
+    served = run_ranks(ranked, 2, tmp_path / "a", tmp_path, "always")
+    computed = run_ranks(ranked, 2, tmp_path / "b", tmp_path, "never")
+    for ours, theirs in zip(served, computed, strict=True):
+        torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-6)
+        assert ours[1] > 6
+        assert theirs[1] == 0
 
 
 def interrupted(directory, *, until=None, state=None, workers=0, epochs=6):

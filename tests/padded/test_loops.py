@@ -62,7 +62,7 @@ class Run:
         self.cache = None
         if directory is not None:
             self.cache = ActivationCache(
-                self.model, directory, front[-1], gate="always", **(options or {})
+                self.model, directory, front[-1], **{"gate": "always", **(options or {})}
             )
             how |= {"cache": self.cache, **(cached or {})}
             self.loader: Any = EgeriaLoader(data, **how)
@@ -277,7 +277,10 @@ def test_a_sample_that_changed_is_found_by_an_audit(directory):
     run.cache.close()
 
 
-def test_augmented_variants(directory):
+@pytest.mark.parametrize(
+    "draws", [{"augmentation_variants": 2, "reuse": None}, {"reuse": 3}], ids=["kept", "in_turns"]
+)
+def test_samples_that_are_augmented_at_random(directory, draws):
     class Noisy(Sentences):
         def __getitem__(self, index):
             tokens, label = super().__getitem__(index)
@@ -286,15 +289,17 @@ def test_augmented_variants(directory):
     losses = []
     for gate in ("always", "never"):
         run = Run(
-            Encoder, Noisy(40), pad_right, directory / gate, options={},
-            cached={"augmentation_variants": 2, "reuse": None},
+            Encoder, Noisy(40), pad_right, directory / gate, options={"gate": gate}, cached=draws,
         )  # fmt: skip
-        run.cache.gate = gate
-        run.epochs(5)
+        run.epochs(6)
         losses.append(run.losses)
-        assert run.hits == [0, 0, 40, 40, 40]
+        if gate == "always" and draws["reuse"] is None:
+            assert run.hits == [0, 0, 40, 40, 40, 40]
+        elif gate == "always":
+            assert run.cache.stats().partial_batches > 10
+            assert sum(run.hits[1:]) == pytest.approx(5 * 40 * 2 / 3, abs=25)
         run.cache.close()
-    assert losses[0] == losses[1]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-5)
 
 
 def test_evaluation_between_epochs(directory):

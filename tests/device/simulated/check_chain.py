@@ -24,6 +24,15 @@ def test_misses_are_written_and_hits_served_to_the_bit(tmp_path, boundary, worke
     assert computed[2].hits == 0
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_draws_that_are_made_anew_in_turns_are_computed_beside_what_is_read(tmp_path, workers):
+    settings = {"num_workers": workers, "epochs": 6, "reuse": 3}
+    cached = run(tmp_path / "a", gate="always", **settings)
+    assert_same(cached, plain(**settings))
+    assert cached[2].partial_batches > 12
+    assert 0.5 < cached[2].hits / (5 * 48) < 0.8
+
+
 @pytest.mark.parametrize(
     "moves",
     [{4: "layer2"}, {9: "layer2", 14: None}, {2: None, 9: "stem", 13: "layer2", 21: "layer1"}],

@@ -36,9 +36,9 @@ def run(directory, *, gate, epochs=3, moves=None, boundary="layer1", make=make_n
     data = Images() if data is None else data
     losses, step = [], 0
     settings = {"audit_rate": 0, **(cache_kwargs or {})}
-    loader_kwargs = {"shuffle": True, "seed": 3, "batch_size": 8} | loader_kwargs
+    loader_kwargs = {"shuffle": True, "seed": 3, "batch_size": 8, "reuse": None} | loader_kwargs
     with ActivationCache(model, directory, boundary, gate=gate, **settings) as cache:
-        loader = EgeriaLoader(data, cache=cache, reuse=None, **loader_kwargs)
+        loader = EgeriaLoader(data, cache=cache, **loader_kwargs)
         for _ in range(epochs):
             for batch in wrap(loader) if wrap else loader:
                 model.train()
