@@ -51,6 +51,8 @@ def _act(own: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "samples": egeria["samples"],
         "bytes_on_disk": egeria["bytes_on_disk"],
     }
+    if first["act"]["is_finetuning"] and first["act"]["augments"]:
+        return found
     if first["act"]["is_finetuning"]:
         return found | {"largest_loss_difference": max(map(demo_report.difference, own))}
     return found | {

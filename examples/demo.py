@@ -1,7 +1,7 @@
 """Egeria in three acts, on real data: each trained with plain PyTorch and with Egeria.
 
 1. Fine-tune a model whose front is frozen: the cache carries every epoch but the first.
-2. Fine-tune it again with another learning rate: every sample is in the cache from the start.
+2. The same with images that are augmented at random: a draw of each is used for four epochs.
 3. Train from scratch: the controller freezes what has converged, and says what that may cost.
 
 The two runs of an act take turns, epoch by epoch. Killed in the middle, the same command goes on

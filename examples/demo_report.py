@@ -102,7 +102,8 @@ def _sentence(result: Result) -> str:
     text = f"[bold]{speedup(result):.2f}x[/bold] as fast; "
     if result["act"]["is_finetuning"]:
         hits = f"{egeria['hits']:,} of {egeria['samples']:,} samples came from the cache"
-        return text + f"{hits} ({egeria['bytes_on_disk'] / 1e6:.1f} MB); {_equality(result)}."
+        so = _accuracies(result) if result["act"]["augments"] else _equality(result)
+        return text + f"{hits} ({egeria['bytes_on_disk'] / 1e6:.1f} MB); {so}."
     moves = [move for move in egeria["moves"] if move["boundary"] is not None]
     if not moves:
         return text + "nothing was worth freezing."
@@ -110,6 +111,11 @@ def _sentence(result: Result) -> str:
         f"frozen in {len(moves)} move{'s' * (len(moves) > 1)} up to {moves[-1]['boundary']}; "
         f"predicted cost {predicted(result):.4f} nats, measured {cost(result):+.4f}."
     )
+
+
+def _accuracies(result: Result) -> str:
+    plain, egeria = (result[key]["accuracies"][-1] for key in ("plain", "egeria"))
+    return f"{egeria:.1%} of the held-out images are right, {plain:.1%} with fresh draws"
 
 
 def _equality(result: Result) -> str:

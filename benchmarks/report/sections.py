@@ -62,8 +62,8 @@ def _environment(report: Any) -> dict[str, Any]:
 KNOWN: dict[str, tuple[str, str, Callable[[Section, Report], None], bool]] = {
     "demo": (
         "The demo",
-        "A ResNet on handwritten digits: over a frozen front, the same again with another learning "
-        "rate, and from scratch; each with plain PyTorch and with Egeria.",
+        "A ResNet on handwritten digits: over a frozen front, the same with random "
+        "augmentation, and from scratch; each with plain PyTorch and with Egeria.",
         training.demo,
         True,
     ),
@@ -160,9 +160,10 @@ KNOWN: dict[str, tuple[str, str, Callable[[Section, Report], None], bool]] = {
         True,
     ),
     "variants": (
-        "Cached versions of each sample",
-        "The front is frozen, the rest trains on with K cached versions of each augmented sample, "
-        "and with fresh ones in every epoch.",
+        "Random augmentation",
+        "Fronts trained on other classes are frozen, and a head trains on augmented samples: with "
+        "fresh draws in every epoch by plain PyTorch, with draws that are used for some epochs, "
+        "and with features augmented instead. Times are processor times against fresh draws.",
         cache.variants,
         False,
     ),

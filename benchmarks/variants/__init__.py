@@ -1,0 +1,1 @@
+"""Random samples: how long their draws are used."""
