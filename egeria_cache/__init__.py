@@ -18,6 +18,7 @@ from egeria_cache.integrations import attach, keep_through_accelerate
 from egeria_cache.loader import EgeriaLoader, ShardAffineSampler
 from egeria_cache.skip import FrozenPrefix
 from egeria_cache.store import ActivationStore
+from egeria_cache.version import __version__
 
 __all__ = [
     "ActivationCache",
@@ -33,6 +34,7 @@ __all__ = [
     "FrozenPrefix",
     "ShardAffineSampler",
     "StoreError",
+    "__version__",
     "sample_seed",
 ]
 

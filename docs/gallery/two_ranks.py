@@ -28,7 +28,7 @@ model = nn.Sequential(front.requires_grad_(False), nn.Linear(1024, 4))
 samples = TensorDataset(torch.randn(1200, 512), torch.arange(1200) % 4)
 
 cache = ActivationCache(model, f"{sys.argv[1]}/rank{rank}", boundary="auto", gate="always")
-sampler = ShardAffineSampler(len(samples), num_replicas=2, rank=rank, seed=0)
+sampler = ShardAffineSampler(samples, 2, rank)
 loader = EgeriaLoader(samples, batch_size=30, sampler=sampler, cache=cache)
 parallel = DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model[1].parameters(), lr=0.01)

@@ -11,18 +11,19 @@ import dataclasses
 import io
 import json
 import math
+import stat
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
+from egeria_cache.arguments import did_you_mean
 from egeria_cache.cache import schedules
 from egeria_cache.config import parse_size
 from egeria_cache.errors import EgeriaError
@@ -31,7 +32,7 @@ from egeria_cache.inspect.lengths import length_words, sample_words
 from egeria_cache.inspect.parcel_command import pack, unpack
 from egeria_cache.inspect.plan_command import plan
 from egeria_cache.inspect.watch_command import watch
-from egeria_cache.inspect.words import age, plain, print_json, size
+from egeria_cache.inspect.words import age, console, fitting, plain, print_json, size
 from egeria_cache.prefetch import LENGTHS
 from egeria_cache.store import (
     BudgetBusyError,
@@ -46,10 +47,17 @@ from egeria_cache.store import (
     survey,
     verify,
 )
+from egeria_cache.version import __version__
 
 __all__ = ["main"]
 
 HEALTHY, DAMAGED, BAD_ARGUMENTS = 0, 1, 2
+OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+COMMANDS = ("ls", "show", "verify", "diff", "watch", "prune", "pack", "unpack", "clear")
+_LISTED: dict[str, JustifyMethod] = {
+    "generation": "left", "boundary": "left", "samples": "right", "on disk": "right",
+    "ratio": "right", "codec": "left", "age": "left", "used": "left",
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return fill(arguments[1:])
         if not arguments:
             return _explain()
+        _check_order(arguments)
         options = _parser().parse_args(arguments)
         command: Callable[[argparse.Namespace, CacheReport], int] = options.run
         makes_cache: bool = options.run is unpack
@@ -93,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="the cache's directory")
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
+    parser.add_argument("--version", action="version", version=f"cache-inspect {__version__}")
     parser.set_defaults(run=_list)
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
 
@@ -107,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
 
     look = command("watch", _watch, "what running caches are doing, live; Ctrl-C ends it")
     look.add_argument("--every", metavar="SECONDS", type=_seconds, default=1.0, help="default 1")
-    look.add_argument("--times", metavar="N", type=int, help="look so often, and end")
+    look.add_argument("--times", metavar="N", type=_times, help="look so often, and end")
     command("ls", _list, "list the generations (the default)")
     show = command("show", _show, "one generation: contents, codecs, sizes, what it was made from")
     show.add_argument("generation", metavar="GEN")
@@ -140,18 +150,38 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check_order(arguments: Sequence[str]) -> None:
+    """Say where a word is out of place, or misspelt.
+
+    Raises:
+        ValueError: The directory does not come first, or there is no such command.
+    """
+    words = [one for one in arguments if not one.startswith("-")]
+    if words and words[0] in COMMANDS and not Path(words[0]).is_dir():
+        rest = " ".join(words[2:3])
+        raise ValueError(
+            f"the directory comes first: cache-inspect {words[1] if words[1:] else 'DIR'} "
+            f"{words[0]} {rest}".rstrip()
+        )
+    if words[1:] and words[1] not in COMMANDS:
+        raise ValueError(
+            f"there is no command {words[1]!r}{did_you_mean(words[1], COMMANDS)}; "
+            f"known: {', '.join(COMMANDS)}"
+        )
+
+
 def _explain() -> int:
     """Say what this is, to who typed its name alone."""
-    console = Console(highlight=False, emoji=False)
-    console.print(
+    out = console()
+    out.print(
         "cache-inspect looks at Egeria's caches: directories that keep, per training sample, the "
         "output of\na model's frozen front, so that training need not compute it again.\n",
         soft_wrap=True,
     )
     for command, text in _COMMANDS:
-        console.print(f"  cache-inspect {command}", markup=False, soft_wrap=True)
-        console.print(f"      {text}", style="dim", soft_wrap=True)
-    console.print("\ncache-inspect --help, and COMMAND --help, say more.")
+        out.print(f"  cache-inspect {command}", markup=False, soft_wrap=True)
+        out.print(f"      {text}", style="dim", soft_wrap=True)
+    out.print("\ncache-inspect --help, and COMMAND --help, say more.")
     return HEALTHY
 
 
@@ -175,12 +205,9 @@ def _list(options: argparse.Namespace, report: CacheReport) -> int:
     if options.json:
         print_json(_as_json(report))
     else:
-        columns = ("generation", "boundary", "samples", "on disk", "ratio", "codec", "age", "used")
-        table = Table(*columns, box=None, header_style="bold")
-        for column in table.columns[2:5]:
-            column.justify = "right"
-        for one in report.generations:
-            table.add_row(
+        out = console()
+        rows = [
+            (
                 Text(plain(one.name)),
                 Text(plain(one.boundary or "-")),
                 f"{one.num_samples:,}",
@@ -190,16 +217,19 @@ def _list(options: argparse.Namespace, report: CacheReport) -> int:
                 age(one.created),
                 "now" if one.in_use else age(one.last_used) + " ago",
             )
-        console = Console(emoji=False)
-        if report.generations:
-            console.print(table)
+            for one in report.generations
+        ]
+        if rows:
+            out.print(fitting(out, _LISTED, rows, drop=("age", "ratio", "codec", "used")))
         limit = report.limit_bytes
         of_limit = f" of {size(limit)} ({report.bytes_on_disk / limit:.0%})" if limit else ""
-        count = len(report.generations)
-        console.print(
-            f"{count} generation{'s' * (count != 1)}, {size(report.bytes_on_disk)}{of_limit}",
-            highlight=False,
-        )
+        count = len(rows)
+        out.print(f"{count} generation{'s' * (count != 1)}, {size(report.bytes_on_disk)}{of_limit}")
+        if report.directory.stat().st_mode & OTHERS_MAY_WRITE:
+            out.print(
+                "others may write to this directory, so that training refuses it: "
+                f"chmod go-w {escape(plain(report.directory))}", soft_wrap=True,
+            )  # fmt: skip
     return HEALTHY if report.healthy else DAMAGED
 
 
@@ -221,40 +251,38 @@ def _show(options: argparse.Namespace, report: CacheReport) -> int:
             }
         )
         return DAMAGED if "damaged" in inside.codecs else HEALTHY
-    console = Console(highlight=False, emoji=False)
+    out = console()
     sizes = f"{size(one.bytes_on_disk)} on disk, {size(one.raw_bytes)} decoded"
     ratio = "" if one.ratio is None else f", ratio {one.ratio:.2f}"
-    console.print(
-        f"[bold]{escape(plain(one.name))}[/]  {one.num_samples:,} records, {sizes}{ratio}"
-    )
-    console.print(f"created {age(one.created)} ago, in use: {'yes' if one.in_use else 'no'}")
+    out.print(f"[bold]{escape(plain(one.name))}[/]  {one.num_samples:,} records, {sizes}{ratio}")
+    out.print(f"created {age(one.created)} ago, in use: {'yes' if one.in_use else 'no'}")
     if one.lossy_error:
-        console.print(f"lossy: relative error {one.lossy_error:.2e} (root mean square)")
+        out.print(f"lossy: relative error {one.lossy_error:.2e} (root mean square)")
     for title, pairs in (
         ("made from", {name: json.dumps(value) for name, value in manifest.fields.items()}),
         ("holds", inside.fields),
         ("codecs", {name: f"{count:,} records" for name, count in inside.codecs.items()}),
         ("draws", {str(one): f"{count:,} records" for one, count in inside.variants.items()}),
     ):
-        console.print(f"[bold]{title}[/]")
+        out.print(f"[bold]{title}[/]")
         for name, text in pairs.items():
-            console.print(f"  {plain(name)}: {plain(text):.100}", markup=False)
+            out.print(f"  {plain(name)}: {plain(text):.100}", markup=False)
     for one_way in drawn:
         uses = "for ever" if one_way["reuse"] is None else f"for {one_way['reuse']} epochs each"
-        console.print(f"  used {uses}; {one_way['epochs']:,} epochs were passed")
+        out.print(f"  used {uses}; {one_way['epochs']:,} epochs were passed")
     for title, lines in (
         ("a sample, decoded", sample_words(inside)),
         ("lengths", length_words(inside)),
     ):
         if lines:
-            console.print(f"[bold]{title}[/]")
+            out.print(f"[bold]{title}[/]")
         for line in lines:
-            console.print(f"  {line}", markup=False, soft_wrap=True)
-    console.print("[bold]sizes of records[/]")
+            out.print(f"  {line}", markup=False, soft_wrap=True)
+    out.print("[bold]sizes of records[/]")
     most = max((count for *_, count in inside.histogram), default=1)
     for low, high, count in inside.histogram:
-        bar = "█" * math.ceil(40 * count / most)
-        console.print(f"  {size(low):>9} - {size(high):>9}  {count:>10,}  {bar}")
+        bar = "█" * math.ceil(min(40, max(8, out.width - 38)) * count / most)
+        out.print(f"  {size(low):>9} - {size(high):>9}  {count:>10,}  {bar}")
     return DAMAGED if "damaged" in inside.codecs else HEALTHY
 
 
@@ -291,7 +319,8 @@ def _verify(options: argparse.Namespace, report: CacheReport) -> int:
         for each in damage:
             print(plain(f"{each.generation}: sample {each.sample}: {each.reason}"))
         verdict = f"{len(damage)} damaged" if damage else "all intact"
-        print(f"{records:,} records in {len(chosen)} generations: {verdict}")
+        where = f"{len(chosen)} generation{'s' * (len(chosen) != 1)}"
+        print(f"{records:,} records in {where}: {verdict}")
     return DAMAGED if damage else HEALTHY
 
 
@@ -307,11 +336,14 @@ def _diff(options: argparse.Namespace, report: CacheReport) -> int:
     if not differing:
         print("the same fields")
         return HEALTHY
-    table = Table("field", *map(plain, names), box=None, header_style="bold")
-    for field, pair in differing.items():
-        # As Text: in markup, "[true]" would be a style.
-        table.add_row(Text(plain(field)), *(Text(json.dumps(value)) for value in pair))
-    Console(emoji=False).print(table)
+    # As Text: in markup, "[true]" would be a style.
+    rows = [
+        (Text(plain(field)), *(Text(json.dumps(value)) for value in pair))
+        for field, pair in differing.items()
+    ]
+    out = console()
+    columns: dict[str, JustifyMethod] = dict.fromkeys(("field", *map(plain, names)), "left")
+    out.print(fitting(out, columns, rows, drop=()))
     return HEALTHY
 
 
@@ -368,6 +400,13 @@ def _seconds(text: str) -> float:
     if not 0.05 <= seconds < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is less than 0.05 seconds")
     return seconds
+
+
+def _times(text: str) -> int:
+    times = int(text)
+    if times < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return times
 
 
 def _days(text: str) -> float:

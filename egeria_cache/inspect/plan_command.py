@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 from rich.text import Text
 
 from egeria_cache.config import parse_size
@@ -20,7 +18,7 @@ from egeria_cache.inspect.forecast import Settings, forecast
 from egeria_cache.inspect.harm import ADVISER, Advice, Wish, advice_as_json, ask
 from egeria_cache.inspect.ordinary import ordinary_step
 from egeria_cache.inspect.prospect import Forecast, Prospect
-from egeria_cache.inspect.words import print_json, share, size
+from egeria_cache.inspect.words import console, fitting, print_json, share, size
 from egeria_cache.samples import DEFAULT_REUSE
 
 __all__ = ["device_of_name", "plan"]
@@ -171,26 +169,23 @@ def device_of_name(name: str | None) -> torch.device:
 
 
 def _show(found: Forecast, advice: Advice | None) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 120  # a pipe has no width; rich would fold the table to 80 columns
-    console.print(f"[bold]{_recommendation(found)}[/]", soft_wrap=True)
-    console.print(
+    out = console()
+    out.print(f"[bold]{_recommendation(found)}[/]", soft_wrap=True)
+    out.print(
         f"{found.model} on {found.device}, batches of {found.batch_size}, measured with "
         f"{found.num_measured:,} of {found.num_samples:,} samples"
         + (f" in {found.variants} variants" if found.variants > 1 else "")
     )
-    table = Table(box=None, header_style="bold")
-    columns = [*_COLUMNS, ("harm", "right")] if advice is not None else list(_COLUMNS)
-    for name, justify in columns:
-        table.add_column(name, justify=justify, no_wrap=True)
-    for one in found.prospects:
-        table.add_row(*_row(found, one), *([] if advice is None else [_harm(advice, one.boundary)]))
-    console.print(table)
+    columns = _COLUMNS if advice is None else {**_COLUMNS, "harm": "right"}
+    rows = [
+        [*_row(found, one), *([] if advice is None else [_harm(advice, one.boundary)])]
+        for one in found.prospects
+    ]
+    out.print(fitting(out, columns, rows, drop=("codec", "a sample", "forward", "stored")))
     if advice is not None:
-        console.print(str(advice).splitlines()[-1], markup=False, soft_wrap=True)
+        out.print(str(advice).splitlines()[-1], markup=False, soft_wrap=True)
     for line in _notes(found):
-        console.print(line, markup=False, soft_wrap=True)
+        out.print(line, markup=False, soft_wrap=True)
 
 
 def _recommendation(found: Forecast) -> str:
@@ -204,10 +199,10 @@ def _recommendation(found: Forecast) -> str:
     )
 
 
-_COLUMNS: tuple[tuple[str, Any], ...] = (
-    ("boundary", "left"), ("a sample", "right"), ("stored", "right"), ("codec", "left"),
-    ("the set", "right"), ("forward", "right"), ("step", "right"), ("even after", "left"),
-)  # fmt: skip
+_COLUMNS: dict[str, JustifyMethod] = {
+    "boundary": "left", "a sample": "right", "stored": "right", "codec": "left",
+    "the set": "right", "forward": "right", "step": "right", "even after": "left",
+}  # fmt: skip
 
 
 def _row(found: Forecast, one: Prospect) -> list[str | Text]:

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from egeria_cache.inspect.words import plain, print_json, share, size
+from egeria_cache.inspect.words import console, plain, print_json, share, size
 from egeria_cache.store import CacheReport, read_live, survey
 
 __all__ = ["watch"]
@@ -29,18 +29,18 @@ def watch(directory: Path, *, every_s: float, times: int | None, as_json: bool) 
     On a terminal the picture is drawn over; elsewhere each look is printed below the last, and with
     `as_json` as one object a look.
     """
-    console = Console(highlight=False, emoji=False)
+    out = console()
     looks = _looks(directory, every_s, times)
     try:
         if as_json:
             for report, live, _ in looks:
                 print_json(_as_json(report, live))
                 sys.stdout.flush()
-        elif not console.is_terminal:
+        elif not out.is_terminal:
             for look in _with_rates(looks):
-                console.print(_picture(*look))
+                out.print(_picture(*look))
         else:
-            with Live(console=console, auto_refresh=False) as screen:
+            with Live(console=out, auto_refresh=False) as screen:
                 for look in _with_rates(looks):
                     screen.update(_picture(*look), refresh=True)
     except KeyboardInterrupt:

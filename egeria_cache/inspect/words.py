@@ -5,10 +5,54 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["age", "duration", "plain", "print_json", "share", "size"]
+from rich.console import Console, JustifyMethod
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["age", "console", "duration", "fitting", "plain", "print_json", "share", "size"]
+
+_PIPE_COLUMNS = 10_000
+"""A pipe has no width: nothing is folded or cut there."""
+
+
+def console() -> Console:
+    """Return what prints to the standard output: as wide as its terminal, or as it takes."""
+    made = Console(highlight=False, emoji=False)
+    if not made.is_terminal:
+        made.width = _PIPE_COLUMNS
+    return made
+
+
+def fitting(
+    out: Console,
+    columns: Mapping[str, JustifyMethod],
+    rows: Sequence[Sequence[str | Text]],
+    drop: Sequence[str],
+) -> Table:
+    """Return a table of as many columns as fit.
+
+    Args:
+        out: What it is for.
+        columns: Names, and to which side each is justified.
+        rows: A cell for each column.
+        drop: Columns that go where there is too little room, the first one first.
+    """
+    dropped: set[str] = set()
+    wide = out.options.update(width=_PIPE_COLUMNS)
+    while True:
+        table = Table(box=None, header_style="bold")
+        kept = [index for index, name in enumerate(columns) if name not in dropped]
+        for name, justify in columns.items():
+            if name not in dropped:
+                table.add_column(name, justify=justify)
+        for row in rows:
+            table.add_row(*(row[index] for index in kept))
+        if len(dropped) == len(drop) or out.measure(table, options=wide).maximum <= out.width:
+            return table
+        dropped.add(drop[len(dropped)])
 
 
 def size(num_bytes: float) -> str:
