@@ -12,6 +12,7 @@ import torch
 
 from egeria_cache.device import default_device, device_name
 from egeria_cache.store import has_kernel
+from egeria_cache.version import __version__
 
 NEEDED = ("torch", "numpy", "zstandard", "xxhash", "psutil", "rich")
 OPTIONAL = {
@@ -28,7 +29,8 @@ OPTIONAL = {
 
 def main() -> int:
     """Print everything; return 0."""
-    print(f"egeria {_version('egeria') or 'not installed: run from its sources'}")
+    installed = "" if _version("egeria") else ", run from its sources"
+    print(f"egeria {__version__}{installed}")
     print(f"Python {platform.python_version()} ({platform.platform()})")
     memory = psutil.virtual_memory().total / 1e9
     print(f"{os.cpu_count()} CPUs, {memory:.1f} GB of memory, {torch.get_num_threads()} threads")

@@ -131,6 +131,18 @@ class FreezeController:
             move_cost=move_cost, batch_dim=batch_dim, log_path=log_path,
             tensorboard_dir=tensorboard_dir, **gone,
         )  # fmt: skip
+        self._start(model, optimizer, cache, policy, lr_scheduler, listeners)
+
+    def _start(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        cache: BoundaryListener | None,
+        policy: str | Policy | None,
+        lr_scheduler: LRScheduler | Callable[[int], float] | None,
+        listeners: Iterable[Callable[[BoundaryMoved], None]],
+    ) -> None:
+        """Make the parts, as the configuration says."""
         self.model, self._ddp = unwrap(model)
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(f"the second argument is the optimizer; got {type(optimizer).__name__}")

@@ -116,8 +116,12 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     look = command("watch", _watch, "what running caches are doing, live; Ctrl-C ends it")
-    look.add_argument("--every", metavar="SECONDS", type=_seconds, default=1.0, help="default 1")
-    look.add_argument("--times", metavar="N", type=_times, help="look so often, and end")
+    look.add_argument(
+        "--every", metavar="SECONDS", type=_at_least(0.05, "seconds"), default=1.0, help="default 1"
+    )
+    look.add_argument(
+        "--times", metavar="N", type=_at_least(1, "looks", int), help="look so often, and end"
+    )
     command("ls", _list, "list the generations (the default)")
     show = command("show", _show, "one generation: contents, codecs, sizes, what it was made from")
     show.add_argument("generation", metavar="GEN")
@@ -127,7 +131,9 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("generation", metavar="GEN")
     diff.add_argument("other", metavar="GEN")
     prune = command("prune", _prune, "remove unused generations; only shows them without --yes")
-    prune.add_argument("--older-than", metavar="DAYS", type=_days, help="last used before then")
+    prune.add_argument(
+        "--older-than", metavar="DAYS", type=_at_least(0, "days"), help="last used before then"
+    )
     prune.add_argument("--to-size", metavar="SIZE", help="oldest use first, until it fits ('50GB')")
     prune.add_argument("--unused", action="store_true", help="all that no live process holds")
     prune.add_argument(
@@ -395,25 +401,19 @@ def _remove(
     return HEALTHY
 
 
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0.05 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is less than 0.05 seconds")
-    return seconds
+def _at_least(least: float, what: str, kind: Callable[[str], float] = float) -> Any:
+    """Return what reads a finite number from an argument."""
 
+    def read(text: str) -> float:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = math.nan
+        if not least <= number < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number of {what} from {least:g} on")
+        return number
 
-def _times(text: str) -> int:
-    times = int(text)
-    if times < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return times
-
-
-def _days(text: str) -> float:
-    days = float(text)
-    if not 0 <= days < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no number of days")
-    return days
+    return read
 
 
 # -- words -----------------------------------------------------------------------------------

@@ -125,4 +125,4 @@ def test_the_bare_command_explains_itself(capsys):
 
 def test_a_wait_of_nothing_is_refused(directory, capsys):
     assert main([str(directory), "watch", "--every", "0"]) == 2
-    assert "less than 0.05" in capsys.readouterr().err
+    assert "no number of seconds from 0.05 on" in capsys.readouterr().err
