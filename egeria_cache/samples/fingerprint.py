@@ -198,7 +198,9 @@ class Fingerprint:
         digest.update(repr(seen).encode("utf-8", "replace"))
         now = time.perf_counter()
         self._next_full = now + (now - started) / MAX_SHARE
-        return f"{kind_name(type(self._dataset))}[{length}]:{digest.hexdigest()}"
+        # What vouches for itself and names its samples may grow.
+        size = "" if own and self._roots.get("sample_id") is not None else f"[{length}]"
+        return f"{kind_name(type(self._dataset))}{size}:{digest.hexdigest()}"
 
     def _see(self, indices: list[int]) -> None:
         """Load samples for the first time."""

@@ -277,6 +277,47 @@ AROUND = {
         plain=False,
     ),
 }
+AROUND[("docs/extending.md", "A freezing policy", 0)] = Around(
+    PYTORCH + CONTROLLED,
+    """
+    for epoch in range(2):
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            controller.step(loss)
+    assert controller.num_frozen == len(controller.boundaries) > 0
+    controller.close()
+    """,
+    plain=False,
+    served=False,
+)
+AROUND[("docs/extending.md", "A data source", 0)] = Around(
+    PYTORCH
+    + FROZEN
+    + """
+    import os
+    os.mkdir("samples")
+    for number in range(40):
+        torch.save((torch.randn(6), number % 3), f"samples/{number:02}.pt")
+    """,
+    """
+    for epoch in range(3):
+        for x, y in loader:
+            F.cross_entropy(model(x), y).backward()
+        cache.flush()
+    hits = cache.stats().hits
+    torch.save((torch.randn(6), 0), "samples/00-and-a-half.pt")  # shifts all indices but one
+    torch.save((torch.randn(6), 0), "samples/07.pt")
+    os.utime("samples/07.pt", (1, 1))
+    loader = EgeriaLoader(Folder("samples"), batch_size=41, cache=cache)
+    for x, y in loader:
+        model(x)
+    assert cache.stats().hits - hits == 39
+    """,
+    plain=False,
+)
 EXCERPTS = {
     ("docs/cluster.md", "Ray Train", 0): "Ray Train is no package of the tests; where it is "
     "installed, tests/examples/test_launchers.py trains so",
