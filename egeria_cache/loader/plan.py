@@ -64,8 +64,8 @@ def best_entry(
 ) -> PlannedEntry | None:
     """Choose the one generation that serves most of the batch; on a tie, the deepest.
 
-    Where samples are missing, what other processes have stored since is looked for first: ranks
-    that share a directory find in one epoch what any of them has stored in the one before.
+    What other processes have stored by now is among it: ranks that share a directory find in one
+    epoch what any of them has stored in the one before.
 
     Args:
         views: Readable generations, deepest boundary first.
@@ -76,8 +76,6 @@ def best_entry(
     best: PlannedEntry | None = None
     for view in views:
         hit = view.contains(ids, draws)
-        if not hit.all() and view.generation.catch_up():
-            hit = view.contains(ids, draws)
         entry = PlannedEntry(view, number, ids, draws, hit)
         if entry.num_hits > (0 if best is None else best.num_hits):
             best = entry

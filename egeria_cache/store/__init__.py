@@ -1,15 +1,15 @@
 """Tensors on disk, by sample: written once, found again by any run that would compute the same.
 
-Owns the cache directory with all its files and locks, the byte limit, the writer thread and the
-decoding threads. It never knows what a model, a loader or a boundary is: a generation is named by
-fields that others gave it, and a record holds named tensors.
+Owns the cache directory with all its files and locks, the byte limit, and the writer thread. It
+never knows what a model, a loader or a boundary is: a generation is named by fields that others
+gave it, and a record holds named tensors.
 
-The way of a read: `store` > `generation` > `reader` > `serve` > the compiled `kernel.c` (through
-`native`), or without it, and for what it leaves, `fill` (`varied`, where shapes differ) > `codecs`;
-of a write: `generation` > `writer` > `records` (`encoded`) > `disk`. `disk` has the
-files: whose they are (`own`, `place`, `claims`), what they may take (`budget`), the log of commits
-and the index made from it (`log`, `index`), the records (`segment`). What `cache-inspect` reads,
-removes and copies: `census`, `removal`, `parcel`.
+A generation is one LMDB environment. The way of a read: `store` > `generation` > `reader` > a view
+of `disk/files` > one call of the compiled `kernel.c` (through `native`), or without it > `records`
+> `codecs`; of a write: `generation` > `writer` > `records` > a commit of `disk/files`. `disk` has
+the files: whose they are (`own`, `place`, `claims`), what they may take (`budget`), LMDB itself
+(`environment`), and what lies in it (`files`). What `cache-inspect` reads, removes and copies:
+`census`, `removal`, `parcel`.
 """
 
 from egeria_cache.store.census import (

@@ -21,13 +21,14 @@ from egeria_cache.errors import StoreError
 from egeria_cache.store.codecs.codec import Coder
 from egeria_cache.store.disk.budget import directory_bytes, generation_directories, last_use
 from egeria_cache.store.disk.claims import DAMAGED, in_use_elsewhere
+from egeria_cache.store.disk.environment import DATA_NAME
 from egeria_cache.store.disk.files import GenerationFiles, GoneError, is_unfinished
-from egeria_cache.store.disk.manifest import DamagedError, Manifest, read_json
+from egeria_cache.store.disk.manifest import ROOT_FORMAT, DamagedError, Manifest, read_json
 from egeria_cache.store.disk.place import ROOT_NAME
 from egeria_cache.store.disk.totals import Totals
 from egeria_cache.store.records.keys import decode_key
-from egeria_cache.store.records.layout import FieldLayout, Layout
-from egeria_cache.store.records.record import Record, open_record
+from egeria_cache.store.records.layout import FieldLayout
+from egeria_cache.store.records.record import Record
 from egeria_cache.store.records.values import RecordError
 
 PROGRESS_EVERY = 256
@@ -155,7 +156,7 @@ def survey(directory: Path) -> CacheReport:
         raise StoreError(f"{directory} is not a directory")
     if not os.path.lexists(directory / ROOT_NAME):
         raise StoreError(f"{directory} is no cache of Egeria: it has no {ROOT_NAME}")
-    root = read_json(directory / ROOT_NAME)
+    root = read_json(directory / ROOT_NAME, ROOT_FORMAT)
     limit = root.get("limit_bytes")
     limit = limit if isinstance(limit, int) and 0 < limit < 2**63 else None
     return CacheReport(
@@ -195,23 +196,30 @@ def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> It
     try:
         if is_unfinished(path):
             return
-        Manifest.read(path)
+        if Manifest.read(path).is_old:
+            return
         files = GenerationFiles.open(path, inspecting=True)
-        total = files.num_samples()  # at first: a live run adds to them
-        for key, value in files.records():
-            done += 1
-            try:
-                _decode(open_record(key, value, files.identity), coder)
-            except RecordError as error:
-                yield Damage(path.name, _sample(key), str(error))
-            if progress is not None and done % PROGRESS_EVERY == 0:
-                progress(done, max(done, total))
-        if files.num_damaged:
-            lost = f"{files.num_damaged} bytes of the index are damaged; what they told of is lost"
-            yield Damage(path.name, "?", lost)
+        try:
+            # What another process writes to, it has looked at, and is not at rest.
+            if not in_use_elsewhere(path) and (problem := files.problem()):
+                yield Damage(path.name, "?", f"{DATA_NAME}: {problem}")
+                return
+            total = files.num_samples()  # at first: a live run adds to them
+            for key, _, found in files.records():
+                done += 1
+                try:
+                    _decode(found, coder)
+                except ValueError as error:  # a RecordError is one
+                    yield Damage(path.name, _sample(key), str(error))
+                if progress is not None and done % PROGRESS_EVERY == 0:
+                    progress(done, max(done, total))
+        finally:
+            files.release()
     except DamagedError as error:
         if os.path.lexists(path):  # else it was removed just now
             yield Damage(path.name, "?", str(error))
+    except (OSError, GoneError) as error:
+        yield Damage(path.name, "?", str(error))
     finally:
         if progress is not None:
             progress(done, done)
@@ -237,23 +245,25 @@ def contents(path: Path, *, numbers_of: str | None = None) -> Contents:
     coder = Coder()
     if is_unfinished(path):
         return Contents(shapes, {}, {}, ())
-    files = GenerationFiles.open(path, inspecting=True)
-    for key, value in files.records():
+    for key, value, record in _records(path):
         try:
-            record = open_record(key, value, files.identity)
             _, variant = decode_key(key)
-        except ValueError:  # a RecordError is one
+        except ValueError:
+            variant = 0
+        if isinstance(record, RecordError):
             codecs["damaged"] += 1
             continue
         variants[variant] += 1
         sizes[max(len(value) - 1, 0).bit_length()] += 1
         codecs[_codec_name(record)] += 1
-        for name, text in _describe(record.layout):
-            shapes[name] = text if shapes.get(name, text) == text else "varies"
-        tensors = [field for field in record.layout.fields if field.dtype is not None]
-        tensor_bytes.append(sum(field.num_bytes for field in tensors))
-        for field in tensors:
-            largest[field.name] = _larger(field, largest.get(field.name))
+        tensor_bytes.append(0)
+        for field, (shape, num_bytes) in zip(record.layout.fields, record.shapes, strict=True):
+            text = _described(field, shape)
+            shapes[field.name] = text if shapes.get(field.name, text) == text else "varies"
+            if field.dtype is not None:
+                tensor_bytes[-1] += num_bytes
+                size = field.dtype.itemsize
+                largest[field.name] = _larger((shape, size), largest.get(field.name))
         numbers += _numbers(record, numbers_of, coder)
     bins = range(min(sizes), max(sizes) + 1) if sizes else ()
     histogram = tuple((2 ** (one - 1) if one else 0, 2**one, sizes[one]) for one in bins)
@@ -275,10 +285,11 @@ def _glance(path: Path) -> GenerationReport:
     try:
         manifest = Manifest.read(path)
         if manifest.is_old:
-            note = f"of an earlier release (format {manifest.format}): not read by this one"
+            manifest.check_current()
         elif not is_unfinished(path):
             files = GenerationFiles.open(path, inspecting=True)
             num_samples, totals = files.num_samples(), files.totals
+            files.release()
     except DamagedError as error:
         damage = damage or (None if is_unfinished(path) else str(error))
     except (StoreError, GoneError, OSError) as error:  # of now, or not ours
@@ -301,32 +312,35 @@ def _glance(path: Path) -> GenerationReport:
     )
 
 
-def _decode(record: Record, coder: Coder) -> None:
-    for position, field in enumerate(record.layout.fields):
-        if field.dtype is None:
-            record.value(position)
-        else:
-            record.tensor(position, coder)
+def _records(path: Path) -> Iterator[tuple[bytes, memoryview, Record | RecordError]]:
+    Manifest.read(path).check_current()
+    files = GenerationFiles.open(path, inspecting=True)
+    try:
+        yield from files.records()
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error}") from error
+    finally:
+        files.release()
 
 
-def _describe(layout: Layout) -> list[tuple[str, str]]:
-    return [
-        (
-            field.name,
-            "scalar, text or bytes"
-            if field.dtype is None
-            else f"{str(field.dtype).removeprefix('torch.')} {list(field.shape)}",
-        )
-        for field in layout.fields
-    ]
+def _decode(record: Record | RecordError, coder: Coder) -> None:
+    if isinstance(record, RecordError):
+        raise record
+    for position in range(len(record.layout.fields)):
+        record.value(position, coder)
 
 
-def _larger(field: FieldLayout, known: Largest | None) -> Largest:
+def _described(field: FieldLayout, shape: tuple[int, ...]) -> str:
+    if field.dtype is None:
+        return "scalar, text or bytes"
+    return f"{str(field.dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def _larger(one: Largest, known: Largest | None) -> Largest:
     """Return what a field's tensor takes if it is as large as both in every dimension."""
-    shape, size = field.shape, field.dtype.itemsize if field.dtype is not None else 0
-    if known is None or len(known[0]) != len(shape):
-        return shape, size
-    return tuple(map(max, known[0], shape)), max(size, known[1])
+    if known is None or len(known[0]) != len(one[0]):
+        return one
+    return tuple(map(max, known[0], one[0])), max(one[1], known[1])
 
 
 def _numbers(record: Record, name: str | None, coder: Coder) -> Iterator[list[int]]:
@@ -335,7 +349,7 @@ def _numbers(record: Record, name: str | None, coder: Coder) -> Iterator[list[in
         is_row = len(field.shape) == 1 and field.dtype in (torch.int32, torch.int64)
         if field.name == name and is_row:
             with contextlib.suppress(RecordError):
-                yield record.tensor(position, coder).tolist()
+                yield record.value(position, coder).tolist()  # type: ignore[union-attr]
 
 
 def _codec_name(record: Record) -> str:

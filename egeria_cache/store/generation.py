@@ -5,19 +5,17 @@ Thread-safe. Disk trouble of any kind ends in one warning and in misses, never i
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import errno
-import functools
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import psutil
-import torch
 from torch import Tensor
 
 from egeria_cache.errors import StoreError
@@ -27,16 +25,15 @@ from egeria_cache.store.disk.budget import Budget, BudgetBusyError
 from egeria_cache.store.disk.files import GenerationFiles, GoneError
 from egeria_cache.store.disk.manifest import Manifest
 from egeria_cache.store.disk.place import FULL
-from egeria_cache.store.reader import BatchReader
+from egeria_cache.store.reader import BatchReader, Fetched
 from egeria_cache.store.records.choice import choose_codec
-from egeria_cache.store.records.encoded import Buffer, Encoded
-from egeria_cache.store.records.keys import SampleId, check_variant, encode_keys, plain_integers
-from egeria_cache.store.records.record import Rows, encode_rows
+from egeria_cache.store.records.keys import SampleId, Variants, encode_keys
+from egeria_cache.store.records.record import Encoded, Rows, encode_rows
 from egeria_cache.store.records.values import Value
 from egeria_cache.store.stats import GenerationCounts
 from egeria_cache.store.transfer import to_host
-from egeria_cache.store.writer import ChangedError, Job, Writer
-from egeria_cache.threads import has_modes, without_modes
+from egeria_cache.store.writer import Job, Writer
+from egeria_cache.threads import without_modes
 
 __all__ = ["Generation"]
 
@@ -48,10 +45,20 @@ SMALL_PART = 8
 """A generation that takes no more than this part, an eighth, of the limit and of the machine's
 memory is not worth compressing: it stays in the page cache, and is read in a fraction of the time
 that decoding takes."""
-Variants = int | npt.NDArray[np.int64]
-"""Of a batch's samples: one number for all of them, or one each, shape (B,)."""
+NO_DRAW = (1 << 32) - 1
+"""Stands for a draw where there is none to be superseded."""
 BARE = "value"
 """Name under which a bare tensor is stored."""
+
+
+class Part(NamedTuple):
+    """Some of the records of a commit."""
+
+    records: Encoded
+    raw_bytes: int
+    """Of all of them, decoded."""
+    error: LossyError
+    """What lossy storage changed in them."""
 
 
 class Generation:
@@ -117,10 +124,9 @@ class Generation:
     @property
     def num_samples(self) -> int:
         """Records on disk."""
-        try:
+        with self._trouble():
             return self._files.num_samples()
-        except (GoneError, StoreError, OSError):
-            return 0
+        return 0
 
     @property
     def raw_bytes(self) -> int:
@@ -140,29 +146,28 @@ class Generation:
     # -- reading ----------------------------------------------------------------------------
 
     def contains(self, ids: Sequence[SampleId], *, variant: Variants = 0) -> npt.NDArray[np.bool_]:
-        """Return bool (B,): which samples are stored. From memory."""
-        found = np.zeros(len(ids), np.bool_)
-        if self.alive:
-            for one, rows in _by_variant(variant, len(ids)):
-                found[rows] = self._files.contains(_taken(ids, rows), one)
-        return found
-
-    def catch_up(self) -> bool:
-        """Take note of what other processes have stored meanwhile; whether there was anything.
-
-        Never waits for this process's own writer.
-        """
-        try:
-            return self.alive and self._files.catch_up()
-        except (GoneError, StoreError, OSError):
-            return False
+        """Return bool (B,): which samples are stored, by whichever process."""
+        keys = encode_keys(ids, variant)
+        with self._trouble():
+            return self._files.contains(keys)
+        return np.zeros(len(ids), np.bool_)
 
     def bytes_of(self, ids: Sequence[SampleId], *, variant: Variants = 0) -> int:
-        """Return the bytes that the records of these samples take on disk. From memory."""
-        if not self.alive:
-            return 0
-        parts = _by_variant(variant, len(ids))
-        return sum(self._files.bytes_of(_taken(ids, rows), one) for one, rows in parts)
+        """Return the bytes that the records of these samples take on disk."""
+        keys = encode_keys(ids, variant)
+        with self._trouble():
+            return self._files.bytes_of(keys)
+        return 0
+
+    @contextlib.contextmanager
+    def _trouble(self) -> Iterator[None]:
+        """What goes wrong between training and the disk is a miss, and one warning."""
+        try:
+            yield
+        except GoneError:
+            pass
+        except (OSError, MemoryError) as error:  # of now: nothing is wrong with what is stored
+            self._warn(f"cannot be read now: {error}")
 
     def get_batch(
         self,
@@ -186,33 +191,12 @@ class Generation:
             bare tensor if that was put; an empty dict if nothing was found.
 
         Raises:
-            NotInMemoryError: `in_memory`, and it is not known that all of it is.
+            NotInMemoryError: `in_memory`, and not all of it is.
         """
-        parts = _by_variant(variant, len(ids))
-        if len(parts) == 1:
-            return self._get(ids, parts[0][0], pin_memory, in_memory)
-        got = [self._get(_taken(ids, rows), one, pin_memory, in_memory) for one, rows in parts]
-        found = np.zeros(len(ids), np.bool_)
-        for (_, rows), (_, hit) in zip(parts, got, strict=True):
-            found[rows] = hit
-        return (_joined(parts, [tensors for tensors, _ in got]) if found.all() else {}), found
-
-    def _get(
-        self, ids: Sequence[SampleId], variant: int, pin_memory: bool, in_memory: bool
-    ) -> tuple[Any, npt.NDArray[np.bool_]]:
-        if not self.alive:
-            self._count(misses=len(ids))
-            return {}, np.zeros(len(ids), np.bool_)
-        try:
-            if has_modes():
-                with without_modes():
-                    fetched = self._reader.read(self._files, ids, variant, pin_memory, in_memory)
-            else:
-                fetched = self._reader.read(self._files, ids, variant, pin_memory, in_memory)
-        except (OSError, MemoryError) as error:  # of now: nothing is wrong with what is stored
-            self._warn(f"cannot be read now: {error}")
-            self._count(misses=len(ids))
-            return {}, np.zeros(len(ids), np.bool_)
+        keys = encode_keys(ids, variant)
+        fetched = Fetched(False, {}, np.zeros(len(ids), np.bool_))
+        with self._trouble(), without_modes():
+            fetched = self._reader.read(self._files, keys, pin_memory, in_memory)
         counts, num_misses = self.counts, len(ids) - fetched.num_hits
         with self._lock:
             counts.hits += fetched.num_hits
@@ -240,7 +224,8 @@ class Generation:
             tensors: A tensor of B rows, or per name such a tensor or a list of B values. They must
                 not be written to afterwards; a batch that was is dropped, not stored.
             variant: Which random draw of each.
-            replaces: The draw that each of these supersedes; it stays in the file.
+            replaces: The last draw that each of these supersedes; `NO_DRAW` for none. What a sample
+                has up to that one is removed with the same commit, and its space used again.
 
         Returns:
             False if the batch was dropped (queue full, limit reached, disk trouble).
@@ -253,39 +238,29 @@ class Generation:
         for name, value in fields.items():
             if len(value) != len(ids):
                 raise ValueError(f"{name!r} has {len(value)} rows for {len(ids)} sample IDs")
-        parts = _by_variant(variant, len(ids))
-        if len(parts) == 1:
-            return self._put(ids, bare, fields, parts[0][0])
-        taken = True
-        for one, rows in parts:
-            part = {name: _taken(value, rows) for name, value in fields.items()}
-            taken &= self._put(_taken(ids, rows), bare, part, one)
-        return taken
-
-    def _put(
-        self, ids: Sequence[SampleId], bare: bool, fields: Mapping[str, Any], variant: int
-    ) -> bool:
-        check_variant(variant)
-        numbers = plain_integers(ids)
-        keys = encode_keys(ids, variant) if numbers is None else numbers.copy()
+        keys = encode_keys(ids, variant)
         if not self._takes_more or not self._writer.alive or self._writer.is_full:
-            return self._refuse(ids, variant)
-        fields, ready = to_host(fields)
-        job = Job.of(self, keys, range(len(ids)), Rows(bare, fields), ready, variant)
+            return self._refuse(keys)
+        replaced = None if replaces is None else _superseded(ids, replaces)
+        with without_modes():
+            fields, ready = to_host(fields)
+        job = Job.of(self, keys, range(len(ids)), Rows(bare, fields), ready, replaced)
         self._queued(1)
         if self._writer.submit(job):
             return True
         self._queued(-1)
-        return self._refuse(ids, variant)
+        return self._refuse(keys)
 
-    def _refuse(self, ids: Sequence[SampleId], variant: int) -> bool:
+    def _refuse(self, keys: Sequence[bytes]) -> bool:
         """Count what of a batch is not stored; True if there is nothing of it to be stored."""
-        num_new = len(ids) - int(np.count_nonzero(self.contains(ids, variant=variant)))
+        num_new = len(keys)
+        with self._trouble():
+            num_new -= int(np.count_nonzero(self._files.contains(keys)))
         if not num_new:
             return self.alive
         self._count(dropped_writes=num_new)
         if not self._writer.alive and self.alive:
-            self._warn("the cache's writer thread is dead")
+            self._warn(self._writer.why_dead)
         return False
 
     @property
@@ -298,12 +273,10 @@ class Generation:
 
     def commit(self, jobs: Sequence[Job]) -> None:
         """Encode and store batches in one commit; called by the writer thread alone."""
-        for job in jobs:
-            job.pick(self._files.contains_keys)
-        num_rows = sum(len(job.picked) for job in jobs)
-        num_written = 0
+        num_rows, num_written = sum(len(job.picked) for job in jobs), 0
         try:
-            num_written = self._commit_unchanged(jobs)
+            num_rows = sum(job.pick(self._files.contains) for job in jobs)
+            num_written = self._commit(jobs)
         except GoneError as gone:
             self._stop(str(gone))
         except BudgetBusyError as busy:
@@ -316,38 +289,25 @@ class Generation:
             self._count(writes=num_written, dropped_writes=num_rows - num_written)
             self._queued(-len(jobs))
 
-    def _commit_unchanged(self, jobs: Sequence[Job]) -> int:
-        """Commit the batches but for those that prove to have been changed."""
-        while self._takes_more and jobs:
-            try:
-                return self._commit(jobs)
-            except ChangedError as changed:
-                self._warn(
-                    "a tensor was changed after put_batch and before it was stored; not stored"
-                )
-                jobs = [job for job in jobs if job is not changed.job]
-        return 0
-
     def _commit(self, jobs: Sequence[Job]) -> int:
-        parts: list[Encoded] = []
-        known: set[bytes] = set()
-        num_encoded, raw_bytes, error = 0, 0, LossyError()
+        parts: list[Part] = []
+        num_encoded = 0
         for job in jobs:
-            if not job.picked:
-                continue
             try:
-                encoded = self._encode(job, error)
+                encoded = self._encode(job) if self._takes_more and job.picked else []
             except (TypeError, ValueError, RuntimeError) as problem:  # of this batch alone
                 self._warn(f"a batch cannot be stored: {problem}")
                 continue
-            num_encoded += len(encoded)
-            encoded = encoded.only(_first_among(known, encoded.keys))
-            raw_bytes += job.num_bytes * len(encoded) // max(len(job.keys), 1)
-            parts.append(encoded)
+            if not job.unchanged():
+                self._warn(
+                    "a tensor was changed after put_batch and before it was stored; not stored"
+                )
+                continue
+            parts += encoded
+            num_encoded += sum(len(part.records) for part in encoded)
         if not parts:
             return 0
-        records = Encoded.joined(parts)
-        num_new, num_stored = self.take(records, raw_bytes, error, self._codec)
+        num_new, num_stored = self.take(parts, self._codec)
         if num_stored < num_new:
             self._write_again_at = time.monotonic() + RETRY_S
             if "limit" not in self._said:
@@ -358,18 +318,13 @@ class Generation:
                     "`cache-inspect %s prune`",
                     self._budget.directory, self._budget.limit_bytes / 1e6, self._budget.directory,
                 )  # fmt: skip
-            return len(records) - num_new + num_stored
-        return num_encoded
+        return num_encoded - num_new + num_stored
 
-    def take(
-        self, records: Encoded, raw_bytes: int, error: LossyError, codec: Codec | None
-    ) -> tuple[int, int]:
+    def take(self, parts: Sequence[Part], codec: Codec | None) -> tuple[int, int]:
         """Store encoded records in one commit, now, as far as there is room.
 
         Args:
-            records: Of this generation, no two with one key.
-            raw_bytes: Of all of them, decoded.
-            error: What lossy storage changed in them.
+            parts: Of this generation.
             codec: What they were written with.
 
         Returns:
@@ -380,33 +335,33 @@ class Generation:
             BudgetBusyError: Another process holds the directory's lock.
             OSError: The disk is full, or fails.
         """
-        with self._budget.locked():
-            new = self._files.new_among(records)
-            fitting = self._fitting(new)
-            if fitting:
-                part = raw_bytes * len(fitting) // len(records)
-                self._files.write(fitting, part, error, codec)
-        return len(new), len(fitting)
+        num_new = num_stored = 0
+        with self._budget.locked(), self._files.writing() as commit:
+            for records, raw_bytes, error in parts:
+                new = records.only(commit.new_among(records))
+                growth = commit.growth_bytes(new)
+                fitting = new.only(growth[1:] <= self._budget.make_room(int(growth[-1])))
+                num_new, num_stored = num_new + len(new), num_stored + len(fitting)
+                if len(fitting):
+                    part = raw_bytes * len(fitting) // len(records)
+                    commit.add(fitting, part, error, codec)
+        return num_new, num_stored
 
-    def _fitting(self, records: Encoded) -> Encoded:
-        """Return as many of the records as the limit has room for."""
-        growth = self._files.growth_bytes(records)
-        room = self._budget.make_room(int(growth[-1]))
-        return records.only(growth[1:] <= room)
-
-    def _encode(self, job: Job, error: LossyError) -> Encoded:
-        """Return the records of a batch. To read them raises `ChangedError` if it was changed."""
+    def _encode(self, job: Job) -> list[Part]:
+        """Return the records of a batch."""
         for arrived in job.ready:
             arrived.synchronize()
-        changed = LossyError()
+        error = LossyError()
         codec = self._codec if self._codec is not None else self._choose_codec(job)
-        records = encode_rows(
-            job.encoded_keys, job.picked, job.rows, codec, self._coder, self._storage, changed,
-            self._files.identity, self._writer.arena,
+        encoded = encode_rows(
+            job.keys, job.picked, job.rows, codec, self._coder, self._storage, error,
+            self._files.identity, job.replaced,
         )  # fmt: skip
-        error.join(changed)
-        buffers = [functools.partial(_unchanged, job, buffer) for buffer in records.buffers]
-        return dataclasses.replace(records, buffers=buffers)
+        per_row = job.num_bytes / max(len(job.keys), 1)
+        parts = [Part(one, round(per_row * len(one)), LossyError()) for one in encoded]
+        if parts:
+            parts[0].error.join(error)
+        return parts
 
     def _choose_codec(self, job: Job) -> Codec:
         """Decide once, from the first batch."""
@@ -416,7 +371,7 @@ class Generation:
             self._codec, trials = Codec.RAW, f"{expected / 1e6:.0f} MB for all samples are few"
         else:
             self._codec, trials = choose_codec(
-                job.encoded_keys, job.picked, job.rows, self._coder, self._storage
+                job.keys, job.picked, job.rows, self._coder, self._storage
             )
         logger.info("%s: codec %s: %s", self.name, self._codec.label, trials)
         return self._codec
@@ -479,57 +434,8 @@ class Generation:
                 setattr(self.counts, name, getattr(self.counts, name) + change)
 
 
-def _unchanged(job: Job, buffer: Buffer) -> memoryview:
-    """Return the records of a batch that is still what was handed over."""
-    content = buffer()
-    if not job.unchanged():
-        raise ChangedError(job)
-    return content
-
-
-def _first_among(known: set[bytes], keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-    """Return which keys were not known yet, nor came before in their batch; now they are known."""
-    num_before = len(known)
-    if known.isdisjoint(keys):
-        known.update(keys)
-        if len(known) == num_before + len(keys):
-            return np.ones(len(keys), np.bool_)
-        known.difference_update(keys)
-    fresh = np.zeros(len(keys), np.bool_)
-    for position, key in enumerate(keys):
-        fresh[position] = key not in known
-        known.add(key)
-    return fresh
-
-
-def _by_variant(variant: Variants, size: int) -> list[tuple[int, Any]]:
-    """Return each variant, and the positions of its samples."""
-    if isinstance(variant, int):
-        return [(variant, slice(None))]
-    if not len(variant) or (variant == variant[0]).all():
-        return [(int(variant[0]) if len(variant) else 0, slice(None))]
-    return [(int(one), np.flatnonzero(variant == one)) for one in np.unique(variant)]
-
-
-def _taken(values: Any, rows: Any) -> Any:
-    if isinstance(rows, slice):
-        return values
-    if isinstance(values, Tensor):
-        return values[torch.from_numpy(rows)]
-    return [values[row] for row in rows.tolist()]
-
-
-def _joined(parts: Sequence[tuple[int, Any]], got: Sequence[Any]) -> Any:
-    """Put rows of several variants together again, in the order of their batch."""
-    if not isinstance(got[0], Mapping):
-        return _rows(parts, got)
-    return {name: _rows(parts, [one[name] for one in got]) for name in got[0]}
-
-
-def _rows(parts: Sequence[tuple[int, Any]], values: Sequence[Any]) -> Any:
-    order = np.argsort(np.concatenate([rows for _, rows in parts]), kind="stable")
-    kinds = {(one.shape[1:], one.dtype) if isinstance(one, Tensor) else None for one in values}
-    if None not in kinds and len(kinds) == 1:
-        return torch.cat(list(values))[torch.from_numpy(order)]
-    listed = [row for one in values for row in one]
-    return [listed[at] for at in order.tolist()]
+def _superseded(ids: Sequence[SampleId], last: Variants) -> list[bytes | None]:
+    """Return, per sample, the key of the last draw that goes."""
+    draws = np.broadcast_to(np.asarray(last), len(ids))
+    keys = encode_keys(ids, draws)
+    return [None if draw == NO_DRAW else key for key, draw in zip(keys, draws, strict=True)]

@@ -1,21 +1,16 @@
-/* Records -> tensors for a whole batch, without the interpreter.
+/* Records -> tensors for a whole batch, and raw tensors -> records, without the interpreter.
 
-   Optional: native.py finds what this was compiled to; without it the same is done in Python. Every
-   function works on memory that its caller owns, keeps nothing once it returns (`egeria_help` does so
-   when it is told to), and runs without the GIL. What came from the disk is not believed: each size is
-   bounded by the bytes at hand before it is used. The bytes of a record: docs/format.md. */
+   Optional: native.py finds what this was compiled to; without it raw and zstd records are read in
+   Python. Every function works on memory that its caller owns, keeps nothing once it returns, and runs
+   without the GIL. What came from the disk is not believed: each size is bounded by the bytes at hand
+   before it is used, or an address is made of it. The bytes of a record: docs/format.md. */
 
 #define _GNU_SOURCE
+#include <errno.h>
 #include <fcntl.h>
-#include <pthread.h>
-#include <setjmp.h>
-#include <signal.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <time.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || UINTPTR_MAX != UINT64_MAX
@@ -28,16 +23,13 @@
 #define VECTORISED
 #endif
 
-enum { CHECKSUM_BYTES = 8, PREFIX_BYTES = 16, NUM_FIELDS_AT = 11, LAYOUT_BYTES_AT = 12 };
+enum { CHECKSUM_BYTES = 8, SIZE_AT = 8, KEY_BYTES_AT = 14, HEAD_BYTES = 16 };
 enum { RAW, ZSTD, SPLIT, BITMAP };
-enum { BITMAP_HEAD_BYTES = 16, MOST_PLANES = 4, PAGES_AT_ONCE = 256, BEHIND_BYTES = 1 << 30 };
-enum { ABSENT, TRUSTED, VERIFIED };
-enum { MARK_BITS = 7, TURN_BITS = 6 };
-enum { LOOKED_AT = 64, MOST_DOUBTS = 4096, MOST_ASKED_BYTES = 1 << 18 };
-enum { TAKEN_NS = 8000, MOST_PATIENCE = 64, ALONE_EVERY = 16, SPINS = 1 << 12 };
-enum { KEPT_BYTES = 16 << 20 }; /* as in native.py */
+enum { BITMAP_HEAD_BYTES = 16, MOST_PLANES = 4, MOST_FIELDS = 255, MOST_HEAD_BYTES = 4096 };
+enum { ABSENT, INTACT, DAMAGED, UNREADABLE }; /* as in native.py */
 
 static const uint64_t AS_THEY_ARE = 1ull << 63;
+static const uint64_t STORED = ~0ull >> 8; /* of an entry; its highest byte is the codec */
 
 typedef uint64_t hash_fn(const void *data, size_t num_bytes, uint64_t seed);
 typedef size_t zstd_fn(void *context, void *out, size_t room, const void *data, size_t num_bytes);
@@ -168,7 +160,7 @@ static int decode_planes(const struct decoder *with, const uint8_t *from, uint64
     return 1;
 }
 
-/* room: see `egeria_decode`; for planes, values and some more, and marks, in this order. */
+/* room: for planes, values and some more, and marks, in this order. */
 static int decode_bitmap(const struct decoder *with, const uint8_t *from, uint64_t size,
                          uint8_t *room, uint8_t *out, int64_t num_bytes) {
     const int64_t n = num_bytes / with->width;
@@ -199,448 +191,195 @@ static int decode_field(const struct decoder *with, uint64_t codec, const uint8_
     return 0;
 }
 
-/* Decode a field of each of n records into rows of `num_bytes` at out + rows[i] * num_bytes.
-   starts, sizes: of the encoded fields in `records`, all within it. found: 1 for those that are
-   what they promise. */
-void egeria_decode(const struct decoder *with, int codec, int64_t n, const uint8_t *records,
-                   const int64_t *starts, const int64_t *sizes, uint8_t *out, const int64_t *rows,
-                   int64_t num_bytes, uint8_t *room, uint8_t *found) {
-    for (int64_t i = 0; i < n; i++)
-        found[i] = (uint8_t)decode_field(with, (uint64_t)codec, records + starts[i],
-                                         (uint64_t)sizes[i], room, out + rows[i] * num_bytes,
-                                         num_bytes);
+/* See decode_field. */
+int egeria_decode(const struct decoder *with, int codec, const uint8_t *from, uint64_t size,
+                  uint8_t *room, uint8_t *out, int64_t num_bytes) {
+    return decode_field(with, (uint64_t)codec, from, size, room, out, num_bytes);
 }
 
-/* -- serving -------------------------------------------------------------------------------- */
+/* -- reading -------------------------------------------------------------------------------- */
 
-/* A tensor that all records hold. */
-struct field {
-    int64_t num_bytes;
-    int64_t width; /* of an element */
-    int64_t floating;
+/* A tensor of fixed size that all records hold; row i of it begins at out + i * num_bytes. */
+struct column {
+    uint8_t *out;
+    int64_t num_bytes, width, floating;
 };
 
-/* What is the same from batch to batch. */
-struct source {
-    int64_t descriptor; /* of the file */
-    const uint8_t *map;
-    uint64_t map_bytes;
+struct batch {
+    int64_t descriptor;   /* of the file */
+    uint64_t seed;        /* of the checksums: the generation and the layout */
+    int64_t num_fields;
+    const struct column *columns;
+    const uint64_t *places, *sizes; /* of each record */
+    const uint8_t *keys;            /* one behind the other */
+    const uint64_t *key_ends;
+    const int64_t *rows;            /* of the columns */
+    uint8_t *found;                 /* how each was read; only what is ABSENT is looked for */
+    uint8_t *room;                  /* for decoding, then for a whole record */
+    uint64_t decode_bytes, room_bytes;
     hash_fn *hash;
     zstd_fn *zstd;
-    uint64_t identity; /* of the generation */
-    uint64_t variant;
-    const uint8_t *head; /* that the records should have, but for checksum and lengths */
-    uint64_t head_bytes;
-    int64_t num_fields;
-    const struct field *fields;
-    const uint64_t *table; /* span of each sample by its ID; NULL where the batch has spans */
-    uint64_t table_rows;
-    uint64_t room_bytes; /* that decoding needs besides */
-    struct pace *pace;
-    int64_t doubts; /* how many trusted records more are looked at before they are touched */
+    void *context;
+    int64_t waits;                  /* for the disk; else what is not in memory stays ABSENT */
 };
 
-/* How long records of one layout take, and whether help was of any. Any thread may note it. */
-struct pace {
-    _Atomic int64_t record_ns;  /* for one thread; 0: not known */
-    _Atomic int64_t patience;   /* how many batches are served alone after help was of none */
-    _Atomic int64_t alone;      /* how many more are */
-    _Atomic int64_t num_helped; /* records that helpers served */
-};
+static uint64_t aligned(uint64_t size) { return (size + 7) & ~7ull; }
 
-/* A span is a record's place, with the mark of the round in which it was verified in the lowest
-   bits, and its size; a size of 0 if there is none. */
-struct batch {
-    const int64_t *numbers;     /* sample IDs; NULL where they are no integers: */
-    const uint64_t *key_hashes; /* of their keys */
-    const uint64_t *spans;
-    const int64_t *rows; /* of `out` for each record; NULL: in this order */
-    uint8_t *const *out; /* per field */
-    uint64_t mark;       /* of the round of trust; what has another one is verified again */
-    uint64_t turn;       /* which part of what is trusted is verified again */
-    int64_t written;     /* the file's time of modification, in ns; -1 if it does not matter */
-    uint8_t *found;      /* how each record was served */
-    uint64_t *places;    /* and from where */
-};
+/* Where the entries of a record begin, if it is of this size and this key; 0 if not. */
+static uint64_t entries_at(const struct batch *of, int64_t i, const uint8_t *head) {
+    const uint64_t first = i ? of->key_ends[i - 1] : 0, key_bytes = of->key_ends[i] - first;
+    uint32_t size;
+    uint16_t its_key_bytes;
+    memcpy(&size, head + SIZE_AT, sizeof size);
+    memcpy(&its_key_bytes, head + KEY_BYTES_AT, sizeof its_key_bytes);
+    if (size != of->sizes[i] || its_key_bytes != key_bytes) return 0;
+    if (memcmp(head + HEAD_BYTES, of->keys + first, key_bytes)) return 0;
+    return HEAD_BYTES + aligned(key_bytes);
+}
 
-/* Whether all pages of it are in memory. What is not would be read by touching it, and where the
-   disk cannot read it, or the file was cut short, that is a signal which ends the process. */
-static int is_resident(const uint8_t *begin, uint64_t num_bytes, uint64_t page) {
-    unsigned char resident[PAGES_AT_ONCE];
-    uintptr_t at = (uintptr_t)begin & ~(uintptr_t)(page - 1);
-    const uintptr_t end = (uintptr_t)begin + num_bytes;
-    while (at < end) {
-        uint64_t pages = (end - at + page - 1) / page;
-        if (pages > PAGES_AT_ONCE) pages = PAGES_AT_ONCE;
-        if (mincore((void *)at, pages * page, resident)) return 0;
-        for (uint64_t i = 0; i < pages; i++)
-            if (!(resident[i] & 1)) return 0;
-        at += pages * page;
+/* Bytes of a record before its payload. */
+static uint64_t head_bytes(const struct batch *of, int64_t i) {
+    const uint64_t first = i ? of->key_ends[i - 1] : 0;
+    return HEAD_BYTES + aligned(of->key_ends[i] - first) + 8 * (uint64_t)of->num_fields;
+}
+
+/* Read what these say; ABSENT if it is not in memory and this does not wait, INTACT if all of it was
+   read. */
+static int read_all(const struct batch *of, struct iovec *into, int count, uint64_t place,
+                    uint64_t size) {
+    for (;;) {
+        const ssize_t done = preadv2((int)of->descriptor, into, count, (off_t)place,
+                                     of->waits ? 0 : RWF_NOWAIT);
+        if (done < 0 && errno == EINTR) continue;
+        if (done < 0) return of->waits ? UNREADABLE : ABSENT;
+        if ((uint64_t)done == size) return INTACT;
+        if (!done) return of->waits ? DAMAGED : ABSENT; /* the file ends here */
+        place += (uint64_t)done, size -= (uint64_t)done;
+        for (size_t left = (size_t)done; left;) {
+            const size_t taken = left < into->iov_len ? left : into->iov_len;
+            into->iov_base = (uint8_t *)into->iov_base + taken;
+            into->iov_len -= taken, left -= taken;
+            if (!into->iov_len) into++, count--;
+        }
+        while (count && !into->iov_len) into++, count--;
     }
-    return 1;
 }
 
-/* Whether the system says what of a file is in memory. Of a page far behind its end it must say that
-   it is not; some say of all that it is: gVisor, and Linux of a file that the caller may not write. */
-int egeria_can_tell(int fd, uint64_t num_bytes) {
-    const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
-    const uint64_t far_behind = (num_bytes + BEHIND_BYTES) & ~(page - 1);
-    unsigned char resident = 1;
-    void *mapped = mmap(NULL, page, PROT_READ, MAP_SHARED, fd, (off_t)far_behind);
-    if (mapped == MAP_FAILED) return 0;
-    if (mincore(mapped, page, &resident)) resident = 1;
-    munmap(mapped, page);
-    return !(resident & 1);
+/* Read a record of raw tensors to where they belong. DAMAGED if it is another one than that. */
+static int read_raw(const struct batch *of, int64_t i, uint64_t start) {
+    uint8_t head[MOST_HEAD_BYTES];
+    struct iovec into[MOST_FIELDS + 1] = {{head, start}};
+    int count = 1;
+    for (int64_t j = 0; j < of->num_fields; j++) {
+        const struct column *column = of->columns + j;
+        if (!column->num_bytes) continue;
+        into[count++] = (struct iovec){column->out + of->rows[i] * column->num_bytes,
+                                       (size_t)column->num_bytes};
+    }
+    const int how = read_all(of, into, count, of->places[i], of->sizes[i]);
+    if (how != INTACT) return how;
+    const uint64_t entries = entries_at(of, i, head);
+    if (!entries) return DAMAGED;
+    uint64_t sum = of->hash(head + CHECKSUM_BYTES, start - CHECKSUM_BYTES, of->seed);
+    for (int64_t j = 0; j < of->num_fields; j++) {
+        const struct column *column = of->columns + j;
+        if (word(head + entries + 8 * (uint64_t)j) != (uint64_t)column->num_bytes) return DAMAGED;
+        sum = of->hash(column->out + of->rows[i] * column->num_bytes, (size_t)column->num_bytes, sum);
+    }
+    return sum == word(head) ? INTACT : DAMAGED;
 }
 
-static uint64_t key_hash(const struct source *from, const struct batch *of, int64_t i) {
-    if (!of->numbers) return of->key_hashes[i];
-    uint8_t key[13] = {'i'};
-    const uint64_t number = (uint64_t)of->numbers[i] ^ 1ull << 63;
-    for (int j = 0; j < 4; j++) key[1 + j] = (uint8_t)(from->variant >> (24 - 8 * j));
-    for (int j = 0; j < 8; j++) key[5 + j] = (uint8_t)(number >> (56 - 8 * j));
-    return from->hash(key, sizeof key, 0);
-}
-
-/* Whether a record is what its checksum says, which covers its head, its key and the generation. */
-static int is_intact(const struct source *from, uint64_t key, const uint8_t *record,
-                     uint64_t size) {
-    uint32_t layout_bytes;
-    memcpy(&layout_bytes, record + LAYOUT_BYTES_AT, sizeof layout_bytes);
-    const uint64_t head = PREFIX_BYTES + 8ull * record[NUM_FIELDS_AT] + layout_bytes;
-    if (head > size) return 0;
-    const uint64_t of_head = from->hash(record + CHECKSUM_BYTES, head - CHECKSUM_BYTES, 0);
-    return from->hash(record + head, size - head, of_head ^ key ^ from->identity) == word(record);
-}
-
-/* Decode what lies behind a head that is like all others'. */
-static int decode_record(const struct source *from, void *context, const uint8_t *record,
-                         uint64_t size, uint8_t *const *out, int64_t row, uint8_t *room) {
-    const uint64_t lengths = PREFIX_BYTES + 8 * (uint64_t)from->num_fields;
-    uint64_t at = from->head_bytes;
-    if (size < at) return 0;
-    if (memcmp(record + CHECKSUM_BYTES, from->head, PREFIX_BYTES - CHECKSUM_BYTES)) return 0;
-    if (memcmp(record + lengths, from->head + lengths - CHECKSUM_BYTES, at - lengths)) return 0;
-    for (int64_t j = 0; j < from->num_fields; j++) {
-        const struct field *field = from->fields + j;
-        const struct decoder with = {from->zstd, context, field->width, field->floating};
-        const uint64_t entry = word(record + PREFIX_BYTES + 8 * j);
-        const uint64_t codec = entry >> 56, stored = entry & ~0ull >> 8;
-        if (stored > size - at) return 0;
-        if (!decode_field(&with, codec, record + at, stored, room,
-                          out[j] + row * field->num_bytes, field->num_bytes))
-            return 0;
+/* Read a record into the room, verify it, and decode it from there. */
+static int read_any(const struct batch *of, int64_t i, uint64_t start) {
+    const uint64_t size = of->sizes[i];
+    uint8_t *const record = of->room + of->decode_bytes;
+    if (size > of->room_bytes - of->decode_bytes) return DAMAGED;
+    struct iovec into = {record, size};
+    const int how = read_all(of, &into, 1, of->places[i], size);
+    if (how != INTACT) return how;
+    const uint64_t entries = entries_at(of, i, record);
+    if (!entries) return DAMAGED;
+    uint64_t at = start, sum = of->hash(record + CHECKSUM_BYTES, start - CHECKSUM_BYTES, of->seed);
+    for (int64_t j = 0; j < of->num_fields; j++) {
+        const uint64_t stored = word(record + entries + 8 * (uint64_t)j) & STORED;
+        if (stored > size - at) return DAMAGED;
+        sum = of->hash(record + at, stored, sum);
         at += stored;
     }
-    return at == size;
+    if (at != size || sum != word(record)) return DAMAGED;
+    at = start;
+    for (int64_t j = 0; j < of->num_fields; j++) {
+        const struct column *column = of->columns + j;
+        const struct decoder with = {of->zstd, of->context, column->width, column->floating};
+        const uint64_t entry = word(record + entries + 8 * (uint64_t)j), stored = entry & STORED;
+        if (!decode_field(&with, entry >> 56, record + at, stored, of->room,
+                          column->out + of->rows[i] * column->num_bytes, column->num_bytes))
+            return DAMAGED;
+        at += stored;
+    }
+    return INTACT;
 }
 
-static const uint64_t *span_of(const struct source *from, const struct batch *of, int64_t i) {
-    static const uint64_t nowhere[2] = {0, 0};
-    if (!from->table) return of->spans + 2 * i;
-    const uint64_t number = (uint64_t)of->numbers[i];
-    return number < from->table_rows ? from->table + 2 * number : nowhere;
+static int read_one(const struct batch *of, int64_t i, uint64_t raw_bytes) {
+    const uint64_t start = head_bytes(of, i);
+    if (start > MOST_HEAD_BYTES || of->sizes[i] < start) return DAMAGED;
+    if (of->sizes[i] != start + raw_bytes) return read_any(of, i, start);
+    const int how = read_raw(of, i, start);
+    return how == DAMAGED ? read_any(of, i, start) : how; /* encoded, and of the same size */
 }
 
-/* Look up, while the record before it is copied, where the pages of a record are: that takes as long
-   as copying them. */
-static void ask_for(const struct source *from, const struct batch *of, int64_t i, uint64_t page) {
-    const uint64_t *span = span_of(from, of, i);
-    const uint64_t place = __atomic_load_n(span, __ATOMIC_RELAXED);
-    const uint64_t size = __atomic_load_n(span + 1, __ATOMIC_RELAXED);
-    for (uint64_t at = 0; at < size && at < MOST_ASKED_BYTES; at += page)
-        __builtin_prefetch(from->map + place + at);
+/* Read records of one layout, each of which holds all columns: what is in memory, then the rest, all
+   of which is asked for before it is waited for. Return how many are INTACT. */
+int64_t egeria_read(struct batch *of, int64_t count) {
+    const int64_t waits = of->waits;
+    int64_t num_intact = 0, num_left = 0;
+    uint64_t raw_bytes = 0;
+    for (int64_t j = 0; j < of->num_fields; j++) raw_bytes += (uint64_t)of->columns[j].num_bytes;
+    of->waits = 0;
+    for (int64_t i = 0; i < count; i++) {
+        of->found[i] = (uint8_t)read_one(of, i, raw_bytes);
+        num_intact += of->found[i] == INTACT, num_left += of->found[i] == ABSENT;
+        if (num_left && !waits) break;
+    }
+    of->waits = waits;
+    if (!num_left || !waits) return num_intact;
+    for (int64_t i = 0; i < count; i++)
+        if (of->found[i] == ABSENT)
+            (void)posix_fadvise((int)of->descriptor, (off_t)of->places[i], (off_t)of->sizes[i],
+                                POSIX_FADV_WILLNEED);
+    for (int64_t i = 0; i < count; i++) {
+        if (of->found[i] != ABSENT) continue;
+        of->found[i] = (uint8_t)read_one(of, i, raw_bytes);
+        num_intact += of->found[i] == INTACT;
+    }
+    return num_intact;
 }
 
-/* Whether a record is in memory. Where the system seems to keep the file there, of those that were
-   read before only some are looked at. */
-static int is_at_hand(struct source *from, const uint8_t *record, uint64_t size, int must_look,
-                      uint64_t page) {
-    const int64_t doubts = __atomic_load_n(&from->doubts, __ATOMIC_RELAXED);
-    if (!must_look && doubts <= 0) return 1;
-    const int is_there = is_resident(record, size, page);
-    if (!is_there || doubts > 0)
-        __atomic_store_n(&from->doubts, is_there ? doubts - 1 : MOST_DOUBTS, __ATOMIC_RELAXED);
-    return is_there;
-}
+/* -- writing -------------------------------------------------------------------------------- */
 
-/* Where a file is touched that was cut short meanwhile, or that the disk cannot read, the system
-   sends a signal, which would end the process: the thread that reads goes on behind that record.
-   Every other SIGBUS is left to whoever would have had it. */
-static __thread __attribute__((tls_model("initial-exec"))) volatile struct {
-    const uint8_t *map;
-    uint64_t map_bytes; /* 0 while this thread reads nothing */
-    sigjmp_buf *back;
-} touched;
-static struct sigaction others;
-static volatile sig_atomic_t is_handed_over;
-
-static void on_bus_error(int number, siginfo_t *info, void *context) {
-    (void)context;
-    if ((uint64_t)((const uint8_t *)info->si_addr - touched.map) < touched.map_bytes)
-        siglongjmp(*touched.back, 1);
-    /* faulthandler ends by what was there before it, which may be this one: not twice. */
-    const struct sigaction end = {.sa_handler = SIG_DFL};
-    sigaction(number, is_handed_over ? &end : &others, NULL);
-    is_handed_over = 1;
-    if (info->si_code <= 0) raise(number); /* else it happens again */
-}
-
-/* Handle the signal, unless that is so: others may have come between. */
-static void handle_bus_errors(void) {
-    static int is_busy;
-    const struct sigaction ours = {
-        .sa_sigaction = on_bus_error, .sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER};
-    struct sigaction now;
-    if (sigaction(SIGBUS, NULL, &now)) return;
-    if (now.sa_flags & SA_SIGINFO && now.sa_sigaction == on_bus_error) return;
-    if (__atomic_exchange_n(&is_busy, 1, __ATOMIC_ACQUIRE)) return; /* another thread does */
-    others = now, is_handed_over = 0;
-    sigaction(SIGBUS, &ours, NULL);
-    __atomic_store_n(&is_busy, 0, __ATOMIC_RELEASE);
-}
-
-/* Whether the file is as it was then; always, where that does not matter. */
-static int is_unchanged(const struct source *from, const struct batch *of) {
-    struct stat now;
-    if (of->written < 0) return 1;
-    if (fstat((int)from->descriptor, &now)) return 0;
-    return now.st_mtim.tv_sec * 1000000000ll + now.st_mtim.tv_nsec == of->written;
-}
-
-/* A batch that is being served; each thread takes some records of it after the other. */
-struct work {
-    struct source *from;
-    const struct batch *of;
-    int64_t count, step;
-    int64_t next;
-    int64_t num_served, num_verified;
+struct source {
+    const uint8_t *rows;
+    int64_t num_bytes; /* of a row */
 };
 
-/* What one thread does of it. */
-struct part {
-    struct source *from;
-    const struct batch *of;
-    int64_t end;
-    int64_t num_served, num_verified;
-    void *context;
-    uint8_t *room;
-    uint64_t page;
-};
-
-static __attribute__((noinline)) void serve_one(struct part *part, int64_t i) {
-    struct source *const from = part->from;
-    const struct batch *const of = part->of;
-    /* Read once: other threads set spans meanwhile. Half of one and half of another is found out by
-       the checksum, or by the record's own length. */
-    const uint64_t *span = span_of(from, of, i);
-    const uint64_t marked = __atomic_load_n(span, __ATOMIC_RELAXED);
-    const uint64_t size = __atomic_load_n(span + 1, __ATOMIC_RELAXED);
-    const uint64_t place = marked & ~(uint64_t)MARK_BITS;
-    const uint64_t mixed = place * 0x9E3779B97F4A7C15ull >> (64 - TURN_BITS);
-    const int is_trusted = (marked & MARK_BITS) == of->mark;
-    const int must_verify = !is_trusted || mixed == of->turn;
-    const int must_look = must_verify || i % LOOKED_AT == 0;
-    const uint8_t *record = from->map + place;
-    of->found[i] = ABSENT;
-    if (i + 1 < part->end) ask_for(from, of, i + 1, part->page);
-    if (size < PREFIX_BYTES || place > from->map_bytes || size > from->map_bytes - place) return;
-    if (!is_at_hand(from, record, size, must_look, part->page)) return;
-    if (must_verify && !is_intact(from, key_hash(from, of, i), record, size)) return;
-    if (!decode_record(from, part->context, record, size, of->out, of->rows ? of->rows[i] : i,
-                       part->room))
-        return;
-    of->found[i] = is_trusted ? TRUSTED : VERIFIED;
-    of->places[i] = place;
-    part->num_verified += !is_trusted, part->num_served++;
-}
-
-/* Take records of a batch until all are taken; return how many were served. room: of one thread. */
-static int64_t take_part(struct work *work, void *context, uint8_t *room) {
-    struct source *const from = work->from;
-    struct part part = {from, work->of, 0, 0, 0, context, room, (uint64_t)sysconf(_SC_PAGESIZE)};
-    volatile int64_t at = 0; /* as it was, where the signal comes */
-    sigjmp_buf back;
-    if (sigsetjmp(back, 0)) {
-        __atomic_store_n(&from->doubts, MOST_DOUBTS, __ATOMIC_RELAXED);
-        at = at + 1;
-    }
-    touched.map = from->map, touched.back = &back, touched.map_bytes = from->map_bytes;
-    for (;; at = at + 1) {
-        if (at >= part.end) {
-            at = __atomic_fetch_add(&work->next, work->step, __ATOMIC_RELAXED);
-            if (at >= work->count) break;
-            part.end = at + work->step < work->count ? at + work->step : work->count;
+/* Put rows behind the heads of their records, which lie `stride` bytes from each other, and set the
+   checksums. */
+void egeria_pack(hash_fn *hash, uint64_t seed, uint8_t *records, int64_t stride, int64_t start,
+                 int64_t count, const int64_t *picked, const struct source *sources,
+                 int64_t num_fields) {
+    for (int64_t i = 0; i < count; i++) {
+        uint8_t *const record = records + i * stride, *at = record + start;
+        uint64_t sum = hash(record + CHECKSUM_BYTES, (size_t)(start - CHECKSUM_BYTES), seed);
+        for (int64_t j = 0; j < num_fields; j++) {
+            const int64_t num_bytes = sources[j].num_bytes;
+            memcpy(at, sources[j].rows + picked[i] * num_bytes, (size_t)num_bytes);
+            sum = hash(at, (size_t)num_bytes, sum);
+            at += num_bytes;
         }
-        serve_one(&part, at);
-    }
-    touched.map_bytes = 0;
-    __atomic_fetch_add(&work->num_served, part.num_served, __ATOMIC_RELAXED);
-    __atomic_fetch_add(&work->num_verified, part.num_verified, __ATOMIC_RELAXED);
-    return part.num_served;
-}
-
-/* -- helpers -------------------------------------------------------------------------------- */
-
-/* Threads that sleep until a batch is worth dividing. Whoever asks them goes on at once, and waits
-   in the end for those alone that have come meanwhile, until each is done with what it took. */
-struct helpers {
-    pthread_mutex_t lock;
-    pthread_cond_t asked, left;
-    struct work *work; /* NULL if there is none */
-    int64_t num_threads;
-    int64_t worth_ns;   /* a batch that takes less is not divided; 0: every one is */
-    int64_t num_wanted; /* that may still come */
-    _Atomic int64_t num_inside;
-    int64_t is_over;
-};
-
-uint64_t egeria_helpers_bytes(void) { return sizeof(struct helpers); }
-
-void egeria_begin_helpers(struct helpers *with, int64_t num_threads, int64_t worth_ns) {
-    memset(with, 0, sizeof *with);
-    with->num_threads = num_threads, with->worth_ns = worth_ns;
-    pthread_mutex_init(&with->lock, NULL);
-    pthread_cond_init(&with->asked, NULL);
-    pthread_cond_init(&with->left, NULL);
-}
-
-/* Send all home. */
-void egeria_end_helpers(struct helpers *with) {
-    pthread_mutex_lock(&with->lock);
-    with->is_over = 1;
-    pthread_cond_broadcast(&with->asked);
-    pthread_mutex_unlock(&with->lock);
-}
-
-/* Help until the end, as one thread. context: zstd's. */
-void egeria_help(struct helpers *with, void *context) {
-    uint8_t *room = NULL;
-    uint64_t room_bytes = 0;
-    sigset_t others_handle; /* all but its own faults */
-    sigfillset(&others_handle);
-    sigdelset(&others_handle, SIGBUS), sigdelset(&others_handle, SIGSEGV);
-    sigdelset(&others_handle, SIGILL), sigdelset(&others_handle, SIGFPE);
-    pthread_sigmask(SIG_SETMASK, &others_handle, NULL);
-    pthread_mutex_lock(&with->lock);
-    while (!with->is_over) {
-        struct work *work = with->work;
-        if (!work || !with->num_wanted) {
-            pthread_cond_wait(&with->asked, &with->lock);
-            continue;
-        }
-        with->num_wanted--, with->num_inside++;
-        pthread_mutex_unlock(&with->lock);
-        if (work->from->room_bytes > room_bytes) {
-            free(room);
-            room_bytes = work->from->room_bytes;
-            if (!(room = malloc(room_bytes))) room_bytes = 0;
-        }
-        if (room_bytes >= work->from->room_bytes)
-            work->from->pace->num_helped += take_part(work, context, room);
-        if (room_bytes > KEPT_BYTES) free(room), room = NULL, room_bytes = 0;
-        pthread_mutex_lock(&with->lock);
-        with->num_inside--;
-        pthread_cond_signal(&with->left);
-    }
-    pthread_mutex_unlock(&with->lock);
-    free(room);
-}
-
-/* Ask for help; whether it may come. */
-static int ask_helpers(struct helpers *with, struct work *work, int64_t num_wanted) {
-    pthread_mutex_lock(&with->lock); /* which nobody holds while they work */
-    const int is_free = !with->work && !with->is_over; /* another thread may have asked */
-    if (is_free) {
-        with->work = work, with->num_wanted = num_wanted;
-        if (num_wanted == 1) pthread_cond_signal(&with->asked);
-        else pthread_cond_broadcast(&with->asked);
-    }
-    pthread_mutex_unlock(&with->lock);
-    return is_free;
-}
-
-/* Wait for those that have come. */
-static void dismiss_helpers(struct helpers *with) {
-    pthread_mutex_lock(&with->lock);
-    with->num_wanted = 0;
-    pthread_mutex_unlock(&with->lock);
-    /* Going to sleep takes longer than what they still have to do. */
-    for (int i = 0; i < SPINS && with->num_inside; i++)
-        continue;
-    pthread_mutex_lock(&with->lock);
-    while (with->num_inside) pthread_cond_wait(&with->left, &with->lock);
-    with->work = NULL;
-    pthread_mutex_unlock(&with->lock);
-}
-
-static int64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000ll + now.tv_nsec;
-}
-
-/* How many should help with a batch: as many as each find enough to do. Where help was of none, as on
-   a machine whose cores are busy, it is not asked for so soon again; now and then a batch is served
-   alone to know what that takes. Other threads count, too: nothing depends on it. */
-static int64_t num_wanted(struct pace *pace, const struct helpers *with, int64_t count) {
-    if (!with || count < 2) return 0;
-    if (!with->worth_ns) return with->num_threads;
-    const int64_t wanted = pace->record_ns * count / with->worth_ns;
-    if (wanted <= 0 || pace->alone-- > 0) return 0;
-    return wanted < with->num_threads ? wanted : with->num_threads;
-}
-
-static void note_taken(struct pace *pace, int64_t count, int64_t taken_ns, int was_helped) {
-    if (!was_helped) {
-        const int64_t before = pace->record_ns, record_ns = 1 + taken_ns / count;
-        pace->record_ns = before ? before + (record_ns - before) / 4 : record_ns;
-    } else if (taken_ns < pace->record_ns * count) {
-        pace->patience = 0;
-        if (pace->alone < -ALONE_EVERY) pace->alone = 1;
-    } else {
-        pace->patience = pace->patience ? 2 * pace->patience : 1;
-        if (pace->patience > MOST_PATIENCE) pace->patience = MOST_PATIENCE;
-        pace->alone = pace->patience;
-    }
-}
-
-/* Decode the records of a batch, as far as they are in memory, intact and laid out like the others.
-   Return how many of them were not trusted before; -1 if one is absent. Where the file was written
-   to before or meanwhile, nothing of it counts: -2.
-   context: zstd's, for one thread. room: room_bytes. helpers: NULL if there are none. */
-int64_t egeria_serve(struct source *from, const struct batch *of, int64_t count, void *context,
-                     uint8_t *room, struct helpers *helpers) {
-    struct work work = {.from = from, .of = of, .count = count};
-    const int64_t begun_ns = now_ns(), wanted = num_wanted(from->pace, helpers, count);
-    if (!is_unchanged(from, of)) return -2;
-    handle_bus_errors();
-    const int64_t record_ns = from->pace->record_ns;
-    work.step = record_ns > 0 ? 1 + TAKEN_NS / record_ns : 1;
-    const int is_helped = wanted && ask_helpers(helpers, &work, wanted);
-    if (!is_helped) work.step = count;
-    take_part(&work, context, room);
-    if (is_helped) dismiss_helpers(helpers);
-    if (!is_unchanged(from, of)) return -2;
-    if (count) note_taken(from->pace, count, now_ns() - begun_ns, is_helped);
-    return work.num_served == count ? work.num_verified : -1;
-}
-
-/* Bring records into memory: all are asked for, then each is waited for. Where the disk cannot read
-   one, that is seen when it is read by itself. room: num_bytes bytes. */
-void egeria_load(int fd, int64_t n, const uint64_t *spans, uint8_t *room, uint64_t num_bytes) {
-    for (int64_t i = 0; i < n; i++)
-        (void)posix_fadvise(fd, (off_t)(spans[2 * i] & ~(uint64_t)MARK_BITS),
-                            (off_t)spans[2 * i + 1], POSIX_FADV_WILLNEED);
-    for (int64_t i = 0; i < n; i++) {
-        const uint64_t place = spans[2 * i] & ~(uint64_t)MARK_BITS, end = place + spans[2 * i + 1];
-        for (uint64_t at = place; at < end; at += num_bytes)
-            if (pread(fd, room, end - at < num_bytes ? end - at : num_bytes, (off_t)at) <= 0)
-                break;
+        memcpy(record, &sum, sizeof sum);
     }
 }
 
 /* See SHAPE in native.py. */
-const uint64_t egeria_shape[] = {5, sizeof(struct field), sizeof(struct source),
-                                 sizeof(struct batch), sizeof(struct decoder),
-                                 sizeof(struct pace)};
+const uint64_t egeria_shape[] = {6, sizeof(struct column), sizeof(struct batch),
+                                 sizeof(struct decoder), sizeof(struct source)};

@@ -7,6 +7,7 @@ arrives is what was stored, or is refused. Bytes: docs/format.md.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import struct
@@ -19,7 +20,7 @@ import numpy as np
 import xxhash
 
 from egeria_cache.store.codecs.lossy import LossyError
-from egeria_cache.store.disk.files import GenerationFiles
+from egeria_cache.store.disk.files import GenerationFiles, GoneError
 from egeria_cache.store.disk.manifest import (
     FORMAT,
     MAX_JSON_BYTES,
@@ -28,16 +29,19 @@ from egeria_cache.store.disk.manifest import (
     generation_name,
 )
 from egeria_cache.store.disk.totals import TOTALS_BYTES, Totals
-from egeria_cache.store.records.encoded import Encoded
-from egeria_cache.store.records.record import open_record
+from egeria_cache.store.generation import Part
+from egeria_cache.store.records.layout import Layout
+from egeria_cache.store.records.record import Encoded, number_of, open_record
 from egeria_cache.store.records.values import RecordError
 from egeria_cache.store.store import ActivationStore
 
 __all__ = ["Parcelled", "pack", "unpack"]
 
-MAGIC, VERSION = b"EGPK", 1
+MAGIC, VERSION = b"EGPK", 2
 BLOCK_BYTES = 16 * 2**20
 """Of records in one block, where one record is not more."""
+LAYOUT = b"layout"
+"""Stands where a record's key would: the bytes are a layout's."""
 _PIECE_BYTES = 8 * 2**20
 _HEAD = struct.Struct("<4sII")
 """Magic, version, bytes of the manifest."""
@@ -77,23 +81,29 @@ def pack(path: Path, out: BinaryIO) -> Parcelled:
         StoreError: It is of an earlier format.
         OSError: The stream cannot be written.
     """
-    manifest, files = Manifest.read(path), GenerationFiles.open(path, inspecting=True)
+    manifest = Manifest.read(path)
+    manifest.check_current()
+    files = GenerationFiles.open(path, inspecting=True)
     text = json.dumps({"format": FORMAT, "fields": dict(manifest.fields)}).encode()
     head = _HEAD.pack(MAGIC, VERSION, len(text)) + text + files.totals.pack()
     done, writer = Parcelled(path.name), _Writer(out, head)
-    block, size = Pairs(), 0
-    for key, value in files.records():
-        try:
-            open_record(key, value, files.identity)
-        except RecordError:
-            done.num_damaged += 1
-            continue
-        block.append((key, value))
-        size += len(value)
-        done.num_records += 1
-        if size >= BLOCK_BYTES:
-            writer.block(block)
-            block, size = [], 0
+    block, size, told = Pairs(), 0, set[int]()
+    try:
+        for key, value, found in files.records():
+            if isinstance(found, RecordError):
+                done.num_damaged += 1
+                continue
+            if found.layout.number not in told:  # before the first record that has it
+                told.add(found.layout.number)
+                block.append((LAYOUT, found.layout.pack()))
+            block.append((key, value))
+            size += len(value)
+            done.num_records += 1
+            if size >= BLOCK_BYTES:
+                writer.block(block)
+                block, size = [], 0
+    finally:
+        files.release()
     if block:
         writer.block(block)
     writer.block([], done.num_records)
@@ -118,26 +128,44 @@ def unpack(stream: BinaryIO, store: ActivationStore) -> Parcelled:
     done = Parcelled(generation_name(fields))
     generation = store.open_generation(fields)
     identity = xxhash.xxh3_64_intdigest(done.name.encode())
-    error, left = totals.error, totals.raw_bytes
-    per_record = totals.raw_bytes / max(totals.stored_bytes, 1)
-    for records in itertools.chain([first], blocks):
-        for key, value in records:
-            try:
-                open_record(key, value, identity)
-            except RecordError as problem:
-                raise DamagedError(f"a record of the stream is damaged: {problem}") from None
-        if not records:
+    error, layouts = totals.error, dict[int, Layout]()
+    per_byte = totals.raw_bytes / max(totals.stored_bytes, 1)
+    for pairs in itertools.chain([first], blocks):
+        parts = []
+        for layout, records in _by_layout(pairs, layouts, identity):
+            raw_bytes = round(per_byte * sum(len(value) for _, value in records))
+            parts.append(Part(Encoded.of(layout, records), raw_bytes, error))
+            error = LossyError()
+        if not parts:
             continue
-        raw_bytes = min(left, round(per_record * sum(len(value) for _, value in records)))
-        left -= raw_bytes
-        encoded = Encoded.of((key, (value,)) for key, value in records)
-        num_new, num_stored = generation.take(encoded, raw_bytes, error, totals.codec)
-        error = LossyError()
+        num_records = sum(len(part.records) for part in parts)
+        num_new, num_stored = num_records, 0
+        with contextlib.suppress(GoneError):  # the limit has no room even for an empty one
+            num_new, num_stored = generation.take(parts, totals.codec)
         done.num_records += num_stored
-        done.num_known += len(records) - num_new
+        done.num_known += num_records - num_new
         done.num_left += num_new - num_stored
     done.num_bytes = reader.num_bytes
     return done
+
+
+def _by_layout(
+    pairs: Pairs, layouts: dict[int, Layout], identity: int
+) -> list[tuple[Layout, Pairs]]:
+    """Check records, and sort them by their layouts, which come among them."""
+    groups: dict[int, Pairs] = {}
+    try:
+        for key, value in pairs:
+            if key == LAYOUT:
+                layout = Layout.parse(bytes(value))
+                layouts[layout.number] = layout
+            else:
+                number = number_of(value)
+                open_record(key, value, layouts[number], identity)
+                groups.setdefault(number, []).append((key, value))
+    except (RecordError, KeyError) as problem:
+        raise DamagedError(f"a record of the stream is damaged: {problem}") from None
+    return [(layouts[number], records) for number, records in groups.items()]
 
 
 class _Writer:
@@ -205,8 +233,9 @@ class _Reader:
                     raise DamagedError("the stream does not end where it should")
                 return
             num_blocks += 1
-            num_records += count
-            yield _split(body, count, key_bytes, size)
+            pairs = _split(body, count, key_bytes, size)
+            num_records += sum(key != LAYOUT for key, _ in pairs)
+            yield pairs
 
     def _read(self, size: int) -> memoryview:
         """Read so many bytes; no more memory is taken than there are bytes."""

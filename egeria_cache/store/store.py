@@ -46,7 +46,7 @@ __all__ = ["ActivationStore", "Generation", "StoreStats"]
 logger = logging.getLogger("egeria_cache.store")
 
 REMOVAL_WAIT_S = 10.0
-EMPTY_GENERATION_BYTES = 2 * PAGE_BYTES
+EMPTY_GENERATION_BYTES = 12 * PAGE_BYTES
 """What a new generation takes before its first record, but for its manifest."""
 ALONE = {"use": "alone"}
 """Fields of the generation behind the store's own put_batch and get_batch."""
@@ -98,6 +98,8 @@ class ActivationStore:
 
     def _start(self) -> None:
         config = self.config
+        if config.verify != "once":
+            logger.warning("verify= does nothing any more: every read of a record is verified")
         self.writable = claim_directory(
             config.directory, config.limit_bytes, force_network=config.force_network
         )
@@ -111,12 +113,12 @@ class ActivationStore:
         self._budget = Budget(
             config.directory, config.limit_bytes, evict_unused=config.evict_unused
         )
-        self._reader = BatchReader(config.num_threads, verifies_always=config.verify == "always")
+        self._reader = BatchReader()
         self._writer = Writer(queue_batches=config.queue_batches, queue_bytes=config.queue_bytes)
         self._closed = False
         # Dropped without close(), or at the interpreter's exit: the queue is still written.
         self._finalizer = weakref.finalize(
-            self, _shut_down, self._writer, self._reader, self._generations, os.getpid()
+            self, _shut_down, self._writer, self._generations, os.getpid()
         )
 
     # -- generations ------------------------------------------------------------------------
@@ -232,9 +234,18 @@ class ActivationStore:
         return manifest, GenerationFiles.open(directory)
 
     def _read_manifest(self, directory: Path, fields: Mapping[str, Any]) -> Manifest:
-        manifest = Manifest.read(directory, named_by_us=True)
-        if manifest.fields != fields:
-            raise DamagedError(f"{directory} holds other fields than its name says")
+        """Read what it says of itself; where that is damaged, it is what its name says."""
+        problem = f"{directory} holds other fields than its name says"
+        try:
+            manifest = Manifest.read(directory, named_by_us=True)
+            if manifest.fields == fields:
+                return manifest
+        except DamagedError as damage:
+            problem = str(damage)
+        logger.warning("%s; it is written anew", problem)
+        manifest = Manifest.new(fields)
+        if self.writable:
+            manifest.write(directory)
         return manifest
 
     def _open_readonly(
@@ -327,7 +338,6 @@ class ActivationStore:
         """
         self._closed = True
         self._writer.close(timeout_s)
-        self._reader.close()
         for generation in list(self._generations.values()):
             generation.release()
         self._finalizer.detach()
@@ -351,12 +361,9 @@ class ActivationStore:
         self._start()
 
 
-def _shut_down(
-    writer: Writer, reader: BatchReader, generations: Mapping[str, Generation], process: int
-) -> None:
+def _shut_down(writer: Writer, generations: Mapping[str, Generation], process: int) -> None:
     if os.getpid() != process:  # a forked child has none of the threads
         return
     writer.close(10.0)
-    reader.close()
     for generation in list(generations.values()):
         generation.release()

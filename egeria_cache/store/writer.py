@@ -7,6 +7,7 @@ dropped and counted. It never raises into training: an error stops its generatio
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import queue
 import threading
@@ -20,12 +21,10 @@ import numpy.typing as npt
 from torch import Tensor
 
 from egeria_cache.device import Event
-from egeria_cache.store.records.encoded import Arena
-from egeria_cache.store.records.keys import encode_keys
 from egeria_cache.store.records.record import Rows
 from egeria_cache.threads import compute_on_one_core
 
-__all__ = ["ChangedError", "Job", "Writer"]
+__all__ = ["Job", "Writer"]
 
 logger = logging.getLogger("egeria_cache.store")
 
@@ -40,8 +39,8 @@ class Job:
 
     target: Any
     """The generation; its `commit(jobs)` runs on the writer thread."""
-    keys: Sequence[bytes] | npt.NDArray[np.int64]
-    """Of all rows; sample IDs that are integers become keys on the writer thread."""
+    keys: Sequence[bytes]
+    """Of all rows."""
     picked: Sequence[int]
     """Rows to store; the writer thread leaves out those that are stored already."""
     rows: Rows
@@ -50,52 +49,38 @@ class Job:
     """Of the rows, without padding."""
     ready: Sequence[Event] = ()
     """Points after the copies from the device; none where the rows are there."""
-    variant: int = 0
-    """Of the augmentation; part of keys that are already encoded."""
     held_bytes: int = 0
     """Of the memory that the rows lie in, which the queue bounds."""
+    replaced: Sequence[bytes | None] | None = None
+    """Per row the last draw that it supersedes, as a key."""
 
     @classmethod
     def of(
         cls,
         target: Any,
-        keys: Sequence[bytes] | npt.NDArray[np.int64],
+        keys: Sequence[bytes],
         picked: Sequence[int],
         rows: Rows,
         ready: Sequence[Event] = (),
-        variant: int = 0,
+        replaced: Sequence[bytes | None] | None = None,
     ) -> Job:
         """Note the tensors' version counters; inference tensors have none."""
         tensors = list(rows.tensors())
         versions = [(one, one._version) for one in tensors if not one.is_inference()]
         held_bytes = sum(one.nbytes for one in tensors)
         num_bytes = rows.num_bytes() if rows.padded else held_bytes
-        return cls(target, keys, picked, rows, versions, num_bytes, ready, variant, held_bytes)
+        return cls(target, keys, picked, rows, versions, num_bytes, ready, held_bytes, replaced)
 
-    @property
-    def encoded_keys(self) -> Sequence[bytes]:
-        """The keys of all rows; made once, by the thread that asks first."""
-        if isinstance(self.keys, np.ndarray):
-            self.keys = encode_keys(self.keys.tolist(), self.variant)
-        return self.keys
-
-    def pick(self, stored: Callable[[Sequence[bytes]], npt.NDArray[np.bool_]]) -> None:
-        """Leave out the rows that are stored."""
-        known = stored(self.encoded_keys)
+    def pick(self, stored: Callable[[Sequence[bytes]], npt.NDArray[np.bool_]]) -> int:
+        """Leave out the rows that are stored; return how many are left."""
+        known = stored(self.keys)
         if known.any():
             self.picked = [row for row in self.picked if not known[row]]
+        return len(self.picked)
 
     def unchanged(self) -> bool:
         """No tensor was written to since it was handed over."""
         return all(tensor._version == version for tensor, version in self.versions)
-
-
-class ChangedError(Exception):
-    """A batch was written to after it was handed over."""
-
-    def __init__(self, job: Job) -> None:
-        super().__init__("a tensor was changed")
-        self.job = job
 
 
 class Writer:
@@ -115,8 +100,7 @@ class Writer:
         """What the writer thread sleeps on. To wake it by a condition would take the training
         thread twice the time."""
         self._asleep = False
-        self.arena = Arena()
-        """Of the writer thread, given back when nothing was written for a second."""
+        self.why_dead = "the cache's writer thread is dead"
         self._thread: threading.Thread | None = None
 
     @property
@@ -136,13 +120,22 @@ class Writer:
             full = self.is_full or self._waiting_bytes + job.held_bytes > self._queue_bytes
             if full or not self.alive:
                 return False
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="egeria-writer", daemon=True)
-                self._thread.start()
+            if self._thread is None and not self._start():
+                return False
             self._jobs.append(job)
             self._waiting_bytes += job.held_bytes
             self._wake()
             return True
+
+    def _start(self) -> bool:
+        thread = threading.Thread(target=self._run, name="egeria-writer", daemon=True)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as error:  # of processes that may have no more threads
+            self._died, self.why_dead = True, f"nothing is stored: no writer thread: {error}"
+            return False
+        self._thread = thread
+        return True
 
     def _wake(self) -> None:
         if self._asleep:
@@ -182,7 +175,8 @@ class Writer:
                 logger.warning("the cache's writer did not stop within %.0f s", timeout_s)
 
     def _run(self) -> None:
-        compute_on_one_core()
+        with contextlib.suppress(RuntimeError):  # no further thread can be started
+            compute_on_one_core()
         try:
             while jobs := self._next():
                 try:
@@ -205,10 +199,7 @@ class Writer:
                 if self._stopping:
                     return []
                 self._asleep = True
-            try:
-                self._woken.get(timeout=1.0)
-            except queue.Empty:
-                self.arena.release()
+            self._woken.get()
 
     def _group(self) -> list[Job]:
         jobs = [self._jobs.popleft()]

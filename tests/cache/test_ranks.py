@@ -17,6 +17,7 @@ from egeria_cache import ActivationCache, EgeriaLoader, ShardAffineSampler
 from tests.cache.test_auto import data, train
 from tests.cache.test_filling import frozen_blocks
 from tests.helpers.gloo import run_ranks
+from tests.helpers.stored import stored_bytes
 
 NUM_EPOCHS = 4
 
@@ -45,7 +46,7 @@ def worker(rank: int, directory: Path, own: bool, affine: bool) -> dict[str, Any
 
         losses = train(model, loader, NUM_EPOCHS, each_epoch)
         each_epoch(NUM_EPOCHS)
-        on_disk = sum(path.stat().st_size for path in place.rglob("records.bin"))
+        on_disk = stored_bytes(place)
     return {"rates": rates, "losses": losses, "weights": model.module.state_dict(), "disk": on_disk}
 
 
@@ -79,7 +80,7 @@ def one_process(directory: Path) -> int:
     with ActivationCache(model, directory, "blocks.1", gate="always") as cache:
         train(model, EgeriaLoader(data(), batch_size=4, cache=cache, seed=0), 1)
         cache.flush()
-        return sum(path.stat().st_size for path in directory.rglob("records.bin"))
+        return stored_bytes(directory)
 
 
 def pipelining(x: torch.Tensor, y: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -20,6 +20,7 @@ from egeria_cache import ActivationCache, EgeriaError, EgeriaLoader, ShardAffine
 from egeria_core import FreezeController, StaticPolicy
 from tests.helpers.gloo import run_ranks
 from tests.helpers.sharded import Blocks, CountBytes, dataset, freeze, shard, train
+from tests.helpers.stored import stored_bytes
 
 SCHEDULE = {4: "blocks.0", 9: "blocks.1", 18: None, 20: "blocks.1"}
 EPOCHS = 8
@@ -383,10 +384,10 @@ def test_one_process_shares_what_a_sharded_run_has_stored(
     ranks: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     directory = next(tmp_path_factory.getbasetemp().glob("sharded0")) / "bytes_of_hits"
-    stored = sum(path.stat().st_size for path in directory.rglob("records.bin"))
+    stored = stored_bytes(directory)
     model = Blocks()
     freeze(model, 2)
     with ActivationCache(model, directory, "blocks.1", gate="always", audit_rate=0) as cache:
         loader, _ = samples(directory, 0, 1, cache)
         train(model, torch.optim.SGD(model.parameters(), 0.1), loader)
-    assert sum(path.stat().st_size for path in directory.rglob("records.bin")) == stored > 0
+    assert stored_bytes(directory) == stored > 0

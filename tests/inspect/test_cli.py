@@ -13,6 +13,7 @@ import torch
 
 from egeria_cache.inspect.cli import main
 from egeria_cache.store.store import ActivationStore
+from tests.helpers.stored import damage_a_record
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,11 +40,8 @@ def ask_json(capsys, *argv):
 
 
 def damage_records(directory):
-    for data in directory.glob("gen-*/records.bin"):
-        blob = bytearray(data.read_bytes())
-        at = blob.find(b"EG\x01")
-        blob[at + 60] ^= 4
-        data.write_bytes(blob)
+    for path in directory.glob("gen-*"):
+        damage_a_record(path)
 
 
 def test_ls_is_the_default_and_shows_every_generation(filled, capsys):
@@ -112,7 +110,7 @@ def test_verify_names_the_damaged_samples_and_exits_1(filled, capsys):
 
 
 def test_a_generation_that_cannot_be_opened_exits_1(filled, capsys):
-    next(filled.glob("gen-*/index.bin")).write_bytes(b"not an index." * 1000)
+    next(filled.glob("gen-*/data.mdb")).write_bytes(b"not a tree of LMDB." * 1000)
     code, report = ask_json(capsys, filled)
     assert code == 1
     assert not report["healthy"]

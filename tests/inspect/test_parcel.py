@@ -14,6 +14,7 @@ from egeria_cache.inspect import main
 from egeria_cache.store import ActivationStore, DamagedError, pack, unpack
 from egeria_cache.store import parcel as parcel_module
 from tests.helpers.forked import started
+from tests.helpers.stored import damage_a_record
 
 FIELDS = {"boundary": "layer1", "use": "parcel"}
 IDS = [*range(40), "a name", (1, "b")]
@@ -114,11 +115,7 @@ def test_a_limit_is_kept(tmp_path, capsys):
 
 def test_a_damaged_record_is_left_out(tmp_path):
     name, _ = filled(tmp_path / "one", "raw")
-    with open(tmp_path / "one" / name / "records.bin", "r+b") as file:
-        file.seek(200)
-        byte = file.read(1)
-        file.seek(200)
-        file.write(bytes([byte[0] ^ 1]))
+    damage_a_record(tmp_path / "one" / name)
     _, done = packed(tmp_path / "one", name)
     assert (done.num_records, done.num_damaged) == (len(IDS), 1)
 

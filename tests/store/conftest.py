@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from egeria_cache.store.disk.environment import DATA_NAME
+from egeria_cache.store.disk.files import places_of
 from egeria_cache.store.native import SWITCH, Kernel, kernel
+from egeria_cache.store.records.keys import encode_keys
 from egeria_cache.store.store import ActivationStore
 
 
@@ -13,14 +18,6 @@ from egeria_cache.store.store import ActivationStore
 def store(directory: Path) -> Iterator[ActivationStore]:
     with ActivationStore(directory, limit="1GB") as opened:
         yield opened
-
-
-@pytest.fixture(autouse=True)
-def several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let even small batches be decoded by several threads."""
-    monkeypatch.setattr("egeria_cache.store.decoders.num_parts", lambda work_s, more_s, most: most)
-    monkeypatch.setattr("egeria_cache.store.helpers.WORTH_NS", 0)
-    monkeypatch.setattr("egeria_cache.store.helpers.WORTH_BYTES", 0)
 
 
 @pytest.fixture(autouse=True, params=["", pytest.param("python", marks=pytest.mark.long)])
@@ -40,3 +37,20 @@ def compiled(way_to_read: None) -> Kernel:
     if found is None:
         pytest.skip("no kernel here, or left aside")
     return found
+
+
+def entries_of(store: ActivationStore, ids: list[Any]) -> Any:
+    """Where the records of some samples lie in the store's own generation."""
+    with store._own()._files.reading() as view:
+        return view.locate(encode_keys(ids))
+
+
+def damage(store: ActivationStore, ids: list[Any], at: int = 60) -> None:
+    """Flip a bit of these records, behind the back of whoever has them open."""
+    generation = store._own()
+    path = store.config.directory / generation.name / DATA_NAME
+    with path.open("r+b") as file:
+        for place in places_of(entries_of(store, ids)).tolist():
+            assert place
+            (byte,) = os.pread(file.fileno(), 1, place + at)
+            os.pwrite(file.fileno(), bytes([byte ^ 16]), place + at)

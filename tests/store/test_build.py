@@ -49,7 +49,7 @@ def test_what_is_compiled_goes_into_the_wheel_and_the_next_time_replaces_it(hook
     assert not hook.warnings
     assert hook_data["artifacts"] == ["egeria_cache/store/_kernel.so"]
     assert hook_data["tag"].startswith("py3-none-")
-    assert ctypes.CDLL(str(hook.library)).egeria_serve
+    assert ctypes.CDLL(str(hook.library)).egeria_read
 
 
 @pytest.mark.parametrize("compiler", ["no such compiler", "false", "'cc", "not-utf-8"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import io
 import logging
 import os
 import random
@@ -12,21 +13,28 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
+import textwrap
 import threading
 import time
 
+import lmdb
 import pytest
 import torch
 
-import egeria_cache.store.disk.segment as segment_module
+import egeria_cache.store.disk.environment as environment_module
 import egeria_cache.store.generation as generation_module
 from egeria_cache.errors import ForeignError, StoreError
-from egeria_cache.store.census import survey, verify
+from egeria_cache.store.census import contents, survey, verify
 from egeria_cache.store.disk.budget import directory_bytes, generation_directories
 from egeria_cache.store.disk.claims import in_use_elsewhere, remove_directory
-from egeria_cache.store.disk.log import Log
-from egeria_cache.store.disk.manifest import write_json
+from egeria_cache.store.disk.environment import Environment
+from egeria_cache.store.disk.files import places_of
+from egeria_cache.store.disk.manifest import ROOT_FORMAT, read_json, write_json
+from egeria_cache.store.native import SWITCH, kernel
+from egeria_cache.store.parcel import pack
 from egeria_cache.store.store import ActivationStore
+from tests.store.conftest import entries_of
 
 FLUSH_S = 60
 FIELDS = ({"boundary": "a"}, {"boundary": "b"})
@@ -107,7 +115,8 @@ def mutate(rng, path):
     path.write_bytes(bytes(content))
 
 
-@pytest.mark.parametrize("name", ["index.bin", "records.bin", "manifest.json"])
+@pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "closed.json", "manifest.json"])
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("count", [25, pytest.param(5000, marks=pytest.mark.long)])
 @pytest.mark.timeout(7200)
 def test_a_mutated_file_kills_nobody_and_serves_nothing_wrong(original, tmp_path, name, count):
@@ -121,28 +130,28 @@ def test_a_mutated_file_kills_nobody_and_serves_nothing_wrong(original, tmp_path
         shutil.rmtree(copy)
 
 
-def test_a_manifest_whose_format_was_damaged_is_damaged_and_not_of_a_newer_release(
-    original, tmp_path
-):
-    for fields in ("boundary", "bounary"):
-        copy = tmp_path / fields
-        shutil.copytree(original, copy)
-        for path in copy.glob("gen-*/manifest.json"):
-            text = path.read_text().replace('"format": 2', '"format": 6')
-            path.write_text(text.replace("boundary", fields))
-        assert use(copy) == [0, COUNT] * 2
-
-
-def test_a_record_whose_head_is_damaged_where_it_does_not_matter_is_damaged_all_the_same(
-    original, tmp_path
-):
-    copy = tmp_path / "cache"
+@pytest.mark.parametrize("kind", ["data.mdb", "manifest.json", "cache.json"])
+@pytest.mark.cases(3)
+def test_every_bit_of_a_small_file_may_flip(original, tmp_path, kind):
+    """In a JSON file, nothing that is stored is lost by it."""
+    copy, rng = tmp_path / "cache", random.Random(0)
     shutil.copytree(original, copy)
-    path = generation_directories(copy)[0] / "records.bin"
-    content = bytearray(path.read_bytes())
-    content[16 + 6] ^= 1  # of the stored length of the first record's field
-    path.write_bytes(content)
-    assert sorted(use(copy)) == [COUNT - 1, COUNT, COUNT, COUNT]
+    path = copy / kind if kind == "cache.json" else generation_directories(copy)[0] / kind
+    content = path.read_bytes()
+    bits = (
+        range(8 * len(content)) if path.suffix == ".json" else rng.sample(range(2 * 8 * 4096), 40)
+    )
+    for bit in rng.sample(bits, 60) if len(bits) > 60 else bits:
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        hits = use(copy)
+        if path.suffix == ".json":
+            assert hits == [COUNT] * 4
+        else:
+            assert hits[1] == hits[3] == COUNT
+        shutil.rmtree(copy)
+        shutil.copytree(original, copy)
 
 
 @pytest.mark.parametrize("count", [30, pytest.param(5000, marks=pytest.mark.long)])
@@ -152,7 +161,8 @@ def test_files_exchanged_between_generations_serve_nothing_wrong(original, tmp_p
     for _ in range(count):
         shutil.copytree(original, copy)
         one, other = rng.sample(generation_directories(copy), 2)
-        for name in rng.sample(["index.bin", "records.bin", "manifest.json"], rng.randrange(1, 4)):
+        names = ["data.mdb", "lock.mdb", "closed.json", "manifest.json"]
+        for name in rng.sample(names, rng.randrange(1, 5)):
             theirs = (other / name).read_bytes()
             ours = bytearray((one / name).read_bytes())
             at, end = (
@@ -168,33 +178,35 @@ def test_another_generations_records_are_damaged_records_and_not_values(original
     copy = tmp_path / "cache"
     shutil.copytree(original, copy)
     one, other = generation_directories(copy)
-    shutil.copy(other / "records.bin", one / "records.bin")
+    shutil.copy(other / "data.mdb", one / "data.mdb")
     assert len(list(verify(one))) == COUNT
     assert not list(verify(other))
     assert use(copy) in ([0, COUNT, COUNT, COUNT], [COUNT, COUNT, 0, COUNT])
 
 
-def test_a_damaged_part_of_the_index_hides_its_own_samples_and_no_others(original, tmp_path):
+def spoil_tree(path):
+    """Overwrite a page of the tree."""
+    with (path / "data.mdb").open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        for page in range(2, size // 4096):
+            file.seek(4096 * page + 10)
+            if file.read(1) in (b"\1", b"\2"):
+                file.seek(4096 * page + 12)
+                file.write(b"\xff\xff")
+
+
+def test_a_tree_that_was_damaged_is_set_aside_counted_shown_and_not_deleted(
+    original, tmp_path, caplog
+):
     copy = tmp_path / "cache"
     shutil.copytree(original, copy)
     path = generation_directories(copy)[0]
-    content = bytearray((path / "index.bin").read_bytes())
-    content[len(content) // 3] ^= 4  # in the second of four commits
-    (path / "index.bin").write_bytes(bytes(content))
-    (damage,) = verify(path)
-    assert "index" in damage.reason
-    assert sorted(use(copy)) == [COUNT - 6, COUNT, COUNT, COUNT]
-
-
-def test_what_is_damaged_is_set_aside_counted_shown_and_not_deleted(original, tmp_path, caplog):
-    copy = tmp_path / "cache"
-    shutil.copytree(original, copy)
-    path = generation_directories(copy)[0]
-    (path / "manifest.json").write_text("{]")
-    before = (path / "records.bin").read_bytes()
+    spoil_tree(path)
+    before = (path / "data.mdb").read_bytes()
+    assert [one.generation for one in verify(path)] == [path.name]
     assert sorted(use(copy)) == [0, COUNT, COUNT, COUNT]
     (aside,) = copy.glob("damaged-*")
-    assert (aside / "records.bin").read_bytes() == before
+    assert (aside / "data.mdb").read_bytes() == before
     assert len(log_level_records(caplog)) == 1
     report = survey(copy)
     assert not report.healthy
@@ -202,55 +214,186 @@ def test_what_is_damaged_is_set_aside_counted_shown_and_not_deleted(original, tm
     assert report.bytes_on_disk >= directory_bytes(aside)
 
 
-def test_a_sector_that_cannot_be_read_is_one_damaged_record(
-    original, tmp_path, monkeypatch, caplog
+def test_a_file_that_was_closed_is_opened_without_a_walk_and_any_other_is_walked(
+    tmp_path, monkeypatch
+):
+    walks = []
+    walk = environment_module.verify
+    monkeypatch.setattr(
+        environment_module,
+        "verify",
+        lambda *args, **kwargs: walks.append(1) or walk(*args, **kwargs),
+    )
+    directory = tmp_path / "cache"
+    fill(directory)
+    for path in generation_directories(directory):
+        assert (path / "closed.json").exists()
+    with ActivationStore(directory) as store:
+        store.open_generation(FIELDS[0])
+        path = directory / store.open_generation(FIELDS[1]).name
+        assert not walks
+        assert not (path / "closed.json").exists()  # while it is open, as after a kill
+        with ActivationStore(directory) as other:  # in one process, the same environment
+            assert other.open_generation(FIELDS[0]).get_batch(range(COUNT))[1].all()
+        assert not list(directory.glob("*/closed.json"))
+    assert not walks
+    (path / "closed.json").unlink()
+    assert use(directory) == [COUNT] * 4
+    assert len(walks) == 1
+    os.utime(path / "data.mdb")
+    assert use(directory) == [COUNT] * 4
+    assert len(walks) == 2
+
+
+def test_a_sector_that_cannot_be_read_is_one_damaged_record_named_and_walked_on(
+    tmp_path, monkeypatch
+):
+    values, real, bad = torch.randn(COUNT, 1000), os.preadv, 0
+
+    def preadv(descriptor, buffers, place, *flags):
+        if place == bad:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(descriptor, buffers, place, *flags)
+
+    with ActivationStore(tmp_path / "cache", codec="raw") as store:
+        store.put_batch(range(COUNT), values)
+        assert store.flush(FLUSH_S)
+        bad = int(places_of(entries_of(store, [5]))[0])
+        path = tmp_path / "cache" / store._own().name
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setenv(SWITCH, "0")
+    kernel.cache_clear()
+    with ActivationStore(tmp_path / "cache", codec="raw") as store:
+        for _ in range(2):
+            hit = store.get_batch(range(COUNT))[1]
+            assert hit.tolist() == [one != 5 for one in range(COUNT)]
+        assert store.stats().corrupt == 1
+        # It is computed again, and what is on disk stays as it is: the disk may find it again.
+        before = store.stats().stored_bytes
+        store.put_batch(range(COUNT), values)
+        assert store.flush(FLUSH_S)
+        assert store.stats().stored_bytes == before
+    (damage,) = verify(path)
+    assert damage.sample == "5"
+    assert "Input/output error" in damage.reason
+    assert contents(path).codecs == {"raw": COUNT - 1, "damaged": 1}
+    done = pack(path, io.BytesIO())
+    assert (done.num_records, done.num_damaged) == (COUNT - 1, 1)
+    monkeypatch.undo()
+    kernel.cache_clear()
+    with ActivationStore(tmp_path / "cache") as store:
+        assert torch.equal(store.get_batch(range(COUNT))[0], values)
+
+
+def test_a_file_that_cannot_be_read_for_a_moment_is_neither_changed_nor_set_aside(
+    original, tmp_path, monkeypatch
 ):
     copy = tmp_path / "cache"
     shutil.copytree(original, copy)
-    real = os.preadv
+    before = {}
+    for path in generation_directories(copy):
+        (path / "closed.json").unlink()
+        before[path.name] = (path / "data.mdb").read_bytes()
 
-    def preadv(descriptor, buffers, place):
-        if place == bad:
-            raise OSError(errno.EIO, "Input/output error")
-        return real(descriptor, buffers, place)
+    def fail(*args, **kwargs):
+        raise OSError(errno.EIO, "Input/output error")
 
-    bad = 0
-    with ActivationStore(copy) as store:
-        spans = store.open_generation(FIELDS[0])._files.index.locate(range(COUNT), 0)
-    bad = int(spans[5, 0])
-    monkeypatch.setattr(segment_module.os, "preadv", preadv)
-    with ActivationStore(copy) as store:
-        generation = store.open_generation(FIELDS[0])
-        for _ in range(2):
-            hit = generation.get_batch(range(COUNT))[1]
-            assert hit.tolist() == [one != 5 for one in range(COUNT)]
-        assert store.stats().corrupt == 1
-        path = copy / generation.name
-    with pytest.raises(OSError, match="Input/output"):
-        list(verify(path))
+    with monkeypatch.context() as patched, ActivationStore(copy) as store:
+        patched.setattr(environment_module, "verify", fail)
+        for fields in FIELDS:
+            with pytest.raises(StoreError, match="Input/output error"):
+                store.open_generation(fields)
+        for path in generation_directories(copy):
+            (damage,) = verify(path)
+            assert "Input/output error" in damage.reason
+    assert {
+        path.name: (path / "data.mdb").read_bytes() for path in generation_directories(copy)
+    } == (before)
+    assert use(copy) == [COUNT] * 4
 
 
-def test_an_index_that_cannot_be_read_in_places_hides_only_those(original, tmp_path, monkeypatch):
+def test_a_directory_of_a_newer_format_is_refused_and_not_rewritten(original, tmp_path):
     copy = tmp_path / "cache"
     shutil.copytree(original, copy)
-    real = os.pread
+    write_json(copy / "cache.json", {"format": ROOT_FORMAT + 1, "limit_bytes": 1, "new": "word"})
+    before = (copy / "cache.json").read_bytes()
+    with pytest.raises(StoreError, match=f"format {ROOT_FORMAT + 1}"):
+        ActivationStore(copy)
+    assert (copy / "cache.json").read_bytes() == before
 
-    def pread(descriptor, size, place):
-        if place <= 4 < place + size:
-            raise OSError(errno.EIO, "Input/output error")
-        return real(descriptor, size, place)
 
-    monkeypatch.setattr("egeria_cache.store.disk.log.PAGE_BYTES", 8)
-    monkeypatch.setattr("egeria_cache.store.disk.log.os.pread", pread)
-    with ActivationStore(copy) as store:
-        assert store.open_generation(FIELDS[0]).get_batch(range(COUNT))[1].sum() == COUNT - 6
+def test_words_of_others_in_a_directorys_description_stay(original, tmp_path):
+    copy = tmp_path / "cache"
+    shutil.copytree(original, copy)
+    write_json(copy / "cache.json", {"format": ROOT_FORMAT, "limit_bytes": 1, "new": "word"})
+    assert use(copy) == [COUNT] * 4
+    content = read_json(copy / "cache.json", ROOT_FORMAT)
+    assert (content["new"], content["limit_bytes"]) == ("word", 50_000_000)
+
+
+def test_a_lost_description_of_a_directory_of_ours_is_written_anew(original, tmp_path):
+    copy = tmp_path / "cache"
+    shutil.copytree(original, copy)
+    (copy / "cache.json").unlink()
+    assert use(copy) == [COUNT] * 4
+
+
+def test_where_no_thread_can_be_started_training_goes_on_uncached(tmp_path, monkeypatch, caplog):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with ActivationStore(tmp_path / "cache") as store:
+        for _ in range(2):
+            assert not store.put_batch([1], torch.ones(1, 10))
+            assert not store.get_batch([1])[1].any()
+        assert store.stats().dropped_writes == 2
+    (warning,) = log_level_records(caplog)
+    assert "can't start new thread" in warning
+
+
+def test_a_compacted_copy_is_read_though_everything_lies_elsewhere(original, tmp_path):
+    copy = tmp_path / "cache"
+    shutil.copytree(original, copy)
+    for path in generation_directories(copy):
+        compact = tmp_path / path.name
+        compact.mkdir()
+        with lmdb.open(str(path), max_dbs=3, readonly=True) as env:
+            env.copy(str(compact), compact=True)
+        shutil.copy(compact / "data.mdb", path / "data.mdb")
+    assert use(copy) == [COUNT] * 4
+
+
+@pytest.mark.skipif(not shutil.which("unshare"), reason="no unshare")
+def test_under_a_limit_of_address_space_training_goes_on(original, tmp_path):
+    copy = tmp_path / "cache"
+    shutil.copytree(original, copy)
+    code = """
+        import resource, sys, torch
+        from egeria_cache.store import ActivationStore
+        size = int(open("/proc/self/statm").read().split()[0]) * 4096
+        resource.setrlimit(resource.RLIMIT_AS, (size + 2**28, size + 2**28))
+        with ActivationStore(sys.argv[1], codec="raw") as store:
+            generation = store.open_generation({"boundary": "a"})
+            assert generation.get_batch(range(24))[1].all()
+            for start in range(100, 4000, 100):
+                generation.put_batch(range(start, start + 100), {"x": torch.ones(100, 10_000)})
+                assert store.flush(60)
+            assert generation.get_batch(range(24))[1].all()
+            print("trained on")
+    """
+    child = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), copy], capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert child.stdout == "trained on\n", child.stderr
 
 
 # -- what is no damage -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ENOMEM, errno.ENFILE])
-@pytest.mark.parametrize("name", ["index.bin", "records.bin", "manifest.json", "in-use"])
+@pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "manifest.json", "in-use"])
 def test_what_cannot_be_opened_for_a_moment_is_not_damaged(
     original, tmp_path, monkeypatch, number, name
 ):
@@ -306,9 +449,12 @@ def test_statistics_and_sizes_never_raise(original, tmp_path, monkeypatch):
     with ActivationStore(copy) as store:
         generation = store.open_generation(FIELDS[0])
         monkeypatch.setattr(os, "scandir", refuse)
-        monkeypatch.setattr(Log, "size", property(refuse))
+        monkeypatch.setattr(Environment, "reading", refuse)
         assert store.stats().num_samples == 0
         assert generation.num_samples == 0
+        assert not generation.contains([1]).any()
+        assert generation.bytes_of([1]) == 0
+        assert not generation.get_batch([1])[1].any()
 
 
 # -- limits and disks ------------------------------------------------------------------------
@@ -445,17 +591,26 @@ def test_a_released_generation_is_unlocked_though_a_forked_child_lives(tmp_path)
         os.waitpid(child, 0)
 
 
-def test_a_forked_child_opens_what_its_parent_has_open(tmp_path):
+def test_a_forked_child_is_refused_what_its_parent_has_open_and_leaves_it_alone(tmp_path):
     with ActivationStore(tmp_path / "cache", codec="raw") as store:
         store.put_batch([1], torch.ones(1, 10))
         assert store.flush(FLUSH_S)
         child = os.fork()
         if child == 0:
             own = ActivationStore(tmp_path / "cache")
-            os._exit(0 if own.get_batch([1])[1].all() else 1)
-        assert os.waitpid(child, 0)[1] == 0
+            try:
+                own.get_batch([1])
+            except StoreError:
+                own.close()
+                gc.collect()
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert in_use_elsewhere(generation_directories(tmp_path / "cache")[0])
         assert store.get_batch([1])[1].all()
+        store.put_batch([2], torch.ones(1, 10))
+        assert store.flush(FLUSH_S)
+        assert store.get_batch([1, 2])[1].all()
 
 
 def test_what_waits_when_a_generation_is_released_is_stored_without_a_word(tmp_path, caplog):
@@ -480,7 +635,7 @@ def test_an_interrupted_close_is_finished_by_the_next(tmp_path, monkeypatch):
             monkeypatch.setattr(store._writer, "flush", interrupt)
         elif turn == 1:
             monkeypatch.undo()
-            monkeypatch.setattr(store._reader, "close", interrupt)
+            monkeypatch.setattr(store._own(), "release", interrupt)
         else:
             monkeypatch.undo()
             store.close()
@@ -530,7 +685,7 @@ def test_another_users_directory_or_file_is_refused(original, tmp_path):
     copy = tmp_path / "cache"
     shutil.copytree(original, copy)
     path = generation_directories(copy)[0]
-    os.chown(path / "records.bin", 12345, -1)
+    os.chown(path / "data.mdb", 12345, -1)
     with ActivationStore(copy) as store:
         refused = 0
         for fields in FIELDS:
@@ -544,7 +699,7 @@ def test_another_users_directory_or_file_is_refused(original, tmp_path):
         ActivationStore(copy)
 
 
-@pytest.mark.parametrize("name", ["index.bin", "records.bin", "manifest.json", "in-use"])
+@pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "manifest.json", "in-use"])
 def test_a_planted_link_is_not_followed(original, tmp_path, name):
     copy, outside = tmp_path / "cache", tmp_path / "outside"
     shutil.copytree(original, copy)
@@ -585,7 +740,7 @@ def test_only_what_carries_our_manifest_is_removed_and_of_it_only_our_files(orig
         assert not remove_directory(path)
     assert (foreign / "thesis.tex").read_text() == "years"
     assert (mixed / "notes.txt").read_text() == "mine"
-    assert (mixed / "records.bin").exists()
+    assert (mixed / "data.mdb").exists()
     assert remove_directory(whole)
 
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from egeria_cache.errors import StoreError
-from egeria_cache.store.disk.files import GenerationFiles
+from egeria_cache.store.generation import NO_DRAW
 from egeria_cache.store.records.keys import encode_keys
 from egeria_cache.store.records.record import Rows
 from egeria_cache.store.store import ActivationStore
 from egeria_cache.store.writer import Job, Writer
+from tests.store.conftest import damage
 
 FLUSH_S = 30
 
@@ -111,19 +112,6 @@ def test_of_fields_within_fields_only_what_differs_is_said(store, caplog):
     (line,) = [record.getMessage() for record in caplog.records]
     assert "'tensors.act3.shape': [64, 56, 56] -> [64, 28, 28]" in line
     assert "dtype" not in line
-
-
-def test_membership_is_answered_without_touching_the_disk(store, directory, monkeypatch):
-    ids = [1, -5, 10**15, "a", ("b", 2)]
-    generation = store.open_generation({"a": 1})
-    generation.put_batch(ids, rows(range(5)))
-    store.flush(FLUSH_S)
-
-    def fail(self):
-        raise AssertionError("the files were asked")
-
-    monkeypatch.setattr(GenerationFiles, "_opened", fail)
-    assert generation.contains([*ids, 2, "c"]).tolist() == [True] * 5 + [False] * 2
 
 
 def test_a_void_generation_serves_nothing_and_gives_its_space_back(store, directory):
@@ -250,22 +238,6 @@ def test_auto_does_not_compress_what_will_be_small(directory, num_expected, limi
         assert torch.equal(generation.get_batch(range(8))[0], batch)
 
 
-@pytest.mark.parametrize("others", [[], [1]], ids=["alone", "beside a stored one"])
-def test_the_index_no_longer_claims_what_could_not_be_read(store, others):
-    if others:
-        store.put_batch(others, rows(others))
-        assert store.flush(FLUSH_S)
-    key = encode_keys([5])  # as of a record behind the end of the file
-    store._own()._files.index.add(key, np.array([[10**6, 100]], np.uint64))
-    assert store.contains([5]).all()
-    assert store.get_batch([5, *others])[1].tolist() == [False, *(True for _ in others)]
-    assert not store.contains([5]).any()
-    store.put_batch([5], rows([5]))
-    assert store.flush(FLUSH_S)
-    assert store.get_batch([5])[1].all()
-    assert store.contains([5]).all()
-
-
 def test_unknown_codecs_and_storage_dtypes_are_refused_with_the_known_ones(directory):
     with pytest.raises(ValueError, match="codec must be one of auto"):
         ActivationStore(directory, codec="gzip")
@@ -373,26 +345,70 @@ def test_a_batch_that_cannot_be_stored_does_not_take_those_it_waited_with_along(
     assert "cannot be stored" in caplog.text
 
 
-def test_what_another_process_has_committed_is_seen_by_looking_at_the_files_size(directory):
-    fields = {"use": "shared"}
+@pytest.mark.parametrize("name", [int, str])
+def test_what_another_store_has_committed_is_served_by_the_next_look(directory, name):
+    ids = [*map(name, range(4))]
     with ActivationStore(directory) as ours, ActivationStore(directory) as theirs:
-        mine, other = ours.open_generation(fields), theirs.open_generation(fields)
-        other.put_batch([1, 2], torch.ones(2, 3))
-        theirs.flush()
-        assert not mine.contains([1, 2]).any()
-        assert mine.catch_up()
-        assert mine.contains([1, 2]).all()
-        assert not mine.catch_up()
+        mine, other = (one.open_generation({"use": "shared"}) for one in (ours, theirs))
+        assert not mine.contains(ids).any()
+        other.put_batch(ids[:2], torch.ones(2, 3))
+        assert theirs.flush(FLUSH_S)
+        assert mine.contains(ids).tolist() == [True, True, False, False]
+        assert mine.get_batch(ids)[1].tolist() == [True, True, False, False]
         mine.release()
-        assert not mine.catch_up()
+        assert not mine.contains(ids).any()
 
 
-def test_catching_up_does_not_wait_for_this_process_s_own_commit(directory):
-    fields = {"use": "shared"}
-    with ActivationStore(directory) as ours, ActivationStore(directory) as theirs:
-        mine, other = ours.open_generation(fields), theirs.open_generation(fields)
-        other.put_batch([1], torch.ones(1, 3))
-        theirs.flush()
-        with mine._files._lock:
-            assert not mine.catch_up()
-        assert mine.catch_up()
+def test_what_could_not_be_read_is_no_longer_there_and_is_stored_anew(store):
+    store.put_batch(range(3), rows(range(3), 1000))
+    assert store.flush(FLUSH_S)
+    damage(store, [1])
+    assert store.get_batch(range(3))[1].tolist() == [True, False, True]
+    assert store.contains(range(3)).tolist() == [True, False, True]
+    store.put_batch(range(3), rows(range(3), 1000))
+    assert store.flush(FLUSH_S)
+    assert torch.equal(store.get_batch(range(3))[0], rows(range(3), 1000))
+
+
+@pytest.mark.parametrize("width", [4, 20_000], ids=["small", "large"])
+def test_a_draw_that_supersedes_another_takes_its_place_on_disk(directory, width):
+    """Of each sample there is one draw: the file stays about as large as that."""
+    sizes, rng = [], np.random.default_rng(0)
+    with ActivationStore(directory, codec="raw") as store:
+        generation = store.open_generation({"use": "draws"})
+        for draw in range(12):
+            for ids in rng.permutation(48).reshape(-1, 8):
+                last = np.full(8, draw - 1 if draw else NO_DRAW)
+                batch = torch.stack([torch.full((width,), 100.0 * draw + one) for one in ids])
+                generation.put_batch(ids, batch, variant=np.full(8, draw), replaces=last)
+                assert store.flush(FLUSH_S)
+            found, hit = generation.get_batch(range(48), variant=draw)
+            assert hit.all()
+            assert torch.equal(found[:, 0], 100.0 * draw + torch.arange(48))
+            assert not generation.contains(range(48), variant=max(draw - 1, 0)).any() or not draw
+            assert generation.num_samples == 48
+            assert generation.stored_bytes < 48 * (4 * width + 100)
+            sizes.append(store.stats().bytes_on_disk)
+    # And what the last two commits have freed, of eight samples each.
+    assert sizes[-1] <= max(1.5 * 48 * 4 * width, 400_000)
+    assert sizes[-1] == sizes[4]
+    with ActivationStore(directory) as store:
+        assert store.open_generation({"use": "draws"}).get_batch(range(48), variant=11)[1].all()
+
+
+def test_a_draw_supersedes_all_before_it_and_nothing_of_other_samples(store):
+    generation = store.open_generation({"use": "draws"})
+    none = np.full(2, NO_DRAW)
+    for name in (["a", "ab"], [7, 8]):
+        for draw in (0, 2, 5):
+            values = torch.full((2, 600), float(draw))
+            generation.put_batch(name, values, variant=draw, replaces=none)
+        assert store.flush(FLUSH_S)
+        generation.put_batch(name[:1], torch.ones(1, 600), variant=6, replaces=3)
+        assert store.flush(FLUSH_S)
+        kept = {
+            one: [draw for draw in range(8) if generation.contains([one], variant=draw).all()]
+            for one in name
+        }
+        assert kept == {name[0]: [5, 6], name[1]: [0, 2, 5]}
+        assert generation.get_batch(name, variant=5)[1].all()

@@ -8,8 +8,6 @@ context must not be shared between threads (it segfaults), hence the class.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -17,18 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from egeria_cache.store.codecs.gather import Bytes, Places, Scratch, Source, copy_parts
-from egeria_cache.store.codecs.planes import GROUPS, Elements, cut, expand, join, numbers_of, rank
+from egeria_cache.store.codecs.planes import GROUPS, Bytes, Elements, cut, numbers_of
 from egeria_cache.store.native import Kernel, Unpacker, kernel
 
-__all__ = ["Bytes", "Codec", "CodecError", "Coder", "Elements", "Fields"]
+__all__ = ["Bytes", "Codec", "CodecError", "Coder", "Elements", "NeedsKernelError"]
 
 SMALL_BYTES = 256
 """Fields below this stay raw: a label gains nothing from a codec."""
-
-CHUNK_BYTES = 2 * 2**20
-"""Decoded bytes that are worked on at a time without the kernel: few passes, and the temporaries
-are bounded."""
 
 _WORTH = 0.95
 """A plane is compressed if that leaves at most this part of it; else it is copied, far faster."""
@@ -72,25 +65,8 @@ class CodecError(ValueError):
     """Stored bytes do not decode to what their record promises."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fields:
-    """N encoded fields of one layout."""
-
-    source: Source
-    """Where they lie."""
-    starts: Places
-    """Of each of them, shape (N,)."""
-    sizes: Places
-    """Of each of them, shape (N,); all of it within the source."""
-    codec: int
-    elements: Elements
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def __getitem__(self, chosen: slice | Places) -> Fields:
-        """Return some of them."""
-        return replace(self, starts=self.starts[chosen], sizes=self.sizes[chosen])
+class NeedsKernelError(CodecError):
+    """Nothing is wrong with stored bytes that cannot be decoded here."""
 
 
 class Coder:
@@ -107,8 +83,6 @@ class Coder:
         )
         self._decompressor = zstandard.ZstdDecompressor()
         self._unpacker: Unpacker | None = None
-        self.scratch = Scratch()
-        """Of this thread, as is the coder."""
 
     def unpacker(self, native: Kernel) -> Unpacker:
         """Return zstd's state for the kernel."""
@@ -147,160 +121,32 @@ class Coder:
 
         Raises:
             CodecError: The stored bytes are damaged, or hold another number of bytes.
+            NeedsKernelError: Nothing here can decode them.
         """
-        zero, size = np.zeros(1, np.int64), np.array([len(stored)], np.int64)
-        fields = Fields(Source.of(stored), zero, size, codec, elements)
-        failed = self.decode_many(fields, out[None], zero)
-        if failed:
-            raise failed[0]
-
-    def decode_many(self, fields: Fields, out: Bytes, rows: Places) -> dict[int, CodecError]:
-        """Decode fields.
-
-        Args:
-            fields: What to decode.
-            out: Shape (B, bytes), contiguous.
-            rows: Of `out`, in rising order; filled. Shape (N,).
-
-        Returns:
-            The positions, of N, that could not be decoded, and why; their rows are arbitrary.
-        """
-        failed: dict[int, CodecError] = {}
-        left = self._decode_natively(fields, out, rows)
-        at_once = max(1, CHUNK_BYTES // max(out.shape[1], 1))
-        for begin in range(0, len(left), at_once):
-            chosen = left[begin : begin + at_once]
-            problems = self._decode_chunk(fields[chosen], out, rows[chosen])
-            failed |= {int(chosen[at]): error for at, error in problems.items()}
-        return failed
-
-    # -- decoding ---------------------------------------------------------------------------
-
-    def _decode_natively(self, fields: Fields, out: Bytes, rows: Places) -> Places:
-        """Decode by the kernel; return the positions that are left, all of them without one."""
-        native, num_bytes, (width, _) = kernel(), out.shape[1], fields.elements
-        if native is None or width not in GROUPS or num_bytes % width:
-            return np.arange(len(fields))
-        found = native.decode(
-            self.unpacker(native), fields.codec, fields.source.data, fields.starts, fields.sizes,
-            out, rows, fields.elements,
-        )  # fmt: skip
-        return np.flatnonzero(~found)
-
-    def _decode_chunk(self, fields: Fields, out: Bytes, rows: Places) -> dict[int, CodecError]:
-        """Decode some together, in passes of NumPy; return those that failed, by position."""
-        first, end = int(rows[0]), int(rows[-1]) + 1
-        adjacent = end - first == len(rows)
-        part = out[first:end] if adjacent else np.empty_like(out[: len(rows)])
-        failed: dict[int, CodecError] = {}
-        try:
-            self._decode(fields, part)
-        except CodecError:
-            for at in range(len(fields)):
-                one = slice(at, at + 1)
-                try:
-                    self._decode(fields[one], part[one])
-                except CodecError as error:
-                    failed[at] = error
-        if not adjacent:
-            out[rows] = part
-        return failed
-
-    def _decode(self, fields: Fields, out: Bytes) -> None:
-        source, starts, sizes, codec = fields.source, fields.starts, fields.sizes, fields.codec
-        num_bytes, (width, _) = out.shape[1], fields.elements
+        native, num_bytes = kernel(), len(out)
         if codec == Codec.RAW:
-            if (sizes != num_bytes).any():
-                raise CodecError(f"{sizes.tolist()[0]} raw bytes, {num_bytes} promised")
-            out[:] = source.rows(starts, num_bytes)
+            if len(stored) != num_bytes:
+                raise CodecError(f"{len(stored)} raw bytes, {num_bytes} promised")
+            out[:] = np.frombuffer(stored, np.uint8)
         elif codec == Codec.ZSTD:
-            promised = np.full(len(starts), num_bytes)
-            unpacked = self._expand(source.slices(starts, sizes), promised)
-            copy_parts(unpacked, promised.tolist(), out.reshape(-1))
-        elif codec == Codec.SPLIT and width in GROUPS:
-            counts = np.full(len(starts), num_bytes // width)
-            blocks = _planes(source, starts, sizes, counts, width)
-            numbers = numbers_of(out.reshape(-1), width)
-            join(self._unpack(source, blocks), numbers, fields.elements, self.scratch)
-        elif codec == Codec.BITMAP and width in GROUPS:
-            if (sizes < _BITMAP_HEAD_BYTES).any():
-                raise CodecError("bitmap cut short")
-            plain = source.words(starts, 1)[:, 0] >= _AS_THEY_ARE
-            for chosen in (~plain, plain):
-                if chosen.all():
-                    self._scatter(fields, out, rotates=chosen is not plain)
-                elif chosen.any():
-                    part = np.empty_like(out[chosen])
-                    self._scatter(fields[np.flatnonzero(chosen)], part, rotates=chosen is not plain)
-                    out[chosen] = part
-        else:
+            out[:] = np.frombuffer(self._expanded(stored, num_bytes), np.uint8)
+        elif codec not in (Codec.SPLIT, Codec.BITMAP) or elements[0] not in GROUPS:
             raise CodecError(f"unknown codec {codec}")
+        elif native is None:
+            raise NeedsKernelError("split records are read by the compiled kernel alone")
+        elif not native.decode(self.unpacker(native), codec, stored, out, elements):
+            raise CodecError("planes or bitmap are damaged")
 
-    def _scatter(self, fields: Fields, out: Bytes, *, rotates: bool) -> None:
-        """Fill `out` (N, bytes) from bitmaps and the planes of what they mark."""
-        source, starts, sizes = fields.source, fields.starts, fields.sizes
-        width, floating = fields.elements
-        num_elements = out.shape[1] // width
-        if not num_elements:
-            raise CodecError("bitmap of nothing")
-        heads = source.words(starts, 2)
-        heads[:, 0] &= np.uint64(_AS_THEY_ARE - 1)
-        lengths = heads[:, 1] >> 1
-        if (heads[:, 0] > num_elements).any() or (lengths + _BITMAP_HEAD_BYTES > sizes).any():
-            raise CodecError("a bitmap of more elements than the field has")
-        counts, ends = heads[:, 0].astype(np.int64), _BITMAP_HEAD_BYTES + lengths.astype(np.int64)
-        promised = np.full(len(starts), -(-num_elements // 8))
-        bitmap = _Blocks.of(starts + _BITMAP_HEAD_BYTES, heads[:, 1], promised)
-        planes = _planes(source, starts + ends, sizes - ends, counts, width)
-        bitmaps, *joined = self._unpack(source, [bitmap, *planes])
-        scratch = self.scratch
-        ranks, marked = rank(bitmaps.reshape(len(starts), -1), num_elements, scratch)
-        if (marked != counts).any():
-            raise CodecError("the bitmap marks another number of elements")
-        numbers = numbers_of(out.reshape(-1), width)
-        values = scratch.array("values", 1 + int(counts.sum()), numbers.dtype)
-        values[0] = 0
-        join(joined, values[1:], (width, floating and rotates), scratch)
-        expand(ranks, values, numbers)
-
-    def _unpack(self, source: Source, kinds: Sequence[_Blocks]) -> list[Bytes]:
-        """Return, per kind, its blocks of all records, unpacked, one behind the other.
-
-        All that is compressed goes through zstd in one call, which holds no GIL.
-        """
-        frames: list[Any] = []
-        for kind in kinds:
-            frames += source.slices(kind.starts[kind.packed], kind.sizes[kind.packed])
-        promised = np.concatenate([kind.promised[kind.packed] for kind in kinds])
-        unpacked = iter(self._expand(frames, promised))
-        whole: list[Bytes] = []
-        for kind in kinds:
-            parts: list[Any] = source.slices(kind.starts, kind.sizes)
-            for at in np.flatnonzero(kind.packed).tolist():
-                parts[at] = next(unpacked)
-            name = f"blocks {len(whole)}"
-            whole.append(self.scratch.joined(name, parts, kind.promised.tolist()))
-        return whole
-
-    def _expand(self, frames: list[Any], promised: Places) -> list[Any]:
-        """Unpack zstd frames to exactly the promised sizes, which bound what is allocated."""
-        if not frames:  # zstandard would divide by zero
-            return []
-        if (promised <= 0).any():  # it would believe the frame instead
-            raise CodecError("a zstd frame of nothing")
-        sizes: Any = promised.astype("<u8").tobytes()
-        try:
-            # One thread: starting a second one takes longer than it saves, and batches are
-            # divided among the store's own threads already.
-            unpacked: Any = self._decompressor.multi_decompress_to_buffer(
-                frames, decompressed_sizes=sizes, threads=1
-            )
+    def _expanded(self, stored: Any, num_bytes: int) -> bytes:
+        problem: object = "another size"
+        try:  # what the frame says is what would be allocated
+            if zstandard.frame_content_size(stored) == num_bytes:
+                whole = self._decompressor.decompress(stored, allow_extra_data=False)
+                if len(whole) == num_bytes:
+                    return whole
         except (zstandard.ZstdError, ValueError) as error:
-            raise CodecError(f"not what was promised: {error}") from None
-        parts = [unpacked[position] for position in range(len(unpacked))]
-        if len(parts) != len(frames):
-            raise CodecError("zstd frames that hold several fields")
-        return parts
+            problem = error
+        raise CodecError(f"not what was promised: {problem}")
 
     # -- encoding ---------------------------------------------------------------------------
 
@@ -329,46 +175,3 @@ class Coder:
             if len(packed) <= worth * len(block):
                 return packed, 1
         return block, 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    """The same part of each of N records: one plane, or the bitmap."""
-
-    starts: Places
-    sizes: Places
-    packed: npt.NDArray[np.bool_]
-    """By zstd."""
-    promised: Places
-    """Bytes when unpacked."""
-
-    @classmethod
-    def of(cls, starts: Places, heads: npt.NDArray[np.uint64], promised: Places) -> _Blocks:
-        """Read the length and flag of each.
-
-        Raises:
-            CodecError: One that is not compressed has another size than it should.
-        """
-        sizes, packed = (heads >> 1).astype(np.int64), (heads & 1).astype(np.bool_)
-        if (sizes[~packed] != promised[~packed]).any():
-            raise CodecError("a plane of another size than promised")
-        return cls(starts, sizes, packed, promised)
-
-
-def _planes(
-    source: Source, starts: Places, sizes: Places, counts: Places, width: int
-) -> list[_Blocks]:
-    """Find the planes of fields of `counts` elements each."""
-    groups = GROUPS[width]
-    at = 8 * len(groups)
-    if (sizes < at).any():
-        raise CodecError("planes cut short")
-    heads = source.words(starts, len(groups))
-    lengths = heads >> 1
-    if (lengths > sizes[:, None]).any() or (lengths.sum(1) + at != sizes).any():
-        raise CodecError("planes of another length than promised")
-    blocks, begins = [], starts + at
-    for position, (size, _) in enumerate(groups):
-        blocks.append(_Blocks.of(begins, heads[:, position], size * counts))
-        begins = begins + lengths[:, position].astype(np.int64)
-    return blocks

@@ -29,8 +29,11 @@ GRAVE, DAMAGED = ".gone-", "damaged-"
 """What a generation is renamed to before its files are unlinked one by one; and if it cannot be
 opened for damage, which no run removes for that."""
 MANIFEST_NAME = "manifest.json"
-OUR_FILES = ("records.bin", "index.bin", "data.mdb", "lock.mdb", IN_USE_NAME, MANIFEST_NAME)
-"""In the order of their removal: what carries no manifest any more holds nothing else of ours."""
+OUR_FILES = (
+    "records.bin", "index.bin", "data.mdb", "lock.mdb", "closed.json", IN_USE_NAME, MANIFEST_NAME,
+)  # fmt: skip
+"""In the order of their removal: what carries no manifest any more holds nothing else of ours.
+Those of earlier formats are among them."""
 
 
 class BeingRemovedError(Exception):
@@ -140,7 +143,7 @@ def lock_alone(descriptor: int) -> bool:
 
 def _beginnings(directory: Path) -> list[str]:
     """Return the names of descriptions that a kill kept from being renamed."""
-    return [path.name for path in directory.glob(f".{MANIFEST_NAME}.*")]
+    return [path.name for path in directory.glob(".*.json.*")]
 
 
 def _bury(grave: Path) -> None:

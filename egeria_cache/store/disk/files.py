@@ -1,13 +1,16 @@
 """One generation's files, as this process holds them: who uses it, where records lie, the records.
 
-Any thread may read; the writer thread owns every write, under the directory's lock. Other
-processes' commits are seen as soon as the index file has grown.
+Any thread may read; the writer thread owns every write, under the directory's lock. What other
+processes have committed is seen by the next look.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import struct
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,46 +19,63 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from egeria_cache.config import PAGE_BYTES
-from egeria_cache.errors import StoreError
 from egeria_cache.store.codecs.codec import Codec
 from egeria_cache.store.codecs.lossy import LossyError
-from egeria_cache.store.disk.claims import Claim, remove_directory
-from egeria_cache.store.disk.index import Index, Located
-from egeria_cache.store.disk.log import LOG_NAME, Commit, Log, block_bytes
+from egeria_cache.store.disk.claims import Claim, in_use_elsewhere, remove_directory
+from egeria_cache.store.disk.environment import DATA_NAME, Environment, GoneError, problem_of
 from egeria_cache.store.disk.manifest import DamagedError
-from egeria_cache.store.disk.segment import ALIGNMENT, SEGMENT_NAME, Segment
 from egeria_cache.store.disk.totals import Totals
-from egeria_cache.store.native import Mapping
-from egeria_cache.store.records.encoded import Encoded
-from egeria_cache.store.records.keys import Keys, SampleId, all_integers, split_keys
-from egeria_cache.store.records.layout import Head
+from egeria_cache.store.records.layout import Layout
+from egeria_cache.store.records.record import (
+    Encoded,
+    Record,
+    key_of,
+    open_record,
+    split_block,
+)
+from egeria_cache.store.records.values import RecordError
 
-__all__ = ["GenerationFiles", "GoneError", "is_unfinished"]
+__all__ = ["ENTRY", "GenerationFiles", "GoneError", "is_unfinished", "numbers_of", "places_of"]
 
-RECORDS_AT_ONCE = 2**18
-"""Of commits that are put into the index together: a pass over many costs little more."""
-
-
-class GoneError(Exception):
-    """The generation is void, closed, or its files are no longer there."""
+ENTRY = np.dtype([("at", "<u8"), ("size", "<u4"), ("block", "<u4")])
+"""Of a sample: place of its record in units of 8 bytes, and its layout in the two highest bytes;
+the record's bytes, 0 if there is none; the block that it is in."""
+Entries = npt.NDArray[Any]
+_LAYOUT_SHIFT, _PLACE_MASK = np.uint64(48), np.uint64((1 << 48) - 1)
+_NO_ENTRY = bytes(ENTRY.itemsize)
+BLOCK_BYTES = 512 * 1024 - 16
+"""Of records that are one value of LMDB: of larger pieces Linux looks for memory in huge pages."""
+KEPT_LOOKUPS = 64
+"""A batch is looked up when it is planned, when it is weighed and when it is read."""
+ENTRY_BYTES = 8 + 2 + ENTRY.itemsize
+"""Of a page of LMDB, without the key."""
+_BLOCK_KEY = struct.Struct(">Q")
+TOTALS = b"totals"
 
 
 def is_unfinished(directory: Path) -> bool:
     """Whether a generation's making was cut short before it could hold anything."""
-    return not any(_num_bytes(directory / name) for name in (LOG_NAME, SEGMENT_NAME))
-
-
-def _num_bytes(path: Path) -> int:
     try:
-        return path.lstat().st_size
+        return not (directory / DATA_NAME).lstat().st_size
     except (FileNotFoundError, NotADirectoryError):
-        return 0
+        return True
+
+
+def numbers_of(entries: Entries) -> npt.NDArray[np.uint64]:
+    """Return which layout each record has."""
+    numbers: npt.NDArray[np.uint64] = entries["at"] >> _LAYOUT_SHIFT
+    return numbers
+
+
+def places_of(entries: Entries) -> npt.NDArray[np.uint64]:
+    """Return where each record lies in the file; 0 where only its block says so."""
+    places: npt.NDArray[np.uint64] = (entries["at"] & _PLACE_MASK) << np.uint64(3)
+    return places
 
 
 class GenerationFiles:
-    """Index, totals and records of one generation; or what stands for one that cannot be made
-    here, which holds nothing and takes nothing.
+    """Records of one generation; or what stands for one that cannot be made here, which holds
+    nothing and takes nothing.
     """
 
     def __init__(self, directory: Path, *, absent: str | None = None) -> None:
@@ -63,22 +83,16 @@ class GenerationFiles:
         self.identity = xxhash.xxh3_64_intdigest(directory.name.encode())
         """Part of every checksum."""
         self.readonly = False
-        self.index, self.totals = Index(), Totals()
-        self.template: tuple[Head, memoryview] | None = None
-        """Head of an intact record, parsed and as stored: what most others look like."""
-        self.course: Any = None
-        """What reading notes of it."""
-        self.is_varied = False
-        """Many records were seen to have other shapes than that one."""
+        self.totals = Totals()
+        """As of the last look."""
         self.reason_stopped = absent
-        self._num_reads, self._num_records = 0, 1
-        self._is_writing = False
-        self._written = 0
-        """When the records were written to last, as far as this process knows of it."""
-        self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._disk: tuple[Segment, Log] | None = None
+        self._environment: Environment | None = None
         self._claim: Claim | None = None
+        self._layouts: dict[int, Layout] = {}
+        self._lookups: OrderedDict[bytes, Entries] = OrderedDict()
+        self._hidden: dict[bytes, bool] = {}
+        """Records that could not be read; whether they may be replaced."""
 
     @classmethod
     def open(
@@ -87,28 +101,25 @@ class GenerationFiles:
         """Open what is there, or make it; to inspect it, without holding it.
 
         Raises:
-            DamagedError: The records or all of the index are lost.
+            DamagedError: It cannot be trusted to LMDB, or is lost.
             ForeignError: A file is not ours.
             BeingRemovedError: Another process is just removing the generation.
             OSError: A file cannot be opened now.
         """
         files = cls(directory)
         files.readonly = readonly or inspecting
+        vetted = in_use_elsewhere(directory)
         if not inspecting:
             files._claim = Claim(directory, readonly=readonly)
         try:
-            segment = Segment(directory / SEGMENT_NAME, readonly=files.readonly)
-            log = Log(directory / LOG_NAME, directory.name, readonly=files.readonly)
-            files._disk = segment, log
-            files.refresh()
-            if len(files.index) and not segment.size:
-                raise DamagedError(f"{directory}: its records are gone")
-            if log.num_damaged and not len(files.index):
-                raise DamagedError(f"{directory}: its index is damaged")
+            files._environment = Environment.open(
+                directory, writes=not files.readonly, vetted=vetted
+            )
+            files.num_samples()
         except BaseException as error:
             files.release()
             if isinstance(error, FileNotFoundError) and files.readonly:
-                raise DamagedError(f"{error.filename} is missing") from None
+                raise DamagedError(f"{directory / DATA_NAME} is missing") from None
             raise
         return files
 
@@ -119,11 +130,6 @@ class GenerationFiles:
         """Neither void, nor stopped by an error, nor closed."""
         return self.reason_stopped is None
 
-    @property
-    def num_damaged(self) -> int:
-        """Bytes of the index that belong to no commit; the records they were about are hidden."""
-        return 0 if self._disk is None else self._disk[1].num_damaged
-
     def stop(self, reason: str) -> bool:
         """From now on every use raises `GoneError`; True for the call that stopped it."""
         with self._lock:
@@ -133,7 +139,10 @@ class GenerationFiles:
     def release(self) -> None:
         """Give the lock up; the files are closed when nobody reads them. May be called twice."""
         self.stop("closed")
-        self._disk, self.index, self.course = None, Index(), None
+        with self._lock:
+            environment, self._environment = self._environment, None
+        if environment is not None:
+            environment.close()
         if self._claim is not None:
             self._claim.release()
 
@@ -145,235 +154,373 @@ class GenerationFiles:
         self.release()
         return gone
 
-    def _opened(self) -> tuple[Segment, Log]:
-        if os.getpid() != self._pid:
-            raise StoreError(
-                f"{self.directory} was opened before fork(), whose child has neither its threads "
-                "nor its locks; open the ActivationStore in the child process itself, or start the "
-                "child with 'spawn'"
-            )
-        disk = self._disk
-        if self.reason_stopped is not None or disk is None:
+    def check_present(self) -> None:
+        """Raise `GoneError` if the files were removed or replaced under us."""
+        found = os.fstat(self._opened().descriptor)
+        with contextlib.suppress(OSError):
+            if os.path.samestat(found, (self.directory / DATA_NAME).lstat()):
+                return
+        raise GoneError(f"{self.directory} was removed while in use")
+
+    def _opened(self) -> Environment:
+        environment = self._environment
+        if self.reason_stopped is not None or environment is None:
             raise GoneError(self.reason_stopped or "closed")
-        return disk
+        return environment
 
     # -- reading ----------------------------------------------------------------------------
 
-    def refresh(self) -> None:
-        """Take note of what was committed meanwhile, by any process.
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[View]:
+        """What is committed now, for as long as it is looked at.
 
         Raises:
             GoneError: Void or closed.
-            OSError: The disk fails.
+            OSError: It cannot be read now.
         """
-        _, log = self._opened()
-        with self._lock:
-            self._read_on(log)
+        environment = self._opened()
+        with environment.reading() as transaction:
+            yield View(self, environment, transaction)
 
-    def _read_on(self, log: Log) -> None:
-        commits: list[Commit] = []
-        num_records = 0
-        for commit in log.read_on():
-            commits.append(commit)
-            num_records += len(commit.spans)
-            if num_records >= RECORDS_AT_ONCE:
-                self._note(commits)
-                commits, num_records = [], 0
-        self._note(commits)
-
-    def catch_up(self) -> bool:
-        """Do the same if anything was committed, without waiting for a writer of this process;
-        True if it was done. To learn that nothing was takes half a microsecond.
+    def contains(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Return bool (B,).
 
         Raises:
             GoneError: Void or closed.
-            OSError: The disk fails.
+            OSError: It cannot be read now.
         """
-        _, log = self._opened()
-        if not log.has_grown or not self._lock.acquire(blocking=False):
-            return False
-        try:
-            self._read_on(log)
-        finally:
-            self._lock.release()
-        return True
+        kept = self._kept(keys)
+        if kept is not None:
+            return np.ones(len(keys), np.bool_)
+        with self.reading() as view:
+            found: npt.NDArray[np.bool_] = view.locate(keys)["size"] > 0
+            return found
 
-    def _note(self, commits: Sequence[Commit]) -> None:
-        if not commits:
-            return
-        spans = np.concatenate([commit.spans for commit in commits])
-        key_bytes = np.concatenate([commit.key_bytes for commit in commits])
-        keys = b"".join(commit.keys for commit in commits)
-        if all_integers(keys, key_bytes):
-            self.index.add_integers(keys, spans)
-        else:
-            self.index.add(split_keys(keys, key_bytes), spans)
-        self.totals = commits[-1].totals
-        self._num_records = max(len(self.index), 1)
-
-    def contains(self, ids: Sequence[SampleId], variant: int) -> npt.NDArray[np.bool_]:
-        """Return bool (B,), from memory."""
-        if not self.usable:
-            return np.zeros(len(ids), np.bool_)
-        return self.index.contains(ids, variant)
-
-    def contains_keys(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Return bool (B,) for keys of any variants, from memory."""
-        found: npt.NDArray[np.bool_] = self.index.locate_keys(keys)[:, 1] != 0
-        return found
-
-    def check(self) -> Segment:
-        """Return what records are read from; it stays open while it is held. What was verified is
-        no longer believed once anybody else wrote to it.
-
-        Raises:
-            GoneError: Void or closed.
-            OSError: The disk fails.
-        """
-        segment, _ = self._opened()
-        if not self._is_writing and (written := segment.written) != self._written:  # not by us
-            self.index.distrust()
-            self._written = written
-        return segment
-
-    def ensure_open(self) -> None:
-        """Raise what every use does raise, if this is of no use any more.
-
-        Raises:
-            GoneError: Void or closed.
-            StoreError: In a child process.
-        """
-        if self.reason_stopped is not None or self._disk is None or os.getpid() != self._pid:
-            self._opened()
-
-    @property
-    def written(self) -> int:
-        """When the records were written to last, for all that is known, in nanoseconds; -1 while
-        this process writes. If it was at another time, `check` must be asked.
-        """
-        return -1 if self._is_writing else self._written
-
-    def locate(self, keys: Keys) -> Located:
-        """Return where records are.
-
-        Raises:
-            GoneError: Void or closed.
-            OSError: The disk fails.
-        """
-        _, log = self._opened()
-        located = self.index.look_up(keys)
-        if not located.raw[:, 1].all() and log.has_grown:
-            self.refresh()
-            located = self.index.look_up(keys)
-        return located
-
-    @property
-    def mapping(self) -> Mapping | None:
-        """Of the records, as far as they are mapped."""
-        return None if self._disk is None else self._disk[0].mapping
-
-    def turn(self, num_reads: int) -> int:
-        """Count reads; return how often each record was read by now, on average."""
-        self._num_reads += num_reads
-        return self._num_reads // self._num_records
-
-    def bytes_of(self, ids: Sequence[SampleId], variant: int) -> int:
+    def bytes_of(self, keys: Sequence[bytes]) -> int:
         """Return the length of all these records."""
-        return int(self.index.locate(ids, variant)[:, 1].sum())
+        entries = self._kept(keys)
+        if entries is None:
+            with self.reading() as view:
+                entries = view.locate(keys)
+        return int(entries["size"].sum(dtype=np.int64))
+
+    def _kept(self, keys: Sequence[bytes]) -> Entries | None:
+        return self._lookups.get(b"".join(keys)) if self.usable else None
+
+    def keep(self, keys: Sequence[bytes], entries: Entries) -> None:
+        """Remember where a batch lies, all of which is there."""
+        self._lookups[b"".join(keys)] = entries
+        if len(self._lookups) > KEPT_LOOKUPS:
+            with contextlib.suppress(KeyError):
+                self._lookups.popitem(last=False)
+
+    def hide(self, key: bytes, *, replaceable: bool) -> bool:
+        """Count a record as absent from now on; True if it did not yet.
+
+        Args:
+            key: Of its sample.
+            replaceable: It may be stored again; else something else may be wrong, and pass.
+        """
+        self._lookups.clear()
+        is_new = key not in self._hidden
+        self._hidden[key] = replaceable
+        return is_new
 
     def num_samples(self) -> int:
-        """Records committed, by any process.
+        """Records committed, by any process; takes note of their totals.
 
         Raises:
             GoneError: Void or closed.
-            OSError: The disk fails.
+            OSError: It cannot be read now.
         """
-        self.refresh()
-        return len(self.index)
+        with self.reading() as view:
+            self.totals = view.totals()
+            return view.num_records
 
-    def records(self) -> Iterator[tuple[bytes, memoryview]]:
-        """Walk over all samples in the order they were stored: key, and record, unchecked.
+    def records(self) -> Iterator[tuple[bytes, memoryview, Record | RecordError]]:
+        """Walk over all samples: key, bytes of the record, and what they are, or why they are no
+        intact record.
 
         Raises:
-            OSError: The disk fails.
+            OSError: LMDB cannot be read.
         """
-        segment, _ = self._opened()
-        # A log of its own: what is noted here is where a live run's additions begin.
-        log = Log(self.directory / LOG_NAME, self.directory.name, readonly=True)
-        for commit in log.read_on():
-            keys = split_keys(commit.keys, commit.key_bytes)
-            last = (self.index.locate_keys(keys) == commit.spans).all(1)  # not stored again since
-            for position in np.flatnonzero(last).tolist():
-                yield keys[position], segment.record(*commit.spans[position].tolist())
+        with self.reading() as view:
+            for key, entry in view.entries():
+                value = memoryview(b"")
+                found: Record | RecordError = RecordError("its layout is lost")
+                layout = view.layout(int(numbers_of(entry)[0]))
+                for by_block in (False, True):
+                    if layout is None:
+                        break
+                    try:
+                        value = view.record(key, entry[0], by_block=by_block)
+                        found = open_record(key, value, layout, self.identity)
+                        break
+                    except RecordError as error:
+                        found = error
+                    except OSError as error:
+                        found = RecordError(f"the disk cannot read it: {error.strerror}")
+                        break
+                yield key, value, found
+
+    def problem(self) -> str | None:
+        """Walk over the tree by plain reads, whatever was noted of it; return what is wrong.
+
+        Raises:
+            OSError: The disk cannot read it.
+        """
+        return problem_of(self.directory, self._opened().descriptor, believes_note=False)
 
     # -- writing ----------------------------------------------------------------------------
 
-    def check_present(self) -> None:
-        """Raise `GoneError` if the files were removed or replaced under us."""
-        if not all(file.is_at(self.directory) for file in self._opened()):
-            raise GoneError(f"{self.directory} was removed while in use")
-
-    def new_among(self, records: Encoded) -> Encoded:
-        """Return those of the records that no process has stored by now. What another one stored
-        is the same; what proved unreadable is new. The caller holds the directory's lock from here
-        to the end of `write`.
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Commit]:
+        """One commit, of all that is added, at the end; the caller holds the directory's lock.
 
         Raises:
             GoneError: Void, closed, or removed under us.
-            OSError: The disk fails.
-        """
-        self.check_present()
-        self.refresh()
-        return records.only(~self.contains_keys(records.keys))
-
-    def growth_bytes(self, records: Encoded) -> npt.NDArray[np.int64]:
-        """Return, shape (B + 1,), by how much the files grow if the first n are written."""
-        key_bytes = np.fromiter(map(len, records.keys), np.int64, len(records))
-        pages = 2 * PAGE_BYTES + block_bytes(0, 0) + ALIGNMENT
-        return np.cumsum(np.append(pages, records.room + 18 + key_bytes))
-
-    def write(
-        self, records: Encoded, raw_bytes: int, error: LossyError, codec: Codec | None
-    ) -> None:
-        """Commit records that are new; all of them, or none.
-
-        Raises:
-            GoneError: Void or closed.
             OSError: The disk is full, or fails.
         """
-        segment, log = self._opened()
-        end = min(self.totals.end, segment.size)
-        begin = self._append(segment, end, records)
-        room = records.room
-        spans = np.stack((begin + np.cumsum(room) - room, records.sizes), 1).astype("<u8")
+        self.check_present()
+        environment = self._opened()
+        with environment.writing() as transaction:
+            commit = Commit(View(self, environment, transaction))
+            yield commit
+            commit.finish()
+        self._lookups.clear()
+        self.totals = commit.totals
+        for key in commit.written & self._hidden.keys():
+            self._hidden.pop(key, None)
+
+
+class View:
+    """What one transaction sees of a generation."""
+
+    def __init__(self, files: GenerationFiles, environment: Environment, transaction: Any) -> None:
+        self.files, self.environment, self._transaction = files, environment, transaction
+        self.descriptor = environment.descriptor
+        self.tables = environment.tables
+
+    def get(self, table: bytes, key: bytes) -> memoryview | None:
+        """Return a value; it is good while the transaction lasts."""
+        if self.tables is None:
+            return None
+        found: memoryview | None = self._transaction.get(key, db=self.tables[table])
+        return found
+
+    def locate(self, keys: Sequence[bytes]) -> Entries:
+        """Return where records are, shape (B,). What is hidden is not there."""
+        if self.tables is None:
+            return np.zeros(len(keys), ENTRY)
+        kept = self.files._kept(keys)
+        if kept is not None:
+            return kept
+        entries = self._located(keys)
+        hidden = self.files._hidden
+        if hidden:
+            for row in [row for row, key in enumerate(keys) if key in hidden]:
+                entries["size"][row] = 0
+        if len(keys) and entries["size"].all():
+            self.files.keep(keys, entries)
+        return entries
+
+    def _located(self, keys: Sequence[bytes]) -> Entries:
+        assert self.tables is not None
+        get, table = self._transaction.get, self.tables[b"samples"]
+        # A plain loop: `getmulti` takes three times as long.
+        values = [get(key, _NO_ENTRY, table) for key in keys]
+        whole = b"".join(values)
+        if len(whole) != len(keys) * ENTRY.itemsize:  # damaged: a value of another size
+            whole = b"".join(one if len(one) == ENTRY.itemsize else _NO_ENTRY for one in values)
+        return np.frombuffer(bytearray(whole), ENTRY)
+
+    def is_there(self, key: bytes) -> bool:
+        """Tell whether a sample has an entry, whatever was remembered of it."""
+        return bool(self._located([key])["size"][0])
+
+    def layout(self, number: int) -> Layout | None:
+        """Return the layout of this number; None where it is lost."""
+        known = self.files._layouts.get(number)
+        if known is None and (stored := self.get(b"about", _layout_key(number))) is not None:
+            with contextlib.suppress(RecordError):
+                known = Layout.parse(bytes(stored))
+                if known.number != number:
+                    return None
+                self.files._layouts[number] = known
+        return known
+
+    def totals(self) -> Totals:
+        """Return the sums over all records."""
+        stored = self.get(b"about", TOTALS)
+        try:
+            return Totals() if stored is None else Totals.parse(stored)
+        except struct.error:
+            return Totals()
+
+    @property
+    def num_records(self) -> int:
+        """Of all samples and variants."""
+        if self.tables is None:
+            return 0
+        return int(self._transaction.stat(self.tables[b"samples"])["entries"])
+
+    def entries(self) -> Iterator[tuple[bytes, Entries]]:
+        """Yield all keys, each with its entry, shape (1,)."""
+        if self.tables is None:
+            return
+        for key, value in self._transaction.cursor(self.tables[b"samples"]):
+            whole = bytes(value) if len(value) == ENTRY.itemsize else _NO_ENTRY
+            yield bytes(key), np.frombuffer(whole, ENTRY)
+
+    def record(self, key: bytes, entry: Any, *, by_block: bool = False) -> memoryview:
+        """Return a record's bytes, unchecked; nothing where there is none.
+
+        By its block it takes longer, and is found where a compacted copy of the file has moved it.
+
+        Raises:
+            OSError: The disk cannot read it.
+        """
+        place, size = int(places_of(entry)), int(entry["size"])
+        if place and not by_block:
+            room = bytearray(max(min(size, os.fstat(self.descriptor).st_size - place), 0))
+            num_bytes = os.preadv(self.descriptor, [room], place) if room else 0
+            return memoryview(room)[:num_bytes]
+        block = self.get(b"blocks", _BLOCK_KEY.pack(int(entry["block"])))
+        for record in split_block(block) if block is not None else ():
+            if key_of(record) == key:
+                return memoryview(bytes(record))
+        return memoryview(b"")
+
+
+class Commit:
+    """What is added to a generation in one transaction."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self.totals = view.totals()
+        self.written: set[bytes] = set()
+        self._entries: list[tuple[bytes, bytes]] = []
+        self._promised = 0
+        assert view.tables is not None
+        self._tables, self._transaction = view.tables, view._transaction
+        cursor = self._transaction.cursor(self._tables[b"blocks"])
+        self._next_block = _BLOCK_KEY.unpack(cursor.key())[0] + 1 if cursor.last() else 1
+
+    def new_among(self, records: Encoded) -> npt.NDArray[np.bool_]:
+        """Return which of the records nobody has stored by now. What another process stored is the
+        same; what proved damaged is new.
+        """
+        known = self.view._located(records.keys)["size"] > 0
+        hidden = self.view.files._hidden
+        fresh = [
+            key not in self.written and (not there or hidden.get(key, False))
+            for key, there in zip(records.keys, known.tolist(), strict=True)
+        ]
+        return np.array(fresh, np.bool_)
+
+    def growth_bytes(self, records: Encoded) -> npt.NDArray[np.int64]:
+        """Return, shape (N + 1,), by how much the file grows at most by what was added before, and
+        the first n of these: their blocks, and copies of all pages of the index that are touched,
+        some of which split.
+        """
+        page = self.view.environment.page_bytes
+        stat = self._transaction.stat(self._tables[b"samples"])
+        numbers = np.arange(len(records) + 1)
+        key_bytes = np.zeros(len(records) + 1, np.int64)
+        np.cumsum([len(key) + ENTRY_BYTES for key in records.keys], out=key_bytes[1:])
+        if records.replaced is None:
+            blocks = records.starts + (records.starts // (BLOCK_BYTES // 2) + 1) * 2 * page
+        else:
+            blocks = np.zeros(len(records) + 1, np.int64)
+            np.cumsum((records.sizes // page + 2) * page, out=blocks[1:])
+        touched = np.minimum(numbers, stat["leaf_pages"]) + 2 * (2 * key_bytes // page + 1)
+        growth = self._promised + blocks + (touched + stat["branch_pages"] // 8 + 32) * page
+        growth[0] = self._promised
+        whole: npt.NDArray[np.int64] = growth
+        return whole
+
+    def add(self, records: Encoded, raw_bytes: int, error: LossyError, codec: Codec | None) -> None:
+        """Write records that are new.
+
+        Args:
+            records: No two with one key.
+            raw_bytes: Of all of them, decoded.
+            error: What lossy storage changed in them.
+            codec: What they were written with.
+
+        Raises:
+            ValueError: Another layout has the same number.
+        """
+        self._promised = int(self.growth_bytes(records)[-1])
+        layout = records.layout
+        known = self.view.get(b"about", _layout_key(layout.number))
+        if known is None:
+            self._put(b"about", _layout_key(layout.number), layout.pack())
+        elif bytes(known) != layout.pack():
+            raise ValueError("another layout has the same number")
+        for last in filter(None, records.replaced or ()):
+            self._remove_until(last)
+        # What is to be superseded one by one lies one by one: LMDB then uses its pages again.
+        most = BLOCK_BYTES if records.replaced is None else 0
+        for rows, content in records.blocks(most):
+            self._add_block(records, rows, content)
         joined = LossyError()
         joined.join(self.totals.error)
         joined.join(error)
-        totals = Totals(
-            int(spans[-1].sum()),
+        self.totals = Totals(
             self.totals.raw_bytes + raw_bytes,
             self.totals.stored_bytes + int(records.sizes.sum()),
             joined,
             codec,
         )
-        with self._lock:
-            try:
-                log.append(records.keys, spans, totals)
-            except OSError:
-                segment.cut(end)
-                raise
-            self.index.add(records.keys, spans)
-            self.totals = totals
-            self._num_records = max(len(self.index), 1)
+        self.written.update(records.keys)
 
-    def _append(self, segment: Segment, end: int, records: Encoded) -> int:
-        """Write records to disk, before the commit that makes them visible, and return where they
-        begin. What was verified stays trusted: the file was written to, but not by others.
-        """
-        is_ours = segment.written == self._written
-        self._is_writing = True
-        try:
-            return segment.append(end, records.pieces())
-        finally:
-            self._written = segment.written if is_ours else self._written
-            self._is_writing = False
+    def _add_block(self, records: Encoded, rows: slice, content: memoryview) -> None:
+        number, self._next_block = self._next_block, self._next_block + 1
+        key = _BLOCK_KEY.pack(number)
+        self._put(b"blocks", key, content)
+        stored = self.view.get(b"blocks", key)
+        place = 0 if stored is None else self.view.environment.place_of(stored)
+        entries = np.zeros(rows.stop - rows.start, ENTRY)
+        if place:
+            first = records.starts[rows.start]
+            at = place + (records.starts[rows] - first).astype(np.uint64)
+            entries["at"] = at >> np.uint64(3)
+        entries["at"] |= np.uint64(records.layout.number) << _LAYOUT_SHIFT
+        entries["size"], entries["block"] = records.sizes[rows], number
+        whole, size = entries.tobytes(), ENTRY.itemsize
+        values = (whole[at : at + size] for at in range(0, len(whole), size))
+        self._entries += zip(records.keys[rows], values, strict=True)
+
+    def _remove_until(self, last: bytes) -> None:
+        """Remove what is stored of a sample up to this variant; each record of it lies alone."""
+        prefix = last[:-4]
+        cursor = self._transaction.cursor(self._tables[b"samples"])
+        is_there = cursor.set_range(prefix + bytes(4))
+        while is_there and (key := bytes(cursor.key())) <= last and key[:-4] == prefix:
+            whole = bytes(cursor.value())
+            if len(whole) == ENTRY.itemsize:
+                self._remove_block(np.frombuffer(whole, ENTRY)[0])
+            is_there = cursor.delete() and bool(cursor.key())
+
+    def _remove_block(self, entry: Any) -> None:
+        size, totals = int(entry["size"]), self.totals
+        totals.raw_bytes -= round(size * totals.raw_bytes / max(totals.stored_bytes, 1))
+        totals.stored_bytes -= size
+        key = _BLOCK_KEY.pack(int(entry["block"]))
+        content = self.view.get(b"blocks", key)
+        if content is not None and len(content) - size < 8:  # else others lie there, too
+            self._transaction.delete(key, db=self._tables[b"blocks"])
+
+    def _put(self, table: bytes, key: bytes, value: Any) -> None:
+        self._transaction.put(key, value, db=self._tables[table])
+
+    def finish(self) -> None:
+        """Write what tells of the records."""
+        self._entries.sort()
+        self._transaction.cursor(self._tables[b"samples"]).putmulti(self._entries)
+        self._put(b"about", TOTALS, self.totals.pack())
+
+
+def _layout_key(number: int) -> bytes:
+    return b"layout" + struct.pack(">H", number)

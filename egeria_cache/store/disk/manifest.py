@@ -30,7 +30,7 @@ __all__ = [
     "write_json",
 ]
 
-FORMAT, ROOT_FORMAT = 2, 1
+FORMAT, ROOT_FORMAT = 3, 1
 """Version of a generation, and of the directory around it; what has a higher one is refused, never
 guessed at. A generation of a lower one is left alone, and goes when room is needed."""
 MANIFEST_NAME = "manifest.json"
@@ -75,7 +75,7 @@ class Manifest:
                 named_by_us or generation_name(content["fields"]) == directory.name
             ):
                 raise TypeError
-            _check_format(path, content)
+            _check_format(path, content, FORMAT)
             fields, created = content["fields"], float(content["created"])
             if not isinstance(fields, dict) or not math.isfinite(created):
                 raise TypeError
@@ -88,13 +88,20 @@ class Manifest:
         """It is of an earlier release, whose generations this one does not read."""
         return self.format < FORMAT
 
+    def check_current(self) -> None:
+        """Raise `StoreError` if its records are not for this release to read."""
+        if self.is_old:
+            raise StoreError(
+                f"{self.name} is of an earlier release (format {self.format}): not read by this one"
+            )
+
     def write(self, directory: Path) -> None:
         """Replace the manifest in one step."""
         write_json(directory / MANIFEST_NAME, self._content())
 
     def num_bytes(self) -> int:
         """Return the size of the file."""
-        return len(json.dumps(self._content(), indent=2, sort_keys=True))
+        return 64 + len(json.dumps(self._content(), indent=2, sort_keys=True))
 
     def _content(self) -> dict[str, Any]:
         created, fields = self.created, dict(self.fields)
@@ -139,14 +146,18 @@ def differing_fields(
     return differing
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, newest: int) -> dict[str, Any]:
     """Read one of our JSON files.
+
+    Args:
+        path: The file.
+        newest: Format that this release knows.
 
     Raises:
         StoreError: Missing, damaged, too large, or written by a newer release.
     """
     content = _load(path)
-    _check_format(path, content)
+    _check_format(path, content, newest)
     return content
 
 
@@ -162,13 +173,20 @@ def _load(path: Path) -> dict[str, Any]:
         raise DamagedError(f"{path} is damaged: it is not JSON") from None
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
         raise DamagedError(f"{path} was not written by Egeria")
+    if content.pop("sum", (known := _sum_of(content))) != known:  # others may leave it out
+        raise DamagedError(f"{path} is damaged: its checksum does not match")
     return content
 
 
-def _check_format(path: Path, content: Mapping[str, Any]) -> None:
-    if content["format"] > FORMAT:
+def _sum_of(content: Mapping[str, Any]) -> str:
+    content = {name: value for name, value in content.items() if name != "sum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _check_format(path: Path, content: Mapping[str, Any], newest: int) -> None:
+    if content["format"] > newest:
         raise StoreError(
-            f"{path} has format {content['format']}, this release knows up to {FORMAT}; use the "
+            f"{path} has format {content['format']}, this release knows up to {newest}; use the "
             "release that wrote it, or another directory"
         )
 
@@ -182,7 +200,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         with open(open_own(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
-            file.write(json.dumps(content, indent=2, sort_keys=True))
+            file.write(json.dumps({**content, "sum": _sum_of(content)}, indent=2, sort_keys=True))
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)

@@ -24,7 +24,7 @@ def write_note(directory: Path, name: str, content: Mapping[str, Any]) -> None:
 def read_note(directory: Path, name: str) -> dict[str, Any]:
     """Return what a note says; nothing where there is none that can be read."""
     with contextlib.suppress(OSError, StoreError):
-        return read_json(_path(directory, name))
+        return read_json(_path(directory, name), ROOT_FORMAT)
     return {}
 
 

@@ -7,12 +7,14 @@ import errno
 import logging
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from egeria_cache.errors import StoreError
-from egeria_cache.store.disk.manifest import ROOT_FORMAT, read_json, write_json
+from egeria_cache.store.disk.manifest import ROOT_FORMAT, DamagedError, read_json, write_json
 from egeria_cache.store.disk.own import check_private
 
 __all__ = ["ROOT_NAME", "claim_directory", "filesystem_type"]
@@ -20,6 +22,12 @@ __all__ = ["ROOT_NAME", "claim_directory", "filesystem_type"]
 logger = logging.getLogger("egeria_cache.store")
 
 ROOT_NAME = "cache.json"
+
+OURS = (
+    f".{ROOT_NAME}.", "cache.lock", "gen-", "damaged-gen-", ".gone-gen-", "live-", ".live-",
+    "note-", ".note-",
+)  # fmt: skip
+"""What a cache's files begin with: where nothing else is, a root that was lost is written anew."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 BEGUN_S = 600.0
@@ -63,7 +71,7 @@ def claim_directory(directory: Path, limit_bytes: int, *, force_network: bool) -
         names = sorted(path.name for path in directory.iterdir())
         if ROOT_NAME in names:
             return _join(root, limit_bytes)
-        foreign = [name for name in names if not name.startswith(f".{ROOT_NAME}.")]
+        foreign = [name for name in names if not name.startswith(OURS)]
         if foreign:
             raise StoreError(
                 f"{directory} is no cache of Egeria: it holds {foreign[0]!r}; choose an empty or "
@@ -99,12 +107,16 @@ def filesystem_type(path: Path) -> str | None:
 
 def _join(root: Path, limit_bytes: int) -> bool:
     """Read the root of an existing cache, and note our limit in it, for `cache-inspect` alone."""
-    content = read_json(root)
+    try:
+        content = read_json(root, ROOT_FORMAT)
+    except DamagedError as error:  # nothing in it is needed
+        logger.warning("%s; it is written anew", error)
+        content = {}
     try:
         if not os.access(root.parent, os.W_OK):
             raise PermissionError(errno.EACCES, "no permission")
         if content.get("limit_bytes") != limit_bytes:
-            _write_root(root, limit_bytes)
+            _write_root(root, limit_bytes, content)
     except OSError as error:
         if error.errno in FULL:
             logger.info("the limit of %s is not noted: %s", root.parent, error.strerror)
@@ -128,6 +140,7 @@ def _clear_beginnings(directory: Path) -> None:
                 path.unlink()
 
 
-def _write_root(root: Path, limit_bytes: int) -> None:
-    content = {"format": ROOT_FORMAT, "created_by": "egeria", "limit_bytes": limit_bytes}
-    write_json(root, content)
+def _write_root(root: Path, limit_bytes: int, known: Mapping[str, Any] | None = None) -> None:
+    """Write it; what is not ours to know stays as it was."""
+    ours = {"format": ROOT_FORMAT, "created_by": "egeria", "limit_bytes": limit_bytes}
+    write_json(root, {**(known or {}), **ours})

@@ -1,4 +1,4 @@
-"""Sums over a generation's committed records, and where its record file ends. Pure."""
+"""Sums over a generation's committed records. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from egeria_cache.store.codecs.lossy import LossyError
 
 __all__ = ["TOTALS_BYTES", "Totals"]
 
-_TOTALS = struct.Struct("<QQQdddQ")
+_TOTALS = struct.Struct("<QQdddQ")
 TOTALS_BYTES = _TOTALS.size
 _NO_CODEC = 255
 
@@ -20,8 +20,6 @@ _NO_CODEC = 255
 class Totals:
     """Written in the same commit as the records they count."""
 
-    end: int = 0
-    """Where the next record goes."""
     raw_bytes: int = 0
     """Decoded."""
     stored_bytes: int = 0
@@ -34,13 +32,13 @@ class Totals:
     @classmethod
     def parse(cls, stored: Any) -> Totals:
         """Undo `pack`."""
-        end, raw_bytes, stored_bytes, *error, code = _TOTALS.unpack(stored)
+        raw_bytes, stored_bytes, *error, code = _TOTALS.unpack(stored)
         codec = Codec(code) if code in Codec._value2member_map_ else None
-        return cls(end, raw_bytes, stored_bytes, LossyError(*error), codec)
+        return cls(raw_bytes, stored_bytes, LossyError(*error), codec)
 
     def pack(self) -> bytes:
         """Return the bytes of a commit's head."""
         error, codec = self.error, self.codec
         changed = error.squared_error, error.squared_value, error.largest
         code = _NO_CODEC if codec is None else codec
-        return _TOTALS.pack(self.end, self.raw_bytes, self.stored_bytes, *changed, code)
+        return _TOTALS.pack(self.raw_bytes, self.stored_bytes, *changed, code)

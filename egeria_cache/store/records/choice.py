@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from egeria_cache.store.codecs.codec import Codec, Coder, Elements, Fields
-from egeria_cache.store.codecs.gather import Source
+from egeria_cache.store.codecs.codec import Codec, Coder
 from egeria_cache.store.codecs.lossy import Storage
-from egeria_cache.store.records.encoded import Encoded
-from egeria_cache.store.records.layout import parse_head
-from egeria_cache.store.records.record import Rows, encode_rows
+from egeria_cache.store.native import kernel
+from egeria_cache.store.records.record import Encoded, Rows, encode_rows, open_record
 
 __all__ = ["Trial", "choose_codec"]
 
@@ -54,7 +52,7 @@ def choose_codec(
     chosen = picked[:NUM_RECORDS]
     trials = [
         _try(codec, encode_rows(keys, chosen, rows, codec, coder, storage), coder, clock)
-        for codec in Codec
+        for codec in (Codec if kernel() is not None else (Codec.RAW, Codec.ZSTD))
     ]
     raw = trials[0]
     slowest_s = raw.num_bytes / MIN_DECODE_BYTES_PER_S
@@ -72,28 +70,19 @@ def choose_codec(
     return best.codec, ", ".join(map(str, trials))
 
 
-def _try(codec: Codec, encoded: Encoded, coder: Coder, clock: Callable[[], float]) -> Trial:
-    """Decode as a batch is read: the fields of one size and codec together."""
-    values = [bytes(value) for _, value in encoded]
-    source = Source.of(b"".join(values))
-    groups: dict[tuple[int, int, Elements], list[tuple[int, int]]] = {}
-    at = 0
-    for value in values:
-        head = parse_head(memoryview(value))
-        start = at + head.num_bytes
-        for field, (used, size) in zip(head.layout.fields, head.stored, strict=True):
-            if field.dtype is not None:
-                key = (used, field.num_bytes, field.elements)
-                groups.setdefault(key, []).append((start, size))
-            start += size
-        at += len(value)
-    batches = [(key, *np.array(places, np.int64).T) for key, places in groups.items()]
+def _try(
+    codec: Codec, encoded: Sequence[Encoded], coder: Coder, clock: Callable[[], float]
+) -> Trial:
+    """Decode records one by one, as many times as it takes to know how long that takes."""
+    records = [open_record(key, value, part.layout) for part in encoded for key, value in part]
+    num_bytes = sum(int(part.sizes.sum()) for part in encoded)
+    outs = [[np.empty(max(size, 0), np.uint8) for _, size in record.shapes] for record in records]
     times_s = []
     for _ in range(3):
         start_s = clock()
-        for (used, num_bytes, elements), starts, sizes in batches:
-            out = np.empty((len(starts), num_bytes), np.uint8)
-            fields = Fields(source, starts, sizes, used, elements)
-            coder.decode_many(fields, out, np.arange(len(fields)))
+        for record, rows in zip(records, outs, strict=True):
+            for position, out in enumerate(rows):
+                if record.layout.fields[position].dtype is not None:
+                    record.decode_into(position, coder, out)
         times_s.append(clock() - start_s)
-    return Trial(codec, sum(map(len, values)), min(times_s))
+    return Trial(codec, num_bytes, min(times_s))

@@ -1,7 +1,7 @@
 """Sample ID and variant -> key, and back. Pure.
 
-Integers are big-endian with the sign bit flipped, so that their order is that of the integers.
-Layout: docs/format.md.
+Integers are big-endian with the sign bit flipped, so that their order is that of the integers; the
+variants of a sample are neighbours. Layout: docs/format.md.
 """
 
 from __future__ import annotations
@@ -10,79 +10,47 @@ import hashlib
 import operator
 import struct
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-__all__ = [
-    "Keys",
-    "SampleId",
-    "all_integers",
-    "check_variant",
-    "decode_key",
-    "encode_key",
-    "encode_keys",
-    "hashes_of",
-    "is_integer_key",
-    "parse_integer_keys",
-    "plain_integers",
-    "split_keys",
-]
+__all__ = ["SampleId", "Variants", "decode_key", "encode_key", "encode_keys", "plain_integers"]
 
 SampleId = int | str | tuple[Any, ...]
 """Hashable name of a sample: an integer, a text, or a tuple of these."""
+Variants = int | npt.NDArray[np.int64]
+"""Of a batch's samples: one number for all of them, or one each, shape (B,)."""
 
 MAX_KEY_BYTES = 511
+"""As LMDB takes them."""
 _SIGN = 1 << 63
 _INT, _TEXT, _TUPLE, _HASHED = b"i", b"s", b"t", b"h"
-_INT_KEY = np.dtype([("kind", "S1"), ("variant", ">u4"), ("number", ">u8")])
-_INT_KEY_BYTES = _INT_KEY.itemsize
+_INT_KEY = np.dtype([("kind", "S1"), ("number", ">u8"), ("variant", ">u4")])
+_INT_KEY_BYTES, _VARIANT_BYTES = _INT_KEY.itemsize, 4
 _INT64 = np.dtype(np.int64)
 
 
-class Keys(Sequence[bytes]):
-    """The keys of a batch. Those of integers are made when they are asked for: where records lie is
-    known without.
+def encode_keys(ids: Sequence[SampleId], variant: Variants = 0) -> list[bytes]:
+    """Return the keys of a batch.
+
+    Raises:
+        TypeError: An ID is not an integer, a text, or a tuple of these.
+        ValueError: No variant has this number: it has 32 bits.
     """
-
-    def __init__(self, ids: Sequence[SampleId], variant: int = 0) -> None:
-        """Name samples.
-
-        Raises:
-            TypeError: An ID is not an integer, a text, or a tuple of these.
-            ValueError: No variant has this number.
-        """
-        check_variant(variant)
-        self.variant = variant
-        self.numbers = plain_integers(ids)
-        """The IDs as int64, shape (B,), if every one of them is an integer of 64 bits."""
-        self._encoded = [] if self.numbers is not None else encode_keys(ids, variant)
-
-    def __len__(self) -> int:
-        return len(self._encoded) if self.numbers is None else len(self.numbers)
-
-    @overload
-    def __getitem__(self, row: int) -> bytes: ...
-    @overload
-    def __getitem__(self, row: slice) -> list[bytes]: ...
-    def __getitem__(self, row: int | slice) -> bytes | list[bytes]:
-        if self.numbers is None:
-            return self._encoded[row]
-        if isinstance(row, slice):
-            return encode_keys(self.numbers[row].tolist(), self.variant)
-        return encode_key(int(self.numbers[row]), self.variant)
-
-    def hashes(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """Return XXH3 (64 bits) of the keys of some rows."""
-        return hashes_of([self[row] for row in rows.tolist()])
-
-
-def check_variant(variant: int) -> None:
-    """Raise `ValueError` if no variant has this number: it has 32 bits."""
-    if not 0 <= variant < 1 << 32:
-        raise ValueError(f"variant must be from 0 to {(1 << 32) - 1}, got {variant}")
+    variants = np.asarray(variant)
+    if variants.size and not 0 <= int(variants.min()) <= int(variants.max()) < 1 << 32:
+        wrong = int(variants.min()) if int(variants.min()) < 0 else int(variants.max())
+        raise ValueError(f"variant must be from 0 to {(1 << 32) - 1}, got {wrong}")
+    numbers = plain_integers(ids)
+    if numbers is None:
+        each = np.broadcast_to(variants, len(ids)).tolist()
+        return [encode_key(one, which) for one, which in zip(ids, each, strict=True)]
+    table = np.empty(len(numbers), _INT_KEY)
+    table["kind"], table["variant"] = _INT, variants
+    table["number"] = numbers.view(np.uint64) ^ np.uint64(_SIGN)
+    whole = table.tobytes()
+    return [whole[at : at + _INT_KEY_BYTES] for at in range(0, len(whole), _INT_KEY_BYTES)]
 
 
 def encode_key(sample_id: SampleId, variant: int = 0) -> bytes:
@@ -91,19 +59,19 @@ def encode_key(sample_id: SampleId, variant: int = 0) -> bytes:
     Raises:
         TypeError: The ID is not an integer, a text, or a tuple of these.
     """
-    head = struct.pack(">I", variant)
+    tail = struct.pack(">I", variant)
     if isinstance(sample_id, str):
-        key = _TEXT + head + sample_id.encode("utf-8", "surrogatepass")
+        key = _TEXT + sample_id.encode("utf-8", "surrogatepass") + tail
     elif isinstance(sample_id, tuple):
-        key = _TUPLE + head + b"".join(map(_element, sample_id))
+        key = _TUPLE + b"".join(map(_element, sample_id)) + tail
     else:
         number = _integer(sample_id)
         if -_SIGN <= number < _SIGN:
-            return _INT + head + struct.pack(">Q", number + _SIGN)
-        key = _TUPLE + head + _element(number)
+            return _INT + struct.pack(">Q", number + _SIGN) + tail
+        key = _TUPLE + _element(number) + tail
     if len(key) > MAX_KEY_BYTES:
         # The whole key is hashed, not its tail: two long keys then differ by 256 bits.
-        key = _HASHED + head + hashlib.blake2b(key, digest_size=32).digest()
+        key = _HASHED + hashlib.blake2b(key[:-_VARIANT_BYTES], digest_size=32).digest() + tail
     return key
 
 
@@ -111,7 +79,7 @@ def plain_integers(ids: Sequence[SampleId]) -> npt.NDArray[np.int64] | None:
     """Return the IDs as int64, shape (B,), if every one of them is an integer of 64 bits."""
     if isinstance(ids, np.ndarray):
         if ids.dtype is _INT64 and ids.ndim == 1:
-            return ids
+            return np.ascontiguousarray(ids)
         fits = ids.dtype.kind == "i" or (ids.dtype.kind == "u" and ids.dtype.itemsize < 8)
         return ids.astype(np.int64) if fits and ids.ndim == 1 else None
     try:
@@ -123,46 +91,6 @@ def plain_integers(ids: Sequence[SampleId]) -> npt.NDArray[np.int64] | None:
     return None
 
 
-def encode_keys(ids: Sequence[SampleId], variant: int = 0) -> list[bytes]:
-    """Return the keys of a batch."""
-    plain: Any = ids.tolist() if isinstance(ids, np.ndarray) else ids
-    head, pack = _INT + struct.pack(">I", variant), struct.Struct(">Q").pack
-    try:  # Python's own integers: NumPy's would wrap around
-        return [head + pack(number + _SIGN) for number in map(operator.index, plain)]
-    except (TypeError, struct.error):  # not all are integers of 64 bits
-        return [encode_key(sample_id, variant) for sample_id in plain]
-
-
-def hashes_of(keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
-    """Return XXH3 (64 bits) of each key."""
-    return np.fromiter(map(xxhash.xxh3_64_intdigest, keys), np.uint64, len(keys))
-
-
-def parse_integer_keys(keys: bytes) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
-    """Return (variants, IDs) of keys of integers, given one behind the other."""
-    table = np.frombuffer(keys, _INT_KEY)
-    numbers = (table["number"].astype(np.uint64) ^ np.uint64(_SIGN)).view(np.int64)
-    return table["variant"].astype(np.uint32), numbers
-
-
-def split_keys(keys: bytes, lengths: npt.NDArray[np.uint16]) -> list[bytes]:
-    """Cut apart keys that lie one behind the other."""
-    ends = np.cumsum(lengths, dtype=np.int64).tolist()
-    return [keys[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-
-
-def all_integers(keys: bytes, lengths: npt.NDArray[np.uint16]) -> bool:
-    """Tell whether all of them, one behind the other, are keys of integers of 64 bits."""
-    if not (lengths == _INT_KEY_BYTES).all():
-        return False
-    return bool((np.frombuffer(keys, _INT_KEY)["kind"] == _INT).all())
-
-
-def is_integer_key(key: bytes) -> bool:
-    """Tell the keys of integers of 64 bits."""
-    return len(key) == _INT_KEY_BYTES and key[:1] == _INT
-
-
 def decode_key(key: bytes) -> tuple[SampleId | None, int]:
     """Return (sample ID, variant); the ID of a hashed key is None.
 
@@ -170,7 +98,7 @@ def decode_key(key: bytes) -> tuple[SampleId | None, int]:
         ValueError: These bytes are no sample's key.
     """
     try:
-        kind, (variant,), body = key[:1], struct.unpack(">I", key[1:5]), key[5:]
+        kind, body, (variant,) = key[:1], key[1:-4], struct.unpack(">I", key[1:][-4:])
         if kind == _INT and len(key) == _INT_KEY_BYTES:
             return struct.unpack(">Q", body)[0] - _SIGN, variant
         if kind == _TEXT:

@@ -1,33 +1,57 @@
-"""One sample's named values <-> one record of bytes: head, then payload. Pure; no pickle."""
+"""One sample's named values <-> one record of bytes. Pure; no pickle.
+
+A record tells its own length, layout and key, so that it can be found without the index. Its
+checksum covers all of that, the layout itself, and which generation it is of.
+"""
 
 from __future__ import annotations
 
+import itertools
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor
 
 from egeria_cache.ragged import PaddedRows
-from egeria_cache.store.codecs.codec import Bytes, Codec, CodecError, Coder
+from egeria_cache.store.codecs.codec import Bytes, Codec, CodecError, Coder, NeedsKernelError
 from egeria_cache.store.codecs.lossy import LossyError, Storage, pack, unpack
-from egeria_cache.store.records.encoded import Arena, Buffer, Encoded, aligned
-from egeria_cache.store.records.layout import (
-    CHECKSUM,
-    CHECKSUM_BYTES,
-    FieldLayout,
-    Head,
-    Layout,
-    pack_head,
-    parse_head,
-    payload_seed,
-)
+from egeria_cache.store.native import kernel
+from egeria_cache.store.records.layout import RAGGED, FieldLayout, Layout
 from egeria_cache.store.records.values import RecordError, Value, decode_value, encode_value
 
-__all__ = ["Record", "Rows", "encode_rows", "open_record", "plain_value"]
+__all__ = [
+    "Encoded",
+    "Record",
+    "Rows",
+    "aligned",
+    "encode_rows",
+    "key_of",
+    "number_of",
+    "open_record",
+    "split_block",
+]
+
+ALIGNMENT = 8
+HEAD = struct.Struct("<QIHH")
+"""Checksum, bytes of the record, number of its layout, bytes of its key."""
+CHECKSUM_BYTES, HEAD_BYTES = 8, HEAD.size
+MAX_RECORD_BYTES = 1 << 31
+MAX_RATIO_BITS = 22
+"""zstd stores a block of 128 KiB in four bytes at best, a byte of a bitmap stands for 64 bytes of
+zeros at most: 2^21 together. A field that claims twice that is refused before room is made."""
+LENGTH_MASK = (1 << 56) - 1
+
+
+def aligned(size: int) -> int:
+    """Return the next multiple of the alignment."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
 
 # -- writing ---------------------------------------------------------------------------------
 
@@ -53,10 +77,6 @@ class Rows:
             for value in self.fields.values()
         )
 
-    def held_bytes(self) -> int:
-        """Bytes that the tensors hold in memory, padding included."""
-        return sum(one.nbytes for one in self.tensors())
-
     def tensors(self) -> Iterator[Tensor]:
         """Yield what holds memory: of padded rows the tensor that they lie in."""
         for value in self.fields.values():
@@ -65,10 +85,64 @@ class Rows:
             yield from (item for item in many if isinstance(item, Tensor))
 
 
-BUFFER_BYTES = 8 * 2**20
-"""Of raw records that are put together, hashed and written at a time."""
-HASHED_BYTES = 2**18
-"""Raw records are copied and hashed in turns of so many bytes: these stay in the core's cache."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """Records of one layout, one behind the other in one buffer, each at a multiple of 8."""
+
+    layout: Layout
+    keys: Sequence[bytes]
+    buffer: memoryview
+    starts: npt.NDArray[np.int64]
+    """Where each begins, and where the last one ends; shape (N + 1,)."""
+    sizes: npt.NDArray[np.int64]
+    """Without the zeros behind each, shape (N,)."""
+    replaced: Sequence[bytes | None] | None = None
+    """Per record the last variant that it supersedes, as a key, if any; None: nothing ever will be.
+    What is superseded goes with the same commit."""
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Iterator[tuple[bytes, memoryview]]:
+        """Yield key and record."""
+        for key, at, size in zip(
+            self.keys, self.starts.tolist(), self.sizes.tolist(), strict=False
+        ):
+            yield key, self.buffer[at : at + size]
+
+    @classmethod
+    def of(cls, layout: Layout, pairs: Sequence[tuple[bytes, Any]]) -> Encoded:
+        """Copy records into one buffer."""
+        sizes = np.array([len(record) for _, record in pairs], np.int64)
+        pieces = [piece for _, one in pairs for piece in (one, bytes(-len(one) % ALIGNMENT))]
+        return cls(
+            layout, [key for key, _ in pairs], memoryview(b"".join(pieces)), _starts(sizes), sizes
+        )
+
+    def only(self, wanted: npt.NDArray[np.bool_]) -> Encoded:
+        """Return some of the records."""
+        if wanted.all():
+            return self
+        some = Encoded.of(self.layout, list(itertools.compress(self, wanted.tolist())))
+        if self.replaced is None:
+            return some
+        replaced = [*itertools.compress(self.replaced, wanted.tolist())]
+        return replace(some, replaced=replaced)
+
+    def blocks(self, most_bytes: int) -> Iterator[tuple[slice, memoryview]]:
+        """Yield neighbours that are at most so many bytes together, or one that is more."""
+        first = 0
+        while first < len(self):
+            most = self.starts[first] + most_bytes
+            last = max(int(np.searchsorted(self.starts, most, "right")) - 1, first + 1)
+            yield slice(first, last), self.buffer[self.starts[first] : self.starts[last]]
+            first = last
+
+
+def _starts(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    starts = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum((sizes + (ALIGNMENT - 1)) & -ALIGNMENT, out=starts[1:])
+    return starts
 
 
 def encode_rows(
@@ -80,9 +154,9 @@ def encode_rows(
     storage: Storage = None,
     error: LossyError | None = None,
     identity: int = 0,
-    arena: Arena | None = None,
-) -> Encoded:
-    """Return the keys and records of the picked rows.
+    replaced: Sequence[bytes | None] | None = None,
+) -> list[Encoded]:
+    """Return the records of the picked rows, by layout.
 
     Args:
         keys: One per row of the batch.
@@ -93,118 +167,122 @@ def encode_rows(
         storage: Lossy number format for the floating-point tensors.
         error: What the lossy format changes is added here.
         identity: Of the generation; part of the checksums.
-        arena: Where raw records are put, when they are asked for; in memory of their own without
-            it.
+        replaced: Per row of the batch, see `Encoded`.
 
     Raises:
         TypeError: A value of a type that no record holds.
+        ValueError: A record too large, or that no layout can tell of.
     """
     tensors = all(isinstance(value, Tensor) for value in rows.fields.values())
     if storage is None and codec is Codec.RAW and tensors:
-        return _encode_raw(keys, picked, rows, identity, Arena() if arena is None else arena)
+        raw = _encode_raw(keys, picked, rows, identity)
+        return [
+            raw if replaced is None else replace(raw, replaced=[replaced[row] for row in picked])
+        ]
     columns = [_column(name, value, storage, error) for name, value in rows.fields.items()]
-    records = []
+    groups: dict[Layout, list[tuple[int, bytes]]] = {}
     for row in picked:
-        fields, lengths, payload = [], [], []
+        fields, entries, sizes, payload = [], [], [], []
         for column in columns:
-            field, data = column(row)
+            field, own, data = column(row)
             # A text stays raw: its decoded size is not in the layout.
             wanted = codec if field.dtype is not None else Codec.RAW
             used, stored = coder.encode(data, wanted, field.elements)
             fields.append(field)
-            lengths.append(used << 56 | len(stored))
+            entries.append(used << 56 | len(stored))
+            sizes += own
             payload.append(stored)
-        head = pack_head(Layout(rows.bare, tuple(fields)), lengths)
-        body = b"".join(payload)
-        seed = payload_seed(xxhash.xxh3_64_intdigest(head), keys[row], identity)
-        checksum = CHECKSUM.pack(xxhash.xxh3_64_intdigest(body, seed=seed))
-        records.append((keys[row], (checksum, head, body)))
-    return Encoded.of(records)
+        layout = Layout(rows.bare, tuple(fields))
+        head = struct.pack(f"<{len(entries)}Q{len(sizes)}Q", *entries, *sizes)
+        record = _record(keys[row], layout, head, payload, identity)
+        groups.setdefault(layout, []).append((row, record))
+    return [
+        replace(
+            Encoded.of(layout, [(keys[row], record) for row, record in records]),
+            replaced=None if replaced is None else [replaced[row] for row, _ in records],
+        )
+        for layout, records in groups.items()
+    ]
 
 
-def _encode_raw(
-    keys: Sequence[bytes], picked: Sequence[int], rows: Rows, identity: int, arena: Arena
-) -> Encoded:
-    """Records of one size, which are made when they are asked for."""
-    fields, columns = [], []
-    for name, value in rows.fields.items():
-        assert isinstance(value, Tensor)
-        field, data = _matrix(name, value)
-        fields.append(field)
-        columns.append(data if len(picked) == len(data) else data[np.asarray(picked)])
-    head = pack_head(Layout(rows.bare, tuple(fields)), [field.num_bytes for field in fields])
+def _record(
+    key: bytes, layout: Layout, head: bytes, payload: Sequence[Any], identity: int
+) -> bytes:
+    size = HEAD_BYTES + aligned(len(key)) + len(head) + sum(map(len, payload))
+    if size > MAX_RECORD_BYTES:
+        raise ValueError(f"a record of {size} bytes; {MAX_RECORD_BYTES} are stored at most")
+    first = HEAD.pack(0, size, layout.number, len(key))[CHECKSUM_BYTES:]
+    first += key + bytes(-len(key) % ALIGNMENT) + head
+    checksum = xxhash.xxh3_64_intdigest(first, identity ^ layout.seed)
+    for stored in payload:
+        checksum = xxhash.xxh3_64_intdigest(stored, checksum)
+    return b"".join((struct.pack("<Q", checksum), first, *payload))
+
+
+def _encode_raw(keys: Sequence[bytes], picked: Sequence[int], rows: Rows, identity: int) -> Encoded:
+    """Records of tensors as they lie in memory: put together by the kernel where there is one."""
+    columns = [_matrix(name, value) for name, value in rows.fields.items()]  # type: ignore[arg-type]
+    layout = Layout(rows.bare, tuple(field for field, _ in columns))
+    entries = struct.pack(f"<{len(columns)}Q", *(data.shape[1] for _, data in columns))
     chosen = [keys[row] for row in picked]
-    size = CHECKSUM_BYTES + len(head) + sum(field.num_bytes for field in fields)
-    num_buffers = max(-(-len(chosen) * size // BUFFER_BYTES), 1)
-    num_together = max(-(-len(chosen) // num_buffers), 1)
-    parts = []
-    for first in range(0, len(chosen), num_together):
-        part = slice(first, first + num_together)
-        own = chosen[part]
-        buffer = _raw_buffer(own, [column[part] for column in columns], head, identity, arena)
-        parts.append(Encoded.one_behind_the_other(own, buffer, np.full(len(own), size)))
-    return Encoded.joined(parts)
-
-
-def _raw_buffer(
-    keys: Sequence[bytes], columns: Sequence[Bytes], head: bytes, identity: int, arena: Arena
-) -> Buffer:
-    """Return what puts raw records together: checksum, head, and a row of each column."""
-    start = CHECKSUM_BYTES + len(head)
-    size = start + sum(column.shape[1] for column in columns)
-    stride, num_rows = aligned(size), len(keys)
-    num_together = max(HASHED_BYTES // stride, 1)
-
-    def fill() -> memoryview:
-        block = arena.take(num_rows * stride).reshape(num_rows, stride)
-        block[:, CHECKSUM_BYTES:start] = np.frombuffer(head, np.uint8)
-        block[:, size:] = 0
-        flat, digest = block.reshape(-1).data, xxhash.xxh3_64_intdigest
-        head_seed, checksums = digest(head), list[int]()
-        for first in range(0, num_rows, num_together):
-            part, at = slice(first, first + num_together), start
-            for column in columns:
-                block[part, at : at + column.shape[1]] = column[part]
-                at += column.shape[1]
-            begins = range(first * stride, len(flat), stride)
-            checksums += [
-                digest(flat[begin + start : begin + size], payload_seed(head_seed, key, identity))
-                for begin, key in zip(begins, keys[part], strict=False)
-            ]
-        block[:, :CHECKSUM_BYTES] = np.array(checksums, "<u8")[:, None].view(np.uint8)
-        return flat
-
-    return fill
+    native = kernel()
+    if native is None or len({*map(len, chosen)}) > 1 or not chosen:
+        return Encoded.of(layout, [
+            (keys[row], _record(keys[row], layout, entries,
+                                [data[row] for _, data in columns], identity))
+            for row in picked
+        ])  # fmt: skip
+    key_bytes = len(chosen[0])
+    start = HEAD_BYTES + aligned(key_bytes) + len(entries)
+    size = start + layout.row_bytes
+    if size > MAX_RECORD_BYTES:
+        raise ValueError(f"a record of {size} bytes; {MAX_RECORD_BYTES} are stored at most")
+    starts = _starts(np.full(len(chosen), size, np.int64))
+    whole = np.empty((len(chosen), aligned(size)), np.uint8)
+    first = HEAD.pack(0, size, layout.number, key_bytes) + bytes(aligned(key_bytes)) + entries
+    whole[:, :start] = np.frombuffer(first, np.uint8)
+    joined = np.frombuffer(b"".join(chosen), np.uint8).reshape(len(chosen), key_bytes)
+    whole[:, HEAD_BYTES : HEAD_BYTES + key_bytes] = joined
+    whole[:, size:] = 0
+    native.pack(whole, start, [data for _, data in columns], picked, identity ^ layout.seed)
+    sizes = np.full(len(chosen), size, np.int64)
+    return Encoded(layout, chosen, whole.reshape(-1).data, starts, sizes)
 
 
 def _matrix(
     name: str, value: Tensor, storage: Storage = None, error: LossyError | None = None
 ) -> tuple[FieldLayout, Bytes]:
     """Return the layout of each row, and (B, bytes) without copying if possible."""
-    shape = tuple(value.shape[1:])
     plain = value.detach().resolve_conj().resolve_neg().cpu()
     packed, used = pack(plain, storage)
     if used is not None and error is not None:
-        error.add(plain, unpack(packed, shape, value.dtype, used))
-    field = FieldLayout(name, value.dtype, shape, packed.shape[1], used)
+        error.add(plain, unpack(packed, tuple(value.shape[1:]), value.dtype, used))
     matrix: Bytes = packed.numpy()
-    return field, matrix
+    return FieldLayout(name, value.dtype, tuple(value.shape[1:]), used), matrix
+
+
+Column = Callable[[int], tuple[FieldLayout, list[int], Bytes]]
 
 
 def _column(
     name: str, value: Tensor | Sequence[Value], storage: Storage, error: LossyError | None
-) -> Callable[[int], tuple[FieldLayout, Bytes]]:
-    """Return a function from the row to what it holds."""
+) -> Column:
+    """Return a function from the row to its layout, its own sizes, and its bytes."""
     if isinstance(value, Tensor):
         field, data = _matrix(name, value, storage, error)
-        return lambda row: (field, data[row])
+        return lambda row: (field, [], data[row])
 
-    def one(row: int) -> tuple[FieldLayout, Bytes]:
+    def one(row: int) -> tuple[FieldLayout, list[int], Bytes]:
         item = value[row]
-        if isinstance(item, Tensor):
-            field, data = _matrix(name, item[None], storage, error)
-            return field, data[0]
-        return FieldLayout(name, None, (), -1), np.frombuffer(encode_value(item), np.uint8)
+        if not isinstance(item, Tensor):
+            return FieldLayout(name, None), [], np.frombuffer(encode_value(item), np.uint8)
+        own, data = _matrix(name, item[None], storage, error)
+        shape = (RAGGED,) * len(own.shape)
+        if isinstance(value, PaddedRows):
+            ragged = {dim for dim, _ in value.dims}
+            shape = tuple(RAGGED if at in ragged else n for at, n in enumerate(own.shape))
+        sizes = [n for n, kind in zip(own.shape, shape, strict=True) if kind == RAGGED]
+        return FieldLayout(name, own.dtype, shape, own.storage), sizes, data[0]
 
     return one
 
@@ -216,76 +294,115 @@ def _column(
 class Record:
     """An intact record, still encoded."""
 
-    head: Head
+    layout: Layout
+    codecs: tuple[int, ...]
+    """Per field."""
     payload: tuple[memoryview, ...]
     """Per field."""
-
-    @property
-    def layout(self) -> Layout:
-        """Names, dtypes and shapes."""
-        return self.head.layout
-
-    def decode_field(self, position: int, coder: Coder, out: Bytes) -> None:
-        """Decode one tensor field into `out`, which has the layout's size."""
-        codec, _ = self.head.stored[position]
-        try:
-            coder.decode_into(
-                self.payload[position], codec, out, self.layout.fields[position].elements
-            )
-        except CodecError as error:
-            raise RecordError(str(error)) from None
+    shapes: tuple[tuple[tuple[int, ...], int], ...]
+    """Per field its own shape, and its bytes when it is decoded; -1 for what is no tensor."""
 
     def codec_name(self, position: int) -> str:
         """Name of the codec of one field, in words."""
-        code = self.head.stored[position][0]
+        code = self.codecs[position]
         return Codec(code).label if code in Codec._value2member_map_ else f"unknown codec {code}"
 
-    def value(self, position: int) -> Value:
-        """Decode one field that is no tensor."""
-        return plain_value(self.head.stored[position][0], self.payload[position])
-
-    def tensor(self, position: int, coder: Coder) -> Tensor:
-        """Decode one tensor field into a tensor of its own."""
-        field = self.layout.fields[position]
-        assert field.dtype is not None
-        packed = torch.empty((1, field.num_bytes), dtype=torch.uint8)
-        self.decode_field(position, coder, packed[0].numpy())
+    def decode_into(self, position: int, coder: Coder, out: Bytes) -> None:
+        """Decode one tensor into `out`, which has its size."""
         try:
-            return unpack(packed, field.shape, field.dtype, field.storage)[0]
+            coder.decode_into(
+                self.payload[position], self.codecs[position], out,
+                self.layout.fields[position].elements,
+            )  # fmt: skip
+        except NeedsKernelError:
+            raise
+        except CodecError as error:
+            raise RecordError(str(error)) from None
+
+    def value(self, position: int, coder: Coder) -> Value:
+        """Decode one field.
+
+        Raises:
+            RecordError: It is not what the layout says.
+        """
+        field, (shape, num_bytes) = self.layout.fields[position], self.shapes[position]
+        if field.dtype is None:
+            if self.codecs[position] != Codec.RAW:
+                raise RecordError("a scalar or text with a codec")
+            return decode_value(bytes(self.payload[position]))
+        packed = torch.empty((1, num_bytes), dtype=torch.uint8)
+        self.decode_into(position, coder, packed[0].numpy())
+        try:
+            return unpack(packed, shape, field.dtype, field.storage)[0]
         except RuntimeError as error:  # a forged shape that no tensor can have
             raise RecordError(str(error)) from None
 
 
-def open_record(key: bytes, value: Any, identity: int = 0) -> Record:
+def num_bytes_of(record: Any) -> int:
+    """Return the length that a record claims; 0 where there is none."""
+    return int(HEAD.unpack_from(record)[1]) if len(record) >= HEAD_BYTES else 0
+
+
+def number_of(record: Any) -> int:
+    """Return the number of the layout that a record claims.
+
+    Raises:
+        RecordError: It is none.
+    """
+    if len(record) < HEAD_BYTES:
+        raise RecordError(f"{len(record)} bytes are no record")
+    return int(HEAD.unpack_from(record)[2])
+
+
+def key_of(record: Any) -> bytes:
+    """Return the key that a record claims."""
+    return bytes(record[HEAD_BYTES : HEAD_BYTES + HEAD.unpack_from(record)[3]])
+
+
+def split_block(block: memoryview) -> Iterator[memoryview]:
+    """Yield the records of a block, unchecked, as far as their lengths lead."""
+    at = 0
+    while HEAD_BYTES <= (size := num_bytes_of(block[at:])) <= len(block) - at:
+        yield block[at : at + size]
+        at += aligned(size)
+
+
+def open_record(key: bytes, value: Any, layout: Layout, identity: int = 0) -> Record:
     """Check a record against its own sizes and its checksum; decode nothing yet.
 
     Args:
         key: The key it was found under.
         value: Its bytes, any buffer.
+        layout: Of the number that its entry has.
         identity: Of the generation.
 
     Raises:
-        RecordError: Damaged, cut short, of another version, or of another sample or generation.
+        RecordError: Damaged, cut short, or of another sample, layout or generation.
     """
-    view = memoryview(value)
-    head = parse_head(view)
-    (expected,) = CHECKSUM.unpack_from(view)
-    at = head.num_bytes
-    if xxhash.xxh3_64_intdigest(view[at:], payload_seed(head.seed, key, identity)) != expected:
+    view, count = memoryview(value), len(layout.fields)
+    if len(view) < HEAD_BYTES:
+        raise RecordError(f"{len(view)} bytes are no record")
+    expected, size, _, key_bytes = HEAD.unpack_from(view)
+    begin = HEAD_BYTES + aligned(key_bytes)
+    end = begin + 8 * (count + layout.num_ragged)
+    if size != len(view) or end > size:
+        raise RecordError(f"a record of {size} bytes in an entry of {len(view)}")
+    if view[HEAD_BYTES : HEAD_BYTES + key_bytes] != key:
+        raise RecordError("it is another sample's")
+    words = struct.unpack_from(f"<{count + layout.num_ragged}Q", view, begin)
+    checksum = xxhash.xxh3_64_intdigest(view[CHECKSUM_BYTES:end], identity ^ layout.seed)
+    payload, shapes, sizes, at = [], [], [*words[count:]], end
+    for field, entry in zip(layout.fields, words, strict=False):
+        stored = entry & LENGTH_MASK
+        if stored > size - at:
+            raise RecordError(f"field {field.name!r} is cut short")
+        payload.append(view[at : at + stored])
+        checksum = xxhash.xxh3_64_intdigest(payload[-1], checksum)
+        at += stored
+        shapes.append(((), -1) if field.dtype is None else field.sized(sizes))
+        if shapes[-1][1] > stored << MAX_RATIO_BITS:
+            raise RecordError(f"field {field.name!r}: {stored} bytes for {shapes[-1][1]}")
+    if at != size or checksum != expected:
         raise RecordError("the checksum does not match")
-    payload = []
-    for _, size in head.stored:
-        payload.append(view[at : at + size])
-        at += size
-    return Record(head, tuple(payload))
-
-
-def plain_value(codec: int, stored: memoryview) -> Value:
-    """Decode a field that is no tensor.
-
-    Raises:
-        RecordError: It is none.
-    """
-    if codec != Codec.RAW:
-        raise RecordError("a scalar or text with a codec")
-    return decode_value(bytes(stored))
+    codecs = tuple(entry >> 56 for entry in words[:count])
+    return Record(layout, codecs, tuple(payload), tuple(shapes))

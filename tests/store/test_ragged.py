@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 import torch
 
 from egeria_cache.store import ActivationStore
-from egeria_cache.store.disk.segment import SEGMENT_NAME
+from egeria_cache.store.disk.environment import DATA_NAME
+from egeria_cache.store.disk.files import places_of
+from tests.store.conftest import entries_of
 
 LENGTHS = [5, 3, 900, 3, 1, 40, 0, 700, 5, 9]
 
@@ -80,13 +83,13 @@ def test_a_damaged_record_is_no_hit_and_the_others_are(stored, tmp_path):
     store, rows = stored
     order = list(range(len(LENGTHS)))
     check(store, rows, order)
-    (path,) = tmp_path.glob(f"gen-*/{SEGMENT_NAME}")
-    content = bytearray(path.read_bytes())
-    for place in (len(content) // 3, len(content) - 4):
-        content[place] ^= 1
-    path.write_bytes(content)
+    (path,) = tmp_path.glob(f"gen-*/{DATA_NAME}")
+    places = places_of(entries_of(store, order))
+    with path.open("r+b") as file:
+        for row in (2, 7):
+            os.pwrite(file.fileno(), b"\xff\xff", int(places[row]) + 100)
     found, hit = store.get_batch(order)
-    assert len(LENGTHS) - 2 <= hit.sum() < len(LENGTHS)
+    assert hit.tolist() == [one not in (2, 7) for one in order]
     assert store.stats().corrupt == (~hit).sum()
     for one, is_hit in enumerate(hit.tolist()):
         assert is_hit == (found["states"][one] is not None)

@@ -1,0 +1,336 @@
+"""One LMDB environment per file and process, whoever opens it, and only if the file is sound.
+
+LMDB must not have a file open twice in a process, nor across a fork, and some damage of its pages
+aborts the process that meets it. So environments are kept by device and inode, and a file is handed
+to LMDB if a note says that it was closed as it is, if another process has it open, or after its
+tree was walked by plain reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+import psutil
+from lmdb.verify import VerifyError, verify
+
+from egeria_cache.config import PAGE_BYTES
+from egeria_cache.errors import StoreError
+from egeria_cache.store.disk.manifest import DamagedError, read_json, write_json
+from egeria_cache.store.disk.own import open_own
+
+__all__ = ["CLOSED_NAME", "DATA_NAME", "LOCK_NAME", "Environment", "GoneError", "problem_of"]
+
+DATA_NAME, LOCK_NAME, CLOSED_NAME = "data.mdb", "lock.mdb", "closed.json"
+TABLES = (b"about", b"blocks", b"samples")
+MAP_BYTES = 1 << 40
+"""Of address space, which costs nothing: a generation is never mapped anew."""
+SMALLEST_MAP_BYTES = 16 << 20
+LOCK_BYTES = 8192
+"""Room for 126 threads that read at a time, of all processes."""
+WAIT_S = 10.0
+FEW_BLOCKS = 16
+"""Of a disk: fewer are left once it was full."""
+CLOSED_FORMAT = 1
+
+
+class GoneError(Exception):
+    """The generation is void, closed, or its files are no longer there."""
+
+
+_opened: dict[tuple[int, int], Environment] = {}
+_lock = threading.RLock()
+
+
+class Environment:
+    """Tables of LMDB, and a descriptor of their file. Any thread may read; one at a time writes."""
+
+    def __init__(
+        self, directory: Path, descriptor: int, *, identity: tuple[int, int], writes: bool,
+        is_shared: bool,
+    ) -> None:  # fmt: skip
+        self.descriptor = descriptor
+        """Of the file, for reading records."""
+        self.writes = writes
+        self._directory, self._identity, self._process = directory, identity, os.getpid()
+        self._num_users = self._num_inside = 0
+        self._inside = threading.Lock()
+        self._env = _open_lmdb(directory, writes=writes, is_shared=is_shared)
+        try:
+            self._env.reader_check()
+            self.page_bytes: int = self._env.stat()["psize"]
+            self.tables = self._open_tables()
+            """None until whoever writes has made them."""
+        except BaseException:
+            self._env.close()
+            raise
+
+    @classmethod
+    def open(cls, directory: Path, *, writes: bool, vetted: bool) -> Environment:
+        """Open the environment of a generation, or the one that this process has open.
+
+        Args:
+            directory: The generation's.
+            writes: It is made where there is none.
+            vetted: Another process has it open, and so has looked at it.
+
+        Raises:
+            DamagedError: Its tree is damaged.
+            ForeignError: A file is not ours.
+            OSError: It cannot be opened now.
+        """
+        deadline = time.monotonic() + WAIT_S
+        while (one := cls._open(directory, writes, vetted)) is None:
+            # Another thread looks at it, by an environment that cannot write.
+            if time.monotonic() > deadline:
+                raise OSError(errno.EBUSY, "it is being looked at by this process")
+            time.sleep(0.005)
+        return one
+
+    @classmethod
+    def _open(cls, directory: Path, writes: bool, vetted: bool) -> Environment | None:
+        with _lock:
+            flags = os.O_RDWR | os.O_CREAT if writes else os.O_RDONLY
+            descriptor = open_own(directory / DATA_NAME, flags)
+            try:
+                found = os.fstat(descriptor)
+                identity = found.st_dev, found.st_ino
+                one = _opened.get(identity)
+                if one is None:
+                    if not vetted and (problem := problem_of(directory, descriptor)):
+                        raise DamagedError(f"{directory / DATA_NAME} is damaged: {problem}")
+                    if writes:  # a note would not hold any more
+                        (directory / CLOSED_NAME).unlink(missing_ok=True)
+                    one = _opened[identity] = cls(
+                        directory, descriptor, identity=identity, writes=writes, is_shared=vetted
+                    )
+                    descriptor = -1
+                elif writes and not one.writes:
+                    return None
+                one._num_users += 1
+                return one
+            except lmdb.Error as error:
+                if isinstance(error, _DAMAGE):
+                    raise DamagedError(f"{directory / DATA_NAME} is damaged: {error}") from None
+                raise as_os_error(error) from error
+            finally:
+                if descriptor >= 0:
+                    os.close(descriptor)
+
+    def close(self) -> None:
+        """One user less; the last one closes it, once nobody reads any more."""
+        if os.getpid() != self._process:
+            return
+        with _lock:
+            self._num_users -= 1
+            with self._inside:
+                is_over = not self._num_users and not self._num_inside
+            if is_over:
+                self._shut()
+
+    def _shut(self) -> None:
+        with _lock:
+            if _opened.get(self._identity) is not self:
+                return
+            del _opened[self._identity]
+            self._env.close()
+            if self.writes:
+                _note_closed(self._directory, self.descriptor)
+            os.close(self.descriptor)
+
+    # -- transactions -----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[lmdb.Transaction]:
+        """A view of what is committed now.
+
+        Raises:
+            OSError: LMDB cannot read now.
+        """
+        with self._used():
+            if self.tables is None:
+                self.tables = self._open_tables()
+            with self._env.begin(buffers=True) as transaction:
+                yield transaction
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[lmdb.Transaction]:
+        """A transaction that is committed at the end, durably, or not at all if anything is raised.
+
+        Raises:
+            OSError: The disk is full, or fails.
+        """
+        with self._used():
+            try:
+                with self._env.begin(write=True, buffers=True) as transaction:
+                    yield transaction
+            except lmdb.Error as error:
+                # To LMDB, a write that was cut short is an input/output error.
+                if os.fstatvfs(self.descriptor).f_bavail < FEW_BLOCKS:
+                    raise OSError(errno.ENOSPC, str(error)) from error
+                raise
+
+    @contextlib.contextmanager
+    def _used(self) -> Iterator[None]:
+        if os.getpid() != self._process:
+            raise StoreError(
+                f"{self._directory} was opened before fork(), whose child has neither its threads "
+                "nor its locks; open the ActivationStore in the child process itself, or start the "
+                "child with 'spawn'"
+            )
+        with self._inside:
+            if not self._num_users:
+                raise GoneError("closed")
+            self._num_inside += 1
+        try:
+            yield
+        except lmdb.Error as error:
+            raise as_os_error(error) from error
+        finally:
+            with self._inside:
+                self._num_inside -= 1
+                is_over = not self._num_users and not self._num_inside
+            if is_over:
+                self._shut()
+
+    def _open_tables(self) -> dict[bytes, Any] | None:
+        """Return the tables; None where nobody has made them yet."""
+        with self._inside:
+            if self.writes:  # in one commit
+                with self._env.begin(write=True) as transaction:
+                    return {name: self._env.open_db(name, transaction) for name in TABLES}
+            try:
+                return {name: self._env.open_db(name, create=False) for name in TABLES}
+            except lmdb.NotFoundError:
+                return None
+
+    def place_of(self, view: memoryview) -> int:
+        """Return where in the file a value of more than half a page lies, which never moves: LMDB
+        gives it pages of its own, and the first begins with its number. 0 for a smaller one.
+        """
+        if len(view) <= self.page_bytes // 2:
+            return 0
+        begin = np.frombuffer(view, np.uint8).ctypes.data
+        number = ctypes.c_uint64.from_address(begin - 16).value
+        flags = ctypes.c_uint16.from_address(begin - 6).value
+        return int(number) * self.page_bytes + 16 if flags & 4 else 0
+
+
+_DAMAGE = (
+    lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.VersionMismatchError,
+    lmdb.IncompatibleError, lmdb.BadDbiError,
+)  # fmt: skip
+
+
+def as_os_error(error: lmdb.Error) -> OSError:
+    """Return what the system would say; whatever it is, it is of now."""
+    full = isinstance(error, lmdb.DiskError | lmdb.MapFullError)
+    return OSError(errno.ENOSPC if full else errno.EIO, str(error))
+
+
+def problem_of(directory: Path, descriptor: int, *, believes_note: bool = True) -> str | None:
+    """Return what is wrong with a file, if anything: by the note, or by a walk over its tree.
+
+    Raises:
+        OSError: The disk cannot read it now.
+    """
+    if not os.fstat(descriptor).st_size:
+        return None
+    with contextlib.suppress(StoreError, OSError, KeyError):
+        note = read_json(directory / CLOSED_NAME, CLOSED_FORMAT) if believes_note else {}
+        if note["state"] == _state(descriptor):
+            return None
+    try:
+        problems = verify(f"/proc/self/fd/{descriptor}", subdir=False)  # type: ignore[no-untyped-call]
+    except OSError:
+        raise
+    except VerifyError as error:
+        return str(error)
+    except Exception as error:  # of the walker's, on pages that it did not foresee
+        return repr(error)
+    return str(problems[0]) if problems else None
+
+
+def _state(descriptor: int) -> list[int]:
+    found = os.fstat(descriptor)
+    return [found.st_size, found.st_mtime_ns, found.st_ino]
+
+
+def _note_closed(directory: Path, descriptor: int) -> None:
+    """Vouch for the file as it is, unless another one lies in its place."""
+    with contextlib.suppress(OSError, StoreError):
+        if os.fstat(descriptor).st_size and os.path.samestat(
+            os.fstat(descriptor), (directory / DATA_NAME).lstat()
+        ):
+            content = {"format": CLOSED_FORMAT, "state": _state(descriptor)}
+            write_json(directory / CLOSED_NAME, content)
+
+
+def _open_lmdb(directory: Path, *, writes: bool, is_shared: bool) -> lmdb.Environment:
+    """Open by descriptor: LMDB takes no path that is not UTF-8, and follows links."""
+    at = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    settings: dict[str, Any] = {
+        "path": f"/proc/self/fd/{at}", "map_size": _map_bytes(), "max_dbs": len(TABLES),
+        "metasync": False, "mode": 0o600, "readonly": not writes, "create": writes,
+        "max_spare_txns": 4,
+    }  # fmt: skip
+    try:
+        if writes:
+            _allocate_lock(directory, is_shared=is_shared)
+        try:
+            return lmdb.open(**settings)
+        except lmdb.Error:
+            if writes:
+                raise
+            return lmdb.open(**settings, lock=False)  # a directory that nobody here may write to
+    finally:
+        os.close(at)
+
+
+def _allocate_lock(directory: Path, *, is_shared: bool) -> None:
+    """Give the lock file its blocks: where the disk is full, touching its mapping would kill. What
+    other processes have mapped gets no longer.
+    """
+    descriptor = open_own(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT)
+    try:
+        size = os.fstat(descriptor).st_size
+        size = size if size and is_shared else max(size, LOCK_BYTES)
+        os.posix_fallocate(descriptor, 0, size)
+    finally:
+        os.close(descriptor)
+
+
+def _map_bytes() -> int:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return MAP_BYTES
+    free = limit - psutil.Process().memory_info().vms
+    return max(free // 4 // PAGE_BYTES * PAGE_BYTES, SMALLEST_MAP_BYTES)
+
+
+_left_behind: list[Environment] = []
+
+
+def _forget_in_child() -> None:
+    """A forked child leaves its parent's environments alone: freeing one there would take the
+    parent's places among the readers.
+    """
+    global _lock
+    _lock = threading.RLock()
+    for one in _opened.values():
+        _left_behind.append(one)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one._env))
+    _opened.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
