@@ -71,10 +71,9 @@ class StoreConfig:
     queue_bytes: int = 2 * 2**30
     """Bytes that may wait for the writer."""
     num_threads: int = field(default_factory=num_decoders)
-    """Threads that may decode one batch together; how many do follows from what they cost."""
+    """Does nothing any more, and will go: a batch is read by the thread that asks for it."""
     verify: str = "once"
-    """When a record's checksum is verified: "once" after its file was opened, and again in turns
-    and whenever anybody else has written to it; or "always"."""
+    """Does nothing any more, and will go: every read of a record is verified."""
     evict_unused: bool = True
     """When the limit is reached, remove whole generations that no live process uses."""
 

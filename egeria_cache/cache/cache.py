@@ -84,8 +84,7 @@ class ActivationCache:
         padding: What the loop does with a tensor of the model's output that is as long as its
             padded batch: "proved", nothing is served before gradients have shown that the loss
             reads none of its padding; "unread", you say so.
-        verify: When the checksum of a stored sample is verified: "once" after its file was opened,
-            and again in turns and whenever anybody else has written to the file; or "always".
+        verify: Does nothing any more: every read of a stored sample is verified.
 
     Raises:
         BoundaryError: The model has no such module, or it is trainable.

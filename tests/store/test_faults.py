@@ -364,7 +364,34 @@ def test_a_compacted_copy_is_read_though_everything_lies_elsewhere(original, tmp
     assert use(copy) == [COUNT] * 4
 
 
-@pytest.mark.skipif(not shutil.which("unshare"), reason="no unshare")
+def test_a_close_that_fails_and_directories_without_end_end_no_training(
+    original, tmp_path, monkeypatch
+):
+    copy, real = tmp_path / "cache", os.close
+    shutil.copytree(original, copy)
+
+    def close(descriptor):
+        real(descriptor)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with ActivationStore(copy) as store:
+        generation = store.open_generation(FIELDS[0])
+        assert generation.get_batch(range(COUNT))[1].all()
+        place = os.open(copy, os.O_RDONLY)
+        for _ in range(1300):
+            os.mkdir("a", dir_fd=place)
+            inner = os.open("a", os.O_RDONLY, dir_fd=place)
+            real(place)
+            place = inner
+        real(place)
+        assert store.stats().bytes_on_disk > 1000 * 4096
+        monkeypatch.setattr(os, "close", close)
+        store.close()
+        monkeypatch.undo()
+    subprocess.run(["rm", "-rf", copy / "a"], check=True)
+    assert use(copy) == [COUNT] * 4
+
+
 def test_under_a_limit_of_address_space_training_goes_on(original, tmp_path):
     copy = tmp_path / "cache"
     shutil.copytree(original, copy)

@@ -239,7 +239,7 @@ def test_auto_does_not_compress_what_will_be_small(directory, num_expected, limi
 
 
 def test_unknown_codecs_and_storage_dtypes_are_refused_with_the_known_ones(directory):
-    with pytest.raises(ValueError, match="codec must be one of auto"):
+    with pytest.raises(ValueError, match="codec must be 'auto'"):
         ActivationStore(directory, codec="gzip")
     with pytest.raises(ValueError, match="float16"):
         ActivationStore(directory, storage_dtype="float12")

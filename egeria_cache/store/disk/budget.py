@@ -38,15 +38,17 @@ class BudgetBusyError(Exception):
 
 def directory_bytes(directory: Path) -> int:
     """Return the bytes all files below use on disk, in whole pages, directories included."""
-    total = PAGE_BYTES
-    with contextlib.suppress(OSError), os.scandir(directory) as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):  # removed while we looked, or not for us to see
-                if entry.is_dir(follow_symlinks=False):
-                    total += directory_bytes(Path(entry.path))
-                else:
-                    size = entry.stat(follow_symlinks=False).st_size
-                    total += -(-size // PAGE_BYTES) * PAGE_BYTES
+    total, left = 0, [os.fspath(directory)]
+    while left:
+        total += PAGE_BYTES
+        with contextlib.suppress(OSError), os.scandir(left.pop()) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):  # removed while we looked, or not for us to see
+                    if entry.is_dir(follow_symlinks=False):
+                        left.append(entry.path)
+                    else:
+                        size = entry.stat(follow_symlinks=False).st_size
+                        total += -(-size // PAGE_BYTES) * PAGE_BYTES
     return total
 
 

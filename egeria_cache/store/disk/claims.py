@@ -129,7 +129,8 @@ def _unlock(descriptor: int, process: int) -> None:
     if os.getpid() == process:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
+    with contextlib.suppress(OSError):  # it is closed whatever close() says
+        os.close(descriptor)
 
 
 def lock_alone(descriptor: int) -> bool:

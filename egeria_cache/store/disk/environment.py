@@ -146,7 +146,8 @@ class Environment:
             self._env.close()
             if self.writes:
                 _note_closed(self._directory, self.descriptor)
-            os.close(self.descriptor)
+            with contextlib.suppress(OSError):  # it is closed whatever close() says
+                os.close(self.descriptor)
 
     # -- transactions -----------------------------------------------------------------------
 

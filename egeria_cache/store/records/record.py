@@ -77,6 +77,10 @@ class Rows:
             for value in self.fields.values()
         )
 
+    def held_bytes(self) -> int:
+        """Bytes that the tensors hold in memory, padding included."""
+        return sum(one.nbytes for one in self.tensors())
+
     def tensors(self) -> Iterator[Tensor]:
         """Yield what holds memory: of padded rows the tensor that they lie in."""
         for value in self.fields.values():
