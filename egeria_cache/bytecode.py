@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 from itertools import chain
 from types import CodeType
 from typing import NamedTuple
 
-__all__ = ["Names", "names_in"]
+__all__ = ["Names", "attributes_of", "names_in"]
 
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _STORES = ("STORE_GLOBAL", "DELETE_GLOBAL")
@@ -29,6 +30,18 @@ class Names(NamedTuple):
     """Variables of closures that it reads."""
     all: tuple[str, ...]
     """Those of attributes and imports as well."""
+
+
+@functools.lru_cache(maxsize=4096)
+def attributes_of(code: CodeType, holder: str) -> frozenset[str]:
+    """Return the attributes that `code` asks of what it finds under the attribute `holder`."""
+    found, names = list(dis.get_instructions(code)), set[str]()
+    for before, one in itertools.pairwise(found):
+        both = before.opname + one.opname
+        if both.count("LOAD_ATTR") + both.count("LOAD_METHOD") == 2 and before.argval == holder:
+            names.add(one.argval)
+    inner = [attributes_of(one, holder) for one in code.co_consts if isinstance(one, CodeType)]
+    return frozenset(names).union(*inner)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -105,7 +105,11 @@ class BoundaryError(EgeriaError):
         )
 
 
-class PaddingError(BoundaryError):
+class BatchError(BoundaryError):
+    """The model can be cut there, but not for such batches."""
+
+
+class PaddingError(BatchError):
     """The model can be cut there, but not for batches that are padded like this."""
 
     @classmethod

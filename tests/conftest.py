@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -22,6 +24,15 @@ hypothesis.settings.load_profile("egeria")
 # A shell starts what runs in the background, or under nohup, with Ctrl-C ignored.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _modes_go_without_saying(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What inference mode of a front changes is told to users, and by tests that ask for it."""
+    logger = logging.getLogger("egeria.modes")
+    logger.disabled = request.node.get_closest_marker("modes") is None
+    yield
+    logger.disabled = False
 
 
 @pytest.fixture

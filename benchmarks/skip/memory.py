@@ -71,6 +71,10 @@ class MemoryHost:
         """Nothing is postponed."""
         return False
 
+    def is_refused(self) -> bool:
+        """Whether what loaders give cannot be cached."""
+        return False
+
     def timed(self, batch: Batch, front_s: float, forward_s: float) -> None:
         """Nothing is measured here."""
 

@@ -10,13 +10,14 @@ those that take rows, `vouch.py` what they held, `lost.py` where their rows were
 were padded, `seeds.py` names samples.
 """
 
-from egeria_cache.batch.absent import without_data
-from egeria_cache.batch.batch import Batch, Entry
+from egeria_cache.batch.absent import AbsentBeside, without_data
+from egeria_cache.batch.batch import Batch, Entry, PartEntry, SharedRows, at_rows
 from egeria_cache.batch.chain import outside_inference_mode
 from egeria_cache.batch.lost import forget_lost, lost_by
 from egeria_cache.batch.padding import Axis, Lengths, Padding
 from egeria_cache.batch.seeds import SampleId, sample_seed
 from egeria_cache.batch.structure import (
+    Beside,
     PerSample,
     Rows,
     Structure,
@@ -34,16 +35,21 @@ from egeria_cache.batch.structure import (
 from egeria_cache.batch.tensor import BatchTensor, unwrap
 
 __all__ = [
+    "AbsentBeside",
     "Axis",
     "Batch",
     "BatchTensor",
+    "Beside",
     "Entry",
     "Lengths",
     "Padding",
+    "PartEntry",
     "PerSample",
     "Rows",
     "SampleId",
+    "SharedRows",
     "Structure",
+    "at_rows",
     "counting",
     "find_lists",
     "flatten",

@@ -20,7 +20,7 @@ from egeria_cache.batch.structure import Rows, is_rows, take_rows
 from egeria_cache.batch.vouch import held
 from egeria_cache.device import uploaded
 
-__all__ = ["Batch", "Entry"]
+__all__ = ["Batch", "Entry", "PartEntry", "SharedRows", "at_rows"]
 
 
 class Entry(Protocol):
@@ -65,6 +65,8 @@ class Batch:
         context: Any = None,
         may_be_stored: bool = True,
         lengths: Lengths | None = None,
+        mixed: Mapping[str, Any] | None = None,
+        why_mixed: str = "",
     ) -> None:
         """Collect a batch.
 
@@ -80,6 +82,9 @@ class Batch:
             may_be_stored: Whether what it holds has to be vouched for by content.
             lengths: Of the samples, where the collate function has padded them; `leaves` and what
                 `load_rows` gives are as long as the batch.
+            mixed: Further leaves, which no sample has as its own; nothing that is stored may
+                depend on them.
+            why_mixed: Why that is so.
         """
         self.ids = ids
         self.size = len(ids)
@@ -93,6 +98,8 @@ class Batch:
         self.may_be_stored = may_be_stored
         self.context = context
         self.lengths = lengths
+        self.mixed = mixed or {}
+        self.why_mixed = why_mixed
         self._load_rows = load_rows
         self._planned_entry = entry
         self._loaded: Mapping[str, Rows] | None = None
@@ -148,6 +155,8 @@ class Batch:
             context=None if self.context is None else self.context.select(rows),
             may_be_stored=self.may_be_stored,
             lengths=None if self.lengths is None else self.lengths.select(rows),
+            mixed=self.mixed,
+            why_mixed=self.why_mixed,
         )
 
     def load_rows(self, rows: np.ndarray) -> Mapping[str, Rows]:

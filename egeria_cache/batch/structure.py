@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from egeria_cache.device import uploaded
 
 __all__ = [
+    "Beside",
     "Leaf",
     "PerSample",
     "Rows",
@@ -48,6 +49,10 @@ class PerSample(list[Any]):
     """A leaf of values, one per sample, that were given in a list: tensors of other sizes, say."""
 
 
+class Beside(list[Any]):
+    """What a mapping keeps beside its items, an object per sample (a tokenizer's encodings)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Structure:
     """How to build a batch from its leaves."""
@@ -64,6 +69,8 @@ def is_rows(leaf: Leaf, batch_size: int) -> bool:
     """Whether `leaf` holds one row or one plain value per sample."""
     if isinstance(leaf, Tensor):
         return is_dense(leaf) and leaf.dim() > 0 and leaf.shape[0] == batch_size
+    if isinstance(leaf, Beside):
+        return len(leaf) == batch_size
     if isinstance(leaf, PerSample):
         return len(leaf) == batch_size and all(
             isinstance(value, _SCALARS) or (isinstance(value, Tensor) and is_dense(value))
@@ -146,7 +153,7 @@ def is_faithful(structure: Structure, batch: Any, leaves: Mapping[str, Leaf], si
 
 
 def _is_same_leaf(a: Leaf, b: Leaf) -> bool:
-    if isinstance(a, PerSample) and isinstance(b, PerSample):
+    if isinstance(a, PerSample | Beside) and type(a) is type(b):
         return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
     return a is b
 
@@ -165,7 +172,7 @@ class _Walk:
 def _walk(node: Any, path: str, walk: _Walk, around: tuple[int, ...]) -> Rebuild:
     """Return how to build `node` anew. No constructor of its class runs then: it might act."""
     kind, leaves = type(node), walk.leaves
-    if isinstance(node, Tensor) or _is_values(node, walk.batch_size) or id(node) in around:
+    if isinstance(node, Tensor | Beside) or _is_values(node, walk.batch_size) or id(node) in around:
         leaves[path] = node
         return lambda values: values[path]
     if path in walk.lists and kind in (list, tuple) and len(node) == walk.batch_size:
@@ -229,9 +236,23 @@ def _walk_list(node: Any, path: str, leaves: dict[str, Leaf]) -> Rebuild:
 
 def _attributes(node: Any, path: str, walk: _Walk, around: tuple[int, ...]) -> dict[str, Rebuild]:
     """Return how to build each attribute; what holds no tensor is the same in every batch."""
+    if isinstance(node, UserDict):
+        return {
+            name: _walk(value if name == "data" else _beside(value, walk.batch_size),
+                        f"{path}.{name}", walk, around)
+            for name, value in _state(node).items()
+        }  # fmt: skip
     return {
         name: _walk(value, f"{path}.{name}", walk, around) for name, value in _state(node).items()
     }
+
+
+def _beside(value: Any, batch_size: int) -> Any:
+    """A mapping is what it maps to; a list of objects that it keeps besides is one leaf."""
+    if type(value) is not list or len(value) != batch_size or _is_values(value, batch_size):
+        return value
+    has_tensors = any(isinstance(one, Tensor) or _holds_tensors(one, ()) for one in value)
+    return value if has_tensors else Beside(value)
 
 
 def _with(clone: Any, inside: Mapping[str, Rebuild], values: Mapping[str, Leaf]) -> Any:

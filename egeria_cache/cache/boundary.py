@@ -47,6 +47,10 @@ class Boundary:
         self._status.is_sought = False
         self._move(name, by_hand=by_hand, reason=reason)
 
+    def look_out(self) -> None:
+        """A batch is given out, with which the model is called in some way."""
+        self._engine.look_out()
+
     def follow(self) -> None:
         """Freeze up to the deepest module before which nothing trains, now and later."""
         self._status.is_sought = True

@@ -85,6 +85,9 @@ class ActivationCache:
             padded batch: "proved", nothing is served before gradients have shown that the loss
             reads none of its padding; "unread", you say so.
         verify: Does nothing any more: every read of a stored sample is verified.
+        method: What the loop calls of the model: "encode_image", say. Where nothing is said and the
+            first batch goes to another method than `forward`, or to a part of the model, that one
+            is taken.
 
     Raises:
         BoundaryError: The model has no such module, or it is trainable.
@@ -113,6 +116,7 @@ class ActivationCache:
         dropout: Dropout = "off",
         padding: Padding = "proved",
         verify: Verify = "once",
+        method: str = "forward",
     ) -> None:
         _check_kinds(model, directory, boundary)
         check_whole_number("ring_batches", ring_batches)
@@ -122,12 +126,14 @@ class ActivationCache:
         check_choice("dropout", dropout, Dropout)
         check_choice("padding", padding, Padding)
         check_choice("verify", verify, Verify)
+        if not callable(getattr(type(inner_model(model)), method, None)):
+            raise ValueError(f"{type(inner_model(model)).__name__} has no method {method!r}")
         self.model = model
         self.directory = Path(directory).expanduser().absolute()
         self._settings = {
             "limit": limit, "codec": codec, "ring_batches": ring_batches, "audit_rate": audit_rate,
             "gate": gate, "force_network": force_network, "dropout": dropout,
-            "padding": padding, "verify": verify,
+            "padding": padding, "verify": verify, "method": method,
         }  # fmt: skip
         self._asked: tuple[str | None, bool] = boundary, True
         """The boundary that was last asked for, and whether by hand."""
@@ -161,7 +167,7 @@ class ActivationCache:
         )  # fmt: skip
         self._engine = SkipEngine(
             model, host, stateless_dropout=self.draws_masks,
-            padding_unread=settings["padding"] == "unread",
+            padding_unread=settings["padding"] == "unread", method=settings["method"],
         )  # fmt: skip
         self._moves = Boundary(self._engine, status, self._views, policy, self._accounts)
         self.port = LoaderPort(

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from egeria_cache.batch import Batch, Entry, SampleId, take_rows
+from egeria_cache.batch import Batch, Beside, Entry, SampleId, take_rows
 from egeria_cache.cache.audit import AuditPlan
 from egeria_cache.cache.status import Status, shown_name
-from egeria_cache.errors import BoundaryError, EgeriaError, PaddingError
+from egeria_cache.errors import BatchError, BoundaryError, EgeriaError
 from egeria_cache.gate import Accounts, ServingPolicy
 from egeria_cache.prefetch import View, Views, record
 from egeria_cache.samples import DEFAULT_REUSE, BatchContext, same_values
@@ -65,7 +65,7 @@ class CacheHost:
         self._counts = accounts.counts
         self._model_called = accounts.model_called
         self._called = called
-        self._told_chains = self._told_unproved = ""
+        self._told_chains = self._told_unproved = self._told_bare = ""
         self._told_random: set[str] = set()
         """Loaders of random samples of which it was said what is done with them."""
         self._told_postponed: set[str] = set()
@@ -103,7 +103,13 @@ class CacheHost:
                 structure=context.structure,
                 rows=context.metas,
                 dropped=tuple(sorted(cut.dropped)),
-                kept={p: kind for p, kind in context.kinds.items() if p not in cut.dropped},
+                kept={
+                    path: kind
+                    for path, kind in context.kinds.items()
+                    if path not in cut.dropped
+                    and not issubclass(kind, Beside)
+                    and name not in status.together
+                },
                 device=next(iter(cut.devices.values()), device_of(self._model)),
                 constants=context.constants,
                 counts=frozenset(context.source.counts),
@@ -321,12 +327,21 @@ class CacheHost:
             return  # what the loop does to its batches has been named
         if self._counts.why_not in self._status.uncached.values():
             return  # so has why a loader's batches do not know their samples
-        self._counts.why_not = reason
+        if self._leave_together() or self._counts.why_not not in (None, self._told_bare):
+            return  # whatever it is, it came first
+        self._counts.why_not = self._told_bare = reason
         log.warning(
             "a boundary is set, but nothing is cached: %s. Give the model the loader's batches as "
             "they come, or do what changes them after the boundary or in the data set",
             reason,
         )
+
+    def _leave_together(self) -> bool:
+        """What the front reads is not the samples' own: cache such loaders no more, if any."""
+        left = self._status.together.items() - self._status.uncached.items()
+        for name, why in left:
+            self.leave_uncached(name, why)
+        return bool(left)
 
     def unproved(self, reason: str) -> None:
         """What is stored is not served as long as something has not been shown: say so, once."""
@@ -336,8 +351,11 @@ class CacheHost:
 
     def refused(self, error: BoundaryError) -> None:
         """The model cannot be cut here; where it could be before, that is no error of training."""
+        if type(error) is BatchError:
+            self._leave_together()
+            return
         self._counts.why_not = str(error)
-        is_of_batches = isinstance(error, PaddingError)
+        is_of_batches = isinstance(error, BatchError)
         if self._status.set_by_hand and not self._status.is_proved and not is_of_batches:
             raise error
         log.warning("training goes on uncached: %s", error)
@@ -367,6 +385,10 @@ class CacheHost:
     def is_idle(self) -> bool:
         """Whether a loader's batches come plain at present, for nothing is proved as yet."""
         return self._policy.has_postponed
+
+    def is_refused(self) -> bool:
+        """Whether what loaders give cannot be cached, and nothing was."""
+        return bool(self._status.uncached) and not self._views.everywhere()
 
     def note(self, kind: str, seconds: float, rows: int) -> None:
         """The model was called with a batch (its cost is taken by whole steps: `StepTimer`)."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from egeria_cache.batch import Batch
 from egeria_cache.cache.boundary import Boundary
 from egeria_cache.cache.host import CacheHost
 from egeria_cache.cache.passes import Passes
@@ -153,6 +154,17 @@ class LoaderPort:
         self._views.void(lambda view: view.loader_name == loader_name, unlink=unlink)
         self._host.open_again(loader_name)
 
+    def load_together(self, source: LoaderSource, why: str) -> None:
+        """A sample's leaves are not all its own: the loader's batches are loaded whole from now on.
+
+        Args:
+            source: Of the loader.
+            why: What is said if it turns out that the front reads the others.
+        """
+        source.study.load_together(why)
+        self._status.together[source.key] = why
+        self._views.void(lambda view: view.loader_name == source.key, unlink=True)
+
     def padding_found(self, loader_name: str) -> None:
         """The loader's samples are padded where that was not known: what is stored has padding."""
         self._views.void(lambda view: view.loader_name == loader_name, unlink=True)
@@ -189,12 +201,13 @@ class LoaderPort:
         """Note what a batch consists of: yielded without hits, or served with some."""
         self._accounts.batch(num_samples, hit, is_random=source.is_random)
 
-    def count_yielded(self) -> None:
+    def count_yielded(self, batch: Batch) -> None:
         """Note that a batch was yielded which the model should see."""
         if self._status.is_closed:
             self._accounts.yielded_closed()
         else:
-            self._accounts.yielded()
+            self._accounts.yielded(batch)
+            self._boundary.look_out()
 
     def count_refetched(self, num_samples: int) -> None:
         """Note samples that were planned as hits, and had to be loaded after all."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +34,9 @@ class Accounts:
     def __init__(self) -> None:
         """Start at zero."""
         self.counts = CacheStats()
-        self._num_unseen = 0
+        self._given: list[weakref.ref[Any]] = []
+        """Batches that were given out since the model was called last."""
+        self._told_unseen = ""
 
     def batch(self, num_samples: int, hit: np.ndarray | None, *, is_random: bool = False) -> None:
         """Note what a batch consists of: yielded without hits, or served with some."""
@@ -59,12 +63,16 @@ class Accounts:
             for name, value in before.items():
                 setattr(self.counts, name, value)
 
-    def yielded(self) -> None:
-        """Note that a batch was yielded which the model should see."""
-        self._num_unseen += 1
-        if self._num_unseen == MAX_UNSEEN and self.counts.why_not is None:
-            self.counts.why_not = (
-                f"{MAX_UNSEEN} batches were yielded and the model was not called with any of them, "
+    def yielded(self, batch: Any) -> None:
+        """Note that a batch was yielded which the model should see.
+
+        Trainers collect batches before they use any: what counts is those that are gone.
+        """
+        self._given.append(weakref.ref(batch))
+        num_gone = sum(one() is None for one in self._given)
+        if num_gone >= MAX_UNSEEN and self.counts.why_not is None:
+            self.counts.why_not = self._told_unseen = (
+                f"{num_gone} batches were yielded and the model was not called with any of them, "
                 "so nothing is cached. Does the loop call a part of it (`self.net(x)`)? Make the "
                 "cache of that part. Is the whole model compiled? Compile its blocks instead "
                 "(block.compile()), and give it the loader's batches as they come"
@@ -79,7 +87,9 @@ class Accounts:
 
     def model_called(self) -> None:
         """Note that the model was called with a batch."""
-        self._num_unseen = 0
+        self._given.clear()
+        if self._told_unseen and self.counts.why_not == self._told_unseen:
+            self.counts.why_not = None
 
     def stats(
         self,

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from egeria_cache.cache import ActivationCache
 from egeria_cache.integrations.accelerate import cached
@@ -70,8 +70,6 @@ class EgeriaTrainerMixin:
         self._step_loss: torch.Tensor | None = None
         self._logged_boundary: str | None = None
         super().__init__(*args, **kwargs)
-        if cache is not None:
-            _note_as_saved(self.model)
         self.add_callback(_Tells(self))  # type: ignore[attr-defined]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -168,18 +166,6 @@ class EgeriaTrainer(EgeriaTrainerMixin, Trainer):
 
     trainer = EgeriaTrainer(model=model, args=args, train_dataset=data, cache=cache)
     """
-
-
-def _note_as_saved(model: nn.Module) -> None:
-    """Write to the model's configuration what the first checkpoint would.
-
-    The frozen layers hold the configuration, and are no longer what they were when it changes.
-    """
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module.config.architectures is None:
-            module.config.architectures = [type(module).__name__]
-            module.config.dtype = str(module.dtype).removeprefix("torch.")
-            break
 
 
 class _Tells(TrainerCallback):

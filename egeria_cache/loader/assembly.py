@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from egeria_cache.batch import (
+    AbsentBeside,
     Batch,
     BatchTensor,
     Lengths,
@@ -28,6 +29,7 @@ from egeria_cache.batch import (
 )
 from egeria_cache.errors import EgeriaError
 from egeria_cache.loader.plan import Plan
+from egeria_cache.loader.together import find, together
 from egeria_cache.samples import BatchContext, Loaded, LoaderSource, Task
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ class Assembly:
         entry, missing = plan.entry, loaded.data
         if self.cache is None or (entry is None and self.cache.boundary is None):
             return missing
-        if entry is None:
+        if entry is None or plan.places:
             return self._tag(plan, loaded)
         view, num_misses, misses = entry.view, entry.num_misses, dict[str, Any]()
         if num_misses:
@@ -92,8 +94,11 @@ class Assembly:
                 shape = (batch.size, *view.shape_of(path, lengths.whole))
                 whole = torch.empty(shape, dtype=view.rows[path].dtype, device="meta")
             tagged[path] = without_data(whole, batch, path, misses.get(path))
+        for path in view.structure.paths:
+            if path not in tagged:
+                tagged[path] = AbsentBeside(batch, path)
         entry.on_load = partial(self.cache.count_batch, self._source, len(plan.ids), entry.hit)
-        self.cache.count_yielded()
+        self.cache.count_yielded(batch)
         return view.structure.rebuild(tagged)
 
     def _load_instead(self, plan: Plan) -> Any:
@@ -112,6 +117,8 @@ class Assembly:
         data = loaded.data
         if self.cache.is_plain(self._source.key):
             return data
+        if self._source.study.company is not None and self.cache.may_store(self._source.key):
+            return self._tag_together(plan, loaded)
         plan.entry = None
         studies = self._source.has_own_collate and self.cache.may_store(self._source.key)
         if studies:
@@ -120,20 +127,23 @@ class Assembly:
         if not self._is_understood(structure, data, leaves, len(plan.ids)):
             return data
         lengths = None
-        if studies:
-            if self._source.study.look_for_padding(plan.whole(self._seed), leaves):
-                self.cache.padding_found(self._source.key)
-            lengths = self._own_lengths(plan, leaves, loaded)
-        batch = self._batch(plan, leaves, structure, {}, lengths)
-        if not self._is_cacheable(batch):
-            return data
+        try:
+            if studies:
+                if self._source.study.look_for_padding(plan.whole(self._seed), leaves):
+                    self.cache.padding_found(self._source.key)
+                lengths = self._own_lengths(plan, leaves, loaded)
+            batch = self._batch(plan, leaves, structure, {}, lengths)
+            self._check_cacheable(batch)
+        except EgeriaError as error:
+            self.cache.load_together(self._source, str(error))
+            return self._tag_together(plan, loaded)
         only = self.cache.tagged_leaves(self._source.key)
         tagged = {
             path: _wrap(rows, batch, path) if only is None or path in only else rows
             for path, rows in leaves.items()
         }
         self.cache.count_batch(self._source, len(plan.ids), None)
-        self.cache.count_yielded()
+        self.cache.count_yielded(batch)
         self._source.yields(tagged.values())
         return own_containers(data, structure.rebuild(tagged))
 
@@ -145,40 +155,85 @@ class Assembly:
         self._mean_length += (length - self._mean_length) * (0.05 if self._mean_length else 1.0)
         return num_samples * length / max(self._mean_length, 1.0)
 
-    def _is_cacheable(self, batch: Batch) -> bool:
-        """Whether a collate function of the user's gives batches whose samples can be told apart:
-        it is asked before the model is, which might fail at such a batch otherwise.
+    def _tag_together(self, plan: Plan, loaded: Loaded) -> Any:
+        """Return a batch that was loaded whole, as it is: its hits enter the model all the same.
+
+        What the samples have as their own is tagged; of the rest nothing is known, and nothing that
+        is stored may depend on it.
         """
-        assert self.cache is not None
+        cache, source, study, data = self.cache, self._source, self._source.study, loaded.data
+        assert cache is not None
+        assert study.company is not None
+        structure, leaves = flatten(data, len(plan.ids))
+        if not self._is_understood(structure, data, leaves, len(plan.ids)):
+            return data
+        task = plan.whole(self._seed)
+        try:
+            found = find(source, task, loaded, structure, leaves)
+        except Exception as error:  # of the data set's or the collate function's own, too
+            why = str(error) if isinstance(error, EgeriaError) else study.company
+            cache.leave_uncached(source.key, why)
+            return data
+        if found.is_new:
+            cache.padding_found(source.key)
+        padding, entry = study.padding, plan.entry
+        if entry is not None and not (entry.view.padding == padding and entry.ready()):
+            plan.entry = entry = None
+        if entry is not None:
+            entry.on_load = partial(cache.count_batch, source, len(plan.ids), entry.hit)
+        else:
+            cache.count_batch(source, len(plan.ids), None)
+        forget_lost()
+        plan.size = self._size(len(plan.ids), found.lengths)
+        batch = together(source, plan, task, found)
+        only = cache.tagged_leaves(source.key)
+        tagged = leaves | {
+            path: _wrap(leaf, batch, path)
+            for path, leaf in found.own.items()
+            if only is None or path in only
+        }
+        cache.count_yielded(batch)
+        source.yields(tagged.values())
+        return own_containers(data, structure.rebuild(tagged))
+
+    def _check_cacheable(self, batch: Batch) -> None:
+        """See whether a collate function of the user's gives batches whose samples can be told
+        apart: it is asked before the model is, which might fail at such a batch otherwise.
+
+        Raises:
+            EgeriaError: They cannot, and why.
+        """
         source = self._source
         if not batch.may_be_stored or not source.has_own_collate:
-            return True
+            return
         try:
             why_not = source.why_not_cacheable(batch)
+        except EgeriaError:
+            raise
         except Exception as error:  # of the data set's or the collate function's own, too
-            alone = f"its samples cannot be loaded again and collated alone: {error!r}"
-            why_not = str(error) if isinstance(error, EgeriaError) else alone
+            why_not = f"its samples cannot be loaded again and collated alone: {error!r}"
         if why_not is not None:
-            self.cache.leave_uncached(source.key, why_not)
-        return why_not is None
+            raise EgeriaError(why_not)
 
     def _own_lengths(self, plan: Plan, leaves: Mapping[str, Any], loaded: Loaded) -> Lengths | None:
-        """Return how long the samples of a loaded batch are, where it is padded."""
+        """Return how long the samples of a loaded batch are, where it is padded.
+
+        Raises:
+            EgeriaError: They cannot be told.
+        """
         padding = self._source.study.padding
         if padding is None:
             return None
-        assert self.cache is not None
         try:
             lengths = Lengths(padding, self._measured(plan, loaded), padding.sizes(leaves))
+        except EgeriaError:
+            raise
         except Exception as error:  # of the data set's or the collate function's own, too
-            why_not = str(error) if isinstance(error, EgeriaError) else repr(error)
-            self.cache.leave_uncached(self._source.key, why_not)
-            return None
+            raise EgeriaError(repr(error)) from error
         longest = tuple(lengths.own.max(0).tolist())
         if longest == lengths.whole:
             return lengths
-        self.cache.leave_uncached(
-            self._source.key,
+        raise EgeriaError(
             f"a batch is {lengths.whole} long where its longest samples are {longest}: the "
             "collate_fn cuts samples, packs them, or pads them to another length",
         )

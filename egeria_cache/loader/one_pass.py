@@ -66,7 +66,7 @@ class Pass:
             partial(_outlook, cache, loader.source.key),
             self._prefetcher,
             wants_control=partial(_wants_control, cache),
-            axes=partial(_axes, cache, loader.source),
+            study=partial(_study, cache, loader.source),
             draws_of=partial(loader.source.draws_at, clock=progress.clock),
             seed=loader.seed,
             first_number=progress.yielded,
@@ -230,10 +230,10 @@ def _num_batches(loader: Any) -> int | None:
         return None
 
 
-def _axes(cache: LoaderPort | None, source: LoaderSource) -> tuple[Axis, ...]:
+def _study(cache: LoaderPort | None, source: LoaderSource) -> tuple[tuple[Axis, ...], bool]:
     if cache is None or cache.boundary is None or not cache.may_store(source.key):
-        return ()
-    return source.axes
+        return (), False
+    return source.axes, source.study.company is not None
 
 
 def _wants_control(cache: LoaderPort | None, entry: PlannedEntry) -> bool:

@@ -39,6 +39,8 @@ class Plan:
     """It could be served, and is computed to know what that costs."""
     axes: tuple[Axis, ...] = ()
     """See `Task.axes`."""
+    places: bool = False
+    """See `Task.places`: hits are loaded as well, for what stands beside what is stored."""
     size: float = 0.0
     """Number of samples, those of a padded batch counted by its length: what a step costs by."""
 
@@ -46,13 +48,13 @@ class Plan:
         """Return the task of loading every sample."""
         return Task(
             self.number, self.indices, self.ids, self.draws.tolist(), seed, self.seeds_all,
-            axes=self.axes,
+            axes=self.axes, places=self.places,
         )  # fmt: skip
 
     def misses(self, seed: int | None) -> Task:
         """Return the samples that DataLoader's workers have to load."""
         whole = self.whole(seed)
-        if self.entry is None:
+        if self.entry is None or self.places:
             return whole
         if not self.entry.num_misses:
             return whole._replace(indices=None)
@@ -97,7 +99,7 @@ class Planner:
         prefetcher: Prefetcher,
         *,
         wants_control: Callable[[PlannedEntry], bool] = lambda entry: False,
-        axes: Callable[[], tuple[Axis, ...]] = tuple,
+        study: Callable[[], tuple[tuple[Axis, ...], bool]] = lambda: ((), False),
         draws_of: Callable[[Sequence[SampleId]], npt.NDArray[np.int64]],
         seed: int | None,
         first_number: int = 0,
@@ -112,7 +114,8 @@ class Planner:
                 `Task.seeds_all`.
             prefetcher: Reads the hits of plans that come near.
             wants_control: Whether a batch is to be computed although this would serve it.
-            axes: Along which samples are to be measured when they are loaded.
+            study: Returns along which axes samples are to be measured when they are loaded, and
+                whether they are to be looked for in their batch.
             draws_of: Sample IDs -> which random draw of each this pass uses.
             seed: The run's augmentation seed.
             first_number: Number of the first batch.
@@ -123,7 +126,7 @@ class Planner:
         self._outlook = outlook
         self._prefetcher = prefetcher
         self._wants_control = wants_control
-        self._axes = axes
+        self._study = study
         self._draws_of = draws_of
         self._seed = seed
         self._next_number = first_number
@@ -198,7 +201,7 @@ class Planner:
         if not self._undispatched:
             return None
         entry = self._undispatched[0].entry
-        if entry is None or entry.num_misses:
+        if entry is None or entry.num_misses or self._undispatched[0].places:
             return None
         return self._undispatched.popleft().number
 
@@ -251,7 +254,7 @@ class Planner:
             entry = None
         plan = Plan(
             self._next_number, indices, ids, draws, entry, seeds_all, is_control,
-            self._axes(),
+            *self._study(),
         )  # fmt: skip
         self._next_number += 1
         self._planned.append(plan)

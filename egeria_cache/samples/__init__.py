@@ -11,6 +11,7 @@ does (`collation.py`), `fingerprint.py` says which data set it is and whether it
 content of all that decides a sample (`portrait.py`, `content.py`).
 """
 
+from egeria_cache.samples.collation import find_places, own_lengths
 from egeria_cache.samples.content import same_values
 from egeria_cache.samples.draws import DEFAULT_REUSE, Clock, Draws
 from egeria_cache.samples.loading import (
@@ -33,5 +34,7 @@ __all__ = [
     "SeededDataset",
     "SeededWorkerInit",
     "Task",
+    "find_places",
+    "own_lengths",
     "same_values",
 ]

@@ -8,16 +8,37 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from egeria_cache.batch import Axis, Padding, is_rows
+from egeria_cache.batch import Axis, Beside, Padding, is_rows
 from egeria_cache.ragged import Dims, blank
-from egeria_cache.samples.content import same_values
+from egeria_cache.samples.content import same_values, tensor_print
 
-__all__ = ["differing_leaf", "find_padding", "given_values", "own_lengths"]
+__all__ = [
+    "NOWHERE",
+    "Places",
+    "differing_leaf",
+    "find_padding",
+    "find_places",
+    "given_values",
+    "own_lengths",
+]
+
+
+class Places(NamedTuple):
+    """Where the samples of a batch stand in it."""
+
+    order: list[int]
+    """Which sample stands in each row."""
+    mixed: frozenset[str]
+    """Leaves that are not, row by row, what the samples are alone."""
+
+
+NOWHERE = Places([], frozenset())
+"""They are still to be looked for."""
 
 
 def find_padding(
@@ -56,6 +77,61 @@ def find_padding(
     return Padding(tuple(axes), values) if axes else None
 
 
+def find_places(together: Mapping[str, Any], alone: Sequence[Mapping[str, Any]]) -> Places:
+    """Find the samples in a batch of them, which its collate function may have sorted.
+
+    Args:
+        together: The leaves of the batch, by path.
+        alone: The leaves of each of its samples, collated alone, in the order of the sampler.
+    """
+    size = len(alone)
+    rows = {
+        path: (whole, [leaves.get(path) for leaves in alone])
+        for path, whole in together.items()
+        if is_rows(whole, size)
+        and not isinstance(whole, Beside)
+        and all(is_rows(leaves.get(path), 1) for leaves in alone)
+    }
+    best: list[int] = list(range(size))
+    own = {path for path, pair in rows.items() if _is_own(*pair, best)}
+    for path in [path for path in rows if path not in own]:
+        order = _order(*rows[path])
+        there = {path for path, pair in rows.items() if _is_own(*pair, order)} if order else set()
+        if order and len(there) > len(own):
+            best, own = order, there
+    return Places(best, frozenset(together.keys() - own))
+
+
+def _is_own(whole: Any, rows: Sequence[Any], order: Sequence[int]) -> bool:
+    """Whether each row is the sample that stands there in this order, padded perhaps."""
+    values = [rows[i][0] for i in order]
+    if not isinstance(whole, Tensor) or not all(isinstance(value, Tensor) for value in values):
+        return all(map(same_values, whole, values))
+    if all(value.shape == whole.shape[1:] for value in values):
+        return all(map(same_values, whole, values))
+    return _of_leaf(whole, values) is not None
+
+
+def _order(whole: Any, rows: Sequence[Any]) -> list[int] | None:
+    """Return which sample stands in each row of a leaf, found by what it holds."""
+    left: dict[Any, list[int]] = {}
+    for i, row in enumerate(rows):
+        left.setdefault(_known_by(row[0]), []).append(i)
+    order = []
+    for row in whole:
+        found = left.get(_known_by(row))
+        if not found:
+            return None
+        order.append(found.pop(0))
+    return order
+
+
+def _known_by(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype, tensor_print(value)
+    return type(value), value
+
+
 def own_lengths(axes: Sequence[Axis], leaves: Mapping[str, Any]) -> list[int]:
     """Return how long a sample that was collated alone is along each axis."""
     return [leaves[axis.leaf].shape[axis.dim + 1] for axis in axes]
@@ -72,7 +148,7 @@ def differing_leaf(
         alone: The leaves of each of its samples, in order.
     """
     for path, whole in together.items():
-        if not is_rows(whole, len(alone)):
+        if not is_rows(whole, len(alone)) or isinstance(whole, Beside):
             continue
         dims = tuple((axis.dim, axis.left) for axis in axes if axis.leaf == path)
         for row, leaves in zip(whole, alone, strict=True):

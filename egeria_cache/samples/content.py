@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from egeria_cache.batch import PerSample
+from egeria_cache.batch import Beside, PerSample
 
 __all__ = [
     "PLAIN",
@@ -161,4 +161,6 @@ def same_values(left: Any, right: Any) -> bool:
         return same_bytes(left, right)
     if isinstance(left, PerSample) and isinstance(right, PerSample):
         return len(left) == len(right) and all(map(same_values, left, right))
+    if isinstance(left, Beside) and isinstance(right, Beside):
+        return len(left) == len(right)  # what they are is known to those alone who read them
     return type(left) is type(right) and bool(left == right)

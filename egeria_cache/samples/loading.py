@@ -16,7 +16,13 @@ import numpy.typing as npt
 from torch.utils.data import get_worker_info
 
 from egeria_cache.batch import Axis, SampleId, flatten, sample_seed
-from egeria_cache.samples.collation import differing_leaf, own_lengths
+from egeria_cache.samples.collation import (
+    NOWHERE,
+    Places,
+    differing_leaf,
+    find_places,
+    own_lengths,
+)
 from egeria_cache.samples.fingerprint import Look, look
 from egeria_cache.samples.generators import GENERATORS
 
@@ -49,6 +55,8 @@ class Task(NamedTuple):
     """Whether the samples are to be described (`Look`) instead of given."""
     axes: tuple[Axis, ...] = ()
     """Along which each sample is to be measured: it is collated alone for that."""
+    places: bool = False
+    """Whether each sample is to be looked for in its batch: it is collated alone for that, too."""
 
     def take(self, rows: np.ndarray) -> Task:
         """Return the task of loading the masked rows again: bool, shape (B,)."""
@@ -78,6 +86,8 @@ class Loaded(NamedTuple):
     """Of the samples along these axes, shape (B, axes); None if they were not measured."""
     differs: str | None = None
     """A leaf in which a sample is not in its place what it is alone, where they were measured."""
+    places: Places | None = None
+    """Where the samples stand in the batch, if they were looked for."""
 
 
 class SampleLoader:
@@ -229,7 +239,10 @@ class SeededDataset:
         self._samples = samples
 
     def __getitems__(self, task: Task) -> Loaded:
-        return Loaded(task.number, self._samples.answer(task), self._samples.drawn, task.axes)
+        return Loaded(
+            task.number, self._samples.answer(task), self._samples.drawn, task.axes,
+            places=NOWHERE if task.places else None,
+        )  # fmt: skip
 
 
 class CollateLoaded:
@@ -241,18 +254,22 @@ class CollateLoaded:
 
     def __call__(self, loaded: Loaded) -> Loaded:
         """Collate what `SeededDataset` gave."""
-        samples, axes = loaded.data, loaded.axes
+        samples, axes, places = loaded.data, loaded.axes, loaded.places
         if samples is None or isinstance(samples, Look):
             return loaded
-        if not axes or not isinstance(samples, list):
-            return loaded._replace(data=self.collate(samples))
+        if not (axes or places) or not isinstance(samples, list):
+            return loaded._replace(data=self.collate(samples), places=None)
         # Copies: collate functions pad the very lists that they are given.
         alone = [copy.deepcopy(sample) for sample in samples]
         data = self.collate(samples)
         leaves = [flatten(self.collate([one]), 1)[1] for one in alone]
+        together = flatten(data, len(samples))[1]
+        if places is not None:
+            places = find_places(together, leaves)
+            leaves = [leaves[i] for i in places.order]
         lengths = np.array([own_lengths(axes, one) for one in leaves], np.int64)
-        differs = differing_leaf(axes, flatten(data, len(samples))[1], leaves)
-        return loaded._replace(data=data, lengths=lengths, differs=differs)
+        differs = None if places is not None else differing_leaf(axes, together, leaves)
+        return loaded._replace(data=data, lengths=lengths, differs=differs, places=places)
 
 
 class SeededWorkerInit:

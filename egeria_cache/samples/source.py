@@ -232,7 +232,8 @@ class LoaderSource:
     def measure(self, task: Task) -> Loaded:
         """Load samples once more, measured along the axes."""
         with preserved():  # the collate function may draw, which will be found out
-            return self._answer(task._replace(axes=self.axes))
+            together = self.study.company is not None
+            return self._answer(task._replace(axes=self.axes, places=together))
 
     def _look_at(self, indices: list[int] | None) -> Look:
         if indices is None:  # any that the data set surely takes
@@ -253,6 +254,8 @@ class LoaderSource:
         if self._unnamed is not None or self.study.why_not is not None:
             return self._unnamed or self.study.why_not
         self._recent = batch.context.task.indices
+        if self.study.company is not None:
+            return None  # each batch that is loaded is looked at
         if batch.absent is not None:
             return None  # it has hits, so batches like it were proved before
         alone = self.collate is not default_collate
@@ -355,7 +358,14 @@ class LoaderSource:
             "loader": self.name,
             "dataset": str(self.fingerprint),
             "augmentation_seed": self.seed,
-        } | ({} if self.study.padding is None else {"padding": self.study.padding.fields})
+        } | {
+            key: value
+            for key, value in {
+                "padding": None if self.study.padding is None else self.study.padding.fields,
+                "leaves": None if self.study.company is None else "loaded with each batch",
+            }.items()
+            if value is not None
+        }
 
 
 def _method(dataset: Any, name: str) -> Callable[[Any], Any] | None:

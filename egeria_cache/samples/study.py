@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from egeria_cache.batch import Padding, SampleId, find_lists, flatten, is_dense, row_meta
-from egeria_cache.samples.collation import find_padding, given_values
+from egeria_cache.samples.collation import find_padding, find_places, given_values
 from egeria_cache.samples.content import same_values
 from egeria_cache.samples.generators import preserved
 from egeria_cache.samples.loading import Task
@@ -34,6 +34,11 @@ class Study:
         """Paths of lists in its batches that hold an item per sample."""
         self.why_not: str | None = None
         """Why its padding cannot be undone."""
+        self.company: str | None = None
+        """Why a sample's leaves are not all its own: its batches are then loaded as they are, hits
+        and misses together, and only the front's work is spared."""
+        self.mixed: frozenset[str] = frozenset()
+        """Those leaves: nothing vouches for them."""
         self._load = load
         self._ragged = ragged
         self._looked_for_lists = False
@@ -52,6 +57,20 @@ class Study:
         if self._alone is not None and self._alone[0] == _samples(task):
             return self._alone[1][row]
         return self.leaves(task, np.arange(len(task.ids)) == row)
+
+    def load_together(self, why: str) -> None:
+        """Load whole batches from now on: the leaves of a sample depend on its company."""
+        self.company = why
+        self.padding, self.lists, self.why_not = None, frozenset(), None
+        self._looked_for_lists = True
+        self._kinds.clear()
+        self._before = None
+
+    def each_alone(self, task: Task) -> list[dict[str, Any]]:
+        """Return the leaves of each sample of a task, collated alone."""
+        with preserved():  # the collate function may draw
+            size = len(task.ids)
+            return [self.leaves(task, np.arange(size) == row) for row in range(size)]
 
     def forget_samples(self) -> None:
         """Keep what was found out, and not the samples."""
@@ -85,6 +104,7 @@ class Study:
         """
         if task.indices is None:
             return False
+        leaves = {path: leaf for path, leaf in leaves.items() if path not in self.mixed}
         kind = tuple(
             (path, *self._shape(path, leaf).shape)
             for path, leaf in leaves.items()
@@ -106,6 +126,8 @@ class Study:
                 size = len(task.ids)
                 self._before = task.indices[0], task.ids[0], task.draws[0]  # type: ignore[index]
                 alone = [self.leaves(task, np.arange(size) == row) for row in range(size)]
+            if self.company is not None:
+                alone = [alone[i] for i in find_places(leaves, alone).order]
             self._alone = _samples(task), alone
             given = None if self._ragged is None else given_values(self._ragged, leaves)
             found = find_padding(leaves, alone, given)

@@ -23,12 +23,15 @@ from egeria_cache.errors import BoundaryError, PaddingError
 from egeria_cache.skip.model.attach import AttachedForward, inner_model
 from egeria_cache.skip.model.calls import healing, is_compiled
 from egeria_cache.skip.model.dropout import StatelessDropout, counting_calls
+from egeria_cache.skip.model.features import Features
 from egeria_cache.skip.model.frozen import FrozenPrefix
 from egeria_cache.skip.model.fsdp import states_in
+from egeria_cache.skip.model.modes import tell_modes
 from egeria_cache.skip.model.names import module_named
+from egeria_cache.skip.model.scout import Scout
 from egeria_cache.skip.model.sharded import Front, ShardedFront
 from egeria_cache.skip.prove.auto import AutoBoundary
-from egeria_cache.skip.prove.rehearsal import Rehearsal
+from egeria_cache.skip.prove.rehearsal import Outcome, Rehearsal
 from egeria_cache.skip.serve import passes
 from egeria_cache.skip.serve.address import address, prefix_tensors
 from egeria_cache.skip.serve.book import RecipeBook
@@ -104,6 +107,9 @@ class SkipHost(Protocol):
     def is_idle(self) -> bool:
         """Whether batches of a loader may come plain, for nothing is proved for it as yet."""
 
+    def is_refused(self) -> bool:
+        """Whether the loaders that have given batches can all not be cached."""
+
     def note(self, kind: str, seconds: float, rows: int) -> None:
         """Time of a "proof" or of an "audit"; "called": once a call of the model.
 
@@ -119,6 +125,7 @@ class SkipEngine:
         host: Who keeps the activations.
         stateless_dropout: Whether dropout in the frozen prefix stays active: see `dropout.py`.
         padding_unread: Whether the user says that the loop reads nothing where a batch is padded.
+        method: What the loop calls of the model.
     """
 
     def __init__(
@@ -128,8 +135,11 @@ class SkipEngine:
         *,
         stateless_dropout: bool = False,
         padding_unread: bool = False,
+        method: str = "forward",
     ) -> None:
         self.model = inner_model(model)
+        self._method = method
+        self._scout: Scout | None = None
         self._attached: AttachedForward | None = None
         self._compiled = is_compiled(model)
         self._is_traced = False
@@ -138,12 +148,18 @@ class SkipEngine:
         self.boundary: str | None = None
         self.frozen: str | None = None
         self.cut: Cut | None = None
-        self._forward: Callable[..., Any] = self.model.forward
+        self._forward: Callable[..., Any] = getattr(self.model, method)
         self._book = RecipeBook()
         self._held = FrozenPrefix(model=self.model)
         self._dropout = StatelessDropout(self.model, self._held) if stateless_dropout else None
         self._is_held = False
         """Whether all that runs before the boundary is known to be in inference mode."""
+        self._has_run = False
+        """Whether a call was computed like that."""
+        self._is_told = False
+        """Whether it was said what that changes."""
+        self._stays: str | None = None
+        """The last frozen module, while another place to cut is looked for."""
         self._hashes = ContentHash()
         self._free: dict[Any, frozenset[int]] = {}
         self._announced: set[tuple[int, str]] = set()
@@ -152,11 +168,14 @@ class SkipEngine:
         """(cut, last frozen module) as they were asked for; nearer than that while a part of the
         prefix is trained."""
         self._thaw = ThawWatch()
+        self._features = Features(self.model)
         self._auto: AutoBoundary | None = None
         self._sharded: ShardedFront | None = None
         self._fills = False
         self._num_bare = self._num_new = self._num_even = 0
         self._was_served = False
+        self._is_called = False
+        """Whether the loop was seen to call the model."""
         self._running: dict[str, object] = {}
         """The call that is being served, if any."""
 
@@ -169,7 +188,10 @@ class SkipEngine:
             try:  # around everything: an interrupt may come between any two lines
                 if self._running.setdefault("call", ours) is ours:
                     with healing():
-                        return self._called_with(args, kwargs)
+                        if self._auto is None or not self._features.are_computed(args, kwargs):
+                            return self._called_with(args, kwargs)
+                        with self._features.frozen():
+                            return self._called_with(args, kwargs)
             finally:
                 if self._running.get("call") is ours:
                     self._running.clear()
@@ -177,6 +199,8 @@ class SkipEngine:
         return self._forward(*unwrap(args), **unwrap(kwargs))
 
     def _called_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._is_called = True
+        self._stop_looking_out()
         if self._sharded is not None:
             self._look_at_shards()
         if self._auto is not None:
@@ -193,6 +217,10 @@ class SkipEngine:
             call = Invocation.of(args, kwargs)
             key = () if call.why_not else call.key(self._free.get(call.layout, frozenset()))
         result = self._called(call, key)
+        if self._is_held and not self._has_run:
+            self._has_run = True
+            if not self._is_told:
+                self._is_told = tell_modes(self.model, self._held, drops=self._dropout is not None)
         call.hand_back()
         return result
 
@@ -216,7 +244,8 @@ class SkipEngine:
             self._num_bare += is_trained or not self._was_served
             if self._num_bare == _MAX_BARE:
                 self.host.uncached(call.why_not)
-            self._hold(call)
+            if not self.host.is_refused():
+                self._hold(call)
         return self._plainly(call)
 
     def _cached(self, call: Invocation, key: tuple[Any, ...]) -> Any:
@@ -283,43 +312,70 @@ class SkipEngine:
         return output
 
     def _prove(self, key: tuple[Any, ...], call: Invocation, alike: list[Recipe]) -> Any:
-        assert self.boundary is not None
+        """Look for a place where the model can be cut, and compute the batch."""
         self._num_new += 1
         started = time.perf_counter()
-        rehearsal = Rehearsal(
-            self.model, self._forward, self.boundary, call, self._held, self.frozen, known=alike
-        )
-        with written_by_hooks(self.model) as written:
-            outcome = rehearsal.run()
-        self._is_held = True
-        self._thaw.watch(self.model, self._held)
-        if self._dropout is not None and self._dropout.error:
-            outcome.recipe, outcome.error = None, self._dropout.error
-        recipe = outcome.recipe
-        if recipe is None:
+        outcome = self._rehearsed(call, alike)
+        while outcome.recipe is None:
             self._book.refuse(key)
-            if outcome.error is not None:
-                self._refused_first(outcome.error)
-            return outcome.result
+            assert outcome.error is not None
+            if not self._refused_first(outcome.error) or not self._book.may_rehearse(key):
+                return self._plainly(call)
+            outcome = self._rehearsed(call, [])
+        seconds, recipe = time.perf_counter() - started, outcome.recipe
+        with written_by_hooks(self.model) as written:
+            output, capture = passes.full(self._forward, recipe, call)
         if recipe.free:
             self._free[call.layout] = self._free.get(call.layout, recipe.free) & recipe.free
             key = call.key(self._free[call.layout])
             key = key if self._dropout is None else (*key, self._dropout.key())
-        recipe.key = key
-        cut = self._adopt(recipe, outcome.twin, call) or self._publish(recipe, call, written)
-        self.host.note("proof", time.perf_counter() - started - outcome.plain_s, call.batch.size)
+        recipe.settle(key)
+        self._adopt(recipe, outcome.twin, call) or self._publish(recipe, call, written)
+        self.host.note("proof", seconds, call.batch.size)
         if self._num_new == _MAX_BARE:
             self.host.uncached("no call came with the arguments of one before it")
-        if outcome.rows is not None:
-            self.host.captured(call.batch, cut, None, outcome.rows)
-        return outcome.result
+        rows = capture.rows()
+        why = capture.deviation
+        if rows is not None and not passes.alike(rows, outcome.rows):
+            rows, why = None, "it gives other results than a copy of the model"
+        self._captured(recipe, call, None, rows)
+        output = self._watched(recipe, call, output)
+        if why is not None:
+            self._refuse(recipe.key, BoundaryError.another_way(recipe.boundary, why))
+        return output
 
-    def _refused_first(self, error: BoundaryError) -> None:
-        """Try another place; but what an evaluation does is no reason to move what training has."""
+    def _rehearsed(self, call: Invocation, alike: list[Recipe]) -> Outcome:
+        assert self.boundary is not None
+        outcome = Rehearsal(
+            self.model, self._forward, self.boundary, call, self._held, self.frozen, known=alike
+        ).run()
+        self._is_held = True
+        self._thaw.watch(self.model, self._held)
+        if self._dropout is not None and self._dropout.error:
+            outcome.recipe, outcome.error = None, self._dropout.error
+        return outcome
+
+    def _refused_first(self, error: BoundaryError) -> bool:
+        """Return whether there is another place to try.
+
+        What an evaluation does is no reason to move what training has. Where nothing was computed
+        yet under a boundary that was found by itself, the front is let go: its training is the one
+        that it would be without a cache. Else it stays in inference mode, as it began.
+        """
         if not self.model.training and any(self._book.all()):
             log.info("an evaluation is computed: %s", error)
-        elif self._auto is None or not self._auto.refuse():
-            self.host.refused(error)
+            return False
+        if self._auto is not None:
+            self._stays = self.frozen if self._has_run else None
+            try:
+                if self._auto.refuse():
+                    return True
+                if not self._has_run:
+                    self._auto.give_up()
+            finally:
+                self._stays = None
+        self.host.refused(error)
+        return False
 
     def _waits_for_padding(self, call: Invocation) -> bool:
         """Whether samples of other lengths should come first: these show no padding at all."""
@@ -543,24 +599,54 @@ class SkipEngine:
 
     def attach(self) -> None:
         """Take over `model.forward`. The model's `state_dict`, copies and pickles stay plain."""
-        self._attached = AttachedForward(self.model, self.forward, self._traced)
+        self._attached = AttachedForward(self.model, self.forward, self._traced, self._method)
         self._forward = self._attached.attach()
         if self._dropout is not None:
             self._forward = counting_calls(self._forward)
 
+    def look_out(self) -> None:
+        """A batch is given out: see how the loop enters the model, if it has not called it yet."""
+        if self._scout is None and not self._is_called and self._method == "forward":
+            self._scout = Scout(self.model, self._entered_at)
+
+    def _entered_at(self, model: nn.Module, method: str) -> None:
+        """The loop calls this method of the model, or of a part of it: stand there instead."""
+        if model is not self.model and self._auto is None:
+            return  # the boundary was named for the whole model
+        found, declared = None if self._auto is None else self._auto.found, self._declared
+        self.detach()
+        log.info("the loop calls %s.%s", type(model).__name__, method)
+        if model is not self.model:
+            self.model, self._held = model, FrozenPrefix(model=model)
+            self._features = Features(model)
+            if self._dropout is not None:
+                self._dropout = StatelessDropout(model, self._held)
+        self._method, self._forward = method, getattr(self.model, method)
+        self.attach()
+        if found is not None:
+            self.follow(found)
+        else:
+            self.set_boundary(declared[0], frozen=declared[1])
+
     def _traced(self) -> None:
         """The whole model is being compiled since we were attached: its calls pass us by."""
-        self._is_traced = True
+        self._is_traced = self._is_called = True
         if self.boundary is not None:
             self.host.note("compiled", 0.0, 0)
 
     def detach(self) -> None:
         """Give the model its own forward back, and let the prefix go. Idempotent."""
+        self._stop_looking_out()
         self._auto = None
         self.set_boundary(None)
         self._held.release()  # what an interrupted call left
         if self._attached is not None:
             self._attached.detach()
+
+    def _stop_looking_out(self) -> None:
+        if self._scout is not None:
+            self._scout.close()
+            self._scout = None
 
     def follow(self, found: Callable[[str | None], None] | None) -> None:
         """Find the boundary by itself, from the next call on; None: no more.
@@ -585,6 +671,7 @@ class SkipEngine:
             BoundaryError: The model has no such module.
         """
         name = None if name is None else module_named(self.model, name)
+        frozen = frozen or (None if name is None else self._stays)
         frozen = name if frozen is None else module_named(self.model, frozen)
         if (name, frozen) == self._declared == (self.boundary, self.frozen):
             return
@@ -609,7 +696,7 @@ class SkipEngine:
         self._was_served = False
         if not same_prefix:
             self._held.release()
-            self._is_held = False
+            self._is_held = self._has_run = False
         for recipe in kept:
             self._held.extend(step.module for step in recipe.steps if not step.run)
         if name is None:
@@ -646,7 +733,9 @@ class SkipEngine:
         around = recipe.around()
         modules = [*recipe.ancestors, *(module for _, module in skipped)]
         code = reached(modules, hooks_of(modules))
-        recipe.guard = guard = PrefixGuard(tensors, skipped, around, code, written, self._hashes)
+        recipe.guard = guard = PrefixGuard(
+            tensors, skipped, around, code, written, self._hashes, recipe.objects
+        )
         dropped = {call.tagged[i].leaf for i in call.tagged if i not in recipe.kept}
         kept = {call.tagged[i].leaf for i in recipe.kept}
         dropped_at_random = {} if self._dropout is None else self._dropout.fields(skipped)

@@ -2,7 +2,7 @@
 
 H_k = phi_k G. G is what training still has to gain: how fast the loss falls per unit of learning
 rate, times the learning rate that is left. phi_k is the part of it that the first k layers bring
-lately. Pure: it sees numbers, and the same numbers give the same answer.
+lately, with one standard error. Pure: it sees numbers, and the same numbers give the same answer.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ class HarmEstimate:
         return list(self._movements)[-max(LEAST_IN_WINDOW, self._seen // 3) :]
 
     def shares(self, frozen: int) -> list[float] | None:
-        """Return phi_k for every k: the part of the fall that layers `frozen` to k - 1 bring.
+        """Return phi_k for every k: the part of the fall that layers `frozen` to k - 1 bring, with
+        one standard error: it is read from single steps, of layers that were read in turns.
 
         None where the last readings tell nothing of it: a layer was not read, or the layers'
         parts do not add up to a fall.
@@ -170,10 +171,16 @@ class HarmEstimate:
         if total <= 0 or not math.isfinite(total):
             return None
         shares, sum_ = [0.0] * (frozen + 1), 0.0
-        for mean in means:
+        filled = np.where(known, read, means)  # what was not read tells of no scatter
+        whole, front = filled.sum(1), np.zeros(len(filled))
+        for layer, mean in enumerate(means):
             # A layer that lately made the loss rise is no reason to trust the others less.
             sum_ += max(0.0, mean)
-            shares.append(min(1.0, sum_ / total))
+            front = front + filled[:, layer]
+            share = min(1.0, sum_ / total)
+            rest = front - share * whole
+            error = float(rest.std(ddof=1)) / math.sqrt(len(rest)) / total if len(rest) > 1 else 0.0
+            shares.append(min(1.0, share + error))
         return shares
 
     def gain(self, remaining_rate: float) -> float:

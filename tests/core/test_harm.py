@@ -48,6 +48,15 @@ def test_harm_is_the_share_times_what_is_left_to_gain() -> None:
     assert estimate.shares(1) == pytest.approx([0, 0, 2 / 3, 1])
 
 
+def test_a_share_takes_the_error_with_which_it_was_read() -> None:
+    estimate, parts = HarmEstimate(), ((0.03, 0.02), (0.01, 0.02))
+    for n in range(24):
+        estimate.observe(Movement(5 - n / 10, n / 10, parts[n % 2], (1.0, 1.0)))
+    # Of the last eight, four of each: 0.02 of 0.04 on average; 0.03 - 0.025, 0.01 - 0.015.
+    error = 0.005 * math.sqrt(8 / 7) / math.sqrt(8) / 0.04
+    assert estimate.shares(0) == pytest.approx([0, 0.5 + error, 1])
+
+
 def test_the_line_equals_the_formula_through_points_on_a_line() -> None:
     line = fit_line([0, 1, 2, 3], [5, 3, 1, -1])
     assert (line.slope, line.error, line.mean) == (-2, 0, 2)

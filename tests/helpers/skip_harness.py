@@ -86,6 +86,9 @@ class FakeHost:
     def is_idle(self):
         return False
 
+    def is_refused(self):
+        return False
+
     def thawed(self, name, cut):
         self.thaws.append((name, cut))
 

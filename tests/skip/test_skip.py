@@ -60,7 +60,7 @@ def test_hits_give_the_losses_and_gradients_of_the_plain_model(monkeypatch):
     assert harness.host.num_loads == 6
     assert harness.host.refusals == []
     assert harness.reloaded == 0
-    assert [way for way, _ in taken] == ["full"] * 2 + ["replay"] * 6
+    assert [way for way, _ in taken] == ["full"] * 3 + ["replay"] * 6
 
 
 def test_mixed_batches_run_the_prefix_on_the_misses_alone(monkeypatch):
@@ -71,11 +71,11 @@ def test_mixed_batches_run_the_prefix_on_the_misses_alone(monkeypatch):
     rows.clear()
     assert_same_run(harness, call, [[8, 1, 9, 3, 2, 10, 11, 4]], exact=False)
     assert rows == [8, 8]  # the hook sees one call of the whole batch, here and in the plain copy
-    assert taken[0] == ("prefix", 4)
+    assert taken[1] == ("prefix", 4)
     assert set(harness.host.stored[harness.engine.cut]) == set(range(12))
     assert_same_run(harness, call, [[8, 1, 9, 3, 2, 10, 11, 4]], exact=False)
     assert harness.host.num_loads == 2
-    assert [way for way, _ in taken] == ["prefix", "replay", "replay"]
+    assert [way for way, _ in taken] == ["full", "prefix", "replay", "replay"]
 
 
 def test_a_hit_never_touches_the_prefix_or_the_raw_sample():

@@ -36,6 +36,7 @@ class AttachedForward(ForwardSlot):
         model: Takes this object as its `forward`.
         forward: What is called instead.
         on_traced: Called when a compiler traces the whole model, which then runs without us.
+        name: Of the method whose place it takes.
     """
 
     def __init__(
@@ -43,8 +44,9 @@ class AttachedForward(ForwardSlot):
         model: nn.Module,
         forward: Callable[..., Any],
         on_traced: Callable[[], None] = lambda: None,
+        name: str = "forward",
     ) -> None:
-        super().__init__(model)
+        super().__init__(model, name)
         self._forward = forward
         self.on_traced = on_traced
         self._number = next(_NUMBERS)
@@ -75,22 +77,22 @@ class AttachedForward(ForwardSlot):
         return self.__wrapped__(*args, **kwargs)
 
     def attach(self) -> Callable[..., Any]:
-        """Take the place of the model's forward, and return it."""
-        self.module.__dict__["forward"] = self
+        """Take the place of the model's method, and return it."""
+        self.module.__dict__[self.name] = self
         return self.plain
 
     def detach(self) -> None:
         """Put back what was there, unless someone else has taken the place since."""
-        if self.module.__dict__.get("forward") is self:
-            del self.module.__dict__["forward"]
+        if self.module.__dict__.get(self.name) is self:
+            del self.module.__dict__[self.name]
             if self.before is not None:
-                self.module.__dict__["forward"] = self.before
+                self.module.__dict__[self.name] = self.before
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.before is not None:
             return _same, (self.before,)
         # While the copy is built its instance dict is empty: this finds its class's forward.
-        return getattr, (self.module, "forward")
+        return getattr, (self.module, self.name)
 
 
 def _report(number: int) -> bool:

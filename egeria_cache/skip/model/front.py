@@ -20,16 +20,17 @@ from torch import nn
 
 from egeria_cache.skip.model.calls import intercept, is_compiled
 
-__all__ = ["AroundForward", "ForwardSlot", "hold_around", "let_go_around", "thaw_around"]
+__all__ = ["AroundForward", "ForwardSlot", "entries", "hold_around", "let_go_around", "thaw_around"]
 
 
 class ForwardSlot:
-    """A stand-in for a module's `forward`, with perhaps another one beneath it."""
+    """A stand-in for a module's `forward`, or another method, with perhaps another beneath it."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, name: str = "forward") -> None:
         self.module = module
-        self.before: Callable[..., Any] | None = module.__dict__.get("forward")
-        self._own: Callable[..., Any] = MethodType(type(module).forward, module)
+        self.name = name
+        self.before: Callable[..., Any] | None = module.__dict__.get(name)
+        self._own: Callable[..., Any] = MethodType(getattr(type(module), name), module)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -41,7 +42,16 @@ class ForwardSlot:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._own = MethodType(type(self.module).forward, self.module)
+        self._own = MethodType(getattr(type(self.module), self.name), self.module)
+
+
+def entries(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the methods by which a module is entered: `forward`, and another one
+    where a cache stands in its place.
+    """
+    own = module.__dict__.items()
+    others = (key for key, value in own if isinstance(value, ForwardSlot) and key != "forward")
+    return ("forward", *others)
 
 
 class AroundForward(ForwardSlot):
@@ -127,6 +137,8 @@ def hold_around(module: nn.Module, boundary: nn.Module) -> AroundForward | None:
         return None
     if all(inner is not boundary for inner in module.modules()) or module is boundary:
         return None
+    if len(entries(module)) > 1:
+        return None  # its `forward` is not what is called
     around = _found(module)
     if around is None:
         around = AroundForward(module)

@@ -35,7 +35,7 @@ class AutoBoundary:
 
     def __init__(self, model: nn.Module, found: Callable[[str | None], None]) -> None:
         self._model = model
-        self._found = found
+        self.found = found
         self._places: list[str] = []
         """Where the model might be cut, the next to be tried first."""
         self._wait = 0
@@ -53,8 +53,13 @@ class AutoBoundary:
         """
         self._places = self._places[1:]
         if self._places:
-            self._found(self._places[0])
+            self.found(self._places[0])
         return bool(self._places)
+
+    def give_up(self) -> None:
+        """There is no place: nothing is cut until something else trains."""
+        self._places = []
+        self.found(None)
 
     def follow(self, forward: Callable[..., Any], call: Invocation) -> None:
         """Look whether something else trains than at the last call (40 ns a parameter).
@@ -73,7 +78,7 @@ class AutoBoundary:
             return  # what was thawed is trained meanwhile: the engine sees to that
         self._is_due = False
         self._places = self._look(forward, call)[:_MAX_TRIED] if not all(flags) else []
-        self._found(self._places[0] if self._places else None)
+        self.found(self._places[0] if self._places else None)
 
     def _look(self, forward: Callable[..., Any], call: Invocation) -> list[str]:
         recorder = Recorder(keep_outputs=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from egeria_cache.errors import BoundaryError
+from egeria_cache.errors import BatchError, BoundaryError
 from egeria_cache.skip.prove.evidence import Evidence, Recomputed, observe, recompute, trainable
 from egeria_cache.skip.prove.fillings import check_losses, compared, fillings, find_output_axes
 from egeria_cache.skip.prove.independence import (
@@ -23,7 +23,12 @@ from egeria_cache.skip.prove.parts import halves_and_rows, with_made_up
 from egeria_cache.skip.prove.probe import Prober, scene_of
 from egeria_cache.skip.prove.purity import Repeats
 from egeria_cache.skip.prove.twin import Twin
-from egeria_cache.skip.prove.uses import attributes_read, free_arguments, unread_tensors
+from egeria_cache.skip.prove.uses import (
+    attributes_read,
+    free_arguments,
+    objects_read,
+    unread_tensors,
+)
 from egeria_cache.skip.serve.compare import difference, same_content, tolerance
 from egeria_cache.skip.serve.cut import Step, TensorSpec
 from egeria_cache.skip.serve.placeholder import Source
@@ -73,15 +78,26 @@ def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
     recipe.draws = any(part.drew for part in parts)
     _note_draws(recipe, trace)
     recipe.attributes = attributes_read(evidence, recipe)
+    recipe.objects = objects_read(evidence, recipe)
     recipe.free = free_arguments(evidence, recipe)
     for position in unread_tensors(evidence, recipe):
         del recipe.pinned[position]
+    _check_company(evidence, recipe)
     tagged = evidence.call.tagged
     recipe.leaf_names = {i: (leaf.leaf, leaf.chain_key) for i, leaf in tagged.items()}
     recipe.modes = tuple(module.training for module in recipe.ancestors)
     recipe.profile = _profile(evidence, recipe)
     recipe.growth = study_lengths(evidence, recipe)
     return recipe, _check_replay(evidence, prober, recipe)
+
+
+def _check_company(evidence: Evidence, recipe: Recipe) -> None:
+    """What no sample has as its own decides nothing about what is stored."""
+    mixed = {id(leaf): path for path, leaf in evidence.call.batch.mixed.items()}
+    for position in recipe.pinned:
+        path = mixed.get(id(evidence.call.leaves[position]))
+        if path is not None:
+            raise BatchError(evidence.call.batch.why_mixed)
 
 
 def _in_parts(evidence: Evidence, trace: PrefixTrace | None) -> Iterator[Recomputed]:

@@ -1,10 +1,10 @@
 """Prove a cut on the first batch, before anything is stored.
 
-Copies of the model (`twin.py`) are run a few times more on that batch; the user's own model and
-tensors are touched by one forward, the user's:
+Copies of the model (`twin.py`) are run on that batch; the user's own model and tensors are touched
+by one forward, the user's, when it is known whether the front is cut:
  1. *Discovery*: a forward that writes down the order of module calls. The modules that returned
     before the boundary did are the prefix; they are put into inference mode.
- 2. *Plain*: the forward whose result the user gets, with every output of the prefix kept.
+ 2. *Plain*: a forward with every output of the prefix kept.
  3. *Recomposition* (evidence.py): the prefix alone, on the rows in another order and number. It
     shows which dimension is the batch, and that no activation depends on its neighbours.
  4. *Probes* (probe.py): replays on placeholders until nothing escapes; each escape adds an input
@@ -26,13 +26,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from egeria_cache.device import synchronize
 from egeria_cache.errors import BoundaryError
-from egeria_cache.skip.model.calls import CallRecord, Recorder, intercept, is_compiled
+from egeria_cache.skip.model.calls import CallRecord, Recorder, is_compiled
 from egeria_cache.skip.model.checkpoints import Region, checkpointed_around
 from egeria_cache.skip.model.frozen import FrozenPrefix, mode_asked_for
 from egeria_cache.skip.prove.evidence import Evidence, distinct, trainable
 from egeria_cache.skip.prove.proof import prove, same_rows
-from egeria_cache.skip.prove.twin import Twins, shared_modules
-from egeria_cache.skip.serve.invocation import Invocation, plain
+from egeria_cache.skip.prove.twin import Twin, Twins, shared_modules
+from egeria_cache.skip.serve.invocation import Invocation
 from egeria_cache.skip.serve.recipe import Recipe, Slot
 from egeria_cache.skip.serve.runs import wants_grad
 from egeria_cache.skip.state.hooks import hook_of_training
@@ -46,17 +46,13 @@ __all__ = ["Outcome", "Rehearsal", "patchable"]
 class Outcome:
     """What the first batch brought."""
 
-    result: Any
-    """The user's."""
     recipe: Recipe | None = None
     rows: dict[str, Tensor] | None = None
-    """The first batch's activations."""
+    """The first batch's activations, as a copy of the model gave them."""
     twin: Recipe | None = None
     """A known recipe whose rows are the same: the cut can be shared."""
     error: BoundaryError | None = None
     """Why there is no recipe."""
-    plain_s: float = 0.0
-    """What the user's own forward took of it."""
 
 
 class Rehearsal:
@@ -93,55 +89,50 @@ class Rehearsal:
         self._surroundings = Surroundings(model, shared_modules(model))
 
     def run(self) -> Outcome:
-        """Return the user's result, and the recipe or the reason why there is none."""
-        try:
-            recorder = self._discover()
-            steps, around = recorder.before(self._boundary_call(recorder))
-            twins = Twins(self.model, self.forward, self.call)
-        except Exception as error:
-            args, kwargs = self.call.plain()
-            return Outcome(self.forward(*args, **kwargs), error=self._refusal(error))
-        ancestors = distinct([self.model, *(call.module for call in around)])
-        plain_run = _PlainRun(steps, ancestors, self.names, self.boundary)
-        args, kwargs = self.call.plain()
-        given = [plain(leaf) for leaf in self.call.leaves]  # the same memory, by position
+        """Return the recipe, or the reason why there is none; the model is as it was before."""
         before = self._surroundings.now()
-        with intercept(distinct(step.module for step in steps), plain_run):
-            started = plain_run.begin()
-            result = self.forward(*args, **kwargs)
-        outcome = Outcome(result, plain_s=time.perf_counter() - started)
-        plain_run.finish()
-        after = self._surroundings.now()
         try:
-            if plain_run.error is not None:
-                raise plain_run.error
-            evidence = Evidence(
-                model=self.model,
-                boundary=self.boundary,
-                call=self.call,
-                names=self.names,
-                steps=steps,
-                ancestors=ancestors,
-                outputs=plain_run.outputs,
-                seconds=plain_run.seconds,
-                result=self._again(twins, before) if twins.is_local else result,
-                given=given,
-                twins=twins,
-                before=before,
-                after=after,
-                surroundings=self._surroundings,
-                grad=torch.is_grad_enabled(),
-            )
-            outcome.recipe, outcome.rows = prove(evidence)
-            outcome.recipe.wants_grad = plain_run.wants_grad
-            outcome.twin = next(
-                (r for r in self.known if same_rows(evidence, outcome.recipe, r)), None
-            )
+            return self._run(before)
         except Exception as error:
-            outcome.recipe, outcome.error = None, self._refusal(error)
+            return Outcome(error=self._refusal(error))
         finally:
-            after.restore()
-        return outcome
+            before.restore()
+
+    def _run(self, before: World) -> Outcome:
+        recorder = self._discover()
+        steps, around = recorder.before(self._boundary_call(recorder))
+        twins = Twins(self.model, self.forward, self.call)
+        ancestors = distinct([self.model, *(call.module for call in around)])
+        before = self._surroundings.now()
+        twin = twins.fresh()
+        plain_run = _PlainRun(steps, ancestors, self.names, self.boundary, twin)
+        args, kwargs = twin.call.plain()
+        before.restore(for_a_copy=True)
+        with twin.intercept(distinct(step.module for step in steps), plain_run):
+            plain_run.begin()
+            result = twin.forward(*args, **kwargs)
+        plain_run.finish()
+        evidence = Evidence(
+            model=self.model,
+            boundary=self.boundary,
+            call=self.call,
+            names=self.names,
+            steps=steps,
+            ancestors=ancestors,
+            outputs=plain_run.outputs,
+            seconds=plain_run.seconds,
+            result=result,
+            given=twin.call.leaves,
+            twins=twins,
+            before=before,
+            after=self._surroundings.now(),
+            surroundings=self._surroundings,
+            grad=torch.is_grad_enabled(),
+        )
+        recipe, rows = prove(evidence)
+        recipe.wants_grad = plain_run.wants_grad
+        known = next((r for r in self.known if same_rows(evidence, recipe, r)), None)
+        return Outcome(recipe, rows, known)
 
     def front(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """Return the modules that are called before the boundary returns, and those around it.
@@ -153,13 +144,6 @@ class Rehearsal:
         steps, around = recorder.before(self._boundary_call(recorder))
         modules = distinct(step.module for step in steps)
         return modules, distinct([self.model, *(call.module for call in around)])
-
-    def _again(self, twins: Twins, before: World) -> Any:
-        """Return what the plain run gives on a twin."""
-        twin = twins.fresh()
-        args, kwargs = twin.call.plain()
-        before.restore(for_a_copy=True)
-        return twin.forward(*args, **kwargs)
 
     def _refusal(self, error: Exception) -> BoundaryError:
         if isinstance(error, BoundaryError):
@@ -250,7 +234,7 @@ class Rehearsal:
 
 
 class _PlainRun:
-    """Keeps every output of the prefix during the user's forward."""
+    """Keeps every output of the prefix during one whole forward."""
 
     def __init__(
         self,
@@ -258,7 +242,9 @@ class _PlainRun:
         ancestors: list[nn.Module],
         names: dict[int, str],
         boundary: str,
+        twin: Twin,
     ) -> None:
+        self._twin = twin
         self._steps = steps
         self._ancestors = ancestors
         self._names = names
@@ -273,9 +259,15 @@ class _PlainRun:
         self.error: BoundaryError | None = None
 
     def finish(self) -> None:
-        """The model has returned: what was checkpointed must not run again in backward."""
-        if self.error is None and any(region.runs_again() for region in self._regions):
-            self.error = BoundaryError.not_proved(
+        """The model has returned: what was checkpointed must not run again in backward.
+
+        Raises:
+            BoundaryError: It would; or the prefix went astray.
+        """
+        if self.error is not None:
+            raise self.error
+        if any(region.runs_again() for region in self._regions):
+            raise BoundaryError.not_proved(
                 self._boundary,
                 "it is called inside a checkpointed region that reaches past it, which would run "
                 "the skipped modules again in backward; let the checkpointed region begin after it",
@@ -306,7 +298,7 @@ class _PlainRun:
             return original(*args, **kwargs)
         last = index == len(self._steps) - 1
         if last and torch.is_grad_enabled():
-            self._regions = checkpointed_around(module)
+            self._regions = checkpointed_around(self._twin.of(module))
         self._inside = True
         try:
             output = original(*args, **kwargs)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from egeria_cache.bytecode import attributes_of
+from egeria_cache.skip.model.front import ForwardSlot
 from egeria_cache.skip.prove.evidence import Evidence, Recomputed, recompute
 from egeria_cache.skip.prove.probe import scene_of
 from egeria_cache.skip.prove.twin import Twin
 from egeria_cache.skip.serve.placeholder import Placeholder, Source, placeholders
 from egeria_cache.skip.serve.recipe import Recipe
-from egeria_cache.skip.state.foreign import own_dict
+from egeria_cache.skip.state.foreign import is_settings, own_dict
 
-__all__ = ["attributes_read", "free_arguments", "unread_tensors"]
+__all__ = ["attributes_read", "free_arguments", "objects_read", "unread_tensors"]
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"train", "forward", "_compiled_call_impl"}
 
@@ -40,14 +44,47 @@ def attributes_read(evidence: Evidence, recipe: Recipe) -> frozenset[tuple[int, 
     return frozenset(
         (owner, key)
         for owner, key in names - moving
-        if key not in _OF_EVERY_MODULE and key in plain[owner]
+        if key not in _OF_EVERY_MODULE
+        and key in plain[owner]
+        and not isinstance(plain[owner][key], ForwardSlot)
     )
 
 
+def objects_read(evidence: Evidence, recipe: Recipe) -> dict[int, frozenset[str]]:
+    """Return which attributes are read of the objects that modules hold: of a configuration, say.
+
+    By id of the object. One that is read as a whole (`vars`, a copy) is left out: all of it counts.
+    """
+    twin = evidence.twins.fresh()
+    held: dict[int, tuple[Any, Any, set[str]]] = {}
+    for module in evidence.prefix_modules():
+        copied = own_dict(twin.of(module)) or {}
+        for key, value in (own_dict(module) or {}).items():
+            if not is_settings(value) or type(copied.get(key)) is not type(value):
+                continue
+            names = held.setdefault(id(value), (value, copied[key], set()))[2]
+            forward = inspect.unwrap(type(module).forward)
+            if isinstance(forward, FunctionType):  # also what another batch might make it read
+                names |= attributes_of(forward.__code__, key)
+    noted: set[tuple[int, str]] = set()
+    try:
+        with _noting(((key, copy) for key, (_, copy, _) in held.items()), noted):
+            recompute(evidence, list(range(evidence.size)), twin=twin)
+    except Exception:  # its code asks for its own class: all of it counts
+        return {}
+    for owner, key in noted:
+        held[owner][2].add(key)
+    return {
+        owner: frozenset(names)
+        for owner, (_, _, names) in held.items()
+        if (owner, "__dict__") not in noted
+    }
+
+
 @contextmanager
-def _noting(copies: Iterable[tuple[int, nn.Module]], names: set[tuple[int, str]]) -> Iterator[None]:
-    """Note which attributes of some modules, copies all, are read inside the block."""
-    before: list[tuple[nn.Module, type]] = []
+def _noting(copies: Iterable[tuple[int, Any]], names: set[tuple[int, str]]) -> Iterator[None]:
+    """Note which attributes of some objects, copies all, are read inside the block."""
+    before: list[tuple[Any, type]] = []
     try:
         for owner, copy in copies:
             cls = type(copy)

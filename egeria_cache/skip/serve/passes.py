@@ -16,13 +16,14 @@ from egeria_cache.device import runs_late, synchronize
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model import dropout
 from egeria_cache.skip.model.calls import intercept
+from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.invocation import Invocation, plain
 from egeria_cache.skip.serve.placeholder import Source
 from egeria_cache.skip.serve.recipe import Recipe, Unavailable
 from egeria_cache.skip.serve.runs import CaptureRun, PrefixDone, ReplayRun, capturing
 from egeria_cache.skip.state.remembered import RandomState, Remembered
 
-__all__ = ["full", "prefix", "replay", "timed"]
+__all__ = ["alike", "full", "prefix", "replay", "timed"]
 
 Forward = Callable[..., Any]
 Rows = dict[str, Tensor]
@@ -34,6 +35,13 @@ def full(forward: Forward, recipe: Recipe, call: Invocation) -> tuple[Any, Captu
     args, kwargs = call.plain()
     with intercept(recipe.modules, capture):
         return forward(*args, **kwargs), capture
+
+
+def alike(rows: Rows, proved: Rows | None) -> bool:
+    """Whether the model gave what its copies did when the cut was proved."""
+    return proved is None or all(
+        difference(known, rows[name]) <= tolerance(known) for name, known in proved.items()
+    )
 
 
 def timed(forward: Forward, module: nn.Module, call: Invocation) -> tuple[Any, float, float]:

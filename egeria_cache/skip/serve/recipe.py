@@ -65,6 +65,8 @@ class Recipe:
     """Positions of plain arguments that the prefix does not use: any value fits."""
     attributes: frozenset[tuple[int, str]] = frozenset()
     """(id of an ancestor, attribute) that code around the boundary reads before it returns."""
+    objects: dict[int, frozenset[str]] = field(default_factory=dict)
+    """By id of an object that modules hold: which of its attributes are read, if that is known."""
     grad_mode: bool | None = None
     """Whether autograd recorded when it was proved; None if that does not matter."""
     profile: tuple[Step, ...] = ()
@@ -105,6 +107,11 @@ class Recipe:
                 _stand_ins={}, _inputs={}, _saved=[],
             )  # fmt: skip
         return known[whole]
+
+    def settle(self, key: tuple[Any, ...]) -> None:
+        """Serve calls of this key; what was made for batches of other lengths has no cut as yet."""
+        self.key = key
+        self._grown.clear()
 
     def row_growth(self) -> dict[str, RowGrowth]:
         """Return how the rows of the cached tensors follow the lengths of their samples."""

@@ -18,6 +18,7 @@ import xxhash
 from torch import Tensor, nn
 
 from egeria_cache.bytecode import names_in
+from egeria_cache.skip.model.front import entries
 from egeria_cache.skip.state.content import describe
 
 __all__ = ["Code", "reached"]
@@ -56,9 +57,10 @@ def reached(modules: Iterable[nn.Module], functions: Iterable[Any] = ()) -> Code
     code, seen = Code(), set[tuple[int, type | None]]()
     pending: list[tuple[FunctionType, type | None]] = []
     for module in modules:
-        own = module.__dict__.get("forward")
-        pending += ((f, type(module)) for f in _functions(own))
-        pending += ((f, type(module)) for f in _functions(type(module).forward))
+        for name in entries(module):
+            own = module.__dict__.get(name)
+            pending += ((f, type(module)) for f in _functions(own))
+            pending += ((f, type(module)) for f in _functions(getattr(type(module), name)))
     for other in functions:
         pending += ((f, None) for f in _functions(other))
     while pending and len(code.functions) < _MAX_FUNCTIONS:

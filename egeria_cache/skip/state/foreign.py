@@ -8,7 +8,7 @@ import logging
 import random
 import sys
 import threading
-from types import CodeType, FrameType, ModuleType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from egeria_cache.device import FOREIGN_PACKAGES
 
-__all__ = ["ATOMS", "is_foreign", "is_library", "own_dict", "slot_names"]
+__all__ = ["ATOMS", "is_foreign", "is_library", "is_settings", "own_dict", "slot_names"]
 
 ATOMS: frozenset[type] = frozenset(
     {
@@ -55,6 +55,18 @@ _LIBRARIES = sys.stdlib_module_names | {
     "transformers",
 }  # fmt: skip
 _SINGLES = (random._inst, np.random.mtrand._rand, torch.default_generator)
+
+
+def is_settings(value: Any) -> bool:
+    """Whether it is an object with attributes that are settings to whoever holds it."""
+    return (
+        not isinstance(value, nn.Module | torch.Tensor | np.ndarray | FunctionType | MethodType)
+        and not isinstance(value, dict | list | tuple | set | frozenset)
+        and not callable(value)
+        and type(value) not in ATOMS
+        and bool(own_dict(value))
+        and not is_foreign(value)
+    )
 
 
 def is_foreign(value: Any) -> bool:

@@ -36,6 +36,7 @@ class PrefixGuard:
         around: See `StateWatch`.
         code: Likewise.
         apart: Likewise.
+        objects: Likewise.
         hashes: What the tensors hold; without it a tensor that was written to is a changed one.
     """
 
@@ -47,8 +48,9 @@ class PrefixGuard:
         code: Code | None = None,
         apart: Mapping[Any, Any] = MappingProxyType({}),
         hashes: ContentHash | None = None,
+        objects: Mapping[int, frozenset[str]] = MappingProxyType({}),
     ) -> None:
-        self._given = list(tensors), list(modules), list(around), code, apart
+        self._given = list(tensors), list(modules), list(around), code, apart, objects
         self._state = StateWatch(*self._given[1:])
         self._tensors = list(self._given[0])
         self._tensors += [(name, None, tensor) for name, tensor in self._state.tensors]
@@ -64,7 +66,8 @@ class PrefixGuard:
 
     def anew(self) -> PrefixGuard:
         """Return another guard of the same things as they are now, by identity and not content."""
-        return PrefixGuard([self._now(i) for i in range(len(self._given[0]))], *self._given[1:])
+        tensors = [self._now(i) for i in range(len(self._given[0]))]
+        return PrefixGuard(tensors, *self._given[1:5], None, self._given[5])
 
     def renew(self) -> None:
         """Take the present state as the one to keep."""

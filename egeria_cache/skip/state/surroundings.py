@@ -16,6 +16,7 @@ import torch.nn.modules.module as registry
 from torch import nn
 
 from egeria_cache.bytecode import names_in
+from egeria_cache.skip.model.front import entries
 from egeria_cache.skip.state.foreign import is_library
 from egeria_cache.skip.state.remembered import RandomState, Remembered
 from egeria_cache.skip.state.watch import watched_attributes
@@ -61,7 +62,8 @@ class Surroundings:
         for module in model.modules():
             self._visit(type(module))
             own = module.__dict__
-            self._visit(own.get("forward"))
+            for name in entries(module):
+                self._visit(own.get(name))
             for value in own.values():
                 self._visit(type(value))
                 self._visit_all(_callables(value))

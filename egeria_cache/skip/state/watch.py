@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from egeria_cache.skip.model.front import ForwardSlot
 from egeria_cache.skip.model.fsdp import marks
 from egeria_cache.skip.state.code import Code, reached
 from egeria_cache.skip.state.content import describe, digest
@@ -48,7 +49,11 @@ _FOREIGN = (
 def watched_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module that its class, not PyTorch, gave it."""
     theirs = marks()
-    return {k: v for k, v in vars(module).items() if k not in _CORE and k not in theirs}
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if key not in _CORE and key not in theirs and not isinstance(value, ForwardSlot)
+    }
 
 
 class _Layout:
@@ -58,8 +63,10 @@ class _Layout:
         apart: What is left out: by id of a container or a closure's cell, or (id of globals, name).
     """
 
-    def __init__(self, apart: Mapping[Any, Any]) -> None:
-        self._apart = apart
+    def __init__(
+        self, apart: Mapping[Any, Any], objects: Mapping[int, frozenset[str]] = MappingProxyType({})
+    ) -> None:
+        self._apart, self._objects = apart, objects
         self.live: list[tuple[str, Any]] = []
         """(what it is, a container that is compared by the values that it holds now)."""
         self.looks: list[tuple[str, Callable[[], Any]]] = []
@@ -98,7 +105,12 @@ class _Layout:
         elif isinstance(value, nn.Module | ModuleType | type | FunctionType | MethodType):
             return
         elif isinstance(getattr(value, "__dict__", None), dict) and not _is_foreign(value):
-            self.look_into(where, vars(value), depth)
+            own, keys = vars(value), self._objects.get(id(value))
+            if keys is None:
+                self.look_into(where, own, depth)
+            for key in sorted(keys or ()):
+                self.looks.append((f"{where}.{key}", _item(own, key)))
+                self.look_into(f"{where}.{key}", own.get(key), depth - 1)
 
 
 def _values(container: Any) -> Any:
@@ -130,6 +142,8 @@ class StateWatch:
             seen to be read before it returned.
         code: The functions that they run.
         apart: What hooks write by themselves, see `written_by_hooks`: it is not watched.
+        objects: By id of an object that modules hold (a configuration): the attributes of it that
+            are read, where that is known. The others decide nothing.
     """
 
     def __init__(
@@ -138,8 +152,10 @@ class StateWatch:
         around: Iterable[tuple[str, nn.Module, Iterable[str]]] = (),
         code: Code | None = None,
         apart: Mapping[Any, Any] = MappingProxyType({}),
+        objects: Mapping[int, frozenset[str]] = MappingProxyType({}),
     ) -> None:
         self._modules, self._around, self._apart = list(modules), list(around), apart
+        self._objects = objects
         self._code = code or Code()
         self._classes = list({type(m) for _, m in self._modules})
         self.rebound = False
@@ -148,7 +164,7 @@ class StateWatch:
 
     def renew(self) -> None:
         """Take the present state as the one to keep."""
-        layout = _Layout(self._apart)
+        layout = _Layout(self._apart, self._objects)
         self.has_hooks = bool(hooks_of(module for _, module in self._modules))
         for name, module in self._modules:
             layout.live.append((name, vars(module)))
