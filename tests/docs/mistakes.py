@@ -9,6 +9,7 @@ warning, raises or returns is the message.
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import io
 import logging
@@ -257,14 +258,13 @@ def nothing_frozen(where):
 
 
 @mistake(
-    "The loop calls a part of the model",
-    "The cache is of the module whose call is replaced: make it of what the loop calls. The "
-    "same is said where the cache was made of a copy of the model.",
+    "The loop calls another model",
+    "A copy, say: the cache is of the module whose call is replaced. Make it of what is called.",
 )
-def part_is_called(where):
+def copy_is_called(where):
     net = model()
-    with cached(net, where) as cache:
-        train(net, EgeriaLoader(samples(), 8, cache=cache), call=lambda x: net.head(net.front(x)))
+    with cached(copy.deepcopy(net), where) as cache:
+        train(net, EgeriaLoader(samples(), 8, cache=cache))
 
 
 @mistake("Model and directory are swapped", "")

@@ -134,8 +134,11 @@ AROUND = {
     ),
     # file, heading, number of the block among those of Python under it
     ("README.md", CHANGE, 0): Around(PYTORCH + FROZEN, EPOCHS),
-    ("README.md", CHANGE, 1): Around(PYTORCH + FROZEN, EPOCHS),
-    ("README.md", CHANGE, 2): Around(
+    ("README.md", CHANGE, 1): Around(
+        PYTORCH + FROZEN + "    loader = DataLoader(dataset, batch_size=16)\n", EPOCHS, served=False
+    ),
+    ("README.md", CHANGE, 2): Around(PYTORCH + FROZEN, EPOCHS),
+    ("README.md", CHANGE, 3): Around(
         PYTORCH + "    epochs, resnet = 3, Net\n", "losses.append(loss.item())", served=False
     ),
     (INTEGRATIONS, "Accelerate", 0): Around(

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Ran", "launched", "run_cells", "run_file", "side"]
+__all__ = ["Ran", "launched", "run_cells", "run_file", "run_kernel", "side"]
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = {
@@ -75,6 +75,55 @@ def run_cells(cells: Sequence[str], cwd: Path) -> Ran:
     """Run cells of a notebook, one after the other; an error ends the cell and the rest goes on."""
     named = [(f"<cell {number} in {cwd.name}>", cell) for number, cell in enumerate(cells)]
     return _run(named, None, (), cwd)
+
+
+def run_kernel(cells: Sequence[str], cwd: Path) -> Ran:
+    """Run cells in a kernel of their own, as a notebook does."""
+    import nbclient
+    import nbformat
+
+    notebook = nbformat.v4.new_notebook()
+    before = _BEFORE.format(path=[str(cwd), str(ROOT)])
+    sources = [before, *cells, _AFTER]
+    notebook.cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    nbclient.NotebookClient(
+        notebook, timeout=400, kernel_name="python3", resources={"metadata": {"path": str(cwd)}}
+    ).execute()
+    return Ran(**json.loads((cwd / "ran.json").read_text()))
+
+
+_BEFORE = """
+import sys
+sys.path[:0] = {path}
+from tests.helpers import scripts as _scripts
+_scripts.begin()
+"""
+_AFTER = """
+_scripts.end(globals())
+"""
+_OPEN: list[Any] = []
+
+
+def begin() -> None:
+    """Note what the cells of this kernel do from now on, from the seeds of a start."""
+    import numpy as np
+    import torch
+
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    ran = Ran()
+    noting = _noting(ran)
+    noting.__enter__()
+    _OPEN.append((ran, noting))
+
+
+def end(names: dict[str, Any]) -> None:
+    """Write down what they did."""
+    ran, noting = _OPEN.pop()
+    noting.__exit__(None, None, None)
+    ran.names = {k: v for k, v in names.items() if not k.startswith("_") and _plain(v)}
+    Path("ran.json").write_text(json.dumps(asdict(ran)))
 
 
 def launched(launcher: str, path: Path, *arguments: str, timeout_s: float = 150) -> list[Ran]:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.scripts import Ran, launched, run_cells, run_file, side
+from tests.helpers.scripts import Ran, launched, run_cells, run_file, run_kernel, side
 
-__all__ = ["CORPUS", "Program", "Result", "run"]
+__all__ = ["CORPUS", "Program", "Result", "run", "table"]
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -34,7 +34,9 @@ class Program:
     hits: int | None = None
     """Expected; by default all samples of all epochs but the first."""
     start: str = "file"
-    """"file", "notebook", or the launcher of processes."""
+    """"file", "notebook", "kernel", or the launcher of processes."""
+    file: str | None = None
+    """Of the program, if it is not its name."""
     front: tuple[str, ...] = ()
     """Modules that are in inference mode in the plain run, too, where that changes anything."""
     modes: bool = False
@@ -53,7 +55,7 @@ class Program:
 
     @property
     def path(self) -> Path:
-        return PROGRAMS / f"{self.name}.py"
+        return PROGRAMS / f"{self.file or self.name}.py"
 
     @property
     def expected(self) -> int:
@@ -125,6 +127,8 @@ def _run(program: Program, place: Path, *, cached: bool) -> list[Ran]:
         text = side(_held(text, program.front), cached=False)
     if program.start == "notebook":
         return [run_cells(text.split("# %%\n"), place)]
+    if program.start == "kernel":
+        return [run_kernel(text.split("# %%\n"), place)]
     path = place / f"{program.name}.py"
     path.write_text(text)
     if program.start == "file":
@@ -160,7 +164,7 @@ CORPUS = [
             front=(*_BERT, "bert.encoder.layer.2"), needs=("transformers",),
             modes=True),
     Program(name="hf_trainer_text", shape="BERT with Trainer, saved each epoch", samples=48,
-            epochs=3, hits=128, front=_BERT, needs=("transformers", "datasets"), default=True,
+            epochs=3, front=_BERT, needs=("transformers", "datasets"), default=True,
             modes=True),
     Program(name="accelerate_checkpoints", shape="Accelerate's checkpointing", samples=48,
             epochs=3, front=_BERT, needs=("transformers", "accelerate"), start="accelerate",
@@ -246,9 +250,9 @@ CORPUS = [
             epochs=3, front=("conv1", "bn1", "layer1", "layer2", "layer3"), needs=("accelerate",),
             modes=True),
     Program(name="lightning_finetuning", shape="Lightning's BaseFinetuning", samples=48, epochs=6,
-            hits=192, front=("feature_extractor",), needs=("lightning",)),
+            front=("feature_extractor",), needs=("lightning",)),
     Program(name="random_augmentation", shape="random crops and flips", samples=48, epochs=4,
-            hits=72, front=_RESNET, told="draw", draws=True,
+            hits=108, front=_RESNET, told="draw", draws=True,
             modes=True),
     Program(name="saved_pretrained", shape="BERT, saved after each epoch", samples=48, epochs=3,
             front=(*_BERT, "bert.encoder.layer.2", "bert.encoder.layer.3", "bert.pooler"),
@@ -263,5 +267,26 @@ CORPUS = [
     Program(name="sentence_embeddings", shape="sentence-transformers' pairs", samples=32, epochs=3,
             needs=("sentence_transformers",),
             fails="a model that returns the batch it was given is not cut"),
+    Program(name="transfer_kernel", file="transfer_notebook", samples=48, epochs=3,
+            shape="transfer learning in a notebook's kernel", start="kernel", front=_RESNET,
+            needs=("nbclient", "ipykernel"), modes=True),
     Program(name="quickstart", shape="a first program", samples=64, epochs=4, default=True),
 ]  # fmt: skip
+
+
+def table() -> str:
+    """Return the table of docs/ordinary.md."""
+    lines = ["| program | as | lines added | samples served | |", "|---|---|---|---|---|"]
+    for program in CORPUS:
+        served = f"{program.expected} of {program.samples * program.epochs}"
+        notes = [
+            "modes" if program.modes else "",
+            "fresh draws" if program.draws else "",
+            "refused, rightly" if program.told and not program.expected else "",
+            f"not served as yet: {program.fails}" if program.fails else "",
+        ]
+        lines.append(
+            f"| {program.shape} | {program.start} | {program.changed_lines} "
+            f"| {'-' if program.fails else served} | {'; '.join(filter(None, notes))} |"
+        )
+    return "\n".join(lines) + "\n"

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from egeria_cache.skip.serve.invocation import Invocation
-from tests.helpers.skip_harness import Harness, assert_same, freeze, step
+from tests.helpers.skip_harness import Harness, assert_same, assert_same_run, freeze, step
 
 G = torch.Generator().manual_seed(1)
 DATA = {
@@ -156,6 +156,28 @@ def test_the_attributes_that_code_around_the_boundary_reads_before_it_are_known(
     owner = id(harness.model)
     assert recipe_of(harness).attributes == {(owner, "scale"), (owner, "bias")}
     assert type(harness.model) is Reading
+
+
+class Settings:
+    def __init__(self):
+        self.scale, self.saved_as = 1.0, None
+
+
+class Configured(Net):
+    def __init__(self):
+        super().__init__()
+        self.early.settings = Settings()
+        self.early.register_forward_hook(lambda m, i, o: o * m.settings.scale)
+
+
+@pytest.mark.parametrize(("key", "value", "is_served"), [("saved_as", "x", True),
+                                                         ("scale", 2.0, False)])  # fmt: skip
+def test_of_an_object_that_modules_hold_what_is_read_counts(key, value, is_served):
+    harness = harness_of(Configured)
+    assert_same_run(harness, call, BATCHES)
+    assert recipe_of(harness).objects[id(harness.model.early.settings)] == {"scale"}
+    setattr(harness.model.early.settings, key, value)
+    assert (harness.engine._book.guards()[0].changed() is None) == is_served
 
 
 class Scheduled(Net):

@@ -50,8 +50,8 @@ def entries(module: nn.Module) -> tuple[str, ...]:
     where a cache stands in its place.
     """
     own = module.__dict__.items()
-    others = (key for key, value in own if isinstance(value, ForwardSlot) and key != "forward")
-    return ("forward", *others)
+    slots = ((key, value) for key, value in own if isinstance(value, ForwardSlot))
+    return ("forward", *(key for key, slot in slots if key == slot.name != "forward"))
 
 
 class AroundForward(ForwardSlot):
