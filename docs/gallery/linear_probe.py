@@ -21,7 +21,7 @@ from egeria_cache import ActivationCache, EgeriaLoader
 
 digits = load_digits()
 images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-images = F.interpolate(images, size=48)
+images = F.interpolate(images, size=32)
 samples = TensorDataset(images[:1500], torch.tensor(digits.target[:1500]))
 held_out = images[1500:], torch.tensor(digits.target[1500:])
 
@@ -41,7 +41,7 @@ class Probe(nn.Module):
     def __init__(self):
         super().__init__()
         self.backbone = nn.Sequential(block(1, 64), block(64, 128), block(128, 128), nn.Flatten())
-        self.head = nn.Linear(128 * 6 * 6, 10)
+        self.head = nn.Linear(128 * 4 * 4, 10)
 
     def forward(self, x):
         return self.head(self.backbone(x))
@@ -53,7 +53,7 @@ model.backbone.requires_grad_(False).eval()
 
 
 # %%
-def train(model, loader, epochs=10):
+def train(model, loader, epochs=12):
     optimizer = torch.optim.SGD(model.head.parameters(), lr=0.02, momentum=0.9)
     seconds, losses, start = [], [], time.perf_counter()
     for _ in range(epochs):

@@ -40,10 +40,10 @@ def collate(batch):
 
 # %%
 class Classifier(nn.Module):
-    def __init__(self, width=128):
+    def __init__(self, width=64):
         super().__init__()
         self.embedding = nn.Embedding(len(words) + 1, width, padding_idx=0)
-        layer = {"nhead": 4, "dim_feedforward": 512, "dropout": 0.0, "batch_first": True}
+        layer = {"nhead": 4, "dim_feedforward": 256, "dropout": 0.0, "batch_first": True}
         self.lower = nn.ModuleList(nn.TransformerEncoderLayer(width, **layer) for _ in range(4))
         self.upper = nn.TransformerEncoderLayer(width, **layer)
         self.head = nn.Linear(width, len(PACKAGES))
@@ -66,7 +66,7 @@ scratch = tempfile.TemporaryDirectory()
 cache = ActivationCache(model, scratch.name, boundary="auto")
 loader = EgeriaLoader(samples, batch_size=32, shuffle=True, collate_fn=collate, cache=cache)
 optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-for epoch in range(8):
+for epoch in range(5):
     total = 0.0
     for codes, labels in loader:
         loss = F.cross_entropy(model(codes), labels)

@@ -12,6 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import matplotlib.pyplot as plt
+
 folder = Path(tempfile.mkdtemp())
 (folder / "mine.py").write_text("""
 import torch
@@ -25,23 +27,38 @@ def block(inputs, outputs, stride=1):
 
 def make_model():
     return nn.Sequential(
-        block(3, 32), block(32, 32), block(32, 64, 2), block(64, 64), block(64, 128, 2),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10),
+        block(3, 32), block(32, 32, 2), block(32, 64), block(64, 64, 2), block(64, 128, 2),
+        nn.Flatten(), nn.Linear(128 * 16, 10),
     )
 
 def make_data():
     return TensorDataset(torch.rand(20_000, 3, 32, 32), torch.arange(20_000) % 10)
 """)
 
-# %%
-command = [sys.executable, "-m", "egeria_cache.inspect", "plan", "mine:make_model",
-           "--data", "mine:make_data", "--batch-size", "32", "--samples", "64"]  # fmt: skip
-print(subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout)
-
 # %% [markdown]
-# With `--json` the same comes for programs, to be drawn:
+# On a terminal it prints a table, with a recommendation on top. With `--json` the same comes for
+# programs, to be drawn:
 
 # %%
-told = subprocess.run([*command, "--json"], cwd=folder, capture_output=True, text=True, check=True)
-rows = json.loads(told.stdout)["boundaries"]
-print(sorted(rows[0]))
+command = [
+    sys.executable, "-m", "egeria_cache.inspect", "plan", "mine:make_model", "--data",
+    "mine:make_data", "--batch-size", "32", "--samples", "64", "--boundaries", "^[135]$", "--json",
+]  # fmt: skip
+told = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+plan = json.loads(told.stdout)
+print(f"recommended: cut at {plan['recommended']}")
+for one in plan["prospects"]:
+    print(
+        f"cut at {one['boundary']}: {one['step_skipped']:4.0%} of a step saved, "
+        f"{one['stored_bytes'] / 1e3:.1f} kB a sample, even after epoch {one['break_even_epoch']}"
+    )
+
+# %%
+figure, axes = plt.subplots(figsize=(6, 3))
+names = [one["boundary"] for one in plan["prospects"]]
+errors = [100 * one["step_error"] for one in plan["prospects"]]
+axes.bar(names, [100 * one["step_skipped"] for one in plan["prospects"]], yerr=errors, capsize=4)
+for index, one in enumerate(plan["prospects"]):
+    axes.annotate(f"{one['set_bytes'] / 1e6:,.0f} MB", (index, 2), ha="center", color="white")
+axes.set(xlabel="cut at", ylabel="% of a step that a hit saves", ylim=(0, 110))
+figure.tight_layout()

@@ -19,7 +19,7 @@ from egeria_cache import ActivationCache, EgeriaLoader
 
 digits = load_digits()
 images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-samples = TensorDataset(F.interpolate(images, size=48), torch.tensor(digits.target))
+samples = TensorDataset(F.interpolate(images, size=32), torch.tensor(digits.target))
 
 
 def make_model():
@@ -30,7 +30,7 @@ def make_model():
         nn.Conv2d(128, 128, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(),
     )  # fmt: skip
     backbone.requires_grad_(False)
-    return nn.Sequential(backbone, nn.Linear(128 * 6 * 6, 10))
+    return nn.Sequential(backbone, nn.Linear(128 * 4 * 4, 10))
 
 
 # %%

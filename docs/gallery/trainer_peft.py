@@ -19,8 +19,8 @@ from egeria_cache.integrations.transformers import EgeriaTrainer
 logging.set_verbosity_error()
 torch.manual_seed(0)
 config = BertConfig(
-    vocab_size=1000, hidden_size=128, num_hidden_layers=6, num_attention_heads=4,
-    intermediate_size=512, max_position_embeddings=64, num_labels=2,
+    vocab_size=1000, hidden_size=64, num_hidden_layers=6, num_attention_heads=4,
+    intermediate_size=256, max_position_embeddings=64, num_labels=2,
     hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
 )  # fmt: skip
 model = BertForSequenceClassification(config)
@@ -58,7 +58,8 @@ train, held_out = Sentences(800), Sentences(200)
 scratch = tempfile.TemporaryDirectory()
 cache = ActivationCache(model, f"{scratch.name}/cache", boundary="auto")
 arguments = TrainingArguments(
-    output_dir=f"{scratch.name}/out", num_train_epochs=6, per_device_train_batch_size=32,
+    output_dir=f"{scratch.name}/out", num_train_epochs=4, per_device_train_batch_size=32,
+    per_device_eval_batch_size=50,
     learning_rate=2e-3, logging_strategy="epoch", eval_strategy="epoch", save_strategy="no",
     report_to=[], disable_tqdm=True, use_cpu=True,
 )  # fmt: skip
