@@ -64,7 +64,7 @@ def pad_rows(rows: Sequence[Tensor], dims: Dims, whole: Sequence[int], fill: Any
     """Return rows of different sizes as one tensor, shape (B, ...).
 
     Args:
-        rows: At least one, of the same dtype, alike but for the padded dimensions.
+        rows: At least one, of the same dtype, alike except for the padded dimensions.
         dims: Which dimensions are padded.
         whole: Their sizes in the result, at least those of every row.
         fill: What stands in the padding.

@@ -210,7 +210,7 @@ class LoaderPort:
             self._boundary.look_out()
 
     def count_refetched(self, num_samples: int) -> None:
-        """Note samples that were planned as hits, and had to be loaded after all."""
+        """Note samples that were planned as hits, and had to be reloaded."""
         self._accounts.counts.refetched += num_samples
 
     def data_settled(self, loader_name: str) -> None:

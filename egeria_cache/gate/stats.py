@@ -32,7 +32,7 @@ class CacheStats:
     fresh_samples: int = 0
     """Of them, those whose draw was not read: new ones, and the few that could not be."""
     refetched: int = 0
-    """Planned hits whose raw samples had to be loaded after all."""
+    """Planned hits whose raw samples had to be reloaded."""
     dropped_writes: int = 0
     """Samples that were not stored: the writer's queue or the limit was full."""
     corrupt: int = 0
@@ -118,7 +118,7 @@ class CacheStats:
             "training time saved": f"{self.saved_s:.1f} s{self._proof}",
             "on disk": f"{_size(self.bytes_on_disk)} of {_size(self.limit_bytes)}{self._density}",
             "audited": f"{self.audited}, of which {self.audit_failures} differed",
-            "loaded after all": str(self.refetched),
+            "reloaded": str(self.refetched),
             "writes dropped": str(self.dropped_writes),
             "corrupt records": str(self.corrupt),
             "gate": self.gate or "no decision yet",

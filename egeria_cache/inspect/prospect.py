@@ -14,7 +14,7 @@ __all__ = ["Forecast", "Prospect", "in_order"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prospect:
-    """One boundary. Seconds and bytes are per sample, but for `prove_s`."""
+    """One boundary. Seconds and bytes are per sample, except for `prove_s`."""
 
     boundary: str
     refused: str | None = None
@@ -116,7 +116,7 @@ class Forecast:
 
         Proving, writing and reading count in full, as if nothing of them were hidden behind the
         training. The first epoch computes and writes, and so does each of the first `variants`
-        where draws are kept for ever; the later ones read, but for what they draw anew.
+        where draws are kept for ever; the later ones read, except for what they draw anew.
         """
         stored = self.num_samples * self.fits(one)
         gain_s = stored * ((1 - self.fresh) * one.saved_s - self.fresh * one.write_s)

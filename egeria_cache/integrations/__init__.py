@@ -1,4 +1,4 @@
-"""The loops of others: what makes an `EgeriaLoader` and its cache at home in their trainers.
+"""Third-party loops: what makes an `EgeriaLoader` and its cache at home in their trainers.
 
 Each library has a module of its own, which is the only place that imports it, and which is imported
 by whoever uses that library: `accelerate`, `transformers`, `lightning`. This room never changes

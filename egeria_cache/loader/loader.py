@@ -182,7 +182,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
             note(self)
 
     def _own_options(self) -> dict[str, Any]:
-        """Return the arguments that `DataLoader` does not have, but for the cache."""
+        """Return the arguments that `DataLoader` does not have, except for the cache."""
         return {name: getattr(self, name) for name in _ARGUMENTS[_ARGUMENTS.index("cache") + 1 :]}
 
     def _around(self, batch_sampler: Any) -> EgeriaLoader[T_co]:

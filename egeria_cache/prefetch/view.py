@@ -55,7 +55,7 @@ class View:
     kept: Mapping[str, type]
     """Leaves stored beside the activation, so that a hit needs no dataset, and their type."""
     device: torch.device
-    """Where the activations are wanted, but for those that `cut.devices` names."""
+    """Where the activations are wanted, except for those that `cut.devices` names."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Leaves without rows: their value in every batch."""
     counts: frozenset[str] = frozenset()

@@ -70,7 +70,7 @@ class Portrait(NamedTuple):
     """Paths of objects that may decide nothing, with all that is below them."""
 
     def differences(self, after: Portrait, leave_out: AbstractSet[str]) -> list[str]:
-        """Return the paths that differ, but for those in `leave_out` and all below them."""
+        """Return the paths that differ, except for those in `leave_out` and all below them."""
         before, now = self.prints, after.prints
         if before == now:
             return []

@@ -155,7 +155,7 @@ def survey(directory: Path) -> CacheReport:
     if not directory.is_dir():
         raise StoreError(f"{directory} is not a directory")
     if not os.path.lexists(directory / ROOT_NAME):
-        raise StoreError(f"{directory} is no cache of Egeria: it has no {ROOT_NAME}")
+        raise StoreError(f"{directory} is not an Egeria cache: it has no {ROOT_NAME}")
     root = read_json(directory / ROOT_NAME, ROOT_FORMAT)
     limit = root.get("limit_bytes")
     limit = limit if isinstance(limit, int) and 0 < limit < 2**63 else None

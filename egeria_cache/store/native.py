@@ -140,7 +140,7 @@ class Kernel:
         """Put rows behind the heads of their records, and set the checksums.
 
         Args:
-            records: Shape (N, bytes), contiguous; up to `start` they are there but for checksums.
+            records: Shape (N, bytes), contiguous; up to `start` all but the checksums is there.
             start: Where the rows go.
             columns: Per field its rows, shape (B, bytes), contiguous.
             picked: A row for each record.

@@ -47,7 +47,7 @@ logger = logging.getLogger("egeria_cache.store")
 
 REMOVAL_WAIT_S = 10.0
 EMPTY_GENERATION_BYTES = 12 * PAGE_BYTES
-"""What a new generation takes before its first record, but for its manifest."""
+"""What a new generation takes before its first record, except for its manifest."""
 ALONE = {"use": "alone"}
 """Fields of the generation behind the store's own put_batch and get_batch."""
 

@@ -31,7 +31,7 @@ class PipelineController(FreezeController):
         pipeline: Made on every rank, like this.
         policy: As for `FreezeController`.
         listeners: Called with every `BoundaryMoved`, when the pipeline has followed.
-        options: As for `FreezeController`, but for `layers`, which are the blocks.
+        options: As for `FreezeController`, except for `layers`, which are the blocks.
 
     Call `step(loss)` on every rank after each `optimizer.step()`, with what `pipeline.step` gave.
     Learning rates must be the same on all ranks.

@@ -145,7 +145,7 @@ class PipelinePlan:
         Args:
             frozen: Frozen blocks at the front; the last block is never frozen.
             on_freeze: What is done with the ranks.
-            has_front: Whether frozen blocks leave the pipeline. Always so but for `stay`.
+            has_front: Whether frozen blocks leave the pipeline. Always so except for `stay`.
 
         Raises:
             ValueError: The last block would be frozen.

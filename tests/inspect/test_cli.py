@@ -195,7 +195,7 @@ def test_bad_arguments_exit_2(filled, capsys, argv):
 def test_a_directory_that_is_no_cache_exits_2_with_a_reason(tmp_path, capsys):
     code, shown = ask(capsys, tmp_path)
     assert code == 2
-    assert "no cache of Egeria" in shown.err
+    assert "not an Egeria cache" in shown.err
     assert ask(capsys, tmp_path / "missing")[0] == 2
 
 

@@ -1,4 +1,4 @@
-"""What the rest of the model makes of what stands in the padding: nothing, but for padding itself.
+"""What the rest of the model makes of what stands in the padding: nothing, padding itself excepted.
 
 It is overwritten twice, each time with something else. Where the model's output notices must be
 padding; whether the loss reads that is seen in its gradient (`serve/unread.py`).
@@ -133,7 +133,7 @@ def _axis_of(
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two outputs of the same computation but for padding are equal: the same kernels have
+    """Whether two outputs of one computation are equal, padding excepted: the same kernels have
     run on the same shapes, in the same order where they run on the host.
     """
     return difference(a, b) <= (0.0 if a.is_cpu else tolerance(a) * _OF_THE_TOLERANCE)

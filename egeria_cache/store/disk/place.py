@@ -74,7 +74,7 @@ def claim_directory(directory: Path, limit_bytes: int, *, force_network: bool) -
         foreign = [name for name in names if not name.startswith(OURS)]
         if foreign:
             raise StoreError(
-                f"{directory} is no cache of Egeria: it holds {foreign[0]!r}; choose an empty or "
+                f"{directory} is not an Egeria cache: it holds {foreign[0]!r}; choose an empty or "
                 "new directory"
             )
         _write_root(root, limit_bytes)
