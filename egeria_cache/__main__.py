@@ -14,7 +14,7 @@ from egeria_cache.device import default_device, device_name
 from egeria_cache.store import has_kernel
 from egeria_cache.version import __version__
 
-NEEDED = ("torch", "numpy", "zstandard", "xxhash", "psutil", "rich")
+NEEDED = ("torch", "numpy", "lmdb", "zstandard", "xxhash", "psutil", "rich")
 OPTIONAL = {
     "matplotlib": "egeria-plot, the demo's figure",
     "albumentations": "its transforms are seeded per sample",
