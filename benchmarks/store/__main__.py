@@ -38,7 +38,7 @@ from benchmarks.harness import (
 
 from .activations import conv_activations, transformer_activations
 from .cold import measure_cold
-from .contestants import BATCH, CONTESTANTS, Contestant, Egeria, EgeriaAlways, EgeriaRaw
+from .contestants import BATCH, CONTESTANTS, Contestant, Egeria, EgeriaRaw
 from .writing import measure_writing
 
 
@@ -88,7 +88,6 @@ def measure(rows: Tensor, place: Path, num_rounds: int, skipped: dict[str, str])
             "read_ms": percentiles_ms(times[one.name]),
             "auto_is_faster_by": times.ratio(one.name, Egeria.name),
             "raw_is_faster_by": times.ratio(one.name, EgeriaRaw.name),
-            "always_is_faster_by": times.ratio(one.name, EgeriaAlways.name),
         }
     report["cold"] = measure_cold(entered, place, num_rounds // 4)
     for one in entered:

@@ -23,7 +23,6 @@ __all__ = [
     "BareLmdb",
     "Contestant",
     "Egeria",
-    "EgeriaAlways",
     "EgeriaRaw",
     "Ids",
 ]
@@ -83,7 +82,6 @@ class Egeria(Contestant):
 
     durable = True
     codec = "auto"
-    verify = "once"
     name = "egeria auto"
 
     def __init__(self, directory: Path, rows: Tensor) -> None:
@@ -106,7 +104,7 @@ class Egeria(Contestant):
             store.flush()
 
     def open(self) -> None:
-        self.store = ActivationStore(self.directory, verify=self.verify)
+        self.store = ActivationStore(self.directory)
         self.store.contains([0])
 
     def read(self, ids: Ids) -> Tensor:
@@ -122,13 +120,6 @@ class EgeriaRaw(Egeria):
 
     codec = "raw"
     name = "egeria raw"
-
-
-class EgeriaAlways(EgeriaRaw):
-    """The same, with every record's checksum verified at every read."""
-
-    verify = "always"
-    name = "egeria raw, verify always"
 
 
 class BareLmdb(Contestant):
@@ -343,6 +334,6 @@ class TorchFiles(Contestant):
 
 
 CONTESTANTS: tuple[type[Contestant], ...] = (
-    Egeria, EgeriaRaw, EgeriaAlways, BareLmdb, LmdbHash, LmdbZstd, Memmap, TensorDictMemmap,
+    Egeria, EgeriaRaw, BareLmdb, LmdbHash, LmdbZstd, Memmap, TensorDictMemmap,
     Safetensors, Blosc2, Zarr, TorchFiles,
 )  # fmt: skip

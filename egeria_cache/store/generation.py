@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from egeria_cache.store.disk.budget import Budget, BudgetBusyError
 from egeria_cache.store.disk.files import GenerationFiles, GoneError
 from egeria_cache.store.disk.manifest import Manifest
 from egeria_cache.store.disk.place import FULL
+from egeria_cache.store.disk.salvage import salvaged
 from egeria_cache.store.reader import BatchReader, Fetched
 from egeria_cache.store.records.choice import choose_codec
 from egeria_cache.store.records.keys import SampleId, Variants, encode_keys
@@ -347,6 +349,28 @@ class Generation:
                     commit.add(fitting, part, error, codec)
         return num_new, num_stored
 
+    def salvage(self, aside: Path) -> None:
+        """Have the writer take in, bit by bit, what is intact in a file whose tree is damaged."""
+        self._queued(1)
+        if not self._writer.submit(Job(Salvage(self, aside), [], [], Rows(False, {}), [], 0)):
+            self._queued(-1)
+
+    def take_from(self, aside: Path) -> None:
+        """Take it in now; called by the writer thread alone."""
+        num_found = 0
+        try:
+            for layout, pairs in salvaged(aside, self._files.identity):
+                records = Encoded.of(layout, pairs)
+                raw_bytes = max(layout.row_bytes * len(records), int(records.sizes.sum()))
+                num_found += self.take([Part(records, raw_bytes, LossyError())], None)[1]
+                if not self._takes_more or not self._writer.alive:
+                    break
+        except (OSError, GoneError, StoreError, BudgetBusyError) as error:
+            logger.info("%s: salvaging ended: %s", self.name, error)
+        finally:
+            self._queued(-1)
+        logger.info("%s: %d records of %s were intact", self.name, num_found, aside.name)
+
     def _encode(self, job: Job) -> list[Part]:
         """Return the records of a batch."""
         for arrived in job.ready:
@@ -439,3 +463,15 @@ def _superseded(ids: Sequence[SampleId], last: Variants) -> list[bytes | None]:
     draws = np.broadcast_to(np.asarray(last), len(ids))
     keys = encode_keys(ids, draws)
     return [None if draw == NO_DRAW else key for key, draw in zip(keys, draws, strict=True)]
+
+
+class Salvage(NamedTuple):
+    """Stands for a generation before the writer thread."""
+
+    generation: Generation
+    aside: Path
+
+    def commit(self, jobs: Sequence[Job]) -> None:
+        """Do it, once for each."""
+        for _ in jobs:
+            self.generation.take_from(self.aside)

@@ -258,8 +258,10 @@ class _Batch:
         except NeedsKernelError:
             self.failed[row] = "", True
         else:
-            if view.is_there(key):  # else another one has superseded it meanwhile
+            if view.is_there(key):
                 self.failed[row] = message, True
+            else:  # another process has superseded it meanwhile
+                view.files.forget()
         return None
 
     def _copies(self, key: bytes, entry: Any, record: memoryview | None) -> Iterator[memoryview]:

@@ -164,7 +164,11 @@ class ActivationStore:
         deadline = time.monotonic() + REMOVAL_WAIT_S
         while True:
             try:
-                return self._make(*self._open(name, fields), num_expected)
+                manifest, files, aside = self._open(name, fields)
+                generation = self._make(manifest, files, num_expected)
+                if aside is not None:
+                    generation.salvage(aside)
+                return generation
             except BeingRemovedError as error:
                 # Its rename is imminent; no lock is shared with the remover, who must not wait.
                 if time.monotonic() > deadline:
@@ -185,19 +189,22 @@ class ActivationStore:
                     "disk full, or was the directory removed?"
                 ) from error
 
-    def _open(self, name: str, fields: Mapping[str, Any]) -> tuple[Manifest, GenerationFiles]:
-        directory = self.config.directory / name
+    def _open(
+        self, name: str, fields: Mapping[str, Any]
+    ) -> tuple[Manifest, GenerationFiles, Path | None]:
+        directory, aside = self.config.directory / name, None
         if not self.writable:
-            return self._open_readonly(directory, fields)
+            return *self._open_readonly(directory, fields), None
         with self._budget.locked():
             try:
                 opened = self._open_files(directory, fields)
             except DamagedError as damage:
-                # It is only a cache: what is damaged is filled again, beside what is left of it.
-                logger.warning("%s; it is set aside as %s", damage, set_aside(directory).name)
+                # It is only a cache: what cannot be salvaged is filled again, beside what is left.
+                aside = set_aside(directory)
+                logger.warning("%s; it is set aside as %s", damage, aside.name)
                 opened = self._open_files(directory, fields)
             self._budget.make_room(0)  # the limit may be lower than it was
-            return opened
+            return *opened, aside
 
     def _make(self, manifest: Manifest, files: GenerationFiles, num_expected: int) -> Generation:
         return Generation(

@@ -185,14 +185,12 @@ def test_another_generations_records_are_damaged_records_and_not_values(original
 
 
 def spoil_tree(path):
-    """Overwrite a page of the tree."""
+    """Overwrite the heads of all pages of the tree, and none of the records."""
     with (path / "data.mdb").open("r+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        for page in range(2, size // 4096):
-            file.seek(4096 * page + 10)
-            if file.read(1) in (b"\1", b"\2"):
-                file.seek(4096 * page + 12)
-                file.write(b"\xff\xff")
+        for page in range(2, os.fstat(file.fileno()).st_size // 4096):
+            head = os.pread(file.fileno(), 12, 4096 * page)
+            if int.from_bytes(head[:8], "little") == page and head[10] in (1, 2):
+                os.pwrite(file.fileno(), b"\xff\xff", 4096 * page + 12)
 
 
 def test_a_tree_that_was_damaged_is_set_aside_counted_shown_and_not_deleted(
@@ -831,3 +829,33 @@ def test_generations_of_an_earlier_release_are_listed_and_make_room(tmp_path):
         assert store.flush(FLUSH_S)
         assert store.stats().num_samples == 40
     assert not old.exists()
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_of_a_damaged_tree_every_record_that_is_intact_is_salvaged(tmp_path, codec):
+    values = {"x": torch.randn(200, 700), "label": torch.arange(200)}
+    texts = {"text": [str(one) for one in range(100)], "y": torch.randn(100, 400)}
+    with ActivationStore(tmp_path / "cache", codec=codec) as store:
+        for start in range(0, 200, 20):
+            batch = {name: rows[start : start + 20] for name, rows in values.items()}
+            store.put_batch(range(start, start + 20), batch)
+            assert store.flush(FLUSH_S)
+        store.put_batch([*map(str, range(100))], texts)
+        assert store.flush(FLUSH_S)
+        places = places_of(entries_of(store, [7]))
+        path = tmp_path / "cache" / store._own().name
+    spoil_tree(path)
+    with (path / "data.mdb").open("r+b") as file:
+        os.pwrite(file.fileno(), b"\xff\xff", int(places[0]) + 100)
+    with ActivationStore(tmp_path / "cache", codec=codec) as store:
+        store.contains([0])
+        assert store.flush(FLUSH_S)
+        found, hit = store.get_batch(range(200))
+        assert hit.tolist() == [one != 7 for one in range(200)]
+        rightly = torch.from_numpy(hit)
+        assert torch.equal(found["x"][rightly], values["x"][rightly])
+        found, hit = store.get_batch([*map(str, range(100))])
+        assert hit.all()
+        assert found["text"] == texts["text"]
+        assert torch.equal(found["y"], texts["y"])
+    assert len(list((tmp_path / "cache").glob("damaged-*"))) == 1

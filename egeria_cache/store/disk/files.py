@@ -214,6 +214,10 @@ class GenerationFiles:
             with contextlib.suppress(KeyError):
                 self._lookups.popitem(last=False)
 
+    def forget(self) -> None:
+        """Remember no batch."""
+        self._lookups.clear()
+
     def hide(self, key: bytes, *, replaceable: bool) -> bool:
         """Count a record as absent from now on; True if it did not yet.
 
