@@ -97,7 +97,9 @@ def _curves(plt: Any, report: Report) -> Any:
         axis.set_title(name, loc="left", fontsize=13)
         axis.set_ylabel("accuracy, %" if scale == 100 else "loss, bits")
         axis.set_xlabel("training time, s")
-    axes[0, 0].legend(fontsize=11, loc="best")
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(), fontsize=11, loc="outside upper left", ncols=4
+    )
     return figure
 
 
@@ -150,7 +152,7 @@ def _savings(plt: Any, report: Report) -> Any:
     axis.invert_yaxis()
     axis.set_xlim(0, 100)
     axis.set_xlabel("time of a training step, % of the full one")
-    axis.legend(fontsize=11, loc="lower right")
+    figure.legend(fontsize=11, loc="outside upper left", ncols=2)
     return figure
 
 
@@ -176,7 +178,7 @@ def _hits(plt: Any, report: Report) -> Any:
     axis.set_xlabel("epoch")
     axis.set_ylabel("samples from the cache, %")
     axis.set_ylim(-3, 103)
-    axis.legend(fontsize=11, loc="lower right")
+    figure.legend(fontsize=11, loc="outside upper left", ncols=2)
     return figure
 
 

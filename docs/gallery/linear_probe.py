@@ -49,7 +49,7 @@ class Probe(nn.Module):
 
 torch.manual_seed(0)
 model = Probe()
-model.backbone.requires_grad_(False).eval()
+_ = model.backbone.requires_grad_(False).eval()
 
 
 # %%

@@ -59,7 +59,7 @@ class Classifier(nn.Module):
 torch.manual_seed(0)
 model = Classifier()
 model.embedding.requires_grad_(False)
-model.lower.requires_grad_(False)
+_ = model.lower.requires_grad_(False)
 
 # %%
 scratch = tempfile.TemporaryDirectory()

@@ -223,6 +223,7 @@ AROUND = {
         needs=("torchdata",),
     ),
     (INTEGRATIONS, "Notebooks", 0): Around(PYTORCH + FROZEN, EPOCHS),
+    ("docs/README.md", "", 0): Around(PYTORCH + FROZEN, EPOCHS),
     ("docs/controller.md", "", 0): Around(
         PYTORCH
         + CONTROLLED
