@@ -182,6 +182,16 @@ def test_show_tells_for_how_long_draws_are_used(tmp_path, capsys):
     assert found["random_draws"] == [{"reuse": 4, "kept": 1, "epochs": 3}]
 
 
+@pytest.mark.parametrize(("reuse", "kept"), [(4, 1), (2, 1), (3, 2)])
+def test_disk_holds_the_draws_in_use_and_no_others(tmp_path, reuse, kept):
+    settings = {"gate": "always", "reuse": reuse, "augmentation_variants": kept}
+    first = run(tmp_path / "first", epochs=1, **settings)[3]
+    whole = run(tmp_path / "whole", epochs=12, **settings)[3]
+    assert whole.misses > 2 * 48, "most draws were superseded"
+    assert whole.num_samples == 48 * kept
+    assert whole.bytes_on_disk <= 2 * kept * first.bytes_on_disk
+
+
 def test_an_epoch_that_was_broken_off_is_begun_again_by_the_next_run(tmp_path):
     interrupted(tmp_path, until=9)
     losses, _ = interrupted(tmp_path, epochs=1)
