@@ -14,6 +14,7 @@ of a batch is read, it counts as served, with all that its misses took.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from typing import Literal
@@ -90,23 +91,29 @@ class StepTimer:
 
     @property
     def verdict(self) -> tuple[bool, str]:
-        """Whether to go on skipping, and why."""
+        """Whether to go on skipping, and why: unless more than an error dearer than computing."""
         served = self._recent.get("served", ())
         if len(served) < _MIN_SERVED or not self._computed_s:
             return True, "until there is enough to compare"
-        per_sample = _mean(served)
+        values = _clipped(served)
+        per_sample = sum(values) / len(values)
         text = (
             f"{per_sample * 1e6:,.0f} us a sample from the cache, "
             f"{self._computed_s * 1e6:,.0f} computed"
         )
-        return per_sample < self._computed_s, text
+        scatter = sum((value - per_sample) ** 2 for value in values)
+        error = math.sqrt(scatter / (len(values) - 1) / len(values))
+        return per_sample - error < self._computed_s, text
 
 
 def _mean(values: Iterable[float]) -> float:
     """Mean, for the first step of an epoch waits for its rows; but without outliers."""
+    values = _clipped(values)
+    return sum(values) / len(values)
+
+
+def _clipped(values: Iterable[float]) -> list[float]:
     values = sorted(values)  # with every served step: `statistics` would take ten times as long
     half, odd = divmod(len(values), 2)
     most = _OUTLIER * (values[half] if odd else (values[half - 1] + values[half]) / 2)
-    if values[-1] > most:
-        values = [min(value, most) for value in values]
-    return sum(values) / len(values)
+    return [min(value, most) for value in values] if values[-1] > most else values

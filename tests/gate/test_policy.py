@@ -46,6 +46,14 @@ def test_a_few_slow_steps_do_not_decide():
     assert timer.verdict[0]
 
 
+def test_what_a_busy_machine_scatters_is_no_reason_to_stop():
+    timer = timer_of(1.0, 0.3, num_served=16)
+    for _ in range(16):
+        timer.step("served", 8 * 1.9, 8)
+    assert "1,100,000 us" in timer.verdict[1]
+    assert timer.verdict[0]
+
+
 def test_the_first_step_of_each_epoch_counts():
     timer = timer_of(1.0, 0.9, num_served=20)
     for _ in range(4):
