@@ -140,8 +140,8 @@ class Environment:
 
     def _shut(self) -> None:
         with _lock:
-            if _opened.get(self._identity) is not self:
-                return
+            if _opened.get(self._identity) is not self or self._num_users or self._num_inside:
+                return  # it was opened again meanwhile
             del _opened[self._identity]
             self._env.close()
             if self.writes:
