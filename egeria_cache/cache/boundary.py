@@ -78,7 +78,7 @@ class Boundary:
         previous, status.boundary, status.set_by_hand = status.boundary, name, by_hand
         status.num_moves += 1
         status.is_proved = status.is_told = False
-        self._accounts.counts.why_not = None
+        self._accounts.counts.why_not = next(iter(status.uncached.values()), None)
         self._policy.moved()
         if name is None:
             self._views.void(lambda view: True, unlink=not by_hand)

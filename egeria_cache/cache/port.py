@@ -119,6 +119,10 @@ class LoaderPort:
         if source.is_random and not self._status.is_filling and self.views(source.key):
             self.passes.ended(source, clock)
 
+    def is_refused(self, loader_name: str) -> bool:
+        """Whether nothing can be cached for this loader."""
+        return loader_name in self._status.uncached
+
     def refusal(self, loader_name: str) -> str | None:
         """Return why nothing is stored for this loader; None if something is."""
         reason = self._status.uncached.get(loader_name)

@@ -115,7 +115,7 @@ class Assembly:
         """Return a fully loaded batch whose tensors know their samples."""
         assert self.cache is not None
         data = loaded.data
-        if self.cache.is_plain(self._source.key):
+        if self.cache.is_plain(self._source.key) or self.cache.is_refused(self._source.key):
             return data
         if self._source.study.company is not None and self.cache.may_store(self._source.key):
             return self._tag_together(plan, loaded)

@@ -246,6 +246,8 @@ class SkipEngine:
                 self.host.uncached(call.why_not)
             if not self.host.is_refused():
                 self._hold(call)
+            elif not self._has_run:
+                self._held.release()  # it trains as without a cache, from its first batch on
         return self._plainly(call)
 
     def _cached(self, call: Invocation, key: tuple[Any, ...]) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from egeria_cache.skip.model.calls import Recorder
 from egeria_cache.skip.prove.places import frozen_places
@@ -98,4 +99,4 @@ class AutoBoundary:
             return []
         finally:
             world.restore()
-        return frozen_places(self._model, recorder)
+        return frozen_places(self._model, recorder, tree_leaves((args, kwargs)))

@@ -86,16 +86,17 @@ def candidates(
     return found
 
 
-def frozen_places(model: nn.Module, recorder: Recorder) -> list[str]:
+def frozen_places(model: nn.Module, recorder: Recorder, given: Iterable[Tensor] = ()) -> list[str]:
     """Return where the model might be cut now, deepest first: before none of them anything trains.
 
     Args:
         model: The model.
         recorder: Has seen one forward with autograd recording, and kept the outputs.
+        given: What that was called with: a gradient that is asked of an input trains nothing.
     """
     names = {id(module): name for name, module in model.named_modules()}
     outputs = [leaf for call in recorder.calls for leaf in tree_leaves(call.output)]
-    made_here = {id(leaf) for leaf in outputs if isinstance(leaf, Tensor)}
+    made_here = {id(leaf) for leaf in (*outputs, *given) if isinstance(leaf, Tensor)}
     frozen = []
     for i, call in enumerate(recorder.calls):
         if call.end < 0 or id(call.module) not in names:
