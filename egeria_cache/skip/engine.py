@@ -174,6 +174,8 @@ class SkipEngine:
         self._fills = False
         self._num_bare = self._num_new = self._num_even = 0
         self._was_served = False
+        self._why_bare = ""
+        """Why the first of the calls that come plain could not be served."""
         self._is_called = False
         """Whether the loop was seen to call the model."""
         self._running: dict[str, object] = {}
@@ -242,8 +244,10 @@ class SkipEngine:
             # Where others were served, an evaluation may well bring batches of its own.
             is_trained = self.model.training and torch.is_grad_enabled()
             self._num_bare += is_trained or not self._was_served
+            if self._num_bare <= 1:
+                self._why_bare = call.why_not
             if self._num_bare == _MAX_BARE:
-                self.host.uncached(call.why_not)
+                self.host.uncached(self._why_bare)
             if not self.host.is_refused():
                 self._hold(call)
             elif not self._has_run:
