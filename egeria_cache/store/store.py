@@ -23,7 +23,8 @@ from torch import Tensor
 from egeria_cache.config import PAGE_BYTES, StoreConfig, num_decoders, parse_size
 from egeria_cache.errors import StoreError
 from egeria_cache.store.disk.budget import Budget, BudgetBusyError, generation_directories
-from egeria_cache.store.disk.claims import BeingRemovedError, set_aside
+from egeria_cache.store.disk.claims import BeingRemovedError, in_use_elsewhere, set_aside
+from egeria_cache.store.disk.environment import walk_ahead
 from egeria_cache.store.disk.files import GenerationFiles, is_unfinished
 from egeria_cache.store.disk.manifest import (
     DamagedError,
@@ -195,6 +196,8 @@ class ActivationStore:
         directory, aside = self.config.directory / name, None
         if not self.writable:
             return *self._open_readonly(directory, fields), None
+        if not in_use_elsewhere(directory):
+            walk_ahead(directory)
         with self._budget.locked():
             try:
                 opened = self._open_files(directory, fields)

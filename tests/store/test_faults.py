@@ -26,7 +26,7 @@ import egeria_cache.store.disk.environment as environment_module
 import egeria_cache.store.generation as generation_module
 from egeria_cache.errors import ForeignError, StoreError
 from egeria_cache.store.census import contents, survey, verify
-from egeria_cache.store.disk.budget import directory_bytes, generation_directories
+from egeria_cache.store.disk.budget import Budget, directory_bytes, generation_directories
 from egeria_cache.store.disk.claims import in_use_elsewhere, remove_directory
 from egeria_cache.store.disk.environment import Environment
 from egeria_cache.store.disk.files import places_of
@@ -239,6 +239,23 @@ def test_a_file_that_was_closed_is_opened_without_a_walk_and_any_other_is_walked
     assert use(directory) == [COUNT] * 4
     assert len(walks) == 1
     os.utime(path / "data.mdb")
+    assert use(directory) == [COUNT] * 4
+    assert len(walks) == 2
+
+
+def test_while_a_tree_is_walked_other_processes_may_open_and_commit(tmp_path, monkeypatch):
+    directory, walk, walks = tmp_path / "cache", environment_module.verify, []
+    fill(directory)
+    for path in generation_directories(directory):
+        (path / "closed.json").unlink()
+    monkeypatch.setattr("egeria_cache.store.disk.budget.LOCK_WAIT_S", 0.0)
+
+    def watched(*args, **kwargs):
+        with Budget(directory, 1, evict_unused=False).locked():
+            walks.append(1)
+        return walk(*args, **kwargs)
+
+    monkeypatch.setattr(environment_module, "verify", watched)
     assert use(directory) == [COUNT] * 4
     assert len(walks) == 2
 

@@ -29,7 +29,15 @@ from egeria_cache.errors import StoreError
 from egeria_cache.store.disk.manifest import DamagedError, read_json, write_json
 from egeria_cache.store.disk.own import open_own
 
-__all__ = ["CLOSED_NAME", "DATA_NAME", "LOCK_NAME", "Environment", "GoneError", "problem_of"]
+__all__ = [
+    "CLOSED_NAME",
+    "DATA_NAME",
+    "LOCK_NAME",
+    "Environment",
+    "GoneError",
+    "problem_of",
+    "walk_ahead",
+]
 
 DATA_NAME, LOCK_NAME, CLOSED_NAME = "data.mdb", "lock.mdb", "closed.json"
 TABLES = (b"about", b"blocks", b"samples")
@@ -49,6 +57,8 @@ class GoneError(Exception):
 
 
 _opened: dict[tuple[int, int], Environment] = {}
+_walked: set[tuple[int, ...]] = set()
+"""States of files whose trees this process has walked over and found sound."""
 _lock = threading.RLock()
 
 
@@ -245,11 +255,12 @@ def problem_of(directory: Path, descriptor: int, *, believes_note: bool = True) 
     Raises:
         OSError: The disk cannot read it now.
     """
-    if not os.fstat(descriptor).st_size:
+    state = _state(descriptor)
+    if not state[0] or (believes_note and tuple(state) in _walked):
         return None
     with contextlib.suppress(StoreError, OSError, KeyError):
         note = read_json(directory / CLOSED_NAME, CLOSED_FORMAT) if believes_note else {}
-        if note["state"] == _state(descriptor):
+        if note["state"] == state:
             return None
     try:
         problems = verify(f"/proc/self/fd/{descriptor}", subdir=False)  # type: ignore[no-untyped-call]
@@ -259,7 +270,21 @@ def problem_of(directory: Path, descriptor: int, *, believes_note: bool = True) 
         return str(error)
     except Exception as error:  # of the walker's, on pages that it did not foresee
         return repr(error)
+    if not problems:
+        _walked.add(tuple(state))
     return str(problems[0]) if problems else None
+
+
+def walk_ahead(directory: Path) -> None:
+    """Walk over a tree for which that will be asked, before a lock is held: it takes some seconds
+    for a million samples. Unless it is found sound, that is asked for again.
+    """
+    with contextlib.suppress(OSError, StoreError):
+        descriptor = open_own(directory / DATA_NAME, os.O_RDONLY)
+        try:
+            problem_of(directory, descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _state(descriptor: int) -> list[int]:
