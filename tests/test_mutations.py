@@ -54,7 +54,25 @@ MUTATIONS = {
         file="egeria_cache/skip/state/guards.py",
         old="if reason is None and self._probe.changed():",
         new="if False:",
-        caught_by="tests/skip/test_scattered.py tests/hostile/test_prefix_tensors.py",
+        caught_by="tests/hostile/test_prefix_tensors.py",
+    ),
+    "a module may become of another class": Mutation(
+        file="egeria_cache/skip/state/watch.py",
+        old="                and [type(module) for _, module in self._modules] == self._kinds\n",
+        new="",
+        caught_by="tests/hostile/test_prefix_code.py",
+    ),
+    "rows computed under no_grad are anybody's": Mutation(
+        file="egeria_cache/skip/serve/address.py",
+        old='{"gradients": recipe.grad_mode}',
+        new="{}",
+        caught_by="tests/hostile/test_prefix_values.py",
+    ),
+    "what an address does not tell apart is one": Mutation(
+        file="egeria_cache/skip/serve/address.py",
+        old="        if fields in self._void and fields not in self._blind:\n",
+        new="        if False:\n",
+        caught_by="tests/hostile/test_second_round_prefix.py",
     ),
     "another data set is believed to be the same": Mutation(
         file="egeria_cache/samples/fingerprint.py",
@@ -112,12 +130,6 @@ MUTATIONS = {
         old="    suspects: list[Recomputed] = []\n",
         new="    return\n    suspects: list[Recomputed] = []\n",
         caught_by="tests/skip/test_independence.py",
-    ),
-    "what is trained may be stored": Mutation(
-        file="egeria_cache/skip/prove/independence.py",
-        old="        if parameter is not None:\n            raise BoundaryError.trainable",
-        new="        if False:\n            raise BoundaryError.trainable",
-        caught_by="tests/skip/test_adversarial.py tests/cache/test_bad_input.py",
     ),
     "the prefix may count its calls": Mutation(
         file="egeria_cache/skip/prove/purity.py",

@@ -33,7 +33,7 @@ from egeria_cache.skip.model.sharded import Front, ShardedFront
 from egeria_cache.skip.prove.auto import AutoBoundary
 from egeria_cache.skip.prove.rehearsal import Outcome, Rehearsal
 from egeria_cache.skip.serve import passes
-from egeria_cache.skip.serve.address import address, prefix_tensors
+from egeria_cache.skip.serve.address import Addresses, address, prefix_tensors
 from egeria_cache.skip.serve.book import RecipeBook
 from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import Cut, merge
@@ -161,6 +161,7 @@ class SkipEngine:
         self._stays: str | None = None
         """The last frozen module, while another place to cut is looked for."""
         self._hashes = ContentHash()
+        self._addresses = Addresses()
         self._free: dict[Any, frozenset[int]] = {}
         self._announced: set[tuple[int, str]] = set()
         """(id of a cut, loader) that the host was told of."""
@@ -586,6 +587,7 @@ class SkipEngine:
             self._held.release()
             self._is_held = False
         self._announced.clear()
+        self._addresses.void(r.cut.fields for r in self._book.all() if r.cut is not None)
         self.cut = None
         if not self._book.park(guard):
             self._hashes.forget()
@@ -738,20 +740,22 @@ class SkipEngine:
         tensors, skipped = prefix_tensors(recipe), recipe.skipped_modules()
         around = recipe.around()
         modules = [*recipe.ancestors, *(module for _, module in skipped)]
-        code = reached(modules, hooks_of(modules))
+        code = reached(modules, [*hooks_of(modules), *recipe.stored_functions()])
         recipe.guard = guard = PrefixGuard(
             tensors, skipped, around, code, written, self._hashes, recipe.objects
         )
         dropped = {call.tagged[i].leaf for i in call.tagged if i not in recipe.kept}
         kept = {call.tagged[i].leaf for i in recipe.kept}
-        dropped_at_random = {} if self._dropout is None else self._dropout.fields(skipped)
+        fields = address(recipe, call, tensors, self._hashes, code)
+        if self._dropout is not None:
+            fields |= self._dropout.fields(skipped)
         recipe.cut = self.cut = Cut(
             boundary=recipe.boundary,
             tensors={n: recipe.tensor_spec(slot).row for n, slot in recipe.slots().items()},
             devices={n: recipe.tensor_spec(slot).device for n, slot in recipe.slots().items()},
             dropped=frozenset(dropped - kept),
             tagged=frozenset(dropped | kept),
-            fields=address(recipe, call, tensors, self._hashes, code) | dropped_at_random,
+            fields=self._addresses.of(fields),
             growth=recipe.row_growth(),
             profile=recipe.profile,
             changed=guard.changed,

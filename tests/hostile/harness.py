@@ -9,7 +9,8 @@ is run as
 - default: all defaults.
 
 Everything that the script records (losses, parameters, whatever it looks at) must be that of the
-plain run, and the three global random generators must end where they ended there. Where nothing is
+plain run, and the three global random generators must end where they ended there. No audit may find
+anything, unless the try is one of a limit that is documented: it would be luck. Where nothing is
 served, the user must have been told by the third call after the last `turn()`.
 """
 
@@ -77,6 +78,8 @@ class NotFound(Finding):
     """A documented limit that the default audit did not find within an epoch."""
 
 
+AT_RUN_TIME = "nor through objects that are found at run time only"
+"""The documented limit of what guards follow; what lies beyond it is found by an audit."""
 SEVERITY = (ForeignError, SilentlyWrong, NotFound, WithoutAWord, NeedlesslyUncached)
 
 
@@ -95,6 +98,7 @@ class Trace:
     """In the last pass over a loader."""
     words: list[tuple[int, str]] = field(default_factory=list)
     """Warnings since the last `turn()`: after how many calls, and what was said."""
+    audits_failed: int = 0
     why_not: str | None = None
     voided: int = 0
     """How often what was stored was given up: that is told by then, and is tried again."""
@@ -303,6 +307,7 @@ class _Listener(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.trace.words.append((self.trace.calls, record.getMessage()))
+        self.trace.audits_failed += record.getMessage().startswith("AUDIT FAILED")
 
 
 def hostile(
@@ -379,6 +384,8 @@ def judge(
         if wrong is not None and (limit is None or way == "never"):
             said = "; ".join(text for _, text in trace.words) or "nothing"
             findings.append(SilentlyWrong(f"{way}: {wrong} ({trace.hits} hits; said: {said})"))
+        if trace.audits_failed and limit is None:
+            findings.append(SilentlyWrong(f"{way}: an audit saw what no guard had seen"))
     if error is not None:
         assert findings, f"it is as in plain PyTorch by now: {error!r} need not be documented"
         return

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.hostile.harness import hostile
+from tests.hostile.harness import AT_RUN_TIME, hostile
 from tests.hostile.loops import changed
 from tests.hostile.nets import ConvNet, Net, Tokens, images, rows, sentences
 
@@ -201,7 +201,7 @@ def test_a_global_table_that_forward_reads_is_obeyed(run):
     )  # fmt: skip
 
 
-@hostile
+@hostile(limit=AT_RUN_TIME)
 def test_a_function_of_torch_that_is_patched_is_called(run, monkeypatch):
     class Activated(Net):
         def front(self, x):
@@ -250,7 +250,7 @@ def test_a_config_that_all_modules_share_is_obeyed(run):
     changed(run, lambda m: setattr(m.config, "scale", 2.0), model, rows())
 
 
-@hostile
+@hostile(limit=AT_RUN_TIME)
 def test_a_weight_of_the_head_that_the_front_looks_at_is_obeyed(run):
     """The first layer scales by an attribute of the last one."""
     model = Net()

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune, stateless
 from torch.optim import swa_utils
 
-from tests.hostile.harness import hostile, sgd
+from tests.hostile.harness import AT_RUN_TIME, hostile, sgd
 from tests.hostile.loops import changed, trained
 from tests.hostile.nets import ConvNet, Net, Residual, Tokens, images, rows, saved, sentences
 
@@ -100,7 +100,7 @@ def test_an_attribute_of_a_base_class_is_obeyed(run):
     changed(run, lambda m: setattr(Base, "factor", 2.0), model, rows())
 
 
-@hostile
+@hostile(limit=AT_RUN_TIME)
 def test_an_attribute_of_the_class_read_by_its_name_is_obeyed(run):
     class Settings:
         factor = 1.0
@@ -110,7 +110,7 @@ def test_an_attribute_of_the_class_read_by_its_name_is_obeyed(run):
     )
 
 
-@hostile
+@hostile(limit=AT_RUN_TIME)
 def test_an_attribute_of_the_class_of_a_setting_is_obeyed(run):
     class Settings:
         factor = 1.0
@@ -121,7 +121,7 @@ def test_an_attribute_of_the_class_of_a_setting_is_obeyed(run):
     )
 
 
-@hostile
+@hostile(limit=AT_RUN_TIME)
 def test_a_descriptor_that_reads_elsewhere_is_obeyed(run):
     store = {"factor": 1.0}
 
@@ -140,7 +140,7 @@ def test_a_descriptor_that_reads_elsewhere_is_obeyed(run):
     changed(run, lambda m: store.update(factor=2.0), model, rows())
 
 
-@hostile
+@hostile(limit=AT_RUN_TIME)
 def test_a_getattr_that_reads_elsewhere_is_obeyed(run):
     store = {"factor": 1.0}
 
@@ -159,13 +159,13 @@ def test_a_getattr_that_reads_elsewhere_is_obeyed(run):
 MODULE = types.ModuleType("user_settings")
 
 
-@hostile
+@hostile(limit=AT_RUN_TIME)
 def test_a_number_in_a_module_of_the_users_is_obeyed(run):
     MODULE.factor = 1.0
     changed(run, lambda m: setattr(MODULE, "factor", 2.0), reading(lambda: MODULE.factor), rows())
 
 
-@hostile
+@hostile(limit=AT_RUN_TIME)
 def test_a_function_in_a_module_of_the_users_is_obeyed(run):
     MODULE.factor = lambda: 1.0
     change = lambda m: setattr(MODULE, "factor", lambda: 2.0)  # noqa: E731
@@ -183,7 +183,7 @@ class Machine:
 MACHINE = Machine()
 
 
-@hostile
+@hostile(limit=AT_RUN_TIME)
 def test_an_object_in_a_global_is_obeyed(run):
     MACHINE.factor = 1.0
     changed(run, lambda m: setattr(MACHINE, "factor", 2.0), reading(lambda: MACHINE()), rows())
@@ -210,7 +210,7 @@ def test_the_defaults_of_a_function_are_obeyed(run):
     changed(run, lambda m: setattr(read, "__defaults__", (2.0,)), reading(read), rows())
 
 
-@hostile
+@hostile(limit=AT_RUN_TIME)
 def test_an_attribute_of_a_function_is_obeyed(run):
     def read():
         return read.factor
@@ -230,7 +230,7 @@ def test_a_partial_as_a_setting_that_is_replaced_is_called(run):
     )  # fmt: skip
 
 
-@hostile
+@hostile(limit=AT_RUN_TIME)
 def test_a_list_in_a_partial_is_obeyed(run):
     factors = [1.0]
     read = functools.partial(lambda f: f[0], factors)
@@ -266,7 +266,7 @@ def test_a_closure_in_a_closure_is_obeyed(run):
     changed(run, change, reading(outer), rows())
 
 
-@hostile
+@hostile(limit=AT_RUN_TIME)
 def test_an_object_in_a_closure_is_obeyed(run):
     config = types.SimpleNamespace(deep=types.SimpleNamespace(factor=1.0))
     changed(
@@ -287,7 +287,7 @@ def test_a_frozen_dataclass_replaced_is_obeyed(run):
     changed(run, lambda m: setattr(m.early, "config", Config(2.0)), model, rows())
 
 
-@hostile
+@hostile(limit=AT_RUN_TIME)
 def test_the_class_of_a_setting_swapped_is_obeyed(run):
     class One:
         def __call__(self):
@@ -301,7 +301,7 @@ def test_the_class_of_a_setting_swapped_is_obeyed(run):
     changed(run, lambda m: setattr(one, "__class__", Two), reading(one), rows())
 
 
-@hostile
+@hostile(limit=AT_RUN_TIME)
 def test_an_operator_of_a_class_replaced_is_called(run):
     class One:
         def __call__(self):
@@ -391,7 +391,7 @@ def test_a_module_that_is_no_child_but_in_a_list_may_change(run):
     changed(run, lambda m: m.extras.__setitem__(0, nn.Identity()), Hiding(), rows())
 
 
-@hostile
+@hostile(limit=AT_RUN_TIME)
 def test_weights_of_a_module_that_is_no_child_are_used(run):
     hidden = nn.Linear(8, 8).requires_grad_(False)
 
@@ -410,7 +410,7 @@ def test_weights_of_a_module_that_is_no_child_are_used(run):
     changed(run, change, Hiding(), rows())
 
 
-@hostile
+@hostile(limit=AT_RUN_TIME)
 def test_a_module_hidden_in_a_lambda_is_used(run):
     hidden = nn.Linear(8, 8).requires_grad_(False)
     model = reading(lambda: hidden.weight.sum())
@@ -422,14 +422,14 @@ def test_a_module_hidden_in_a_lambda_is_used(run):
     changed(run, change, model, rows())
 
 
-@hostile
+@hostile(limit=AT_RUN_TIME)
 def test_an_attribute_of_a_module_hidden_in_a_lambda_is_used(run):
     hidden = nn.Linear(8, 8)
     hidden.factor = 1.0
     changed(run, lambda m: setattr(hidden, "factor", 2.0), reading(lambda: hidden.factor), rows())
 
 
-@hostile
+@hostile(limit=AT_RUN_TIME)
 def test_a_trained_module_hidden_in_the_front_trains(run):
     model = Net()
     model.early.extras = [nn.Linear(8, 8)]
@@ -854,7 +854,7 @@ def test_autocast_of_another_kind_every_epoch(run):
     run.fit(model, run.loader(rows()), 4, loss=loss, each_epoch=each_epoch)
 
 
-@hostile
+@hostile(limit=AT_RUN_TIME)
 def test_a_flag_of_torch_that_the_front_asks_for(run):
     class Asking(Net):
         def front(self, x):
@@ -867,7 +867,7 @@ def test_a_flag_of_torch_that_the_front_asks_for(run):
         torch.use_deterministic_algorithms(False)
 
 
-@hostile
+@hostile(limit=AT_RUN_TIME)
 def test_an_environment_variable_that_the_front_asks_for(run, monkeypatch):
     import os
 

@@ -150,11 +150,11 @@ class Reading(Net):
         return self.head(self.late(h).mean(1)) * self.unused
 
 
-def test_the_attributes_that_code_around_the_boundary_reads_before_it_are_known():
+def test_the_names_that_code_around_the_boundary_reads_before_it_are_known():
     harness = harness_of(Reading)
     call(harness.model, harness.batch(BATCHES[0]))
-    owner = id(harness.model)
-    assert recipe_of(harness).attributes == {(owner, "scale"), (owner, "bias")}
+    names = {"scale", "bias", "early", "middle"}
+    assert recipe_of(harness).attributes == {(id(harness.model), name) for name in names}
     assert type(harness.model) is Reading
 
 

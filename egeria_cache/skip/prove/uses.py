@@ -27,7 +27,8 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"train", "forward", "_compile
 
 
 def attributes_read(evidence: Evidence, recipe: Recipe) -> frozenset[tuple[int, str]]:
-    """Return (id of an ancestor, attribute) read before the boundary returns.
+    """Return (id of an ancestor, name) read before the boundary returns: children, buffers and
+    methods as well as plain attributes.
 
     Without what that code moves itself, a counter, as no activation depends on it: that was shown.
     """
@@ -40,13 +41,13 @@ def attributes_read(evidence: Evidence, recipe: Recipe) -> frozenset[tuple[int, 
         except Exception:  # its code asks for its own class: take all that there is
             names = {(id(m), key) for m, _ in around for key in vars(m)}
     moving = {(id(module), key) for module, key in recipe.moving}
-    plain = {id(m): own_dict(m) or {} for m, _ in around}
+    own = {id(m): own_dict(m) or {} for m, _ in around}
     return frozenset(
         (owner, key)
         for owner, key in names - moving
         if key not in _OF_EVERY_MODULE
-        and key in plain[owner]
-        and not isinstance(plain[owner][key], ForwardSlot)
+        and not hasattr(nn.Module, key)
+        and not isinstance(own[owner].get(key), ForwardSlot)
     )
 
 

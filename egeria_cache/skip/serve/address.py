@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,7 +18,31 @@ from egeria_cache.skip.state.code import Code
 from egeria_cache.skip.state.content import ContentHash, describe, digest
 from egeria_cache.skip.state.watch import hooks_of, watched_attributes
 
-__all__ = ["address", "prefix_tensors"]
+__all__ = ["Addresses", "address", "prefix_tensors"]
+
+_APART = "apart"
+
+
+class Addresses:
+    """Keeps apart what an address does not tell apart: a guard saw a change that is not in it.
+
+    A function in a table, say, has a name alone. No rows of the prefix as it was are served after
+    such a change: from then on each prefix with that address has a number of its own.
+    """
+
+    def __init__(self) -> None:
+        self._void: list[dict[str, Any]] = []
+        self._blind: list[dict[str, Any]] = []
+
+    def void(self, fields: Iterable[Mapping[str, Any]]) -> None:
+        """The prefix has changed, of which these are the addresses."""
+        self._void = [{k: v for k, v in one.items() if k != _APART} for one in fields]
+
+    def of(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return an address that no other prefix of this run had."""
+        if fields in self._void and fields not in self._blind:
+            self._blind.append(fields)
+        return fields | {_APART: os.urandom(8).hex()} if fields in self._blind else fields
 
 
 def prefix_tensors(recipe: Recipe) -> list[tuple[str, nn.Module | None, Tensor]]:
@@ -68,7 +93,8 @@ def address(
         arguments.pop(paths[position], None)
     pinned = {paths[i]: hashes.of(tensor) for i, tensor in recipe.pinned.items()}
     autocast, default_dtype = mode_key()
-    return {
+    gradients = {} if recipe.grad_mode is None else {"gradients": recipe.grad_mode}
+    return gradients | {
         "boundary": recipe.boundary,
         "weights": hashes.of_all((name, tensor) for name, _, tensor in tensors),
         "structure": _structure(recipe),
@@ -110,7 +136,8 @@ def _structure(recipe: Recipe) -> str:
     for hook in hooks_of(module for _, module in recipe.skipped_modules()):
         total.update(_settings({"hook": getattr(hook, "__self__", hook)}, known))
     for name, module, keys in recipe.around():
-        values = {key: vars(module).get(key) for key in sorted(keys)}
+        own = vars(module)
+        values = {key: own[key] for key in sorted(keys) if key in own}
         total.update(f"{name}:".encode() + _settings(values, known))
     return total.hexdigest()
 

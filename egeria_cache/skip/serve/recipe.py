@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -64,7 +66,7 @@ class Recipe:
     free: frozenset[int] = frozenset()
     """Positions of plain arguments that the prefix does not use: any value fits."""
     attributes: frozenset[tuple[int, str]] = frozenset()
-    """(id of an ancestor, attribute) that code around the boundary reads before it returns."""
+    """(id of an ancestor, name) that code around the boundary reads before it returns."""
     objects: dict[int, frozenset[str]] = field(default_factory=dict)
     """By id of an object that modules hold: which of its attributes are read, if that is known."""
     grad_mode: bool | None = None
@@ -158,11 +160,20 @@ class Recipe:
         return [(self.names.get(i, ""), module) for i, module in modules.items()]
 
     def around(self) -> list[tuple[str, nn.Module, list[str]]]:
-        """Return (name, ancestor, attributes of it that code before the boundary reads)."""
+        """Return (name, ancestor, names of it that code before the boundary reads)."""
         keys: dict[int, list[str]] = {id(module): [] for module in self.ancestors}
         for owner, key in self.attributes:
             keys[owner].append(key)
         return [(self.names.get(id(m), ""), m, keys[id(m)]) for m in self.ancestors]
+
+    def stored_functions(self) -> list[Any]:
+        """Return the functions that modules of the prefix, and the code around it, have as
+        attributes.
+        """
+        kept = [value for _, module in self.skipped_modules() for value in vars(module).values()]
+        for _, module, names in self.around():
+            kept += [vars(module)[name] for name in names if name in vars(module)]
+        return [one for one in kept if isinstance(one, FunctionType | MethodType | partial)]
 
     def surrounds(self, module: nn.Module) -> bool:
         """Whether the boundary is called from within `module`, which may be a step as well."""

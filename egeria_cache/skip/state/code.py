@@ -8,6 +8,7 @@ and closures that they read are watched, as far as they are plain values.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType
@@ -21,7 +22,7 @@ from egeria_cache.bytecode import names_in
 from egeria_cache.skip.model.front import entries
 from egeria_cache.skip.state.content import describe
 
-__all__ = ["Code", "reached"]
+__all__ = ["Code", "bases_of", "in_class", "reached"]
 
 _MAX_FUNCTIONS = 512
 _LIBRARIES = ("torch", "numpy", "builtins", "typing", "functools", "egeria_cache", "egeria_core")
@@ -35,7 +36,9 @@ class Code:
     functions: dict[int, FunctionType] = field(default_factory=dict)
     """By id, in the order in which they were found."""
     globals: list[tuple[dict[str, Any], str]] = field(default_factory=list)
-    """(globals of a function, name in it) of plain values."""
+    """(globals of a function, name in it) of plain values and functions."""
+    named: list[tuple[type, str]] = field(default_factory=list)
+    """(class of a module, name that its code finds in it)."""
     cells: list[Any] = field(default_factory=list)
     """Closure cells that hold plain values."""
 
@@ -47,6 +50,10 @@ class Code:
             total.update(describe((function.__defaults__, function.__kwdefaults__)))
         for scope, name in self.globals:
             total.update(name.encode() + describe(scope.get(name)))
+        for owner, name in self.named:
+            value = in_class(owner, name)
+            if isinstance(value, _PLAIN):
+                total.update(f"{owner.__qualname__}.{name}".encode() + describe(value))
         for cell in self.cells:
             total.update(describe(cell.cell_contents))
         return total.hexdigest()
@@ -54,6 +61,7 @@ class Code:
 
 def reached(modules: Iterable[nn.Module], functions: Iterable[Any] = ()) -> Code:
     """Follow the forwards of these modules, and further callables (hooks)."""
+    modules = list(modules)
     code, seen = Code(), set[tuple[int, type | None]]()
     pending: list[tuple[FunctionType, type | None]] = []
     for module in modules:
@@ -70,6 +78,10 @@ def reached(modules: Iterable[nn.Module], functions: Iterable[Any] = ()) -> Code
         seen.add((id(function), owner))
         code.functions.setdefault(id(function), function)
         pending += _named(function, owner, code)
+    used = {name for one in code.functions.values() for name in names_in(one.__code__).all}
+    for kind in dict.fromkeys(map(type, modules)):  # code around a module may read what it has
+        plain = (name for name in sorted(used) if isinstance(in_class(kind, name), _PLAIN))
+        code.named += [(kind, name) for name in plain if (kind, name) not in code.named]
     return code
 
 
@@ -79,13 +91,17 @@ def _named(
     """Yield the functions that one names; note the plain values."""
     scope, names = function.__globals__, names_in(function.__code__)
     for name in names.all if owner is not None else ():
-        for found in _functions(_static(owner, name)):  # type: ignore[arg-type]
+        value = in_class(owner, name)  # type: ignore[arg-type]
+        if value is not None and (owner, name) not in code.named:
+            code.named.append((owner, name))  # type: ignore[arg-type]
+        for found in _functions(value):
             yield found, owner
     for name in names.loaded:
         value = scope.get(name)
         if isinstance(value, _PLAIN):
             code.globals.append((scope, name))
         elif isinstance(value, FunctionType | functools.partial):
+            code.globals.append((scope, name))
             for found in _functions(value):
                 yield found, None
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -102,13 +118,14 @@ def _named(
             yield found, owner
 
 
-def _static(owner: type, name: str) -> Any:
-    for base in owner.__mro__:
-        if base is nn.Module:
-            return None
-        if name in vars(base):
-            return vars(base)[name]
-    return None
+def in_class(owner: type, name: str) -> Any:
+    """Return what a module's class has under a name, as it stands there; None if it has nothing."""
+    return next((vars(base)[name] for base in bases_of(owner) if name in vars(base)), None)
+
+
+def bases_of(owner: type) -> list[type]:
+    """Return a module's class and its bases, up to PyTorch's own."""
+    return list(itertools.takewhile(lambda base: base is not nn.Module, owner.__mro__))
 
 
 def _functions(value: Any) -> Iterator[FunctionType]:

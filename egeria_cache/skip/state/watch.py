@@ -8,10 +8,11 @@ hold. As long as nothing changed, comparing it is a walk over identities in C, 1
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
-from operator import is_not
+from functools import partial
+from itertools import chain, product
+from operator import is_not, itemgetter
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from egeria_cache.skip.model.front import ForwardSlot
 from egeria_cache.skip.model.fsdp import marks
-from egeria_cache.skip.state.code import Code, reached
+from egeria_cache.skip.state.code import Code, bases_of, in_class, reached
 from egeria_cache.skip.state.content import describe, digest
 
 __all__ = ["StateWatch", "hooks_of", "watched_attributes", "written_by_hooks"]
@@ -37,6 +38,7 @@ _GLOBAL_HOOKS = (
     torch.nn.modules.module._global_forward_pre_hooks,
 )
 _SLOTS = ("_parameters", "_buffers", "_modules", *_HOOKS)
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _CORE = frozenset(vars(nn.Module())) | {"train", "forward", "_compiled_call_impl"}
 """What every module has; it is watched in ways of its own, or decides nothing."""
 _FOREIGN = (
@@ -70,7 +72,12 @@ class _Layout:
         self.live: list[tuple[str, Any]] = []
         """(what it is, a container that is compared by the values that it holds now)."""
         self.looks: list[tuple[str, Callable[[], Any]]] = []
+        self.named: list[tuple[str, Callable[[], Any]]] = []
+        """The same for names that are looked up in several places, which takes longer."""
         self.tensors: list[tuple[str, Tensor]] = []
+        self.places: dict[int, tuple[Any, list[str]]] = {}
+        """By id: where names are looked up, and those that stand there now."""
+        self._spaces: dict[type, Any] = {}
         self._seen: set[int] = set()
         self._num = 0
 
@@ -80,6 +87,9 @@ class _Layout:
             if (id(scope), key) not in self._apart:
                 self.looks.append((f"the global {key!r}", _item(scope, key)))
                 self.look_into(f"the global {key!r}", scope.get(key))
+        for kind, key in code.named:
+            self.look_up(f"{kind.__qualname__}.{key}", key, self.spaces(kind))
+            self.look_into(f"{kind.__qualname__}.{key}", in_class(kind, key))
         for cell in code.cells:
             if id(cell) not in self._apart:
                 self.looks.append(("a closure", _cell(cell)))
@@ -102,7 +112,9 @@ class _Layout:
             self._num += len(value)
             for item in list(_values(value)):
                 self.look_into(where, item, depth - 1)
-        elif isinstance(value, nn.Module | ModuleType | type | FunctionType | MethodType):
+        elif isinstance(value, MethodType):
+            self.look_into(where, value.__self__, depth)
+        elif isinstance(value, nn.Module | ModuleType | type | FunctionType):
             return
         elif isinstance(getattr(value, "__dict__", None), dict) and not _is_foreign(value):
             own, keys = vars(value), self._objects.get(id(value))
@@ -111,6 +123,26 @@ class _Layout:
             for key in sorted(keys or ()):
                 self.looks.append((f"{where}.{key}", _item(own, key)))
                 self.look_into(f"{where}.{key}", own.get(key), depth - 1)
+
+    def spaces(self, kind: type) -> list[Any]:
+        """Return what a class and its bases hold, each as one object for all who ask."""
+        return [self._spaces.setdefault(base, vars(base)) for base in bases_of(kind)]
+
+    def look_up(self, where: str, key: str, places: Sequence[Any]) -> None:
+        """Lay out what a name stands for, in the first place that has it."""
+        self.named.append((where, partial(_first, places, key)))
+        for place in places:
+            _, keys = self.places.setdefault(id(place), (place, []))
+            if key in place:
+                keys.append(key)
+                return
+
+    def look_through(self, where: str, value: Any) -> None:
+        """Lay out what a container of modules or parameters holds: nobody calls it."""
+        if isinstance(value, _CONTAINERS):
+            self.live += [(where, vars(value)[slot]) for slot in _SLOTS[:3]]
+            for key, child in value._modules.items():
+                self.look_through(f"{where}.{key}", child)
 
 
 def _values(container: Any) -> Any:
@@ -138,8 +170,8 @@ class StateWatch:
 
     Args:
         modules: (name, module) of the skipped modules: everything about them is watched.
-        around: (name, module, attribute names): of code that surrounds the boundary only what was
-            seen to be read before it returned.
+        around: (name, module, names): of code that surrounds the boundary only what was seen to be
+            read before it returned, be it an attribute, a child, or of the class.
         code: The functions that they run.
         apart: What hooks write by themselves, see `written_by_hooks`: it is not watched.
         objects: By id of an object that modules hold (a configuration): the attributes of it that
@@ -175,13 +207,14 @@ class StateWatch:
                 layout.look_into(f"a hook of {name}", getattr(hook, "__self__", hook))
         for name, module, keys in self._around:
             for key in sorted(keys):
-                layout.looks.append((f"{name}.{key}" if name else key, _attribute(module, key)))
-                layout.look_into(f"{name}.{key}" if name else key, _attribute(module, key)())
+                layout.look_up(f"{name}.{key}" if name else key, key, _places(module, layout))
+                layout.look_into(f"{name}.{key}" if name else key, vars(module).get(key))
+                layout.look_through(f"{name}.{key}" if name else key, module._modules.get(key))
         layout.add_code(self._code)
         for function in self._code.functions.values():
             layout.looks.append((f"the code of {function.__qualname__}", _code_of(function)))
-        for kind in self._classes:
-            layout.looks.append((f"{kind.__qualname__}.forward", _forward_of(kind)))
+        for kind, key in product(self._classes, ("forward", "__call__")):
+            layout.look_up(f"{kind.__qualname__}.{key}", key, layout.spaces(kind))
         for hooks in _GLOBAL_HOOKS:
             layout.live.append(("a global hook", hooks))
         self._layout = layout
@@ -191,6 +224,12 @@ class StateWatch:
         self._values = list(chain.from_iterable(self._iterables))
         self._looks = [look for _, look in layout.looks]
         self._seen = [look() for look in self._looks]
+        self._named = [look() for _, look in layout.named]
+        places = layout.places.values()
+        self._places = [place for place, _ in places]
+        self._sizes = list(map(len, self._places))
+        self._found = [(itemgetter(*keys), place) for place, keys in places if keys]
+        self._standing = [get(place) for get, place in self._found]
         self._kinds = [type(module) for _, module in self._modules]
 
     @property
@@ -205,6 +244,9 @@ class StateWatch:
                 not any(self._empty)
                 and list(chain.from_iterable(self._iterables)) == self._values
                 and [look() for look in self._looks] == self._seen
+                and list(map(len, self._places)) == self._sizes
+                and [get(place) for get, place in self._found] == self._standing
+                and [type(module) for _, module in self._modules] == self._kinds
             ):
                 return None
         except Exception:  # a comparison of arrays, or a container that shrank meanwhile
@@ -229,7 +271,8 @@ class StateWatch:
                     return f"{_quoted(_path(where, keys, i))} changed"
         if next(before, _NOTHING) is not _NOTHING:
             return "something was removed from the prefix"
-        for (where, look), seen in zip(self._layout.looks, self._seen, strict=True):
+        looks = chain(self._layout.looks, self._layout.named)
+        for (where, look), seen in zip(looks, chain(self._seen, self._named), strict=True):
             now = look()
             if now is not seen and not _same(now, seen):
                 return f"{_quoted(where)} changed"
@@ -260,6 +303,13 @@ def _same(now: Any, then: Any) -> bool:
         return True
     if isinstance(now, nn.Module | FunctionType | MethodType | type | ModuleType):
         return bool(now == then)
+    if isinstance(now, tuple):
+        both = zip(now, then, strict=False)
+        return len(now) == len(then) and all(a is b or _same(a, b) for a, b in both)
+    if isinstance(now, partial):
+        pairs = (now.func, then.func), *zip(now.args, then.args, strict=False)
+        same = len(now.args) == len(then.args) and now.keywords == then.keywords
+        return same and all(a is b or _same(a, b) for a, b in pairs)
     if isinstance(now, Tensor):
         joins_training = now.requires_grad and not then.requires_grad
         return not joins_training and now.shape == then.shape and digest(now) == digest(then)
@@ -319,9 +369,14 @@ def written_by_hooks(model: nn.Module) -> Iterator[dict[Any, Any]]:
     written |= {id(cell): cell for cell, before in cells if _cell(cell)() is not before}
 
 
-def _attribute(module: nn.Module, key: str) -> Callable[[], Any]:
+def _places(module: nn.Module, layout: _Layout) -> list[Any]:
+    """Return where Python and PyTorch look up a name of a module, in order."""
     own = vars(module)
-    return lambda: own.get(key)
+    return [own, *(own[slot] for slot in _SLOTS[:3]), *layout.spaces(type(module))]
+
+
+def _first(places: Sequence[Any], key: str) -> Any:
+    return next((place[key] for place in places if key in place), None)
 
 
 def _item(scope: dict[str, Any], key: str) -> Callable[[], Any]:
@@ -339,8 +394,4 @@ def _cell(cell: Any) -> Callable[[], Any]:
 
 
 def _code_of(function: FunctionType) -> Callable[[], Any]:
-    return lambda: function.__code__
-
-
-def _forward_of(kind: type) -> Callable[[], Any]:
-    return lambda: kind.forward  # type: ignore[attr-defined]
+    return lambda: (function.__code__, function.__defaults__, function.__kwdefaults__)
