@@ -122,7 +122,11 @@ class Assembly:
         plan.entry = None
         studies = self._source.has_own_collate and self.cache.may_store(self._source.key)
         if studies:
+            # What is loaded to look at may lie in the same memory, and in the same containers.
+            structure, leaves = flatten(data, len(plan.ids))
+            self._source.yields(leaves.values())
             self._source.study.look_for_lists(plan.whole(self._seed))
+            data = own_containers(data, structure.rebuild(leaves))
         structure, leaves = flatten(data, len(plan.ids), self._source.study.lists)
         if not self._is_understood(structure, data, leaves, len(plan.ids)):
             return data
@@ -136,7 +140,7 @@ class Assembly:
             self._check_cacheable(batch)
         except EgeriaError as error:
             self.cache.load_together(self._source, str(error))
-            return self._tag_together(plan, loaded)
+            return self._tag_together(plan, loaded._replace(data=structure.rebuild(leaves)))
         only = self.cache.tagged_leaves(self._source.key)
         tagged = {
             path: _wrap(rows, batch, path) if only is None or path in only else rows
@@ -168,12 +172,13 @@ class Assembly:
         if not self._is_understood(structure, data, leaves, len(plan.ids)):
             return data
         task = plan.whole(self._seed)
+        source.yields(leaves.values())
         try:
             found = find(source, task, loaded, structure, leaves)
         except Exception as error:  # of the data set's or the collate function's own, too
             why = str(error) if isinstance(error, EgeriaError) else study.company
             cache.leave_uncached(source.key, why)
-            return data
+            return structure.rebuild(leaves)
         if found.is_new:
             cache.padding_found(source.key)
         padding, entry = study.padding, plan.entry
