@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ _CLOSED = (
     "the cache is closed, and its loader goes on without it: train inside `with "
     "ActivationCache(...) as cache:`, or close the cache when all epochs are done"
 )
-MAX_UNSEEN = 4
+MAX_UNSEEN = 3
 """Batches that may be yielded without the model having been called, before that is said."""
 
 
@@ -37,6 +38,7 @@ class Accounts:
         self._given: list[weakref.ref[Any]] = []
         """Batches that were given out since the model was called last."""
         self._told_unseen = ""
+        self._next_look = 16
 
     def batch(self, num_samples: int, hit: np.ndarray | None, *, is_random: bool = False) -> None:
         """Note what a batch consists of: yielded without hits, or served with some."""
@@ -69,6 +71,9 @@ class Accounts:
         Trainers collect batches before they use any: what counts is those that are gone.
         """
         self._given.append(weakref.ref(batch))
+        if len(self._given) == self._next_look:  # a cycle's parts are there until it is looked for
+            self._next_look *= 2
+            gc.collect()
         num_gone = sum(one() is None for one in self._given)
         if num_gone >= MAX_UNSEEN and self.counts.why_not is None:
             self.counts.why_not = self._told_unseen = (

@@ -39,7 +39,7 @@ from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader, FrozenPre
 from egeria_cache.batch import unwrap
 
 TOLERANCE = 1e-5
-TOLD_BY = 3
+TOLD_BY = 4
 """Calls of the model after which the user must know why nothing is served."""
 LOGGERS = ("egeria", "egeria_cache.store")
 WAYS: dict[str, dict[str, Any] | None] = {
