@@ -29,6 +29,11 @@ from egeria_cache.errors import StoreError
 from egeria_cache.store.disk.manifest import DamagedError, read_json, write_json
 from egeria_cache.store.disk.own import open_own
 
+try:
+    from lmdb import _envid
+except ImportError:  # of another release: there a child is refused what its parent has open
+    _envid = None  # type: ignore[assignment]
+
 __all__ = [
     "CLOSED_NAME",
     "DATA_NAME",
@@ -313,14 +318,31 @@ def _open_lmdb(directory: Path, *, writes: bool, is_shared: bool) -> lmdb.Enviro
     try:
         if writes:
             _allocate_lock(directory, is_shared=is_shared)
-        try:
-            return lmdb.open(**settings)
-        except lmdb.Error:
-            if writes:
-                raise
-            return lmdb.open(**settings, lock=False)  # a directory that nobody here may write to
+        with _past_what_the_parent_opened():
+            try:
+                return lmdb.open(**settings)
+            except lmdb.Error:
+                if writes:
+                    raise
+                # A directory that nobody here may write to.
+                return lmdb.open(**settings, lock=False)
     finally:
         os.close(at)
+
+
+@contextlib.contextmanager
+def _past_what_the_parent_opened() -> Iterator[None]:
+    """Let a forked child open what its parent has open: to py-lmdb that is open in this process.
+    That it is not is known from `_opened`.
+    """
+    if not _left_behind or _envid is None:
+        yield
+        return
+    keys, _envid.env_keys = _envid.env_keys, lambda *_: ()
+    try:
+        yield
+    finally:
+        _envid.env_keys = keys
 
 
 def _allocate_lock(directory: Path, *, is_shared: bool) -> None:
