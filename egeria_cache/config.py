@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from egeria_cache.arguments import Codec, StorageDtype, Verify, check_choice
 
-__all__ = ["StoreConfig", "num_decoders", "parse_size"]
+__all__ = ["StoreConfig", "parse_size"]
 
 PAGE_BYTES = 4096
 """Files are counted in whole pages, as the disk does."""
-
-MOST_DECODERS = 16
-"""Threads that decode one batch: more of them wait for memory."""
 
 _UNITS = {
     "": 1, "b": 1,
@@ -45,13 +41,6 @@ def parse_size(size: int | str) -> int:
     return int(size)
 
 
-def num_decoders() -> int:
-    """Return how many threads may decode together on this machine."""
-    available = getattr(os, "sched_getaffinity", None)
-    cores = len(available(0)) if available else os.cpu_count() or 1
-    return max(2, min(cores, MOST_DECODERS))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreConfig:
     """Where activations live, how they are written, and how much room they may take."""
@@ -70,8 +59,6 @@ class StoreConfig:
     """Batches that may wait for the writer; one more is dropped and counted."""
     queue_bytes: int = 2 * 2**30
     """Bytes that may wait for the writer."""
-    num_threads: int = field(default_factory=num_decoders)
-    """Does nothing any more, and will go: a batch is read by the thread that asks for it."""
     verify: str = "once"
     """Does nothing any more, and will go: every read of a record is verified."""
     evict_unused: bool = True
@@ -84,6 +71,6 @@ class StoreConfig:
         if self.storage_dtype is not None:
             check_choice("storage_dtype", self.storage_dtype, StorageDtype)
         check_choice("verify", self.verify, Verify)
-        for name in ("queue_batches", "queue_bytes", "num_threads"):
+        for name in ("queue_batches", "queue_bytes"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from egeria_cache.config import PAGE_BYTES, StoreConfig, num_decoders, parse_size
+from egeria_cache.config import PAGE_BYTES, StoreConfig, parse_size
 from egeria_cache.errors import StoreError
 from egeria_cache.store.disk.budget import Budget, BudgetBusyError, generation_directories
 from egeria_cache.store.disk.claims import BeingRemovedError, in_use_elsewhere, set_aside
@@ -91,10 +91,11 @@ class ActivationStore:
             force_network=force_network,
             queue_batches=queue_batches,
             queue_bytes=parse_size(queue_bytes),
-            num_threads=num_decoders() if num_threads is None else num_threads,
             verify=verify,
             evict_unused=evict_unused,
         )
+        if num_threads is not None:
+            logger.warning("num_threads= does nothing any more: who asks for a batch reads it")
         self._start()
 
     def _start(self) -> None:
