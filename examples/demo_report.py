@@ -190,7 +190,11 @@ def save_figure(path: Path, result: Result) -> None:
 
     acts = result["acts"]
     size = 5 * len(acts), 4.2
-    figure, panels = plt.subplots(1, len(acts), figsize=size, layout="constrained", squeeze=False)
+    figure, panels = plt.subplots(
+        1, len(acts), figsize=size, layout="constrained", squeeze=False, sharey=True
+    )
+    lowest = min(min(one[key]["accuracies"]) for one in acts for key in ("plain", "egeria"))
+    bottom = max(0.0, min(lowest, 0.8) - 0.03)
     for panel, one in zip(panels[0], acts, strict=True):
         for key, colour in (("plain", "tab:gray"), ("egeria", "tab:green")):
             run = one[key]
@@ -201,12 +205,10 @@ def save_figure(path: Path, result: Result) -> None:
                 f"{run['name']}\n{end[0]:.1f} s", end, xytext=(4, 8), color=colour, ha="right",
                 textcoords="offset points", va="bottom",
             )  # fmt: skip
-        lowest = min(min(one[key]["accuracies"]) for key in ("plain", "egeria"))
-        bottom = max(0.0, min(lowest, 0.8) - 0.03)
         panel.set(xlabel="training time [s]", ylim=(bottom, 1 + 0.18 * (1 - bottom)))
         panel.set_yticks([tick for tick in panel.get_yticks() if bottom <= tick <= 1])
         panel.set_xlim(0, None)
-        panel.set_title(f"{one['act']['title']}: {speedup(one):.1f}x", fontsize="medium")
+        panel.set_title(f"{one['act']['title']}: {speedup(one):.2f}x", fontsize="medium")
         panel.spines[["top", "right"]].set_visible(False)
     panels[0, 0].set_ylabel("held-out images classified right")
     figure.savefig(path, dpi=130)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Report", "Section", "Table", "bytes_", "number", "percent", "seconds", "verdict"]
+__all__ = [
+    "Report", "Section", "Table", "as_fast", "bytes_", "number", "percent", "ratio", "seconds",
+    "verdict",
+]  # fmt: skip
 
 Report = dict[str, Any]
 Row = list[str]
@@ -59,6 +62,11 @@ def ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
 
 
+def as_fast(slower: float | None) -> str:
+    """Write a quotient of times the way all of them are shown: 2x takes half as long."""
+    return ratio(None if slower is None else 1 / slower)
+
+
 def percent(value: float | None, digits: int = 1) -> str:
     """Write a part as per cent."""
     return "-" if value is None else f"{100 * value:.{digits}f} %"
@@ -93,11 +101,11 @@ def verdict(
     unit: str = "x",
     where: str = "",
 ) -> str:
-    """Say in words whether a target, `most` or `least`, was met."""
+    """Say in words whether a target, `most` or `least`, was met; a factor has a least."""
     bound = most if most is not None else least
     assert bound is not None
     met = measured <= bound if most is not None else measured >= bound
-    limit = f"at {'most' if most is not None else 'least'} {bound:g}{unit}"
+    limit = f"at {'most' if most is not None else 'least'} {bound:.3g}{unit}"
     # A digit more than the bound has, so that 1.051 does not look like 1.05.
     text = f"{measured:.3f}{unit}" + (f" ({where})" if where else "")
     return f"{what}: target {limit}, measured {text}: {'met' if met else '**missed**'}."

@@ -99,9 +99,9 @@ KNOWN: dict[str, tuple[str, str, Callable[[Section, Report], None], bool]] = {
     ),
     "forward_skip": (
         "What a skipped forward saves",
-        "The paper's models at their real size, random weights, synthetic input. Times are parts "
-        "of a full training step: the front frozen and computed, the front read from the cache "
-        "(all hits), and the oracle, which trains the rest alone on activations in memory.",
+        "The paper's models at their real size, random weights, synthetic input. Beside "
+        "a full training step: the front frozen and computed, the front read from the cache (all "
+        "hits), and the oracle, which trains the rest alone on activations in memory.",
         cache.forward_skip,
         True,
     ),
@@ -120,8 +120,8 @@ KNOWN: dict[str, tuple[str, str, Callable[[Section, Report], None], bool]] = {
     ),
     "short": (
         "Short trainings",
-        "What a cache costs that has hardly time to win anything back: whole trainings with an "
-        "empty directory and with the one that they left, beside a plain DataLoader.",
+        "What a cache costs that has hardly time to win anything back: whole trainings that begin "
+        "with an empty directory and with the one that they left, vs a plain DataLoader.",
         cache.short,
         True,
     ),
@@ -163,7 +163,7 @@ KNOWN: dict[str, tuple[str, str, Callable[[Section, Report], None], bool]] = {
         "Random augmentation",
         "Fronts trained on other classes are frozen, and a head trains on augmented samples: with "
         "fresh draws in every epoch by plain PyTorch, with draws that are used for some epochs, "
-        "and with features augmented instead. Times are processor times against fresh draws.",
+        "and with features augmented instead. Factors are of processor time, vs fresh draws.",
         cache.variants,
         False,
     ),

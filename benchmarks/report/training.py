@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from .parts import Report, Section, Table, bytes_, number, percent, ratio, seconds, verdict
+from .parts import Report, Section, Table, as_fast, bytes_, number, percent, ratio, seconds, verdict
 
 __all__ = ["controller", "demo", "plasticity_validation", "sensitivity", "time_to_accuracy"]
 
@@ -16,7 +16,7 @@ def demo(section: Section, report: Report) -> None:
          percent(act["hits"] / act["samples"], 0), bytes_(act["bytes_on_disk"])]
         for act in report["acts"]
     ]  # fmt: skip
-    columns = ["", "plain", "Egeria", "faster", "accuracy", "from the cache", "disk"]
+    columns = ["", "plain", "Egeria", "as fast", "accuracy", "from the cache", "disk"]
     section.tables = [Table(title="", columns=columns, rows=rows, short=True)]
     tuned = [act for act in report["acts"] if "largest_loss_difference" in act]
     largest = max((act["largest_loss_difference"] for act in tuned), default=0.0)
@@ -29,7 +29,8 @@ def demo(section: Section, report: Report) -> None:
             for act in report["acts"]
             if "predicted_cost" in act
         ),
-        f"Times are medians of {report['repeats']} repetitions; the runs of an act take turns.",
+        f"The runs of an act take turns; of {report['repeats']} repetitions each act's median is "
+        "shown.",
     ]
 
 
@@ -123,7 +124,7 @@ def _sweep(name: str, sweep: Report) -> Table:
          ratio(own["speedup"]["median"]), number(own["best_cached"]["median"], 4),
          bytes_(own["bytes_on_disk"])],
     ]  # fmt: skip
-    columns = ["", "time", "speed-up", "best metric", "disk"]
+    columns = ["", "time", "as fast", "best metric", "disk"]
     return Table(title=f"{name}: {sweep.get('title', '')}", columns=columns, rows=rows)
 
 
@@ -141,11 +142,11 @@ def controller(section: Section, report: Report) -> None:
     ]
     if report.get("slowdown"):
         rows = [
-            [r["evaluator"], str(r["evaluate_every"]), ratio(r["slowdown"]), str(r["readings"]),
+            [r["evaluator"], str(r["evaluate_every"]), as_fast(r["slowdown"]), str(r["readings"]),
              str(r["dropped"])]
             for r in report["slowdown"]
         ]  # fmt: skip
-        columns = ["evaluator", "every", "slower by", "readings", "dropped"]
+        columns = ["evaluator", "every", "as fast", "readings", "dropped"]
         title = "Training on all cores with the evaluator at work beside it"
         section.tables.append(Table(title=title, columns=columns, rows=rows))
     rows = [
@@ -153,7 +154,7 @@ def controller(section: Section, report: Report) -> None:
          f"{r['build_s']:.2f} s", number(r["sp_to_fp32"])]
         for r in report["references"]
     ]  # fmt: skip
-    columns = ["layer", "reference", "forward", "against fp32", "build", "SP to fp32"]
+    columns = ["layer", "reference", "forward", "vs fp32", "build", "SP to fp32"]
     section.tables.append(Table(title="References", columns=columns, rows=rows))
     paper = report.get("paper", {}).get("reference_overhead", 0.015)
     beside = [r for r in report["step"] if r["evaluator"] != "inline"]
@@ -188,5 +189,5 @@ def plasticity_validation(section: Section, report: Report) -> None:
         for pair, values in own["spearman"].items():
             text = ", ".join(f"{value:.2f}" for value in values)
             rows.append([layer, pair, text, ratio(cost["pwcca_over_sp_same_rows"])])
-    columns = ["layer", "pair", "Spearman per seed", "PWCCA's time / SP's, same rows"]
+    columns = ["layer", "pair", "Spearman per seed", "SP vs PWCCA, same rows"]
     section.tables = [Table(title="", columns=columns, rows=rows)]

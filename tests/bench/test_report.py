@@ -14,7 +14,7 @@ import pytest
 from benchmarks.report.__main__ import main
 from benchmarks.report.highlights import highlights
 from benchmarks.report.page import render
-from benchmarks.report.parts import bytes_, number, seconds, verdict
+from benchmarks.report.parts import as_fast, bytes_, number, seconds, verdict
 from benchmarks.report.readme import BEGIN, END, block
 from benchmarks.report.sections import KNOWN, read_reports, read_sections
 from benchmarks.report.words import where
@@ -164,7 +164,7 @@ def test_missed_targets_are_called_missed(tmp_path):
         tmp_path, forward_skip=FORWARD_SKIP, time_to_accuracy=TIME_TO_ACCURACY, demo=DEMO
     )
     text = block(list(found.values()))
-    assert "target at most 1.05x, measured 1.080x (ResNet-50 at layer2.3, the worst of 2): " in text
+    assert "at least 0.952x, measured 0.926x (ResNet-50 at layer2.3, the worst of 2): " in text
     assert "**missed**" in text
     assert "right in 0 of 2" in text
     assert (
@@ -245,7 +245,12 @@ def test_the_command_writes_all_and_checks(tmp_path, capsys):
         (seconds(0.00123), "1.23 ms"),
         (seconds(2e-6), "2.00 us"),
         (bytes_(1.5e9), "1.50 GB"),
-        (verdict("x", 1.051, most=1.05), "x: target at most 1.05x, measured 1.051x: **missed**."),
+        (
+            verdict("x", 0.951, least=1 / 1.05),
+            "x: target at least 0.952x, measured 0.951x: **missed**.",
+        ),
+        (as_fast(0.5), "2.00x"),
+        (as_fast(None), "-"),
         (verdict("x", 4.5, least=4), "x: target at least 4x, measured 4.500x: met."),
         (where({}), "hardware, versions and date were not recorded"),
         (where({"cpu_count": 2, "seed": 0}), "2 CPUs, date not recorded, seed 0"),
