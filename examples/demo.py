@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import shutil
 import signal
 from dataclasses import asdict, replace
@@ -58,6 +59,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: _leave())
     torch.set_num_threads(1)  # small models; and a busy machine decides less
+    # The plain runs keep the modes of their frozen fronts, too: nothing to say between the bars.
+    logging.getLogger("egeria.modes").setLevel(logging.ERROR)
     console, out = Console(), args.out
     settings = {
         "acts": args.act,
