@@ -346,7 +346,7 @@ def mixed_in_the_loop(where):
 
 
 @mistake(
-    "The loop changes its batches, each time otherwise",
+    "The loop changes its batches, each time differently",
     "Noise or augmentation on a whole batch in the loop: it is new in every step, so nothing "
     "stored would come back.",
 )
