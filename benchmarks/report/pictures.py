@@ -186,8 +186,9 @@ def _hits_sentence(report: Report) -> str:
     whole = report["acts"][0]["hit_rates"]
     filled = next(number for number, rate in enumerate(whole, 1) if rate > 0.5)
     return (
-        f"Over a frozen front the cache carries training from epoch {filled} on; a second run "
-        "begins with it, and from scratch it follows what the controller freezes."
+        f"Over a frozen front the cache carries training from epoch {filled} on; with random "
+        "augmentation some samples are drawn anew in each epoch; from scratch it follows what the "
+        "controller freezes."
     )
 
 
