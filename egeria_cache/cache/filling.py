@@ -153,7 +153,8 @@ class _Missing:
             return [False] * len(indices)
         views[0].refresh()
         ids = self._source.identify(indices)
-        found: Sequence[bool] = views[0].contains(ids, self.loader._draws_of(ids)).tolist()
+        draws = self._source.stored_as(self.loader._draws_of(ids))
+        found: Sequence[bool] = views[0].contains(ids, draws).tolist()
         return found
 
 

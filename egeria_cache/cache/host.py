@@ -16,8 +16,14 @@ from egeria_cache.cache.audit import AuditPlan
 from egeria_cache.cache.status import Status, shown_name
 from egeria_cache.errors import BatchError, BoundaryError, EgeriaError
 from egeria_cache.gate import Accounts, ServingPolicy
-from egeria_cache.prefetch import View, Views, record
-from egeria_cache.samples import DEFAULT_REUSE, BatchContext, same_values
+from egeria_cache.prefetch import PRINT, View, Views, record
+from egeria_cache.samples import (
+    DEFAULT_REUSE,
+    BatchContext,
+    LoaderSource,
+    row_prints,
+    same_values,
+)
 from egeria_cache.skip import MAX_CHAINS, Cut, same_rows
 from egeria_cache.store import ActivationStore, Generation
 
@@ -103,13 +109,7 @@ class CacheHost:
                 structure=context.structure,
                 rows=context.metas,
                 dropped=tuple(sorted(cut.dropped)),
-                kept={
-                    path: kind
-                    for path, kind in context.kinds.items()
-                    if path not in cut.dropped
-                    and not issubclass(kind, Beside)
-                    and name not in status.together
-                },
+                kept=self._kept_beside(context, cut, name),
                 device=next(iter(cut.devices.values()), device_of(self._model)),
                 constants=context.constants,
                 counts=frozenset(context.source.counts),
@@ -120,6 +120,37 @@ class CacheHost:
                 or any(v.generation is found and v.is_checked for v in self._views.everywhere()),
             )
         )
+
+    def _kept_beside(self, context: BatchContext, cut: Cut, name: str) -> dict[str, type]:
+        """Return what is stored beside the activations, so that a hit needs no data set."""
+        if context.source.is_steady:
+            return {PRINT: Tensor}
+        return {
+            path: kind
+            for path, kind in context.kinds.items()
+            if path not in cut.dropped
+            and not issubclass(kind, Beside)
+            and name not in self._status.together
+        }
+
+    def _look_at_draws(self, batch: Batch, cut: Cut) -> None:
+        """Find out whether random draws change what the front reads, and say so if not."""
+        source = batch.context.source
+        if not source.look_at_draws(batch, cut.read):
+            return
+        self._views.void(lambda view: view.loader_name == source.key, unlink=False)
+        if source.is_steady:
+            log.info(
+                "loader %r: its samples draw random numbers (%s), which change nothing that the "
+                "frozen front reads: its output is stored once, and the samples are loaded in "
+                "every epoch, drawn anew", source.name, source.drawn_from,
+            )  # fmt: skip
+
+    def draws_count(self, source: LoaderSource) -> None:
+        """A random draw has changed what the front reads: what is stored is not served for it."""
+        source.unsettle()
+        self._views.void(lambda view: view.loader_name == source.key, unlink=False)
+        self.open_again(source.key)
 
     def open_again(self, loader_name: str) -> None:
         """Open other generations for this loader's cuts: its data set is another one."""
@@ -145,7 +176,9 @@ class CacheHost:
         source = batch.context.source
         try:
             reason: str | None = self._restless(batch.loader_name, cut)
-            reason = reason or source.why_not_cacheable(batch) or source.why_not_served
+            reason = reason or source.why_not_cacheable(batch)
+            self._look_at_draws(batch, cut)
+            reason = reason or source.why_not_served
             if reason is not None:
                 return reason
             return self._store.open_generation(
@@ -184,7 +217,8 @@ class CacheHost:
         if entry is not None and entry.cut is not cut and not entry.was_used:
             self._views.prefer(view)  # autocast was on for a while, say, and is off again
         mask = np.ones(batch.size, bool) if rows is None else rows
-        ids, draws = _chosen(batch.ids, mask), batch.draws[mask]
+        source: LoaderSource = batch.context.source
+        ids, draws = _chosen(batch.ids, mask), source.stored_as(batch.draws[mask])
         new = ~view.contains(ids, draws)
         if not new.all() and not view.is_checked:
             self._check_reopened(view, batch, mask, tensors)
@@ -192,7 +226,7 @@ class CacheHost:
             return
         wanted = mask.copy()
         wanted[mask] = new
-        kept = {path: batch.rows_of(path, wanted) for path in view.kept}
+        kept = _kept(view, batch, wanted)
         if changed := [path for path, values in kept.items() if values is None]:
             self._counts.why_not = f"the loop writes to leaf {changed[0]!r} before the model is run"
             return
@@ -200,8 +234,8 @@ class CacheHost:
             ids, draws = _chosen(ids, new), draws[new]
             tensors = {name: take_rows(values, new) for name, values in tensors.items()}  # type: ignore[misc]
         lengths = None if batch.lengths is None else batch.lengths.select(np.flatnonzero(wanted))
-        named = record(cut, tensors, kept, lengths)  # type: ignore[arg-type]
-        replaces = batch.context.source.superseded(draws)
+        named = record(cut, tensors, kept, lengths)
+        replaces = source.superseded(draws)
         view.generation.put_batch(ids, named, variant=draws, replaces=replaces)
 
     def _is_told(self, batch: Batch, cut: Cut) -> bool:
@@ -250,8 +284,8 @@ class CacheHost:
         self, view: View, batch: Batch, rows: np.ndarray, tensors: Mapping[str, Tensor]
     ) -> None:
         """Compare the first rows that a generation of an earlier run already holds with ours."""
-        kept = {path: batch.rows_of(path, rows) for path in view.kept}
-        ids, draws = _chosen(batch.ids, rows), batch.draws[rows]
+        kept, draws = _kept(view, batch, rows), batch.context.source.stored_as(batch.draws[rows])
+        ids = _chosen(batch.ids, rows)
         there = view.contains(ids, draws)
         stored, found = view.generation.get_batch(_chosen(ids, there), variant=draws[there])
         view.is_checked = bool(found.any() and found.all())
@@ -414,6 +448,16 @@ def device_of(model: nn.Module) -> torch.device:
     tensors = chain(model.parameters(), model.buffers())
     tensor = next((tensor for tensor in tensors if not tensor.is_meta), None)
     return torch.device("cpu") if tensor is None else tensor.device
+
+
+def _kept(view: View, batch: Batch, rows: np.ndarray) -> dict[str, Any]:
+    """Return what is stored beside the masked rows; None for what the loop has written to."""
+    if PRINT not in view.kept:
+        return {path: batch.rows_of(path, rows) for path in view.kept}
+    read = {path: batch.rows_of(path, rows) for path in sorted(view.cut.read)}
+    if changed := {path: values for path, values in read.items() if values is None}:
+        return changed
+    return {PRINT: row_prints(list(read.values()))}  # type: ignore[arg-type]
 
 
 def _chosen(ids: Sequence[SampleId], mask: np.ndarray) -> list[SampleId]:

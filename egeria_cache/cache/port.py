@@ -173,6 +173,10 @@ class LoaderPort:
         """The loader's samples are padded where that was not known: what is stored has padding."""
         self._views.void(lambda view: view.loader_name == loader_name, unlink=True)
 
+    def draws_count(self, source: LoaderSource) -> None:
+        """A random draw has changed what the front reads, which none had changed before."""
+        self._host.draws_count(source)
+
     def tagged_leaves(self, loader_name: str) -> frozenset[str] | None:
         """The leaves that must know their samples; None for all."""
         views = self.views(loader_name)

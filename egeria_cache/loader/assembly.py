@@ -30,7 +30,8 @@ from egeria_cache.batch import (
 from egeria_cache.errors import EgeriaError
 from egeria_cache.loader.plan import Plan
 from egeria_cache.loader.together import find, together
-from egeria_cache.samples import BatchContext, Loaded, LoaderSource, Task
+from egeria_cache.prefetch import PRINT
+from egeria_cache.samples import BatchContext, Loaded, LoaderSource, Task, row_prints
 
 if TYPE_CHECKING:
     from egeria_cache.cache import LoaderPort
@@ -62,7 +63,7 @@ class Assembly:
         entry, missing = plan.entry, loaded.data
         if self.cache is None or (entry is None and self.cache.boundary is None):
             return missing
-        if entry is None or plan.places:
+        if entry is None or plan.loads_hits:
             return self._tag(plan, loaded)
         view, num_misses, misses = entry.view, entry.num_misses, dict[str, Any]()
         if num_misses:
@@ -119,7 +120,7 @@ class Assembly:
             return data
         if self._source.study.company is not None and self.cache.may_store(self._source.key):
             return self._tag_together(plan, loaded)
-        plan.entry = None
+        entry, plan.entry = plan.entry, None
         studies = self._source.has_own_collate and self.cache.may_store(self._source.key)
         if studies:
             # What is loaded to look at may lie in the same memory, and in the same containers.
@@ -136,6 +137,7 @@ class Assembly:
                 if self._source.study.look_for_padding(plan.whole(self._seed), leaves):
                     self.cache.padding_found(self._source.key)
                 lengths = self._own_lengths(plan, leaves, loaded)
+            plan.entry = self._still_true(entry, leaves)
             batch = self._batch(plan, leaves, structure, {}, lengths)
             self._check_cacheable(batch)
         except EgeriaError as error:
@@ -146,10 +148,30 @@ class Assembly:
             path: _wrap(rows, batch, path) if only is None or path in only else rows
             for path, rows in leaves.items()
         }
-        self.cache.count_batch(self._source, len(plan.ids), None)
+        if plan.entry is None:
+            self.cache.count_batch(self._source, len(plan.ids), None)
+        else:
+            count = self.cache.count_batch
+            plan.entry.on_load = partial(count, self._source, len(plan.ids), plan.entry.hit)
         self.cache.count_yielded(batch)
         self._source.yields(tagged.values())
         return own_containers(data, structure.rebuild(tagged))
+
+    def _still_true(
+        self, entry: PlannedEntry | None, leaves: Mapping[str, Any]
+    ) -> PlannedEntry | None:
+        """Return the hits of a loaded batch if the front would read what it read for them."""
+        if entry is None or PRINT not in entry.view.kept or not entry.ready():
+            return None
+        try:
+            prints = row_prints([leaves[path] for path in sorted(entry.view.cut.read)])
+            if torch.equal(entry.kept[PRINT], prints[entry.hit]):  # type: ignore[arg-type]
+                return entry
+        except Exception:  # a leaf of another kind than it was
+            pass
+        assert self.cache is not None
+        self.cache.draws_count(self._source)
+        return None
 
     def _size(self, num_samples: int, lengths: Lengths | None) -> float:
         """Return how many samples of ordinary length the batch is worth, padding included."""

@@ -68,6 +68,7 @@ class Pass:
             wants_control=partial(_wants_control, cache),
             study=partial(_study, cache, loader.source),
             draws_of=partial(loader.source.draws_at, clock=progress.clock),
+            stored_as=loader.source.stored_as,
             seed=loader.seed,
             first_number=progress.yielded,
             num_foreseeable=num_foreseeable(loader.batch_sampler),
@@ -230,10 +231,11 @@ def _num_batches(loader: Any) -> int | None:
         return None
 
 
-def _study(cache: LoaderPort | None, source: LoaderSource) -> tuple[tuple[Axis, ...], bool]:
+def _study(cache: LoaderPort | None, source: LoaderSource) -> tuple[tuple[Axis, ...], bool, bool]:
     if cache is None or cache.boundary is None or not cache.may_store(source.key):
-        return (), False
-    return source.axes, source.study.company is not None
+        return (), False, source.is_steady
+    together = source.study.company is not None
+    return source.axes, together, together or source.is_steady
 
 
 def _wants_control(cache: LoaderPort | None, entry: PlannedEntry) -> bool:

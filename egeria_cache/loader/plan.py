@@ -40,7 +40,9 @@ class Plan:
     axes: tuple[Axis, ...] = ()
     """See `Task.axes`."""
     places: bool = False
-    """See `Task.places`: hits are loaded as well, for what stands beside what is stored."""
+    """See `Task.places`."""
+    loads_hits: bool = False
+    """Whether hits are loaded as well, for what stands beside what is stored."""
     size: float = 0.0
     """Number of samples, those of a padded batch counted by its length: what a step costs by."""
 
@@ -54,7 +56,7 @@ class Plan:
     def misses(self, seed: int | None) -> Task:
         """Return the samples that DataLoader's workers have to load."""
         whole = self.whole(seed)
-        if self.entry is None or self.places:
+        if self.entry is None or self.loads_hits:
             return whole
         if not self.entry.num_misses:
             return whole._replace(indices=None)
@@ -99,8 +101,9 @@ class Planner:
         prefetcher: Prefetcher,
         *,
         wants_control: Callable[[PlannedEntry], bool] = lambda entry: False,
-        study: Callable[[], tuple[tuple[Axis, ...], bool]] = lambda: ((), False),
+        study: Callable[[], tuple[tuple[Axis, ...], bool, bool]] = lambda: ((), False, False),
         draws_of: Callable[[Sequence[SampleId]], npt.NDArray[np.int64]],
+        stored_as: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]],
         seed: int | None,
         first_number: int = 0,
         num_foreseeable: int = 0,
@@ -114,9 +117,10 @@ class Planner:
                 `Task.seeds_all`.
             prefetcher: Reads the hits of plans that come near.
             wants_control: Whether a batch is to be computed although this would serve it.
-            study: Returns along which axes samples are to be measured when they are loaded, and
-                whether they are to be looked for in their batch.
+            study: Returns along which axes samples are to be measured when they are loaded,
+                whether they are to be looked for in their batch, and whether hits are loaded, too.
             draws_of: Sample IDs -> which random draw of each this pass uses.
+            stored_as: Draws -> those under which activations are stored.
             seed: The run's augmentation seed.
             first_number: Number of the first batch.
             num_foreseeable: Batches below this number may be drawn ahead (`ahead.py`).
@@ -127,7 +131,7 @@ class Planner:
         self._prefetcher = prefetcher
         self._wants_control = wants_control
         self._study = study
-        self._draws_of = draws_of
+        self._draws_of, self._stored_as = draws_of, stored_as
         self._seed = seed
         self._next_number = first_number
         self._num_foreseeable = num_foreseeable
@@ -201,7 +205,7 @@ class Planner:
         if not self._undispatched:
             return None
         entry = self._undispatched[0].entry
-        if entry is None or entry.num_misses or self._undispatched[0].places:
+        if entry is None or entry.num_misses or self._undispatched[0].loads_hits:
             return None
         return self._undispatched.popleft().number
 
@@ -246,7 +250,8 @@ class Planner:
         indices = list(indices)
         ids = self._identify(indices)
         draws = self._draws_of(ids)
-        entry = best_entry(views, self._next_number, ids, draws) if views else None
+        stored = self._stored_as(draws) if views else draws
+        entry = best_entry(views, self._next_number, ids, stored) if views else None
         if entry is not None and entry.view.padding is not None:
             entry.weight = self._weight(entry)
         is_control = entry is not None and self._wants_control(entry)

@@ -12,7 +12,7 @@ content of all that decides a sample (`portrait.py`, `content.py`).
 """
 
 from egeria_cache.samples.collation import find_places, own_lengths
-from egeria_cache.samples.content import same_values
+from egeria_cache.samples.content import row_prints, same_values
 from egeria_cache.samples.draws import DEFAULT_REUSE, Clock, Draws
 from egeria_cache.samples.loading import (
     CollateLoaded,
@@ -36,5 +36,6 @@ __all__ = [
     "Task",
     "find_places",
     "own_lengths",
+    "row_prints",
     "same_values",
 ]

@@ -8,6 +8,7 @@ about a hundred million values in ten seconds.
 from __future__ import annotations
 
 import marshal
+from collections.abc import Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from egeria_cache.batch import Beside, PerSample
+from egeria_cache.batch import Beside, PerSample, unwrap
 
 __all__ = [
     "PLAIN",
@@ -25,6 +26,7 @@ __all__ = [
     "is_long",
     "long_print",
     "plain_print",
+    "row_prints",
     "same_bytes",
     "same_values",
     "tensor_print",
@@ -164,3 +166,16 @@ def same_values(left: Any, right: Any) -> bool:
     if isinstance(left, Beside) and isinstance(right, Beside):
         return len(left) == len(right)  # what they are is known to those alone who read them
     return type(left) is type(right) and bool(left == right)
+
+
+def row_prints(leaves: Sequence[Tensor]) -> Tensor:
+    """Return a print of each row of some dense tensors on the host: int64, shape (B, 1)."""
+    rows = [
+        unwrap(leaf).detach().contiguous().reshape(len(leaf), -1).view(torch.uint8).numpy()
+        for leaf in leaves
+    ]
+    prints = np.zeros((len(rows[0]), 1), np.uint64)
+    for row in range(len(prints)):
+        for leaf in rows:
+            prints[row] = xxhash.xxh3_64_intdigest(leaf[row], int(prints[row, 0]))
+    return torch.from_numpy(prints.view(np.int64))

@@ -755,6 +755,7 @@ class SkipEngine:
             devices={n: recipe.tensor_spec(slot).device for n, slot in recipe.slots().items()},
             dropped=frozenset(dropped - kept),
             tagged=frozenset(dropped | kept),
+            read=frozenset(dropped | {call.tagged[i].leaf for i in recipe.entered}),
             fields=self._addresses.of(fields),
             growth=recipe.row_growth(),
             profile=recipe.profile,

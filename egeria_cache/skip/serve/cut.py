@@ -51,6 +51,8 @@ class Cut:
     """Leaves of the loader's batch that only the skipped prefix reads: a hit needs no data."""
     tagged: frozenset[str]
     """Leaves of the loader's batch that the model is called with: they must stay `BatchTensor`s."""
+    read: frozenset[str]
+    """Those of them that the skipped prefix may read."""
     fields: Mapping[str, Any]
     """The cut's part of the content address, JSON values."""
     devices: Mapping[str, torch.device] = field(default_factory=dict)
