@@ -30,6 +30,7 @@ from egeria_cache.batch.structure import (
     merge_rows,
     own_containers,
     row_meta,
+    state_of,
     take_rows,
 )
 from egeria_cache.batch.tensor import BatchTensor, unwrap
@@ -63,6 +64,7 @@ __all__ = [
     "own_containers",
     "row_meta",
     "sample_seed",
+    "state_of",
     "take_rows",
     "unwrap",
     "without_data",

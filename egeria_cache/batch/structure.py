@@ -33,6 +33,7 @@ __all__ = [
     "merge_rows",
     "own_containers",
     "row_meta",
+    "state_of",
     "take_rows",
 ]
 
@@ -240,10 +241,10 @@ def _attributes(node: Any, path: str, walk: _Walk, around: tuple[int, ...]) -> d
         return {
             name: _walk(value if name == "data" else _beside(value, walk.batch_size),
                         f"{path}.{name}", walk, around)
-            for name, value in _state(node).items()
+            for name, value in state_of(node).items()
         }  # fmt: skip
     return {
-        name: _walk(value, f"{path}.{name}", walk, around) for name, value in _state(node).items()
+        name: _walk(value, f"{path}.{name}", walk, around) for name, value in state_of(node).items()
     }
 
 
@@ -272,7 +273,8 @@ def _make(kind: type) -> Any:
     return object.__new__(kind)
 
 
-def _state(node: Any) -> dict[str, Any]:
+def state_of(node: Any) -> dict[str, Any]:
+    """Return the attributes of an object, those in slots too."""
     state = dict(getattr(node, "__dict__", {}))
     for base in type(node).__mro__:
         slots = base.__dict__.get("__slots__", ())
@@ -290,7 +292,7 @@ def _holds_tensors(node: Any, around: tuple[int, ...]) -> bool:
         _make(type(node))
     except TypeError:
         return False
-    for value in _state(node).values():
+    for value in state_of(node).values():
         inner = value.values() if isinstance(value, dict) else value
         inner = inner if isinstance(inner, list | tuple | ValuesView) else (value,)
         if any(isinstance(one, Tensor) or _holds_tensors(one, (*around, 0)) for one in inner):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from egeria_cache.batch import Batch, Entry, unwrap
+from egeria_cache.batch import Batch, Entry
 from egeria_cache.device import uploaded
 from egeria_cache.errors import BoundaryError, PaddingError
 from egeria_cache.skip.model.attach import AttachedForward, inner_model
@@ -199,7 +199,7 @@ class SkipEngine:
                 if self._running.get("call") is ours:
                     self._running.clear()
         # Nothing is frozen; or this is a call within a call, or of another thread.
-        return self._forward(*unwrap(args), **unwrap(kwargs))
+        return self.computed(*args, **kwargs)
 
     def _called_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._is_called = True
@@ -211,7 +211,7 @@ class SkipEngine:
         self._look()
         if self._sharded is not None and self.boundary is not None and not self._sharded.is_ready:
             self.host.note("called", 0.0, 0)
-            return self._forward(*unwrap(args), **unwrap(kwargs))
+            return self.computed(*args, **kwargs)
         is_idle = self._is_held and self.host.is_idle()
         if is_idle and all(type(value) is Tensor for value in (*args, *kwargs.values())):
             return self._forward(*args, **kwargs)  # no batch that knows its samples
@@ -224,8 +224,7 @@ class SkipEngine:
             self._has_run = True
             if not self._is_told:
                 self._is_told = tell_modes(self.model, self._held, drops=self._dropout is not None)
-        call.hand_back()
-        return result
+        return call.hand_back(result)
 
     def _called(self, call: Invocation, key: tuple[Any, ...]) -> Any:
         if self.boundary is None or call.why_not is not None:
@@ -603,7 +602,8 @@ class SkipEngine:
 
     def computed(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model as it is, past all that is served."""
-        return self._forward(*args, **kwargs)
+        call = Invocation.of(args, kwargs)
+        return call.hand_back(self._plainly(call))
 
     def attach(self) -> None:
         """Take over `model.forward`. The model's `state_dict`, copies and pickles stay plain."""
@@ -786,7 +786,7 @@ class SkipEngine:
         if self._padding_unread:
             return output
         found = partial(self._reads_padding, recipe)
-        return watched(recipe.growth, output, call.batch.lengths, found)
+        return watched(recipe.growth, call, output, found)
 
     def _reads_padding(self, recipe: Recipe) -> None:
         """The gradient of the loss comes from padding too: serve nothing like this any more."""

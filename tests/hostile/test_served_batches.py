@@ -117,6 +117,57 @@ def test_an_encoding_is_moved_and_unpacked(run, how):
     )  # fmt: skip
 
 
+def put(batch, name, value):
+    if isinstance(batch, Holder | types.SimpleNamespace):
+        setattr(batch, name, value)
+    else:
+        batch[name] = value
+
+
+def put_in(batch, name, value):
+    put(batch, name, value)
+    return batch
+
+
+CHANGING = {
+    "returned": lambda batch, front, out: put_in(batch, "out", out),
+    "left behind": lambda batch, front, out: put(batch, "out", out),
+    "an input replaced": lambda batch, front, out: put_in(put_in(batch, "x", out * 2), "out", out),
+    "what is skipped": lambda batch, front, out: put_in(put_in(batch, "front", front), "out", out),
+    "in another container": lambda batch, front, out: (put_in(batch, "out", out), {"again": batch}),
+    "an inner list": lambda batch, front, out: put(batch, "out", [out, [out]]),
+}
+
+
+@hostile(served=True)
+@pytest.mark.parametrize("kind", ["dict", "mapping", "object", "namespace"])
+@pytest.mark.parametrize("how", CHANGING)
+def test_a_model_may_leave_its_results_in_the_batch(run, how, kind):
+    """As sentence encoders do: each part reads the batch, and puts what it makes into it."""
+
+    class Whole(Net):
+        def forward(self, batch):
+            x = batch["x"] if kind in ("dict", "mapping") else batch.x
+            front = self.front(x)
+            return CHANGING[how](batch, front, self.back(front))
+
+    def collate(samples):
+        x, y = default_collate(samples)
+        return {"x": x, "y": y} if kind == "dict" else KINDS[kind](x, y)
+
+    def loss(model, batch):
+        returned = model(batch)
+        found = batch if kind == "dict" else vars(batch).get("data", vars(batch))
+        run.see(sorted(found))
+        run.see(returned is batch)
+        out = found["out"][1][0] if how == "an inner list" else found["out"]
+        for name in ("front", "x"):
+            run.see(found.get(name, out).detach().clone())
+        return F.cross_entropy(out, found["y"])
+
+    trained(run, loss, model=Whole(), collate_fn=collate)
+
+
 EXTRA = {
     "count": len,
     "number": lambda s: 0.5,

@@ -18,6 +18,7 @@ from egeria_cache.skip.model.calls import CallRecord, is_compiled
 from egeria_cache.skip.model.fsdp import is_sharded
 from egeria_cache.skip.prove.parts import another, take
 from egeria_cache.skip.prove.twin import Twin, Twins
+from egeria_cache.skip.serve.arguments import Layout
 from egeria_cache.skip.serve.invocation import Invocation
 from egeria_cache.skip.serve.runs import PrefixDone
 from egeria_cache.skip.serve.trace import PrefixTrace, known_tensors
@@ -42,8 +43,8 @@ class Evidence:
     """Per step, as it stood when the boundary returned."""
     seconds: list[float]
     """Per step, from the model's start until it returned."""
-    result: Any
-    """The user's; a twin's where the model is sharded, whose twins have weights of their own."""
+    result: tuple[list[Any], Layout]
+    """All that the call has brought, taken apart."""
     given: list[Any]
     """The leaves of the call, as the plain run has left them."""
     twins: Twins

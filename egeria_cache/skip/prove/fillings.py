@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from egeria_cache.batch import Lengths
 from egeria_cache.errors import PaddingError
@@ -51,13 +50,13 @@ def fillings(
     return [plainly, otherwise]
 
 
-def find_output_axes(evidence: Evidence, recipe: Recipe, outputs: Sequence[Any]) -> None:
+def find_output_axes(evidence: Evidence, recipe: Recipe, outputs: Sequence[list[Any]]) -> None:
     """Find where the model's output is padded: it may be anything there, and nowhere else.
 
     Args:
         evidence: The plain run.
         recipe: Is told.
-        outputs: Of the replays, in the order of `fillings`.
+        outputs: The leaves of the replays' results, in the order of `fillings`.
 
     Raises:
         BoundaryError: What stands in the padding reaches what a user reads of a sample.
@@ -66,8 +65,7 @@ def find_output_axes(evidence: Evidence, recipe: Recipe, outputs: Sequence[Any])
     if growth is None or lengths is None or len(outputs) < 2:
         return
     axes: dict[int, OutputAxis] = {}
-    expected, first, second = (tree_leaves(tree) for tree in (evidence.result, *outputs))
-    for index, leaves in enumerate(zip(expected, first, second, strict=False)):
+    for index, leaves in enumerate(zip(evidence.result[0], *outputs, strict=True)):
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             continue
         a, b, c = leaves
@@ -82,14 +80,14 @@ def find_output_axes(evidence: Evidence, recipe: Recipe, outputs: Sequence[Any])
 
 
 def check_losses(
-    evidence: Evidence, recipe: Recipe, output: Any, roots: Mapping[str, Tensor]
+    evidence: Evidence, recipe: Recipe, leaves: list[Any], roots: Mapping[str, Tensor]
 ) -> None:
     """Look at the gradient of losses that the model computes: none may come from padding.
 
     Args:
         evidence: The plain run, which recorded gradients.
         recipe: Its tensors are padded.
-        output: Of a replay.
+        leaves: Of a replay's result.
         roots: What it was given, by name.
 
     Raises:
@@ -97,7 +95,7 @@ def check_losses(
     """
     lengths = evidence.call.batch.lengths
     losses = [
-        leaf for leaf in tree_leaves(output)
+        leaf for leaf in leaves
         if isinstance(leaf, Tensor) and not leaf.dim() and leaf.requires_grad
     ]  # fmt: skip
     for loss in losses:

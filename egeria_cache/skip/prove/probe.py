@@ -78,9 +78,10 @@ class Prober:
     def _probe(self, run: _ProbeRun, twin: Twin) -> None:
         args, kwargs = self.inputs(run, twin)
         with twin.intercept(self.recipe.modules, run):
-            output = twin.forward(*args, **kwargs)
+            leaves, _ = twin.call.result(twin.forward(*args, **kwargs))
+        twin.call.lent.clear()  # they hold placeholders, as they were given
         run.scene.finished = True
-        escaped = {source for p in _leaked(output) for source in p.sources}
+        escaped = {source for p in _leaked(leaves) for source in p.sources}
         if escaped:
             raise Escape.at(escaped, "the model's output")
 
@@ -94,7 +95,7 @@ class Prober:
             source = frozenset({Source(kind, self._paths[position], position)})
             return Placeholder.of(leaf, source, run.scene)
 
-        return twin.call.rebuild(swap)
+        return twin.call.noted(twin.call.rebuild(swap))
 
     def pin(self, position: int) -> None:
         """Note an argument that the prefix reads and that no loader vouches for."""

@@ -315,8 +315,8 @@ def _check_replay(evidence: Evidence, prober: Prober, recipe: Recipe) -> dict[st
 
 def _replayed(
     evidence: Evidence, prober: Prober, recipe: Recipe, rows: Mapping[str, Tensor]
-) -> Any:
-    """Return the output of a replay, which must write and draw what the plain run did."""
+) -> list[Any]:
+    """Return the leaves of what a replay brings; it must write and draw what the plain run did."""
     values: dict[Slot, Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():
         for name, slot in recipe.slots().items():
@@ -336,7 +336,9 @@ def _replayed(
     args, kwargs = prober.inputs(run, twin)
     evidence.before.restore(for_a_copy=True)
     with twin.intercept(recipe.modules, run):
-        output = twin.forward(*args, **kwargs)
+        leaves, layout = twin.call.result(twin.forward(*args, **kwargs))
+    if layout != evidence.result[1]:
+        raise BoundaryError.not_proved(evidence.boundary, "the output has another structure")
     after = RandomState.now()
     run.scene.finished = True
     recipe.copies = any(difference(a, b) > 0 for a, b in zip(contents, given, strict=True))
@@ -348,7 +350,7 @@ def _replayed(
         raise BoundaryError.impure(
             recipe.boundary, "the prefix draws random numbers, so that later ones would differ"
         )
-    return output
+    return leaves
 
 
 def _check_written(evidence: Evidence, recipe: Recipe, twin: Twin) -> None:
@@ -393,13 +395,10 @@ def _moved(before: nn.Module, after: nn.Module, key: str) -> bool:
     return a is not b and (a is None or b is None or difference(a, b) > 0)
 
 
-def _compare_outputs(evidence: Evidence, output: Any, recipe: Recipe) -> frozenset[int]:
+def _compare_outputs(evidence: Evidence, leaves: list[Any], recipe: Recipe) -> frozenset[int]:
     """Compare with the plain result; return the leaves that a hit cannot give."""
     axes = {} if recipe.growth is None else recipe.growth.outputs
-    expected, spec = tree_flatten(evidence.result)
-    leaves, other_spec = tree_flatten(output)
-    if spec != other_spec:
-        raise BoundaryError.not_proved(evidence.boundary, "the output has another structure")
+    expected = evidence.result[0]
     opaque = set()
     for i, (a, b) in enumerate(zip(expected, leaves, strict=True)):
         if isinstance(a, Tensor) and isinstance(b, Tensor):

@@ -110,7 +110,7 @@ class Rehearsal:
         before.restore(for_a_copy=True)
         with twin.intercept(distinct(step.module for step in steps), plain_run):
             plain_run.begin()
-            result = twin.forward(*args, **kwargs)
+            result = twin.call.result(twin.forward(*args, **kwargs))
         plain_run.finish()
         evidence = Evidence(
             model=self.model,

@@ -120,7 +120,7 @@ class Twins:
         """
         copier = Copier(self._root[0], change=change)
         model, forward, leaves, given = copier(self._root)
-        call = dataclasses.replace(self._call, leaves=leaves, given=given, last_built=[])
+        call = dataclasses.replace(self._call, leaves=leaves, given=given, lent=[])
         pairs = {
             i: (original, copier.of(first))
             for i, (original, first) in self._copier.pairs.items()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from egeria_cache.batch import Beside
 from egeria_cache.bytecode import attributes_of
 from egeria_cache.skip.model.front import ForwardSlot
 from egeria_cache.skip.prove.evidence import Evidence, Recomputed, recompute
@@ -106,16 +107,17 @@ def _noting_class(cls: Any, owner: int, names: set[tuple[int, str]]) -> Any:
 
 
 def free_arguments(evidence: Evidence, recipe: Recipe) -> frozenset[int]:
-    """Return the positions of numbers, strings and tensors that no activation depends on.
+    """Return the positions of plain arguments that no activation depends on.
 
-    Tensors that no loader vouches for: boxes of other numbers for each sample, say, which are for
-    the loss alone.
+    Numbers and strings, what a batch has beside its tensors, and tensors that no loader
+    vouches for: boxes of other numbers for each sample, say, which are for the loss alone.
     """
     tagged = evidence.call.tagged
     candidates = [
         i
         for i, leaf in enumerate(evidence.call.leaves)
         if type(leaf) in (int, float, str)
+        or isinstance(leaf, Beside)
         or (isinstance(leaf, Tensor) and leaf.dim() and i not in tagged and i not in recipe.pinned)
     ]
     if not candidates:
@@ -201,6 +203,8 @@ def _same(a: Any, b: Any) -> bool:
 def _changed(value: Any) -> Any:
     if isinstance(value, Tensor):
         return torch.cat([value, value[:1], value])
+    if isinstance(value, Beside):
+        return Beside(object() for _ in (*value, None))
     if isinstance(value, str):
         return value + " (other)"
     return value + 1 if isinstance(value, int) else value * 1.37 + 0.11

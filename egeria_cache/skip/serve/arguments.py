@@ -1,15 +1,19 @@
-"""Take the arguments of a call apart into leaves, and put them together again.
+"""Take the arguments and the results of a call apart into leaves, and put them together again.
 
 Like PyTorch's pytrees, and further: a batch that is given whole may be a mapping of its own kind
 (`BatchEncoding`), a dataclass or any object with attributes. What holds a loader's tensor is
-opened.
+opened, as are mappings and dataclasses that a model returns.
+
+A model may leave its results in the containers that it is given. It is given others, with the data
+of a loader's tensors in them; what it left there is handed back (`Lent`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -21,13 +25,14 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from egeria_cache.batch import BatchTensor, Structure, flatten, own_containers
+from egeria_cache.batch import BatchTensor, Structure, flatten, own_containers, state_of
 
-__all__ = ["PLAIN", "Layout", "hand_back", "take_apart"]
+__all__ = ["PLAIN", "Layout", "Lent", "lend", "take_apart", "take_result_apart"]
 
 PLAIN = (bool, int, float, str, bytes, type(None))
 _ONE_LEAF = frozenset({Tensor, *PLAIN})
 """Of these very types: what most models are called with has nothing inside to look for."""
+_GONE = "no longer there"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +88,30 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any]
     """Return every leaf in order, and how they belong together."""
     if not kwargs and all(isinstance(a, BatchTensor) or type(a) in _ONE_LEAF for a in args):
         return list(args), _flat(len(args))
-    outer, spec = tree_flatten((args, kwargs))
+    return _take_apart((args, kwargs), _with_batch)
+
+
+def take_result_apart(output: Any, left: Sequence[Mapping[Any, Any]]) -> tuple[list[Any], Layout]:
+    """Return every leaf of what a call has brought, and how they belong together.
+
+    Args:
+        output: What the model returned.
+        left: What it left in each of the containers that it was given.
+    """
+    return _take_apart(((output,), {"left": list(left)}), _result)
+
+
+def _take_apart(
+    tree: Any, look_into: Callable[[Any], tuple[Structure, dict[str, Any]] | None]
+) -> tuple[list[Any], Layout]:
+    outer, spec = tree_flatten(tree)
     leaves, opened, structures = list[Any](), [], []
     for at, leaf in enumerate(outer):
-        structure, inner = _opened(leaf)
-        if structure is None:
+        found = None if isinstance(leaf, (Tensor, *PLAIN)) else look_into(leaf)
+        if found is None:
             leaves.append(leaf)
         else:
+            structure, inner = found
             opened.append((at, type(leaf), structure.paths))
             structures.append(structure)
             leaves += (inner[path] for path in structure.paths)
@@ -102,28 +124,80 @@ def _flat(count: int) -> Layout:
     return Layout(tree_flatten(((None,) * count, {}))[1], (), (), is_flat=True)
 
 
-def hand_back(given: Any, built: Any) -> None:
-    """Give dicts and lists what was added to the ones that were built in their place."""
-    if given is built or type(given) is not type(built):
-        return
-    if isinstance(given, dict):
-        for key, value in built.items():
-            if key in given:
-                hand_back(given[key], value)
-            else:
-                given[key] = value
-    elif type(given) in (list, tuple):
-        for pair in zip(given, built, strict=False):
-            hand_back(*pair)
-        if isinstance(given, list):
-            given += built[len(given) :]
-
-
-def _opened(leaf: Any) -> tuple[Structure | None, dict[str, Any]]:
+def _with_batch(leaf: Any) -> tuple[Structure, dict[str, Any]] | None:
     """Look into an object that is no pytree, if it holds a tensor of a loader."""
-    if isinstance(leaf, (Tensor, *PLAIN)):
-        return None, {}
     structure, inner = flatten(leaf, -1)
-    if any(isinstance(value, BatchTensor) for value in inner.values()):
-        return structure, inner
-    return None, {}
+    found = any(isinstance(value, BatchTensor) for value in inner.values())
+    return (structure, inner) if found else None
+
+
+def _result(leaf: Any) -> tuple[Structure, dict[str, Any]] | None:
+    """Look into a mapping or a record that is no pytree. Other objects, such as a cache of keys and
+    values, count as one: skipped modules may have filled them.
+    """
+    is_open = isinstance(leaf, Mapping | SimpleNamespace) or is_dataclass(leaf)
+    return flatten(leaf, -1) if is_open and not isinstance(leaf, type) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """A container of the caller's, and the one that the model was given in its place."""
+
+    given: Any
+    built: Any
+    """The caller's own where no tensor in it had to be replaced."""
+    before: dict[Any, Any]
+    """What that held when the model was called."""
+
+    def left(self) -> dict[Any, Any]:
+        """Return what the model has put there, by key; `_GONE` for what it took out."""
+        before, after = self.before, _content(self.built)
+        put = {key: value for key, value in after.items()
+               if key not in before or before[key] is not value}  # fmt: skip
+        return put | dict.fromkeys(before.keys() - after.keys(), _GONE)
+
+    def put(self, content: Mapping[Any, Any]) -> None:
+        """Put values into what the model was given."""
+        _put(self.built, content)
+
+    def hand_back(self) -> None:
+        """Let the caller's container be as the model has left the one that it was given."""
+        if self.given is not self.built:
+            _put(self.given, self.left())
+
+
+def lend(given: Any, built: Any, depth: int = 8) -> Iterator[Lent]:
+    """Yield the containers in what a model is called with."""
+    if isinstance(given, Tensor) or type(given) in _ONE_LEAF or not depth:
+        return
+    if type(given) is not type(built) or (
+        given is built and type(given) not in (dict, list, tuple)
+    ):
+        return
+    before = _content(built)
+    if not isinstance(given, tuple):
+        yield Lent(given, built, before)
+    for key, value in _content(given).items():
+        if key in before:
+            yield from lend(value, before[key], depth - 1)
+
+
+def _content(node: Any) -> dict[Any, Any]:
+    if isinstance(node, dict):
+        return dict(node)
+    return dict(enumerate(node)) if isinstance(node, list | tuple) else state_of(node)
+
+
+def _put(node: Any, content: Mapping[Any, Any]) -> None:
+    if isinstance(node, list):
+        after = {**dict(enumerate(node)), **content}
+        node[:] = [value for _, value in sorted(after.items()) if value is not _GONE]
+        return
+    is_dict = isinstance(node, dict)
+    for key, value in content.items():
+        if value is _GONE:
+            dict.pop(node, key, None) if is_dict else object.__delattr__(node, key)
+        elif is_dict:
+            node[key] = value
+        else:
+            object.__setattr__(node, key, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,14 @@ from torch import Tensor
 
 from egeria_cache.batch import Batch, BatchTensor, Lengths, lost_by, take_rows
 from egeria_cache.device import autocast_kinds
-from egeria_cache.skip.serve.arguments import PLAIN, Layout, hand_back, take_apart
+from egeria_cache.skip.serve.arguments import (
+    PLAIN,
+    Layout,
+    Lent,
+    lend,
+    take_apart,
+    take_result_apart,
+)
 from egeria_cache.skip.state.content import digest, is_content
 
 __all__ = ["Invocation", "following", "mode_key"]
@@ -31,8 +38,8 @@ class Invocation:
     """Whose leaves they are; not to be asked for where there is a `why_not`."""
     given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
     """The arguments as they came."""
-    last_built: list[Any] = field(default_factory=list)
-    """(args, kwargs) that the model was called with last."""
+    lent: list[Lent] = field(default_factory=list)
+    """The containers that the model was given last, in place of the caller's."""
     why_not: str | None = None
     """Why the call cannot be served: its leaves do not come from one batch, or are trained."""
 
@@ -64,18 +71,42 @@ class Invocation:
         ]
         return self.layout.build(leaves, self.given)
 
-    def hand_back(self) -> None:
-        """Give the caller's dicts and lists what the model has added to those it was given."""
-        for given, built in zip(self.given, self.last_built, strict=False):
-            hand_back(given, built)
+    def hand_back(self, output: Any) -> Any:
+        """Leave in the caller's containers what the model left in those it was given in their
+        place, and return its output: one of them perhaps.
+        """
+        for lent in self.lent:
+            lent.hand_back()
+        return next((lent.given for lent in self.lent if lent.built is output), output)
+
+    def result(self, output: Any) -> tuple[list[Any], Layout]:
+        """Return all that the call has brought, taken apart: the output, and what the model left in
+        the containers that it was given.
+        """
+        return take_result_apart(output, [lent.left() for lent in self.lent])
+
+    def put(self, output: Any, leaves: Sequence[Any], layout: Layout) -> Any:
+        """Return the output with these leaves in place of those of `result`."""
+        left = [lent.left() for lent in self.lent]
+        (output,), left = layout.build(leaves, ((output,), {"left": left}))
+        for lent, content in zip(self.lent, left["left"], strict=True):
+            lent.put(content)
+        return output
 
     def plain(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) with the data of every leaf, loaded where needed."""
+        if not (self.tagged or any(isinstance(leaf, BatchTensor) for leaf in self.leaves)):
+            return self.noted(self.given)
         return self.noted(self.rebuild(lambda _, leaf: plain(leaf)))
 
     def noted(self, built: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Remember what the model is called with, for `hand_back`."""
-        self.last_built[:] = built
+        """Remember what the model is called with, for `result` and `hand_back`."""
+        self.lent.clear()
+        if not self.layout.is_flat:
+            (args, kwargs), (given, given_kwargs) = built, self.given
+            for pair in (*zip(given, args, strict=True),
+                         *((given_kwargs[key], kwargs[key]) for key in kwargs)):  # fmt: skip
+                self.lent.extend(lend(*pair))
         return built
 
     def rows(self, mask: np.ndarray) -> tuple[tuple[Any, ...], dict[str, Any]]:

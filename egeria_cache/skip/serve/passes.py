@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from egeria_cache.device import runs_late, synchronize
 from egeria_cache.errors import BoundaryError
@@ -145,7 +144,7 @@ def replay(
     finally:
         run.scene.finished = True
     if source.opaque_outputs:
-        output = _hide(output, source.opaque_outputs)
+        output = _hide(call, output, source.opaque_outputs)
     return output, capture.rows() if capture is not None else None
 
 
@@ -189,7 +188,8 @@ def _handler(
     return list(both.values()), handle
 
 
-def _hide(output: Any, opaque: frozenset[int]) -> Any:
-    leaves, spec = tree_flatten(output)
+def _hide(call: Invocation, output: Any, opaque: frozenset[int]) -> Any:
+    leaves, layout = call.result(output)
     hidden = Unavailable(frozenset({Source("step", "a skipped module")}))
-    return tree_unflatten([hidden if i in opaque else x for i, x in enumerate(leaves)], spec)
+    leaves = [hidden if i in opaque else leaf for i, leaf in enumerate(leaves)]
+    return call.put(output, leaves, layout)

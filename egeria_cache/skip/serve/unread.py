@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from egeria_cache.batch import Lengths
 from egeria_cache.skip.serve.growth import Growth
+from egeria_cache.skip.serve.invocation import Invocation
 from egeria_cache.skip.serve.padded import OutputAxis, Proof
 
 __all__ = ["CALLS_TO_PROVE", "MAX_WATCHED", "NEGLIGIBLE", "awaits_proof", "watched"]
@@ -42,9 +42,7 @@ def awaits_proof(growth: Growth | None) -> bool:
     return growth.proof.num_missing > 0
 
 
-def watched(
-    growth: Growth | None, output: Any, lengths: Lengths | None, found: Callable[[], None]
-) -> Any:
+def watched(growth: Growth | None, call: Invocation, output: Any, found: Callable[[], None]) -> Any:
     """Look at the gradient of a model's output when it comes; return the output to hand out.
 
     An output of a model that is frozen as a whole has no gradient by itself: the loop may go on
@@ -52,10 +50,11 @@ def watched(
 
     Args:
         growth: Of the recipe that the call belongs to; counts what was proved.
+        call: What the model was called with.
         output: The model's.
-        lengths: Of the batch.
         found: Called if the loss reads what is padded.
     """
+    lengths = call.batch.lengths
     if growth is None or lengths is None or not growth.outputs:
         return output
     proof = growth.proof
@@ -66,7 +65,7 @@ def watched(
     is_proving = proof.num_missing > 0
     if not is_proving and proof.num_watched % _AGAIN_EVERY:
         return output
-    leaves, spec = tree_flatten(output)
+    leaves, layout = call.result(output)
     seen, replaced = Seen(), False
     for index, leaf in enumerate(leaves):
         axis = growth.outputs.get(index)
@@ -85,7 +84,7 @@ def watched(
                 leaves[index] = root.clone().as_subclass(Followed)  # the loop may write into it
                 replaced = True
     proof.seen = seen
-    return tree_unflatten(leaves, spec) if replaced else output
+    return call.put(output, leaves, layout) if replaced else output
 
 
 class Followed(Tensor):
