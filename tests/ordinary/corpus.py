@@ -264,6 +264,8 @@ CORPUS = [
             front=("transformer.drop", "transformer.h.0", "transformer.h.1"),
             needs=("transformers", "accelerate"),
             modes=True),
+    Program(name="trl_sft", shape="TRL's SFTTrainer", samples=48, epochs=3, hits=88,
+            needs=("transformers", "datasets", "trl")),
     Program(name="sentence_embeddings", shape="sentence-transformers' pairs", samples=32, epochs=3,
             front=tuple(f"0.model.{name.removeprefix('bert.')}" for name in _BERT),
             needs=("sentence_transformers",), modes=True),
