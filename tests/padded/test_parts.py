@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +17,7 @@ from egeria_cache.batch.structure import PerSample, find_lists
 from egeria_cache.ragged import PaddedRows, blank, pad_rows, widen
 from egeria_cache.samples.collation import find_padding, given_values
 from egeria_cache.skip.serve.growth import Growth
+from egeria_cache.skip.serve.invocation import Invocation
 from egeria_cache.skip.serve.padded import OutputAxis
 from egeria_cache.skip.serve.rule import Rule
 from egeria_cache.skip.serve.unread import watched
@@ -175,12 +179,14 @@ def test_an_output_of_another_shape_than_was_proved_is_handed_out_as_it_is():
     """Code behind the boundary may return something else now and then."""
     axis = OutputAxis(1, Rule.longer_by(0, 0), False)
     growth = Growth({}, {}, (False,), (9,), frozenset(), outputs={0: axis})
-    growth.proof.num_missing = 2
+    growth.proof.missing = 1.0
     lengths = Lengths(Padding((Axis("x", 0),), {"x": 0}), np.array([[4], [9]]), (9,))
+    batch = SimpleNamespace(lengths=lengths)
+    call = dataclasses.replace(Invocation.of((), {}), batch=batch)
     for output in (torch.zeros(()), torch.zeros(2), torch.zeros(2, 5), "text", [], {"a": None}):
-        assert watched(growth, output, lengths, lambda: pytest.fail("nothing was read")) is output
+        assert watched(growth, call, output, lambda: pytest.fail("nothing was read")) is output
     hidden = torch.ones(2, 9, requires_grad=True) * 2
     found: list[bool] = []
-    assert watched(growth, hidden, lengths, lambda: found.append(True)) is hidden
+    assert watched(growth, call, hidden, lambda: found.append(True)) is hidden
     hidden.sum().backward()
     assert found == [True]

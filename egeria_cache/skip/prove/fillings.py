@@ -21,7 +21,7 @@ from egeria_cache.skip.serve.growth import Growth
 from egeria_cache.skip.serve.padded import OutputAxis
 from egeria_cache.skip.serve.recipe import Recipe
 from egeria_cache.skip.serve.rule import Rule
-from egeria_cache.skip.serve.unread import CALLS_TO_PROVE, NEGLIGIBLE
+from egeria_cache.skip.serve.unread import ENOUGH, NEGLIGIBLE
 
 __all__ = ["check_losses", "compared", "fillings", "find_output_axes"]
 
@@ -76,7 +76,7 @@ def find_output_axes(evidence: Evidence, recipe: Recipe, outputs: Sequence[list[
             raise PaddingError.reads_padding(recipe.boundary, "the model's output")
         axes[index] = axis
     growth.outputs = axes
-    growth.proof.num_missing = CALLS_TO_PROVE if axes else 0
+    growth.proof.missing = ENOUGH if axes else 0.0
 
 
 def check_losses(

@@ -73,10 +73,10 @@ class RowGrowth:
 class Proof:
     """Whether the loss reads what a model gives where its batch is padded: see `unread.py`."""
 
-    num_missing: int = 0
-    """Calls to be computed yet, to see whether their gradient comes from padding."""
+    missing: float = 0.0
+    """What gradients have yet to show, in computed calls: none comes from padding."""
     num_watched: int = 0
-    """Calls whose gradient was waited for, or could have been."""
+    """Calls whose gradient was waited for, or could have been, since one has shown something."""
     seen: Any = None
     """What came of the last of them."""
 

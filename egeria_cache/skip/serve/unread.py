@@ -1,7 +1,9 @@
 """Whether a training loop reads what the model gives where its batch is padded.
 
 A hit has other values there than the plain model. Where the gradient of an output is zero at all
-padded positions, the loss does not know of them, whoever computes it.
+padded positions, the loss does not know of them, whoever computes it; unless it selects. A maximum
+over all positions has a gradient in a few places only, which may all be tokens by chance. So many
+places have to show it: `ENOUGH`.
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ from egeria_cache.skip.serve.growth import Growth
 from egeria_cache.skip.serve.invocation import Invocation
 from egeria_cache.skip.serve.padded import OutputAxis, Proof
 
-__all__ = ["CALLS_TO_PROVE", "MAX_WATCHED", "NEGLIGIBLE", "awaits_proof", "watched"]
+__all__ = ["ENOUGH", "MAX_WATCHED", "NEGLIGIBLE", "awaits_proof", "watched"]
 
-CALLS_TO_PROVE = 2
-"""Computed batches whose gradient must be zero in the padding before anything is served."""
+ENOUGH = 14.0
+"""Places that have a gradient, over the positions of their batch, before anything is served. That a
+maximum finds no padding in so many is a chance of one in a million."""
+_OF_ONE_CALL = ENOUGH / 2
+"""At most: batches differ."""
 MAX_WATCHED = 8
 """Calls whose gradient is waited for; then it is said that none has come."""
 _AGAIN_EVERY = 8
@@ -36,10 +41,10 @@ def awaits_proof(growth: Growth | None) -> bool:
     Nor does anything show it where no gradient is recorded; what was proved in training holds there
     as well.
     """
-    if growth is None or not growth.proof.num_missing:
+    if growth is None or not growth.proof.missing:
         return False
     _take_in(growth.proof)
-    return growth.proof.num_missing > 0
+    return growth.proof.missing > 0
 
 
 def watched(growth: Growth | None, call: Invocation, output: Any, found: Callable[[], None]) -> Any:
@@ -62,7 +67,7 @@ def watched(growth: Growth | None, call: Invocation, output: Any, found: Callabl
     proof.num_watched += 1
     if not torch.is_grad_enabled():
         return output
-    is_proving = proof.num_missing > 0
+    is_proving = proof.missing > 0
     if not is_proving and proof.num_watched % _AGAIN_EVERY:
         return output
     leaves, layout = call.result(output)
@@ -106,6 +111,8 @@ class Seen:
         self.has_padding = False
         self.came_back = False
         """Whether a gradient has reached an output: padding would have been seen in it."""
+        self.shown = _OF_ONE_CALL
+        """What that shows; an output that no gradient reaches is not read."""
 
     def backward(self, grad: Tensor) -> None:
         """A gradient has come."""
@@ -116,17 +123,22 @@ def _take_in(proof: Proof) -> None:
     """Count the last call that was watched, if its gradient has come."""
     seen, proof.seen = proof.seen, None
     if seen is not None and seen.has_padding and seen.came_back:
-        proof.num_missing = max(0, proof.num_missing - 1)
+        proof.missing = max(0.0, proof.missing - seen.shown)
+        proof.num_watched = 0
 
 
 def _look(
     seen: Seen, axis: OutputAxis, lengths: Lengths, found: Callable[[], None], grad: Tensor
 ) -> None:
-    size = axis.arranged(grad.detach(), len(lengths.own)).abs()
-    largest = (size.flatten(2).amax(2) if size.dim() > 2 else size).cpu()
-    if not largest.isfinite().all():
+    size = axis.arranged(grad.detach(), len(lengths.own)).abs()[..., None].flatten(2)
+    largest = size.max()
+    if not largest.isfinite():
         return  # a scaled loss that overflowed
     seen.came_back = True
+    places = (size > NEGLIGIBLE * largest).sum(2).cpu()
     padding = torch.from_numpy(axis.is_padding(lengths, size.shape[1]))
-    if padding.any() and largest[padding].max() > NEGLIGIBLE * largest.max():
+    if places[padding].any():
         found()
+    elif padding.any():
+        shown = float(places[padding.any(1)].sum()) / size.shape[1]
+        seen.shown = min(seen.shown, shown)
