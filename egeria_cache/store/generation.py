@@ -185,7 +185,7 @@ class Generation:
             ids: B sample IDs, in any order, repeats allowed.
             variant: Which random draw of each.
             pin_memory: Decode into page-locked memory, for a copy to the device.
-            in_memory: Wait for no disk.
+            in_memory: Wait for no disk, but for one record that shows that not all is in memory.
 
         Returns:
             Per name, B rows in the order of `ids` (a list where rows differ in shape, or are no
@@ -195,10 +195,11 @@ class Generation:
         Raises:
             NotInMemoryError: `in_memory`, and not all of it is.
         """
-        keys = encode_keys(ids, variant)
-        fetched = Fetched(False, {}, np.zeros(len(ids), np.bool_))
+        keys, fetched = encode_keys(ids, variant), None
         with self._trouble(), without_modes():
             fetched = self._reader.read(self._files, keys, pin_memory, in_memory)
+        if fetched is None:
+            fetched = Fetched(False, {}, np.zeros(len(ids), np.bool_))
         counts, num_misses = self.counts, len(ids) - fetched.num_hits
         with self._lock:
             counts.hits += fetched.num_hits

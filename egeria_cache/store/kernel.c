@@ -6,12 +6,14 @@
    before it is used, or an address is made of it. The bytes of a record: docs/format.md. */
 
 #define _GNU_SOURCE
-#include <errno.h>
 #include <fcntl.h>
+#include <setjmp.h>
+#include <signal.h>
 #include <stdint.h>
 #include <string.h>
-#include <sys/uio.h>
-#include <unistd.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <time.h>
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || UINTPTR_MAX != UINT64_MAX
 #error "only where numbers lie as on the disk, and a size has 64 bits"
@@ -25,11 +27,13 @@
 
 enum { CHECKSUM_BYTES = 8, SIZE_AT = 8, KEY_BYTES_AT = 14, HEAD_BYTES = 16 };
 enum { RAW, ZSTD, SPLIT, BITMAP };
-enum { BITMAP_HEAD_BYTES = 16, MOST_PLANES = 4, MOST_FIELDS = 255, MOST_HEAD_BYTES = 4096 };
+enum { BITMAP_HEAD_BYTES = 16, MOST_PLANES = 4, MOST_HEAD_BYTES = 4096 };
+enum { LONG_NS = 20000 }; /* no copy of a small record from memory takes so long */
 enum { ABSENT, INTACT, DAMAGED, UNREADABLE }; /* as in native.py */
 
 static const uint64_t AS_THEY_ARE = 1ull << 63;
-static const uint64_t STORED = ~0ull >> 8; /* of an entry; its highest byte is the codec */
+static const uint64_t PLACE = ~0ull >> 16; /* of `at` of an entry, in units of 8 bytes */
+static const uint64_t STORED = ~0ull >> 8; /* of a field; its highest byte is the codec */
 
 typedef uint64_t hash_fn(const void *data, size_t num_bytes, uint64_t seed);
 typedef size_t zstd_fn(void *context, void *out, size_t room, const void *data, size_t num_bytes);
@@ -205,153 +209,178 @@ struct column {
     int64_t num_bytes, width, floating;
 };
 
+struct entry {
+    uint64_t at; /* its place / 8; in the two highest bytes the number of its layout */
+    uint32_t size, block;
+};
+
 struct batch {
-    int64_t descriptor;   /* of the file */
-    uint64_t seed;        /* of the checksums: the generation and the layout */
-    int64_t num_fields;
+    const uint8_t *map; /* of the file */
+    uint64_t map_bytes;
+    int64_t descriptor; /* of the file */
+    uint64_t seed;      /* of the checksums: the generation and the layout */
+    uint64_t layout;    /* its number; records of others stay ABSENT */
     const struct column *columns;
-    const uint64_t *places, *sizes; /* of each record */
-    const uint8_t *keys;            /* one behind the other */
-    const uint64_t *key_ends;
-    const int64_t *rows;            /* of the columns */
-    uint8_t *found;                 /* how each was read; only what is ABSENT is looked for */
-    uint8_t *room;                  /* for decoding, then for a whole record */
+    int64_t num_fields;
+    const struct entry *entries; /* of each record */
+    const uint8_t *keys;         /* one behind the other */
+    const uint16_t *key_bytes;   /* of each */
+    uint8_t *found;              /* how each was read; ABSENT before */
+    uint8_t *room;               /* for decoding, then for a whole record */
     uint64_t decode_bytes, room_bytes;
     hash_fn *hash;
     zstd_fn *zstd;
     void *context;
-    int64_t waits;                  /* for the disk; else what is not in memory stays ABSENT */
+    int64_t waits;               /* for the disk; else what is not in memory stays ABSENT */
 };
 
 static uint64_t aligned(uint64_t size) { return (size + 7) & ~7ull; }
 
-/* Where the entries of a record begin, if it is of this size and this key; 0 if not. */
-static uint64_t entries_at(const struct batch *of, int64_t i, const uint8_t *head) {
-    const uint64_t first = i ? of->key_ends[i - 1] : 0, key_bytes = of->key_ends[i] - first;
-    uint32_t size;
+/* Where a file that is mapped was cut short, or the disk cannot read it, touching it is a signal that
+   would end the process. A copy that meets it ends there; every other SIGBUS is left to whoever would
+   have had it. */
+static __thread __attribute__((tls_model("initial-exec"))) sigjmp_buf *volatile copying;
+static struct sigaction others;
+static volatile sig_atomic_t is_handed_over;
+
+static void on_bus_error(int number, siginfo_t *info, void *context) {
+    (void)context;
+    if (copying && info->si_code > 0) siglongjmp(*copying, 1); /* by a fault; nobody sent it */
+    /* faulthandler ends by what was there before it, which may be this one: not twice. */
+    const struct sigaction end = {.sa_handler = SIG_DFL};
+    sigaction(number, is_handed_over ? &end : &others, NULL);
+    is_handed_over = 1;
+    if (info->si_code <= 0) raise(number); /* else it happens again */
+}
+
+/* Handle the signal, unless that is so: others may have come between. */
+static void handle_bus_errors(void) {
+    static int is_busy;
+    const struct sigaction ours = {
+        .sa_sigaction = on_bus_error, .sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER};
+    struct sigaction now;
+    if (sigaction(SIGBUS, NULL, &now)) return;
+    if (now.sa_flags & SA_SIGINFO && now.sa_sigaction == on_bus_error) return;
+    if (__atomic_exchange_n(&is_busy, 1, __ATOMIC_ACQUIRE)) return; /* another thread does */
+    others = now, is_handed_over = 0;
+    sigaction(SIGBUS, &ours, NULL);
+    __atomic_store_n(&is_busy, 0, __ATOMIC_RELEASE);
+}
+
+/* Copy from the map; whether it could be read. Nothing else touches it, and this once: what is
+   verified is what is used, whoever writes to the file meanwhile. */
+static __attribute__((noinline)) int copied(uint8_t *to, const uint8_t *from, uint64_t size) {
+    sigjmp_buf back;
+    const int failed = sigsetjmp(back, 0);
+    if (!failed) {
+        copying = &back;
+        __asm__ volatile("" ::: "memory");
+        memcpy(to, from, size);
+        __asm__ volatile("" ::: "memory");
+    }
+    copying = NULL;
+    return !failed;
+}
+
+/* Copy a record, what is raw to its row and the rest to the room; verify it; decode it. */
+static int read_one(const struct batch *of, int64_t i, uint64_t place, const uint8_t *key) {
+    const uint64_t size = of->entries[i].size, key_bytes = of->key_bytes[i];
+    const uint64_t fields = HEAD_BYTES + aligned(key_bytes);
+    const uint64_t start = fields + 8 * (uint64_t)of->num_fields;
+    const uint8_t *const record = of->map + place;
+    uint8_t head[MOST_HEAD_BYTES], *const room = of->room + of->decode_bytes;
+    uint32_t its_size;
     uint16_t its_key_bytes;
-    memcpy(&size, head + SIZE_AT, sizeof size);
+    if (start > sizeof head || size < start || size > of->room_bytes - of->decode_bytes)
+        return DAMAGED;
+    if (!copied(head, record, start)) return UNREADABLE;
+    memcpy(&its_size, head + SIZE_AT, sizeof its_size);
     memcpy(&its_key_bytes, head + KEY_BYTES_AT, sizeof its_key_bytes);
-    if (size != of->sizes[i] || its_key_bytes != key_bytes) return 0;
-    if (memcmp(head + HEAD_BYTES, of->keys + first, key_bytes)) return 0;
-    return HEAD_BYTES + aligned(key_bytes);
-}
-
-/* Bytes of a record before its payload. */
-static uint64_t head_bytes(const struct batch *of, int64_t i) {
-    const uint64_t first = i ? of->key_ends[i - 1] : 0;
-    return HEAD_BYTES + aligned(of->key_ends[i] - first) + 8 * (uint64_t)of->num_fields;
-}
-
-/* Read what these say; ABSENT if it is not in memory and this does not wait, INTACT if all of it was
-   read. */
-static int read_all(const struct batch *of, struct iovec *into, int count, uint64_t place,
-                    uint64_t size) {
-    for (;;) {
-        const ssize_t done = preadv2((int)of->descriptor, into, count, (off_t)place,
-                                     of->waits ? 0 : RWF_NOWAIT);
-        if (done < 0 && errno == EINTR) continue;
-        if (done < 0) return of->waits ? UNREADABLE : ABSENT;
-        if ((uint64_t)done == size) return INTACT;
-        if (!done) return of->waits ? DAMAGED : ABSENT; /* the file ends here */
-        place += (uint64_t)done, size -= (uint64_t)done;
-        for (size_t left = (size_t)done; left;) {
-            const size_t taken = left < into->iov_len ? left : into->iov_len;
-            into->iov_base = (uint8_t *)into->iov_base + taken;
-            into->iov_len -= taken, left -= taken;
-            if (!into->iov_len) into++, count--;
-        }
-        while (count && !into->iov_len) into++, count--;
-    }
-}
-
-/* Read a record of raw tensors to where they belong. DAMAGED if it is another one than that. */
-static int read_raw(const struct batch *of, int64_t i, uint64_t start) {
-    uint8_t head[MOST_HEAD_BYTES];
-    struct iovec into[MOST_FIELDS + 1] = {{head, start}};
-    int count = 1;
+    if (its_size != size || its_key_bytes != key_bytes) return DAMAGED;
+    if (memcmp(head + HEAD_BYTES, key, key_bytes)) return DAMAGED;
+    uint64_t at = start, sum = of->hash(head + CHECKSUM_BYTES, start - CHECKSUM_BYTES, of->seed);
     for (int64_t j = 0; j < of->num_fields; j++) {
         const struct column *column = of->columns + j;
-        if (!column->num_bytes) continue;
-        into[count++] = (struct iovec){column->out + of->rows[i] * column->num_bytes,
-                                       (size_t)column->num_bytes};
-    }
-    const int how = read_all(of, into, count, of->places[i], of->sizes[i]);
-    if (how != INTACT) return how;
-    const uint64_t entries = entries_at(of, i, head);
-    if (!entries) return DAMAGED;
-    uint64_t sum = of->hash(head + CHECKSUM_BYTES, start - CHECKSUM_BYTES, of->seed);
-    for (int64_t j = 0; j < of->num_fields; j++) {
-        const struct column *column = of->columns + j;
-        if (word(head + entries + 8 * (uint64_t)j) != (uint64_t)column->num_bytes) return DAMAGED;
-        sum = of->hash(column->out + of->rows[i] * column->num_bytes, (size_t)column->num_bytes, sum);
-    }
-    return sum == word(head) ? INTACT : DAMAGED;
-}
-
-/* Read a record into the room, verify it, and decode it from there. */
-static int read_any(const struct batch *of, int64_t i, uint64_t start) {
-    const uint64_t size = of->sizes[i];
-    uint8_t *const record = of->room + of->decode_bytes;
-    if (size > of->room_bytes - of->decode_bytes) return DAMAGED;
-    struct iovec into = {record, size};
-    const int how = read_all(of, &into, 1, of->places[i], size);
-    if (how != INTACT) return how;
-    const uint64_t entries = entries_at(of, i, record);
-    if (!entries) return DAMAGED;
-    uint64_t at = start, sum = of->hash(record + CHECKSUM_BYTES, start - CHECKSUM_BYTES, of->seed);
-    for (int64_t j = 0; j < of->num_fields; j++) {
-        const uint64_t stored = word(record + entries + 8 * (uint64_t)j) & STORED;
+        const uint64_t field = word(head + fields + 8 * (uint64_t)j), stored = field & STORED;
+        const int is_raw = field == (uint64_t)column->num_bytes;
+        uint8_t *const to = is_raw ? column->out + i * column->num_bytes : room + at;
         if (stored > size - at) return DAMAGED;
-        sum = of->hash(record + at, stored, sum);
+        if (!copied(to, record + at, stored)) return UNREADABLE;
+        sum = of->hash(to, stored, sum);
         at += stored;
     }
-    if (at != size || sum != word(record)) return DAMAGED;
+    if (at != size || sum != word(head)) return DAMAGED;
     at = start;
     for (int64_t j = 0; j < of->num_fields; j++) {
         const struct column *column = of->columns + j;
         const struct decoder with = {of->zstd, of->context, column->width, column->floating};
-        const uint64_t entry = word(record + entries + 8 * (uint64_t)j), stored = entry & STORED;
-        if (!decode_field(&with, entry >> 56, record + at, stored, of->room,
-                          column->out + of->rows[i] * column->num_bytes, column->num_bytes))
+        const uint64_t field = word(head + fields + 8 * (uint64_t)j), stored = field & STORED;
+        if (field != (uint64_t)column->num_bytes
+            && !decode_field(&with, field >> 56, room + at, stored, of->room,
+                             column->out + i * column->num_bytes, column->num_bytes))
             return DAMAGED;
         at += stored;
     }
     return INTACT;
 }
 
-static int read_one(const struct batch *of, int64_t i, uint64_t raw_bytes) {
-    const uint64_t start = head_bytes(of, i);
-    if (start > MOST_HEAD_BYTES || of->sizes[i] < start) return DAMAGED;
-    if (of->sizes[i] != start + raw_bytes) return read_any(of, i, start);
-    const int how = read_raw(of, i, start);
-    return how == DAMAGED ? read_any(of, i, start) : how; /* encoded, and of the same size */
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ll + now.tv_nsec;
 }
 
-/* Read records of one layout, each of which holds all columns: what is in memory, then the rest, all
-   of which is asked for before it is waited for. Return how many are INTACT. */
-int64_t egeria_read(struct batch *of, int64_t count) {
-    const int64_t waits = of->waits;
-    int64_t num_intact = 0, num_left = 0;
-    uint64_t raw_bytes = 0;
-    for (int64_t j = 0; j < of->num_fields; j++) raw_bytes += (uint64_t)of->columns[j].num_bytes;
-    of->waits = 0;
-    for (int64_t i = 0; i < count; i++) {
-        of->found[i] = (uint8_t)read_one(of, i, raw_bytes);
-        num_intact += of->found[i] == INTACT, num_left += of->found[i] == ABSENT;
-        if (num_left && !waits) break;
-    }
-    of->waits = waits;
-    if (!num_left || !waits) return num_intact;
-    for (int64_t i = 0; i < count; i++)
-        if (of->found[i] == ABSENT)
-            (void)posix_fadvise((int)of->descriptor, (off_t)of->places[i], (off_t)of->sizes[i],
-                                POSIX_FADV_WILLNEED);
-    for (int64_t i = 0; i < count; i++) {
-        if (of->found[i] != ABSENT) continue;
-        of->found[i] = (uint8_t)read_one(of, i, raw_bytes);
+/* How often this thread has waited for a disk. */
+static int64_t num_waits(void) {
+    struct rusage used;
+    return getrusage(RUSAGE_THREAD, &used) ? 0 : used.ru_majflt;
+}
+
+/* Where a record lies, if it is all in the part of the map that there is; else no place in it. */
+static uint64_t place_of(const struct batch *of, int64_t i, uint64_t map_bytes) {
+    const uint64_t place = (of->entries[i].at & PLACE) << 3, size = of->entries[i].size;
+    return place && place <= map_bytes && size <= map_bytes - place ? place : map_bytes;
+}
+
+/* Read records of one layout, each of which holds all columns, to the rows of the same numbers;
+   return how many are INTACT. Where the beginning of one was not in memory, all that are left are
+   asked for at once, before they are waited for; or they stay ABSENT, if this does not wait. */
+int64_t egeria_read(const struct batch *of, int64_t count) {
+    struct stat file;
+    uint64_t map_bytes = of->map_bytes;
+    if (fstat((int)of->descriptor, &file) || !of->map) map_bytes = 0;
+    else if ((uint64_t)file.st_size < map_bytes) map_bytes = (uint64_t)file.st_size;
+    sigset_t bus_error, before;
+    sigemptyset(&bus_error), sigaddset(&bus_error, SIGBUS);
+    pthread_sigmask(SIG_UNBLOCK, &bus_error, &before); /* where it is blocked, it kills */
+    handle_bus_errors();
+    const uint8_t *key = of->keys;
+    const int64_t waits_before = num_waits();
+    int64_t last_ns = now_ns(), num_intact = 0;
+    int is_asked_for = 0;
+    for (int64_t i = 0; i < count; key += of->key_bytes[i++]) {
+        if (!of->entries[i].size || of->entries[i].at >> 48 != of->layout) continue;
+        const uint64_t place = place_of(of, i, map_bytes);
+        of->found[i] = DAMAGED;
+        if (place == map_bytes) continue;
+        uint8_t byte;
+        if (!is_asked_for && copied(&byte, of->map + place, sizeof byte)) {
+            const int64_t ns = now_ns();
+            is_asked_for = ns - last_ns > LONG_NS && num_waits() > waits_before;
+            last_ns = ns;
+            if (is_asked_for && !of->waits) {
+                of->found[i] = ABSENT;
+                break;
+            }
+            for (int64_t k = is_asked_for ? i : count; k < count; k++)
+                if (place_of(of, k, map_bytes) != map_bytes)
+                    (void)posix_fadvise((int)of->descriptor, (off_t)place_of(of, k, map_bytes),
+                                        of->entries[k].size, POSIX_FADV_WILLNEED);
+        }
+        of->found[i] = (uint8_t)read_one(of, i, place, key);
         num_intact += of->found[i] == INTACT;
     }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
     return num_intact;
 }
 
@@ -381,5 +410,5 @@ void egeria_pack(hash_fn *hash, uint64_t seed, uint8_t *records, int64_t stride,
 }
 
 /* See SHAPE in native.py. */
-const uint64_t egeria_shape[] = {6, sizeof(struct column), sizeof(struct batch),
+const uint64_t egeria_shape[] = {7, sizeof(struct column), sizeof(struct batch),
                                  sizeof(struct decoder), sizeof(struct source)};

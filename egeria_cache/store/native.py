@@ -12,6 +12,7 @@ import functools
 import importlib
 import os
 import weakref
+from array import array
 from collections.abc import Sequence
 from ctypes import POINTER, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
@@ -46,7 +47,6 @@ ABSENT, INTACT, DAMAGED, UNREADABLE = range(4)
 since the disk cannot."""
 
 Bytes = npt.NDArray[np.uint8]
-Words = npt.NDArray[np.uint64]
 
 
 class Kernel:
@@ -70,47 +70,40 @@ class Kernel:
     def read(
         self,
         unpacker: Unpacker,
-        descriptor: int,
-        seed: int,
+        file: tuple[int, int, int],
+        layout: tuple[int, int],
         columns: Sequence[tuple[Tensor, int, tuple[int, bool]]],
-        places: Words,
-        sizes: Words,
-        keys: bytes,
-        key_ends: Words,
-        rows: npt.NDArray[np.int64],
+        entries: npt.NDArray[Any],
+        keys: Sequence[bytes],
         *,
         waits: bool,
-    ) -> Bytes:
-        """Read, verify and decode records of one layout; return how each was read, shape (N,).
+    ) -> tuple[int, Bytes]:
+        """Read, verify and decode records of one layout; return how many are intact, and how each
+        was read, shape (N,).
 
         Args:
             unpacker: Of this thread.
-            descriptor: Of their file.
-            seed: Of their checksums.
-            columns: Per field contiguous rows to fill, their bytes, and what their numbers are.
-            places: Of each record in the file, shape (N,).
-            sizes: Bytes of each record, shape (N,).
-            keys: One behind the other.
-            key_ends: Where each ends, shape (N,).
-            rows: Of the columns, one for each record, shape (N,).
+            file: Where it is mapped, how many bytes at most, and its descriptor.
+            layout: The seed of the records' checksums, and its number; others stay absent.
+            columns: Per field N contiguous rows, their bytes, and what their numbers are.
+            entries: Of each record, shape (N,), contiguous.
+            keys: Of each record.
             waits: For the disk; else what is not in memory is not read.
         """
-        found = np.zeros(len(places), np.uint8)
+        found = np.zeros(len(entries), np.uint8)
         described = (_Column * len(columns))(
             *(_Column(rows.data_ptr(), num_bytes, *kind) for rows, num_bytes, kind in columns)
         )
-        decode_bytes = max((_room_bytes(num_bytes) for _, num_bytes, _ in columns), default=0)
-        raw_bytes = sum(num_bytes for _, num_bytes, _ in columns)
-        largest = int(sizes.max()) if len(sizes) else 0
-        largest = min(largest, 2 * raw_bytes + _MOST_HEAD_BYTES)  # more is none of these records
-        room_bytes = decode_bytes + largest
+        sizes = [num_bytes for _, num_bytes, _ in columns]
+        decode_bytes = _room_bytes(max(sizes, default=0))
+        room_bytes = decode_bytes + sum(sizes) + _MOST_HEAD_BYTES  # more is none of these records
+        key_bytes = array("H", map(len, keys))
         batch = _Batch(
-            descriptor, seed, len(columns), described, _address(places), _address(sizes), keys,
-            _address(key_ends), _address(rows), _address(found), unpacker.room(room_bytes),
-            decode_bytes, room_bytes, self._hash, self._unzstd, unpacker.context, waits,
+            *file, *layout, described, len(columns), _address(entries), b"".join(keys),
+            key_bytes.buffer_info()[0], _address(found), unpacker.room(room_bytes), decode_bytes,
+            room_bytes, self._hash, self._unzstd, unpacker.context, waits,
         )  # fmt: skip
-        self._read(batch, len(places))
-        return found
+        return self._read(batch, len(entries)), found
 
     def decode(
         self, unpacker: Unpacker, codec: int, stored: Any, out: Bytes, elements: tuple[int, bool]
@@ -220,15 +213,16 @@ class _Column(ctypes.Structure):
 
 class _Batch(ctypes.Structure):
     _fields_ = [
+        ("map", c_void_p),
+        ("map_bytes", c_uint64),
         ("descriptor", c_int64),
         ("seed", c_uint64),
-        ("num_fields", c_int64),
+        ("layout", c_uint64),
         ("columns", POINTER(_Column)),
-        ("places", c_void_p),
-        ("sizes", c_void_p),
+        ("num_fields", c_int64),
+        ("entries", c_void_p),
         ("keys", ctypes.c_char_p),
-        ("key_ends", c_void_p),
-        ("rows", c_void_p),
+        ("key_bytes", c_void_p),
         ("found", c_void_p),
         ("room", c_void_p),
         ("decode_bytes", c_uint64),
@@ -253,7 +247,7 @@ class _Source(ctypes.Structure):
     _fields_ = [("rows", c_void_p), ("num_bytes", c_int64)]
 
 
-SHAPE = [6, *map(ctypes.sizeof, (_Column, _Batch, _Decoder, _Source))]
+SHAPE = [7, *map(ctypes.sizeof, (_Column, _Batch, _Decoder, _Source))]
 """What the library says of itself. The first is counted up in both when a function takes something
 else: a library that was left beside newer sources would write where it should not."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from egeria_cache.store.codecs.codec import Coder, NeedsKernelError
 from egeria_cache.store.codecs.lossy import unpack
-from egeria_cache.store.codecs.planes import GROUPS
 from egeria_cache.store.disk.files import (
     GenerationFiles,
     GoneError,
@@ -29,7 +28,7 @@ from egeria_cache.store.disk.files import (
     numbers_of,
     places_of,
 )
-from egeria_cache.store.native import ABSENT, INTACT, UNREADABLE, kernel
+from egeria_cache.store.native import ABSENT, INTACT, UNREADABLE, Kernel, kernel
 from egeria_cache.store.records.keys import decode_key
 from egeria_cache.store.records.layout import FieldLayout, Layout
 from egeria_cache.store.records.record import open_record
@@ -44,6 +43,8 @@ NUMBERS = {torch.uint8: np.uint8, torch.int64: np.int64, torch.float32: np.float
 PLACEHOLDERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
 """By their bytes: what may lie where something else will."""
 Places = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.bool_]
+"""Of a batch, shape (B,)."""
 Column = Tensor | list[Any]
 
 
@@ -93,7 +94,7 @@ class BatchReader:
                 self._report(files, keys[row], message)
         if not files.usable:  # became void while we were reading
             batch.hit[:] = False
-        num_hits = int(np.count_nonzero(batch.hit))
+        num_hits = int(batch.hit.sum())
         return Fetched(batch.bare, batch.fields, batch.hit, num_hits, num_corrupt)
 
     @property
@@ -132,120 +133,104 @@ class _Batch:
 
     def read(self) -> None:
         """Read all rows that are there."""
-        rows = np.flatnonzero(self._entries["size"])
-        if len(rows) < len(self._keys) and not self._waits:
+        left = self._entries["size"] > 0
+        if not (self._waits or left.all()):
             raise NotInMemoryError
-        if not len(rows):
+        while left.any():
+            numbers = numbers_of(self._entries)
+            number = numbers[left.argmax()]
+            rows = left & (numbers == number)
+            self._read_layout(int(number), rows)
+            left &= ~rows
+        if self.hit.all():
             return
-        numbers = numbers_of(self._entries[rows])
-        if (numbers == numbers[0]).all():
-            self._read_layout(int(numbers[0]), rows)
-        else:
-            for number in np.unique(numbers)[np.argsort(np.unique(numbers, True)[1])].tolist():
-                self._read_layout(number, rows[numbers == number])
         missing = np.flatnonzero(~self.hit)
-        for name, column in self.fields.items() if len(missing) else ():
+        for name, column in self.fields.items():
             if isinstance(column, Tensor):
                 column[torch.from_numpy(missing)] = torch.zeros((), dtype=column.dtype)
             else:
                 self.fields[name] = [one if self.hit[at] else None for at, one in enumerate(column)]
 
-    def _read_layout(self, number: int, rows: Places) -> None:
+    def _read_layout(self, number: int, rows: Rows) -> None:
         layout = self._view.layout(number)
         if layout is None:
-            self.failed |= dict.fromkeys(rows.tolist(), ("its layout is lost", True))
+            for row in np.flatnonzero(rows).tolist():
+                self.failed[row] = "its layout is lost", True
             return
-        names = {one.name for one in layout.fields}
-        if self.fields and (names != set(self.fields) or layout.bare != self.bare):
-            return  # of another kind than the first of the batch
-        native = kernel()
-        if native is not None and layout.is_fixed and _takes(layout):
-            columns = self._read_together(layout, rows)
+        if self.fields:
+            names = {one.name for one in layout.fields}
+            if names != set(self.fields) or layout.bare != self.bare:
+                return  # of another kind than the first of the batch
+        native = kernel() if layout.is_plain else None
+        if native is not None:
+            columns = self._read_together(native, layout, rows)
         else:
-            columns = self._read_one_by_one(layout, rows)
+            columns = self._read_one_by_one(layout, np.flatnonzero(rows))
         self.bare = layout.bare
         for field, column in zip(layout.fields, columns, strict=True):
             known = self.fields.get(field.name)
             self.fields[field.name] = column if known is None else _merged(known, column, rows)
 
-    # -- all in one call --------------------------------------------------------------------
-
-    def _read_together(self, layout: Layout, rows: Places) -> list[Column]:
-        """Read rows of tensors of fixed size."""
-        count = len(self._keys)
-        columns = [_allocate(field, count, self._pin_memory) for field in layout.fields]
-        self._read_into(layout, rows, columns)
+    def _read_together(self, native: Kernel, layout: Layout, rows: Rows) -> list[Column]:
+        """Read rows of tensors of fixed size in one call."""
+        view, fields = self._view, layout.fields
+        columns = [_allocate(field, len(self._keys), self._pin_memory) for field in fields]
+        num_intact, found = native.read(
+            self._coder.unpacker(native),
+            view.mapped(),
+            (view.files.identity ^ layout.seed, layout.number),
+            [
+                (rows, one.num_bytes, one.elements)
+                for rows, one in zip(columns, fields, strict=True)
+            ],
+            self._entries,
+            self._keys,
+            waits=self._waits,
+        )
+        intact = found == INTACT
+        self.hit |= intact
+        failed = [] if num_intact == len(found) else np.flatnonzero(rows & ~intact).tolist()
+        for row in failed:
+            if found[row] == ABSENT:
+                raise NotInMemoryError
+            if found[row] == UNREADABLE:
+                self.failed[row] = "the disk cannot read it", False
+                continue
+            # From wherever it is now; or what is wrong with it is noted.
+            values = self._values(layout, row)
+            for column, one, value in zip(columns, fields, values or (), strict=bool(values)):
+                if isinstance(value, Tensor) and one.storage is None:
+                    column[row] = value
+                else:  # its values were unpacked already
+                    self.hit[row] = False
         return [
             column
-            if field.storage is None or field.dtype is None
-            else unpack(column, field.shape, field.dtype, field.storage)
-            for field, column in zip(layout.fields, columns, strict=True)
+            if one.storage is None or one.dtype is None
+            else unpack(column, one.shape, one.dtype, one.storage)
+            for one, column in zip(fields, columns, strict=True)
         ]
 
-    def _read_into(self, layout: Layout, rows: Places, columns: Sequence[Tensor]) -> None:
-        native, view = kernel(), self._view
-        assert native is not None
-        entries = self._entries if len(rows) == len(self._keys) else self._entries[rows]
-        keys = self._keys if len(rows) == len(self._keys) else [self._keys[row] for row in rows]
-        places = places_of(entries)
-        ends = np.cumsum(np.fromiter(map(len, keys), np.uint64, len(keys)))
-        found = native.read(
-            self._coder.unpacker(native), view.descriptor, view.files.identity ^ layout.seed,
-            [(column, field.num_bytes, field.elements)
-             for column, field in zip(columns, layout.fields, strict=True)],
-            places, entries["size"].astype(np.uint64), b"".join(keys), ends, rows,
-            waits=self._waits,
-        )  # fmt: skip
-        if not self._waits and (found == ABSENT).any():
-            raise NotInMemoryError
-        self.hit[rows] = found == INTACT
-        for row in rows[found != INTACT].tolist():
-            at = int(np.searchsorted(rows, row))
-            if found[at] == UNREADABLE:
-                self.failed[row] = "the disk cannot read it", False
-            else:
-                self._read_again(layout, row, columns)
-
-    def _read_again(self, layout: Layout, row: int, columns: Sequence[Tensor]) -> None:
-        """Read a row from wherever it is now, or say what is wrong with it."""
-        values = self._values(layout, row, None)
-        for column, field, value in zip(columns, layout.fields, values or (), strict=bool(values)):
-            if isinstance(value, Tensor) and field.storage is None:
-                column[row] = value
-            else:  # its values were unpacked already
-                self.hit[row] = False
-
-    # -- one by one -------------------------------------------------------------------------
-
     def _read_one_by_one(self, layout: Layout, rows: Places) -> list[Column]:
-        records = self._ask_for(rows)
+        descriptor, entries = self._view.descriptor, self._entries[rows]
+        for place, size in zip(places_of(entries).tolist(), entries["size"].tolist(), strict=True):
+            if self._waits:
+                os.posix_fadvise(descriptor, place, size, os.POSIX_FADV_WILLNEED)
+            elif place and not _is_in_memory(descriptor, place, size):
+                raise NotInMemoryError
         values: list[list[Any]] = [[None] * len(self._keys) for _ in layout.fields]
-        for row, record in zip(rows.tolist(), records, strict=True):
-            for at, value in enumerate(self._values(layout, row, record) or ()):
+        for row in rows.tolist():
+            for at, value in enumerate(self._values(layout, row) or ()):
                 values[at][row] = value
         return [self._column(one, rows[self.hit[rows]]) for one in values]
 
-    def _ask_for(self, rows: Places) -> list[memoryview]:
-        """Return the records: what is in memory at once, the rest after all of it was asked for."""
-        descriptor, records = self._view.descriptor, list[memoryview]()
-        spans = list(zip(places_of(self._entries[rows]).tolist(),
-                         self._entries["size"][rows].tolist(), strict=True))  # fmt: skip
-        for place, size in spans:
-            records.append(_read_now(descriptor, place, size) if place else memoryview(b""))
-        missing = [at for at, (place, _) in enumerate(spans) if place and not records[at]]
-        if missing and not self._waits:
-            raise NotInMemoryError
-        for at in missing:
-            os.posix_fadvise(descriptor, *spans[at], os.POSIX_FADV_WILLNEED)
-        return records
-
-    def _values(self, layout: Layout, row: int, record: memoryview | None) -> list[Any] | None:
+    def _values(self, layout: Layout, row: int) -> list[Any] | None:
         """Return what a record holds; None, with the reason noted, if it is not intact."""
         view, key, entry = self._view, self._keys[row], self._entries[row]
         message = "it is gone"
         try:
-            for found in self._copies(key, entry, record):
+            for by_block in (False, True):
                 try:
+                    found = view.record(key, entry, by_block=by_block)
                     opened = open_record(key, found, layout, view.files.identity)
                     values = [opened.value(at, self._coder) for at in range(len(layout.fields))]
                 except RecordError as error:
@@ -264,13 +249,6 @@ class _Batch:
                 view.files.forget()
         return None
 
-    def _copies(self, key: bytes, entry: Any, record: memoryview | None) -> Iterator[memoryview]:
-        """Yield what may be the record: as it was read, from its place, and from its block."""
-        if record:
-            yield record
-        yield self._view.record(key, entry)
-        yield self._view.record(key, entry, by_block=True)
-
     def _column(self, values: list[Any], rows: Places) -> Column:
         """Return one tensor if all of these rows are alike, with zeros where there are none."""
         there = [values[row] for row in rows.tolist()]
@@ -282,32 +260,21 @@ class _Batch:
         return torch.stack([blank if one is None else one for one in values])
 
 
-def _merged(known: Column, column: Column, rows: Places) -> Column:
+def _merged(known: Column, column: Column, rows: Rows) -> Column:
     """Return rows of two layouts in one column."""
-    alike = isinstance(known, Tensor) and isinstance(column, Tensor)
-    if alike and known.shape == column.shape and known.dtype == column.dtype:  # type: ignore[union-attr]
+    both = isinstance(known, Tensor) and isinstance(column, Tensor)
+    if both and known.shape == column.shape and known.dtype == column.dtype:  # type: ignore[union-attr]
         known[torch.from_numpy(rows)] = column[torch.from_numpy(rows)]
         return known
-    joined = list(known)
-    for row in rows.tolist():
-        joined[row] = column[row]
-    return joined
+    return [column[at] if rows[at] else known[at] for at in range(len(rows))]
 
 
-def _read_now(descriptor: int, place: int, size: int) -> memoryview:
-    """Return bytes that are in memory; nothing if not all of them are."""
-    size = max(min(size, os.fstat(descriptor).st_size - place), 0)
-    room = bytearray(size)
+def _is_in_memory(descriptor: int, place: int, size: int) -> bool:
     try:
-        whole = os.preadv(descriptor, [room], place, os.RWF_NOWAIT) == size
+        room = bytearray(max(min(size, os.fstat(descriptor).st_size - place), 0))
+        return os.preadv(descriptor, [room], place, os.RWF_NOWAIT) == size
     except OSError:
-        whole = False
-    return memoryview(room if whole else b"")
-
-
-def _takes(layout: Layout) -> bool:
-    """Whether the kernel knows all that such records hold."""
-    return all(one.elements[0] in GROUPS for one in layout.fields)
+        return False
 
 
 def _allocate(field: FieldLayout, count: int, pin_memory: bool) -> Tensor:

@@ -485,13 +485,13 @@ def test_statistics_and_sizes_never_raise(original, tmp_path, monkeypatch):
     copy = tmp_path / "cache"
     shutil.copytree(original, copy)
 
-    def refuse(*args):
+    def refuse(*args, **kwargs):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     with ActivationStore(copy) as store:
         generation = store.open_generation(FIELDS[0])
         monkeypatch.setattr(os, "scandir", refuse)
-        monkeypatch.setattr(Environment, "reading", refuse)
+        monkeypatch.setattr(Environment, "transaction", refuse)
         assert store.stats().num_samples == 0
         assert generation.num_samples == 0
         assert not generation.contains([1]).any()

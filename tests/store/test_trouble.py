@@ -236,7 +236,7 @@ def test_a_record_moved_to_another_samples_key_is_not_served(store):
         store.put_batch([one], rows([one]))
         store.flush(FLUSH_S)
     environment = store._own()._files._environment
-    with environment.writing() as transaction:
+    with environment.transaction(writes=True) as transaction:
         table, (one, two) = environment.tables[b"samples"], encode_keys([1, 2])
         transaction.put(one, bytes(transaction.get(two, db=table)), db=table)
     assert store.get_batch([1, 2])[1].tolist() == [False, True]

@@ -80,6 +80,8 @@ class Environment:
         self._directory, self._identity, self._process = directory, identity, os.getpid()
         self._num_users = self._num_inside = 0
         self._inside = threading.Lock()
+        self.map: tuple[int, int, int] | None = None
+        """See `mapped`; None until it is known."""
         self._env = _open_lmdb(directory, writes=writes, is_shared=is_shared)
         try:
             self._env.reader_check()
@@ -137,7 +139,8 @@ class Environment:
             except lmdb.Error as error:
                 if isinstance(error, _DAMAGE):
                     raise DamagedError(f"{directory / DATA_NAME} is damaged: {error}") from None
-                raise as_os_error(error) from error
+                full = isinstance(error, lmdb.DiskError | lmdb.MapFullError)
+                raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
             finally:
                 if descriptor >= 0:
                     os.close(descriptor)
@@ -164,40 +167,15 @@ class Environment:
             with contextlib.suppress(OSError):  # it is closed whatever close() says
                 os.close(self.descriptor)
 
-    # -- transactions -----------------------------------------------------------------------
-
     @contextlib.contextmanager
-    def reading(self) -> Iterator[lmdb.Transaction]:
-        """A view of what is committed now.
+    def transaction(self, *, writes: bool = False) -> Iterator[lmdb.Transaction]:
+        """A view of what is committed now. One that writes is committed at the end, durably, or not
+        at all if anything is raised.
 
         Raises:
-            OSError: LMDB cannot read now.
+            GoneError: Closed.
+            OSError: The disk is full, or fails, or LMDB cannot read now.
         """
-        with self._used():
-            if self.tables is None:
-                self.tables = self._open_tables()
-            with self._env.begin(buffers=True) as transaction:
-                yield transaction
-
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[lmdb.Transaction]:
-        """A transaction that is committed at the end, durably, or not at all if anything is raised.
-
-        Raises:
-            OSError: The disk is full, or fails.
-        """
-        with self._used():
-            try:
-                with self._env.begin(write=True, buffers=True) as transaction:
-                    yield transaction
-            except lmdb.Error as error:
-                # To LMDB, a write that was cut short is an input/output error.
-                if os.fstatvfs(self.descriptor).f_bavail < FEW_BLOCKS:
-                    raise OSError(errno.ENOSPC, str(error)) from error
-                raise
-
-    @contextlib.contextmanager
-    def _used(self) -> Iterator[None]:
         if os.getpid() != self._process:
             raise StoreError(
                 f"{self._directory} was opened before fork(), whose child has neither its threads "
@@ -209,9 +187,15 @@ class Environment:
                 raise GoneError("closed")
             self._num_inside += 1
         try:
-            yield
+            if self.tables is None:
+                self.tables = self._open_tables()
+            with self._env.begin(write=writes, buffers=True) as transaction:
+                yield transaction
         except lmdb.Error as error:
-            raise as_os_error(error) from error
+            # To LMDB, a write that was cut short is an input/output error.
+            is_full = writes and os.fstatvfs(self.descriptor).f_bavail < FEW_BLOCKS
+            is_full = is_full or isinstance(error, lmdb.DiskError | lmdb.MapFullError)
+            raise OSError(errno.ENOSPC if is_full else errno.EIO, str(error)) from error
         finally:
             with self._inside:
                 self._num_inside -= 1
@@ -241,17 +225,28 @@ class Environment:
         flags = ctypes.c_uint16.from_address(begin - 6).value
         return int(number) * self.page_bytes + 16 if flags & 4 else 0
 
+    def mapped(self, view: memoryview) -> tuple[int, int, int]:
+        """Return where LMDB has mapped the file, how many bytes at most, and the file.
+
+        Args:
+            view: Any value, as a transaction that reads has it.
+
+        Raises:
+            OSError: The disk cannot read it.
+        """
+        page = np.frombuffer(view, np.uint8).ctypes.data & -self.page_bytes
+        place = ctypes.c_uint64.from_address(page).value * self.page_bytes
+        size = os.fstat(self.descriptor).st_size
+        there = os.pread(self.descriptor, self.page_bytes, place) if place < size else b""
+        if there != ctypes.string_at(page, self.page_bytes):  # its number is damaged
+            return 0, 0, self.descriptor
+        return page - place, self._env.info()["map_size"], self.descriptor
+
 
 _DAMAGE = (
     lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.VersionMismatchError,
     lmdb.IncompatibleError, lmdb.BadDbiError,
 )  # fmt: skip
-
-
-def as_os_error(error: lmdb.Error) -> OSError:
-    """Return what the system would say; whatever it is, it is of now."""
-    full = isinstance(error, lmdb.DiskError | lmdb.MapFullError)
-    return OSError(errno.ENOSPC if full else errno.EIO, str(error))
 
 
 def problem_of(directory: Path, descriptor: int, *, believes_note: bool = True) -> str | None:
@@ -313,7 +308,7 @@ def _open_lmdb(directory: Path, *, writes: bool, is_shared: bool) -> lmdb.Enviro
     settings: dict[str, Any] = {
         "path": f"/proc/self/fd/{at}", "map_size": _map_bytes(), "max_dbs": len(TABLES),
         "metasync": False, "mode": 0o600, "readonly": not writes, "create": writes,
-        "max_spare_txns": 4,
+        "max_spare_txns": 4, "readahead": False,
     }  # fmt: skip
     try:
         if writes:

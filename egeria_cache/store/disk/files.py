@@ -179,7 +179,7 @@ class GenerationFiles:
             OSError: It cannot be read now.
         """
         environment = self._opened()
-        with environment.reading() as transaction:
+        with environment.transaction() as transaction:
             yield View(self, environment, transaction)
 
     def contains(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
@@ -287,7 +287,7 @@ class GenerationFiles:
         """
         self.check_present()
         environment = self._opened()
-        with environment.writing() as transaction:
+        with environment.transaction(writes=True) as transaction:
             commit = Commit(View(self, environment, transaction))
             yield commit
             commit.finish()
@@ -351,6 +351,15 @@ class View:
                 if known.number != number:
                     return None
                 self.files._layouts[number] = known
+        return known
+
+    def mapped(self) -> tuple[int, int, int]:
+        """Return where the file is mapped, how many bytes at most, and its descriptor."""
+        known = self.environment.map
+        if known is None:
+            totals = self.get(b"about", TOTALS)
+            known = (0, 0, 0) if totals is None else self.environment.mapped(totals)
+            self.environment.map = known if known[0] else None
         return known
 
     def totals(self) -> Totals:

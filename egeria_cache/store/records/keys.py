@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SampleId", "Variants", "decode_key", "encode_key", "encode_keys", "plain_integers"]
+__all__ = ["SampleId", "Variants", "decode_key", "encode_key", "encode_keys"]
 
 SampleId = int | str | tuple[Any, ...]
 """Hashable name of a sample: an integer, a text, or a tuple of these."""
@@ -26,9 +26,7 @@ MAX_KEY_BYTES = 511
 """As LMDB takes them."""
 _SIGN = 1 << 63
 _INT, _TEXT, _TUPLE, _HASHED = b"i", b"s", b"t", b"h"
-_INT_KEY = np.dtype([("kind", "S1"), ("number", ">u8"), ("variant", ">u4")])
-_INT_KEY_BYTES, _VARIANT_BYTES = _INT_KEY.itemsize, 4
-_INT64 = np.dtype(np.int64)
+_INT_KEY = struct.Struct(">cQI")
 
 
 def encode_keys(ids: Sequence[SampleId], variant: Variants = 0) -> list[bytes]:
@@ -38,19 +36,18 @@ def encode_keys(ids: Sequence[SampleId], variant: Variants = 0) -> list[bytes]:
         TypeError: An ID is not an integer, a text, or a tuple of these.
         ValueError: No variant has this number: it has 32 bits.
     """
-    variants = np.asarray(variant)
-    if variants.size and not 0 <= int(variants.min()) <= int(variants.max()) < 1 << 32:
-        wrong = int(variants.min()) if int(variants.min()) < 0 else int(variants.max())
-        raise ValueError(f"variant must be from 0 to {(1 << 32) - 1}, got {wrong}")
-    numbers = plain_integers(ids)
-    if numbers is None:
-        each = np.broadcast_to(variants, len(ids)).tolist()
+    if isinstance(ids, np.ndarray):
+        ids = ids.tolist()
+    whole = isinstance(variant, int)
+    each = [variant] * len(ids) if whole else np.broadcast_to(variant, len(ids)).tolist()
+    pack = _INT_KEY.pack
+    try:
+        return [
+            pack(_INT, one + _SIGN, which) if type(one) is int else encode_key(one, which)
+            for one, which in zip(ids, each, strict=True)
+        ]
+    except struct.error:  # an integer or a variant too large for that
         return [encode_key(one, which) for one, which in zip(ids, each, strict=True)]
-    table = np.empty(len(numbers), _INT_KEY)
-    table["kind"], table["variant"] = _INT, variants
-    table["number"] = numbers.view(np.uint64) ^ np.uint64(_SIGN)
-    whole = table.tobytes()
-    return [whole[at : at + _INT_KEY_BYTES] for at in range(0, len(whole), _INT_KEY_BYTES)]
 
 
 def encode_key(sample_id: SampleId, variant: int = 0) -> bytes:
@@ -58,7 +55,10 @@ def encode_key(sample_id: SampleId, variant: int = 0) -> bytes:
 
     Raises:
         TypeError: The ID is not an integer, a text, or a tuple of these.
+        ValueError: No variant has this number: it has 32 bits.
     """
+    if not 0 <= variant < 1 << 32:
+        raise ValueError(f"variant must be from 0 to {(1 << 32) - 1}, got {variant}")
     tail = struct.pack(">I", variant)
     if isinstance(sample_id, str):
         key = _TEXT + sample_id.encode("utf-8", "surrogatepass") + tail
@@ -71,24 +71,8 @@ def encode_key(sample_id: SampleId, variant: int = 0) -> bytes:
         key = _TUPLE + _element(number) + tail
     if len(key) > MAX_KEY_BYTES:
         # The whole key is hashed, not its tail: two long keys then differ by 256 bits.
-        key = _HASHED + hashlib.blake2b(key[:-_VARIANT_BYTES], digest_size=32).digest() + tail
+        key = _HASHED + hashlib.blake2b(key[: -len(tail)], digest_size=32).digest() + tail
     return key
-
-
-def plain_integers(ids: Sequence[SampleId]) -> npt.NDArray[np.int64] | None:
-    """Return the IDs as int64, shape (B,), if every one of them is an integer of 64 bits."""
-    if isinstance(ids, np.ndarray):
-        if ids.dtype is _INT64 and ids.ndim == 1:
-            return np.ascontiguousarray(ids)
-        fits = ids.dtype.kind == "i" or (ids.dtype.kind == "u" and ids.dtype.itemsize < 8)
-        return ids.astype(np.int64) if fits and ids.ndim == 1 else None
-    try:
-        array = np.array(ids)
-    except (ValueError, OverflowError):  # tuples of different lengths
-        return None
-    if array.ndim == 1 and (array.dtype.kind in "ib" or not len(ids)):
-        return array.astype(np.int64, copy=False)
-    return None
 
 
 def decode_key(key: bytes) -> tuple[SampleId | None, int]:
@@ -99,7 +83,7 @@ def decode_key(key: bytes) -> tuple[SampleId | None, int]:
     """
     try:
         kind, body, (variant,) = key[:1], key[1:-4], struct.unpack(">I", key[1:][-4:])
-        if kind == _INT and len(key) == _INT_KEY_BYTES:
+        if kind == _INT and len(key) == _INT_KEY.size:
             return struct.unpack(">Q", body)[0] - _SIGN, variant
         if kind == _TEXT:
             return body.decode("utf-8", "surrogatepass"), variant

@@ -16,6 +16,7 @@ import xxhash
 
 from egeria_cache.store.codecs.codec import Elements
 from egeria_cache.store.codecs.lossy import CODES, Storage, storage_bytes
+from egeria_cache.store.codecs.planes import GROUPS
 from egeria_cache.store.records.values import RecordError
 
 __all__ = ["DTYPES", "RAGGED", "FieldLayout", "Layout"]
@@ -102,9 +103,9 @@ class Layout:
         return sum(field.num_ragged for field in self.fields)
 
     @cached_property
-    def is_fixed(self) -> bool:
-        """All records are of one size when they are decoded."""
-        return all(field.num_bytes >= 0 for field in self.fields)
+    def is_plain(self) -> bool:
+        """All records are tensors of one size, of numbers that the kernel knows."""
+        return all(one.num_bytes >= 0 and one.elements[0] in GROUPS for one in self.fields)
 
     @cached_property
     def row_bytes(self) -> int:
