@@ -197,7 +197,7 @@ class CacheHost:
         if len(chains) <= MAX_CHAINS:
             if len(chains) == TOLD_CHAINS and not self._counts.hits:
                 told = f"every batch so far was changed in another way ({shown})"
-                self.uncached(told)
+                self.uncached(told, "Do it after the boundary, or in the data set")
                 self._told_chains = told
             return None
         return (
@@ -355,7 +355,7 @@ class CacheHost:
         log.log(logging.WARNING if self._status.set_by_hand else logging.INFO, reason)
         self._views.void(lambda view: True, unlink=False)
 
-    def uncached(self, reason: str) -> None:
+    def uncached(self, reason: str, remedy: str) -> None:
         """The model is called, and nothing can be served or stored: say what came instead."""
         if self._told_chains and self._counts.why_not == self._told_chains:
             return  # what the loop does to its batches has been named
@@ -364,11 +364,7 @@ class CacheHost:
         if self._leave_together() or self._counts.why_not not in (None, self._told_bare):
             return  # whatever it is, it came first
         self._counts.why_not = self._told_bare = reason
-        log.warning(
-            "a boundary is set, but nothing is cached: %s. Give the model the loader's batches as "
-            "they come, or do what changes them after the boundary or in the data set",
-            reason,
-        )
+        log.warning("a boundary is set, but nothing is cached: %s. %s", reason, remedy)
 
     def _leave_together(self) -> bool:
         """What the front reads is not the samples' own: cache such loaders no more, if any."""

@@ -27,7 +27,7 @@ from egeria_cache.skip.model.features import Features
 from egeria_cache.skip.model.frozen import FrozenPrefix
 from egeria_cache.skip.model.fsdp import states_in
 from egeria_cache.skip.model.modes import tell_modes
-from egeria_cache.skip.model.names import module_named
+from egeria_cache.skip.model.names import module_named, user_line
 from egeria_cache.skip.model.scout import Scout
 from egeria_cache.skip.model.sharded import Front, ShardedFront
 from egeria_cache.skip.prove.auto import AutoBoundary
@@ -37,7 +37,7 @@ from egeria_cache.skip.serve.address import Addresses, address, prefix_tensors
 from egeria_cache.skip.serve.book import RecipeBook
 from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import Cut, merge
-from egeria_cache.skip.serve.invocation import Invocation
+from egeria_cache.skip.serve.invocation import WANTS_GRADIENT, Invocation
 from egeria_cache.skip.serve.recipe import Recipe
 from egeria_cache.skip.serve.thaw import ThawWatch
 from egeria_cache.skip.serve.unread import MAX_WATCHED, awaits_proof, watched
@@ -57,6 +57,10 @@ _MAX_EVEN = 8
 """Batches without padding that are computed in the hope of one that has some."""
 _MAX_BARE = 3
 """Calls under a boundary that may come without a loader's batch before that is said."""
+_AS_THEY_COME = (
+    "Give the model the loader's batches as they come, or do what changes them after the boundary "
+    "or in the data set"
+)
 
 
 class Filled(BaseException):
@@ -89,7 +93,7 @@ class SkipHost(Protocol):
     def thawed(self, name: str, cut: str | None) -> None:
         """The tensor `name` of the prefix is trained from now on; the model is cut before it."""
 
-    def uncached(self, reason: str) -> None:
+    def uncached(self, reason: str, remedy: str) -> None:
         """Several calls under a boundary came with batches that cannot be served."""
 
     def unproved(self, reason: str) -> None:
@@ -247,7 +251,7 @@ class SkipEngine:
             if self._num_bare <= 1:
                 self._why_bare = call.why_not
             if self._num_bare == _MAX_BARE:
-                self.host.uncached(self._why_bare)
+                self.host.uncached(*_with_remedy(self._why_bare))
             if not self.host.is_refused():
                 self._hold(call)
             elif not self._has_run:
@@ -339,7 +343,7 @@ class SkipEngine:
         self._adopt(recipe, outcome.twin, call) or self._publish(recipe, call, written)
         self.host.note("proof", seconds, call.batch.size)
         if self._num_new == _MAX_BARE:
-            self.host.uncached("no call came with the arguments of one before it")
+            self.host.uncached("no call came with the arguments of one before it", _AS_THEY_COME)
         rows = capture.rows()
         why = capture.deviation
         if rows is not None and not passes.alike(rows, outcome.rows):
@@ -802,3 +806,13 @@ class SkipEngine:
         self._refuse(key, error)
         args, kwargs = call.plain()
         return self._forward(*args, **kwargs)
+
+
+def _with_remedy(why: str) -> tuple[str, str]:
+    """Return why calls come plain, with the line if that helps, and what to do about it."""
+    if why != WANTS_GRADIENT:
+        return why, _AS_THEY_COME
+    return f"{why} (the model is called at {user_line()})", (
+        "Where the loop needs that gradient (adversarial examples, a generator's pictures), such "
+        "calls are always computed; where it does not, leave `requires_grad_` out"
+    )

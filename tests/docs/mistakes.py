@@ -106,6 +106,7 @@ class _Heard(logging.Handler):
 
 def _normal(text: str, scratch: str) -> str:
     text = text.replace(os.path.realpath(scratch), "runs").replace(scratch, "runs")
+    text = re.sub(rf"{Path(__file__).name}, line \d+", "train.py, line 12", text)
     text = re.sub(r"gen-[0-9a-f]{12}", "gen-0123456789ab", text)
     text = re.sub(r"(?<![\w.])\d\.\d\d+(e-\d+)?(?![\w.])", "0.12", text)  # how far something is off
     return "\n".join(line.rstrip() for line in text.strip().splitlines())
@@ -343,6 +344,17 @@ def mixed_in_the_loop(where):
     with cached(net, where, gate="always") as cache:
         loader = EgeriaLoader(samples(), 8, shuffle=True, cache=cache)
         train(net, loader, 4, before=lambda x: 0.7 * x + 0.3 * x.flip(0))
+
+
+@mistake(
+    "The loop asks for a gradient of its inputs (FGSM, saliency)",
+    "That gradient leads through the frozen front, which is computed for it.",
+)
+def gradient_of_the_inputs(where):
+    net = model()
+    with cached(net, where, gate="always") as cache:
+        loader = EgeriaLoader(samples(), 8, shuffle=True, cache=cache)
+        train(net, loader, 4, before=lambda x: x.requires_grad_())
 
 
 @mistake(

@@ -92,7 +92,7 @@ class FakeHost:
     def thawed(self, name, cut):
         self.thaws.append((name, cut))
 
-    def uncached(self, reason):
+    def uncached(self, reason, remedy):
         self.told.append(reason)
 
     def note(self, kind, seconds, rows):

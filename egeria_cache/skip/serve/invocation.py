@@ -22,7 +22,9 @@ from egeria_cache.skip.serve.arguments import (
 )
 from egeria_cache.skip.state.content import digest, is_content
 
-__all__ = ["Invocation", "following", "mode_key"]
+__all__ = ["WANTS_GRADIENT", "Invocation", "following", "mode_key"]
+
+WANTS_GRADIENT = "an input requires grad, and its gradient leads through the frozen front"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +56,12 @@ class Invocation:
         }
         batches = {id(leaf.batch): leaf.batch for leaf in tagged.values()}
         why_not = None
-        if len(batches) != 1:
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            why_not = WANTS_GRADIENT
+        elif len(batches) != 1:
             why_not = _untagged(leaves) if not batches else "it was given rows of several batches"
         elif not next(iter(batches.values())).size:
             why_not = "the batch is empty"
-        elif any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-            why_not = "an input requires grad, and its gradient leads through the prefix"
         batch: Any = next(iter(batches.values()), None)
         return cls(leaves, layout, tagged, batch, (args, kwargs), why_not=why_not)
 
