@@ -82,7 +82,7 @@ class MemoryHost:
         """No part of the prefix is ever trained."""
         raise AssertionError(name)
 
-    def uncached(self, reason: str) -> None:
+    def uncached(self, reason: str, remedy: str) -> None:
         """Every batch knows its samples."""
         raise AssertionError(reason)
 
