@@ -110,6 +110,9 @@ class AbsentTensor(BatchTensor):
         misses = None if self._misses is None else op.run(self._misses)
         meta = op.run(self._meta)
         device = misses.device if misses is not None else (op.device or self.device)
+        is_here = device == self.device if device.type == "cpu" else located(device) == self.device
+        if is_here and op.is_nothing(self._meta, meta):  # "cpu:0" is not "cpu": a copy is made
+            return self
         result = _absent(meta, self.batch, self.leaf, (*self.chain, op), misses, device)
         if device == self.device and op.aliases(self._meta, meta):
             result._alias = self, op

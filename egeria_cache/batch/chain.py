@@ -45,6 +45,7 @@ _KEEPS_VALUES = {
 _MOVES = _KEEPS_VALUES | {
     Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.long, Tensor.int,
 }  # fmt: skip
+_RETURNS_ITSELF = _MOVES - {Tensor.clone, Tensor.detach, Tensor.pin_memory}
 
 
 def _named(text: str) -> set[Any]:
@@ -124,6 +125,8 @@ class Op:
             leaf: The leaf; only its shape, dtype and device are looked at.
             at: The leaf's place among the arguments.
         """
+        if at == 0 and func is Tensor.type and args and isinstance(args[0], torch.dtype):
+            return cls._move(Tensor.to, args[:1], {})
         if at == 0 and (func in _MOVES or moved_to(func)):
             return cls._move(func, args, kwargs)
         if func not in _BY_ROW or not leaf.dim() or kwargs.get("out") is not None:
@@ -180,6 +183,11 @@ class Op:
         meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         result = self.run(meta)
         return (result.dtype, result.shape) == (meta.dtype, meta.shape)
+
+    def is_nothing(self, before: Tensor, after: Tensor) -> bool:
+        """Whether PyTorch would give back the very tensor: a cast to what it is (metas of both)."""
+        copies = self.kwargs.get("copy") or any(value is True for value in self.args[2:])
+        return after is before and self.func in _RETURNS_ITSELF and not copies
 
     def aliases(self, before: Tensor, after: Tensor) -> bool:
         """Whether the result may share the memory of what it is made from (metas of both)."""

@@ -86,6 +86,8 @@ class BatchTensor(Tensor):
         if not self._vouched.holds(data):
             return None
         result = op.run(data)
+        if result is data:
+            return self
         return loaded_tensor(result, self.batch, self.leaf, (*self.chain, op), self._vouched)
 
     def _apply_in_place(self, op: Op) -> bool:

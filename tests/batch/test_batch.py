@@ -62,6 +62,19 @@ def test_the_cpu_by_number_is_the_cpu(hit):
 
 
 @KINDS
+@pytest.mark.parametrize("how", ["float", "type", "to", "contiguous", "cpu"])
+def test_a_cast_to_what_a_leaf_is_gives_the_leaf(hit, how):
+    """As everywhere in PyTorch; prefetchers then change it in place."""
+    x, loads = make_batch(hit)
+    args = {"type": (torch.float32,), "to": ("cpu", torch.float32)}.get(how, ())
+    assert getattr(x, how)(*args) is x
+    assert x.to("cpu", copy=True) is not x
+    x.sub_(0.5).div_(2)
+    assert not loads
+    assert torch.equal(x.full(), (RAW - 0.5) / 2)
+
+
+@KINDS
 def test_looking_at_shape_dtype_and_device_loads_nothing(hit):
     x, loads = make_batch(hit)
     assert x.shape == (4, 3, 2)

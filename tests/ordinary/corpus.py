@@ -272,6 +272,12 @@ CORPUS = [
     Program(name="transfer_kernel", file="transfer_notebook", samples=48, epochs=3,
             shape="transfer learning in a notebook's kernel", start="kernel", front=_RESNET,
             needs=("nbclient", "ipykernel"), modes=True),
+    Program(name="prefetcher", shape="a prefetcher that changes its batches in place", samples=64,
+            epochs=4, front=("conv1", "bn1", "layer1", "layer2"), modes=True),
+    Program(name="clip_adapter", shape="CLIP-Adapter", samples=64, epochs=4, hits=176),
+    Program(name="perceptual_loss", shape="a perceptual loss", samples=64, epochs=4),
+    Program(name="fgsm", shape="adversarial training", samples=64, epochs=3, hits=0, front=_RESNET,
+            told="requires grad", modes=True),
     Program(name="quickstart", shape="a first program", samples=64, epochs=4, default=True),
 ]  # fmt: skip
 

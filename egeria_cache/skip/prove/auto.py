@@ -14,7 +14,7 @@ from egeria_cache.skip.model.calls import Recorder
 from egeria_cache.skip.prove.places import frozen_places
 from egeria_cache.skip.prove.rehearsal import patchable
 from egeria_cache.skip.prove.twin import Twins, shared_modules
-from egeria_cache.skip.serve.invocation import Invocation
+from egeria_cache.skip.serve.invocation import Invocation, plain
 from egeria_cache.skip.state.surroundings import Surroundings
 
 __all__ = ["AutoBoundary"]
@@ -87,7 +87,8 @@ class AutoBoundary:
         world = surroundings.now()
         try:
             twin = Twins(self._model, forward, call).fresh()
-            args, kwargs = twin.call.plain()
+            # A gradient that is asked of an input trains nothing before the boundary.
+            args, kwargs = twin.call.rebuild(lambda _, leaf: plain(leaf).detach())
             world.restore(for_a_copy=True)
             with (
                 torch.inference_mode(False),
