@@ -27,6 +27,7 @@ __all__ = [
     "counting",
     "find_lists",
     "flatten",
+    "interleaved",
     "is_dense",
     "is_faithful",
     "is_rows",
@@ -310,17 +311,20 @@ def take_rows(rows: Rows, mask: np.ndarray) -> Rows:
 def merge_rows(mask: np.ndarray, where_true: Rows, where_false: Rows) -> Rows:
     """Interleave two sets of rows: row i comes from `where_true` if mask[i], else `where_false`."""
     if isinstance(where_true, Tensor) and isinstance(where_false, Tensor):
-        true_at = uploaded(torch.from_numpy(np.flatnonzero(mask)), where_true.device)
-        false_at = uploaded(torch.from_numpy(np.flatnonzero(~mask)), where_true.device)
-        out = torch.empty(
-            (len(mask), *where_true.shape[1:]), dtype=where_true.dtype, device=where_true.device
-        )
-        out.index_copy_(0, true_at, where_true)
-        out.index_copy_(0, false_at, where_false)
-        return out
+        return interleaved(mask, where_true, where_false)
     yes, no = iter(_values(where_true)), iter(_values(where_false))
     kind = list if isinstance(where_false, Tensor) else type(where_false)
     return kind(next(yes) if hit else next(no) for hit in mask)
+
+
+def interleaved(mask: np.ndarray, where_true: Tensor, where_false: Tensor) -> Tensor:
+    """Do so with tensors, which lie on one device."""
+    # One behind the other, then in order: that takes half the time of two `index_copy_`.
+    order = np.empty(len(mask), np.int64)
+    order[mask] = np.arange(len(where_true))
+    order[~mask] = np.arange(len(where_true), len(mask))
+    together = torch.cat((where_true, where_false))
+    return together.index_select(0, uploaded(torch.from_numpy(order), together.device))
 
 
 def _values(rows: Rows) -> Sequence[Any]:

@@ -198,7 +198,7 @@ class LoaderPort:
         return self._policy.wants_timing(loader_name)
 
     def loaded(self, loader_name: str, seconds: float) -> None:
-        """A batch took the training thread so long to load."""
+        """A batch took so many seconds of processor time to load, those of workers included."""
         self._policy.loaded(loader_name, seconds)
 
     def is_plain(self, loader_name: str) -> bool:

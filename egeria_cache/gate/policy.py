@@ -90,7 +90,7 @@ class ServingPolicy:
         self._schedules[loader].forwards.append(forward_s)
 
     def loaded(self, loader: str, seconds: float) -> None:
-        """A batch was loaded in so many seconds of the training thread."""
+        """A batch took so many seconds of processor time to load, those of workers included."""
         self._schedules[loader].loads.append(seconds)
 
     def postpones(self, loader: str, *, padded: bool, hits: float = 1.0) -> str | None:

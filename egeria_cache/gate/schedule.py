@@ -37,7 +37,7 @@ class Schedule:
     forwards: list[float] = field(default_factory=list)
     """What the whole model took for them."""
     loads: list[float] = field(default_factory=list)
-    """What the training thread took to load a batch."""
+    """What it took to load a batch: processor time of the training thread and the workers."""
     hits: float = 1.0
     """Part of an epoch's samples that may be hits: random draws are made anew in turns."""
 

@@ -152,7 +152,7 @@ class Pass:
         self._progress.count(plan.number, self._planner.planned_before(plan.number))
         self._step = plan, asked
         if self._times_loading:
-            self._note_loading(began)
+            self._note_loading(loaded.worker_s + time.thread_time() - began)
         return batch
 
     def _read_alone(self) -> Loaded | None:
@@ -196,10 +196,10 @@ class Pass:
         self._step = None
         return now
 
-    def _note_loading(self, began: float) -> None:
+    def _note_loading(self, seconds: float) -> None:
         """Tell the cache what a batch cost without it, as far as it wants to know."""
         assert self._cache is not None
-        self._cache.loaded(self._source.key, time.thread_time() - began)
+        self._cache.loaded(self._source.key, seconds)
         self._times_loading = self._cache.wants_timing(self._source.key)
 
     def _start_workers(self) -> Iterator[Loaded]:

@@ -8,6 +8,7 @@ plain DataLoader; only the global random generators that are drawn from are seed
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -88,6 +89,8 @@ class Loaded(NamedTuple):
     """A leaf in which a sample is not in its place what it is alone, where they were measured."""
     places: Places | None = None
     """Where the samples stand in the batch, if they were looked for."""
+    worker_s: float = 0.0
+    """Processor time that a worker took; 0 where the training process has loaded them."""
 
 
 class SampleLoader:
@@ -131,8 +134,8 @@ class SampleLoader:
         elif self._is_first:
             self._is_first = False
             samples: list[Any] = []
-            for one in _singly(task):
-                found = self._load(one, transforms)
+            for row in range(len(task.ids)):
+                found = self._load(task.at([row]), transforms)
                 if not isinstance(found, list):
                     break
                 samples += found
@@ -179,19 +182,18 @@ class SampleLoader:
         saved = [g.save() for g in generators] if get_worker_info() is None else []
         samples: list[Any] = []
         try:
-            for one in _singly(task):
+            for index, sample_id, draw in zip(task.indices, task.ids, task.draws, strict=True):
                 assert task.seed is not None
-                seed = sample_seed(task.seed, one.ids[0], one.draws[0])
+                seed = sample_seed(task.seed, sample_id, draw)
                 for generator in generators:
                     generator.seed(seed)
                 for transform in transforms:
                     transform.set_random_seed(seed & 0xFFFFFFFF)
                 before = {name: seeded[name].look() for name in unseen}
-                assert one.indices is not None
-                found = _get_batch(self.dataset, one.indices)
-                moved = {name for name, look in before.items() if seeded[name].look() != look}
-                if moved:
-                    self.drawn, unseen = self.drawn | moved, unseen - moved
+                found = _get_batch(self.dataset, [index])
+                for name, look in before.items():
+                    if seeded[name].look() != look:
+                        self.drawn, unseen = self.drawn | {name}, unseen - {name}
                 if not isinstance(found, list):  # a batch of its own kind, not to be put together
                     return _get_batch(self.dataset, task.indices)
                 samples += found
@@ -201,13 +203,6 @@ class SampleLoader:
             for transform in transforms:  # whatever was drawn: it is the same data set as before
                 transform.set_random_seed(task.seed & 0xFFFFFFFF)  # type: ignore[operator]
         return samples
-
-
-def _singly(task: Task) -> Iterator[Task]:
-    assert task.indices is not None
-    for one in zip(task.indices, task.ids, task.draws, strict=True):
-        index, sample_id, draw = one
-        yield task._replace(indices=[index], ids=[sample_id], draws=[draw])
 
 
 def _seedable(dataset: Any) -> Iterator[Any]:
@@ -239,9 +234,12 @@ class SeededDataset:
         self._samples = samples
 
     def __getitems__(self, task: Task) -> Loaded:
+        began = time.thread_time()
+        data = self._samples.answer(task)
+        worker_s = 0.0 if get_worker_info() is None else time.thread_time() - began
         return Loaded(
-            task.number, self._samples.answer(task), self._samples.drawn, task.axes,
-            places=NOWHERE if task.places else None,
+            task.number, data, self._samples.drawn, task.axes,
+            places=NOWHERE if task.places else None, worker_s=worker_s,
         )  # fmt: skip
 
 
@@ -254,6 +252,13 @@ class CollateLoaded:
 
     def __call__(self, loaded: Loaded) -> Loaded:
         """Collate what `SeededDataset` gave."""
+        if not loaded.worker_s:
+            return self._collated(loaded)
+        began = time.thread_time()
+        whole = self._collated(loaded)
+        return whole._replace(worker_s=loaded.worker_s + time.thread_time() - began)
+
+    def _collated(self, loaded: Loaded) -> Loaded:
         samples, axes, places = loaded.data, loaded.axes, loaded.places
         if samples is None or isinstance(samples, Look):
             return loaded

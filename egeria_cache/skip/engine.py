@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from egeria_cache.batch import Batch, Entry
+from egeria_cache.batch import Batch, Entry, interleaved
 from egeria_cache.device import uploaded
 from egeria_cache.errors import BoundaryError, PaddingError
 from egeria_cache.skip.model.attach import AttachedForward, inner_model
@@ -36,7 +36,7 @@ from egeria_cache.skip.serve import passes
 from egeria_cache.skip.serve.address import Addresses, address, prefix_tensors
 from egeria_cache.skip.serve.book import RecipeBook
 from egeria_cache.skip.serve.compare import difference, tolerance
-from egeria_cache.skip.serve.cut import Cut, merge
+from egeria_cache.skip.serve.cut import Cut
 from egeria_cache.skip.serve.invocation import WANTS_GRADIENT, Invocation
 from egeria_cache.skip.serve.recipe import Recipe
 from egeria_cache.skip.serve.thaw import ThawWatch
@@ -490,7 +490,10 @@ class SkipEngine:
         self._settle(source)
         if source.boundary == self.boundary:
             self._captured(source, call, missing, fresh)
-        return {name: merge(entry.hit, stored[name], fresh[name]) for name in fresh}
+        return {
+            name: interleaved(entry.hit, stored[name].to(rows.device), rows)
+            for name, rows in fresh.items()
+        }
 
     def _replay(
         self, source: Recipe, recipe: Recipe | None, call: Invocation, stored: Mapping[str, Tensor]

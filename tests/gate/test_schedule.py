@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 
@@ -80,6 +81,26 @@ def test_a_short_run_is_computed_says_so_once_and_trains_as_without_a_cache(
     assert losses[0] == losses[1]
     assert sum("would hardly win back" in r.getMessage() for r in caplog.records) == 1
     assert not [r for r in caplog.records if r.levelno > logging.INFO]
+
+
+class SlowImages(Images):
+    """Samples that take a while to load."""
+
+    def __getitem__(self, index):
+        until = time.thread_time() + 0.004
+        while time.thread_time() < until:
+            pass
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_loading_takes_counts_whoever_loads(tmp_path, workers):
+    model = make_net()
+    freeze(model, "layer1")
+    with ActivationCache(model, tmp_path, "layer1") as cache:
+        loader = EgeriaLoader(SlowImages(), 8, cache=cache, num_workers=workers)
+        train_steps(model, loader, sgd(model), 2, on_step=lambda _: cache.flush())
+        assert cache.stats().hits > 0
 
 
 @pytest.mark.parametrize("workers", [0, 1])

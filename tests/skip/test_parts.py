@@ -11,7 +11,7 @@ from torch import nn
 
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.serve.compare import difference, same_content, tolerance
-from egeria_cache.skip.serve.cut import TensorSpec, merge
+from egeria_cache.skip.serve.cut import TensorSpec
 from egeria_cache.skip.serve.placeholder import Escape, Placeholder, Scene, Source
 from egeria_cache.skip.serve.recipe import Unavailable
 from egeria_cache.skip.state.content import ContentHash
@@ -131,12 +131,6 @@ def test_the_batch_is_not_mistaken_for_another_dimension_of_its_size():
     spec = TensorSpec.of(torch.zeros(1, 4, 4), 4, torch.zeros(1, 4, 4), 3)
     assert spec is not None
     assert spec.batch_dim is None
-
-
-def test_merge_interleaves_in_order():
-    hit = torch.tensor([True, False, False, True]).numpy()
-    merged = merge(hit, torch.tensor([[0.0], [3.0]]), torch.tensor([[1.0], [2.0]]))
-    assert merged.flatten().tolist() == [0, 1, 2, 3]
 
 
 def test_differences_are_relative_and_strict_where_they_must_be():

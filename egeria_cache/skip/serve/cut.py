@@ -13,17 +13,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from egeria_cache.batch import Lengths
-from egeria_cache.device import uploaded
 from egeria_cache.ragged import PaddedRows
 from egeria_cache.skip.serve.padded import RowGrowth
 from egeria_cache.skip.serve.rule import Rule
 
-__all__ = ["Cut", "RowSpec", "TensorSpec", "merge"]
+__all__ = ["Cut", "RowSpec", "TensorSpec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,12 +226,3 @@ def _strides(shape: tuple[int, ...] | torch.Size, order: tuple[int, ...]) -> tup
         strides[dim] = step
         step *= max(1, shape[dim])
     return tuple(strides)
-
-
-def merge(hit: np.ndarray, loaded: Tensor, fresh: Tensor) -> Tensor:
-    """Interleave stored and fresh rows: row i is the next of `loaded` where hit[i]."""
-    device = fresh.device
-    out = torch.empty((len(hit), *fresh.shape[1:]), dtype=fresh.dtype, device=device)
-    out.index_copy_(0, uploaded(torch.from_numpy(np.flatnonzero(hit)), device), loaded.to(device))
-    out.index_copy_(0, uploaded(torch.from_numpy(np.flatnonzero(~hit)), device), fresh)
-    return out

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from egeria_cache.batch import Lengths
 from egeria_cache.errors import BoundaryError
+from egeria_cache.skip.serve.cut import TensorSpec
 from egeria_cache.skip.serve.placeholder import Placeholder, Scene
 from egeria_cache.skip.serve.recipe import Recipe, Slot, StepPlan
 
@@ -77,10 +78,15 @@ class CaptureRun:
         return None if self.deviation else self._rows
 
     def _keep(self, step: StepPlan, output: Any) -> None:
-        leaves, spec = tree_flatten(output)
-        if spec != step.spec:
-            self._deviate(f"{step.name!r} returned another structure")
-            return
+        if step.single and isinstance(output, Tensor):  # as most modules do
+            if not step.cached and isinstance(step.leaves[0], TensorSpec):
+                return
+            leaves = [output]
+        else:
+            leaves, spec = tree_flatten(output)
+            if spec != step.spec:
+                self._deviate(f"{step.name!r} returned another structure")
+                return
         if step.cached:
             self.recipe.wants_grad |= wants_grad(self._position, leaves)
         for j, (leaf, known) in enumerate(zip(leaves, step.leaves, strict=True)):
