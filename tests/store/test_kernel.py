@@ -29,7 +29,6 @@ from egeria_cache.store.records.keys import encode_keys
 from tests.store.conftest import damage, entries_of
 
 FLUSH_S = 30
-needs_kernel = pytest.mark.skipif(kernel() is None, reason="nothing was compiled here")
 
 
 @contextmanager
@@ -108,7 +107,7 @@ ids = st.one_of(
 )
 
 
-@needs_kernel
+@pytest.mark.usefixtures("compiled")
 @settings(max_examples=60, deadline=None)
 @given(
     ids, dtypes, st.sampled_from([*Codec]), st.sampled_from([1, 7, 64, 1000]),
@@ -154,7 +153,7 @@ def test_how_to_verify_is_one_of_two_words(directory):
         ActivationStore(directory, verify="never")
 
 
-@needs_kernel
+@pytest.mark.usefixtures("compiled")
 @settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from([Codec.ZSTD, Codec.SPLIT, Codec.BITMAP]),

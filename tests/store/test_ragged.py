@@ -28,7 +28,9 @@ def rows_of(lengths):
 
 
 @pytest.fixture(params=["raw", "zstd", "split+zstd", "bitmap+split"])
-def stored(request, tmp_path):
+def stored(request, tmp_path, way_to_read):
+    if "split" in request.param:
+        request.getfixturevalue("compiled")
     rows = rows_of(LENGTHS)
     with ActivationStore(tmp_path, codec=request.param) as store:
         store.put_batch(range(len(LENGTHS)), rows)
