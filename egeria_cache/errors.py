@@ -96,6 +96,15 @@ class BoundaryError(EgeriaError):
         )
 
     @classmethod
+    def shares_memory(cls, boundary: str, module: str, other: str) -> BoundaryError:
+        """Two tensors that cross the cut lie in the same memory, in a way that cannot be stored."""
+        return cls(
+            f"what {module!r} returns lies in the memory of what {other!r} is given or returns, "
+            f"and what runs behind {boundary!r} reads both, so that a write to one would not reach "
+            "the other; return a copy (`.clone()`), or choose an earlier boundary"
+        )
+
+    @classmethod
     def not_proved(cls, boundary: str, why: str) -> BoundaryError:
         """The rehearsal did not reproduce the model's output."""
         return cls(

@@ -59,6 +59,8 @@ class AttachedForward(ForwardSlot):
         if torch.compiler.is_compiling():
             _report(self._number)
             return self.__wrapped__(*args, **kwargs)
+        if torch.jit.is_tracing():  # TensorBoard's `add_graph`: every value would be noted
+            return self.__wrapped__(*unwrap(args), **unwrap(kwargs))
         if callable(_compiler_of_frames()):
             # The whole model is being compiled, and its graph broke here: go on with plain tensors.
             _report(self._number)

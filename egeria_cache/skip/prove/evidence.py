@@ -106,6 +106,8 @@ class Recomputed:
     """Per step, the leaves of its output."""
     drew: bool
     """Whether it has drawn from a global random generator."""
+    given: list[list[Any]]
+    """Per step, the leaves of what it was called with; empty unless that was asked for."""
 
 
 def observe(evidence: Evidence) -> PrefixTrace | None:
@@ -120,7 +122,7 @@ def observe(evidence: Evidence) -> PrefixTrace | None:
         for named, tensor in pairs
         if not is_lazy(tensor) and not is_sharded(tensor)  # which only active modules have
     ]
-    trace = PrefixTrace(known, twin.names(evidence.names))
+    trace = PrefixTrace(known, twin.names(evidence.names), grad=evidence.grad)
     recompute(evidence, trace=trace, twin=twin)
     return trace
 
@@ -133,6 +135,7 @@ def recompute(
     twin: Twin | None = None,
     grad: bool | None = None,
     resize: Callable[[int, Tensor], Tensor] | None = None,
+    keeps_given: bool = False,
 ) -> Recomputed:
     """Run the prefix alone on other rows of the batch, under other random numbers.
 
@@ -143,6 +146,7 @@ def recompute(
         twin: What to run it on; by default a new copy of the model.
         grad: Whether autograd records; by default as in the plain run.
         resize: Changes the lengths of the loader's leaves: position, rows -> rows.
+        keeps_given: Whether to keep what the modules are called with, too.
 
     Raises:
         BoundaryError: The prefix goes astray.
@@ -157,7 +161,7 @@ def recompute(
         taken = take(leaf, rows, size)
         return taken if resize is None or position not in tagged else resize(position, taken)
 
-    run = _OtherRun(evidence, trace)
+    run = _OtherRun(evidence, trace, keeps_given=keeps_given)
     evidence.before.restore(for_a_copy=True)
     evidence.num_runs += 1
     RandomState.seed(evidence.num_runs)
@@ -178,17 +182,19 @@ def recompute(
         except PrefixDone:
             pass
     drew = not RandomState.now().equals(generators)
-    return Recomputed(rows, [tree_leaves(output) for output in run.outputs], drew)
+    return Recomputed(rows, [tree_leaves(output) for output in run.outputs], drew, run.given)
 
 
 class _OtherRun:
     """Keeps the outputs of the prefix, and leaves the model at the boundary."""
 
-    def __init__(self, evidence: Evidence, trace: PrefixTrace | None) -> None:
+    def __init__(self, evidence: Evidence, trace: PrefixTrace | None, *, keeps_given: bool) -> None:
         self._evidence = evidence
         self._trace = trace
+        self._keeps_given = keeps_given
         self._inside = False
         self.outputs: list[Any] = []
+        self.given: list[list[Any]] = []
 
     def __call__(
         self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
@@ -204,6 +210,8 @@ class _OtherRun:
                 f"{self._evidence.names[id(module)]!r} runs for some batches only, or at random",
             )
         self._inside = True
+        if self._keeps_given:
+            self.given.append(tree_leaves((args, kwargs)))
         try:
             with self._trace.step(position) if self._trace is not None else nullcontext():
                 output = original(*args, **kwargs)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.prove.evidence import Evidence, Recomputed
+from egeria_cache.skip.prove.sharing import share
 from egeria_cache.skip.prove.twin import Twin
 from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import TensorSpec
@@ -33,12 +34,16 @@ class Prober:
 
     Args:
         evidence: The plain run.
+        plain: The prefix, with what its modules are given.
         parts: The prefix on other rows.
         recipe: A draft; what crosses is written into it.
     """
 
-    def __init__(self, evidence: Evidence, parts: Sequence[Recomputed], recipe: Recipe) -> None:
+    def __init__(
+        self, evidence: Evidence, plain: Recomputed, parts: Sequence[Recomputed], recipe: Recipe
+    ) -> None:
         self.evidence = evidence
+        self.plain = plain
         self.parts = parts
         self.recipe = recipe
         self.tried: set[int] = set()
@@ -65,8 +70,10 @@ class Prober:
                 self._probe(run, twin)
                 # The twin is still there, and so is what its hooks and attributes hold.
                 kept = run.scene.kept()
-                if not kept:
+                if not kept and not share(self.recipe, self.plain, run.given):
                     return
+                if not kept:
+                    continue
                 raise Escape.at(kept, "something that keeps it (a hook, an attribute, a global)")
             except _TryAgain:
                 pass
@@ -161,9 +168,13 @@ class _ProbeRun(ReplayRun):
         }
         super().__init__(recipe, evidence.size, values, scene=scene_of(recipe, twin))
         self.scene.made = []
+        self.given: list[Slot] = []
+        """The real tensors that skipped modules are given: step, leaf."""
 
     def skipping(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for leaf in tree_leaves((args, kwargs)):
+        for position, leaf in enumerate(tree_leaves((args, kwargs))):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder):
+                self.given.append((index, position))
             if isinstance(leaf, Placeholder):
                 for key, tensor in self.scene.trainable.items():  # as they were met
                     if Source("trainable", "", key) in leaf.sources:

@@ -60,7 +60,7 @@ def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
     for position in _written_inputs(evidence):  # so that a hit writes to them as well
         recipe.kept.add(position)
         recipe.entered.add(position)
-    prober = Prober(evidence, parts, recipe)
+    prober = Prober(evidence, repeats.last, parts, recipe)
     prober.run()
     if not recipe.slots():
         raise BoundaryError.not_proved(recipe.boundary, "nothing after it reads what it returns")
@@ -218,6 +218,11 @@ def _check_trained(evidence: Evidence, recipe: Recipe, trace: PrefixTrace | None
     """
     if trace is None:
         return
+    skipped = {i for i, step in enumerate(recipe.steps) if not step.run} | {-1}
+    for name, _, tensor in known_tensors(evidence.model):
+        # One change may show no effect: `x.clamp(max=self.limit.item())`.
+        if trace.undifferentiated.get(id(tensor), set()) & skipped:
+            raise BoundaryError.trainable(recipe.boundary, name)
     suspects = [
         (name, tensor)
         for name, _, tensor in known_tensors(evidence.model)

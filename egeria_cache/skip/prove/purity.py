@@ -46,7 +46,8 @@ class Repeats:
         self.again = recompute(evidence, self.first.rows, twin=twin)
         self._counting = list(self._changes(settled))
         settled = self._copy()
-        self.last = recompute(evidence, list(range(evidence.size)), twin=twin)
+        rows = list(range(evidence.size))
+        self.last = recompute(evidence, rows, twin=twin, keeps_given=True)
         self._left = [pair for pair, holds in self._changes(settled, new_keys=False) if holds]
 
     def check(self, recipe: Recipe) -> None:

@@ -38,6 +38,8 @@ class Recipe:
     names: Mapping[int, str]
     kept: set[int] = field(default_factory=set)
     """Positions of the loader's leaves that a hit needs for real."""
+    same: dict[Slot, Slot] = field(default_factory=dict)
+    """Leaves that are the very tensor that is stored for another."""
     entered: set[int] = field(default_factory=set)
     """Positions of the loader's leaves that the prefix reads."""
     pinned: dict[int, Tensor] = field(default_factory=dict)
@@ -269,7 +271,7 @@ class Recipe:
             if len(self._stand_ins) > 16 * len(self.steps):
                 self._stand_ins.clear()
             self._stand_ins[index, batch_size] = leaves
-        if step.cached or step.constants:
+        if step.cached or step.constants or self.same:
             leaves = self._with_values(index, leaves, values)
         return leaves[0] if step.single else tree_unflatten(leaves, step.spec)
 
@@ -303,8 +305,9 @@ class Recipe:
         """Put stored values and constants in their places."""
         step, leaves = self.steps[index], list(leaves)
         for j in range(len(leaves)):
-            if (index, j) in values:
-                leaves[j] = values[index, j]
+            slot = self.same.get((index, j), (index, j))
+            if slot in values:
+                leaves[j] = values[slot]
             elif j in step.constants:
                 leaves[j] = step.constants[j].clone() if self.copies else step.constants[j]
         return leaves

@@ -20,6 +20,18 @@ Named = tuple[str, nn.Module | None, Tensor]
 """(qualified name, owner, tensor)"""
 
 
+_ATEN = torch.ops.aten
+_UNFOLLOWED = frozenset(
+    overload
+    for packet in (
+        _ATEN.detach, _ATEN.eq, _ATEN.ne, _ATEN.lt, _ATEN.le, _ATEN.gt, _ATEN.ge, _ATEN.argmax,
+        _ATEN.argmin, _ATEN.isnan, _ATEN.isfinite, _ATEN.isinf, _ATEN.bucketize, _ATEN.argsort,
+    )
+    for overload in (getattr(packet, name) for name in packet.overloads())
+)  # fmt: skip
+"""Operators without a derivative."""
+
+
 @dataclass(frozen=True, slots=True)
 class Draw:
     """One use of the global random generators."""
@@ -47,16 +59,23 @@ class PrefixTrace(TorchDispatchMode):
         known: Tensors to look for, with what the model that runs has in their place; a view of one
             counts as the tensor itself.
         names: Names of the modules by id.
+        grad: Whether autograd records in this run, but where the model's code turns it off.
     """
 
-    def __init__(self, known: Sequence[tuple[Named, Tensor]], names: Mapping[int, str]) -> None:
+    def __init__(
+        self, known: Sequence[tuple[Named, Tensor]], names: Mapping[int, str], *, grad: bool
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
+        self._grad = grad
         self._drawing: dict[str, str | None] = {}
         self._known = {_address(tensor): named for named, tensor in known if tensor.numel()}
         self._step = -1
         self.read: dict[int, set[int]] = {}
         """Id of each tensor read -> the steps that read it; -1 is code between the steps."""
+        self.undifferentiated: dict[int, set[int]] = {}
+        """The same for tensors that are trained, where autograd does not follow what is read: they
+        are detached, compared, read into Python, or used under `no_grad`."""
         self.draws: dict[int, list[Draw]] = {}
         """Step -> its draws."""
         self.branches = False
@@ -79,6 +98,12 @@ class PrefixTrace(TorchDispatchMode):
             "boundary; keep that module in inference mode, or set its dropout or noise to zero"
         )
 
+    def _is_followed(self, func: Any, tensor: Tensor) -> bool:
+        """Whether autograd knows what an operator makes of a trained tensor."""
+        if not tensor.requires_grad or (self._grad and not torch.is_grad_enabled()):
+            return False
+        return func not in _UNFOLLOWED and torch.Tag.data_dependent_output not in func.tags
+
     def __torch_dispatch__(
         self,
         func: Any,
@@ -91,6 +116,8 @@ class PrefixTrace(TorchDispatchMode):
             named = self._known.get(_address(tensor))
             if named is not None:
                 self.read.setdefault(id(named[2]), set()).add(self._step)
+                if named[2].requires_grad and not self._is_followed(func, tensor):
+                    self.undifferentiated.setdefault(id(named[2]), set()).add(self._step)
         if torch.Tag.data_dependent_output in func.tags:
             self.branches = True
         if torch.Tag.nondeterministic_seeded not in func.tags or _has_generator(args, kwargs):

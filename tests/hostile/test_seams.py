@@ -1,0 +1,455 @@
+"""What lies between mechanisms: memory shared across the cut, state that no copy reaches, company."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import io
+import multiprocessing
+import sqlite3
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, default_collate
+
+from tests.hostile.harness import cross_entropy, hostile, sgd
+from tests.hostile.nets import ConvNet, Net, Pairs, inputs, labels, rows
+
+# ---- memory that is shared across the cut --------------------------------------------------------
+
+
+class Identity(nn.Module):
+    def forward(self, x):
+        return x
+
+
+class Shared(Net):
+    """The boundary returns what it is given, or a view; the head begins to write late."""
+
+    def __init__(self, middle, late):
+        super().__init__()
+        self.middle, self.late_from, self.calls, self.way = middle, late, 0, "relu_"
+
+    def forward(self, x):
+        h = torch.tanh(self.early(x))
+        z = self.middle(h)
+        z = z[0] if isinstance(z, tuple) else z
+        self.calls += self.training
+        if self.calls > self.late_from:
+            h.mul_(0.5)
+        return self.head(torch.tanh(z.flatten(1)) + h)
+
+
+class Views(nn.Module):
+    def forward(self, x):
+        return x[:, :], x[:, :4]
+
+
+BOUNDARIES = {
+    "identity": Identity,
+    "nn.Identity": nn.Identity,
+    "dropout": lambda: nn.Dropout(0.0),
+    "flatten": nn.Flatten,
+    "relu in place": lambda: nn.ReLU(inplace=True),
+    "views": Views,
+}
+
+
+@pytest.mark.parametrize("kind", list(BOUNDARIES))
+@pytest.mark.parametrize("late", [0, 7])
+@hostile
+def test_a_boundary_that_returns_its_input_and_a_head_that_writes(run, kind, late):
+    model = run.freeze(Shared(BOUNDARIES[kind](), late), "middle")
+    run.fit(model, run.loader(rows()), 4)
+
+
+@hostile
+def test_a_head_that_writes_to_the_front_s_output_by_a_flag(run):
+    class Writing(Net):
+        writes = False
+
+        def forward(self, x):
+            h = torch.tanh(self.early(x))
+            z = self.middle(h)
+            keep = z.view(-1, 2, 4)
+            if self.writes:
+                keep[:, 0] += 1
+            return self.head(torch.tanh(z)) + self.head(torch.tanh(h))
+
+    model = run.freeze(Writing())
+    run.fit(model, run.loader(rows()), 4, each_epoch=lambda e: setattr(model, "writes", e == 2))
+
+
+@hostile
+def test_a_residual_stream_written_in_place_after_warm_up(run):
+    class Stream(Net):
+        step = 0
+
+        def forward(self, x):
+            h = self.early(x)
+            z = h
+            z = self.middle.forward(z) if False else self.middle(z)
+            self.step += 1
+            out = z + h
+            if self.step > 8:
+                h += 1.0
+                out = z + h
+            return self.head(torch.tanh(out))
+
+    run.fit(run.freeze(Stream()), run.loader(rows()), 4)
+
+
+# ---- company -------------------------------------------------------------------------------------
+
+
+def by_difficulty(samples):
+    samples = sorted(samples, key=lambda s: float(s[0].sum()))
+    return default_collate(samples)
+
+
+def relabelled(samples):
+    x, y = default_collate(samples)
+    present = sorted(set(y.tolist()))
+    return x, torch.tensor([present.index(v) for v in y.tolist()])
+
+
+def centred_if_large(samples):
+    x, y = default_collate(samples)
+    return (x - x.mean(0) if float(x.max()) > 2.2 else x), y
+
+
+@pytest.mark.parametrize("collate", [by_difficulty, relabelled, centred_if_large])
+@pytest.mark.parametrize("shuffle", [False, True])
+@hostile
+def test_a_collate_function_that_looks_at_company(run, collate, shuffle):
+    model = run.freeze(Net())
+    run.fit(model, run.loader(rows(96), collate_fn=collate, shuffle=shuffle), 4)
+
+
+# ---- state that no copy reaches ------------------------------------------------------------------
+
+
+class Kept(threading.local):
+    calls = 0
+
+
+def counted(model):
+    counted.calls += 1
+    return counted.calls
+
+
+COUNTERS = {
+    "multiprocessing": lambda: multiprocessing.Value("i", 0),
+    "ctypes": lambda: ctypes.c_int(0),
+    "array": lambda: array.array("i", [0]),
+    "thread-local": Kept,
+    "text": io.StringIO,
+    "sqlite": lambda: sqlite3.connect(":memory:"),
+    "function": lambda: counted,
+}
+
+
+def count(kind, counter):
+    if kind in ("multiprocessing", "ctypes"):
+        counter.value += 1
+        return counter.value
+    if kind == "array":
+        counter[0] += 1
+        return counter[0]
+    if kind == "thread-local":
+        counter.calls += 1
+        return counter.calls
+    if kind == "text":
+        counter.write("x")
+        return counter.tell()
+    if kind == "sqlite":
+        counter.execute("create table if not exists t (x)")
+        counter.execute("insert into t values (1)")
+        return counter.execute("select count(*) from t").fetchone()[0]
+    return counter(None)
+
+
+@pytest.mark.parametrize("kind", list(COUNTERS))
+@pytest.mark.parametrize("place", ["attribute", "global"])
+@hostile
+def test_a_head_that_counts_in_an_object_made_in_c(run, kind, place):
+    counter = COUNTERS[kind]()
+    if kind == "function":
+        counted.calls = 0
+
+    class Counting(Net):
+        def forward(self, x):
+            h = self.front(x)
+            own = self.counter if place == "attribute" else counter
+            return self.back(h) * (1 + 0.05 * count(kind, own))
+
+    model = Counting()
+    if place == "attribute":
+        model.counter = counter
+    run.fit(run.freeze(model), run.loader(rows()), 3)
+    run.see(float(count(kind, counter)))
+    if hasattr(counter, "close"):
+        counter.close()
+
+
+# ---- what trains, read without a gradient --------------------------------------------------------
+
+READS = {
+    "detach": lambda x, a: x.clamp(max=a.detach()),
+    "item": lambda x, a: x.clamp(max=a.item()),
+    "data": lambda x, a: torch.minimum(x, a.data),
+    "numpy": lambda x, a: x.clamp(max=float(a.detach().numpy())),
+    "sign": lambda x, a: x * torch.sign(a),
+    "round": lambda x, a: x * torch.round(a),
+    "bool": lambda x, a: x if a > 2.5 else 0 * x,
+}
+
+
+@pytest.mark.parametrize("kind", list(READS))
+@hostile
+def test_a_trained_number_that_is_read_before_the_boundary_without_a_gradient(run, kind):
+    class Clamped(Net):
+        def __init__(self):
+            super().__init__()
+            self.alpha = nn.Parameter(torch.tensor(3.0))
+
+        def forward(self, x):
+            h = self.middle(READS[kind](torch.tanh(self.early(x)), self.alpha))
+            return self.back(h) * self.alpha
+
+    model = Clamped()
+    optimizer = torch.optim.SGD([*model.late.parameters(), *model.head.parameters(), model.alpha], 0.8)
+    run.freeze(model)
+    run.fit(model, run.loader(rows()), 5, optimizer=optimizer)
+
+
+# ---- data that change in mid-pass ----------------------------------------------------------------
+
+
+class Listed(Dataset):
+    def __init__(self):
+        self.x, self.y = inputs(), labels().tolist()
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+
+@hostile
+def test_labels_in_a_list_that_change_between_epochs(run):
+    data = Listed()
+    model = run.freeze(Net())
+
+    def change(epoch):
+        if epoch == 2:
+            data.y[:] = [(y + 1) % 3 for y in data.y]
+
+    run.fit(model, run.loader(data), 5, each_epoch=change)
+
+
+class CountingLoads(Dataset):
+    """How often it was asked is part of what it gives."""
+
+    def __init__(self):
+        self.x, self.y, self.loads = inputs(), labels(), 0
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        self.loads += 1
+        return self.x[index] + 0.01 * self.loads, self.y[index]
+
+
+@hostile
+def test_a_data_set_that_counts_its_loads(run):
+    run.fit(run.freeze(Net()), run.loader(CountingLoads()), 3)
+
+
+# ---- idioms that raise when they are tried alone -------------------------------------------------
+
+
+class Broken(Pairs):
+    def __getitem__(self, index):
+        return None if index % 5 == 2 else super().__getitem__(index)
+
+
+def replaced(samples):
+    good = [s for s in samples if s is not None]
+    return default_collate([good[i % len(good)] if s is None else s for i, s in enumerate(samples)])
+
+
+def dropped(samples):
+    return default_collate([s for s in samples if s is not None])
+
+
+@pytest.mark.parametrize("collate", [replaced, dropped])
+@pytest.mark.parametrize("workers", [0, 2])
+@hostile
+def test_none_replaced_by_a_good_sample_of_the_batch(run, collate, workers):
+    model = run.freeze(Net())
+    run.fit(model, run.loader(Broken(), collate_fn=collate, num_workers=workers), 4)
+
+
+def bags(samples):
+    return torch.cat([x.repeat(1 + int(y), 1) for x, y in samples]), torch.stack(
+        [y for _, y in samples]
+    ), [1 + int(y) for _, y in samples]
+
+
+@hostile
+def test_bags_joined_along_the_rows(run):
+    class Bags(Net):
+        def forward(self, x, sizes):
+            h = self.front(x)
+            return self.back(torch.stack([part.mean(0) for part in h.split(sizes)]))
+
+    model = run.freeze(Bags())
+    run.fit(
+        model, run.loader(rows(), collate_fn=bags), 3,
+        loss=lambda m, b: F.cross_entropy(m(b[0], b[2]), b[1]),
+    )
+
+
+# ---- transforms of functions, tracing ------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["grad", "jvp", "vmap"])
+@hostile(served=True)
+def test_torch_func_over_a_batch(run, kind):
+    model = run.freeze(Net())
+    optimizer = sgd(model)
+    for _ in range(3):
+        for x, y in run.loader(rows()):
+            run.step(F.cross_entropy(model(x), y), optimizer)
+            if kind == "grad":
+                run.see(torch.func.grad(lambda v: model(v).sum())(x))
+            elif kind == "jvp":
+                run.see(torch.func.jvp(model, (x,), (torch.ones_like(x),))[1].detach())
+            else:
+                run.see(torch.func.vmap(lambda v: model(v[None])[0])(x))
+    run.see(model)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["trace", "export"])
+@hostile(served=True)
+def test_a_model_traced_while_it_is_attached(run, kind):
+    model = run.freeze(Net())
+    optimizer, loader = sgd(model), None
+    loader = run.loader(rows())
+    for epoch in range(4):
+        for x, y in loader:
+            run.step(F.cross_entropy(model(x), y), optimizer)
+        if epoch == 1:
+            x = inputs()
+            if kind == "trace":
+                run.see(torch.jit.trace(model, x)(x))
+            else:
+                run.see(torch.export.export(model, (x,)).module()(x))
+    run.see(model)
+
+
+@hostile
+def test_a_hook_within_the_front_whose_leaf_requires_grad(run):
+    model = Net()
+    model.early.register_forward_hook(lambda m, a, out: out.detach().requires_grad_())
+    run.fit(run.freeze(model), run.loader(rows()), 3)
+
+
+@hostile
+def test_two_models_in_two_threads(run):
+    one, other = run.freeze(Net()), ConvNet()
+    stop = threading.Event()
+
+    def draw():
+        while not stop.is_set():
+            torch.Generator().manual_seed(0)
+            with torch.no_grad():
+                other(torch.ones(2, 2, 8, 8))
+
+    other.eval()
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        run.fit(one, run.loader(rows()), 3)
+    finally:
+        stop.set()
+        thread.join()
+
+
+# ---- left uncached without need ------------------------------------------------------------------
+
+
+def two_views(x):
+    return torch.cat([x, x.flip(-1)])
+
+
+JOINED = {
+    "cat of two views": lambda m, x: sum(m(torch.cat([x, x.flip(-1)])).chunk(2)),
+    "pad": lambda m, x: m(F.pad(x[:, :4], (1, 1))),
+    "flipud": lambda m, x: m(torch.flipud(x)),
+    "squeeze": lambda m, x: m(x[None].squeeze(0)),
+    "Variable": lambda m, x: m(torch.autograd.Variable(x)),
+}
+
+
+@pytest.mark.parametrize("kind", list(JOINED))
+@hostile(served=True)
+def test_joined_and_shaped_inputs_are_served(run, kind):
+    model = run.freeze(Net())
+    run.fit(
+        model, run.loader(rows()), 4, loss=lambda m, b: F.cross_entropy(JOINED[kind](m, b[0]), b[1])
+    )
+
+
+@hostile(served=True)
+def test_an_epoch_number_that_the_front_does_not_read(run):
+    class Epochs(Net):
+        epoch = 0
+
+        def forward(self, x):
+            return self.back(self.front(x)) * (1 + 0.1 * self.epoch)
+
+    model = run.freeze(Epochs())
+    run.fit(model, run.loader(rows()), 4, each_epoch=lambda e: setattr(model, "epoch", e))
+
+
+@hostile(served=True)
+def test_a_moving_target_network_beside_the_front(run):
+    class Target(Net):
+        def __init__(self):
+            super().__init__()
+            self.target = nn.Linear(8, 3)
+            self.target.requires_grad_(False)
+
+        def forward(self, x):
+            h = self.front(x)
+            return self.back(h) + 0.1 * self.target(h)
+
+    model = run.freeze(Target())
+
+    def move(step):
+        with torch.no_grad():
+            for a, b in zip(model.target.parameters(), model.head.parameters(), strict=True):
+                a.mul_(0.9).add_(b, alpha=0.1)
+
+    run.fit(model, run.loader(rows()), 4, each_step=move)
+
+
+@hostile
+def test_a_boundary_moved_every_epoch(run):
+    model = run.freeze(Net())
+    loader, names = run.loader(rows()), ["early", "middle"]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for epoch in range(4):
+        run.move(model, names[epoch % 2])
+        for batch in loader:
+            run.step(cross_entropy(model, batch), optimizer)
+    run.see(model)
