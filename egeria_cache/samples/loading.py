@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,6 +113,16 @@ class SampleLoader:
         """Which of `GENERATORS` samples were seen to draw from; "transforms" where some have
         generators of their own, which they let be seeded."""
         self._is_first = True
+
+    @contextmanager
+    def out_of_turn(self) -> Iterator[None]:
+        """Load what training does not ask for now: what the data set counts does not move on."""
+        dataset = self.dataset
+        self.dataset = _stand_in(dataset)
+        try:
+            yield
+        finally:
+            self.dataset = dataset
 
     def answer(self, task: Task) -> Any:
         """Return the task's samples in order, described if the task says so; None for no task."""
@@ -217,6 +228,24 @@ def _seedable(dataset: Any) -> Iterator[Any]:
             if hasattr(type(value), "set_random_seed"):  # of the type: a tensor would search long
                 yield value
         dataset = attributes.get("dataset")
+
+
+def _stand_in(dataset: Any) -> Any:
+    """Return an object like a data set, and those that it wraps, with attributes of its own.
+
+    What they hold is shared: only what is assigned to an attribute, a count say, is not seen.
+    """
+    attributes = getattr(dataset, "__dict__", None)
+    if type(attributes) is not dict:
+        return dataset
+    try:
+        found = object.__new__(type(dataset))
+    except TypeError:  # made in C
+        return dataset
+    found.__dict__.update(attributes)
+    if "dataset" in attributes:
+        found.__dict__["dataset"] = _stand_in(attributes["dataset"])
+    return found
 
 
 def _get_batch(dataset: Any, indices: Sequence[Any]) -> Any:

@@ -221,7 +221,9 @@ def test_a_trained_number_that_is_read_before_the_boundary_without_a_gradient(ru
             return self.back(h) * self.alpha
 
     model = Clamped()
-    optimizer = torch.optim.SGD([*model.late.parameters(), *model.head.parameters(), model.alpha], 0.8)
+    optimizer = torch.optim.SGD(
+        [*model.late.parameters(), *model.head.parameters(), model.alpha], 0.8
+    )
     run.freeze(model)
     run.fit(model, run.loader(rows()), 5, optimizer=optimizer)
 
@@ -297,9 +299,11 @@ def test_none_replaced_by_a_good_sample_of_the_batch(run, collate, workers):
 
 
 def bags(samples):
-    return torch.cat([x.repeat(1 + int(y), 1) for x, y in samples]), torch.stack(
-        [y for _, y in samples]
-    ), [1 + int(y) for _, y in samples]
+    return (
+        torch.cat([x.repeat(1 + int(y), 1) for x, y in samples]),
+        torch.stack([y for _, y in samples]),
+        [1 + int(y) for _, y in samples],
+    )
 
 
 @hostile
@@ -311,7 +315,9 @@ def test_bags_joined_along_the_rows(run):
 
     model = run.freeze(Bags())
     run.fit(
-        model, run.loader(rows(), collate_fn=bags), 3,
+        model,
+        run.loader(rows(), collate_fn=bags),
+        3,
         loss=lambda m, b: F.cross_entropy(m(b[0], b[2]), b[1]),
     )
 
