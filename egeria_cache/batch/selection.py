@@ -36,7 +36,7 @@ _PARTS = {
 }  # fmt: skip
 _ONE = {
     Tensor.narrow, torch.narrow, Tensor.index_select, torch.index_select, Tensor.flip, torch.flip,
-    Tensor.roll, torch.roll,
+    Tensor.roll, torch.roll, Tensor.flipud, torch.flipud,
 }  # fmt: skip
 
 
@@ -114,6 +114,8 @@ def _is_along_rows(
 ) -> bool:
     """Whether the dimension that it works on is the batch's, and that one alone."""
     name = func.__name__
+    if name == "flipud":
+        return True
     if name in ("flip",):
         dims = kwargs.get("dims", args[0] if len(args) == 1 else args)
     elif name in ("narrow", "index_select"):

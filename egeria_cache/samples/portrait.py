@@ -57,6 +57,8 @@ _OPAQUE = tuple(f"{name}." for name in (
 ))  # fmt: skip
 """Modules of the interpreter, and ours, whose objects say nothing about a sample."""
 _TRAINING = (Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader)
+_OWN = ("fingerprint", "_fingerprint")
+"""What a data set says of itself."""
 _TELLING = (RemovableHandle, logging.Logger, logging.LoggerAdapter, logging.Handler)
 _LIBRARIES = tuple({sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")})
 
@@ -290,7 +292,7 @@ class _Walk:
         found = False
         for name, part in _attributes(value):
             found = True
-            if not vouched or name == "indices" or _is_active(part):
+            if not vouched or name == "indices" or (name not in _OWN and _is_active(part)):
                 self.visit(f"{path}.{name}", part, depth + 1)
         return found or hasattr(value, "__dict__")
 
@@ -322,7 +324,7 @@ def _own_fingerprint(value: Any) -> Any:
     """Return what a data set says of itself; None if it does not."""
     if not _is_data_set(value):
         return None
-    for name in ("fingerprint", "_fingerprint"):
+    for name in _OWN:
         # Not what a wrapper hands on from the data set inside of it.
         if name in getattr(value, "__dict__", {}) or any(
             name in base.__dict__ for base in type(value).__mro__
