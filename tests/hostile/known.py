@@ -29,7 +29,7 @@ KNOWN: dict[str, tuple[type[Finding], str]] = {
     # test_seams.py
     **because(
         NeedlesslyUncached,
-        "rows of two views joined into one batch of twice as many, a dimension more and less, a copy",
+        "two views joined into one batch, a dimension more and then less, a copy of the tensor",
         "test_joined_and_shaped_inputs_are_served[cat of two views]",
         "test_joined_and_shaped_inputs_are_served[squeeze]",
         "test_joined_and_shaped_inputs_are_served[Variable]",

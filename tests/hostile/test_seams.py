@@ -1,4 +1,4 @@
-"""What lies between mechanisms: memory shared across the cut, state that no copy reaches, company."""
+"""Between mechanisms: memory shared across the cut, state that no copy reaches, company."""
 
 from __future__ import annotations
 
