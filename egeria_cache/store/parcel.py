@@ -95,7 +95,7 @@ def pack(path: Path, out: BinaryIO) -> Parcelled:
                 continue
             if found.layout.number not in told:  # before the first record that has it
                 told.add(found.layout.number)
-                block.append((LAYOUT, found.layout.pack()))
+                block.append((LAYOUT, found.layout.packed))
             block.append((key, value))
             size += len(value)
             done.num_records += 1

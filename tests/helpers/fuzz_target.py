@@ -138,6 +138,6 @@ def fields() -> Iterator[bytes]:
 
 def _records(fields, codec, storage=None) -> Iterator[bytes]:
     for part in encode_rows([KEY], [0], Rows(False, fields), codec, CODER, storage):
-        layout = part.layout.pack()
+        layout = part.layout.packed
         for _, record in part:
             yield len(layout).to_bytes(2, "little") + layout + bytes(record)

@@ -36,7 +36,7 @@ def decode(key, record, layout):
 def encode(keys, picked, rows, codec, **options):
     """Key, record and layout of each row, in the order of their layouts."""
     return [
-        (key, bytes(record), Layout.parse(part.layout.pack()))
+        (key, bytes(record), Layout.parse(part.layout.packed))
         for part in encode_rows(keys, picked, rows, codec, CODER, **options)
         for key, record in part
     ]
@@ -179,7 +179,7 @@ def test_fuzzed_layouts_are_layouts_or_a_record_error(blob):
         layout = Layout.parse(blob)
     except RecordError:
         return
-    assert Layout.parse(layout.pack()) == layout
+    assert Layout.parse(layout.packed) == layout
 
 
 @given(

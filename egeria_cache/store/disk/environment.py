@@ -220,7 +220,7 @@ class Environment:
         """
         if len(view) <= self.page_bytes // 2:
             return 0
-        begin = np.frombuffer(view, np.uint8).ctypes.data
+        begin = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
         number = ctypes.c_uint64.from_address(begin - 16).value
         flags = ctypes.c_uint16.from_address(begin - 6).value
         return int(number) * self.page_bytes + 16 if flags & 4 else 0

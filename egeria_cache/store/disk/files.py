@@ -49,7 +49,7 @@ KEPT_LOOKUPS = 64
 """A batch is looked up when it is planned, when it is weighed and when it is read."""
 ENTRY_BYTES = 8 + 2 + ENTRY.itemsize
 """Of a page of LMDB, without the key."""
-_BLOCK_KEY = struct.Struct(">Q")
+_BLOCK_KEY, _ENTRY = struct.Struct(">Q"), struct.Struct("<QII")
 TOTALS = b"totals"
 
 
@@ -468,15 +468,12 @@ class Commit:
         layout = records.layout
         known = self.view.get(b"about", _layout_key(layout.number))
         if known is None:
-            self._put(b"about", _layout_key(layout.number), layout.pack())
-        elif bytes(known) != layout.pack():
+            self._put(b"about", _layout_key(layout.number), layout.packed)
+        elif bytes(known) != layout.packed:
             raise ValueError("another layout has the same number")
-        for last in filter(None, records.replaced or ()):
-            self._remove_until(last)
+        self._remove_superseded(records.replaced or ())
         # What is to be superseded one by one lies one by one: LMDB then uses its pages again.
-        most = BLOCK_BYTES if records.replaced is None else 0
-        for rows, content in records.blocks(most):
-            self._add_block(records, rows, content)
+        self._add_blocks(records, BLOCK_BYTES if records.replaced is None else 0)
         joined = LossyError()
         joined.join(self.totals.error)
         joined.join(error)
@@ -488,42 +485,51 @@ class Commit:
         )
         self.written.update(records.keys)
 
-    def _add_block(self, records: Encoded, rows: slice, content: memoryview) -> None:
-        number, self._next_block = self._next_block, self._next_block + 1
-        key = _BLOCK_KEY.pack(number)
-        self._put(b"blocks", key, content)
-        stored = self.view.get(b"blocks", key)
-        place = 0 if stored is None else self.view.environment.place_of(stored)
-        entries = np.zeros(rows.stop - rows.start, ENTRY)
-        if place:
-            first = records.starts[rows.start]
-            at = place + (records.starts[rows] - first).astype(np.uint64)
-            entries["at"] = at >> np.uint64(3)
-        entries["at"] |= np.uint64(records.layout.number) << _LAYOUT_SHIFT
-        entries["size"], entries["block"] = records.sizes[rows], number
+    def _add_blocks(self, records: Encoded, most_bytes: int) -> None:
+        """Write records, so many bytes of neighbours as one value."""
+        put, get, blocks = self._transaction.put, self._transaction.get, self._tables[b"blocks"]
+        place_of, number = self.view.environment.place_of, self._next_block
+        counts, places = [], []
+        for rows, content in records.blocks(most_bytes):
+            key = _BLOCK_KEY.pack(self._next_block)
+            put(key, content, db=blocks)
+            counts.append(rows.stop - rows.start)
+            places.append(place_of(get(key, db=blocks)))
+            self._next_block += 1
+        firsts = records.starts[np.cumsum([0, *counts[:-1]])]
+        place, first = np.repeat(places, counts), np.repeat(firsts, counts)
+        at = np.where(place > 0, place + records.starts[:-1] - first, 0).astype(np.uint64)
+        entries = np.zeros(len(records), ENTRY)
+        entries["at"] = at >> np.uint64(3) | np.uint64(records.layout.number) << _LAYOUT_SHIFT
+        entries["size"] = records.sizes
+        entries["block"] = np.repeat(number + np.arange(len(counts)), counts)
         whole, size = entries.tobytes(), ENTRY.itemsize
         values = (whole[at : at + size] for at in range(0, len(whole), size))
-        self._entries += zip(records.keys[rows], values, strict=True)
+        self._entries += zip(records.keys, values, strict=True)
 
-    def _remove_until(self, last: bytes) -> None:
-        """Remove what is stored of a sample up to this variant; each record of it lies alone."""
-        prefix = last[:-4]
+    def _remove_superseded(self, replaced: Sequence[bytes | None]) -> None:
+        """Remove what is stored of each sample up to this variant; each record of it lies alone."""
+        if not any(replaced):
+            return
         cursor = self._transaction.cursor(self._tables[b"samples"])
-        is_there = cursor.set_range(prefix + bytes(4))
-        while is_there and (key := bytes(cursor.key())) <= last and key[:-4] == prefix:
-            whole = bytes(cursor.value())
-            if len(whole) == ENTRY.itemsize:
-                self._remove_block(np.frombuffer(whole, ENTRY)[0])
-            is_there = cursor.delete() and bool(cursor.key())
+        for last in filter(None, replaced):
+            prefix = last[:-4]
+            is_there = cursor.set_range(prefix + bytes(4))
+            while is_there and (key := bytes(cursor.key())) <= last and key[:-4] == prefix:
+                whole = bytes(cursor.value())
+                if len(whole) == _ENTRY.size:
+                    _, size, block = _ENTRY.unpack(whole)
+                    self._remove_block(size, block)
+                is_there = cursor.delete() and bool(cursor.key())
 
-    def _remove_block(self, entry: Any) -> None:
-        size, totals = int(entry["size"]), self.totals
+    def _remove_block(self, size: int, block: int) -> None:
+        totals, blocks = self.totals, self._tables[b"blocks"]
         totals.raw_bytes -= round(size * totals.raw_bytes / max(totals.stored_bytes, 1))
         totals.stored_bytes -= size
-        key = _BLOCK_KEY.pack(int(entry["block"]))
-        content = self.view.get(b"blocks", key)
+        key = _BLOCK_KEY.pack(block)
+        content = self._transaction.get(key, db=blocks)
         if content is not None and len(content) - size < 8:  # else others lie there, too
-            self._transaction.delete(key, db=self._tables[b"blocks"])
+            self._transaction.delete(key, db=blocks)
 
     def _put(self, table: bytes, key: bytes, value: Any) -> None:
         self._transaction.put(key, value, db=self._tables[table])

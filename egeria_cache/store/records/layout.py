@@ -115,15 +115,16 @@ class Layout:
     @cached_property
     def seed(self) -> int:
         """Part of every record's checksum, so that none is read by another layout."""
-        return xxhash.xxh3_64_intdigest(self.pack())
+        return xxhash.xxh3_64_intdigest(self.packed)
 
     @cached_property
     def number(self) -> int:
         """What entries and records name it by: of its hash, so that no process need be asked."""
         return self.seed & 0xFFFF
 
-    def pack(self) -> bytes:
-        """Return the bytes that stand for it.
+    @cached_property
+    def packed(self) -> bytes:
+        """The bytes that stand for it.
 
         Raises:
             ValueError: More fields, dimensions or bytes of names than can be told, or a dtype that

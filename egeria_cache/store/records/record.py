@@ -6,6 +6,7 @@ checksum covers all of that, the layout itself, and which generation it is of.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -135,11 +136,11 @@ class Encoded:
 
     def blocks(self, most_bytes: int) -> Iterator[tuple[slice, memoryview]]:
         """Yield neighbours that are at most so many bytes together, or one that is more."""
-        first = 0
+        starts, first = self.starts.tolist(), 0
         while first < len(self):
-            most = self.starts[first] + most_bytes
-            last = max(int(np.searchsorted(self.starts, most, "right")) - 1, first + 1)
-            yield slice(first, last), self.buffer[self.starts[first] : self.starts[last]]
+            most = starts[first] + most_bytes
+            last = max(bisect.bisect_right(starts, most) - 1, first + 1)
+            yield slice(first, last), self.buffer[starts[first] : starts[last]]
             first = last
 
 
