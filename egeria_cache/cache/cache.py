@@ -173,6 +173,7 @@ class ActivationCache:
         self.port = LoaderPort(
             status, self._moves, self._views, host, policy, self._accounts, self._readers,
             Passes(self.directory), ring_batches=settings["ring_batches"], stats=self.stats,
+            gather=self._store.gather,
         )  # fmt: skip
         """What its loaders ask; no part of what a user needs."""
         self._engine.attach()

@@ -219,7 +219,10 @@ class CacheHost:
         mask = np.ones(batch.size, bool) if rows is None else rows
         source: LoaderSource = batch.context.source
         ids, draws = _chosen(batch.ids, mask), source.stored_as(batch.draws[mask])
-        new = ~view.contains(ids, draws)
+        if entry is not None and entry.cut is cut and rows is not None:
+            new = np.ones(len(ids), bool)  # they were looked up when the batch was planned
+        else:
+            new = ~view.contains(ids, draws)
         if not new.all() and not view.is_checked:
             self._check_reopened(view, batch, mask, tensors)
         if not new.any() or not view.alive:

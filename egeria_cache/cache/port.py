@@ -43,6 +43,7 @@ class LoaderPort:
         *,
         ring_batches: int,
         stats: Callable[[], CacheStats],
+        gather: Callable[[bool], None],
     ) -> None:
         self.ring_batches = ring_batches
         """How many mini-batches are read ahead."""
@@ -55,6 +56,8 @@ class LoaderPort:
         self._accounts = accounts
         self._readers = readers
         self._stats = stats
+        self.gather = gather
+        """Is told whether what is stored is not read soon: it is then written in larger groups."""
 
     @property
     def boundary(self) -> str | None:

@@ -49,6 +49,8 @@ class Pass:
         progress: Progress,
         base: torch.Generator,
     ) -> None:
+        self._gathers = False
+        """Whether what is stored may wait to be written with more."""
         self._loader = loader
         self._source = loader.source  # not the loader's: one that is given back has none
         self._progress = progress
@@ -95,7 +97,14 @@ class Pass:
         self._end()
 
     def _end(self) -> None:
+        self._gather(False)
         self._source.end_pass()
+
+    def _gather(self, gathers: bool) -> None:
+        """Tell the cache whether the next look-ups are far, or those of the next pass come soon."""
+        if self._gathers != gathers and self._cache is not None:
+            self._gathers = gathers
+            self._cache.gather(gathers)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or self.__dict__.get("_inner") is None:
@@ -148,6 +157,8 @@ class Pass:
             raise
         self._source.samples.drawn |= loaded.drawn  # what workers saw
         plan = self._planner.take(loaded.number)
+        if self._gathers != self._planner.is_midway:
+            self._gather(not self._gathers)
         batch = self._assembly.assemble(plan, loaded)
         self._progress.count(plan.number, self._planner.planned_before(plan.number))
         self._step = plan, asked

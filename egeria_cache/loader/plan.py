@@ -164,6 +164,11 @@ class Planner:
         """Whether nothing is planned beyond what was taken."""
         return not self._planned
 
+    @property
+    def is_midway(self) -> bool:
+        """Whether batches are to come beyond those that are planned by now, ahead of need."""
+        return bool(self._planned) and self._next_number < self._num_foreseeable
+
     def top_up(self) -> None:
         """Plan ahead, and begin to read the hits of the plans that come next.
 

@@ -323,6 +323,15 @@ class ActivationStore:
         """Wait until all that was handed over is on disk; False on timeout or a dead writer."""
         return self._writer.flush(timeout_s)
 
+    def gather(self, gathers: bool) -> None:
+        """Let batches wait to be committed with others, as long as nobody reads them soon; or no
+        more, and what waits is committed now.
+        """
+        if gathers:
+            self._writer.gathers = True
+        else:
+            self._writer.hurry()
+
     def stats(self) -> StoreStats:
         """Return counts and sizes."""
         with self._lock:

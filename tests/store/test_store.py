@@ -4,6 +4,7 @@ import logging
 import os
 import pickle
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -329,6 +330,39 @@ def test_batches_that_waited_are_committed_together_in_order_and_per_generation(
     writer.close(FLUSH_S)
     assert one.groups == [[["a"]], [["b"], ["c"]], [["e"]], [["f"]]]
     assert other.groups == [[["d"]]]
+
+
+def test_batches_are_gathered_while_nobody_reads_them_soon():
+    one = Blocked()
+    one.go.set()
+    writer = Writer(queue_batches=16, queue_bytes=2**40)
+    writer.gathers = True
+    for name in "abc":
+        assert writer.submit(job(one, name))
+    assert not one.started.wait(0.05)
+    writer.hurry()
+    assert one.started.wait(FLUSH_S)
+    assert writer.flush(FLUSH_S)
+    writer.gathers = True
+    for name in "defghijk":  # the eighth makes a group
+        assert writer.submit(job(one, name))
+    deadline = time.monotonic() + FLUSH_S
+    while len(one.groups) < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert writer.submit(job(one, "l"))
+    writer.close(FLUSH_S)
+    assert one.groups == [[["a"], ["b"], ["c"]], [[name] for name in "defghijk"], [["l"]]]
+
+
+def test_what_is_gathered_is_written_before_a_batch_is_dropped_for_its_sake():
+    one = Blocked()
+    one.go.set()
+    writer = Writer(queue_batches=1, queue_bytes=2**40)
+    writer.gathers = True
+    assert writer.submit(job(one, "a"))
+    assert writer.submit(job(one, "b")) or one.started.wait(FLUSH_S)
+    writer.close(FLUSH_S)
+    assert one.groups[0][0] == ["a"]
 
 
 def test_a_batch_that_cannot_be_stored_does_not_take_those_it_waited_with_along(store, caplog):
