@@ -80,6 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.long)
     is_named = any("::" in argument for argument in config.args)
     if "long" not in config.option.markexpr and not is_named:
+        os.environ["EGERIA_FEW_WAYS"] = "1"
         config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("long")])
         items[:] = [item for item in items if not item.get_closest_marker("long")]
     if config.option.turn is not None:

@@ -13,6 +13,11 @@ from tests.hostile.known import KNOWN
 from tests.hostile.nets import Net, rows
 
 
+@pytest.fixture(autouse=True)
+def _all_ways(monkeypatch):
+    monkeypatch.delenv(harness.FEW, raising=False)
+
+
 def honest(run):
     run.fit(run.freeze(Net()), run.loader(rows()))
 

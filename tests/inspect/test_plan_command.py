@@ -272,6 +272,7 @@ def test_help_exits_0_and_a_cache_called_plan_is_reached_by_its_path(capsys, tmp
     assert "is not a directory" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_bytes_of_padded_samples_are_those_of_the_data_sets_own_lengths(capsys):
     report = ask_json(
         capsys, f"{ZOO}:encoder", "--data", f"{ZOO}:lines", "--step", f"{ZOO}:classify",
@@ -307,6 +308,7 @@ def test_what_freezing_costs_is_shown_beside_it(capsys):
     assert any("from the start" in line and "after 3 steps each" in line for line in lines)
 
 
+@pytest.mark.long
 def test_what_freezing_costs_is_json_too_and_equals_the_function(capsys):
     from torch.utils.data import DataLoader
 

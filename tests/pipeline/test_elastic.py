@@ -45,6 +45,7 @@ ALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_pipeline_trains_as_one_process_does(tmp_path: Path) -> None:
     check_all(2, ONE, tmp_path)
 
