@@ -17,6 +17,8 @@ from egeria_cache.store.records.values import RecordError, decode_value, encode_
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
+SPLIT = (2, 3)
+"""Read by the compiled kernel alone."""
 CODECS = list(Codec)
 CODER = Coder()
 
@@ -55,7 +57,13 @@ def same(one, other):
     return one.dtype == other.dtype and one.shape == other.shape and bits_of(one) == bits_of(other)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.fixture(params=CODECS)
+def codec(request, way_to_read):
+    if request.param in SPLIT:
+        request.getfixturevalue("compiled")
+    return request.param
+
+
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_every_dtype_survives_every_codec_to_the_bit(dtype, codec):
     shapes = [(), (0,), (3, 0, 2), (1,), (7, 3), (257,), (33, 9, 5)]
@@ -67,7 +75,6 @@ def test_every_dtype_survives_every_codec_to_the_bit(dtype, codec):
         assert same(decode(*encoded[key])["act"], value)
 
 
-@pytest.mark.parametrize("codec", CODECS)
 def test_special_floats_keep_their_bits(codec):
     patterns = torch.tensor(
         [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-45] * 50
@@ -77,6 +84,7 @@ def test_special_floats_keep_their_bits(codec):
     assert same(decode(*encoded)["x"], patterns)
 
 
+@pytest.mark.usefixtures("compiled")
 @given(
     st.lists(
         st.tuples(
@@ -139,7 +147,6 @@ def sample_record(codec, dtype=torch.float32):
     return encoded
 
 
-@pytest.mark.parametrize("codec", CODECS)
 def test_a_record_with_any_bit_flipped_is_refused(codec):
     key, record, layout = sample_record(codec)
     decode(key, record, layout)
@@ -150,7 +157,6 @@ def test_a_record_with_any_bit_flipped_is_refused(codec):
             open_record(key, bytes(damaged), layout)
 
 
-@pytest.mark.parametrize("codec", CODECS)
 def test_a_record_cut_short_or_continued_is_refused(codec):
     key, record, layout = sample_record(codec)
     for length in range(len(record)):
@@ -215,7 +221,6 @@ def test_a_zstd_frame_that_claims_gigabytes_is_refused_before_anything_is_alloca
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64])
-@pytest.mark.parametrize("codec", CODECS)
 def test_the_most_compressible_tensor_of_all_is_not_taken_for_a_bomb(codec, dtype):
     zeros = torch.zeros(1, 2**23, dtype=dtype)
     (encoded,) = encode(encode_keys([5]), [0], Rows(True, {"value": zeros}), codec)
@@ -227,6 +232,7 @@ def relu(count=64, size=4096):
     return torch.randn(count, size, generator=generator).relu()
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(
     ("tensor", "expected"),
     [
@@ -274,6 +280,7 @@ def test_auto_refuses_a_codec_that_decodes_too_slowly_however_small():
     assert codec in (Codec.ZSTD, Codec.SPLIT)
 
 
+@pytest.mark.usefixtures("compiled")
 def test_auto_takes_the_faster_of_two_that_are_equally_small():
     keys, rows = encode_keys(range(64)), Rows(True, {"x": torch.randn(64, 4096).bfloat16()})
     for split, bitmap, expected in ((1e-4, 2e-4, Codec.SPLIT), (2e-4, 1e-4, Codec.BITMAP)):
