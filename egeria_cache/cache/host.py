@@ -177,7 +177,8 @@ class CacheHost:
         try:
             reason: str | None = self._restless(batch.loader_name, cut)
             reason = reason or source.why_not_cacheable(batch)
-            self._look_at_draws(batch, cut)
+            if reason is None:
+                self._look_at_draws(batch, cut)
             reason = reason or source.why_not_served
             if reason is not None:
                 return reason

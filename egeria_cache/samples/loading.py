@@ -236,8 +236,8 @@ def _stand_in(dataset: Any) -> Any:
     What they hold is shared: only what is assigned to an attribute, a count say, is not seen.
     """
     attributes = getattr(dataset, "__dict__", None)
-    if type(attributes) is not dict:
-        return dataset
+    if type(attributes) is not dict or hasattr(type(dataset), "__del__"):
+        return dataset  # what closes files when it goes would close those of the data set
     try:
         found = object.__new__(type(dataset))
     except TypeError:  # made in C

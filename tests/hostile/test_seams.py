@@ -273,6 +273,26 @@ def test_a_data_set_that_counts_its_loads(run):
     run.fit(run.freeze(Net()), run.loader(CountingLoads()), 3)
 
 
+class Closing(Pairs):
+    """Closes what it holds when it goes."""
+
+    def __init__(self):
+        super().__init__()
+        self.open = [True]
+
+    def __getitem__(self, index):
+        assert self.open[0], "the file is closed"
+        return super().__getitem__(index)
+
+    def __del__(self):
+        self.open[0] = False
+
+
+@hostile(served=True)
+def test_a_data_set_that_closes_its_file_when_it_goes(run):
+    run.fit(run.freeze(Net()), run.loader(Closing()), 3)
+
+
 # ---- idioms that raise when they are tried alone -------------------------------------------------
 
 
