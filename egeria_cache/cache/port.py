@@ -187,9 +187,10 @@ class LoaderPort:
 
     def wants_control(self, entry: PlannedEntry) -> bool:
         """Whether a batch that can be served should be computed, to know what that costs."""
-        if self.boundary is None or not entry.serves_most:
+        boundary = self.boundary
+        if boundary is None or not entry.serves_most:
             return False
-        return self._policy.wants_control(entry.view.loader_name, self.boundary)
+        return self._policy.wants_control(entry.view.loader_name, boundary)
 
     def begins(self, loader_name: str, epoch: int, num_batches: int | None) -> None:
         """A loader's pass begins."""
@@ -241,8 +242,8 @@ class LoaderPort:
         boundary, frozen = self._status.boundary, self._boundary.frozen
         if boundary is None or frozen is None or not num_samples or self._status.is_filling:
             return
-        views = self.views(loader_name)
-        if not views and not self.may_store(loader_name):
+        view = entry.view if entry is not None else next(iter(self.views(loader_name)), None)
+        if view is None and not self.may_store(loader_name):
             return
         if entry is not None and entry.num_read:
             self._readers.served(
@@ -250,8 +251,8 @@ class LoaderPort:
                 may_be_none=not runs_late(entry.view.device),
             )  # fmt: skip
         turn = self._policy.step(
-            loader_name, boundary, frozen, views[0] if views else None, seconds, num_samples,
-            entry, is_control=is_control,
+            loader_name, boundary, frozen, view, seconds, num_samples, entry,
+            is_control=is_control,
         )  # fmt: skip
         if turn is not None:
             self._boundary.turn(loader_name, turn)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,12 @@ import numpy.typing as npt
 from egeria_cache.batch import Axis, SampleId
 from egeria_cache.prefetch import PlannedEntry, Prefetcher, View
 from egeria_cache.samples import Task
+from egeria_cache.store import Located
 
 __all__ = ["Plan", "Planner", "best_entry"]
 
+_MOST_AT_ONCE = 8
+"""Batches that are planned with one look-up."""
 _MOST_NEAR = 4
 """Times as many batches as the window has, however small they are, are read ahead at most."""
 
@@ -64,23 +67,22 @@ class Plan:
 
 
 def best_entry(
-    views: Sequence[View], number: int, ids: list[SampleId], draws: npt.NDArray[np.int64]
+    places: Sequence[tuple[View, Located]],
+    number: int,
+    ids: list[SampleId],
+    draws: npt.NDArray[np.int64],
 ) -> PlannedEntry | None:
     """Choose the one generation that serves most of the batch; on a tie, the deepest.
 
-    What other processes have stored by now is among it: ranks that share a directory find in one
-    epoch what any of them has stored in the one before.
-
     Args:
-        views: Readable generations, deepest boundary first.
+        places: Where it is stored, by generation, deepest boundary first.
         number: The batch's number.
         ids: Its samples.
         draws: Which random draw of each.
     """
     best: PlannedEntry | None = None
-    for view in views:
-        hit = view.contains(ids, draws)
-        entry = PlannedEntry(view, number, ids, draws, hit)
+    for view, located in places:
+        entry = PlannedEntry(view, number, ids, draws, located)
         if entry.num_hits > (0 if best is None else best.num_hits):
             best = entry
     return best
@@ -136,10 +138,17 @@ class Planner:
         self._next_number = first_number
         self._num_foreseeable = num_foreseeable
         self._is_exhausted = False
+        self._stretch, self._is_read = 1, False
+        """How many batches were planned last, and whether all of the last one is to be read."""
         self._planned: deque[Plan] = deque()
         self._mean_bytes = 0.0
         """Of the records of a batch, where batches differ in size."""
         self._undispatched: deque[Plan] = deque()
+        """Those that are still to be loaded."""
+        self._unread: deque[PlannedEntry] = deque()
+        """What nobody has begun to read."""
+        self._window = 0
+        """Batches beyond the next one that are planned; none while nothing can be read."""
 
     def __iter__(self) -> Iterator[Task]:
         """Yield tasks in order, planning as far ahead as the consumer asks."""
@@ -174,33 +183,40 @@ class Planner:
 
         While nothing can be read, nothing is drawn that DataLoader would not draw.
         """
-        views, seeds_all = self._outlook()
-        window = self._prefetcher.window if views else 0
-        while not self._planned or (
-            self._near(window)[1] and self._next_number < self._num_foreseeable
-        ):
-            if not self._draw(views, seeds_all):
-                break
-        if not views:
-            return
-        for plan in islice(self._planned, self._near(window)[0]):
-            if plan.entry is not None:
-                self._prefetcher.start(plan.entry)
+        num_near, has_room = self._near()
+        if has_room or not self._window:
+            views, seeds_all = self._outlook()
+            self._window = self._prefetcher.window if views else 0
+            while not self._planned or (
+                self._near()[1] and self._next_number < self._num_foreseeable
+            ):
+                # Where all is read, ever more are planned at a time: half of what a batch takes is
+                # the same for several.
+                left = self._num_foreseeable - self._next_number
+                more = min(2 * self._stretch, _MOST_AT_ONCE, left) if self._is_read else 1
+                self._stretch = max(more, 1)
+                if not self._draw(views, seeds_all, self._stretch):
+                    break
+            num_near = self._near()[0]
+        last = self._planned[num_near - 1].number if num_near and self._window else -1
+        while self._unread and self._unread[0].number <= last:
+            self._prefetcher.start(self._unread.popleft())
 
-    def _near(self, window: int) -> tuple[int, bool]:
+    def _near(self) -> tuple[int, bool]:
         """Return how many of the plans are near, and whether there is room for another.
 
         Near are `window` batches beyond the next one, or as much to read as that where batches of
         padded samples differ in size.
         """
+        room, num_planned = self._window + 1, len(self._planned)
         if not self._mean_bytes:
-            return min(len(self._planned), window + 1), len(self._planned) <= window
-        room, most = window + 1.0, _MOST_NEAR * (window + 1)
+            return min(num_planned, room), num_planned < room
+        left, most = float(room), _MOST_NEAR * room
         for number, plan in enumerate(islice(self._planned, most)):
-            if room <= 0:
+            if left <= 0:
                 return number, False
-            room -= 1.0 if plan.entry is None else plan.entry.weight
-        return min(len(self._planned), most), room > 0 and len(self._planned) < most
+            left -= 1.0 if plan.entry is None else plan.entry.weight
+        return min(num_planned, most), left > 0 and num_planned < most
 
     def take_read(self) -> int | None:
         """Return the number of the next task if it is one of hits alone: there is nothing to load.
@@ -216,15 +232,14 @@ class Planner:
 
     def take(self, number: int) -> Plan:
         """Return the plan of that number, which is the next one unless order does not matter."""
-        plan = next((plan for plan in self._planned if plan.number == number), None)
-        if plan is None:
-            raise RuntimeError(f"batch {number} came without having been planned")
-        if plan is self._planned[0]:
-            self._planned.popleft()
-        else:
-            self._planned.remove(plan)
         self._prefetcher.release_before(number)
-        return plan
+        if self._planned and self._planned[0].number == number:
+            return self._planned.popleft()
+        for plan in self._planned:
+            if plan.number == number:
+                self._planned.remove(plan)
+                return plan
+        raise RuntimeError(f"batch {number} came without having been planned")
 
     def planned_before(self, number: int) -> dict[int, list[Any]]:
         """Return the indices of earlier batches that were not taken, where order is free."""
@@ -239,7 +254,7 @@ class Planner:
 
     def _weight(self, entry: PlannedEntry) -> float:
         """Return how much there is to read for a batch, against those before it."""
-        stored = entry.view.generation.bytes_of(entry.ids, variant=entry.draws)
+        stored = entry.located.num_bytes
         self._mean_bytes += (stored - self._mean_bytes) * (0.1 if self._mean_bytes else 1.0)
         return stored / self._mean_bytes if self._mean_bytes else 1.0
 
@@ -248,25 +263,37 @@ class Planner:
         self._is_exhausted = indices is None
         return indices
 
-    def _draw(self, views: Sequence[View], seeds_all: bool) -> bool:
-        indices = self._next_indices()
-        if indices is None:
+    def _draw(self, views: Sequence[View], seeds_all: bool, count: int = 1) -> bool:
+        """Plan so many batches with one look-up; whether there was one.
+
+        What other processes have stored by now is found: ranks that share a directory find in one
+        epoch what any of them has stored in the one before.
+        """
+        batches = list[list[Any]]()
+        while len(batches) < count and (indices := self._next_indices()) is not None:
+            batches.append(list(indices))
+        if not batches:
             return False
-        indices = list(indices)
-        ids = self._identify(indices)
-        draws = self._draws_of(ids)
+        ids = self._identify(list(chain.from_iterable(batches)))
+        draws, study, start = self._draws_of(ids), self._study(), 0
         stored = self._stored_as(draws) if views else draws
-        entry = best_entry(views, self._next_number, ids, stored) if views else None
-        if entry is not None and entry.view.padding is not None:
-            entry.weight = self._weight(entry)
-        is_control = entry is not None and self._wants_control(entry)
-        if is_control:
-            entry = None
-        plan = Plan(
-            self._next_number, indices, ids, draws, entry, seeds_all, is_control,
-            *self._study(),
-        )  # fmt: skip
-        self._next_number += 1
-        self._planned.append(plan)
-        self._undispatched.append(plan)
+        places = [(view, view.generation.locate(ids, variant=stored)) for view in views]
+        for indices in batches:
+            stop = start + len(indices)
+            own, drawn = ids[start:stop], draws[start:stop]
+            here = [(view, located.rows(start, stop)) for view, located in places]
+            entry = best_entry(here, self._next_number, own, stored[start:stop])
+            if entry is not None and entry.view.padding is not None:
+                entry.weight = self._weight(entry)
+            is_control = entry is not None and self._wants_control(entry)
+            self._is_read = entry is not None and not entry.num_misses
+            plan = Plan(
+                self._next_number, indices, own, drawn, None if is_control else entry, seeds_all,
+                is_control, *study,
+            )  # fmt: skip
+            self._next_number, start = self._next_number + 1, stop
+            self._planned.append(plan)
+            self._undispatched.append(plan)
+            if plan.entry is not None:
+                self._unread.append(plan.entry)
         return True

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 from torch.utils.data import RandomSampler, Sampler
 
 __all__ = ["LeanRandomSampler", "ShardAffineSampler"]
@@ -25,11 +25,17 @@ class LeanRandomSampler(RandomSampler):
     """
 
     def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self._chunks())
+
+    def _chunks(self) -> Iterator[list[int]]:
         generator = self.generator
         if generator is None:
             generator = torch.Generator()
             generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-        yield from _ints(torch.randperm(len(self.data_source), generator=generator))
+        for chunk in torch.split(
+            torch.randperm(len(self.data_source), generator=generator), _CHUNK
+        ):
+            yield chunk.tolist()
         if self.generator is not None:
             # RandomSampler draws once more at its end, for a remainder that is empty here.
             torch.randperm(len(self.data_source), generator=generator)
@@ -106,11 +112,14 @@ class ShardAffineSampler(Sampler[int]):
         return self._per_shard * len(self._own)
 
     def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self._chunks())
+
+    def _chunks(self) -> Iterator[list[int]]:
         per_chunk = max(1, _CHUNK // len(self._own))
         for start in range(0, self._per_shard, per_chunk):
             steps = np.arange(start, min(start + per_chunk, self._per_shard), dtype=np.uint64)
             columns = [self._samples(shard, steps) for shard in self._own]
-            yield from np.stack(columns, axis=1).ravel().tolist()
+            yield np.stack(columns, axis=1).ravel().tolist()
 
     def _samples(self, shard: int, steps: Indices) -> Indices:
         """Return the samples that a shard has at these steps of the epoch."""
@@ -160,8 +169,3 @@ def _scrambled(values: Indices, half: np.uint64, rounds: Indices) -> Indices:
         left, right = right, left ^ ((mixed ^ mixed >> _SHIFT) * _ODD >> _SHIFT) & mask
     joined: Indices = left << half | right
     return joined
-
-
-def _ints(indices: Tensor) -> Iterator[int]:
-    for chunk in torch.split(indices, _CHUNK):
-        yield from chunk.tolist()

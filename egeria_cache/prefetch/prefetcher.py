@@ -25,6 +25,7 @@ from egeria_cache.device import Held, mark, pinned, pins, runs_late, to_device
 from egeria_cache.prefetch.readers import Crew, Deferred
 from egeria_cache.prefetch.ring import Place, Ring
 from egeria_cache.prefetch.view import ACTIVATION, KEPT, LENGTHS, View
+from egeria_cache.store import Located
 
 __all__ = ["PlannedEntry", "Prefetcher", "needs_ring"]
 
@@ -43,15 +44,17 @@ class PlannedEntry:
     """Hits of one planned batch: where they enter the model, and their rows once read."""
 
     def __init__(self, view: View, number: int, ids: Sequence[SampleId],
-                 draws: np.ndarray, hit: np.ndarray) -> None:  # fmt: skip
-        """Plan to serve the masked rows of batch `number` from `view`."""
-        self.view, self.number, self.hit = view, number, hit
+                 draws: np.ndarray, located: Located) -> None:  # fmt: skip
+        """Plan to serve what there is of batch `number` from `view`."""
+        self.view, self.number, self.hit = view, number, located.found
+        hit = self.hit
         self.num_hits = int(np.count_nonzero(hit))
         self.num_misses = len(hit) - self.num_hits
         self.serves_most = self.num_hits >= self.num_misses
         """Whether at least half of the batch are hits."""
         self.ids = ids if not self.num_misses else list(compress(ids, hit))
         self.draws = draws if not self.num_misses else draws[hit]
+        self.located = located if not self.num_misses else located.only(hit)
         self.weight = 1.0
         """How much there is to read, where a batch of ordinary size is one."""
         self.kept: dict[str, Rows] = {}
@@ -122,8 +125,8 @@ class PlannedEntry:
                 return self._ring.gather(self._place)
         # Served before, and perhaps written to by the loop since; or held back for longer than the
         # ring remembers: read again.
-        tensors, found = self.view.generation.get_batch(
-            self.ids, variant=self.draws, pin_memory=pins(self.view.device)
+        tensors, found = self.view.generation.get_located(
+            self.located, pin_memory=pins(self.view.device)
         )
         if not found.all():
             raise LookupError("the rows can no longer be read")
@@ -238,8 +241,8 @@ class Prefetcher:
     def _read_whole(self, entry: PlannedEntry, in_memory: bool = False) -> bool:
         """Read all rows, and keep them with the batch itself."""
         started, device = time.perf_counter(), entry.view.device
-        tensors, found = entry.view.generation.get_batch(
-            entry.ids, variant=entry.draws, pin_memory=pins(device), in_memory=in_memory
+        tensors, found = entry.view.generation.get_located(
+            entry.located, pin_memory=pins(device), in_memory=in_memory
         )
         entry.read_s += time.perf_counter() - started
         entry.num_read += len(entry.ids)

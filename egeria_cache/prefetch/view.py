@@ -125,9 +125,7 @@ class View:
 
     def contains(self, ids: Sequence[Any], draws: np.ndarray) -> np.ndarray:
         """Which samples are stored, each in one of its draws: bool, shape (B,)."""
-        if not self.alive:
-            return np.zeros(len(ids), dtype=bool)
-        return self.generation.contains(ids, variant=draws)
+        return self.generation.locate(ids, variant=draws).found & self.alive
 
 
 class Views:

@@ -26,7 +26,7 @@ from egeria_cache.store.disk.budget import BudgetBusyError
 from egeria_cache.store.disk.live import LiveFile, read_live
 from egeria_cache.store.disk.manifest import DamagedError, Manifest, differing_fields
 from egeria_cache.store.disk.notes import read_note, read_notes, write_note
-from egeria_cache.store.generation import Generation
+from egeria_cache.store.generation import Generation, Located
 from egeria_cache.store.native import has_kernel
 from egeria_cache.store.parcel import Parcelled, pack, unpack
 from egeria_cache.store.reader import NotInMemoryError
@@ -42,6 +42,7 @@ __all__ = [
     "Generation",
     "GenerationReport",
     "LiveFile",
+    "Located",
     "Manifest",
     "NotInMemoryError",
     "Parcelled",

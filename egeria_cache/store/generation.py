@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from egeria_cache.errors import StoreError
 from egeria_cache.store.codecs.codec import Codec, Coder
 from egeria_cache.store.codecs.lossy import LossyError, Storage
 from egeria_cache.store.disk.budget import Budget, BudgetBusyError
-from egeria_cache.store.disk.files import GenerationFiles, GoneError
+from egeria_cache.store.disk.files import ENTRY, Entries, GenerationFiles, GoneError
 from egeria_cache.store.disk.manifest import Manifest
 from egeria_cache.store.disk.place import FULL
 from egeria_cache.store.disk.salvage import salvaged
@@ -37,7 +38,7 @@ from egeria_cache.store.transfer import to_host
 from egeria_cache.store.writer import Job, Writer
 from egeria_cache.threads import without_modes
 
-__all__ = ["Generation"]
+__all__ = ["Generation", "Located"]
 
 logger = logging.getLogger("egeria_cache.store")
 
@@ -51,6 +52,37 @@ NO_DRAW = (1 << 32) - 1
 """Stands for a draw where there is none to be superseded."""
 BARE = "value"
 """Name under which a bare tensor is stored."""
+
+
+class Located(NamedTuple):
+    """Where the records of B samples are."""
+
+    keys: list[bytes]
+    entries: Entries | None
+    """Shape (B,), of size 0 where there is none; None: they are looked up when they are read."""
+
+    @property
+    def found(self) -> npt.NDArray[np.bool_]:
+        """Which of them there are; bool (B,)."""
+        assert self.entries is not None
+        found: npt.NDArray[np.bool_] = self.entries["size"] > 0
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all of them, as they are stored."""
+        assert self.entries is not None
+        return int(self.entries["size"].sum(dtype=np.int64))
+
+    def rows(self, start: int, stop: int) -> Located:
+        """Return those of some of the samples."""
+        assert self.entries is not None
+        return Located(self.keys[start:stop], self.entries[start:stop])
+
+    def only(self, found: npt.NDArray[np.bool_]) -> Located:
+        """Return those of the masked samples."""
+        assert self.entries is not None
+        return Located(list(compress(self.keys, found)), self.entries[found])
 
 
 class Part(NamedTuple):
@@ -147,19 +179,16 @@ class Generation:
 
     # -- reading ----------------------------------------------------------------------------
 
+    def locate(self, ids: Sequence[SampleId], *, variant: Variants = 0) -> Located:
+        """Look up where samples are stored, by whichever process."""
+        keys = encode_keys(ids, variant)
+        with self._trouble():
+            return Located(keys, self._files.locate(keys))
+        return Located(keys, np.zeros(len(keys), ENTRY))
+
     def contains(self, ids: Sequence[SampleId], *, variant: Variants = 0) -> npt.NDArray[np.bool_]:
         """Return bool (B,): which samples are stored, by whichever process."""
-        keys = encode_keys(ids, variant)
-        with self._trouble():
-            return self._files.contains(keys)
-        return np.zeros(len(ids), np.bool_)
-
-    def bytes_of(self, ids: Sequence[SampleId], *, variant: Variants = 0) -> int:
-        """Return the bytes that the records of these samples take on disk."""
-        keys = encode_keys(ids, variant)
-        with self._trouble():
-            return self._files.bytes_of(keys)
-        return 0
+        return self.locate(ids, variant=variant).found
 
     @contextlib.contextmanager
     def _trouble(self) -> Iterator[None]:
@@ -195,12 +224,21 @@ class Generation:
         Raises:
             NotInMemoryError: `in_memory`, and not all of it is.
         """
-        keys, fetched = encode_keys(ids, variant), None
+        located = Located(encode_keys(ids, variant), None)
+        return self.get_located(located, pin_memory=pin_memory, in_memory=in_memory)
+
+    def get_located(
+        self, located: Located, *, pin_memory: bool = False, in_memory: bool = False
+    ) -> tuple[Any, npt.NDArray[np.bool_]]:
+        """Read samples that were located before, as `get_batch` does. What has been superseded
+        since then is not found.
+        """
+        fetched, num_samples = None, len(located.keys)
         with self._trouble(), without_modes():
-            fetched = self._reader.read(self._files, keys, pin_memory, in_memory)
+            fetched = self._reader.read(self._files, *located, pin_memory, in_memory)
         if fetched is None:
-            fetched = Fetched(False, {}, np.zeros(len(ids), np.bool_))
-        counts, num_misses = self.counts, len(ids) - fetched.num_hits
+            fetched = Fetched(False, {}, np.zeros(num_samples, np.bool_))
+        counts, num_misses = self.counts, num_samples - fetched.num_hits
         with self._lock:
             counts.hits += fetched.num_hits
             if num_misses:

@@ -22,6 +22,7 @@ from torch import Tensor
 from egeria_cache.store.codecs.codec import Coder, NeedsKernelError
 from egeria_cache.store.codecs.lossy import unpack
 from egeria_cache.store.disk.files import (
+    Entries,
     GenerationFiles,
     GoneError,
     View,
@@ -73,9 +74,21 @@ class BatchReader:
         self._warned: set[str] = set()
 
     def read(
-        self, files: GenerationFiles, keys: Sequence[bytes], pin_memory: bool, in_memory: bool
+        self,
+        files: GenerationFiles,
+        keys: Sequence[bytes],
+        entries: Entries | None,
+        pin_memory: bool,
+        in_memory: bool,
     ) -> Fetched:
         """Return the samples that are stored and intact; never raises for a bad record.
+
+        Args:
+            files: Of the generation.
+            keys: Of B samples.
+            entries: Where they were located, shape (B,); None if they were not as yet.
+            pin_memory: Decode into page-locked memory.
+            in_memory: Wait for no disk.
 
         Raises:
             NotInMemoryError: `in_memory`, and not all of it is.
@@ -83,7 +96,9 @@ class BatchReader:
         """
         try:
             with files.reading() as view:
-                batch = _Batch(view, keys, self._coder, pin_memory, waits=not in_memory)
+                if entries is None:
+                    entries = view.locate(keys)
+                batch = _Batch(view, keys, entries, self._coder, pin_memory, waits=not in_memory)
                 batch.read()
         except GoneError:
             return Fetched(False, {}, np.zeros(len(keys), np.bool_))
@@ -119,11 +134,11 @@ class _Batch:
     """The batch that is being read, while its view lasts."""
 
     def __init__(
-        self, view: View, keys: Sequence[bytes], coder: Coder, pin_memory: bool, *, waits: bool
-    ) -> None:
-        self._view, self._keys, self._coder = view, keys, coder
+        self, view: View, keys: Sequence[bytes], entries: Entries, coder: Coder, pin_memory: bool,
+        *, waits: bool,
+    ) -> None:  # fmt: skip
+        self._view, self._keys, self._entries, self._coder = view, keys, entries, coder
         self._pin_memory, self._waits = pin_memory, waits
-        self._entries = view.locate(keys)
         self.hit = np.zeros(len(keys), np.bool_)
         self.bare = False
         self.fields: dict[str, Column] = {}
@@ -243,10 +258,8 @@ class _Batch:
         except NeedsKernelError:
             self.failed[row] = "", True
         else:
-            if view.is_there(key):
+            if view.is_there(key):  # else it was superseded since it was located
                 self.failed[row] = message, True
-            else:  # another process has superseded it meanwhile
-                view.files.forget()
         return None
 
     def _column(self, values: list[Any], rows: Places) -> Column:

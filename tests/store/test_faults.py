@@ -495,7 +495,7 @@ def test_statistics_and_sizes_never_raise(original, tmp_path, monkeypatch):
         assert store.stats().num_samples == 0
         assert generation.num_samples == 0
         assert not generation.contains([1]).any()
-        assert generation.bytes_of([1]) == 0
+        assert generation.locate([1]).num_bytes == 0
         assert not generation.get_batch([1])[1].any()
 
 

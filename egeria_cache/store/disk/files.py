@@ -10,7 +10,6 @@ import contextlib
 import os
 import struct
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,15 @@ from egeria_cache.store.records.record import (
 )
 from egeria_cache.store.records.values import RecordError
 
-__all__ = ["ENTRY", "GenerationFiles", "GoneError", "is_unfinished", "numbers_of", "places_of"]
+__all__ = [
+    "ENTRY",
+    "Entries",
+    "GenerationFiles",
+    "GoneError",
+    "is_unfinished",
+    "numbers_of",
+    "places_of",
+]
 
 ENTRY = np.dtype([("at", "<u8"), ("size", "<u4"), ("block", "<u4")])
 """Of a sample: place of its record in units of 8 bytes, and its layout in the two highest bytes;
@@ -45,8 +52,6 @@ _LAYOUT_SHIFT, _PLACE_MASK = np.uint64(48), np.uint64((1 << 48) - 1)
 _NO_ENTRY = bytes(ENTRY.itemsize)
 BLOCK_BYTES = 512 * 1024 - 16
 """Of records that are one value of LMDB: of larger pieces Linux looks for memory in huge pages."""
-KEPT_LOOKUPS = 64
-"""A batch is looked up when it is planned, when it is weighed and when it is read."""
 ENTRY_BYTES = 8 + 2 + ENTRY.itemsize
 """Of a page of LMDB, without the key."""
 _BLOCK_KEY, _ENTRY = struct.Struct(">Q"), struct.Struct("<QII")
@@ -90,7 +95,6 @@ class GenerationFiles:
         self._environment: Environment | None = None
         self._claim: Claim | None = None
         self._layouts: dict[int, Layout] = {}
-        self._lookups: OrderedDict[bytes, Entries] = OrderedDict()
         self._hidden: dict[bytes, bool] = {}
         """Records that could not be read; whether they may be replaced."""
 
@@ -182,41 +186,20 @@ class GenerationFiles:
         with environment.transaction() as transaction:
             yield View(self, environment, transaction)
 
-    def contains(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Return bool (B,).
+    def locate(self, keys: Sequence[bytes]) -> Entries:
+        """Return where records are, shape (B,).
 
         Raises:
             GoneError: Void or closed.
             OSError: It cannot be read now.
         """
-        kept = self._kept(keys)
-        if kept is not None:
-            return np.ones(len(keys), np.bool_)
         with self.reading() as view:
-            found: npt.NDArray[np.bool_] = view.locate(keys)["size"] > 0
-            return found
+            return view.locate(keys)
 
-    def bytes_of(self, keys: Sequence[bytes]) -> int:
-        """Return the length of all these records."""
-        entries = self._kept(keys)
-        if entries is None:
-            with self.reading() as view:
-                entries = view.locate(keys)
-        return int(entries["size"].sum(dtype=np.int64))
-
-    def _kept(self, keys: Sequence[bytes]) -> Entries | None:
-        return self._lookups.get(b"".join(keys)) if self.usable else None
-
-    def keep(self, keys: Sequence[bytes], entries: Entries) -> None:
-        """Remember where a batch lies, all of which is there."""
-        self._lookups[b"".join(keys)] = entries
-        if len(self._lookups) > KEPT_LOOKUPS:
-            with contextlib.suppress(KeyError):
-                self._lookups.popitem(last=False)
-
-    def forget(self) -> None:
-        """Remember no batch."""
-        self._lookups.clear()
+    def contains(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Return bool (B,); raises as `locate` does."""
+        found: npt.NDArray[np.bool_] = self.locate(keys)["size"] > 0
+        return found
 
     def hide(self, key: bytes, *, replaceable: bool) -> bool:
         """Count a record as absent from now on; True if it did not yet.
@@ -225,7 +208,6 @@ class GenerationFiles:
             key: Of its sample.
             replaceable: It may be stored again; else something else may be wrong, and pass.
         """
-        self._lookups.clear()
         is_new = key not in self._hidden
         self._hidden[key] = replaceable
         return is_new
@@ -291,7 +273,6 @@ class GenerationFiles:
             commit = Commit(View(self, environment, transaction))
             yield commit
             commit.finish()
-        self._lookups.clear()
         self.totals = commit.totals
         for key in commit.written & self._hidden.keys():
             self._hidden.pop(key, None)
@@ -316,16 +297,11 @@ class View:
         """Return where records are, shape (B,). What is hidden is not there."""
         if self.tables is None:
             return np.zeros(len(keys), ENTRY)
-        kept = self.files._kept(keys)
-        if kept is not None:
-            return kept
         entries = self._located(keys)
         hidden = self.files._hidden
         if hidden:
             for row in [row for row, key in enumerate(keys) if key in hidden]:
                 entries["size"][row] = 0
-        if len(keys) and entries["size"].all():
-            self.files.keep(keys, entries)
         return entries
 
     def _located(self, keys: Sequence[bytes]) -> Entries:
