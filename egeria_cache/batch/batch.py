@@ -17,7 +17,7 @@ from torch import Tensor
 from egeria_cache.batch.padding import Lengths
 from egeria_cache.batch.seeds import SampleId
 from egeria_cache.batch.structure import Rows, is_rows, take_rows
-from egeria_cache.batch.vouch import held
+from egeria_cache.batch.vouch import Vouched, held
 from egeria_cache.device import uploaded
 
 __all__ = ["Batch", "Entry", "PartEntry", "SharedRows", "at_rows"]
@@ -90,11 +90,13 @@ class Batch:
         self.size = len(ids)
         self.draws = np.asarray(draws, np.int64)
         self.loader_name = loader_name
-        keep = {
-            path: held(rows) if may_be_stored else (rows, None) for path, rows in leaves.items()
-        }
-        self.leaves = {path: rows for path, (rows, _) in keep.items()}
+        self.leaves: dict[str, Rows] = dict(leaves)
         """As they were handed out: what the loop does to its own is not done to these."""
+        self._vouched: dict[str, Vouched] = {}
+        for path in leaves if may_be_stored else ():
+            self.leaves[path], vouched = held(leaves[path])
+            if vouched is not None:
+                self._vouched[path] = vouched
         self.may_be_stored = may_be_stored
         self.context = context
         self.lengths = lengths
@@ -105,7 +107,6 @@ class Batch:
         self._loaded: Mapping[str, Rows] | None = None
         self._parts: dict[bytes, Batch] = {}
         self._shared: SharedRows | None = None
-        self._vouched = {path: vouched for path, (_, vouched) in keep.items() if vouched}
 
     @property
     def entry(self) -> Entry | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
+from operator import itemgetter
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -176,13 +177,13 @@ def _walk(node: Any, path: str, walk: _Walk, around: tuple[int, ...]) -> Rebuild
     kind, leaves = type(node), walk.leaves
     if isinstance(node, Tensor | Beside) or _is_values(node, walk.batch_size) or id(node) in around:
         leaves[path] = node
-        return lambda values: values[path]
+        return itemgetter(path)
     if path in walk.lists and kind in (list, tuple) and len(node) == walk.batch_size:
         return _walk_list(node, path, leaves)
     around = (*around, id(node))
     if kind in (list, tuple):
         items = [_walk(v, f"{path}[{i}]", walk, around) for i, v in enumerate(node)]
-        return lambda values: kind(item(values) for item in items)
+        return lambda values: kind([item(values) for item in items])
     if isinstance(node, dict):
         parts = {k: _walk(v, f"{path}[{k!r}]", walk, around) for k, v in node.items()}
         if kind is dict:
@@ -214,7 +215,7 @@ def _walk(node: Any, path: str, walk: _Walk, around: tuple[int, ...]) -> Rebuild
         inside = _attributes(node, path, walk, around)
         return lambda values: _with(_make(kind), inside, values)
     leaves[path] = node
-    return lambda values: values[path]
+    return itemgetter(path)
 
 
 def _walk_list(node: Any, path: str, leaves: dict[str, Leaf]) -> Rebuild:
@@ -223,7 +224,7 @@ def _walk_list(node: Any, path: str, leaves: dict[str, Leaf]) -> Rebuild:
     structure, kind = parts[0][0], type(node)
     if any(part.paths != structure.paths for part, _ in parts):
         leaves[path] = node
-        return lambda values: values[path]
+        return itemgetter(path)
     places = {inner: f"{path}[*]{inner}" for inner in structure.paths}
     for inner, place in places.items():
         leaves[place] = PerSample(items[inner] for _, items in parts)

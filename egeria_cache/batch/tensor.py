@@ -46,7 +46,7 @@ class BatchTensor(Tensor):
     @property
     def chain_key(self) -> str:
         """The recorded operations that change values, as stable text; empty when there are none."""
-        return ";".join(op.key for op in self.chain if op.key)
+        return ";".join([op.key for op in self.chain if op.key]) if self.chain else ""
 
     @property
     def intact(self) -> bool:

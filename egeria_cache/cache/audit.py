@@ -69,6 +69,6 @@ class AuditPlan:
         course.num_served += 1
         served = course.num_served
         is_turn = served.bit_count() == 1 and served.bit_length() % 2 == 1
-        if served > 1 and self.cost_s > _MAX_COST * self._saved_s():
+        if not is_turn or (served > 1 and self.cost_s > _MAX_COST * self._saved_s()):
             return 0
-        return int(is_turn)
+        return 1

@@ -31,6 +31,8 @@ class Boundary:
         self._views = views
         self._policy = policy
         self._accounts = accounts
+        self.look_out = engine.look_out
+        """Is to be called when a batch is given out, with which the model is called in some way."""
 
     @property
     def frozen(self) -> str | None:
@@ -46,10 +48,6 @@ class Boundary:
         self._engine.follow(None)
         self._status.is_sought = False
         self._move(name, by_hand=by_hand, reason=reason)
-
-    def look_out(self) -> None:
-        """A batch is given out, with which the model is called in some way."""
-        self._engine.look_out()
 
     def follow(self) -> None:
         """Freeze up to the deepest module before which nothing trains, now and later."""

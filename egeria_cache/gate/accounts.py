@@ -74,6 +74,8 @@ class Accounts:
         if len(self._given) == self._next_look:  # a cycle's parts are there until it is looked for
             self._next_look *= 2
             gc.collect()
+        if len(self._given) < MAX_UNSEEN:
+            return
         num_gone = sum(one() is None for one in self._given)
         if num_gone >= MAX_UNSEEN and self.counts.why_not is None:
             self.counts.why_not = self._told_unseen = (

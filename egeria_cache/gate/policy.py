@@ -113,7 +113,7 @@ class ServingPolicy:
     @property
     def has_postponed(self) -> bool:
         """Whether any loader is computed plainly as yet."""
-        return any(schedule.is_postponed for schedule in self._schedules.values())
+        return bool(self._postponed) and any(s.is_postponed for s in self._schedules.values())
 
     def is_postponed(self, loader: str) -> bool:
         """Whether this loader is computed plainly as yet."""

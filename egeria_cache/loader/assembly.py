@@ -331,21 +331,19 @@ class Assembly:
         plan.size = self._size(len(plan.ids), lengths)
         source, task = self._source, plan.whole(self._seed)
         size, view = len(plan.ids), None if plan.entry is None else plan.entry.view
-        constants = {
-            path: leaf.clone() if isinstance(leaf, Tensor) and is_dense(leaf) else leaf
-            for path, leaf in leaves.items()
-            if (path in view.constants if view is not None else not is_rows(leaf, size))
-        }
         is_read = plan.entry is not None and not plan.entry.num_misses
-        own = {
-            path: row_meta(leaf) if lengths is None else lengths.padding.row_meta(path, leaf)
-            for path, leaf in leaves.items()
-            if isinstance(leaf, Tensor) and path not in constants and not (is_read and path in rows)
-        }
-        kinds = dict.fromkeys(rows, Tensor) | {
-            path: type(leaf) for path, leaf in leaves.items() if path not in constants
-        }
-        context = BatchContext(source, structure, task, {**rows, **own}, kinds, constants)
+        constants, metas = dict[str, Any](), dict(rows)
+        kinds: dict[str, type] = dict.fromkeys(rows, Tensor)
+        for path, leaf in leaves.items():
+            if path in view.constants if view is not None else not is_rows(leaf, size):
+                is_own = isinstance(leaf, Tensor) and is_dense(leaf)
+                constants[path] = leaf.clone() if is_own else leaf  # type: ignore[union-attr]
+                continue
+            kinds[path] = type(leaf)
+            if isinstance(leaf, Tensor) and not (is_read and path in rows):
+                padding = None if lengths is None else lengths.padding
+                metas[path] = row_meta(leaf) if padding is None else padding.row_meta(path, leaf)
+        context = BatchContext(source, structure, task, metas, kinds, constants)
         return Batch(
             ids=plan.ids,
             draws=plan.draws,

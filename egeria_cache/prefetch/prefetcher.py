@@ -26,6 +26,7 @@ from egeria_cache.prefetch.readers import Crew, Deferred
 from egeria_cache.prefetch.ring import Place, Ring
 from egeria_cache.prefetch.view import ACTIVATION, KEPT, LENGTHS, View
 from egeria_cache.store import Located
+from egeria_cache.threads import without_modes
 
 __all__ = ["PlannedEntry", "Prefetcher", "needs_ring"]
 
@@ -47,6 +48,8 @@ class PlannedEntry:
                  draws: np.ndarray, located: Located) -> None:  # fmt: skip
         """Plan to serve what there is of batch `number` from `view`."""
         self.view, self.number, self.hit = view, number, located.found
+        self.cut = view.cut
+        """The cut at which the hits enter."""
         hit = self.hit
         self.num_hits = int(np.count_nonzero(hit))
         self.num_misses = len(hit) - self.num_hits
@@ -73,11 +76,6 @@ class PlannedEntry:
         self._ring: Ring | None = None
         self._place: Place | None = None
         self._rows: dict[str, Tensor] | None = None
-
-    @property
-    def cut(self) -> Any:
-        """The cut at which the hits enter."""
-        return self.view.cut
 
     @property
     def alive(self) -> bool:
@@ -118,16 +116,18 @@ class PlannedEntry:
             raise LookupError("the generation was voided")
         rows, self._rows = self._rows, None
         if rows is not None:
-            return self._widened(_on_device(rows, self.view))
+            rows = _on_device(rows, self.view)
+            return rows if self.whole is None else self._widened(rows)
         if self._ring is not None:
             assert self._place is not None
             with suppress(LookupError):
                 return self._ring.gather(self._place)
         # Served before, and perhaps written to by the loop since; or held back for longer than the
         # ring remembers: read again.
-        tensors, found = self.view.generation.get_located(
-            self.located, pin_memory=pins(self.view.device)
-        )
+        with without_modes():
+            tensors, found = self.view.generation.get_located(
+                self.located, pin_memory=pins(self.view.device)
+            )
         if not found.all():
             raise LookupError("the rows can no longer be read")
         return self._widened(_on_device(self._take(tensors), self.view))
@@ -305,16 +305,15 @@ def needs_ring(device: torch.device) -> bool:
     return runs_late(device)
 
 
-def _names(tensors: Mapping[str, Any]) -> list[str]:
-    return [name[len(ACTIVATION) :] for name in tensors if name.startswith(ACTIVATION)]
-
-
 def _activations(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: tensors[ACTIVATION + name] for name in _names(tensors)}
+    prefix = len(ACTIVATION)
+    return {name[prefix:]: v for name, v in tensors.items() if name.startswith(ACTIVATION)}
 
 
 def _on_device(rows: dict[str, Tensor], view: View) -> dict[str, Tensor]:
     """Copy rows that came with their batch, among the training step's own work."""
+    if not view.is_late:  # they are there
+        return rows
     there = {name: to_device(values, view.device_for(name)) for name, values in rows.items()}
     if not (view.is_spread or runs_late(view.device)):
         return there

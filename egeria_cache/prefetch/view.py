@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from egeria_cache.batch import Lengths, Padding, Rows, Structure, counting
+from egeria_cache.device import runs_late
 
 if TYPE_CHECKING:
     from egeria_cache.prefetch.ring import Ring
@@ -77,6 +78,11 @@ class View:
         """Whether the activations of one sample lie on several devices."""
         return len(set(self.cut.devices.values())) > 1
 
+    @cached_property
+    def is_late(self) -> bool:
+        """Whether any of the activations lies on a device that runs behind the host."""
+        return any(map(runs_late, (self.device, *self.cut.devices.values())))
+
     def device_for(self, name: str) -> torch.device:
         """Return where an activation is wanted."""
         return self.cut.devices.get(name, self.device)
@@ -114,6 +120,8 @@ class View:
 
     def constants_for(self, batch_size: int) -> dict[str, Any]:
         """Return the leaves without rows for a batch of this size, each the caller's own."""
+        if not self.constants:
+            return {}
         return {
             path: counting(value, batch_size) if path in self.counts else copy.copy(value)
             for path, value in self.constants.items()

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from egeria_cache.batch import Batch, Entry, interleaved
 from egeria_cache.device import uploaded
 from egeria_cache.errors import BoundaryError, PaddingError
+from egeria_cache.skip.model import calls
 from egeria_cache.skip.model.attach import AttachedForward, inner_model
-from egeria_cache.skip.model.calls import healing, is_compiled
 from egeria_cache.skip.model.dropout import StatelessDropout, counting_calls
 from egeria_cache.skip.model.features import Features
 from egeria_cache.skip.model.frozen import FrozenPrefix
@@ -145,7 +145,7 @@ class SkipEngine:
         self._method = method
         self._scout: Scout | None = None
         self._attached: AttachedForward | None = None
-        self._compiled = is_compiled(model)
+        self._compiled = calls.is_compiled(model)
         self._is_traced = False
         self._padding_unread = padding_unread
         self.host = host
@@ -191,14 +191,17 @@ class SkipEngine:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Stand in for `model.forward`."""
         if self._declared[0] is not None or self._auto is not None:
-            ours = object()
+            ours, depth, grad = object(), calls.depth(), torch.is_grad_enabled()
             try:  # around everything: an interrupt may come between any two lines
                 if self._running.setdefault("call", ours) is ours:
-                    with healing():
-                        if self._auto is None or not self._features.are_computed(args, kwargs):
-                            return self._called_with(args, kwargs)
-                        with self._features.frozen():
-                            return self._called_with(args, kwargs)
+                    if self._auto is None or not self._features.are_computed(args, kwargs):
+                        return self._called_with(args, kwargs)
+                    with self._features.frozen():
+                        return self._called_with(args, kwargs)
+            except BaseException:
+                calls.heal(depth)
+                torch.set_grad_enabled(grad)
+                raise
             finally:
                 if self._running.get("call") is ours:
                     self._running.clear()
@@ -207,7 +210,8 @@ class SkipEngine:
 
     def _called_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._is_called = True
-        self._stop_looking_out()
+        if self._scout is not None:
+            self._stop_looking_out()
         if self._sharded is not None:
             self._look_at_shards()
         if self._auto is not None:
@@ -222,7 +226,8 @@ class SkipEngine:
         # Shapes of tagged tensors are read often: not through their `__torch_function__`.
         with torch._C.DisableTorchFunctionSubclass():
             call = Invocation.of(args, kwargs)
-            key = () if call.why_not else call.key(self._free.get(call.layout, frozenset()))
+            free = self._free.get(call.layout, frozenset()) if self._free else frozenset()
+            key = () if call.why_not else call.key(free)
         result = self._called(call, key)
         if self._is_held and not self._has_run:
             self._has_run = True
@@ -275,7 +280,9 @@ class SkipEngine:
             is_same = entry.cut is recipe.cut
             source = recipe if is_same else self._book.find(key, call, cut=entry.cut)
         lengths = call.batch.lengths
-        source = None if source is None else source.at(lengths)
+        here: Recipe | None = recipe
+        if recipe.growth is not None or source is not recipe:
+            source, here = None if source is None else source.at(lengths), recipe.at(lengths)
         if entry is None or source is None or self._awaits_proof(recipe):
             return self._miss(recipe, call)
         try:
@@ -287,7 +294,7 @@ class SkipEngine:
                 return self._plainly(call)
             if not entry.hit.all():
                 stored = self._complete(source, call, entry, stored)
-            return self._replay(source, recipe.at(lengths), call, stored)
+            return self._replay(source, here, call, stored)
         except BoundaryError as error:
             return self._give_up(key, call, error)
 
@@ -721,7 +728,7 @@ class SkipEngine:
             return
         self._held.extend([self.model.get_submodule(name)])
         self._thaw.watch(self.model, self._held)
-        if self._compiled or is_compiled(self.model):
+        if self._compiled or calls.is_compiled(self.model):
             self.host.refused(BoundaryError.compiled_whole(name))
         elif self._is_traced:
             self.host.note("compiled", 0.0, 0)
@@ -790,7 +797,7 @@ class SkipEngine:
         return True
 
     def _watched(self, recipe: Recipe, call: Invocation, output: Any) -> Any:
-        if self._padding_unread:
+        if self._padding_unread or recipe.growth is None:
             return output
         found = partial(self._reads_padding, recipe)
         return watched(recipe.growth, call, output, found)

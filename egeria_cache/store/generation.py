@@ -225,18 +225,20 @@ class Generation:
             NotInMemoryError: `in_memory`, and not all of it is.
         """
         located = Located(encode_keys(ids, variant), None)
-        return self.get_located(located, pin_memory=pin_memory, in_memory=in_memory)
+        with without_modes():
+            return self.get_located(located, pin_memory=pin_memory, in_memory=in_memory)
 
     def get_located(
         self, located: Located, *, pin_memory: bool = False, in_memory: bool = False
     ) -> tuple[Any, npt.NDArray[np.bool_]]:
-        """Read samples that were located before, as `get_batch` does. What has been superseded
-        since then is not found.
+        """Read samples that were located before, as `get_batch` does, under no mode of the loop's.
+        What has been superseded since then is not found.
         """
-        fetched, num_samples = None, len(located.keys)
-        with self._trouble(), without_modes():
+        num_samples = len(located.keys)
+        try:
             fetched = self._reader.read(self._files, *located, pin_memory, in_memory)
-        if fetched is None:
+        except (OSError, MemoryError) as error:
+            self._warn(f"cannot be read now: {error}")
             fetched = Fetched(False, {}, np.zeros(num_samples, np.bool_))
         counts, num_misses = self.counts, num_samples - fetched.num_hits
         with self._lock:

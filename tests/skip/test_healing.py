@@ -44,13 +44,17 @@ def inner(module, original, *args):
 
 
 def run(modules: list[nn.Module]) -> None:
-    with (
-        calls.healing(),
-        calls.intercept(modules, outer),
-        calls.intercept(modules[1:], inner),
-        calls.intercept(modules[:2], outer),
-    ):
-        pass
+    depth = calls.depth()
+    try:
+        with (
+            calls.intercept(modules, outer),
+            calls.intercept(modules[1:], inner),
+            calls.intercept(modules[:2], outer),
+        ):
+            pass
+    except BaseException:
+        calls.heal(depth)
+        raise
 
 
 def test_an_interrupt_at_any_line_leaves_no_module_taken_over():

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
-import torch
 from torch import nn
 
-__all__ = ["CallRecord", "Handler", "Recorder", "healing", "intercept", "is_compiled"]
+__all__ = ["CallRecord", "Handler", "Recorder", "depth", "heal", "intercept", "is_compiled"]
 
 Handler = Callable[..., Any]
 """handler(module, original, *args, **kwargs) -> the module's output"""
@@ -53,22 +52,20 @@ def intercept(modules: Iterable[nn.Module], handler: Handler) -> Iterator[None]:
         _put_back(replaced)
 
 
-@contextmanager
-def healing() -> Iterator[None]:
-    """Undo, if the block ends in an exception, what `intercept` left within it.
+def depth() -> int:
+    """Return how many blocks of `intercept` this thread is in."""
+    return len(_active())
+
+
+def heal(depth: int) -> None:
+    """Undo what blocks of `intercept` beyond so many have left, whatever has ended them.
 
     An interrupt (Ctrl-C) is raised between any two calls, also in the middle of a clean-up; who
     then goes on in the same process would compute with modules that are still taken over.
     """
-    active, grad = _active(), torch.is_grad_enabled()
-    depth = len(active)
-    try:
-        yield
-    except BaseException:
-        if len(active) > depth:
-            _put_back(active[depth])
-        torch.set_grad_enabled(grad)
-        raise
+    active = _active()
+    if len(active) > depth:
+        _put_back(active[depth])
 
 
 _Replaced = list[tuple[dict[str, Any], str, Any]]
@@ -89,8 +86,12 @@ def _put_back(replaced: _Replaced) -> None:
     One of those, undone later, would put back what this block had put there.
     """
     active = _active()
-    depth = next((i for i, one in enumerate(active) if one is replaced), len(active))
-    for one in reversed(active[depth:]):
+    begin = len(active)
+    for place, one in enumerate(active):
+        if one is replaced:
+            begin = place
+            break
+    for one in reversed(active[begin:]):
         while one:
             own, key, before = one[-1]
             if before is _MISSING:
@@ -98,7 +99,7 @@ def _put_back(replaced: _Replaced) -> None:
             else:
                 own[key] = before
             one.pop()
-    del active[depth:]
+    del active[begin:]
 
 
 def _route(

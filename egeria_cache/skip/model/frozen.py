@@ -11,6 +11,7 @@ like the original, just as it keeps `requires_grad=False`; `FrozenPrefix.thaw(co
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from types import TracebackType
 
 from torch import nn
@@ -18,6 +19,8 @@ from torch import nn
 from egeria_cache.skip.model.front import AroundForward, hold_around, let_go_around, thaw_around
 
 __all__ = ["FrozenPrefix", "mode_asked_for"]
+
+_is_training = attrgetter("training")
 
 
 class _HeldTrain:
@@ -120,6 +123,8 @@ class FrozenPrefix:
 
     def put_back(self) -> None:
         """Put every held module back into inference mode, whoever set its flag."""
+        if not any(map(_is_training, self._modules.values())):
+            return
         for module in self._modules.values():
             held = _held(module)
             if module.training and not (held is not None and held.keeps_flag):

@@ -160,6 +160,8 @@ class _TryAgain(Exception):  # noqa: N818
 class _ProbeRun(ReplayRun):
     """A replay that also looks at what the skipped modules are called with."""
 
+    looks = True
+
     def __init__(self, prober: Prober, twin: Twin) -> None:
         self._prober = prober
         recipe, evidence = prober.recipe, prober.evidence

@@ -86,9 +86,10 @@ class Layout:
 
 def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Layout]:
     """Return every leaf in order, and how they belong together."""
-    if not kwargs and all(isinstance(a, BatchTensor) or type(a) in _ONE_LEAF for a in args):
-        return list(args), _flat(len(args))
-    return _take_apart((args, kwargs), _with_batch)
+    for argument in args:
+        if kwargs or not (isinstance(argument, BatchTensor) or type(argument) in _ONE_LEAF):
+            return _take_apart((args, kwargs), _with_batch)
+    return _take_apart((args, kwargs), _with_batch) if kwargs else (list(args), _flat(len(args)))
 
 
 def take_result_apart(output: Any, left: Sequence[Mapping[Any, Any]]) -> tuple[list[Any], Layout]:

@@ -43,7 +43,12 @@ class RecipeBook:
 
     def guards(self) -> list[PrefixGuard]:
         """Return what watches the prefix of any of them; two recipes may share a guard."""
-        return list({id(r.guard): r.guard for r in self.all() if r.guard is not None}.values())
+        found: list[PrefixGuard] = []
+        for recipes in self._recipes.values():
+            for recipe in recipes:
+                if recipe.guard is not None and recipe.guard not in found:
+                    found.append(recipe.guard)
+        return found
 
     def alike(self, key: Key, boundary: str) -> list[Recipe]:
         """Return those of one signature at one boundary."""

@@ -7,6 +7,7 @@ had: kernels are chosen by layout, and equal bits need equal kernels.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -198,20 +199,28 @@ class TensorSpec:
         """Restore the tensor with the strides it had; copies only where memory order differs."""
         dim = self.batch_dim
         assert dim is not None
-        shape = self.shape_at(rows.shape[0])
-        # Position of every logical dimension among the row's; the batch itself stands first.
-        where = {d: i + 1 for i, d in enumerate(self.row_dims)}
-        if self.shape[dim] == 1:
-            view = rows.permute(*(where.get(d, 0) for d in range(len(shape))))
-        else:
-            view = rows.permute(0, *(where[d] for d in range(len(shape))))
+        dims, shape, strides = _restored(self.shape, self.order, dim, rows.shape[0])
+        view = rows.permute(dims)
+        if self.shape[dim] != 1:
             view = view.movedim(0, dim).flatten(dim, dim + 1)
-        strides = _strides(shape, self.order)
         if view.stride() == strides:
             return view
         if _same_memory(view, strides):
             return view.as_strided(shape, strides)
         return torch.empty_strided(shape, strides, dtype=rows.dtype, device=rows.device).copy_(view)
+
+
+@functools.lru_cache(maxsize=1024)
+def _restored(
+    spec: tuple[int, ...], order: tuple[int, ...], dim: int, batch_size: int
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return how rows are to be permuted, and shape and strides of the tensor that they were."""
+    shape = tuple(n * batch_size if d == dim else n for d, n in enumerate(spec))
+    # Position of every logical dimension among the row's; the batch itself stands first.
+    row_dims = [d for d in order if d != dim or spec[d] != 1]
+    where = {d: i + 1 for i, d in enumerate(row_dims)}
+    dims = [where.get(d, 0) for d in range(len(shape))]
+    return tuple(dims if spec[dim] == 1 else [0, *dims]), shape, _strides(shape, order)
 
 
 def _same_memory(view: Tensor, strides: tuple[int, ...]) -> bool:

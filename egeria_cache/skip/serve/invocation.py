@@ -49,15 +49,15 @@ class Invocation:
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Invocation:
         """Take a call apart."""
         leaves, layout = take_apart(args, kwargs)
-        tagged = {
-            i: leaf
-            for i, leaf in enumerate(leaves)
-            if isinstance(leaf, BatchTensor) and leaf.intact
-        }
-        batches = {id(leaf.batch): leaf.batch for leaf in tagged.values()}
+        tagged, batches = dict[int, BatchTensor](), dict[int, Batch]()
         why_not = None
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-            why_not = WANTS_GRADIENT
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                why_not = WANTS_GRADIENT
+            if isinstance(leaf, BatchTensor) and leaf.intact:
+                tagged[i], batches[id(leaf.batch)] = leaf, leaf.batch
+        if why_not is not None:
+            pass
         elif len(batches) != 1:
             why_not = _untagged(leaves) if not batches else "it was given rows of several batches"
         elif not next(iter(batches.values())).size:
@@ -77,6 +77,8 @@ class Invocation:
         """Leave in the caller's containers what the model left in those it was given in their
         place, and return its output: one of them perhaps.
         """
+        if not self.lent:
+            return output
         for lent in self.lent:
             lent.hand_back()
         return next((lent.given for lent in self.lent if lent.built is output), output)
@@ -145,15 +147,15 @@ class Invocation:
         Args:
             free: Positions of plain arguments that may differ: the prefix does not use them.
         """
-        leaves = tuple(
-            "any"
-            if i in free
-            else (self.shape(i), leaf.dtype, leaf.device)
-            if isinstance(leaf, Tensor)
-            else _describe(leaf)
-            for i, leaf in enumerate(self.leaves)
-        )
-        return (self.layout, leaves, mode_key())
+        leaves = list[Any]()
+        for i, leaf in enumerate(self.leaves):
+            if i in free:
+                leaves.append("any")
+            elif isinstance(leaf, Tensor):
+                leaves.append((self.shape(i), leaf.dtype, leaf.device))
+            else:
+                leaves.append(_describe(leaf))
+        return (self.layout, tuple(leaves), mode_key())
 
     def shape(self, position: int) -> tuple[Any, ...]:
         """Return the shape of a tensor, with names for the sizes that differ from batch to batch:
@@ -164,9 +166,9 @@ class Invocation:
         if not shape or shape[0] != self.batch.size:
             return shape
         lengths, tagged = self.batch.lengths, self.tagged.get(position)
-        follows: frozenset[int] = frozenset()
-        if lengths is not None and tagged is not None:
-            follows = following(tagged, lengths)
+        if lengths is None or tagged is None:
+            return ("B", *shape[1:])
+        follows = following(tagged, lengths)
         return ("B", *("L" if i in follows else n for i, n in enumerate(shape[1:], 1)))
 
     def paths(self) -> list[str]:
@@ -188,11 +190,10 @@ def mode_key() -> tuple[Any, ...]:
     Whether autograd records is not among them: it moves last bits at most, and the same sample is
     used in training and in evaluation.
     """
-    autocast = tuple(
-        (kind, str(torch.get_autocast_dtype(kind)))
-        for kind in autocast_kinds()
-        if torch.is_autocast_enabled(kind)
-    )
+    autocast: tuple[tuple[str, str], ...] = ()
+    for kind in autocast_kinds():
+        if torch.is_autocast_enabled(kind):
+            autocast = (*autocast, (kind, str(torch.get_autocast_dtype(kind))))
     return autocast, torch.get_default_dtype()
 
 

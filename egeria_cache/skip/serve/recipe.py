@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -24,6 +25,8 @@ from egeria_cache.skip.state.guards import PrefixGuard
 from egeria_cache.skip.state.surroundings import Surroundings
 
 __all__ = ["Recipe", "Slot", "StepPlan", "Unavailable"]
+
+_is_training = attrgetter("training")
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +83,8 @@ class Recipe:
     """How it looks for batches of other lengths, where samples are padded."""
     mutable: list[Tensor] = field(default_factory=list)
     """Buffers that the active part writes to: put back if a replay has to be abandoned."""
+    ready: dict[tuple[int, int], Any] = field(default_factory=dict)
+    """(step, batch size) -> what it returns on every hit, where that is one placeholder."""
     _entries: list[tuple[str, Slot, TensorSpec]] | None = None
     _modules: list[nn.Module] | None = None
     _metas: dict[int, list[list[Tensor | None]]] = field(default_factory=dict)
@@ -108,7 +113,7 @@ class Recipe:
                 del known[next(iter(known))]
             known[whole] = replace(
                 self, steps=steps, _entries=None, _modules=None, _metas={}, _stage=None,
-                _stand_ins={}, _inputs={}, _saved=[],
+                _stand_ins={}, _inputs={}, _saved=[], ready={},
             )  # fmt: skip
         return known[whole]
 
@@ -132,7 +137,7 @@ class Recipe:
         lengths = call.batch.lengths
         if self.growth is not None and lengths is not None and self.growth.is_beyond(lengths.whole):
             return False
-        if tuple(module.training for module in self.ancestors) != self.modes:
+        if tuple(map(_is_training, self.ancestors)) != self.modes:
             return False
         if self.grad_mode is not None and torch.is_grad_enabled() is not self.grad_mode:
             return False
@@ -143,7 +148,9 @@ class Recipe:
                     return False
             elif (leaf.leaf, leaf.chain_key) != known:
                 return False
-        return all(torch.equal(plain(call.leaves[i]), value) for i, value in self.pinned.items())
+        return not self.pinned or all(
+            torch.equal(plain(call.leaves[i]), value) for i, value in self.pinned.items()
+        )
 
     def lies_beyond(self, name: str) -> bool:
         """Whether its boundary comes after the module `name`, or contains it."""
@@ -270,9 +277,12 @@ class Recipe:
             leaves = self._leaves(index, batch_size, scene)
             if len(self._stand_ins) > 16 * len(self.steps):
                 self._stand_ins.clear()
+                self.ready.clear()
             self._stand_ins[index, batch_size] = leaves
         if step.cached or step.constants or self.same:
             leaves = self._with_values(index, leaves, values)
+        elif step.single:
+            self.ready[index, batch_size] = leaves[0]
         return leaves[0] if step.single else tree_unflatten(leaves, step.spec)
 
     def output(

@@ -172,14 +172,14 @@ class ContentProbe:
 
     def changed(self) -> bool:
         """Whether anything looks different."""
-        if [elements.tobytes() for elements in self._host] != self._bytes:
+        if list(map(_Scattered.tobytes, self._host)) != self._bytes:
             return True
-        return self._piece_changed() or (self._device_changed() if self._device else False)
+        if self._pieces and self._piece_changed():
+            return True
+        return bool(self._device) and self._device_changed()
 
     def _piece_changed(self) -> bool:
         """Read one piece of one tensor in full: every element is looked at once in a round."""
-        if not self._pieces:
-            return False
         turn = self._turn = (self._turn + 1) % len(self._pieces)
         now, before = xxhash.xxh3_64_intdigest(self._pieces[turn].data), self._hashes[turn]
         self._hashes[turn] = now

@@ -47,6 +47,8 @@ _FOREIGN = (
     "egeria_cache", "egeria_core",
 )  # fmt: skip
 
+_get = itemgetter.__call__
+
 
 def watched_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module that its class, not PyTorch, gave it."""
@@ -228,9 +230,11 @@ class StateWatch:
         places = layout.places.values()
         self._places = [place for place, _ in places]
         self._sizes = list(map(len, self._places))
-        self._found = [(itemgetter(*keys), place) for place, keys in places if keys]
-        self._standing = [get(place) for get, place in self._found]
-        self._kinds = [type(module) for _, module in self._modules]
+        self._getters = [itemgetter(*keys) for _, keys in places if keys]
+        self._found = [place for place, keys in places if keys]
+        self._standing = list(map(_get, self._getters, self._found))
+        self._watched = [module for _, module in self._modules]
+        self._kinds = list(map(type, self._watched))
 
     @property
     def tensors(self) -> list[tuple[str, Tensor]]:
@@ -243,10 +247,10 @@ class StateWatch:
             if (
                 not any(self._empty)
                 and list(chain.from_iterable(self._iterables)) == self._values
-                and [look() for look in self._looks] == self._seen
+                and (not self._looks or [look() for look in self._looks] == self._seen)
                 and list(map(len, self._places)) == self._sizes
-                and [get(place) for get, place in self._found] == self._standing
-                and [type(module) for _, module in self._modules] == self._kinds
+                and list(map(_get, self._getters, self._found)) == self._standing
+                and list(map(type, self._watched)) == self._kinds
             ):
                 return None
         except Exception:  # a comparison of arrays, or a container that shrank meanwhile
@@ -276,8 +280,7 @@ class StateWatch:
             now = look()
             if now is not seen and not _same(now, seen):
                 return f"{_quoted(where)} changed"
-        kinds = [type(module) for _, module in self._modules]
-        if kinds != self._kinds:
+        if list(map(type, self._watched)) != self._kinds:
             return "a module of the prefix has another class"
         self.renew()
         self.rebound = True
