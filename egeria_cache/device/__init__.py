@@ -27,12 +27,13 @@ from egeria_cache.device.memory import (
     host_memory,
     pinned,
     pins,
+    room,
     to_device,
     to_host,
     uploaded,
 )
 from egeria_cache.device.randomness import random_states, set_random_states
-from egeria_cache.device.streams import Event, Held, Lane, mark
+from egeria_cache.device.streams import Event, Held, Lane, leave_captures_alone, mark
 
 __all__ = [
     "FOREIGN_PACKAGES",
@@ -46,12 +47,14 @@ __all__ = [
     "default_device",
     "device_name",
     "host_memory",
+    "leave_captures_alone",
     "located",
     "mark",
     "moved_to",
     "pinned",
     "pins",
     "random_states",
+    "room",
     "runs_late",
     "set_random_states",
     "synchronize",

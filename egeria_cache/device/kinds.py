@@ -77,6 +77,19 @@ def current_index() -> int:
         return 0
 
 
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a device the calling thread's current one inside the block.
+
+    The one before is set again only if it is in use by this process: to set a device begins a
+    context there.
+    """
+    within: Any = getattr(torch.accelerator, "device_index", None)
+    if within is None:  # before PyTorch 2.8
+        within = getattr(module_of(device), "device", nullcontext)
+    found: AbstractContextManager[Any] = within(device.index)
+    return found
+
+
 def runs_late(device: torch.device | str) -> bool:
     """Whether what a device is given to do may run after the call that gave it has returned.
 

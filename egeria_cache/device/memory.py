@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from egeria_cache.device.kinds import accelerator, runs_late
+from egeria_cache.device.kinds import accelerator, module_of, runs_late
 from egeria_cache.device.streams import Held, mark, streams_of
 
-__all__ = ["copies_beside", "host_memory", "pinned", "pins", "to_device", "to_host", "uploaded"]
+__all__ = [
+    "copies_beside", "host_memory", "pinned", "pins", "room", "to_device", "to_host", "uploaded",
+]  # fmt: skip
 
+LEFT_ALONE = 64
+"""So small a part of a device's memory is never taken: what PyTorch does not count lies there."""
 _pins: dict[str, bool] = {}
 
 
@@ -38,6 +43,21 @@ def _tried(device: torch.device) -> bool:
 def copies_beside(device: torch.device) -> bool:
     """Whether a copy to or from a device can be started without waiting for it."""
     return pins(device) and streams_of(device) is not None
+
+
+def room(device: torch.device) -> int | None:
+    """Return how many bytes of a device may be taken beside training; None: it does not say.
+
+    Half of what was free even when training, this process's, took most so far. A step begins with
+    little and ends with little: what is free between two says nothing of what it needs.
+    """
+    module: Any = module_of(device) if runs_late(device) else None
+    try:
+        free, total = module.mem_get_info(device)
+        kept, most = module.memory_reserved(device), module.max_memory_allocated(device)
+    except Exception:  # of any kind: each device says in its own way what it lacks
+        return None
+    return max(0, int(free + kept - most - total // LEFT_ALONE) // 2)
 
 
 def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

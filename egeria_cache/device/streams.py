@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
 
-from egeria_cache.device.kinds import accelerator, current_index, runs_late
+from egeria_cache.device.kinds import accelerator, current, runs_late
 
-__all__ = ["Event", "Held", "Lane", "Streams", "mark", "streams_of"]
+__all__ = ["Event", "Held", "Lane", "Streams", "leave_captures_alone", "mark", "streams_of"]
+
+_THREAD_LOCAL = 1
+"""As CUDA and HIP number the ways in which a thread may have to do with captures."""
 
 
 class Event(Protocol):
@@ -25,11 +29,35 @@ class Event(Protocol):
         """Whether it has."""
 
 
+class Point:
+    """An event that is recorded anew, for another point, once nobody asks for this one."""
+
+    __slots__ = ("_spare", "event")
+
+    def __init__(self, event: Any, spare: list[Any]) -> None:
+        self.event, self._spare = event, spare
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+    def query(self) -> bool:
+        return bool(self.event.query())
+
+    def __del__(self) -> None:
+        self._spare.append(self.event)
+
+
 class Streams:
-    """The streams and events of one device, as `torch.accelerator` has them."""
+    """The streams and events of one device, as `torch.accelerator` has them.
+
+    Whatever touches the device is given to it while it is the thread's current one. PyTorch's own
+    way, from another device and back, sets that other one again: a thread of ours, whose current
+    device is the first, would begin a context there, of some hundred megabytes.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._spare: list[Any] = []
 
     def current(self) -> Any:
         """The stream that this thread's kernels go to."""
@@ -37,17 +65,23 @@ class Streams:
 
     def another(self) -> Any:
         """A stream beside it."""
-        return torch.Stream(self.device)
+        with current(self.device):
+            return torch.Stream(self.device)
 
     def record(self, stream: Any) -> Event:
         """Return the point after all that a stream was given so far."""
-        event = torch.Event(self.device)
-        event.record(stream)
-        return event
+        with current(self.device):
+            try:
+                event = self._spare.pop()
+            except IndexError:
+                event = torch.Event(self.device)
+            event.record(stream)
+        return Point(event, self._spare)
 
-    def order(self, event: Any, stream: Any) -> None:
-        """What a stream is given from now on runs after `event`. The host does not wait."""
-        stream.wait_event(event)
+    def order(self, point: Any, stream: Any) -> None:
+        """What a stream is given from now on runs after `point`. The host does not wait."""
+        with current(self.device):
+            stream.wait_event(point.event)
 
     @contextmanager
     def use(self, stream: Any) -> Iterator[None]:
@@ -55,18 +89,27 @@ class Streams:
 
         Not the stream's own context: it keeps what was before in the stream, which threads share.
         """
-        before, index = self.current(), current_index()
-        torch.accelerator.set_stream(stream)
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(before)
-            _set_device_index(index)
+        with current(self.device):
+            before = self.current()
+            torch.accelerator.set_stream(stream)
+            try:
+                yield
+            finally:
+                torch.accelerator.set_stream(before)
 
 
-def _set_device_index(index: int) -> None:
-    choose = getattr(torch.accelerator, "set_device_index", None)
-    (torch.accelerator.set_device_idx if choose is None else choose)(index)
+def leave_captures_alone() -> None:
+    """What the calling thread does from now on breaks no capture of a graph in another thread.
+
+    While one captures in "global" mode, PyTorch's default, all others must not allocate, nor ask
+    whether an event is past; unless they have said by this that they are no part of it.
+    """
+    for library, call in (
+        ("libcuda.so.1", "cuThreadExchangeStreamCaptureMode"),
+        ("libamdhip64.so", "hipThreadExchangeStreamCaptureMode"),
+    ):
+        with suppress(OSError, AttributeError):  # it is no such device's driver
+            getattr(ctypes.CDLL(library), call)(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
 
 
 _known: dict[torch.device, Streams | None] = {}

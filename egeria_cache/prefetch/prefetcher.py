@@ -6,6 +6,7 @@ moment of need. What that is handed is an `Entry` that either has its rows or sa
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from egeria_cache.batch import PerSample, Rows, SampleId
-from egeria_cache.device import Held, mark, pinned, pins, runs_late, to_device
+from egeria_cache.device import Held, mark, pinned, pins, room, runs_late, to_device
 from egeria_cache.prefetch.readers import Crew, Deferred
 from egeria_cache.prefetch.ring import Place, Ring
 from egeria_cache.prefetch.view import ACTIVATION, KEPT, LENGTHS, View
@@ -30,10 +31,16 @@ from egeria_cache.threads import without_modes
 
 __all__ = ["PlannedEntry", "Prefetcher", "needs_ring"]
 
+logger = logging.getLogger("egeria_cache.prefetch")
+
 WHOLE_BYTES = 64 * 2**20
 """All samples of a loader stay on the device where they take no more: then nothing is copied there
 from the second pass on. Where they take more, recent rows are asked for again only by samplers that
 repeat themselves (docs/device.md has the figures)."""
+TABLE_BYTES = 4
+"""Of each sample, on the device."""
+ROOM_EVERY_S = 1.0
+"""So often it is asked whether training needs the ring's memory; that takes some 0.2 ms."""
 READ_TIMEOUT_S = 60.0
 """A read that takes longer is given up; its samples are loaded from the dataset instead."""
 
@@ -209,33 +216,39 @@ class Prefetcher:
         view = entry.view
         if view.is_spread or view.padding is not None or not needs_ring(view.device):
             return self._read_whole(entry, in_memory)  # nor has the ring slots of many sizes
-        keys = list(zip(entry.ids, entry.draws.tolist(), strict=True))
-        unique = list(dict.fromkeys(keys))
-        ring, number = entry.view.ring, self._first + entry.number
-        resident = [False] * len(unique) if ring is None else ring.adopt(number, unique)
-        new = [key for key, there in zip(unique, resident, strict=True) if not there]
+        ring, number = self._ring_of(view), self._first + entry.number
+        if not view.has_room:
+            return self._read_whole(entry)
+        samples = None if ring is None else ring.numbers(entry.ids)
+        new = np.arange(len(entry.ids))
+        if ring is not None and samples is not None:
+            new = ring.adopt(number, samples, entry.draws)
         tensors: dict[str, Any] = {}
-        if new:
-            started = time.perf_counter()
-            tensors, found = entry.view.generation.get_batch(
-                [sample_id for sample_id, _ in new],
-                variant=np.array([draw for _, draw in new]),
-                pin_memory=pins(entry.view.device),
-            )
+        if len(new):
+            started, located = time.perf_counter(), entry.located
+            if len(new) < len(entry.ids):
+                mask = np.zeros(len(entry.ids), np.bool_)
+                mask[new] = True
+                located = located.only(mask)
+            tensors, found = view.generation.get_located(located, pin_memory=pins(view.device))
             entry.read_s, entry.num_read = time.perf_counter() - started, len(new)
             if not found.all():
                 return False
         rows = _activations(tensors)
         if ring is None:
             ring = self._ring_for(entry, tensors, rows)
-        columns = {path: tensors[KEPT + path] for path in entry.view.kept} if new else {}
-        kept = [(columns, i) for i in range(len(new))]
-        if ring is not None and ring.insert(number, new, rows, kept):
-            self._rings.add(ring)
-            with suppress(LookupError):  # it was closed meanwhile
-                entry._place, entry._ring = ring.place(number, keys), ring
-                entry.kept = self._pinned(entry, _columns(ring.kept(keys), entry.view.kept))
-                return True
+            samples = None if ring is None else ring.numbers(entry.ids)
+        if ring is not None and samples is not None:
+            columns = {path: tensors[KEPT + path] for path in view.kept} if len(new) else {}
+            if ring.insert(number, samples[new], entry.draws[new], rows, columns):
+                self._rings.add(ring)
+                with suppress(LookupError):  # it was closed meanwhile
+                    entry._place, entry._ring = ring.place(samples, entry.draws), ring
+                    kept = ring.kept(entry._place)
+                    entry.kept = self._pinned(
+                        entry, {p: _column(kind, kept[p]) for p, kind in view.kept.items()}
+                    )
+                    return True
         return self._read_whole(entry)  # no room in the ring
 
     def _read_whole(self, entry: PlannedEntry, in_memory: bool = False) -> bool:
@@ -271,27 +284,44 @@ class Prefetcher:
             for path, rows in kept.items()
         }
 
+    def _ring_of(self, view: View) -> Ring | None:
+        """Return a view's ring, if there is one, and training does not need its memory."""
+        ring, now = view.ring, time.monotonic()
+        if ring is not None and now >= view.room_looked_at + ROOM_EVERY_S:
+            view.room_looked_at = now
+            if room(view.device) == 0:
+                logger.info("%s is nearly full: rows come with their batches", view.device)
+                ring.close()
+        if ring is not None and ring.is_closed:
+            view.has_room = False
+        return ring
+
     def _ring_for(
         self, entry: PlannedEntry, tensors: dict[str, Any], rows: dict[str, Any]
     ) -> Ring | None:
         """Return this view's ring, made on first use; None where rows differ in shape."""
         if not rows or not all(isinstance(values, Tensor) for values in rows.values()):
             return None
-        view, batch_size = entry.view, len(entry.hit)
+        view, batch_size, num_rows = entry.view, len(entry.hit), len(entry.ids)
         # What is being used, what is read ahead and what stays; all samples, where that is little.
         slots = (2 * self.window + 2) * batch_size
-        row_bytes = sum(v.nbytes for v in tensors.values() if isinstance(v, Tensor)) // max(
-            len(next(iter(rows.values()))), 1
-        )
-        everything = view.generation.num_expected
-        if 0 < everything * row_bytes <= WHOLE_BYTES:
+        everything = max(view.generation.num_expected, 1)
+        stored = sum(v.nbytes for v in tensors.values() if isinstance(v, Tensor)) // num_rows
+        if 0 < everything * stored <= WHOLE_BYTES:
             slots = max(slots, everything)
+        by_number = all(type(one) is int and 0 <= one < everything for one in entry.ids)
         with _lock:
-            if view.ring is None and not view.is_void:
+            if view.ring is None and view.has_room and not view.is_void:
+                left = room(view.device)
+                if left is not None:
+                    row_bytes = max(sum(values.nbytes for values in rows.values()) // num_rows, 1)
+                    slots = min(slots, (left - everything * TABLE_BYTES) // row_bytes)
+                view.has_room = slots >= (self.window + 1) * batch_size
                 try:
-                    view.ring = Ring(rows, slots, view.device)
+                    if view.has_room:
+                        view.ring = Ring(rows, slots, everything, view.device, by_number=by_number)
                 except RuntimeError:  # no memory left there: rows come with their batch
-                    return None
+                    view.has_room = False
             return view.ring
 
 
@@ -321,16 +351,6 @@ def _on_device(rows: dict[str, Tensor], view: View) -> dict[str, Tensor]:
         for name, values in rows.items():
             _held.hold(values, mark(view.device_for(name)))
     return there
-
-
-def _columns(
-    rows: Sequence[tuple[dict[str, Any], int]], kept: Mapping[str, type]
-) -> dict[str, Rows]:
-    """Return the kept values of a batch, each row of which stands in the columns of a read."""
-    return {
-        path: _column(kind, [columns[path][i] for columns, i in rows])
-        for path, kind in kept.items()
-    }
 
 
 def _column(kind: type, rows: Any) -> Rows:

@@ -10,26 +10,31 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+from egeria_cache.device import leave_captures_alone
 from egeria_cache.prefetch.reader_count import ReaderCount
 from egeria_cache.store import NotInMemoryError
 from egeria_cache.threads import compute_on_one_core, without_modes
 
 __all__ = ["Crew", "Deferred", "ReaderThreads"]
 
-MAX_READERS = 4
-"""They share one interpreter."""
+
+def _begin() -> None:
+    """Called first thing in a reader thread."""
+    compute_on_one_core()
+    leave_captures_alone()
 
 
 class ReaderThreads:
     """Started with the first read; `close` waits for what they are doing.
 
-    How many work at a time follows from what reading and waiting cost (`ReaderCount`). One core is
-    left to training.
+    How many work at a time follows from what reading and waiting cost (`ReaderCount`): at most as
+    many as there are cores, which the ranks of a machine share, without one for training.
     """
 
     def __init__(self) -> None:
-        cores = len(os.sched_getaffinity(0))
-        self._count = ReaderCount(most=max(1, min(cores - 1, MAX_READERS)))
+        cores, ranks = len(os.sched_getaffinity(0)), os.environ.get("LOCAL_WORLD_SIZE", "")
+        cores //= int(ranks) if ranks.isdigit() and int(ranks) else 1
+        self._count = ReaderCount(most=max(1, cores - 1))
         self._crew: Crew | None = None
 
     @property
@@ -107,7 +112,7 @@ class Crew(Executor):
         """How many threads may work at a time; one too many stops after what it is doing."""
         self.is_spared = False
         """Whether whoever needs rows had better read them itself than hand that in."""
-        self._threads = ThreadPoolExecutor(most, "egeria-read", initializer=compute_on_one_core)
+        self._threads = ThreadPoolExecutor(most, "egeria-read", initializer=_begin)
         self._lock = threading.Lock()
         self._waiting = deque[Work]()
         self._num_working = 0

@@ -1,264 +1,279 @@
 """Rows of recent and coming mini-batches, resident on the training device.
 
-One slab of slots per cached tensor. Which sample lies in which slot is known to the host, which
-plans the batches: a table on the device besides would have to be asked, and cost each hit some
-kernels and each insertion a wait. Eviction is by batch, oldest first, and never takes a batch that
-is still to be used.
+One slab of slots per cached tensor, and beside them a table, `int32 slot_of[sample]`: so that a
+batch is gathered by the numbers of its samples, which lie on the device by then, in two kernels
+that need nothing of the host (`Ring.rows`). The host has the same table (`slots.py`), plans by it,
+and says what may be gathered.
 
 Reader threads insert, in a lane beside the training step; the training thread gathers. One lock
 orders the two on the host, events order them on the device: a gather follows the copies of its
-batch, and a slot is written again only after every gather before.
+batch, and a slot, or its entry in the table, is written again only after every gather before.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from egeria_cache.batch import SampleId
 from egeria_cache.device import Event, Lane, mark, pinned, to_device
+from egeria_cache.prefetch.slots import NOBODY, Numbers, Slot, Slots
 
 __all__ = ["Place", "Ring"]
 
 MAX_RUNS = 8
-"""Rows that lie in more pieces than this are written and gathered by index, not piece by piece."""
+"""Rows for slots that lie in more pieces than this are written by index, not piece by piece."""
+Column = Tensor | Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the rows of a batch lie."""
+    """Where the rows of a batch lie, as long as the stamps of the slots are these."""
 
-    batch: int
-    keys: Sequence[Hashable]
-    slots: Sequence[int]
-    runs: Sequence[tuple[int, int]]
-    """First slot and the one behind the last, in the order of the rows; none: use the index."""
-    index: Tensor | None
-    """On the device: int64, shape (N,)."""
+    slots: Slot
+    stamps: Numbers
+    index: Tensor
+    """The samples' numbers, on the device: int64, shape (B,)."""
+    ready: Event | None
+    """When all of it is there."""
 
 
 class Ring:
-    """Slots for the rows of recent and coming batches, found by sample key.
+    """Slots for the rows of recent and coming batches, found by sample and draw.
 
     `kept` values (labels and the like) stay on the host beside them, so that a resident sample
     needs no second read of its record.
     """
 
-    def __init__(self, rows: Mapping[str, Tensor], num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        rows: Mapping[str, Tensor],
+        num_slots: int,
+        num_samples: int,
+        device: torch.device,
+        *,
+        by_number: bool = True,
+    ) -> None:
         """Make an empty ring.
 
         Args:
             rows: One batch of the tensors to be held, by name; only shape and dtype of a row
                 are read.
             num_slots: How many samples it can hold.
-            device: Where the slabs live.
+            num_samples: How many there are.
+            device: Where the slabs and the table live.
+            by_number: Whether sample IDs are numbers below `num_samples`; else they are counted.
+
+        Raises:
+            RuntimeError: There is no memory left.
         """
         self.device = device
-        self.num_slots = num_slots
+        self.table = torch.zeros(num_samples, dtype=torch.int32, device=device)
         self.slabs = {
-            name: torch.empty((num_slots, *like.shape[1:]), dtype=like.dtype, device=device)
+            name: torch.empty((num_slots + 1, *like.shape[1:]), dtype=like.dtype, device=device)
             for name, like in rows.items()
         }
+        for slab in self.slabs.values():  # whoever asks for what is not there is to notice
+            slab[NOBODY].fill_(torch.nan if slab.is_floating_point() else 0)
+        self.is_closed = False
         self._lock = threading.Lock()
-        self._free = list(reversed(range(num_slots)))
-        self._slot_of: dict[Hashable, int] = {}
-        self._kept: dict[Hashable, Any] = {}
-        self._owned: OrderedDict[int, set[Hashable]] = OrderedDict()
-        self._owner: dict[Hashable, int] = {}
-        self._oldest_needed = 0
-        self._is_closed = False
+        self._slots = Slots(num_slots, num_samples)
+        self._numbers: dict[SampleId, int] | None = None if by_number else {}
+        self._kept: dict[str, Tensor | np.ndarray] = {}
         self._lane = Lane(device)
         self._lane.follow_current()  # the slabs' memory may have been another's until now
-        self._ready: dict[int, Event | None] = {}
 
-    def adopt(self, batch: int, keys: Sequence[Hashable]) -> list[bool]:
-        """Pin those of `keys` that are resident to `batch`, and say which are."""
+    def numbers(self, ids: Sequence[SampleId]) -> Numbers | None:
+        """Return the numbers of samples in the table, shape (B,); None: not all have one."""
+        most, known = self._slots.num_samples, self._numbers
+        if known is not None:
+            with self._lock:
+                numbers = np.array([known.setdefault(one, len(known)) for one in ids])
+        else:
+            numbers = np.array(ids)
+        if numbers.dtype != np.int64 or numbers.ndim != 1:
+            return None
+        return numbers if numbers.view(np.uint64).max() < most else None
+
+    def adopt(self, batch: int, samples: Numbers, draws: Numbers) -> Numbers:
+        """Keep what is resident of a batch until it was used; return the positions of the rest."""
         with self._lock:
-            if self._is_closed:
-                return [False] * len(keys)
-            self._owned.setdefault(batch, set())
-            resident = [self._adopt(batch, key) for key in keys]
-            self._ready[batch] = self._lane.mark()
-            return resident
+            return self._slots.adopt(batch, samples, draws)
 
     def insert(
         self,
         batch: int,
-        keys: Sequence[Hashable],
+        samples: Numbers,
+        draws: Numbers,
         rows: Mapping[str, Tensor],
-        kept: Sequence[Any],
+        kept: Mapping[str, Column],
     ) -> bool:
-        """Place the rows of `batch`, evicting the oldest batches that are no longer needed.
+        """Place rows of a batch, evicting the oldest that are no longer needed.
 
         Args:
             batch: Its number in the order of use; several calls may serve one batch.
-            keys: Unique keys, one per row.
+            samples: The samples' numbers, shape (N,).
+            draws: Which random draw of each.
             rows: The slabs' new rows, by name, shape (N, ...), in the host's memory.
-            kept: Host values per row.
+            kept: Host values, one per row.
 
         Returns:
             False if there is no room left among batches still needed; nothing was placed then.
         """
         with self._lock:
-            if self._is_closed:
+            placed = None if self.is_closed else self._slots.place(batch, samples, draws)
+            if placed is None:
                 return False
-            self._owned.setdefault(batch, set())
-            new = [i for i, key in enumerate(keys) if not self._adopt(batch, key)]
-            if not self._make_room(len(new), batch):
-                return False
-            slots = sorted(self._free.pop() for _ in new)
-            self._write(slots, rows, new)
-            # A lane runs in order: one event after this batch's work covers what it adopted.
-            self._ready[batch] = self._lane.mark()
-            for i, slot in zip(new, slots, strict=True):
-                self._slot_of[keys[i]], self._kept[keys[i]] = slot, kept[i]
-                self._own(batch, keys[i])
+            if not len(placed.slots):
+                return True
+            at = placed.rows
+            try:
+                for path, values in kept.items():
+                    self._keep(path, values, placed.slots, at)
+                held: list[Tensor] = []
+                with self._lane.use():
+                    self._write(placed.slots, rows, at, held)
+                    self._enter(placed.evicted, samples[at], placed.slots, held)
+                self._lane.held.hold(held, self._lane.mark())
+            except Exception:  # what the slots hold is not what they are said to
+                self._close()
+                raise
             return True
 
-    def kept(self, keys: Sequence[Hashable]) -> list[Any]:
-        """Return the host values of resident keys."""
+    def kept(self, place: Place) -> dict[str, Tensor | list[Any]]:
+        """Return the host values of a batch, just after it was placed."""
         with self._lock:
-            return [self._kept[key] for key in keys]
+            return {
+                path: values[torch.from_numpy(place.slots)]
+                if isinstance(values, Tensor)
+                else values[place.slots].tolist()
+                for path, values in self._kept.items()
+            }
 
-    def place(self, batch: int, keys: Sequence[Hashable]) -> Place:
-        """Return where the rows of `keys` lie, in that order; repeats are allowed.
+    def place(self, samples: Numbers, draws: Numbers) -> Place:
+        """Return where rows of a batch lie, in that order; repeats are allowed.
 
-        They stay there until batches behind `batch` are released.
+        They stay there until batches behind the one that inserted or adopted them are released.
 
         Raises:
             LookupError: One of them is not resident.
         """
         with self._lock:
-            slots = [self._slot_of[key] for key in keys]
-            runs, index = _runs(slots), None
-            if len(runs) > MAX_RUNS:
-                runs = []
-                host = pinned(torch.tensor(slots, dtype=torch.int64), self.device)
-                with self._lane.use():
-                    index = to_device(host, self.device)
-                self._ready[batch] = self._lane.mark()
-                self._lane.held.hold(host, self._ready[batch])
-            return Place(batch, keys, slots, runs, index)
+            slots = self._slots.find(samples, draws)
+            if self.is_closed or not slots.all():
+                raise LookupError("not all rows are in the ring")
+            held: list[Tensor] = []
+            with self._lane.use():
+                index = self._uploaded(samples, held)
+            ready = self._lane.mark()
+            self._lane.held.hold(held, ready)
+            return Place(slots, self._slots.stamps(slots), index, ready)
 
     def gather(self, place: Place) -> dict[str, Tensor]:
         """Return the rows as fresh tensors.
 
         Raises:
-            LookupError: The batch was evicted, or the ring closed.
+            LookupError: One of them was evicted, or the ring closed.
         """
         with self._lock:
-            if self._is_closed or place.batch not in self._owned:
-                raise LookupError(f"batch {place.batch} is not in the ring")
-            if any(map(_differ, map(self._slot_of.get, place.keys), place.slots)):
-                raise LookupError(f"a row of batch {place.batch} is no longer in the ring")
-            self._lane.lead(self._ready[place.batch])
-            rows = {name: _taken(slab, place) for name, slab in self.slabs.items()}
+            is_there = (self._slots.stamps(place.slots) == place.stamps).all()
+            if self.is_closed or not is_there:
+                raise LookupError("not all rows are in the ring any more")
+            self._lane.lead(place.ready)
+            rows = self.rows(place.index)
             # Only when it has read them may its slots be written again, or its index be freed.
             done = mark(self.device)
             self._lane.follow(done)
             self._lane.held.hold(place.index, done)
             return rows
 
+    def rows(self, index: Tensor) -> dict[str, Tensor]:
+        """Return the rows of samples, with nothing of the host: this can be captured in a graph.
+
+        A row that is not resident is NaN, or zero where the numbers have no NaN.
+
+        Args:
+            index: The samples' numbers, on the device: int64, shape (B,).
+        """
+        slots = self.table.index_select(0, index)
+        return {name: slab.index_select(0, slots) for name, slab in self.slabs.items()}
+
     def release_before(self, batch: int) -> None:
         """Batches numbered below `batch` may be evicted from now on."""
         with self._lock:
-            self._oldest_needed = max(self._oldest_needed, batch)
-            for old in [b for b, keys in self._owned.items() if b < batch and not keys]:
-                self._evict(old)
+            self._slots.release_before(batch)
 
     def close(self) -> None:
         """Serve nothing more, and give the memory back. Idempotent."""
         with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
+            self._close()
+
+    def _close(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
             self._lane.rejoin()
-            self.slabs = {}
-            self._slot_of.clear()
-            self._kept.clear()
+            self.table = torch.empty(0, dtype=torch.int32, device=self.device)
+            self.slabs, self._kept = {}, {}
 
-    def _adopt(self, batch: int, key: Hashable) -> bool:
-        if key not in self._slot_of:
-            return False
-        # Readers run side by side: a key stays with the latest batch that needs it.
-        latest = max(batch, self._owner[key])
-        self._owned[self._owner[key]].discard(key)
-        self._own(latest, key)
-        return True
-
-    def _own(self, batch: int, key: Hashable) -> None:
-        self._owned.setdefault(batch, set()).add(key)
-        self._owner[key] = batch
-
-    def _make_room(self, num_rows: int, batch: int) -> bool:
-        evictable = sorted(b for b in self._owned if b < self._oldest_needed and b != batch)
-        chosen, room = [], len(self._free)
-        for old in evictable:
-            if room >= num_rows:
-                break
-            room += len(self._owned[old])
-            chosen.append(old)
-        if room < num_rows:
-            return False
-        for old in chosen:
-            self._evict(old)
-        return True
-
-    def _evict(self, batch: int) -> None:
-        keys = self._owned.pop(batch)
-        self._ready.pop(batch, None)
-        # Taken again from the lowest on: what lay together is given to one batch again.
-        self._free += sorted((self._slot_of.pop(key) for key in keys), reverse=True)
-        for key in keys:
-            del self._kept[key], self._owner[key]
-
-    def _write(self, slots: list[int], rows: Mapping[str, Tensor], new: list[int]) -> None:
-        if not slots:
+    def _keep(self, path: str, values: Column, slots: Numbers, at: Any) -> None:
+        """Remember host values, as tensors where they are."""
+        table, size = self._kept.get(path), self._slots.num_slots + 1
+        if isinstance(values, Tensor) and not isinstance(table, np.ndarray):
+            if table is None:
+                table = self._kept[path] = values.new_empty((size, *values.shape[1:]))
+            table[torch.from_numpy(slots)] = values[at]
             return
-        runs, held = _runs(slots), []
-        with self._lane.use():
-            at = None
-            if len(runs) > MAX_RUNS:
-                held.append(pinned(torch.tensor(slots, dtype=torch.int64), self.device))
-                at = to_device(held[-1], self.device)
-            for name, slab in self.slabs.items():
-                values = rows[name]
-                if len(values) != len(new):
-                    values = pinned(values[torch.tensor(new)], self.device)
-                held.append(values)
-                if at is not None:
-                    slab.index_copy_(0, at, to_device(values, self.device))
-                    continue
-                done = 0
-                for start, end in runs:
-                    to_device(values[done : done + end - start], into=slab[start:end])
-                    done += end - start
-        self._lane.held.hold(held, self._lane.mark())
+        if not isinstance(table, np.ndarray):  # rows of different shapes, or no tensors
+            objects = np.empty(size, object)
+            if table is not None:
+                objects[:] = list(table.unbind())
+            table = self._kept[path] = objects
+        one_by_one = np.empty(len(values), object)
+        one_by_one[:] = list(values)
+        table[slots] = one_by_one[at]
+
+    def _uploaded(self, numbers: npt.NDArray[Any], held: list[Tensor]) -> Tensor:
+        """Copy to the device; in the lane."""
+        held.append(pinned(torch.from_numpy(numbers), self.device))
+        return to_device(held[-1], self.device)
+
+    def _enter(
+        self, evicted: Numbers, samples: Numbers, slots: Numbers, held: list[Tensor]
+    ) -> None:
+        """Write the table."""
+        at = self._uploaded(np.concatenate((evicted, samples)), held)
+        entries = np.full(len(at), NOBODY, np.int32)
+        entries[len(evicted) :] = slots
+        self.table.index_copy_(0, at, self._uploaded(entries, held))
+
+    def _write(
+        self, slots: Numbers, rows: Mapping[str, Tensor], at: Any, held: list[Tensor]
+    ) -> None:
+        runs = _runs(slots)
+        index = None if len(runs) <= MAX_RUNS else self._uploaded(slots, held)
+        for name, slab in self.slabs.items():
+            values = rows[name]
+            if not isinstance(at, slice):
+                values = pinned(values[torch.from_numpy(at)], self.device)
+            held.append(values)
+            if index is not None:
+                slab.index_copy_(0, index, to_device(values, self.device))
+                continue
+            done = 0
+            for start, end in runs:
+                to_device(values[done : done + end - start], into=slab[start:end])
+                done += end - start
 
 
-def _runs(slots: Sequence[int]) -> list[tuple[int, int]]:
+def _runs(slots: Numbers) -> list[tuple[int, int]]:
     """Return the pieces of ascending neighbours that slots consist of."""
-    if not slots:
-        return []
-    numbers = np.asarray(slots)
-    ends = [0, *(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist(), len(slots)]
-    return [(slots[a], slots[b - 1] + 1) for a, b in itertools.pairwise(ends)]
-
-
-def _taken(slab: Tensor, place: Place) -> Tensor:
-    if place.index is not None:
-        return slab.index_select(0, place.index)
-    if len(place.runs) == 1:
-        return slab[slice(*place.runs[0])].clone()
-    return torch.cat([slab[slice(*run)] for run in place.runs])
-
-
-def _differ(a: int | None, b: int) -> bool:
-    return a != b
+    ends = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
+    return [(int(slots[a]), int(slots[b - 1]) + 1) for a, b in itertools.pairwise(ends)]

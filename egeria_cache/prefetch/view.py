@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -66,6 +67,9 @@ class View:
     """Those of them that count the samples."""
     ring: Ring | None = None
     """Rows on the device, where they are gathered from there; kept from pass to pass."""
+    has_room: bool = True
+    """False once the device had no memory left for a ring."""
+    room_looked_at: float = field(default_factory=time.monotonic, init=False)
     padding: Padding | None = None
     """How the loader pads its samples; stored rows have none of it."""
     _metas: dict[tuple[str, int], Tensor] = field(default_factory=dict, init=False)

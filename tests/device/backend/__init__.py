@@ -25,6 +25,8 @@ __all__ = ["NAME", "Counts", "compiler_missing", "counted", "counts", "register"
 NAME = os.environ.get("EGSIM_NAME", "egsim")
 WITHOUT = os.environ.get("EGSIM_WITHOUT", "")
 """What the device is to lack: "streams", "events", "pinned", "waiting" as a whole, "module"."""
+total_bytes = 1 << 40
+"""Of memory, on each device; nothing but what it says of itself depends on it."""
 SOURCE = Path(__file__).parent / "backend.cpp"
 
 
@@ -87,6 +89,9 @@ def _module() -> types.ModuleType:
         where = torch.device(device) if not isinstance(device, int) else torch.device(NAME, device)
         return ops.device() if where.index is None else where.index
 
+    module.mem_get_info = lambda device: (total_bytes - ops.memory(index(device))[0], total_bytes)
+    module.memory_reserved = lambda device: ops.memory(index(device))[0]
+    module.max_memory_allocated = lambda device: ops.memory(index(device))[1]
     module.get_rng_state = lambda device=NAME: ops.rng_state(index(device))
     module.get_rng_state_all = lambda: [ops.rng_state(i) for i in range(2)]
     module.set_rng_state = lambda state, device=NAME: ops.set_rng_state(index(device), state)

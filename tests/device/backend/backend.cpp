@@ -49,6 +49,13 @@ struct Inside { Inside() { ++inside; } ~Inside() { --inside; } };
 // ---- streams and events ----------------------------------------------------------------------
 thread_local c10::DeviceIndex current_device = 0;
 thread_local c10::StreamId current_stream[kDevices] = {0, 0};
+// Which devices were begun to be used: as of a GPU, hundreds of megabytes for each process.
+std::atomic<bool> begun[kDevices] = {};
+std::atomic<int64_t> taken[kDevices] = {}, most_taken[kDevices] = {};  // bytes
+void make_current(c10::DeviceIndex d) {
+  current_device = d;
+  begun[d] = true;
+}
 std::atomic<int64_t> next_stream{1};
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -61,7 +68,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return {kKind, current_device}; }
   void setDevice(c10::Device d) const override {
     TORCH_CHECK(d.index() < kDevices, "there are ", kDevices, " simulated devices");
-    if (d.index() >= 0) current_device = d.index();
+    if (d.index() >= 0) make_current(d.index());
   }
   void uncheckedSetDevice(c10::Device d) const noexcept override {
     if (d.index() >= 0) current_device = d.index();
@@ -138,16 +145,23 @@ struct Pool {
     return data < after->first + after->second;
   }
 };
-struct Block { Pool* pool; size_t bytes; void* data; };
+struct Block { Pool* pool; size_t bytes; void* data; int device = -1; };
 void release(void* context) {
   auto* block = static_cast<Block*>(context);
+  if (block->device >= 0) taken[block->device] -= block->bytes;
   block->pool->give(block->data, block->bytes);
   delete block;
 }
 c10::DataPtr from(Pool& pool, size_t bytes, c10::Device device) {
   if (!bytes) return {nullptr, nullptr, &release, device};
   void* data = pool.take(bytes);
-  return {data, new Block{&pool, bytes, data}, &release, device};
+  auto* block = new Block{&pool, bytes, data};
+  if (device.type() == kKind) {
+    block->device = device.index();
+    int64_t now = taken[block->device] += bytes, most = most_taken[block->device];
+    while (now > most && !most_taken[block->device].compare_exchange_weak(most, now)) {}
+  }
+  return {data, block, &release, device};
 }
 struct DeviceAllocator final : c10::Allocator {
   std::mutex lock;
@@ -191,18 +205,20 @@ std::vector<at::Generator>& generators() {
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex d) const override { return begun[d]; }
   void init() const override {}
   c10::DeviceIndex deviceCount() const override { return kDevices; }
-  void setCurrentDevice(c10::DeviceIndex d) const override { current_device = d; }
+  void setCurrentDevice(c10::DeviceIndex d) const override { make_current(d); }
   c10::DeviceIndex getCurrentDevice() const override { return current_device; }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex d) const override {
     auto before = current_device;
-    if (d >= 0) current_device = d;
+    if (d >= 0) make_current(d);
     return before;
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex d) const override {
-    return exchangeDevice(d);
+    auto before = current_device;
+    if (d >= 0) current_device = d;
+    return before;
   }
   bool isPinnedPtr(const void* data) const override { return pinned_memory.pool.has(data); }
   at::Allocator* getPinnedMemoryAllocator() const override {
@@ -451,6 +467,10 @@ std::vector<int64_t> counts(bool all) {
 }
 TORCH_LIBRARY(simulated, m) {
   m.def("counts(bool all) -> int[]", &counts);
+  m.def("begun() -> int[]", []() { return std::vector<int64_t>(begun, begun + kDevices); });
+  m.def("forget_begun() -> ()", []() { for (auto& one : begun) one = false; });
+  m.def("memory(int device) -> int[]", [](int64_t d) { return std::vector<int64_t>{taken[d], most_taken[d]}; });
+  m.def("forget_most_taken() -> ()", []() { for (int d = 0; d < kDevices; ++d) most_taken[d] = taken[d].load(); });
   m.def("device() -> int", []() -> int64_t { return current_device; });
   m.def("set_device(int device) -> ()", [](int64_t device) { Guard().setDevice({kKind, static_cast<c10::DeviceIndex>(device)}); });
   m.def("rng_state(int device) -> Tensor", [](int64_t device) { return generators()[device].get_state(); });

@@ -14,8 +14,9 @@ from tests.device.simulated.runs import DEVICE
 from tests.helpers.nets import Images, freeze, make_net, sgd
 
 B, ROWS, ROW_BYTES, LABEL_BYTES, IMAGE_BYTES = 8, 48, 4 * 10 * 10 * 4, 8, 400
-INDEX_BYTES = 8
-"""What says where a resident row lies, where the rows of a batch do not lie together."""
+INDEX_BYTES, ENTRY_BYTES = 8, 12
+"""A sample's number, with every batch that it is in; and what the table is told when a row comes,
+or goes."""
 
 
 def steps(loader, epochs=1, model=None, end=lambda: None):
@@ -107,7 +108,8 @@ def test_a_step_of_misses_waits_for_nothing_and_copies_once_to_the_host(run, pla
 def test_over_an_epoch_each_row_crosses_once_and_then_no_more(run):
     audit = IMAGE_BYTES + LABEL_BYTES
     first, *later = [whole.to_device - ROWS * LABEL_BYTES for whole in run[1][1:]]
-    assert ROWS * ROW_BYTES <= first <= ROWS * ROW_BYTES + audit
+    placed = ROWS * (ROW_BYTES + INDEX_BYTES + ENTRY_BYTES)
+    assert placed <= first <= placed + audit
     for epoch in later:
         assert epoch <= ROWS * INDEX_BYTES + audit
     assert run[2].hits == 3 * ROWS
@@ -122,7 +124,7 @@ def test_with_more_samples_than_slots_each_row_crosses_once_an_epoch(
     audit = IMAGE_BYTES + LABEL_BYTES
     for epoch in whole[1:]:
         rows = epoch.to_device - 160 * LABEL_BYTES
-        assert rows <= 160 * (ROW_BYTES + INDEX_BYTES) + 2 * audit
+        assert rows <= 160 * (ROW_BYTES + INDEX_BYTES + 2 * ENTRY_BYTES) + 2 * audit
         assert epoch.pageable <= 2 * 2  # of what audits load
     assert stats.hits == 2 * 160
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -50,18 +51,18 @@ def ring_property(order, max_runs, draws):
     window, size = 2, 4
     with pytest.MonkeyPatch.context() as patch, late(order) as device:
         patch.setattr(rings, "MAX_RUNS", max_runs)
-        ring = Ring({"a": torch.empty(1, 3)}, (2 * window + 2) * size, HERE)
+        ring = Ring({"a": torch.empty(1, 3)}, (2 * window + 2) * size, 60, HERE)
+        draws_of = np.zeros(size, np.int64)
         ahead, results = {}, []
         plans = [draws.sample(range(60), size) for _ in range(14)]
         for number in range(len(plans)):
             for coming in range(number, min(number + window + 1, len(plans))):
                 if coming in ahead:
                     continue
-                keys = plans[coming]
-                there = ring.adopt(coming, keys)
-                new = [k for k, is_there in zip(keys, there, strict=True) if not is_there]
-                assert ring.insert(coming, new, read_rows(new), [()] * len(new))
-                ahead[coming] = ring.place(coming, keys)
+                keys = np.array(plans[coming])
+                new = keys[ring.adopt(coming, keys, draws_of)]
+                assert ring.insert(coming, new, draws_of[: len(new)], read_rows(new), {})
+                ahead[coming] = ring.place(keys, draws_of)
             ring.release_before(number - window)
             rows = ring.gather(ahead[number])["a"]
             results.append((plans[number], rows * 2))  # a kernel of the step reads them

@@ -24,13 +24,13 @@ def moved(batch, device=DEVICE, non_blocking=False):
 
 
 def run(directory, *, gate, epochs=3, moves=None, boundary="layer1", make=make_net, data=None,
-        autocast=None, wrap=None, to=moved, on_step=None, evaluate=False, cache_kwargs=None,
-        flush=True, freezes=freeze, finish=None, **loader_kwargs):  # fmt: skip
+        autocast=None, wrap=None, place=DEVICE, to=moved, on_step=None, evaluate=False,
+        cache_kwargs=None, flush=True, freezes=freeze, finish=None, **loader_kwargs):  # fmt: skip
     """Train on the device; return losses, weights and stats."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-    model = make().to(DEVICE)
+    model = make().to(place)
     freezes(model, boundary)
     optimizer = sgd(model)
     data = Images() if data is None else data
