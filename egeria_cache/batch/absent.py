@@ -59,7 +59,7 @@ class AbsentTensor(BatchTensor):
         elif self._full is None:
             absent = self.batch.load_absent(self.leaf)
             assert isinstance(absent, Tensor)
-            absent = absent.to(self.device)
+            absent = uploaded(absent, self.device)
             for op in self.chain:
                 absent = op.run(absent)
             mask = self.batch.absent
@@ -97,7 +97,7 @@ class AbsentTensor(BatchTensor):
             return super().rows(mask, loaded)
         rows = loaded[self.leaf]
         assert isinstance(rows, Tensor)
-        rows = rows.to(self.device)
+        rows = uploaded(rows, self.device)
         for op in self.chain:
             rows = op.run(rows)
         return rows

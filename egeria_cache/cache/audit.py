@@ -43,8 +43,11 @@ class AuditPlan:
         self._random = random.Random(0)
         self._courses: dict[tuple[str, int], _Course] = {}
 
-    def choose(self, loader: str, cut: int, number: int, hit: np.ndarray) -> np.ndarray | None:
-        """Return the hits to recompute: bool, shape (B,); None for none.
+    def choose(
+        self, loader: str, cut: int, number: int, hit: np.ndarray
+    ) -> tuple[np.ndarray, bool] | None:
+        """Return the hits to recompute: bool, shape (B,), and whether they are the first of an
+        epoch; None for none.
 
         Args:
             loader: Which loader's batch it is.
@@ -59,7 +62,7 @@ class AuditPlan:
             return None
         rows = np.zeros(len(hit), bool)
         rows[self._random.sample(np.flatnonzero(hit).tolist(), count)] = True
-        return rows
+        return rows, self._courses[loader, cut].num_served == 1
 
     def _floor(self, loader: str, cut: int, number: int) -> int:
         course = self._courses.setdefault((loader, cut), _Course())

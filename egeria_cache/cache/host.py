@@ -303,14 +303,14 @@ class CacheHost:
 
     # ---- audits ---------------------------------------------------------------------------------
 
-    def audited(self, batch: Batch, entry: Entry) -> np.ndarray | None:
+    def audited(self, batch: Batch, entry: Entry) -> tuple[np.ndarray, bool] | None:
         """Choose the hits to be recomputed from the raw sample."""
         if self._counts.why_not in (self._told_chains, self._told_unproved):
             self._counts.why_not = None
         number = batch.context.task.number
-        rows = self._audits.choose(batch.loader_name, id(entry.cut), number, entry.hit)
-        self._counts.audited += 0 if rows is None else int(rows.sum())
-        return rows
+        chosen = self._audits.choose(batch.loader_name, id(entry.cut), number, entry.hit)
+        self._counts.audited += 0 if chosen is None else int(chosen[0].sum())
+        return chosen
 
     def audit_leaves(self, batch: Batch, rows: np.ndarray, loaded: Mapping[str, Any]) -> bool:
         """Compare stored labels and the like with what was loaded again."""

@@ -23,6 +23,7 @@ from egeria_cache.device.kinds import (
     without_autocast,
 )
 from egeria_cache.device.memory import (
+    Answers,
     copies_beside,
     host_memory,
     pinned,
@@ -38,6 +39,7 @@ from egeria_cache.device.streams import Event, Held, Lane, leave_captures_alone,
 __all__ = [
     "FOREIGN_PACKAGES",
     "LEAF_FLAGS",
+    "Answers",
     "Event",
     "Held",
     "Lane",

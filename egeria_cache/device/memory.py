@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from egeria_cache.device.kinds import accelerator, module_of, runs_late
-from egeria_cache.device.streams import Held, mark, streams_of
+from egeria_cache.device.streams import Event, Held, mark, streams_of
 
 __all__ = [
-    "copies_beside", "host_memory", "pinned", "pins", "room", "to_device", "to_host", "uploaded",
+    "Answers", "copies_beside", "host_memory", "pinned", "pins", "room", "to_device", "to_host",
+    "uploaded",
 ]  # fmt: skip
 
 LEFT_ALONE = 64
@@ -94,8 +96,8 @@ _sources, _lock = Held(), threading.Lock()
 
 def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a small tensor that was just made on the host, without waiting for the device."""
-    if not runs_late(device):
-        return tensor
+    if not (runs_late(device) and tensor.is_cpu):
+        return tensor.to(device)
     source = pinned(tensor, device)
     there = to_device(source, device)
     with _lock:
@@ -116,3 +118,29 @@ def to_host(tensor: Tensor) -> Tensor:
     # As `empty_like` the copy has the strides of the original, which decide what kernels compute.
     host = torch.empty_like(tensor.detach(), device="cpu", pin_memory=beside)
     return host.copy_(tensor.detach(), non_blocking=beside)
+
+
+class Answers:
+    """Numbers of a device that the host has asked for, and reads when they have come: no wait."""
+
+    def __init__(self) -> None:
+        self._asked: deque[tuple[Tensor, Event | None, Any]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def ask(self, number: Tensor, about: Any = None) -> None:
+        """Ask for a tensor, and note what it says something about."""
+        self._asked.append((to_host(number), mark(number.device), about))
+
+    def come(self, *, wait: bool = False) -> Iterator[tuple[Tensor, Any]]:
+        """Give what has come, each once, with what it is about; `wait`: all that was asked for."""
+        while self._asked and (wait or _is_past(self._asked[0][1])):
+            number, event, about = self._asked.popleft()
+            if wait and event is not None:
+                event.synchronize()
+            yield number, about
+
+
+def _is_past(event: Event | None) -> bool:
+    return event is None or event.query()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria_cache.batch import Batch, Entry, interleaved
-from egeria_cache.device import uploaded
+from egeria_cache.device import Answers, uploaded
 from egeria_cache.errors import BoundaryError, PaddingError
 from egeria_cache.skip.model import calls
 from egeria_cache.skip.model.attach import AttachedForward, inner_model
@@ -35,7 +35,7 @@ from egeria_cache.skip.prove.rehearsal import Outcome, Rehearsal
 from egeria_cache.skip.serve import passes
 from egeria_cache.skip.serve.address import Addresses, address, prefix_tensors
 from egeria_cache.skip.serve.book import RecipeBook
-from egeria_cache.skip.serve.compare import difference, tolerance
+from egeria_cache.skip.serve.compare import gap, tolerance
 from egeria_cache.skip.serve.cut import Cut
 from egeria_cache.skip.serve.invocation import WANTS_GRADIENT, Invocation
 from egeria_cache.skip.serve.recipe import Recipe
@@ -78,8 +78,9 @@ class SkipHost(Protocol):
     ) -> None:
         """Fresh activations of the masked rows (None: all); nobody changes the tensors later."""
 
-    def audited(self, batch: Batch, entry: Entry) -> np.ndarray | None:
-        """Which of the hits to recompute from the raw sample: bool, shape (B,); None for none."""
+    def audited(self, batch: Batch, entry: Entry) -> tuple[np.ndarray, bool] | None:
+        """Which of the hits to recompute from the raw sample: bool, shape (B,), and whether to wait
+        for what that shows before the batch is served; None for none."""
 
     def audit_leaves(self, batch: Batch, rows: np.ndarray, loaded: Mapping[str, Any]) -> bool:
         """Whether the stored leaves of these rows (labels, masks) are what was loaded again."""
@@ -165,6 +166,7 @@ class SkipEngine:
         self._stays: str | None = None
         """The last frozen module, while another place to cut is looked for."""
         self._hashes = ContentHash()
+        self._audits = Answers()
         self._addresses = Addresses()
         self._free: dict[Any, frozenset[int]] = {}
         self._announced: set[tuple[int, str]] = set()
@@ -450,14 +452,18 @@ class SkipEngine:
     def _audit(
         self, source: Recipe, call: Invocation, entry: Entry, stored: Mapping[str, Tensor]
     ) -> bool:
-        """Recompute a few hits from their raw samples; False if one is not what was stored."""
-        mask = self.host.audited(call.batch, entry)
-        if mask is None:
-            return True
-        started = time.perf_counter()
-        same = self._recomputed(source, call, entry, stored, mask)
-        self.host.note("audit", time.perf_counter() - started, int(mask.sum()))
-        return same
+        """Recompute a few hits from their raw samples; False if one is not what was stored.
+
+        On a device without waiting for that, but for the first of an epoch: what came of it is read
+        by a later call.
+        """
+        chosen = self.host.audited(call.batch, entry)
+        if chosen is not None:
+            (mask, waits), started = chosen, time.perf_counter()
+            same = self._recomputed(source, call, entry, stored, mask)
+            self.host.note("audit", time.perf_counter() - started, int(mask.sum()))
+            return same and self._confirmed(wait=waits)
+        return not self._audits or self._confirmed()
 
     def _recomputed(
         self,
@@ -479,12 +485,18 @@ class SkipEngine:
                 of_these = lengths.select(np.flatnonzero(mask))
                 computed = growth[name].blanked(computed, of_these, surely=True)
                 known = growth[name].blanked(known, of_these, surely=True)
-            error = difference(computed, known)
-            if error > tolerance(computed):
-                finding = (
-                    f"{name} at {source.boundary!r} differs by {error:.3g} of its largest value"
-                )
-                self.host.audit_failed(call.batch, mask, finding)
+            alike = computed.shape == known.shape and computed.dtype == known.dtype
+            error = gap(computed, known) if alike else torch.tensor(torch.inf)
+            about = call.batch, mask, name, source.boundary, tolerance(computed)
+            self._audits.ask(error, about)
+        return True
+
+    def _confirmed(self, *, wait: bool = False) -> bool:
+        """Whether recomputed hits were what was stored, as far as that is known by now."""
+        for error, (batch, mask, name, boundary, most) in self._audits.come(wait=wait):
+            if not float(error) <= most:
+                finding = f"{name} at {boundary!r} differs by {error:.3g} of its largest value"
+                self.host.audit_failed(batch, mask, finding)
                 return False
         return True
 
@@ -658,6 +670,7 @@ class SkipEngine:
 
     def detach(self) -> None:
         """Give the model its own forward back, and let the prefix go. Idempotent."""
+        self._confirmed(wait=True)
         self._stop_looking_out()
         self._auto = None
         self.set_boundary(None)

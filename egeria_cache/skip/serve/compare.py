@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egeria_cache.device import without_autocast
+from egeria_cache.device import runs_late, without_autocast
 
-__all__ = ["difference", "same_content", "same_rows", "slice_difference", "tolerance"]
+__all__ = ["difference", "gap", "same_content", "same_rows", "slice_difference", "tolerance"]
 
 # Relative to the largest value. Kernels choose their blocking by the batch size, so the same sample
 # in another batch differs in its last bits; what really depends on its neighbours differs by more.
@@ -30,27 +30,25 @@ def difference(a: Tensor, b: Tensor) -> float:
     """Return max|a - b| / max|a|; infinity if shapes or non-finite values differ."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
-    with torch.no_grad(), without_autocast(a.device):
-        if torch.equal(a, b):
-            return 0.0
-        if not a.is_floating_point():
-            return float("inf") if not a.is_complex() else _gap(a.abs(), (a - b).abs())
-        a, b = a.double(), b.double()
-        finite = a.isfinite()
-        same_rest = torch.equal(finite, b.isfinite()) and torch.equal(
-            a[~finite].nan_to_num(), b[~finite].nan_to_num()
-        )
-        if not same_rest:
-            return float("inf")
-        a, b = a[finite], b[finite]
-        return _gap(a.abs(), (a - b).abs())
-
-
-def _gap(size: Tensor, error: Tensor) -> float:
-    if error.numel() == 0:
+    if not runs_late(a.device) and torch.equal(a, b):
         return 0.0
-    # The floor keeps values that are zero in exact arithmetic from counting as different.
-    return float(error.max() / size.max().clamp(min=1e-6))
+    return float(gap(a, b))
+
+
+def gap(a: Tensor, b: Tensor) -> Tensor:
+    """Return the `difference` of tensors of one shape and dtype, where they are: nothing waits."""
+    with torch.no_grad(), without_autocast(a.device):
+        if not (a.is_floating_point() or a.is_complex()):
+            return torch.where(a != b, torch.inf, 0.0).sum()
+        if not a.is_complex():
+            a, b = a.double(), b.double()
+        if not a.numel():
+            return a.abs().sum()
+        finite = a.isfinite() & b.isfinite()
+        alike = finite | (a == b) | (a.isnan() & b.isnan())
+        size, error = (x.abs().masked_fill(~finite, 0.0).max() for x in (a, a - b))
+        # The floor keeps values that are zero in exact arithmetic from counting as different.
+        return torch.where(alike.all(), error / size.clamp(min=1e-6), torch.inf)
 
 
 def slice_difference(a: Tensor, b: Tensor) -> float:

@@ -7,7 +7,7 @@ an object of C) counts by its class alone.
 from __future__ import annotations
 
 import enum
-from collections import deque
+import time
 from collections.abc import Iterable, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from egeria_cache.device import Event, copies_beside, mark, runs_late, to_host
+from egeria_cache.device import Answers, copies_beside, runs_late
 from egeria_cache.kinds import kind_name
 
 __all__ = ["ContentHash", "ContentProbe", "describe", "digest", "is_content"]
@@ -29,6 +29,9 @@ _SAMPLED = 16
 """Elements looked at per tensor on each batch."""
 _MAX_PENDING, _RARELY = 64, 16
 """Verdicts that a device may be behind with; and how often one is asked that has no events."""
+LOOK_EVERY_S = 2e-3
+"""A look at what lies on a device takes a few kernels and a copy, some 30 us of the host: short
+steps take turns."""
 _CHUNK_BYTES = 1 << 15
 """Read in full with each batch, in turns over all tensors: about 3 us."""
 
@@ -145,13 +148,14 @@ class ContentProbe:
 
     On the CPU by one gather for each size of element (`_Scattered`). On an accelerator by one
     joined comparison whose verdict is read on the first call after the device has come so far: to
-    wait for it would cost more than the batch that is then served too late. A device without
+    wait for it would cost more than the batch that is then served too late. It looks once in two
+    milliseconds at most. A device without
     events would have to be waited for, and is asked on every 16th call.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         host: dict[np.dtype[Any], list[np.ndarray]] = {}
-        apart: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        apart: dict[torch.device, dict[torch.dtype, list[Tensor]]] = {}
         self._pieces: list[np.ndarray] = []
         for tensor in tensors:
             view = _some_elements(tensor)
@@ -161,14 +165,14 @@ class ContentProbe:
                 host.setdefault(view.numpy().dtype, []).append(view.numpy())
                 self._pieces += _pieces(tensor)
             else:
-                apart.setdefault((view.device, view.dtype), []).append(view)
+                apart.setdefault(view.device, {}).setdefault(view.dtype, []).append(view)
         self._host = [_Scattered(views) for views in host.values()]
         self._bytes = [elements.tobytes() for elements in self._host]
         self._hashes: list[int | None] = [None] * len(self._pieces)
         self._turn = 0
-        self._device = {place: (views, torch.cat(views)) for place, views in apart.items()}
-        self._pending: deque[tuple[Tensor, Event | None]] = deque()
-        self._is_beside = all(copies_beside(device) for device, _ in self._device)
+        self._device = [(views, _joined(views)) for views in apart.values()]
+        self._verdicts, self._looked_at = Answers(), -LOOK_EVERY_S
+        self._is_beside = all(map(copies_beside, apart))
 
     def changed(self) -> bool:
         """Whether anything looks different."""
@@ -186,18 +190,25 @@ class ContentProbe:
         return before is not None and now != before
 
     def _device_changed(self) -> bool:
-        while self._pending and _is_past(self._pending[0][1]):
-            if bool(self._pending.popleft()[0]):
-                return True
-        self._turn += 1
-        if len(self._pending) >= _MAX_PENDING or not (self._is_beside or self._turn % _RARELY == 1):
+        if any(bool(verdict) for verdict, _ in self._verdicts.come()):
+            return True
+        self._turn, now = self._turn + 1, time.perf_counter()
+        if (
+            now < self._looked_at + LOOK_EVERY_S
+            or len(self._verdicts) >= _MAX_PENDING
+            or not (self._is_beside or self._turn % _RARELY == 1)
+        ):
             return False
-        parts: dict[torch.device, list[Tensor]] = {}
-        for (device, _), (views, before) in self._device.items():
-            parts.setdefault(device, []).append((torch.cat(views) != before).any())
-        for device, different in parts.items():  # one copy of a byte
-            self._pending.append((to_host(torch.stack(different).any()), mark(device)))
+        self._looked_at = now
+        for views, before in self._device:  # one copy of a byte
+            self._verdicts.ask((_joined(views) != before).any())
         return False
+
+
+def _joined(views: Mapping[torch.dtype, list[Tensor]]) -> Tensor:
+    """Return the elements' bytes, in a few kernels however many tensors they are of."""
+    parts = [torch.cat(each).view(torch.uint8) for each in views.values()]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class _Scattered:
@@ -228,10 +239,6 @@ class _Scattered:
 def _address(view: np.ndarray) -> int:
     address: int = view.__array_interface__["data"][0]
     return address
-
-
-def _is_past(event: Event | None) -> bool:
-    return event is None or event.query()
 
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

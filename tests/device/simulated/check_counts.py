@@ -48,11 +48,11 @@ def _frozen():
     return model
 
 
-def cached(directory, epochs, *, ring_batches=5, sampler=None, rows=ROWS, on_epoch=None):
+def cached(directory, epochs, *, ring_batches=5, sampler=None, rows=ROWS, audit_rate=0):
     """Train with a cache; return the steps' counts, and each epoch's of all threads."""
     model, whole = _frozen(), []
     with ActivationCache(
-        model, directory, "layer1", gate="always", audit_rate=0, ring_batches=ring_batches
+        model, directory, "layer1", gate="always", audit_rate=audit_rate, ring_batches=ring_batches
     ) as cache:
         data = Images(rows)
         loader = EgeriaLoader(
@@ -85,8 +85,15 @@ def test_a_plain_step_counts_what_it_copies(plain):
 
 def test_a_step_of_hits_makes_the_host_wait_no_more_than_a_plain_one(run, plain):
     for epoch in run[0][1:]:
-        # The first batch of an epoch has an audit: a sample is loaded and computed beside it.
-        assert [step.waits for step in epoch[1:]] == [plain.waits] * (ROWS // B - 1)
+        # The first batch of an epoch has an audit whose outcome is waited for, once.
+        assert [step.waits for step in epoch] == [1] + [plain.waits] * (ROWS // B - 1)
+
+
+def test_nor_does_a_step_of_hits_all_of_which_are_recomputed(tmp_path, plain):
+    found, _, stats = cached(tmp_path, 3, audit_rate=1.0)
+    assert stats.audited == stats.hits == 2 * ROWS
+    for epoch in found[1:]:
+        assert [step.waits for step in epoch] == [1] + [plain.waits] * (ROWS // B - 1)
 
 
 def test_on_a_step_of_hits_labels_alone_are_copied_by_the_training_thread(run):

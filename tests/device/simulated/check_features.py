@@ -185,6 +185,28 @@ def test_a_write_past_the_counters_is_seen_on_the_device(tmp_path, caplog):
     assert cached[2].voided > 0
 
 
+@pytest.mark.parametrize("changes_at", [15, 30])
+def test_a_sample_that_was_changed_is_found_by_an_audit_that_nobody_waits_for(
+    tmp_path, caplog, changes_at
+):
+    """One call later, or at the end."""
+    data = Images(noise=0)
+
+    def on_step(step, model, cache):
+        if step == changes_at - 1:
+            data.images += 1.0
+
+    def voided(model, cache):
+        cache.close()
+
+    cached = run(
+        tmp_path / "a", gate="always", epochs=5, on_step=on_step, data=data, finish=voided,
+        cache_kwargs={"audit_rate": 1.0},
+    )  # fmt: skip
+    assert caplog.text.count("AUDIT FAILED") == 1
+    assert cached[2].hits <= 48 * 5
+
+
 def test_a_step_of_the_optimizer_on_the_prefix_voids_it_at_once(tmp_path):
     def on_step(step, model, cache):
         if step == 13:

@@ -6,17 +6,19 @@ must fail then, or it proves nothing.
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from egeria_cache import device as devices
 from egeria_cache.prefetch import ring as rings
 from egeria_cache.prefetch.ring import Ring
+from egeria_cache.skip.state import content
 from egeria_cache.skip.state.content import ContentProbe
 from egeria_cache.store import transfer
 from tests.device.late import late
@@ -46,6 +48,7 @@ def read_rows(keys):
 
 
 @QUICK
+@example(order="lanes", max_runs=8, draws=random.Random(0))
 @given(order=ORDERS, max_runs=st.sampled_from([0, 8]), draws=st.randoms(use_true_random=False))
 def ring_property(order, max_runs, draws):
     window, size = 2, 4
@@ -113,7 +116,8 @@ def test_the_writers_rows_are_right_in_any_order():
 @given(order=ORDERS, change_at=st.integers(0, 6))
 def guard_property(order, change_at):
     """What did not change is never reported; what did is, once the device has come so far."""
-    with late(order) as device:
+    with pytest.MonkeyPatch.context() as patch, late(order) as device:
+        patch.setattr(content, "LOOK_EVERY_S", 0.0)
         weights = [
             torch.arange(40.0, device=DEVICE),
             torch.ones(3, dtype=torch.int64, device=DEVICE),
@@ -254,7 +258,7 @@ MUTATIONS = {
     "sources freed early": (transfer_property, [(devices.Held, "hold", nothing)]),
     # The guard reads its verdict without asking whether it is there.
     "verdict read too soon": (
-        guard_property, [("egeria_cache.skip.state.content", "_is_past", lambda event: True)]
+        guard_property, [("egeria_cache.device.memory", "_is_past", lambda event: True)]
     ),
     # The evaluator does not wait for the weights it is given.
     "weights judged before they came": (
