@@ -33,7 +33,7 @@ from egeria_cache.device.memory import (
     to_host,
     uploaded,
 )
-from egeria_cache.device.randomness import random_states, set_random_states
+from egeria_cache.device.randomness import random_states, seed_everywhere, set_random_states
 from egeria_cache.device.streams import Event, Held, Lane, leave_captures_alone, mark
 
 __all__ = [
@@ -58,6 +58,7 @@ __all__ = [
     "random_states",
     "room",
     "runs_late",
+    "seed_everywhere",
     "set_random_states",
     "synchronize",
     "to_device",

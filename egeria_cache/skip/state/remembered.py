@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from egeria_cache.device import random_states, set_random_states
+from egeria_cache.device import random_states, seed_everywhere, set_random_states
 from egeria_cache.skip.model.attach import AttachedForward
 from egeria_cache.skip.model.front import ForwardSlot
 from egeria_cache.skip.state.copier import Copier
@@ -56,7 +56,7 @@ class RandomState:
     @staticmethod
     def seed(number: int) -> None:
         """Begin all of them anew, somewhere else for every number."""
-        torch.manual_seed(number)
+        seed_everywhere(number)
         random.seed(number)
         np.random.seed(number)
 
