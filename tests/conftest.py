@@ -10,6 +10,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from egeria_cache.attempt import is_ours
+from egeria_cache.errors import EgeriaError
+
 # One thread for each process, and for those that it starts: the tests are many and small, and
 # threads that wait for each other on a busy machine make them ten times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,6 +36,27 @@ def _modes_go_without_saying(request: pytest.FixtureRequest) -> Iterator[None]:
     logger.disabled = request.node.get_closest_marker("modes") is None
     yield
     logger.disabled = False
+
+
+@pytest.fixture(autouse=True)
+def _nothing_fails_unseen(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """An error of our own beside the loop costs no training anything; a test fails by it."""
+    from egeria_cache.cache.host import CacheHost
+
+    found: list[Exception] = []
+    failed = CacheHost.failed, CacheHost.failed_for
+
+    def note(error: Exception) -> None:
+        if is_ours(error) and not isinstance(error, EgeriaError):
+            found.append(error)
+
+    monkeypatch.setattr(CacheHost, "failed", lambda h, e, b=None: (note(e), failed[0](h, e, b)))
+    monkeypatch.setattr(CacheHost, "failed_for", lambda h, n, e: (note(e), failed[1](h, n, e)))
+    yield
+    for error in found:
+        raise error
 
 
 @pytest.fixture

@@ -60,8 +60,12 @@ class MemoryHost:
     def unproved(self, reason: str) -> None:
         """Nothing here is padded."""
 
-    def refused(self, error: BoundaryError) -> None:
+    def refused(self, error: BoundaryError, *, at_first: bool = False) -> None:
         """Cannot happen here."""
+        raise error
+
+    def failed(self, error: Exception, batch: Batch | None = None) -> None:
+        """Nothing fails here."""
         raise error
 
     def postpones(self, batch: Batch) -> None:

@@ -45,18 +45,16 @@ def selected_rows(
 ) -> Selection | None:
     """Return the rows that `func(leaf, *args, **kwargs)` takes; None if that is not what it does.
 
-    Raises nothing of its own: what cannot be understood is no selection.
+    Raises:
+        Exception: The function does, too.
     """
     if not leaf.dim() or func not in _INDEX | _PARTS | _ONE:
         return None
-    try:
-        if func in _INDEX:
-            return _indexed(args[0], leaf.shape[0])
-        if not _is_along_rows(func, args, kwargs, leaf.dim()):
-            return None
-        found = func(torch.arange(leaf.shape[0]), *args, **kwargs)
-    except Exception:  # the user gets it from the real call
+    if func in _INDEX:
+        return _indexed(args[0], leaf.shape[0])
+    if not _is_along_rows(func, args, kwargs, leaf.dim()):
         return None
+    found = func(torch.arange(leaf.shape[0]), *args, **kwargs)
     if isinstance(found, Tensor):
         return Selection([(found.numpy(), partial(_call, func, args, kwargs))], False)
     parts = [(rows.numpy(), partial(_nth, i, func, args, kwargs)) for i, rows in enumerate(found)]

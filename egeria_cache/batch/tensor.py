@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from egeria_cache.attempt import is_beside
 from egeria_cache.batch.batch import Batch
 from egeria_cache.batch.chain import IN_PLACE, Op, outside_inference_mode
 from egeria_cache.batch.lost import note_lost
@@ -125,7 +126,12 @@ class BatchTensor(Tensor):
             if at is not None:
                 tagged = args[at]
                 leaf = tagged.leaf
-                result = tagged._recorded(func, [*args[:at], *args[at + 1 :]], kwargs, at)
+                try:
+                    result = tagged._recorded(func, [*args[:at], *args[at + 1 :]], kwargs, at)
+                except Exception as error:
+                    if not is_beside(error):
+                        raise
+                    result = None  # an error of the operation's own comes again, from the real call
                 if result is not None:
                     return result
                 if at == 0 and _is_in_place(func):

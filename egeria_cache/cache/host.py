@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from egeria_cache.attempt import place_of
 from egeria_cache.batch import Batch, Beside, Entry, SampleId, take_rows
 from egeria_cache.cache.audit import AuditPlan
 from egeria_cache.cache.status import Status, shown_name
@@ -34,6 +35,7 @@ _FORKED = (
     "this process was forked from the one that made the cache, and has none of its threads; "
     "`cache.reopen()` takes it up (Lightning: `EgeriaCallback`)"
 )
+_BESIDE = "what is done beside the training has failed"
 TOLD_CHAINS = 3
 """Different operations on the first batches, before it is said that none has come again yet."""
 
@@ -72,6 +74,8 @@ class CacheHost:
         self._model_called = accounts.model_called
         self._called = called
         self._told_chains = self._told_unproved = self._told_bare = ""
+        self._told_failures: set[Any] = set()
+        """Kinds of errors of what is done beside the loop, and where they were raised."""
         self._told_random: set[str] = set()
         """Loaders of random samples of which it was said what is done with them."""
         self._told_postponed: set[str] = set()
@@ -174,20 +178,17 @@ class CacheHost:
     def _open(self, batch: Batch, cut: Cut) -> Generation | str:
         """Return the generation of this cut and loader, or why there is none."""
         source = batch.context.source
-        try:
-            reason: str | None = self._restless(batch.loader_name, cut)
-            reason = reason or source.why_not_cacheable(batch)
-            if reason is None:
-                self._look_at_draws(batch, cut)
-            reason = reason or source.why_not_served
-            if reason is not None:
-                return reason
-            return self._store.open_generation(
-                {**cut.fields, **source.fields},
-                num_expected=len(source.dataset) * (source.draws.kept if source.is_random else 1),
-            )
-        except Exception as error:  # of the data set's or the collate function's own, too
-            return str(error) if isinstance(error, EgeriaError) else repr(error)
+        reason: str | None = self._restless(batch.loader_name, cut)
+        reason = reason or source.why_not_cacheable(batch)
+        if reason is None:
+            self._look_at_draws(batch, cut)
+        reason = reason or source.why_not_served
+        if reason is not None:
+            return reason
+        return self._store.open_generation(
+            {**cut.fields, **source.fields},
+            num_expected=len(source.dataset) * (source.draws.kept if source.is_random else 1),
+        )
 
     def _restless(self, loader_name: str, cut: Cut) -> str | None:
         """Say so if the loop does something else to every batch: nothing stored would come back."""
@@ -383,16 +384,37 @@ class CacheHost:
             log.warning(reason)
         self._told_unproved = self._counts.why_not = reason
 
-    def refused(self, error: BoundaryError) -> None:
+    def refused(self, error: BoundaryError, *, at_first: bool = False) -> None:
         """The model cannot be cut here; where it could be before, that is no error of training."""
         if type(error) is BatchError:
             self._leave_together()
             return
         self._counts.why_not = str(error)
         is_of_batches = isinstance(error, BatchError)
-        if self._status.set_by_hand and not self._status.is_proved and not is_of_batches:
+        by_hand = self._status.set_by_hand and not self._status.is_proved
+        if at_first and by_hand and not is_of_batches:
             raise error
         log.warning("training goes on uncached: %s", error)
+
+    def failed(self, error: Exception, batch: Batch | None = None) -> None:
+        """What is done beside a call of the model went wrong; the call was computed."""
+        if batch is not None:
+            self.failed_for(batch.loader_name, error)
+            return
+        self._counts.failures += 1
+        place = place_of(error)
+        cause = type(error), None if place is None else (place.tb_frame.f_code, place.tb_lineno)
+        if cause not in self._told_failures:
+            self._told_failures.add(cause)
+            self._counts.why_not = f"{_BESIDE}: {_told(error)}"
+            log.warning("calls of the model are computed: %s", self._counts.why_not)
+
+    def failed_for(self, loader_name: str, error: Exception) -> None:
+        """What is done beside the loop with a loader's batches went wrong: it is cached no more."""
+        self._counts.failures += 1
+        if loader_name not in self._status.uncached:
+            told = _told(error) if isinstance(error, EgeriaError) else f"{_BESIDE}: {_told(error)}"
+            self.leave_uncached(loader_name, told)
 
     def postpones(self, batch: Batch) -> Literal["timed", "plain"] | None:
         """Whether this loader's run is too short, as far as is known, to win back a proof."""
@@ -458,6 +480,10 @@ def _kept(view: View, batch: Batch, rows: np.ndarray) -> dict[str, Any]:
     if changed := {path: values for path, values in read.items() if values is None}:
         return changed
     return {PRINT: row_prints(list(read.values()))}  # type: ignore[arg-type]
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, EgeriaError) else repr(error)
 
 
 def _chosen(ids: Sequence[SampleId], mask: np.ndarray) -> list[SampleId]:

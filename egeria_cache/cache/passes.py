@@ -39,10 +39,7 @@ class Passes:
         """
         if not self._known and not read_notes(self._directory):
             return None
-        try:
-            name = _name(source)
-        except Exception:  # of the data set's own: the first batch will tell
-            return None
+        name = _name(source)
         return self._known.get(name) or _clock(read_note(self._directory, name))
 
     def ended(self, source: LoaderSource, clock: Clock) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
+from egeria_cache.attempt import Attempt, is_beside
 from egeria_cache.batch import Batch
 from egeria_cache.cache.boundary import Boundary
 from egeria_cache.cache.host import CacheHost
@@ -69,6 +71,20 @@ class LoaderPort:
         """The threads that read ahead, shared by all loaders."""
         return self._readers.executor
 
+    def beside(self, loader_name: str) -> Attempt:
+        """Do something beside the loop: if it goes wrong, the loader is cached no more."""
+        return Attempt(partial(self._host.failed_for, loader_name))
+
+    def failed(self, loader_name: str, error: Exception) -> None:
+        """The same, where each call counts: said of what was raised.
+
+        Raises:
+            Exception: It is the loop's.
+        """
+        if not is_beside(error):
+            raise error
+        self._host.failed_for(loader_name, error)
+
     def views(self, loader_name: str) -> list[View]:
         """The generations this loader's samples may be read from now, deepest boundary first."""
         return self._views.of(loader_name)
@@ -89,10 +105,7 @@ class LoaderPort:
         alike = [v for v in self._views.everywhere() if shown_name(v.loader_name) == name]
         if not alike or source.key in self._status.uncached:
             return
-        try:
-            fields = source.fields
-        except Exception:  # of the data set's own: the first batch will tell
-            return
+        fields = source.fields
         for view in reversed(alike):
             theirs = view.generation.fields
             if view.is_checked and all(theirs.get(key) == fields[key] for key in fields):
@@ -170,11 +183,12 @@ class LoaderPort:
         """
         source.study.load_together(why)
         self._status.together[source.key] = why
-        self._views.void(lambda view: view.loader_name == source.key, unlink=True)
+        self.padding_found(source.key)
 
     def padding_found(self, loader_name: str) -> None:
         """The loader's samples are padded where that was not known: what is stored has padding."""
         self._views.void(lambda view: view.loader_name == loader_name, unlink=True)
+        self._host.open_again(loader_name)
 
     def draws_count(self, source: LoaderSource) -> None:
         """A random draw has changed what the front reads, which none had changed before."""

@@ -41,6 +41,9 @@ class CacheStats:
     """Hits that were recomputed from the raw sample and compared."""
     audit_failures: int = 0
     """Audited hits that differed: each voided its generation."""
+    failures: int = 0
+    """Errors of what is done beside the training (proofs, checks, audits, look-ups), which took no
+    part in it."""
     voided: int = 0
     """Generations declared stale."""
     num_samples: int = 0

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from egeria_cache.attempt import Attempt
 from egeria_cache.batch import (
     AbsentBeside,
     Batch,
@@ -40,6 +41,12 @@ if TYPE_CHECKING:
 __all__ = ["Assembly"]
 
 
+_MOVED = (
+    "in leaf {!r} of a batch a sample does not stand in its place, or is not what it is alone: the "
+    "collate_fn sorts or mixes samples, or draws random numbers (draw them in the data set)"
+)
+
+
 class Assembly:
     """Puts a loader's batches together.
 
@@ -60,9 +67,19 @@ class Assembly:
 
     def assemble(self, plan: Plan, loaded: Loaded) -> Any:
         """Return the batch: `loaded` holds the collated misses, if there are any."""
+        cache, is_whole = self.cache, plan.entry is None or plan.loads_hits
+        if cache is None or (plan.entry is None and cache.boundary is None):
+            return loaded.data
+        try:
+            return self._assembled(plan, loaded)
+        except Exception as error:
+            cache.failed(self._source.key, error)
+        plan.entry = None
+        return loaded.data if is_whole else self._source.load(plan.whole(self._seed))
+
+    def _assembled(self, plan: Plan, loaded: Loaded) -> Any:
+        assert self.cache is not None
         entry, missing = plan.entry, loaded.data
-        if self.cache is None or (entry is None and self.cache.boundary is None):
-            return missing
         if entry is None or plan.loads_hits:
             return self._tag(plan, loaded)
         view, num_misses, misses = entry.view, entry.num_misses, dict[str, Any]()
@@ -115,34 +132,55 @@ class Assembly:
     def _tag(self, plan: Plan, loaded: Loaded) -> Any:
         """Return a fully loaded batch whose tensors know their samples."""
         assert self.cache is not None
-        data = loaded.data
-        if self.cache.is_plain(self._source.key) or self.cache.is_refused(self._source.key):
-            return data
-        if self._source.study.company is not None and self.cache.may_store(self._source.key):
+        key, source = self._source.key, self._source
+        if self.cache.is_plain(key) or self.cache.is_refused(key):
+            return loaded.data
+        studies = source.has_own_collate and self.cache.may_store(key)
+        if source.study.company is None or not studies:
+            if studies:
+                # What is loaded to look at may lie in the same memory, and in the same containers.
+                structure, leaves = flatten(loaded.data, len(plan.ids))
+                source.yields(leaves.values())
+            with Attempt() as tried:
+                if studies:
+                    source.study.look_for_lists(plan.whole(self._seed))
+                    data = own_containers(loaded.data, structure.rebuild(leaves))
+                    loaded = loaded._replace(data=data)
+                return self._tag_apart(plan, loaded, studies=studies)
+            assert tried.error is not None
+            if not studies:
+                raise tried.error
+            loaded = loaded._replace(data=structure.rebuild(leaves))
+            self.cache.load_together(source, _why(tried.error))
+        with Attempt() as tried:
             return self._tag_together(plan, loaded)
+        is_ours = isinstance(tried.error, EgeriaError)
+        self.cache.leave_uncached(key, str(tried.error) if is_ours else source.study.company or "")
+        return loaded.data
+
+    def _tag_apart(self, plan: Plan, loaded: Loaded, *, studies: bool) -> Any:
+        """Return a batch whose samples are each what they are alone.
+
+        Raises:
+            Exception: They are not, or cannot be loaded again and collated alone.
+        """
+        assert self.cache is not None
+        data, lengths = loaded.data, None
         entry, plan.entry = plan.entry, None
-        studies = self._source.has_own_collate and self.cache.may_store(self._source.key)
-        if studies:
-            # What is loaded to look at may lie in the same memory, and in the same containers.
-            structure, leaves = flatten(data, len(plan.ids))
-            self._source.yields(leaves.values())
-            self._source.study.look_for_lists(plan.whole(self._seed))
-            data = own_containers(data, structure.rebuild(leaves))
         structure, leaves = flatten(data, len(plan.ids), self._source.study.lists)
         if not self._is_understood(structure, data, leaves, len(plan.ids)):
             return data
-        lengths = None
-        try:
-            if studies:
-                if self._source.study.look_for_padding(plan.whole(self._seed), leaves):
-                    self.cache.padding_found(self._source.key)
-                lengths = self._own_lengths(plan, leaves, loaded)
-            plan.entry = self._still_true(entry, leaves)
-            batch = self._batch(plan, leaves, structure, {}, lengths)
-            self._check_cacheable(batch)
-        except EgeriaError as error:
-            self.cache.load_together(self._source, str(error))
-            return self._tag_together(plan, loaded._replace(data=structure.rebuild(leaves)))
+        if studies:
+            if loaded.differs is not None and not loaded.axes:
+                raise EgeriaError(_MOVED.format(loaded.differs))
+            if self._source.study.look_for_padding(plan.whole(self._seed), leaves):
+                self.cache.padding_found(self._source.key)
+            lengths = self._own_lengths(plan, leaves, loaded)
+        plan.entry = self._still_true(entry, leaves)
+        batch = self._batch(plan, leaves, structure, {}, lengths)
+        if studies and (why_not := self._source.why_not_cacheable(batch)) is not None:
+            # Asked before the model is, which might fail at such a batch otherwise.
+            raise EgeriaError(why_not)
         only = self.cache.tagged_leaves(self._source.key)
         tagged = {
             path: _wrap(rows, batch, path) if only is None or path in only else rows
@@ -163,12 +201,10 @@ class Assembly:
         """Return the hits of a loaded batch if the front would read what it read for them."""
         if entry is None or PRINT not in entry.view.kept or not entry.ready():
             return None
-        try:
+        with Attempt():  # a leaf may be of another kind than it was
             prints = row_prints([leaves[path] for path in sorted(entry.view.cut.read)])
             if torch.equal(entry.kept[PRINT], prints[entry.hit]):  # type: ignore[arg-type]
                 return entry
-        except Exception:  # a leaf of another kind than it was
-            pass
         assert self.cache is not None
         self.cache.draws_count(self._source)
         return None
@@ -195,12 +231,7 @@ class Assembly:
             return data
         task = plan.whole(self._seed)
         source.yields(leaves.values())
-        try:
-            found = find(source, task, loaded, structure, leaves)
-        except Exception as error:  # of the data set's or the collate function's own, too
-            why = str(error) if isinstance(error, EgeriaError) else study.company
-            cache.leave_uncached(source.key, why)
-            return structure.rebuild(leaves)
+        found = find(source, task, loaded, structure, leaves)
         if found.is_new:
             cache.padding_found(source.key)
         padding, entry = study.padding, plan.entry
@@ -223,25 +254,6 @@ class Assembly:
         source.yields(tagged.values())
         return own_containers(data, structure.rebuild(tagged))
 
-    def _check_cacheable(self, batch: Batch) -> None:
-        """See whether a collate function of the user's gives batches whose samples can be told
-        apart: it is asked before the model is, which might fail at such a batch otherwise.
-
-        Raises:
-            EgeriaError: They cannot, and why.
-        """
-        source = self._source
-        if not batch.may_be_stored or not source.has_own_collate:
-            return
-        try:
-            why_not = source.why_not_cacheable(batch)
-        except EgeriaError:
-            raise
-        except Exception as error:  # of the data set's or the collate function's own, too
-            why_not = f"its samples cannot be loaded again and collated alone: {error!r}"
-        if why_not is not None:
-            raise EgeriaError(why_not)
-
     def _own_lengths(self, plan: Plan, leaves: Mapping[str, Any], loaded: Loaded) -> Lengths | None:
         """Return how long the samples of a loaded batch are, where it is padded.
 
@@ -251,12 +263,7 @@ class Assembly:
         padding = self._source.study.padding
         if padding is None:
             return None
-        try:
-            lengths = Lengths(padding, self._measured(plan, loaded), padding.sizes(leaves))
-        except EgeriaError:
-            raise
-        except Exception as error:  # of the data set's or the collate function's own, too
-            raise EgeriaError(repr(error)) from error
+        lengths = Lengths(padding, self._measured(plan, loaded), padding.sizes(leaves))
         longest = tuple(lengths.own.max(0).tolist())
         if longest == lengths.whole:
             return lengths
@@ -264,7 +271,6 @@ class Assembly:
             f"a batch is {lengths.whole} long where its longest samples are {longest}: the "
             "collate_fn cuts samples, packs them, or pads them to another length",
         )
-        return None
 
     def _measured(self, plan: Plan, loaded: Loaded) -> np.ndarray:
         """Return the lengths of loaded samples, int64, shape (B, axes).
@@ -279,11 +285,7 @@ class Assembly:
         if loaded.lengths is None:
             raise EgeriaError("its samples cannot be measured one by one")
         if loaded.differs is not None:
-            raise EgeriaError(
-                f"in leaf {loaded.differs!r} of a batch a sample does not stand in its place, or "
-                "is not what it is alone: the collate_fn sorts or mixes samples, or draws random "
-                "numbers (draw them in the data set)"
-            )
+            raise EgeriaError(_MOVED.format(loaded.differs))
         return loaded.lengths
 
     def _joint_lengths(self, plan: Plan, entry: PlannedEntry, loaded: Loaded) -> Lengths | None:
@@ -292,10 +294,10 @@ class Assembly:
         assert view.padding is not None
         assert own is not None
         if entry.num_misses:
-            try:
+            with Attempt() as tried:
                 measured = self._measured(plan, loaded)
-            except Exception:  # it will be raised again where the whole batch is loaded
-                return None
+            if tried.error is not None:
+                return None  # it will be raised again where the whole batch is loaded
             if self._source.study.padding != view.padding:
                 return None
             own = np.empty((len(plan.ids), measured.shape[1]), np.int64)
@@ -307,10 +309,9 @@ class Assembly:
     ) -> bool:
         """Whether batches like this can be taken apart and built again, found with the first."""
         if self._rebuilds is None:
-            try:
+            with Attempt():
                 self._rebuilds = is_faithful(structure, data, leaves, size)
-            except Exception:
-                self._rebuilds = False
+            self._rebuilds = bool(self._rebuilds)
             if not self._rebuilds:
                 assert self.cache is not None
                 self.cache.leave_uncached(
@@ -372,6 +373,12 @@ def _load_rows(
         return leaves
     widened, whole = lengths.padding.widened, lengths.whole
     return {path: widened(path, leaf, whole) for path, leaf in leaves.items()}
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, EgeriaError):
+        return str(error)
+    return f"its samples cannot be loaded again and collated alone: {error!r}"
 
 
 def _wrap(rows: Any, batch: Batch, path: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
+from egeria_cache.attempt import Attempt
 from egeria_cache.loader.progress import Progress
 
 __all__ = ["Noted", "Rest", "is_stateful", "state_of"]
@@ -59,8 +60,10 @@ class Noted:
         while True:
             for batch in batches:
                 again, bearer = False, _bearer(batches)
-                own = copy.deepcopy(bearer.state_dict()) if is_stateful(bearer) else None
-                state = self._state()
+                own = state = None
+                with Attempt():
+                    own = copy.deepcopy(bearer.state_dict()) if is_stateful(bearer) else None
+                    state = self._state()
                 if state is not None or own is not None:
                     drawn.append((state, own))
                 yield batch

@@ -252,9 +252,10 @@ class EgeriaLoader(ResumableLoader[T_co]):
 
     def __iter__(self) -> Any:
         self.source.use_collate(self.collate_fn)
-        self._ask_data_again(at_end=False)
         if self.cache is not None and not self._is_plain:
-            self.cache.port.adopt(self.source)
+            with self.cache.port.beside(self.source.key):
+                self._ask_data_again(at_end=False)
+                self.cache.port.adopt(self.source)
         self.source.is_known_random |= self._progress.is_random
         self.source.is_steady |= self._progress.is_steady
         self._progress.is_steady = False  # from now on the source knows
@@ -350,7 +351,9 @@ class EgeriaLoader(ResumableLoader[T_co]):
         port = None if self.cache is None else self.cache.port
         if port is None or not port.serves(self.source.key):
             return last.ahead or 0, epoch + (last.ahead or 0)
-        known = port.passes.next_of(self.source) if last.ahead is None else None
+        known = None
+        with port.beside(self.source.key):
+            known = port.passes.next_of(self.source) if last.ahead is None else None
         if known is not None:
             self.source.is_known_random = True
             return known.tick - epoch, known.since

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from egeria_cache.batch import Axis, forget_lost, outside_inference_mode
+from egeria_cache.batch import forget_lost, outside_inference_mode
 from egeria_cache.loader.ahead import num_foreseeable
-from egeria_cache.loader.plan import Plan, Planner
+from egeria_cache.loader.plan import Plan, Planner, Studied
 from egeria_cache.loader.progress import Progress
 from egeria_cache.loader.resume import draw_base_seed
 from egeria_cache.prefetch import PlannedEntry, Prefetcher
@@ -49,14 +50,17 @@ class Pass:
         progress: Progress,
         base: torch.Generator,
     ) -> None:
+        self._beside: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._gathers = False
         """Whether what is stored may wait to be written with more."""
         self._loader = loader
         self._source = loader.source  # not the loader's: one that is given back has none
         self._progress = progress
         self._cache = cache = None if loader.cache is None else loader.cache.port
+        self._beside = nullcontext if cache is None else partial(cache.beside, self._source.key)
         if cache is not None:
-            cache.begins(loader.source.key, progress.epoch, _num_batches(loader))
+            with self._beside():
+                cache.begins(self._source.key, progress.epoch, _num_batches(loader))
         self._prefetcher = Prefetcher(
             None if cache is None else cache.readers,
             ring_batches=0 if cache is None else cache.ring_batches,
@@ -68,6 +72,7 @@ class Pass:
             partial(_outlook, cache, loader.source.key),
             self._prefetcher,
             wants_control=partial(_wants_control, cache),
+            beside=self._beside,
             study=partial(_study, cache, loader.source),
             draws_of=partial(loader.source.draws_at, clock=progress.clock),
             stored_as=loader.source.stored_as,
@@ -123,11 +128,13 @@ class Pass:
             self._progress.finished = True
             forget_lost()  # what comes now, say a validation by another loader, is not of this pass
             self._prefetcher.close()
-            self._loader._ask_data_again(at_end=True)
+            with self._beside():
+                self._loader._ask_data_again(at_end=True)
             self._end()
             if self._cache is not None:
-                self._note_end(self._cache)
-                self._cache.log_epoch(self._loader.name, self._progress.epoch)
+                with self._beside():
+                    self._note_end(self._cache)
+                    self._cache.log_epoch(self._loader.name, self._progress.epoch)
             raise
         return batch
 
@@ -156,6 +163,7 @@ class Pass:
                 self._planner.skip()
             raise
         self._source.samples.drawn |= loaded.drawn  # what workers saw
+        self._source.samples.company = loaded.company or self._source.samples.company
         plan = self._planner.take(loaded.number)
         if self._gathers != self._planner.is_midway:
             self._gather(not self._gathers)
@@ -200,10 +208,13 @@ class Pass:
         now = time.perf_counter()
         if self._step is not None and self._cache is not None:
             plan, start = self._step
-            self._cache.note_step(
-                self._source.key, now - start, plan.size or len(plan.ids), plan.entry,
-                is_control=plan.is_control,
-            )  # fmt: skip
+            try:
+                self._cache.note_step(
+                    self._source.key, now - start, plan.size or len(plan.ids), plan.entry,
+                    is_control=plan.is_control,
+                )  # fmt: skip
+            except Exception as error:
+                self._cache.failed(self._source.key, error)
         self._step = None
         return now
 
@@ -242,11 +253,11 @@ def _num_batches(loader: Any) -> int | None:
         return None
 
 
-def _study(cache: LoaderPort | None, source: LoaderSource) -> tuple[tuple[Axis, ...], bool, bool]:
+def _study(cache: LoaderPort | None, source: LoaderSource) -> Studied:
     if cache is None or cache.boundary is None or not cache.may_store(source.key):
-        return (), False, source.is_steady
+        return (), False, source.is_steady, False
     together = source.study.company is not None
-    return source.axes, together, together or source.is_steady
+    return source.axes, together, together or source.is_steady, source.has_own_collate
 
 
 def _wants_control(cache: LoaderPort | None, entry: PlannedEntry) -> bool:

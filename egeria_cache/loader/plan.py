@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -16,12 +17,15 @@ from egeria_cache.prefetch import PlannedEntry, Prefetcher, View
 from egeria_cache.samples import Task
 from egeria_cache.store import Located
 
-__all__ = ["Plan", "Planner", "best_entry"]
+__all__ = ["Plan", "Planner", "Studied", "best_entry"]
 
 _MOST_AT_ONCE = 8
 """Batches that are planned with one look-up."""
 _MOST_NEAR = 4
 """Times as many batches as the window has, however small they are, are read ahead at most."""
+
+
+Studied = tuple[tuple[Axis, ...], bool, bool, bool]
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +50,8 @@ class Plan:
     """See `Task.places`."""
     loads_hits: bool = False
     """Whether hits are loaded as well, for what stands beside what is stored."""
+    compares: bool = False
+    """See `Task.compares`."""
     size: float = 0.0
     """Number of samples, those of a padded batch counted by its length: what a step costs by."""
 
@@ -53,7 +59,7 @@ class Plan:
         """Return the task of loading every sample."""
         return Task(
             self.number, self.indices, self.ids, self.draws.tolist(), seed, self.seeds_all,
-            axes=self.axes, places=self.places,
+            axes=self.axes, places=self.places, compares=self.compares,
         )  # fmt: skip
 
     def misses(self, seed: int | None) -> Task:
@@ -103,7 +109,8 @@ class Planner:
         prefetcher: Prefetcher,
         *,
         wants_control: Callable[[PlannedEntry], bool] = lambda entry: False,
-        study: Callable[[], tuple[tuple[Axis, ...], bool, bool]] = lambda: ((), False, False),
+        beside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        study: Callable[[], Studied] = lambda: ((), False, False, False),
         draws_of: Callable[[Sequence[SampleId]], npt.NDArray[np.int64]],
         stored_as: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]],
         seed: int | None,
@@ -119,8 +126,10 @@ class Planner:
                 `Task.seeds_all`.
             prefetcher: Reads the hits of plans that come near.
             wants_control: Whether a batch is to be computed although this would serve it.
+            beside: What goes wrong inside of it is none of the loop's errors.
             study: Returns along which axes samples are to be measured when they are loaded,
-                whether they are to be looked for in their batch, and whether hits are loaded, too.
+                whether they are to be looked for in their batch, whether hits are loaded, too, and
+                whether they are compared with what they are alone.
             draws_of: Sample IDs -> which random draw of each this pass uses.
             stored_as: Draws -> those under which activations are stored.
             seed: The run's augmentation seed.
@@ -132,7 +141,7 @@ class Planner:
         self._outlook = outlook
         self._prefetcher = prefetcher
         self._wants_control = wants_control
-        self._study = study
+        self._study, self._beside = study, beside
         self._draws_of, self._stored_as = draws_of, stored_as
         self._seed = seed
         self._next_number = first_number
@@ -163,10 +172,13 @@ class Planner:
         indices = self._next_indices()
         if indices is None:
             return None
-        indices, number = list(indices), self._next_number
+        batches, seeds_all = [list(indices)], self._outlook()[1]
+        plans = list[Plan]()
+        with self._beside():
+            plans = self._plans(batches, (), seeds_all)
+        plans = plans or self._unknown(batches, seeds_all)
         self._next_number += 1
-        seeds_all, ids = self._outlook()[1], self._identify(indices)
-        return Task(number, indices, ids, self._draws_of(ids).tolist(), self._seed, seeds_all)
+        return plans[0].whole(self._seed)
 
     @property
     def is_idle(self) -> bool:
@@ -200,7 +212,9 @@ class Planner:
             num_near = self._near()[0]
         last = self._planned[num_near - 1].number if num_near and self._window else -1
         while self._unread and self._unread[0].number <= last:
-            self._prefetcher.start(self._unread.popleft())
+            entry = self._unread.popleft()
+            with self._beside():
+                self._prefetcher.start(entry)
 
     def _near(self) -> tuple[int, bool]:
         """Return how many of the plans are near, and whether there is room for another.
@@ -274,26 +288,47 @@ class Planner:
             batches.append(list(indices))
         if not batches:
             return False
-        ids = self._identify(list(chain.from_iterable(batches)))
-        draws, study, start = self._draws_of(ids), self._study(), 0
-        stored = self._stored_as(draws) if views else draws
-        places = [(view, view.generation.locate(ids, variant=stored)) for view in views]
-        for indices in batches:
-            stop = start + len(indices)
-            own, drawn = ids[start:stop], draws[start:stop]
-            here = [(view, located.rows(start, stop)) for view, located in places]
-            entry = best_entry(here, self._next_number, own, stored[start:stop])
-            if entry is not None and entry.view.padding is not None:
-                entry.weight = self._weight(entry)
-            is_control = entry is not None and self._wants_control(entry)
-            self._is_read = entry is not None and not entry.num_misses
-            plan = Plan(
-                self._next_number, indices, own, drawn, None if is_control else entry, seeds_all,
-                is_control, *study,
-            )  # fmt: skip
-            self._next_number, start = self._next_number + 1, stop
+        plans = list[Plan]()
+        with self._beside():
+            plans = self._plans(batches, views, seeds_all)
+        for plan in plans or self._unknown(batches, seeds_all):
+            self._next_number += 1
             self._planned.append(plan)
             self._undispatched.append(plan)
             if plan.entry is not None:
                 self._unread.append(plan.entry)
         return True
+
+    def _unknown(self, batches: list[list[Any]], seeds_all: bool) -> list[Plan]:
+        """Return plans of samples of which no more can be told than what the sampler drew."""
+        return [
+            Plan(
+                number, indices, [("", repr(index)) for index in indices],
+                np.zeros(len(indices), np.int64), None, seeds_all,
+            )
+            for number, indices in enumerate(batches, self._next_number)
+        ]  # fmt: skip
+
+    def _plans(
+        self, batches: list[list[Any]], views: Sequence[View], seeds_all: bool
+    ) -> list[Plan]:
+        ids = self._identify(list(chain.from_iterable(batches)))
+        draws, study, start = self._draws_of(ids), self._study(), 0
+        stored = self._stored_as(draws) if views else draws
+        places = [(view, view.generation.locate(ids, variant=stored)) for view in views]
+        plans = []
+        for number, indices in enumerate(batches, self._next_number):
+            stop = start + len(indices)
+            own, drawn = ids[start:stop], draws[start:stop]
+            here = [(view, located.rows(start, stop)) for view, located in places]
+            entry = best_entry(here, number, own, stored[start:stop])
+            if entry is not None and entry.view.padding is not None:
+                entry.weight = self._weight(entry)
+            is_control = entry is not None and self._wants_control(entry)
+            self._is_read = entry is not None and not entry.num_misses
+            plans.append(Plan(
+                number, indices, own, drawn, None if is_control else entry, seeds_all,
+                is_control, *study,
+            ))  # fmt: skip
+            start = stop
+        return plans

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
@@ -28,6 +27,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from egeria_cache.attempt import Attempt
 from egeria_cache.loader.counted import CountedMulti, CountedSingle
 from egeria_cache.loader.entered import Noted, Rest, is_stateful, state_of
 from egeria_cache.loader.progress import Progress
@@ -139,7 +139,7 @@ class ResumableLoader(DataLoader[T_co]):
         whole = super()._index_sampler
         if self._stateful is not None or self._is_iterable:
             return None
-        with suppress(Exception):  # of whatever kind: not every sampler has a length
+        with Attempt():  # of whatever kind: not every sampler has a length
             return len(cast(Any, whole.sampler if type(whole) is BatchSampler else whole))
         return None
 

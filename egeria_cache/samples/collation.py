@@ -138,21 +138,25 @@ def own_lengths(axes: Sequence[Axis], leaves: Mapping[str, Any]) -> list[int]:
 
 
 def differing_leaf(
-    axes: Sequence[Axis], together: Mapping[str, Any], alone: Sequence[Mapping[str, Any]]
+    axes: Sequence[Axis],
+    together: Mapping[str, Any],
+    alone: Mapping[int, Mapping[str, Any]],
+    size: int,
 ) -> str | None:
     """Name a leaf of a batch in which a sample is not, in its place, what it is alone.
 
     Args:
         axes: Along which the samples are padded.
         together: The leaves of the batch, by path.
-        alone: The leaves of each of its samples, in order.
+        alone: The leaves of some of its samples, collated alone, by row.
+        size: Samples of the batch.
     """
     for path, whole in together.items():
-        if not is_rows(whole, len(alone)) or isinstance(whole, Beside):
+        if not is_rows(whole, size) or isinstance(whole, Beside):
             continue
         dims = tuple((axis.dim, axis.left) for axis in axes if axis.leaf == path)
-        for row, leaves in zip(whole, alone, strict=True):
-            other = leaves.get(path)
+        for i, leaves in alone.items():
+            row, other = whole[i], leaves.get(path)
             if not is_rows(other, 1):
                 continue
             assert other is not None

@@ -12,7 +12,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from egeria_cache.attempt import Attempt
 from egeria_cache.batch import flatten
 from egeria_cache.kinds import kind_name
 from egeria_cache.samples.content import PLAIN, array_print, plain_print, tensor_print
@@ -56,8 +56,10 @@ def look(
     before = portrait(roots, thorough=False)
     samples = load()
     prints, together = [_sample_print(sample) for sample in samples], None
-    with suppress(Exception):  # it may take no such batch; what matters is what it leaves behind
-        together = _sample_print(collate(samples))
+    for some in (samples, samples[-2:]):  # it may take no such batch; what it leaves behind matters
+        with Attempt():
+            together = _sample_print(collate(some))
+            break
     after = portrait(roots, thorough=False)
     paths = (*before.prints, *after.prints)
     moved = frozenset(p for p in paths if before.prints.get(p) != after.prints.get(p))
@@ -144,9 +146,9 @@ class Fingerprint:
         if self._seen is None:
             return True
         indices, before = self._seen
-        try:
+        with Attempt() as tried:
             now = self._look_at(indices)
-        except Exception:
+        if tried.error is not None:
             return True
         return now.prints != before.prints or before.together not in (now.together, None)
 
@@ -157,10 +159,10 @@ class Fingerprint:
         self._turn += NUM_AGAIN
         if not some:
             return None
-        try:
+        with Attempt() as tried:
             prints = self._look_at(some).prints
-        except Exception as error:
-            return f"sample {some[0]!r} ({error!r})"
+        if tried.error is not None:
+            return f"sample {some[0]!r} ({tried.error!r})"
         for index, now in zip(some, prints, strict=True):
             if now != self._prints[index]:
                 return f"sample {index!r}"
@@ -176,11 +178,11 @@ class Fingerprint:
         doubtful = self._portraits[1].doubtful
         if doubtful or not own:
             indices = np.unique(np.linspace(0, length - 1, min(length, NUM_SAMPLES)).astype(int))
-            try:
+            with Attempt() as tried:
                 self._see(indices.tolist())
-            except Exception:  # not indexed by 0..n-1
+            if tried.error is not None:  # not indexed by 0..n-1
                 self._prints = {-1: None}
-                with suppress(Exception):
+                with Attempt():
                     self._moved = self._look_at(None).moved
             self._prints = {} if own else self._prints
             if None in self._prints.values():

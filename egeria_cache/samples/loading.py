@@ -11,12 +11,15 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from egeria_cache.attempt import Attempt
 from egeria_cache.batch import Axis, SampleId, flatten, sample_seed
 from egeria_cache.samples.collation import (
     NOWHERE,
@@ -26,7 +29,7 @@ from egeria_cache.samples.collation import (
     own_lengths,
 )
 from egeria_cache.samples.fingerprint import Look, look
-from egeria_cache.samples.generators import GENERATORS
+from egeria_cache.samples.generators import GENERATORS, preserved
 
 __all__ = [
     "CollateLoaded",
@@ -35,7 +38,14 @@ __all__ = [
     "SeededDataset",
     "SeededWorkerInit",
     "Task",
+    "apart",
 ]
+
+
+MAX_SHARE = 0.02
+"""Of the time that loading takes, for comparing samples with what they are alone."""
+FREE_S = 0.05
+"""What that may take besides, in each process that loads."""
 
 
 class Task(NamedTuple):
@@ -59,6 +69,8 @@ class Task(NamedTuple):
     """Along which each sample is to be measured: it is collated alone for that."""
     places: bool = False
     """Whether each sample is to be looked for in its batch: it is collated alone for that, too."""
+    compares: bool = False
+    """Whether samples are to be collated alone as well, as many as `Company` allows."""
 
     def take(self, rows: np.ndarray) -> Task:
         """Return the task of loading the masked rows again: bool, shape (B,)."""
@@ -87,11 +99,47 @@ class Loaded(NamedTuple):
     lengths: npt.NDArray[np.int64] | None = None
     """Of the samples along these axes, shape (B, axes); None if they were not measured."""
     differs: str | None = None
-    """A leaf in which a sample is not in its place what it is alone, where they were measured."""
+    """A leaf in which a sample is not in its place what it is alone, where that was looked at."""
     places: Places | None = None
     """Where the samples stand in the batch, if they were looked for."""
     worker_s: float = 0.0
     """Processor time that a worker took; 0 where the training process has loaded them."""
+    company: Company | None = None
+    """Whether samples are compared with what they are alone, and what that has taken."""
+
+
+class Company:
+    """How many samples are compared with what they are alone: as many as cost little.
+
+    All of a batch where that takes `MAX_SHARE` of the time that loading takes, or less; else some,
+    in turns. The first `FREE_S` are free.
+    """
+
+    def __init__(self) -> None:
+        self.loaded_s = self.spent_s = 0.0
+        self._each_s = 0.0
+        self._next = 0
+
+    def choose(self, size: int) -> list[int]:
+        """Return the rows of a batch whose turn it is."""
+        left = FREE_S + MAX_SHARE * self.loaded_s - self.spent_s
+        number = min(size, int(left / self._each_s)) if self._each_s and left > 0 else 0
+        number = number if self._each_s else size
+        self._next += number
+        return [(self._next - 1 - i) % size for i in range(number)]
+
+    def compared(self, number: int, seconds: float) -> None:
+        """Note what it has taken to compare so many."""
+        self.spent_s += seconds
+        if number:
+            self._each_s += (seconds / number - self._each_s) * (0.2 if self._each_s else 1.0)
+
+
+def apart(function: Any) -> Any:
+    """Return a function whose calls move nothing that it, or its object, counts in attributes."""
+    if isinstance(function, MethodType):
+        return MethodType(function.__func__, _stand_in(function.__self__))
+    return function if isinstance(function, FunctionType) else _stand_in(function)
 
 
 class SampleLoader:
@@ -113,6 +161,7 @@ class SampleLoader:
         """Which of `GENERATORS` samples were seen to draw from; "transforms" where some have
         generators of their own, which they let be seeded."""
         self._is_first = True
+        self.company = Company()
 
     @contextmanager
     def out_of_turn(self) -> Iterator[None]:
@@ -127,8 +176,8 @@ class SampleLoader:
     def answer(self, task: Task) -> Any:
         """Return the task's samples in order, described if the task says so; None for no task."""
         if task.looks:
-            roots = {"data set": self.dataset, "collate_fn": self.collate}
-            return look(roots, lambda: self.load(task), self.collate)
+            roots = {"data set": self.dataset, "collate_fn": apart(self.collate)}
+            return look(roots, lambda: self.load(task), roots["collate_fn"])
         return None if task.indices is None else self.load(task)
 
     def load(self, task: Task) -> Any:
@@ -265,10 +314,14 @@ class SeededDataset:
     def __getitems__(self, task: Task) -> Loaded:
         began = time.thread_time()
         data = self._samples.answer(task)
-        worker_s = 0.0 if get_worker_info() is None else time.thread_time() - began
+        seconds = time.thread_time() - began
+        worker_s = 0.0 if get_worker_info() is None else seconds
+        if task.compares:
+            self._samples.company.loaded_s += seconds
         return Loaded(
             task.number, data, self._samples.drawn, task.axes,
             places=NOWHERE if task.places else None, worker_s=worker_s,
+            company=self._samples.company if task.compares else None,
         )  # fmt: skip
 
 
@@ -291,19 +344,60 @@ class CollateLoaded:
         samples, axes, places = loaded.data, loaded.axes, loaded.places
         if samples is None or isinstance(samples, Look):
             return loaded
-        if not (axes or places) or not isinstance(samples, list):
+        if not isinstance(samples, list):
             return loaded._replace(data=self.collate(samples), places=None)
-        # Copies: collate functions pad the very lists that they are given.
-        alone = [copy.deepcopy(sample) for sample in samples]
+        company = loaded.company
+        if axes or places or company is None:
+            rows = list(range(len(samples))) if axes or places else []
+            alone = self._alone(samples, rows)
+            loaded = loaded._replace(data=self.collate(samples), places=None)
+            with Attempt():  # one that cannot be collated alone is not measured
+                return self._measured(loaded, [alone[i] for i in rows], places) if alone else loaded
+            return loaded
+        began, rows, differs = time.thread_time(), company.choose(len(samples)), None
+        alone = self._alone(samples, rows)
+        compared = time.thread_time()
         data = self.collate(samples)
-        leaves = [flatten(self.collate([one]), 1)[1] for one in alone]
-        together = flatten(data, len(samples))[1]
+        collated = time.thread_time()
+        with Attempt():
+            together = flatten(data, len(samples))[1] if alone else {}
+            differs = differing_leaf((), together, alone, len(samples))
+        company.loaded_s += collated - compared
+        company.compared(len(rows), time.thread_time() - collated + compared - began)
+        return loaded._replace(data=data, differs=differs)
+
+    def _alone(self, samples: list[Any], rows: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Return the leaves of some samples, each collated alone; none if one cannot be.
+
+        To be asked before the batch is collated, perhaps to the same memory. Of copies: collate
+        functions pad the very lists that they are given.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        if not rows:
+            return found
+        with Attempt() as tried, preserved():
+            collate = apart(self.collate)
+            for row in rows:
+                leaves = flatten(collate([copy.deepcopy(samples[row])]), 1)[1]
+                found[row] = {path: _own(leaf) for path, leaf in leaves.items()}
+        return found if tried.error is None else {}
+
+    def _measured(
+        self, loaded: Loaded, leaves: list[dict[str, Any]], places: Places | None
+    ) -> Loaded:
+        axes, size = loaded.axes, len(leaves)
+        together = flatten(loaded.data, size)[1]
         if places is not None:
             places = find_places(together, leaves)
             leaves = [leaves[i] for i in places.order]
         lengths = np.array([own_lengths(axes, one) for one in leaves], np.int64)
-        differs = None if places is not None else differing_leaf(axes, together, leaves)
-        return loaded._replace(data=data, lengths=lengths, differs=differs, places=places)
+        alone = dict(enumerate(leaves))
+        differs = None if places else differing_leaf(axes, together, alone, size)
+        return loaded._replace(lengths=lengths, differs=differs, places=places)
+
+
+def _own(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 class SeededWorkerInit:

@@ -18,7 +18,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import chain, islice
 from types import (
     BuiltinFunctionType,
@@ -39,6 +39,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.hooks import RemovableHandle
 
+from egeria_cache.attempt import Attempt
 from egeria_cache.bytecode import names_in
 from egeria_cache.kinds import home, kind_name
 from egeria_cache.samples import content
@@ -330,7 +331,7 @@ def _own_fingerprint(value: Any) -> Any:
             name in base.__dict__ for base in type(value).__mro__
         ):
             own = getattr(value, name)
-            with suppress(Exception):
+            with Attempt():
                 return own() if callable(own) else own
     return None
 

@@ -6,7 +6,6 @@ import copy
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
@@ -34,7 +33,14 @@ from egeria_cache.samples.content import same_values
 from egeria_cache.samples.draws import Clock, Draws
 from egeria_cache.samples.fingerprint import Fingerprint, Look
 from egeria_cache.samples.generators import preserved
-from egeria_cache.samples.loading import CollateLoaded, Loaded, SampleLoader, SeededDataset, Task
+from egeria_cache.samples.loading import (
+    CollateLoaded,
+    Loaded,
+    SampleLoader,
+    SeededDataset,
+    Task,
+    apart,
+)
 from egeria_cache.samples.study import Study
 
 __all__ = ["BatchContext", "LoaderSource"]
@@ -210,17 +216,14 @@ class LoaderSource:
             return False
         task = task.at(range(min(batch.size, _TRIED_SAMPLES)))
         others = ([n + ahead for n in task.draws] for ahead in range(1, _TRIED_DRAWS + 1))
-        try:
-            with preserved():
-                once = self._leaves_of(task)
-                return all(
-                    same_values(once[path], again.get(path))
-                    for draws in others
-                    for again in [self._leaves_of(task._replace(draws=draws))]
-                    for path in read
-                )
-        except Exception:  # of the data set's or the collate function's own: it will tell again
-            return False
+        with preserved():
+            once = self._leaves_of(task)
+            return all(
+                same_values(once[path], again.get(path))
+                for draws in others
+                for again in [self._leaves_of(task._replace(draws=draws))]
+                for path in read
+            )
 
     def _leaves_of(self, task: Task) -> dict[str, Any]:
         return flatten(self.load(task), len(task.ids), self.study.lists)[1]
@@ -252,6 +255,7 @@ class LoaderSource:
             self.aside.close()
 
     def _answer(self, task: Task) -> Loaded:
+        task = task._replace(compares=False)
         if self.aside is not None:
             loaded = self.aside.ask(task)
             self.samples.drawn |= loaded.drawn
@@ -271,8 +275,9 @@ class LoaderSource:
         return loaded
 
     def _answer_here(self, task: Task) -> Loaded:
-        with nullcontext() if task.looks else self.samples.out_of_turn():
-            return CollateLoaded(self.collate)(SeededDataset(self.samples).__getitems__(task))
+        with self.samples.out_of_turn():
+            loaded = SeededDataset(self.samples).__getitems__(task)
+            return CollateLoaded(apart(self.collate))(loaded)
 
     def yields(self, tensors: Iterable[Any]) -> None:
         """Note the tensors of the batch that was collated last, as the loop gets them."""

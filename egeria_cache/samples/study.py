@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from egeria_cache.attempt import Attempt
 from egeria_cache.batch import Padding, SampleId, find_lists, flatten, is_dense, row_meta
 from egeria_cache.samples.collation import find_padding, find_places, given_values
 from egeria_cache.samples.content import same_values
@@ -86,11 +87,8 @@ class Study:
             return
         self._looked_for_lists = True
         one, twice = task.at([0]), task.at([0, 0])
-        try:
-            with preserved():
-                self.lists = find_lists(self._load(one), self._load(twice))
-        except Exception:  # of the data set's or the collate function's own: it will tell again
-            self.lists = frozenset()
+        with preserved():
+            self.lists = find_lists(self._load(one), self._load(twice))
 
     def look_for_padding(self, task: Task, leaves: Leaves) -> bool:
         """Find out how a loaded batch was padded, if batches of its shape are new.
@@ -114,7 +112,7 @@ class Study:
             return False
         self._kinds.add(kind)
         found = None
-        try:
+        with Attempt() as tried:
             with preserved():
                 if len(task.ids) == 1 and self._before is not None:
                     index, sample_id, draw = self._before
@@ -131,8 +129,8 @@ class Study:
             self._alone = _samples(task), alone
             given = None if self._ragged is None else given_values(self._ragged, leaves)
             found = find_padding(leaves, alone, given)
-        except Exception as error:
-            self.why_not = str(error) if isinstance(error, ValueError) else None
+        if isinstance(tried.error, ValueError):
+            self.why_not = str(tried.error)
         if found is None:
             return False
         old = self.padding or Padding((), {})

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from egeria_cache.attempt import is_beside, is_ours, without_us
 from egeria_cache.batch import Batch, Entry, interleaved
 from egeria_cache.device import Answers, uploaded
 from egeria_cache.errors import BoundaryError, PaddingError
@@ -63,6 +64,34 @@ _AS_THEY_COME = (
 )
 
 
+class _OneCall:
+    """One call of the model, and what is the loop's own of it: one run of its forward, at most."""
+
+    call: Invocation | None = None
+    key: tuple[Any, ...] = ()
+    raised: BaseException | None = None
+    """What the loop has to get."""
+    failure: Exception | None = None
+    """What went wrong beside it."""
+    is_done = False
+    output: Any = None
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the model as it would be run without us."""
+        try:
+            self.output = forward(*args, **kwargs)
+        except BaseException as error:
+            self.note(error)
+            raise
+        self.is_done = True
+        return self.output
+
+    def note(self, error: BaseException) -> None:
+        """The model has raised it: it is the loop's, unless it is ours."""
+        if not is_ours(error):
+            self.raised = error
+
+
 class Filled(BaseException):
     """Leaves the model while a cache is filled: the rows are stored, and nobody wants the rest."""
 
@@ -100,8 +129,14 @@ class SkipHost(Protocol):
     def unproved(self, reason: str) -> None:
         """What is stored is not served as long as something has not been shown."""
 
-    def refused(self, error: BoundaryError) -> None:
-        """The model cannot be cut here; if this returns, the engine goes on uncached."""
+    def refused(self, error: BoundaryError, *, at_first: bool = False) -> None:
+        """The model cannot be cut here; the engine goes on uncached.
+
+        It may be raised `at_first`: nothing was computed under this boundary yet.
+        """
+
+    def failed(self, error: Exception, batch: Batch | None = None) -> None:
+        """What was done beside a call of the model went wrong; the call was computed."""
 
     def postpones(self, batch: Batch) -> Literal["timed", "plain"] | None:
         """Whether nothing should be proved on this batch: it is computed plainly, timed perhaps."""
@@ -185,30 +220,52 @@ class SkipEngine:
         """Why the first of the calls that come plain could not be served."""
         self._is_called = False
         """Whether the loop was seen to call the model."""
-        self._running: dict[str, object] = {}
+        self._running: dict[str, _OneCall] = {}
         """The call that is being served, if any."""
+        self._num_calls = 0
+        """Calls under this boundary that have returned."""
 
     # ---- the way of a batch -------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Stand in for `model.forward`."""
         if self._declared[0] is not None or self._auto is not None:
-            ours, depth, grad = object(), calls.depth(), torch.is_grad_enabled()
+            ours, depth, grad = _OneCall(), calls.depth(), torch.is_grad_enabled()
             try:  # around everything: an interrupt may come between any two lines
                 if self._running.setdefault("call", ours) is ours:
                     if self._auto is None or not self._features.are_computed(args, kwargs):
                         return self._called_with(args, kwargs)
                     with self._features.frozen():
                         return self._called_with(args, kwargs)
-            except BaseException:
+            except BaseException as error:
                 calls.heal(depth)
                 torch.set_grad_enabled(grad)
-                raise
+                if error is ours.raised or not is_beside(error):
+                    raise
+                ours.failure = without_us(error)
             finally:
                 if self._running.get("call") is ours:
                     self._running.clear()
+                    self._has_run |= self._is_held
+                    self._num_calls += 1
+            if ours.failure is not None:
+                return self._instead(ours, args, kwargs)
         # Nothing is frozen; or this is a call within a call, or of another thread.
         return self.computed(*args, **kwargs)
+
+    def _instead(self, ours: _OneCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Something beside the call has failed: return what the model gave, or gives."""
+        error, call = ours.failure, ours.call
+        assert error is not None
+        if ours.is_done:
+            output = ours.output if call is None else call.hand_back(ours.output)
+        else:
+            output = self.computed(*args, **kwargs)
+        if isinstance(error, BoundaryError) and call is not None:
+            self._refuse(ours.key, error)  # a replay could not be finished: cut no more like this
+        else:
+            self.host.failed(error, None if call is None else call.batch)
+        return output
 
     def _called_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._is_called = True
@@ -224,17 +281,15 @@ class SkipEngine:
             return self.computed(*args, **kwargs)
         is_idle = self._is_held and self.host.is_idle()
         if is_idle and all(type(value) is Tensor for value in (*args, *kwargs.values())):
-            return self._forward(*args, **kwargs)  # no batch that knows its samples
+            return self._once(*args, **kwargs)  # no batch that knows its samples
         # Shapes of tagged tensors are read often: not through their `__torch_function__`.
         with torch._C.DisableTorchFunctionSubclass():
-            call = Invocation.of(args, kwargs)
+            call = self._running["call"].call = Invocation.of(args, kwargs)
             free = self._free.get(call.layout, frozenset()) if self._free else frozenset()
             key = () if call.why_not else call.key(free)
         result = self._called(call, key)
-        if self._is_held and not self._has_run:
-            self._has_run = True
-            if not self._is_told:
-                self._is_told = tell_modes(self.model, self._held, drops=self._dropout is not None)
+        if self._is_held and not self._is_told:
+            self._is_told = tell_modes(self.model, self._held, drops=self._dropout is not None)
         return call.hand_back(result)
 
     def _called(self, call: Invocation, key: tuple[Any, ...]) -> Any:
@@ -269,6 +324,7 @@ class SkipEngine:
         self.host.note("called", 0.0, call.batch.size)
         self._was_served = True
         self._num_bare = 0 if self._num_bare < _MAX_BARE else self._num_bare
+        self._running["call"].key = key
         recipe = self._book.find(key, call, boundary=self.boundary)
         if recipe is None:
             return self._first(key, call)
@@ -291,14 +347,11 @@ class SkipEngine:
             stored = entry.load()
         except LookupError:
             return self._miss(recipe, call)
-        try:
-            if not self._audit(source, call, entry, stored):
-                return self._plainly(call)
-            if not entry.hit.all():
-                stored = self._complete(source, call, entry, stored)
-            return self._replay(source, here, call, stored)
-        except BoundaryError as error:
-            return self._give_up(key, call, error)
+        if not self._audit(source, call, entry, stored):
+            return self._plainly(call)
+        if not entry.hit.all():
+            stored = self._complete(source, call, entry, stored)
+        return self._replay(source, here, call, stored)
 
     def _first(self, key: tuple[Any, ...], call: Invocation) -> Any:
         """Prove a cut on this batch; whatever comes of it, return the plain result."""
@@ -320,13 +373,17 @@ class SkipEngine:
 
     def _plainly(self, call: Invocation) -> Any:
         args, kwargs = call.plain()
-        return self._forward(*args, **kwargs)
+        return self._once(*args, **kwargs)
+
+    def _once(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own forward for the loop."""
+        return self._running["call"].run(self._forward, *args, **kwargs)
 
     def _timed(self, call: Invocation) -> Any:
         """Compute a call plainly, and tell the host how long its frozen front takes."""
         assert self.boundary is not None
         front = self.model.get_submodule(self.boundary)
-        output, front_s, forward_s = passes.timed(self._forward, front, call)
+        output, front_s, forward_s = passes.timed(self._once, front, call)
         self.host.timed(call.batch, front_s, forward_s)
         return output
 
@@ -334,7 +391,12 @@ class SkipEngine:
         """Look for a place where the model can be cut, and compute the batch."""
         self._num_new += 1
         started = time.perf_counter()
-        outcome = self._rehearsed(call, alike)
+        try:
+            outcome = self._rehearsed(call, alike)
+        except Exception as error:  # a signal of the user's came: a proof takes longer than a call
+            self._book.refuse(key)
+            self.host.failed(error, call.batch)
+            raise
         while outcome.recipe is None:
             self._book.refuse(key)
             assert outcome.error is not None
@@ -343,7 +405,7 @@ class SkipEngine:
             outcome = self._rehearsed(call, [])
         seconds, recipe = time.perf_counter() - started, outcome.recipe
         with written_by_hooks(self.model) as written:
-            output, capture = passes.full(self._forward, recipe, call)
+            output, capture = passes.full(self._once, recipe, call)
         if recipe.free:
             self._free[call.layout] = self._free.get(call.layout, recipe.free) & recipe.free
             key = call.key(self._free[call.layout])
@@ -393,7 +455,7 @@ class SkipEngine:
                     self._auto.give_up()
             finally:
                 self._stays = None
-        self.host.refused(error)
+        self._tell_refused(error)
         return False
 
     def _waits_for_padding(self, call: Invocation) -> bool:
@@ -441,7 +503,7 @@ class SkipEngine:
 
     def _miss(self, recipe: Recipe, call: Invocation) -> Any:
         """Compute every row, and hand what crosses the boundary to the host."""
-        output, capture = passes.full(self._forward, recipe, call)
+        output, capture = passes.full(self._once, recipe, call)
         self._settle(recipe)
         self._captured(recipe, call, None, capture.rows())
         output = self._watched(recipe, call, output)
@@ -518,7 +580,11 @@ class SkipEngine:
         self, source: Recipe, recipe: Recipe | None, call: Invocation, stored: Mapping[str, Tensor]
     ) -> Any:
         """Enter at `source`'s cut; an older one than `recipe`'s fills the newer one on the way."""
-        output, rows = passes.replay(self._forward, source, recipe, call, stored)
+        try:
+            output, rows = passes.replay(self._forward, source, recipe, call, stored)
+        except BaseException as error:
+            self._running["call"].note(error)
+            raise
         if source.guard is not None and source.guard.has_hooks:
             self._settle(source)  # they may keep a count or a list
         if recipe is not None:
@@ -566,7 +632,7 @@ class SkipEngine:
         assert self._sharded is not None
         why = self._sharded.refused()
         if why is not None and self.boundary is not None:
-            self.host.refused(BoundaryError.not_proved(self.boundary, why))
+            self._tell_refused(BoundaryError.not_proved(self.boundary, why))
         thawed, self._sharded.thawed = self._sharded.thawed, []
         if thawed and self.boundary is not None:
             names = {id(p): name for name, p in self.model.named_parameters()}
@@ -629,7 +695,8 @@ class SkipEngine:
     def computed(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model as it is, past all that is served."""
         call = Invocation.of(args, kwargs)
-        return call.hand_back(self._plainly(call))
+        args, kwargs = call.plain()
+        return call.hand_back(self._forward(*args, **kwargs))
 
     def attach(self) -> None:
         """Take over `model.forward`. The model's `state_dict`, copies and pickles stay plain."""
@@ -711,6 +778,7 @@ class SkipEngine:
         if (name, frozen) == self._declared == (self.boundary, self.frozen):
             return
         self._declared = (name, frozen)
+        self._num_calls = 0
         self._thaw.forget()
         self._book.forget_parked()
         self._place(name, frozen)
@@ -742,7 +810,7 @@ class SkipEngine:
         self._held.extend([self.model.get_submodule(name)])
         self._thaw.watch(self.model, self._held)
         if self._compiled or calls.is_compiled(self.model):
-            self.host.refused(BoundaryError.compiled_whole(name))
+            self._tell_refused(BoundaryError.compiled_whole(name))
         elif self._is_traced:
             self.host.note("compiled", 0.0, 0)
 
@@ -822,13 +890,13 @@ class SkipEngine:
 
     def _refuse(self, key: tuple[Any, ...], error: BoundaryError) -> None:
         self._book.drop(key)
-        self.host.refused(error)
+        self._tell_refused(error)
 
-    def _give_up(self, key: tuple[Any, ...], call: Invocation, error: BoundaryError) -> Any:
-        """A replay could not be finished: compute the batch plainly, and cut no more like this."""
-        self._refuse(key, error)
-        args, kwargs = call.plain()
-        return self._forward(*args, **kwargs)
+    def _tell_refused(self, error: BoundaryError) -> None:
+        """Tell the host, which may raise it where nothing was computed under this boundary."""
+        if "call" in self._running:
+            self._running["call"].raised = error
+        self.host.refused(error, at_first=not self._num_calls)
 
 
 def _with_remedy(why: str) -> tuple[str, str]:

@@ -75,7 +75,10 @@ class FakeHost:
     def unproved(self, reason):
         raise AssertionError(reason)
 
-    def refused(self, error):
+    def failed(self, error, batch=None):
+        raise error
+
+    def refused(self, error, *, at_first=False):
         self.refusals.append(error)
         if self.raise_refusals:
             raise error

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from tests.hostile.harness import cross_entropy, hostile, sgd
 from tests.hostile.nets import ConvNet, Net, Pairs, inputs, labels, rows
@@ -127,6 +127,59 @@ def centred_if_large(samples):
 def test_a_collate_function_that_looks_at_company(run, collate, shuffle):
     model = run.freeze(Net())
     run.fit(model, run.loader(rows(96), collate_fn=collate, shuffle=shuffle), 4)
+
+
+def centred_if_very_large(samples):
+    x, y = default_collate(samples)
+    return (x - x.mean(0) if float(x.max()) > 3.0 else x), y
+
+
+def relabelled_if_large(samples):
+    x, y = default_collate(samples)
+    return x, (y + 1) % 3 if float(x.max()) > 3.0 else y
+
+
+@pytest.mark.parametrize("collate", [centred_if_very_large, relabelled_if_large])
+@pytest.mark.parametrize("workers", [0, 2])
+@hostile
+def test_a_collate_function_that_looks_at_company_in_a_late_batch_alone(run, collate, workers):
+    model = run.freeze(Net())
+    data = TensorDataset(inputs(96), labels(96))
+    data.tensors[0].clamp_(-2, 2)[20, 1] = 3.5
+    run.fit(model, run.loader(data, collate_fn=collate, num_workers=workers), 5)
+
+
+class Counting:
+    """A collate function that counts its calls, and what it gives depends on that."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, samples):
+        self.calls += 1
+        x, y = default_collate(samples)
+        return x + 0.01 * (self.calls > 4), y
+
+
+@hostile
+def test_a_collate_function_that_counts_its_calls(run):
+    run.fit(run.freeze(Net()), run.loader(rows(), collate_fn=Counting()), 4)
+
+
+class OneBuffer:
+    """A collate function that uses its memory again."""
+
+    def __init__(self):
+        self.memory = torch.zeros(8, 6)
+
+    def __call__(self, samples):
+        x, y = default_collate(samples)
+        return self.memory[: len(x)].copy_(x), y
+
+
+@hostile(served=True)
+def test_samples_are_compared_under_a_collate_function_that_uses_its_memory_again(run):
+    run.fit(run.freeze(Net()), run.loader(rows(), collate_fn=OneBuffer()), 4)
 
 
 # ---- state that no copy reaches ------------------------------------------------------------------

@@ -23,6 +23,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from egeria_cache.attempt import Attempt
 from egeria_cache.skip.model.fsdp import (
     CastInputs,
     cast_hooks,
@@ -205,10 +206,9 @@ class ShardedFront:
         for hook in [] if state is None else cast_hooks(state):
             if isinstance(hook, CastInputs):
                 args, kwargs = hook(self._model, args, kwargs)
-        try:
+        with Attempt() as tried:
             return *self._ask(args, kwargs), None
-        except Exception as error:  # told by whoever asks `refused`
-            return (), (), str(error)
+        return (), (), str(tried.error)  # told by whoever asks `refused`
 
     def _disagreement(self, parameters: list[Any]) -> str | None:
         """Return why not, on all ranks if on one: they must ask for the same collectives."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from egeria_cache.attempt import Attempt
 from egeria_cache.skip.model.calls import Recorder
 from egeria_cache.skip.prove.places import frozen_places
 from egeria_cache.skip.prove.rehearsal import patchable
@@ -86,18 +87,19 @@ class AutoBoundary:
         surroundings = Surroundings(self._model, shared_modules(self._model))
         world = surroundings.now()
         try:
-            twin = Twins(self._model, forward, call).fresh()
-            # A gradient that is asked of an input trains nothing before the boundary.
-            args, kwargs = twin.call.rebuild(lambda _, leaf: plain(leaf).detach())
-            world.restore(for_a_copy=True)
-            with (
-                torch.inference_mode(False),
-                torch.enable_grad(),
-                twin.intercept(patchable(self._model), recorder),
-            ):
-                twin.forward(*args, **kwargs)
-        except Exception:  # the model's own error comes again, from the user's call
-            return []
+            with Attempt() as tried:  # the model's own error comes again, from the user's call
+                twin = Twins(self._model, forward, call).fresh()
+                # A gradient that is asked of an input trains nothing before the boundary.
+                args, kwargs = twin.call.rebuild(lambda _, leaf: plain(leaf).detach())
+                world.restore(for_a_copy=True)
+                with (
+                    torch.inference_mode(False),
+                    torch.enable_grad(),
+                    twin.intercept(patchable(self._model), recorder),
+                ):
+                    twin.forward(*args, **kwargs)
         finally:
             world.restore()
+        if tried.error is not None:
+            return []
         return frozen_places(self._model, recorder, tree_leaves((args, kwargs)))

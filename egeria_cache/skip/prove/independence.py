@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from egeria_cache.attempt import Attempt
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.prove.evidence import Evidence, Recomputed, recompute
 from egeria_cache.skip.prove.precise import doubled, in_float64
@@ -100,11 +101,11 @@ def _pairs(
 
 def _check_precisely(evidence: Evidence, parts: Sequence[Recomputed], recipe: Recipe) -> None:
     """Decide in float64 about differences that are large only against their own channel."""
-    try:
+    with Attempt() as tried:
         whole = _in_double(evidence, list(range(evidence.size)))
         again = [_in_double(evidence, part.rows) for part in parts]
-    except Exception:  # it cannot run so: the tolerance for the whole tensor has decided
-        return
+    if tried.error is not None:
+        return  # it cannot run so: the tolerance for the whole tensor has decided
     for i, j in recipe.slots().values():
         spec = recipe.tensor_spec((i, j))
         if not spec.dtype.is_floating_point:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from egeria_cache.attempt import Attempt
 from egeria_cache.batch import Lengths
 from egeria_cache.errors import BoundaryError, PaddingError
 from egeria_cache.ragged import PaddedRows, widen
@@ -92,12 +93,10 @@ def _parts(
         if target in tried:
             continue
         tried.add(target)
-        try:
+        with _attempt() as trial:
             part = _at(evidence, lengths, rows, target, twin)
-        except BoundaryError:
-            raise
-        except Exception as error:
-            raise PaddingError.not_shorter(recipe.boundary, error) from error
+        if trial.error is not None:
+            raise PaddingError.not_shorter(recipe.boundary, trial.error) from trial.error
         yield target, part, True
     units = _units(lengths)
     several = order[: min(4, len(order))]
@@ -111,12 +110,16 @@ def _parts(
         if target in tried or (not longer and _are_far(tried)):
             continue
         tried.add(target)
-        try:
-            yield target, _at(evidence, lengths, several, target, twin), longer
-        except BoundaryError:
-            raise
-        except Exception:  # longer than the model takes, or cut where it must not be
+        with _attempt() as trial:
+            part = _at(evidence, lengths, several, target, twin)
+        if trial.error is None:
+            yield target, part, longer
+        else:  # longer than the model takes, or cut where it must not be
             twin = evidence.twins.fresh()
+
+
+def _attempt() -> Attempt:
+    return Attempt(but=lambda error: isinstance(error, BoundaryError))
 
 
 def _are_far(tried: set[Whole]) -> bool:
@@ -231,12 +234,10 @@ def _sharpen(evidence: Evidence, recipe: Recipe, lengths: Lengths) -> None:
                 if not doubts:
                     break
                 tried.add(doubts[0])
-                try:
+                with _attempt() as trial:
                     twin = twin or evidence.twins.fresh()
                     part = _at(evidence, lengths, [longest], doubts[0], twin)
-                except BoundaryError:
-                    raise
-                except Exception:  # shorter than the model takes
+                if trial.error is not None:  # shorter than the model takes
                     twin = None
                     continue
                 recipe.growth.learn_sizes(recipe.steps, doubts[0], 1, part.leaves)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from egeria_cache.attempt import Attempt
 from egeria_cache.errors import BatchError, BoundaryError
 from egeria_cache.skip.prove.evidence import Evidence, Recomputed, observe, recompute, trainable
 from egeria_cache.skip.prove.fillings import check_losses, compared, fillings, find_output_axes
@@ -108,16 +109,15 @@ def _in_parts(evidence: Evidence, trace: PrefixTrace | None) -> Iterator[Recompu
         # A value decides what runs (`if mask.all()`): let it be decided by each sample alone.
         parts += [[i] for i in range(min(size, _MAX_ALONE)) if [i] not in parts]
     for part in parts:
-        try:
-            yield recompute(evidence, part, twin=twin)
-        except BoundaryError:
-            raise
-        except Exception:
+        with Attempt(but=lambda e: isinstance(e, BoundaryError)) as alone:
+            found = recompute(evidence, part, twin=twin)
+        if alone.error is not None:
             if len(part) > 1 or size == 1:
-                raise
+                raise alone.error
             # Code that takes a batch of one for something else (`squeeze()`): by twos, then.
             twin = evidence.twins.fresh()  # the other was left in the middle
-            yield recompute(evidence, [*part, (part[0] + 1) % size], twin=twin)
+            found = recompute(evidence, [*part, (part[0] + 1) % size], twin=twin)
+        yield found
 
 
 def _under_other_draws(evidence: Evidence) -> Iterator[Recomputed]:
@@ -131,9 +131,9 @@ def _with_made_up(evidence: Evidence, recipe: Recipe) -> Iterator[Recomputed]:
     """Run it on made-up samples too, as far as the model takes them for samples."""
     twin = evidence.twins.fresh()
     for rows in with_made_up(evidence.size):
-        try:
+        with Attempt() as tried:
             part = recompute(evidence, rows, twin=twin)
-        except Exception:
+        if tried.error is not None:
             twin = evidence.twins.fresh()
             continue
         if all(

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from egeria_cache.attempt import Attempt
 from egeria_cache.device import synchronize
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model.calls import CallRecord, Recorder, is_compiled
@@ -92,9 +92,10 @@ class Rehearsal:
         """Return the recipe, or the reason why there is none; the model is as it was before."""
         before = self._surroundings.now()
         try:
-            return self._run(before)
-        except Exception as error:
-            return Outcome(error=self._refusal(error))
+            with Attempt() as tried:
+                return self._run(before)
+            assert tried.error is not None
+            return Outcome(error=self._refusal(tried.error))
         finally:
             before.restore()
 
@@ -155,7 +156,7 @@ class Rehearsal:
 
     def hold(self) -> None:
         """Only take the prefix into inference mode."""
-        with suppress(Exception):  # if it is the model's own error, its forward raises it again
+        with Attempt():  # if it is the model's own error, its forward raises it again
             self._discover()
 
     def _discover(self) -> Recorder:

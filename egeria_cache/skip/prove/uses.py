@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from egeria_cache.attempt import Attempt
 from egeria_cache.batch import Beside
 from egeria_cache.bytecode import attributes_of
 from egeria_cache.skip.model.front import ForwardSlot
@@ -37,9 +38,9 @@ def attributes_read(evidence: Evidence, recipe: Recipe) -> frozenset[tuple[int, 
     names: set[tuple[int, str]] = set()
     around = [(module, twin.of(module)) for module in recipe.ancestors]
     with _noting(((id(module), copy) for module, copy in around if copy is not module), names):
-        try:
+        with Attempt() as tried:
             recompute(evidence, list(range(evidence.size)), twin=twin)
-        except Exception:  # its code asks for its own class: take all that there is
+        if tried.error is not None:  # its code asks for its own class: take all that there is
             names = {(id(m), key) for m, _ in around for key in vars(m)}
     moving = {(id(module), key) for module, key in recipe.moving}
     own = {id(m): own_dict(m) or {} for m, _ in around}
@@ -69,11 +70,10 @@ def objects_read(evidence: Evidence, recipe: Recipe) -> dict[int, frozenset[str]
             if isinstance(forward, FunctionType):  # also what another batch might make it read
                 names |= attributes_of(forward.__code__, key)
     noted: set[tuple[int, str]] = set()
-    try:
-        with _noting(((key, copy) for key, (_, copy, _) in held.items()), noted):
-            recompute(evidence, list(range(evidence.size)), twin=twin)
-    except Exception:  # its code asks for its own class: all of it counts
-        return {}
+    with Attempt() as tried, _noting(((k, copy) for k, (_, copy, _) in held.items()), noted):
+        recompute(evidence, list(range(evidence.size)), twin=twin)
+    if tried.error is not None:
+        return {}  # its code asks for its own class: all of it counts
     for owner, key in noted:
         held[owner][2].add(key)
     return {
@@ -157,14 +157,13 @@ def _same_unread(
         source = frozenset({Source("argument", "", position)})
         leaves[position] = Placeholder.of(leaves[position], source, scene)
     twin.call = dataclasses.replace(twin.call, leaves=leaves)
-    try:
+    with Attempt() as tried:
         other = recompute(evidence, known.rows, twin=twin)
-    except Exception:
-        return False
-    finally:
-        scene.finished = True
-    return not placeholders(other.leaves) and all(
-        _same(a, b) for a, b in _needed(recipe, known, other)
+    scene.finished = True
+    return (
+        tried.error is None
+        and not placeholders(other.leaves)
+        and all(_same(a, b) for a, b in _needed(recipe, known, other))
     )
 
 
@@ -177,11 +176,9 @@ def _same_without(
     for position in positions:
         leaves[position] = _changed(leaves[position])
     twin.call = dataclasses.replace(twin.call, leaves=leaves)
-    try:
+    with Attempt() as tried:
         other = recompute(evidence, known.rows, twin=twin)
-    except Exception:
-        return False
-    return all(_same(a, b) for a, b in _needed(recipe, known, other))
+    return tried.error is None and all(_same(a, b) for a, b in _needed(recipe, known, other))
 
 
 def _needed(recipe: Recipe, a: Recomputed, b: Recomputed) -> Iterator[tuple[Any, Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from egeria_cache.attempt import Attempt
 from egeria_cache.device import runs_late, without_autocast
 
 __all__ = ["difference", "gap", "same_content", "same_rows", "slice_difference", "tolerance"]
@@ -91,10 +92,9 @@ def same_content(a: Any, b: Any, *, depth: int = 8) -> bool:
         )
     if hasattr(a, "__dict__"):
         return same_content(vars(a), vars(b), depth=depth - 1)
-    try:
+    with Attempt():
         return bool(a == b)
-    except Exception:
-        return False
+    return False
 
 
 def same_rows(a: Any, b: Any) -> bool:

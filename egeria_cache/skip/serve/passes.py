@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from egeria_cache.attempt import is_ours
 from egeria_cache.device import runs_late, synchronize
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model import dropout
@@ -119,7 +120,8 @@ def replay(
         The model's output, and the rows of `recipe` if it is another one than `source`.
 
     Raises:
-        BoundaryError: Something skipped was needed after all; what the replay did is undone.
+        BoundaryError: Something skipped was needed after all. What the replay did is undone, as it
+            is where any other error is ours; the model's own are the loop's.
     """
     size = call.batch.size
     values = {
@@ -138,8 +140,9 @@ def replay(
     try:
         with intercept(*_handler(source, run, capture)):
             output = forward(*args, **kwargs)
-    except BoundaryError:
-        undo.restore()
+    except Exception as error:
+        if is_ours(error):
+            undo.restore()
         raise
     finally:
         run.scene.finished = True

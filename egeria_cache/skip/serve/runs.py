@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from egeria_cache.attempt import Attempt
 from egeria_cache.batch import Lengths
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.serve.cut import TensorSpec
@@ -64,13 +65,13 @@ class CaptureRun:
             output = original(*args, **kwargs)
         finally:
             self._inside = False
-        self._keep(step, output)
-        self._position += 1
-        if self._position == len(steps):
-            if not self.deviation:
+        with Attempt(lambda error: self._deviate(repr(error))):
+            self._keep(step, output)
+            if self._position == len(steps) - 1 and not self.deviation:
                 self._rows = self._finish()
-            if self.stop:
-                raise PrefixDone
+        self._position += 1
+        if self._position == len(steps) and self.stop:
+            raise PrefixDone
         return output
 
     def rows(self) -> dict[str, Tensor] | None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from egeria_cache.attempt import Attempt
 from egeria_cache.batch import Lengths
 from egeria_cache.skip.serve.growth import Growth
 from egeria_cache.skip.serve.invocation import Invocation
@@ -128,6 +129,13 @@ def _take_in(proof: Proof) -> None:
 
 
 def _look(
+    seen: Seen, axis: OutputAxis, lengths: Lengths, found: Callable[[], None], grad: Tensor
+) -> None:
+    with Attempt():
+        _look_at(seen, axis, lengths, found, grad)
+
+
+def _look_at(
     seen: Seen, axis: OutputAxis, lengths: Lengths, found: Callable[[], None], grad: Tensor
 ) -> None:
     size = axis.arranged(grad.detach(), len(lengths.own)).abs()[..., None].flatten(2)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from egeria_cache.attempt import Attempt
 from egeria_cache.skip.model.front import ForwardSlot
 from egeria_cache.skip.model.fsdp import marks
 from egeria_cache.skip.state.code import Code, bases_of, in_class, reached
@@ -243,7 +244,7 @@ class StateWatch:
 
     def changed(self) -> str | None:
         """Name what changed; values that are equal again count as unchanged. None if nothing."""
-        try:
+        with Attempt():  # a comparison of arrays, or a container that shrank meanwhile
             if (
                 not any(self._empty)
                 and list(chain.from_iterable(self._iterables)) == self._values
@@ -253,8 +254,6 @@ class StateWatch:
                 and list(map(type, self._watched)) == self._kinds
             ):
                 return None
-        except Exception:  # a comparison of arrays, or a container that shrank meanwhile
-            pass
         return self._explain()
 
     def _explain(self) -> str | None:
@@ -316,10 +315,9 @@ def _same(now: Any, then: Any) -> bool:
     if isinstance(now, Tensor):
         joins_training = now.requires_grad and not then.requires_grad
         return not joins_training and now.shape == then.shape and digest(now) == digest(then)
-    try:
+    with Attempt():
         return describe(now) == describe(then) and (_is_plain(now) or _has_content(now))
-    except Exception:
-        return False
+    return False
 
 
 def _has_content(value: Any) -> bool:

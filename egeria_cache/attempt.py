@@ -1,0 +1,97 @@
+"""The one gate between the training loop and all that happens beside it.
+
+Dry runs, proofs, checks, audits, comparisons, fingerprints, reads ahead and look-ups call code of
+the user's in ways in which the loop never does. What goes wrong there is none of the loop's errors.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from traceback import clear_frames
+from types import CodeType, TracebackType
+from typing import Any, TypeGuard
+
+__all__ = ["Attempt", "is_beside", "is_ours", "place_of", "without_us"]
+
+
+class Attempt:
+    """A block of what happens beside the loop: an error in it is kept, and not raised.
+
+    What is none of its own goes out unchanged: Ctrl-C, and what a signal's handler has raised.
+    """
+
+    __slots__ = ("_but", "_told", "error")
+
+    def __init__(
+        self,
+        told: Callable[[Exception], None] | None = None,
+        *,
+        but: Callable[[Exception], bool] | None = None,
+    ) -> None:
+        """Begin; `told` is called with the error. Errors that `but` is true for are the loop's."""
+        self.error: Exception | None = None
+        self._told, self._but = told, but
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if not is_beside(error) or (self._but is not None and self._but(error)):
+            return False
+        self.error = without_us(error)
+        clear_frames(error.__traceback__)
+        if self._told is not None:
+            self._told(error)
+        return True
+
+
+def is_beside(error: BaseException | None) -> TypeGuard[Exception]:
+    """Whether an error that was raised beside the loop is none of the loop's."""
+    return isinstance(error, Exception) and not _is_of_a_signal(error.__traceback__)
+
+
+def without_us(error: Exception) -> Exception:
+    """Return it without the frame that has caught it, and holds it: a cycle would keep all that was
+    tried in memory.
+    """
+    traceback = error.__traceback__
+    return error.with_traceback(None if traceback is None else traceback.tb_next)
+
+
+def place_of(error: BaseException) -> TracebackType | None:
+    """Return where it was raised."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether it was raised by this package, and by nothing that this has called."""
+    place = place_of(error)
+    return place is not None and str(place.tb_frame.f_globals["__name__"]).startswith(__package__)
+
+
+def _is_of_a_signal(traceback: TracebackType | None) -> bool:
+    """Whether a handler of the user's has raised it, which may come between any two lines."""
+    handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    while traceback is not None and handlers:
+        if traceback.tb_frame.f_code in handlers:
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+def _code(handler: Any) -> CodeType | None:
+    """Return the code of what handles a signal: a function, a method, a partial, an object."""
+    handler = getattr(handler, "func", handler)
+    handler = getattr(handler, "__func__", handler)
+    if callable(handler) and not hasattr(handler, "__code__"):
+        handler = vars(type(handler)).get("__call__")
+    return getattr(handler, "__code__", None)
