@@ -1,19 +1,46 @@
 """Many ranks on paper: where the bytes lie, what the network carries, when a cache pays.
 
-    python -m benchmarks.scale
+    python -m benchmarks.scale [--plot]
 
 Arithmetic alone, no measurement: `hit_rates` says which part of an epoch finds its samples in a
-directory of its node, `weigh` what an epoch then takes and carries. docs/scale.md has the tables;
-the hit rates are checked against measured runs in tests/bench/test_scale.py.
+directory of its node, `weigh` what an epoch then takes and carries, `expect` what is left of that
+with stragglers and machines that fail, whose steps `slowest` draws. docs/scale.md has the tables;
+the hit rates are checked against measured runs in tests/bench/test_scale.py. --plot writes
+docs/scale.png.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-__all__ = ["Cluster", "Epoch", "Job", "hit_rates", "tables", "weigh"]
+import numpy as np
+
+from benchmarks.harness import pyplot
+
+__all__ = [
+    "Cluster",
+    "Epoch",
+    "Expected",
+    "Job",
+    "Trouble",
+    "expect",
+    "hit_rates",
+    "plot",
+    "slowest",
+    "tables",
+    "weigh",
+]
+
+PAGES = Path(__file__).parents[1] / "docs"
+INDEX_BYTES = 60
+"""Of a sample in a generation's index: integers stored in shuffled order take 57 to 67, in their
+own order 41. It lies in the page cache, as much of it as is asked for."""
+TABLE_BYTES = 4
+"""Of a sample in the table on each device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +102,132 @@ class Epoch:
     def speedup(self) -> float:
         """Of an epoch, against computing everything."""
         return self.computed_s / self.seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trouble:
+    """What real machines add: none of them is as fast in every step, and some fail."""
+
+    compute_jitter: float = 0.0
+    """Standard deviation of a rank's step, as a part of it."""
+    read_jitter: float = 0.0
+    """The same of the time that a node's disk takes for the batches of a step."""
+    slow_nodes: float = 0.0
+    """Part of the nodes whose disks are slow for good."""
+    slow_by: float = 1.0
+    """How many times as long those take."""
+    ring_batches: int = 5
+    """Batches that are read ahead."""
+    node_mtbf_s: float = math.inf
+    """Mean seconds between two failures of one node; a new one takes its place."""
+    lost_s: float = 0.0
+    """Seconds that a failure costs with and without a cache: the restart, and half of what lies
+    between two checkpoints."""
+
+    def __post_init__(self) -> None:
+        if min(self.compute_jitter, self.read_jitter, self.slow_nodes, self.lost_s) < 0:
+            raise ValueError("nothing of this can be negative")
+        if self.slow_by < 1 or self.slow_nodes > 1 or self.ring_batches < 1:
+            raise ValueError("a slow disk takes at least as long, and something is read ahead")
+        if self.node_mtbf_s <= 0:
+            raise ValueError("the mean time between failures must be positive")
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """An epoch of many, with all that goes wrong."""
+
+    seconds: float
+    computed_s: float
+    index_bytes: float
+    """Of a node's index, in the page cache."""
+    table_bytes: float
+    """On each device, where the ring's table lies."""
+    cold: float
+    """Part of the time in which some node is new and computes, and all others wait for it."""
+
+    @property
+    def speedup(self) -> float:
+        """Of an epoch, against computing everything under the same trouble."""
+        return self.computed_s / self.seconds
+
+
+def slowest(
+    cluster: Cluster,
+    trouble: Trouble,
+    compute_s: float,
+    read_s: float,
+    *,
+    steps: int = 256,
+    seed: int = 0,
+) -> float:
+    """Return the mean step of ranks that wait for each other in each, in seconds.
+
+    Each rank computes for a time of its own, and begins when its batch is there. A node's disk
+    reads one step's batches after the other, at most `ring_batches` ahead. Times are log-normal.
+
+    Args:
+        cluster: How many nodes and ranks.
+        trouble: How much they differ.
+        compute_s: The mean of a rank's step.
+        read_s: The mean of what a node's disk takes for a step's batches; 0 if nothing is read.
+        steps: How many to play through.
+        seed: Of what is drawn.
+    """
+    draw = np.random.default_rng(seed)
+    slow = draw.random(cluster.nodes) < trouble.slow_nodes
+    mean_read = read_s * np.where(slow, trouble.slow_by, 1.0)
+    read, ended = np.zeros(cluster.nodes), [0.0] * (trouble.ring_batches + 1)
+    for _ in range(steps):
+        begin = np.maximum(read, ended[-trouble.ring_batches - 1])
+        read = begin + mean_read * _varied(draw, trouble.read_jitter, cluster.nodes)
+        shape = cluster.nodes, cluster.ranks_per_node
+        own = compute_s * _varied(draw, trouble.compute_jitter, shape).max(axis=1)
+        ended.append(float((np.maximum(read, ended[-1]) + own).max()))
+    return ended[-1] / steps
+
+
+def _varied(
+    draw: np.random.Generator, deviation: float, shape: int | tuple[int, ...]
+) -> np.ndarray:
+    """Return factors of mean 1 and this standard deviation."""
+    variance = math.log1p(deviation**2)
+    return np.exp(draw.normal(-variance / 2, math.sqrt(variance), shape))
+
+
+def expect(
+    cluster: Cluster, job: Job, trouble: Trouble, *, affine: bool = True, batch: int = 64
+) -> Expected:
+    """Return an epoch under trouble.
+
+    A node that is new has an empty directory: until it has passed all of its samples it computes
+    them, and the others wait for it in every step.
+
+    Args:
+        cluster: The machines.
+        job: The work.
+        trouble: What goes wrong.
+        affine: Whether samples stay on their node.
+        batch: Samples of a rank's step.
+    """
+    calm = weigh(cluster, job, affine=affine)
+    num_steps = job.samples / (cluster.nodes * cluster.ranks_per_node * batch)
+    front_s, rest_s = job.front_s * batch, job.rest_s * batch
+    read_s = batch * cluster.ranks_per_node * calm.hit_rate * job.activation_bytes
+    read_s /= cluster.disk_read
+    served_s = slowest(cluster, trouble, rest_s + (1 - calm.hit_rate) * front_s, read_s)
+    seconds = max(served_s * num_steps, calm.seconds)
+    computed_s = max(slowest(cluster, trouble, rest_s + front_s, 0.0) * num_steps, calm.computed_s)
+    cold = -math.expm1(-cluster.nodes * max(seconds, computed_s) / trouble.node_mtbf_s)
+    failing = 1 + cluster.nodes * trouble.lost_s / trouble.node_mtbf_s
+    stored = calm.hit_rate * job.samples / (cluster.nodes if affine else 1)
+    return Expected(
+        seconds=(seconds + cold * max(computed_s - seconds, 0.0)) * failing,
+        computed_s=computed_s * failing,
+        index_bytes=stored * INDEX_BYTES,
+        table_bytes=job.samples * TABLE_BYTES,
+        cold=cold,
+    )
 
 
 def hit_rates(directories: int, epochs: int, *, affine: bool, share: float = 1.0) -> list[float]:
@@ -182,16 +335,86 @@ def table() -> str:
     return "\n".join(lines)
 
 
+TROUBLE = Trouble(
+    compute_jitter=0.02, read_jitter=0.5, slow_nodes=0.01, slow_by=2.0,
+    node_mtbf_s=6334 * 3600.0, lost_s=900.0,
+)  # fmt: skip
+"""Steps that vary by 2 %, reads by half, one disk of a hundred at half its speed. 2,048 nodes of
+eight failed 419 times in 54 days in the training of Llama 3 (arXiv:2407.21783): each every 6,334
+hours. A quarter of an hour is lost with each."""
+RANKS = (1, 4, 8, 32, 128, 512, 1000, 2000, 4000, 10_000)
+
+
+def machines(ranks: int) -> Cluster:
+    """Return a cluster of so many ranks, whose shared file system grows with it."""
+    nodes, shared = max(1, ranks // CLUSTER.ranks_per_node), CLUSTER.shared_read / CLUSTER.nodes
+    own = min(ranks, CLUSTER.ranks_per_node)
+    return replace(CLUSTER, nodes=nodes, ranks_per_node=own, shared_read=shared * nodes)
+
+
+def troubled() -> str:
+    """Return what is expected with stragglers and failures as a Markdown table."""
+    lines = [
+        "| ranks | hit rate | epoch | speed-up, nothing goes wrong | with stragglers | "
+        "and failures | some node is new | index of a node | table on a device |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for ranks in RANKS:
+        cluster = machines(ranks)
+        calm, steady = weigh(cluster, JOB), replace(TROUBLE, node_mtbf_s=math.inf)
+        both = expect(cluster, JOB, TROUBLE)
+        lines.append(
+            f"| {ranks:,} | {calm.hit_rate:.2f} | {both.seconds:,.0f} s | {calm.speedup:.2f}x "
+            f"| {expect(cluster, JOB, steady).speedup:.2f}x | {both.speedup:.2f}x | "
+            f"{100 * both.cold:.1f} % of the time | {both.index_bytes / 1e6:,.0f} MB | "
+            f"{both.table_bytes / 1e6:,.0f} MB |"
+        )
+    return "\n".join(lines)
+
+
+def plot(path: Path) -> None:
+    """Draw speed-ups and the index over the number of ranks."""
+    plt = pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5))
+    ranks = sorted({round(10 ** (i / 6)) for i in range(25)})
+    often = replace(TROUBLE, node_mtbf_s=TROUBLE.node_mtbf_s / 100)
+    for label, affine, trouble in (
+        ("nothing goes wrong", True, Trouble()),
+        ("stragglers, and machines that fail", True, TROUBLE),
+        ("... a hundred times as often", True, often),
+        ("samples drawn anew (DistributedSampler)", False, TROUBLE),
+    ):
+        speed = [expect(machines(n), JOB, trouble, affine=affine).speedup for n in ranks]
+        left.plot(ranks, speed, label=label, marker=".")
+    left.axhline(1.0, color="grey", linewidth=0.8, linestyle=":")
+    left.set(xscale="log", xlabel="ranks", ylabel="speed-up of an epoch", ylim=(0.9, 1.6))
+    left.legend(fontsize=8)
+    seen = [expect(machines(n), JOB, TROUBLE) for n in ranks]
+    right.plot(ranks, [e.index_bytes / 1e6 for e in seen], label="index of a node", marker=".")
+    right.plot(ranks, [e.table_bytes / 1e6 for e in seen], label="table on a device", marker=".")
+    right.set(xscale="log", yscale="log", xlabel="ranks", ylabel="MB")
+    right.legend(fontsize=8)
+    figure.suptitle("100 million samples of 1 MB at the boundary, by arithmetic")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
 def tables(argv: Sequence[str] | None = None) -> int:
     """Print the tables."""
-    argparse.ArgumentParser(
+    options_of = argparse.ArgumentParser(
         prog="python -m benchmarks.scale", description=(__doc__ or "").partition("\n")[0]
-    ).parse_args(argv)
+    )
+    options_of.add_argument("--plot", action="store_true", help="draw docs/scale.png")
+    options = options_of.parse_args(argv)
     print(table())
+    print()
+    print(troubled())
     print()
     for directories in (1, 2, 4, 125):
         rates = hit_rates(directories, 5, affine=False)
         print(f"{directories} directories, drawn anew: " + ", ".join(f"{r:.2f}" for r in rates))
+    if options.plot:
+        plot(PAGES / "scale.png")
     return 0
 
 
