@@ -19,6 +19,7 @@ __all__ = [
     "CastInputs",
     "CastOutput",
     "cast_hooks",
+    "cut_otherwise",
     "groups_of",
     "is_sharded",
     "make_local",
@@ -35,7 +36,7 @@ HOOKS = (
 )  # fmt: skip
 _PRIMES = (1, 3, 5, 7, 11, 13, 17, 19)
 _MARKS = frozenset({"_is_fsdp_managed_module", "_fsdp_use_orig_params"})
-_HOME = "torch.distributed.fsdp"
+_HOME, _PARALLEL = "torch.distributed.fsdp", "torch.distributed.tensor"
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -70,6 +71,19 @@ def marks() -> frozenset[str]:
     return _MARKS.union(key for key in found if isinstance(key, str))
 
 
+def cut_otherwise(model: nn.Module, modules: Iterable[nn.Module]) -> str | None:
+    """Return the name of a parameter of these modules that not `fully_shard` alone has cut."""
+    sharded = {
+        id(one.sharded_param)
+        for state in states_in(model)
+        for group in groups_of(state)
+        for one in group.fsdp_params
+        if not one.is_dtensor
+    }
+    inside = {id(p) for m in modules for p in m.parameters() if is_sharded(p)} - sharded
+    return next((name for name, p in model.named_parameters() if id(p) in inside), None)
+
+
 def groups_of(state: Any) -> Any:
     """Return a unit's groups of parameters; None if this PyTorch names them otherwise."""
     groups = getattr(state, "_fsdp_param_groups", None)
@@ -86,14 +100,19 @@ def set_parameters(group: Any, parameters: list[Any]) -> None:
     getattr(group, "_init_reduce_scatter_param_order", lambda: None)()
 
 
-def stripped_hooks(module: nn.Module, *further: Any) -> dict[str, Any]:
-    """Return a module's dictionaries of forward hooks without FSDP's, and with further ones."""
+def stripped_hooks(
+    module: nn.Module, *further: Any, homes: str | tuple[str, ...] = _HOME
+) -> dict[str, Any]:
+    """Return a module's dictionaries of forward hooks without FSDP's, and with further ones.
+
+    `homes` are the packages whose hooks are left out.
+    """
     own = vars(module)
     theirs = {
         key
         for slot in ("_forward_pre_hooks", "_forward_hooks")
         for key, hook in own[slot].items()
-        if _is_fsdps(hook)
+        if _home_of(hook).startswith(homes)
     }
     hooks: dict[str, Any] = {}
     for slot in HOOKS:
@@ -108,12 +127,11 @@ def stripped_hooks(module: nn.Module, *further: Any) -> dict[str, Any]:
     return hooks
 
 
-def _is_fsdps(hook: Any) -> bool:
+def _home_of(hook: Any) -> str:
     while isinstance(hook, functools.partial):
         hook = hook.func
     owner = getattr(hook, "__self__", None)
-    home = getattr(hook if owner is None else type(owner), "__module__", None) or ""
-    return bool(home.startswith(_HOME))
+    return getattr(hook if owner is None else type(owner), "__module__", None) or ""
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -159,26 +177,26 @@ def cast_hooks(state: Any) -> list[Any]:
     return hooks
 
 
-def make_local(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> bool:
+def make_local(pairs: Iterable[tuple[nn.Module, nn.Module]], *, parts: bool = False) -> None:
     """Let copies of sharded modules run without the other ranks, on made-up weights.
 
     A rehearsal looks at how values travel, not at what they are: any weights will do as long as two
-    runs have the same. They take next to no memory.
+    runs have the same. They take next to no memory. What is cut by tensor parallelism has no hooks
+    of that any more, and weights of the whole shape: it computes what the model does that was cut.
 
     Args:
         pairs: (module of the user's, its copy).
-
-    Returns:
-        Whether anything was sharded.
+        parts: Where tensor parallelism cuts, weights have the shape of this rank's part: code that
+            counts the heads of this rank alone finds no more of them.
     """
     pairs = list(pairs)
     states = {id(state): state for state in (state_of(real) for real, _ in pairs) if state}
     if not states and not any(
         is_sharded(p) for _, copy in pairs for p in copy._parameters.values()
     ):
-        return False
-    dtypes = {
-        id(one.sharded_param): state._mp_policy.param_dtype
+        return
+    known = {
+        id(one.sharded_param): (one._orig_size, state._mp_policy.param_dtype)
         for state in states.values()
         for group in groups_of(state)
         for one in group.fsdp_params
@@ -186,19 +204,20 @@ def make_local(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> bool:
     made: dict[int, nn.Parameter] = {}
     for real, copy in pairs:
         state = state_of(real)
-        if state is not None:
-            vars(copy).update(stripped_hooks(copy, *cast_hooks(state)))
-        for key, parameter in copy._parameters.items():
+        casts = [] if state is None else cast_hooks(state)
+        vars(copy).update(stripped_hooks(copy, *casts, homes=(_HOME, _PARALLEL)))
+        own: dict[str, Any] = copy._parameters
+        for key, parameter in own.items():
             if is_sharded(parameter):
                 if id(parameter) not in made:
-                    made[id(parameter)] = _made_up(parameter, dtypes.get(id(parameter)))
-                copy._parameters[key] = made[id(parameter)]
-    return True
+                    ours, dtype = known.get(id(parameter), (parameter._local_tensor.shape, None))
+                    shape = ours if parts else parameter.shape
+                    made[id(parameter)] = _made_up(parameter, shape, dtype)
+                own[key] = made[id(parameter)]
 
 
-def _made_up(parameter: Any, dtype: torch.dtype | None) -> nn.Parameter:
-    """Return a parameter of the whole shape whose elements share a little memory."""
-    shape = parameter.shape
+def _made_up(parameter: Any, shape: torch.Size, dtype: torch.dtype | None) -> nn.Parameter:
+    """Return a parameter of this shape whose elements share a little memory."""
     strides = _PRIMES[: len(shape)][::-1]
     reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
     generator = torch.Generator().manual_seed(len(shape))

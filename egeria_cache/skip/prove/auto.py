@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.skip.model.calls import Recorder
+from egeria_cache.skip.model.fsdp import cut_otherwise
 from egeria_cache.skip.prove.places import frozen_places
 from egeria_cache.skip.prove.rehearsal import patchable
 from egeria_cache.skip.prove.twin import Twins, shared_modules
@@ -82,13 +83,15 @@ class AutoBoundary:
         self._places = self._look(forward, call)[:_MAX_TRIED] if not all(flags) else []
         self.found(self._places[0] if self._places else None)
 
-    def _look(self, forward: Callable[..., Any], call: Invocation) -> list[str]:
+    def _look(
+        self, forward: Callable[..., Any], call: Invocation, *, parts: bool = False
+    ) -> list[str]:
         recorder = Recorder(keep_outputs=True)
         surroundings = Surroundings(self._model, shared_modules(self._model))
         world = surroundings.now()
         try:
             with Attempt() as tried:  # the model's own error comes again, from the user's call
-                twin = Twins(self._model, forward, call).fresh()
+                twin = Twins(self._model, forward, call, parts=parts).fresh()
                 # A gradient that is asked of an input trains nothing before the boundary.
                 args, kwargs = twin.call.rebuild(lambda _, leaf: plain(leaf).detach())
                 world.restore(for_a_copy=True)
@@ -101,5 +104,6 @@ class AutoBoundary:
         finally:
             world.restore()
         if tried.error is not None:
-            return []
+            again = not parts and cut_otherwise(self._model, [self._model]) is not None
+            return self._look(forward, call, parts=True) if again else []
         return frozen_places(self._model, recorder, tree_leaves((args, kwargs)))

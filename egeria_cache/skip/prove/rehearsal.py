@@ -25,10 +25,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.device import synchronize
-from egeria_cache.errors import BoundaryError
+from egeria_cache.errors import BoundaryError, ParallelError
 from egeria_cache.skip.model.calls import CallRecord, Recorder, is_compiled
 from egeria_cache.skip.model.checkpoints import Region, checkpointed_around
 from egeria_cache.skip.model.frozen import FrozenPrefix, mode_asked_for
+from egeria_cache.skip.model.fsdp import cut_otherwise
 from egeria_cache.skip.prove.evidence import Evidence, distinct, trainable
 from egeria_cache.skip.prove.proof import prove, same_rows
 from egeria_cache.skip.prove.twin import Twin, Twins, shared_modules
@@ -85,11 +86,28 @@ class Rehearsal:
         self.held = held
         self.frozen = frozen or boundary
         self.known = known
+        self._parts = False
+        """Whether what tensor parallelism cuts has the shape of this rank's part in a copy."""
         self.names = {id(module): name for name, module in model.named_modules()}
         self._surroundings = Surroundings(model, shared_modules(model))
 
     def run(self) -> Outcome:
         """Return the recipe, or the reason why there is none; the model is as it was before."""
+        name = cut_otherwise(self.model, [self.model.get_submodule(self.boundary)])
+        if name is not None:
+            return Outcome(error=BoundaryError.parallel(self.boundary, name))
+        outcome = self._tried()
+        name = cut_otherwise(self.model, [self.model])
+        if name is not None and outcome.error is not None and outcome.error.__cause__ is not None:
+            self._parts = True
+            outcome = self._tried()
+            error = outcome.error
+            if error is not None and error.__cause__ is not None:
+                why = f"{type(error.__cause__).__name__}: {error.__cause__}"
+                outcome.error = ParallelError.behind(self.boundary, name, why)
+        return outcome
+
+    def _tried(self) -> Outcome:
         before = self._surroundings.now()
         try:
             with Attempt() as tried:
@@ -102,7 +120,10 @@ class Rehearsal:
     def _run(self, before: World) -> Outcome:
         recorder = self._discover()
         steps, around = recorder.before(self._boundary_call(recorder))
-        twins = Twins(self.model, self.forward, self.call)
+        name = cut_otherwise(self.model, [step.module for step in steps])
+        if name is not None:
+            raise BoundaryError.parallel(self.boundary, name)
+        twins = self._twins()
         ancestors = distinct([self.model, *(call.module for call in around)])
         before = self._surroundings.now()
         twin = twins.fresh()
@@ -141,10 +162,21 @@ class Rehearsal:
         Raises:
             BoundaryError: It is not called, or trainable.
         """
-        recorder = self._discover()
+        try:
+            recorder = self._discover()
+        except BoundaryError:
+            raise
+        except Exception:
+            self._parts = cut_otherwise(self.model, [self.model]) is not None
+            if not self._parts:
+                raise
+            recorder = self._discover()
         steps, around = recorder.before(self._boundary_call(recorder))
         modules = distinct(step.module for step in steps)
         return modules, distinct([self.model, *(call.module for call in around)])
+
+    def _twins(self) -> Twins:
+        return Twins(self.model, self.forward, self.call, parts=self._parts)
 
     def _refusal(self, error: Exception) -> BoundaryError:
         if isinstance(error, BoundaryError):
@@ -164,7 +196,7 @@ class Rehearsal:
         world = self._surroundings.now()
         for _ in range(3):
             recorder = Recorder(watch=RandomState.now)
-            twin = Twins(self.model, self.forward, self.call).fresh()
+            twin = self._twins().fresh()
             args, kwargs = twin.call.plain()
             world.restore(for_a_copy=True)
             try:

@@ -75,9 +75,17 @@ class Twins:
         model: The model.
         forward: Its own forward, a method of it or what wraps one.
         call: Its inputs.
+        parts: See `make_local`.
     """
 
-    def __init__(self, model: nn.Module, forward: Callable[..., Any], call: Invocation) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        call: Invocation,
+        *,
+        parts: bool = False,
+    ) -> None:
         self._model = model
         with torch.inference_mode(False):
             leaves = [plain(leaf) for leaf in call.leaves]
@@ -87,8 +95,7 @@ class Twins:
             (model, forward, leaves, call.given)
         )
         self._call = call
-        self.is_local = make_local(self._copier.modules())
-        """Whether the model is sharded over ranks: twins run alone, on made-up weights."""
+        make_local(self._copier.modules(), parts=parts)
         if any(is_sharded(p) for m in shared_modules(model) for p in m._parameters.values()):
             raise BoundaryError(
                 "a block of the model is compiled and cut by fully_shard: a rehearsal would run it "
