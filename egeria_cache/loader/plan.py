@@ -202,19 +202,22 @@ class Planner:
             while not self._planned or (
                 self._near()[1] and self._next_number < self._num_foreseeable
             ):
-                # Where all is read, ever more are planned at a time: half of what a batch takes is
-                # the same for several.
+                # Where all is read, and nothing is on its way to disk, ever more are planned at a
+                # time: half of what a batch takes is the same for several.
+                is_still = self._is_read and all(view.generation.is_idle for view in views)
                 left = self._num_foreseeable - self._next_number
-                more = min(2 * self._stretch, _MOST_AT_ONCE, left) if self._is_read else 1
+                more = min(2 * self._stretch, _MOST_AT_ONCE, left) if is_still else 1
                 self._stretch = max(more, 1)
                 if not self._draw(views, seeds_all, self._stretch):
                     break
             num_near = self._near()[0]
         last = self._planned[num_near - 1].number if num_near and self._window else -1
         while self._unread and self._unread[0].number <= last:
-            entry = self._unread.popleft()
-            with self._beside():
-                self._prefetcher.start(entry)
+            try:
+                self._prefetcher.start(self._unread.popleft())
+            except Exception:
+                with self._beside():
+                    raise
 
     def _near(self) -> tuple[int, bool]:
         """Return how many of the plans are near, and whether there is room for another.

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from egeria_cache.attempt import Attempt
+from egeria_cache.attempt import is_beside
 from egeria_cache.batch import PerSample, Rows, SampleId
 from egeria_cache.device import Held, mark, pinned, pins, room, runs_late, to_device
 from egeria_cache.prefetch.readers import Crew, Deferred
@@ -95,11 +95,14 @@ class PlannedEntry:
         if self._reading is None or self._process != os.getpid():
             return False  # a forked child has no reader that would ever answer
         started = time.perf_counter()
-        is_there = False
-        with Attempt():  # a dead reader or a closed cache: the samples are loaded instead
-            is_there = self._reading.result(timeout=READ_TIMEOUT_S)
-        self.waited_s += time.perf_counter() - started
-        return is_there and self.alive
+        try:
+            return self._reading.result(timeout=READ_TIMEOUT_S) and self.alive
+        except Exception as error:
+            if not is_beside(error):
+                raise
+            return False  # a dead reader or a closed cache: the samples are loaded instead
+        finally:
+            self.waited_s += time.perf_counter() - started
 
     def load(self) -> dict[str, Tensor]:
         """Return the hits' activations by name, in row order, on the model's device.

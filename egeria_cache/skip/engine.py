@@ -329,7 +329,8 @@ class SkipEngine:
         if recipe is None:
             return self._first(key, call)
         self._num_new = 0
-        self._announce(recipe, call)
+        if (id(recipe.cut), call.batch.loader_name) not in self._announced:
+            self._announce(recipe, call)
         entry = call.batch.entry
         source: Recipe | None = None
         if self._fills:
@@ -341,7 +342,8 @@ class SkipEngine:
         here: Recipe | None = recipe
         if recipe.growth is not None or source is not recipe:
             source, here = None if source is None else source.at(lengths), recipe.at(lengths)
-        if entry is None or source is None or self._awaits_proof(recipe):
+        awaits = recipe.growth is not None and self._awaits_proof(recipe)
+        if entry is None or source is None or awaits:
             return self._miss(recipe, call)
         try:
             stored = entry.load()
@@ -587,9 +589,9 @@ class SkipEngine:
             raise
         if source.guard is not None and source.guard.has_hooks:
             self._settle(source)  # they may keep a count or a list
-        if recipe is not None:
+        if recipe is not None and rows is not None:
             self._captured(recipe, call, None, rows)
-        return self._watched(source, call, output)
+        return output if source.growth is None else self._watched(source, call, output)
 
     def _captured(
         self,
