@@ -43,6 +43,9 @@ class MemoryHost:
         """Remember the rows."""
         self.rows = {name: tensor.clone() for name, tensor in tensors.items()}
 
+    def entry_at(self, batch: Batch, cut: object) -> None:
+        """Every batch is planned for one cut."""
+
     def audited(self, batch: Batch, entry: object) -> None:
         """Audit nothing."""
 

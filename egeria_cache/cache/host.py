@@ -17,7 +17,7 @@ from egeria_cache.cache.audit import AuditPlan
 from egeria_cache.cache.status import Status, shown_name
 from egeria_cache.errors import BatchError, BoundaryError, EgeriaError, ParallelError
 from egeria_cache.gate import Accounts, ServingPolicy
-from egeria_cache.prefetch import PRINT, View, Views, record
+from egeria_cache.prefetch import PRINT, PlannedEntry, View, Views, record
 from egeria_cache.samples import (
     DEFAULT_REUSE,
     BatchContext,
@@ -302,11 +302,26 @@ class CacheHost:
                 self.audit_failed(batch, rows, f"{name} is not what an earlier run stored")
                 return
 
+    def entry_at(self, batch: Batch, cut: Cut) -> Entry | None:
+        """Look for a whole batch at another cut than it was planned for, and plan for that one."""
+        planned = batch.entry
+        view = next((v for v in self._views.of(batch.loader_name) if v.cut is cut), None)
+        if view is None or not isinstance(planned, PlannedEntry) or not planned.hit.all():
+            return None
+        located = view.generation.locate(planned.ids, variant=planned.draws)
+        if not located.found.all():
+            return None
+        self._views.prefer(view)
+        entry = PlannedEntry(view, planned.number, planned.ids, planned.draws, located)
+        entry.on_load, planned.on_load = planned.on_load, None
+        entry.lengths, entry.whole = planned.lengths, planned.whole
+        return entry
+
     # ---- audits ---------------------------------------------------------------------------------
 
     def audited(self, batch: Batch, entry: Entry) -> tuple[np.ndarray, bool] | None:
         """Choose the hits to be recomputed from the raw sample."""
-        if self._counts.why_not in (self._told_chains, self._told_unproved):
+        if self._counts.why_not in (self._told_chains, self._told_unproved, self._restless_since):
             self._counts.why_not = None
         number = batch.context.task.number
         chosen = self._audits.choose(batch.loader_name, id(entry.cut), number, entry.hit)
@@ -356,7 +371,7 @@ class CacheHost:
         """A part of the prefix is trained from now on; from there on nothing is served."""
         where = f"the model is cut after {cut!r} instead" if cut else "it is computed whole"
         reason = f"{name!r}, which was frozen, is trained again: {where}"
-        self._counts.why_not = None if cut else reason
+        self._restless_since, self._counts.why_not = reason, None if cut else reason
         log.log(logging.WARNING if self._status.set_by_hand else logging.INFO, reason)
         self._views.void(lambda view: True, unlink=False)
 

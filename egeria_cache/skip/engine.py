@@ -111,6 +111,10 @@ class SkipHost(Protocol):
         """Which of the hits to recompute from the raw sample: bool, shape (B,), and whether to wait
         for what that shows before the batch is served; None for none."""
 
+    def entry_at(self, batch: Batch, cut: Cut) -> Entry | None:
+        """Where a batch that was planned for another cut enters at this one; None if not all of it
+        is stored there."""
+
     def audit_leaves(self, batch: Batch, rows: np.ndarray, loaded: Mapping[str, Any]) -> bool:
         """Whether the stored leaves of these rows (labels, masks) are what was loaded again."""
 
@@ -342,6 +346,10 @@ class SkipEngine:
         here: Recipe | None = recipe
         if recipe.growth is not None or source is not recipe:
             source, here = None if source is None else source.at(lengths), recipe.at(lengths)
+        if entry is not None and source is None and recipe.cut is not None and here is not None:
+            # Planned for what the loop did before: a flag has another value in this epoch, say.
+            entry = self.host.entry_at(call.batch, recipe.cut)
+            source = None if entry is None else here
         awaits = recipe.growth is not None and self._awaits_proof(recipe)
         if entry is None or source is None or awaits:
             return self._miss(recipe, call)
@@ -637,8 +645,7 @@ class SkipEngine:
             self._tell_refused(BoundaryError.not_proved(self.boundary, why))
         thawed, self._sharded.thawed = self._sharded.thawed, []
         if thawed and self.boundary is not None:
-            names = {id(p): name for name, p in self.model.named_parameters()}
-            self.host.thawed(names.get(id(thawed[0]), "a parameter"), None)
+            self.host.thawed(self._sharded.thawed_name, None)
             self._place(None, None)
             self._thaw.note(thawed)
 

@@ -62,6 +62,9 @@ class FakeHost:
     def audited(self, batch, entry):
         return None
 
+    def entry_at(self, batch, cut):
+        return None
+
     def audit_leaves(self, batch, rows, loaded):
         return True
 

@@ -87,6 +87,8 @@ class ShardedFront:
         self._is_in = self._is_gathered = False
         self.thawed: list[Tensor] = []
         """What was thawed since the last forward; everything was given back then."""
+        self.thawed_name = ""
+        """Of the first of them."""
         self.why_not: str | None = None
         """Why the front cannot be gathered."""
 
@@ -143,6 +145,8 @@ class ShardedFront:
             thawed = [one for one in map(_sharded, self._held) if one.requires_grad]
             if thawed:
                 self.thawed = thawed
+                names = {id(p): name for name, p in self._model.named_parameters()}
+                self.thawed_name = names.get(id(thawed[0]), "a parameter")
                 self._frozen = None
                 self._give_back()
             elif self._held and self._were_written(mode):
