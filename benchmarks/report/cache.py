@@ -15,7 +15,10 @@ from .parts import (
     verdict,
 )  # fmt: skip
 
-__all__ = ["forward_skip", "loader", "ragged", "short", "skip", "small_step", "store", "variants"]
+__all__ = [
+    "device", "forward_skip", "loader", "ragged", "short", "skip", "small_step", "store",
+    "variants",
+]  # fmt: skip
 
 
 SMALL = {10: 1.25, 48: 1.10}
@@ -126,6 +129,33 @@ def small_step(section: Section, report: Report) -> None:
                 SMALL.get(one["batch_size"], 1.05))
         for one in steps
     ]  # fmt: skip
+
+
+def device(section: Section, report: Report) -> None:
+    waits = {one["model"]: one for one in report["waits"]}
+    rows = [
+        [f"{one['model']} ({one['batch']})", f"{one['computed_ms']:.1f} ms",
+         f"{one['oracle_ms']:.1f} ms", as_fast(one["hit_vs_oracle"]), ratio(one["hit_vs_computed"]),
+         *(number(waits.get(one["model"], {}).get(kind)) for kind in ("computed", "hits"))]
+        for one in report["steps"]
+    ]  # fmt: skip
+    columns = ["model (batch)", "computed", "oracle", "hits vs oracle", "hits vs computed",
+               "waits in an epoch, computed", "of hits"]  # fmt: skip
+    title = f"Steps on {report['environment']['gpu'] or 'the CPU'}, {report['size']}"
+    section.tables = [Table(title=title, columns=columns, rows=rows)]
+    rows = [
+        [f"{one['model']}, {one['way']}", f"{one['hits']} of {one['of']}",
+         number(one["largest_difference"])]
+        for one in report["right"]
+    ]  # fmt: skip
+    columns = ["", "hits", "largest relative difference of a loss"]
+    section.tables.append(Table(title="With the cache and without", columns=columns, rows=rows))
+    graph = {None: "not tried", True: "right", False: "**wrong**"}
+    section.findings = [
+        f"{len(report['right']) - report['wrong']} of {len(report['right'])} runs are right; a "
+        f"gather in a graph: {graph[report['graph_of_a_gather_is_right']]}.",
+        f"{number(report['to_device_gb_per_s'])} GB/s to the device.",
+    ]
 
 
 def short(section: Section, report: Report) -> None:

@@ -118,6 +118,13 @@ KNOWN: dict[str, tuple[str, str, Callable[[Section, Report], None], bool]] = {
         cache.small_step,
         True,
     ),
+    "device": (
+        "A first accelerator",
+        "Models of public sizes at random weights: whether training with the cache is what it is "
+        "without, and a step of hits beside the oracle and a computed one.",
+        cache.device,
+        False,
+    ),
     "short": (
         "Short trainings",
         "What a cache costs that has hardly time to win anything back: whole trainings that begin "

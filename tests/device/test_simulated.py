@@ -15,7 +15,7 @@ HERE = Path(__file__).parent / "simulated"
 ROOT = HERE.parents[2]
 GROUPS = {
     "chain": ("chain", "counts"),
-    "features": ("features", "memory"),
+    "features": ("features", "memory", "benchmark"),
     "loops": ("loops", "ring"),
     "models": ("zoo", "controller"),
     "order": ("order",),
