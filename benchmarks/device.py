@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,11 +27,11 @@ from torch.utils.data import Dataset
 from benchmarks.harness import environment, parser, publish, tell
 from benchmarks.models import ResNet50
 from egeria_cache import ActivationCache, EgeriaLoader
-from egeria_cache.device import default_device, pins, runs_late, synchronize
+from egeria_cache.device import Lane, default_device, pins, runs_late, synchronize
 from egeria_cache.prefetch.ring import Ring
 
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-"""Calls of the driver that make the host wait, as the profiler names them."""
+WAITS = ("StreamSynchronize", "DeviceSynchronize", "EventSynchronize", "Memcpy")
+"""How calls of a driver are named, by the profiler, that make the host wait."""
 
 
 class Blocks(nn.Module):
@@ -167,7 +168,18 @@ def trained(case: Case, device: torch.device, directory: Path, gate: Any, num: i
             yield seconds, torch.stack(losses).float().cpu(), cache.stats().hits
 
 
-def ways(device: torch.device) -> dict[str, tuple[torch.device, Around, Callable[[Any], None]]]:
+@contextlib.contextmanager
+def _beside(lane: Lane) -> Iterator[None]:
+    """Run on another stream, after and before what this one is given."""
+    lane.follow_current()
+    with lane.use():
+        yield
+    lane.lead(lane.mark())
+
+
+def ways(
+    device: torch.device, backend: str
+) -> dict[str, tuple[torch.device, Around, Callable[[Any], None]]]:
     """Return the ways of using a device: (where, what stands around a forward, what is changed)."""
     plain: Around = contextlib.nullcontext
     same: Callable[[Any], None] = lambda model: None  # noqa: E731
@@ -176,25 +188,27 @@ def ways(device: torch.device) -> dict[str, tuple[torch.device, Around, Callable
     def compiled(model: Any) -> None:
         names = model.layers if isinstance(model, ResNet50) else []
         for block in [*map(model.get_submodule, names), *getattr(model, "blocks", ())]:
-            block.compile(backend="inductor" if kind == "cuda" else "eager")
+            block.compile(backend=backend)
 
     found: dict[str, tuple[torch.device, Around, Callable[[Any], None]]] = {
         "as it comes": (device, plain, same),
         "bf16 autocast": (device, lambda: torch.autocast(kind, torch.bfloat16), same),
         "compiled blocks": (device, plain, compiled),
     }
-    if kind == "cuda":
-        side = torch.cuda.Stream(device)
-        found["another stream"] = (device, lambda: torch.cuda.stream(side), same)
-        if torch.cuda.device_count() > 1:
+    if runs_late(device):
+        lane = Lane(device)
+        found["another stream"] = (device, lambda: _beside(lane), same)
+        if torch.accelerator.device_count() > 1:
             found["the second device"] = (torch.device(kind, 1), plain, same)
     return found
 
 
-def right(case: Case, device: torch.device, num: int) -> list[dict[str, Any]]:
+def right(
+    case: Case, device: torch.device, num: int, backend: str = "eager"
+) -> list[dict[str, Any]]:
     """Compare the losses with those of training without skipping, in every way."""
     found = []
-    for way, (where, around, change) in ways(device).items():
+    for way, (where, around, change) in ways(device, backend).items():
         runs = {}
         for gate in ("never", "always"):
             with tempfile.TemporaryDirectory() as place:
@@ -272,7 +286,7 @@ def waits(case: Case, device: torch.device, num: int) -> dict[str, Any]:
             next(made), next(made)
             with torch.profiler.profile() as profile:
                 next(made)
-            counts = {e.key: e.count for e in profile.key_averages() if e.key in WAITS}
+            counts = {e.key: e.count for e in profile.key_averages() if e.key.endswith(WAITS)}
             found[name] = sum(counts.values())
             list(made)
     return found
@@ -295,17 +309,17 @@ def captured(device: torch.device) -> bool | None:
 
     None: no graph can be captured there.
     """
-    if device.type != "cuda":
+    module: Any = torch.get_device_module(device)
+    kinds = [name for name in dir(module) if name.endswith("Graph")]
+    if not (kinds and hasattr(module, "graph") and runs_late(device)):
         return None
-    import numpy as np
-
     rows = {"a": torch.arange(12.0).view(4, 3).pin_memory()}
     ring, draws = Ring(rows, 8, 10, device), np.zeros(4, np.int64)
     ring.insert(0, np.arange(4), draws, rows, {})
-    index, graph = torch.tensor([3, 1, 0, 9], device=device), torch.cuda.CUDAGraph()
+    index, graph = torch.tensor([3, 1, 0, 9], device=device), getattr(module, kinds[0])()
     synchronize(device)
     ring.rows(index)
-    with torch.cuda.graph(graph):
+    with module.graph(graph):
         out = ring.rows(index)["a"]
     index.copy_(torch.tensor([0, 2, 9, 1], device=device))
     graph.replay()
@@ -337,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         tell(case.name)
         num = case.batch * (3 if small else 8)
-        report["right"] += right(case, device, num)
+        report["right"] += right(case, device, num, "eager" if small else "inductor")
         report["steps"].append(fast(case, device, num, 4 if small else 6))
         if runs_late(device):
             report["waits"].append(waits(case, device, num))
