@@ -35,7 +35,7 @@ from egeria_cache.store.records.record import Encoded, Rows, encode_rows
 from egeria_cache.store.records.values import Value
 from egeria_cache.store.stats import GenerationCounts
 from egeria_cache.store.transfer import to_host
-from egeria_cache.store.writer import Job, Writer
+from egeria_cache.store.writer import Job, Writer, joined
 from egeria_cache.threads import without_modes
 
 __all__ = ["Generation", "Located"]
@@ -316,8 +316,10 @@ class Generation:
 
     def commit(self, jobs: Sequence[Job]) -> None:
         """Encode and store batches in one commit; called by the writer thread alone."""
-        num_rows, num_written = sum(len(job.picked) for job in jobs), 0
+        num_queued, num_written = len(jobs), 0
+        num_rows = sum(len(job.picked) for job in jobs)
         try:
+            jobs = joined(jobs)
             num_rows = sum(job.pick(self._files.contains) for job in jobs)
             num_written = self._commit(jobs)
         except GoneError as gone:
@@ -330,7 +332,7 @@ class Generation:
             self._warn(f"a batch cannot be stored: {error}")
         finally:
             self._count(writes=num_written, dropped_writes=num_rows - num_written)
-            self._queued(-len(jobs))
+            self._queued(-num_queued)
 
     def _commit(self, jobs: Sequence[Job]) -> int:
         parts: list[Part] = []

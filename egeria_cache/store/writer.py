@@ -24,7 +24,7 @@ from egeria_cache.device import Event
 from egeria_cache.store.records.record import Rows
 from egeria_cache.threads import compute_on_one_core
 
-__all__ = ["Job", "Writer"]
+__all__ = ["Job", "Writer", "joined"]
 
 logger = logging.getLogger("egeria_cache.store")
 
@@ -85,6 +85,31 @@ class Job:
     def unchanged(self) -> bool:
         """No tensor was written to since it was handed over."""
         return all(tensor._version == version for tensor, version in self.versions)
+
+
+def joined(jobs: Sequence[Job]) -> Sequence[Job]:
+    """Return batches that are alike as one, which holds copies, each key once; else as they are.
+
+    Most of what a small batch takes to be stored is taken once for all of it.
+    """
+    for job in jobs:
+        for arrived in job.ready:
+            arrived.synchronize()
+    rows = Rows.joined([job.rows for job in jobs]) if len(jobs) > 1 else None
+    if rows is None or len({job.replaced is None for job in jobs}) > 1:
+        return jobs
+    if not all(job.unchanged() for job in jobs):  # since then it may be: these are copies
+        return jobs
+    keys, replaced, picked = list[bytes](), list[bytes | None](), dict[bytes, int]()
+    for job in jobs:
+        for row in job.picked:
+            picked.setdefault(job.keys[row], len(keys) + row)
+        keys += job.keys
+        replaced += job.replaced or ()
+    num_bytes = sum(job.num_bytes for job in jobs)
+    whole = Job(jobs[0].target, keys, list(picked.values()), rows, (), num_bytes)
+    whole.replaced = replaced or None
+    return [whole]
 
 
 class Writer:

@@ -365,6 +365,27 @@ def test_what_is_gathered_is_written_before_a_batch_is_dropped_for_its_sake():
     assert one.groups[0][0] == ["a"]
 
 
+def test_batches_that_wait_together_are_stored_as_one_each_sample_once(store):
+    generation = store.open_generation({"use": "joined"})
+    generation.put_batch([0], rows([0]))
+    assert store.flush()
+    store._writer.gathers = True
+    late = rows([5, 6])
+    for ids, values in (([0, 1], rows([9, 1])), ([2, 1], rows([2, 1])), ([3, 4], rows([3, 4]))):
+        assert generation.put_batch(ids, values)
+    assert store.flush()
+    found, hit = generation.get_batch(range(5))
+    assert hit.all()
+    assert torch.equal(found, rows(range(5)))
+    assert generation.counts.dropped_writes == 0
+    store._writer.gathers = True
+    assert generation.put_batch([5, 6], late)
+    late.add_(1)  # this one is left out, the other is not
+    assert generation.put_batch([7], rows([7]))
+    assert store.flush()
+    assert generation.contains(range(5, 8)).tolist() == [False, False, True]
+
+
 def test_a_batch_that_cannot_be_stored_does_not_take_those_it_waited_with_along(store, caplog):
     generation = store.open_generation({"use": "group"})
     fields = [{"value": rows([1])}, {"value": [object()]}, {"value": rows([1])}]

@@ -82,12 +82,30 @@ class Rows:
         """Bytes that the tensors hold in memory, padding included."""
         return sum(one.nbytes for one in self.tensors())
 
+    @classmethod
+    def joined(cls, parts: Sequence[Rows]) -> Rows | None:
+        """Return a copy of batches, one behind the other; None if they are not tensors alike."""
+        kinds = {
+            (one.bare, *((name, *_kind(value)) for name, value in one.fields.items()))
+            for one in parts
+        }
+        if len(kinds) > 1 or not all(isinstance(v, Tensor) for v in parts[0].fields.values()):
+            return None
+        return cls(
+            parts[0].bare,
+            {name: torch.cat([one.fields[name] for one in parts]) for name in parts[0].fields},  # type: ignore[misc]
+        )
+
     def tensors(self) -> Iterator[Tensor]:
         """Yield what holds memory: of padded rows the tensor that they lie in."""
         for value in self.fields.values():
             value = value.padded if isinstance(value, PaddedRows) else value
             many = (value,) if isinstance(value, Tensor) else value
             yield from (item for item in many if isinstance(item, Tensor))
+
+
+def _kind(value: Tensor | Sequence[Value]) -> tuple[Any, ...]:
+    return (value.dtype, value.shape[1:]) if isinstance(value, Tensor) else (type(value),)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
