@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 
 __all__ = ["Schedule"]
 
-_PROOF_FORWARDS = {False: 18, True: 22}
+_PROOF_FORWARDS = {False: 15, True: 20}
 _PROOF_S = 0.1
 """What a proof costs, for samples of one length and padded ones, in forwards of the whole model and
 beside them (benchmarks.short)."""
 _HIT_S = 1e-3
 """What a served step costs beside what is computed in it (benchmarks.small_step)."""
+_MIXED_S = 4e-3
+"""What one costs where some of its samples are new each time, and stored (docs/augmentation.md)."""
 _MIN_EPOCHS = 2
 _NUM_TIMED = 3
 """The least of these counts: the first warms up, and a busy machine may slow any."""
@@ -55,7 +57,8 @@ class Schedule:
         """Say why a proof would not be won back; None if it would."""
         front_s, load_s = min(self.fronts, default=0.0), min(self.loads, default=0.0)
         steps = self.num_batches * max(_MIN_EPOCHS, self.epoch // 2)
-        gain_s = steps * max(0.0, self.hits * (front_s + load_s) - _HIT_S)
+        served_s = _HIT_S if self.hits == 1 else _MIXED_S
+        gain_s = steps * max(0.0, self.hits * (front_s + load_s) - served_s)
         proof_s = _PROOF_FORWARDS[padded] * min(self.forwards, default=0.0) + _PROOF_S
         if gain_s >= proof_s:
             return None

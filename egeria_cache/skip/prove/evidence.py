@@ -25,7 +25,15 @@ from egeria_cache.skip.serve.trace import PrefixTrace, known_tensors
 from egeria_cache.skip.state.remembered import RandomState
 from egeria_cache.skip.state.surroundings import Surroundings, World
 
-__all__ = ["Evidence", "Recomputed", "distinct", "observe", "recompute", "trainable"]
+__all__ = [
+    "Evidence",
+    "Recomputed",
+    "arguments",
+    "distinct",
+    "observe",
+    "recompute",
+    "trainable",
+]
 
 
 @dataclass(slots=True)
@@ -151,16 +159,9 @@ def recompute(
     Raises:
         BoundaryError: The prefix goes astray.
     """
-    size, tagged = evidence.size, evidence.call.tagged
+    size = evidence.size
     rows = another(size) if rows is None else rows
     twin = evidence.twins.fresh() if twin is None else twin
-
-    def swap(position: int, leaf: Any) -> Any:
-        if position not in tagged and (leaf.dim() == 0 or leaf.shape[0] != size):
-            return leaf
-        taken = take(leaf, rows, size)
-        return taken if resize is None or position not in tagged else resize(position, taken)
-
     run = _OtherRun(evidence, trace, keeps_given=keeps_given)
     evidence.before.restore(for_a_copy=True)
     evidence.num_runs += 1
@@ -171,7 +172,7 @@ def recompute(
         torch.inference_mode(False),
         torch.set_grad_enabled(evidence.grad if grad is None else grad),
     ):
-        args, kwargs = twin.call.rebuild(swap)
+        args, kwargs = arguments(twin.call, rows, resize)
         try:
             with (
                 twin.intercept(evidence.modules, run),
@@ -183,6 +184,21 @@ def recompute(
             pass
     drew = not RandomState.now().equals(generators)
     return Recomputed(rows, [tree_leaves(output) for output in run.outputs], drew, run.given)
+
+
+def arguments(
+    call: Invocation, rows: list[int], resize: Callable[[int, Tensor], Tensor] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with other rows of its batch."""
+    size, tagged = call.batch.size, call.tagged
+
+    def swap(position: int, leaf: Any) -> Any:
+        if position not in tagged and (leaf.dim() == 0 or leaf.shape[0] != size):
+            return leaf
+        taken = take(leaf, rows, size)
+        return taken if resize is None or position not in tagged else resize(position, taken)
+
+    return call.rebuild(swap)
 
 
 class _OtherRun:

@@ -18,9 +18,9 @@ def another(size: int) -> list[int]:
 
     Rows from B on are made-up samples.
     """
-    if size == 1:
-        return [0, 1]
-    return [1, 0, 1] if size == 2 else list(range(size - 1, 0, -1))
+    if size <= 3:
+        return [[0, 1], [1, 0, 1], [2, 1]][size - 1]
+    return list(range(size - 1, size // 2 - 2, -1))
 
 
 def halves_and_rows(size: int) -> list[list[int]]:

@@ -69,6 +69,8 @@ def objects_read(evidence: Evidence, recipe: Recipe) -> dict[int, frozenset[str]
             forward = inspect.unwrap(type(module).forward)
             if isinstance(forward, FunctionType):  # also what another batch might make it read
                 names |= attributes_of(forward.__code__, key)
+    if not held:
+        return {}
     noted: set[tuple[int, str]] = set()
     with Attempt() as tried, _noting(((k, copy) for k, (_, copy, _) in held.items()), noted):
         recompute(evidence, list(range(evidence.size)), twin=twin)
