@@ -79,7 +79,8 @@ class Batch:
             load_rows: Loads the raw rows where its mask is True, from the dataset.
             entry: Where the hits enter the model; None if every row was loaded.
             context: For whoever made the batch.
-            may_be_stored: Whether what it holds has to be vouched for by content.
+            may_be_stored: Whether what it holds has to be vouched for by content. Without an entry
+                it is computed as without a cache, else.
             lengths: Of the samples, where the collate function has padded them; `leaves` and what
                 `load_rows` gives are as long as the batch.
             mixed: Further leaves, which no sample has as its own; nothing that is stored may

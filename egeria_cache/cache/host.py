@@ -440,8 +440,7 @@ class CacheHost:
             return "plain"
         if self._policy.wants_timing(name):
             return "timed"
-        hits = source.draws.served if source.is_random else 1.0
-        why = self._policy.postpones(name, padded=batch.lengths is not None, hits=hits)
+        why = self._policy.postpones(name, padded=batch.lengths is not None, hits=source.served)
         if why is None:
             return None
         if name not in self._told_postponed:

@@ -219,6 +219,11 @@ class LoaderPort:
         """A batch took so many seconds of processor time to load, those of workers included."""
         self._policy.loaded(loader_name, seconds)
 
+    def took_beside(self, seconds: float) -> None:
+        """What the cache asks for between two passes took so long: it belongs to no step."""
+        if self._status.boundary is not None:
+            self._policy.beside_s += seconds
+
     def is_plain(self, loader_name: str) -> bool:
         """Whether batches come as DataLoader's: nothing is frozen, or nothing proved as yet."""
         return self.boundary is None or self._policy.is_postponed(loader_name)

@@ -46,6 +46,8 @@ class ServingPolicy:
         """Loaders for which skipping did not pay under this boundary, and why."""
         self.proof_s = 0.0
         """What proofs have taken so far."""
+        self.beside_s = 0.0
+        """What the cache has taken between two passes."""
         self._unnoted_s = 0.0
         """Of it, what belongs to a step that has not ended."""
         self._may_postpone = mode == "auto" and os.environ.get("EGERIA_POSTPONE") != "0"
@@ -209,7 +211,7 @@ class ServingPolicy:
     @property
     def saved_s(self) -> float:
         """Training time saved so far, net of all that the cache took; negative if lost."""
-        return sum(timer.saved_s for timer in self._timers.values())
+        return sum(timer.saved_s for timer in self._timers.values()) - self.beside_s
 
     def _timer(self, loader: str, boundary: str) -> StepTimer:
         timer = self._timers.get((loader, boundary))

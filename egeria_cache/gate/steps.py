@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
+from statistics import median
 from typing import Literal
 
 __all__ = ["Kind", "StepTimer"]
@@ -41,7 +42,7 @@ class StepTimer:
         """Start without experience."""
         self._recent: dict[Kind, deque[float]] = {}
         self._computed_s = 0.0
-        """Of a sample. A miss takes no less than a control: the lower of the two means, since both
+        """Of a sample. A miss takes no less than a control: the lower of the two medians, for both
         are of few steps."""
         self._is_first = True
         self._num_planned = self._num_served = 0
@@ -68,7 +69,7 @@ class StepTimer:
         recent.append(per_sample)
         self._num_served += kind == "served"
         if kind in _COMPUTED:
-            self._computed_s = min(_mean(self._recent[k]) for k in _COMPUTED if k in self._recent)
+            self._computed_s = min(median(self._recent[k]) for k in _COMPUTED if k in self._recent)
         if self._computed_s:
             per_sample = min(per_sample, _OUTLIER * self._computed_s)
         self._num_samples += num_samples
@@ -104,12 +105,6 @@ class StepTimer:
         scatter = sum((value - per_sample) ** 2 for value in values)
         error = math.sqrt(scatter / (len(values) - 1) / len(values))
         return per_sample - error < self._computed_s, text
-
-
-def _mean(values: Iterable[float]) -> float:
-    """Mean, for the first step of an epoch waits for its rows; but without outliers."""
-    values = _clipped(values)
-    return sum(values) / len(values)
 
 
 def _clipped(values: Iterable[float]) -> list[float]:

@@ -135,7 +135,7 @@ class Assembly:
         key, source = self._source.key, self._source
         if self.cache.is_plain(key) or self.cache.is_refused(key):
             return loaded.data
-        studies = source.has_own_collate and self.cache.may_store(key)
+        studies = source.has_own_collate and self._may_store and not self._is_plain(plan)
         if source.study.company is None or not studies:
             if studies:
                 # What is loaded to look at may lie in the same memory, and in the same containers.
@@ -178,6 +178,10 @@ class Assembly:
             lengths = self._own_lengths(plan, leaves, loaded)
         plan.entry = self._still_true(entry, leaves)
         batch = self._batch(plan, leaves, structure, {}, lengths)
+        padding = self._source.study.padding
+        if plan.control is not None and padding is not None:
+            with Attempt():
+                plan.size = self._size(len(plan.ids), padding.sizes(leaves))
         if studies and (why_not := self._source.why_not_cacheable(batch)) is not None:
             # Asked before the model is, which might fail at such a batch otherwise.
             raise EgeriaError(why_not)
@@ -209,11 +213,11 @@ class Assembly:
         self.cache.draws_count(self._source)
         return None
 
-    def _size(self, num_samples: int, lengths: Lengths | None) -> float:
+    def _size(self, num_samples: int, whole: tuple[int, ...] | None) -> float:
         """Return how many samples of ordinary length the batch is worth, padding included."""
-        if lengths is None:
+        if whole is None:
             return float(num_samples)
-        length = sum(lengths.whole)
+        length = sum(whole)
         self._mean_length += (length - self._mean_length) * (0.05 if self._mean_length else 1.0)
         return num_samples * length / max(self._mean_length, 1.0)
 
@@ -242,8 +246,8 @@ class Assembly:
         else:
             cache.count_batch(source, len(plan.ids), None)
         forget_lost()
-        plan.size = self._size(len(plan.ids), found.lengths)
-        batch = together(source, plan, task, found)
+        plan.size = self._size(len(plan.ids), _whole(found.lengths))
+        batch = together(source, plan, task, found, is_plain=self._is_plain(plan))
         only = cache.tagged_leaves(source.key)
         tagged = leaves | {
             path: _wrap(leaf, batch, path)
@@ -253,6 +257,21 @@ class Assembly:
         cache.count_yielded(batch)
         source.yields(tagged.values())
         return own_containers(data, structure.rebuild(tagged))
+
+    @property
+    def _may_store(self) -> bool:
+        return self.cache is not None and self.cache.may_store(self._source.key)
+
+    def _is_plain(self, plan: Plan) -> bool:
+        """Whether a batch is computed as without a cache: a control, if all of it is stored that
+        will be read.
+        """
+        control = plan.control
+        if control is None or self.cache is None:
+            return False
+        if control.num_misses and self._source.served == 1:
+            return False
+        return control.view in self.cache.views(self._source.key)[:1]
 
     def _own_lengths(self, plan: Plan, leaves: Mapping[str, Any], loaded: Loaded) -> Lengths | None:
         """Return how long the samples of a loaded batch are, where it is padded.
@@ -329,7 +348,7 @@ class Assembly:
         lengths: Lengths | None,
     ) -> Batch:
         forget_lost()
-        plan.size = self._size(len(plan.ids), lengths)
+        plan.size = self._size(len(plan.ids), _whole(lengths))
         source, task = self._source, plan.whole(self._seed)
         size, view = len(plan.ids), None if plan.entry is None else plan.entry.view
         is_read = plan.entry is not None and not plan.entry.num_misses
@@ -353,7 +372,7 @@ class Assembly:
             load_rows=partial(_load_rows, self.cache, source, task, lengths),
             entry=plan.entry,
             context=context,
-            may_be_stored=self.cache is not None and self.cache.may_store(source.key),
+            may_be_stored=self._may_store and not self._is_plain(plan),
             lengths=lengths,
         )
 
@@ -379,6 +398,10 @@ def _why(error: Exception) -> str:
     if isinstance(error, EgeriaError):
         return str(error)
     return f"its samples cannot be loaded again and collated alone: {error!r}"
+
+
+def _whole(lengths: Lengths | None) -> tuple[int, ...] | None:
+    return None if lengths is None else lengths.whole
 
 
 def _wrap(rows: Any, batch: Batch, path: str) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import logging
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import suppress
@@ -317,7 +318,9 @@ class EgeriaLoader(ResumableLoader[T_co]):
         """
         if self.cache is None or self._is_plain:
             return
+        began = time.perf_counter()
         what = self.source.fingerprint.changed()
+        self.cache.port.took_beside(time.perf_counter() - began)
         if what is None and not at_end:
             if self._num_changes:
                 self.cache.port.data_settled(self.source.key)

@@ -157,7 +157,7 @@ class Pass:
         began = time.thread_time() if self._times_loading else 0.0
         self._planner.top_up()
         try:
-            loaded = self._read_alone() or next(self._inner)
+            loaded = self._load_here() or next(self._inner)
         except Exception as error:
             if not isinstance(error, StopIteration) and self._loader.in_order:
                 self._planner.skip()
@@ -174,15 +174,15 @@ class Pass:
             self._note_loading(loaded.worker_s + time.thread_time() - began)
         return batch
 
-    def _read_alone(self) -> Loaded | None:
-        """Return the next batch as loaded if none of it is, past the inner DataLoader.
-
-        It would be asked for nothing: that takes it 50 us.
-        """
+    def _load_here(self) -> Loaded | None:
+        """Load what has to be of the next batch, past the inner DataLoader, which takes 50 us."""
         if not self._loads_here or torch.autograd._profiler_enabled():
             return None
         number = self._planner.take_read()
-        return None if number is None else Loaded(number, None, frozenset())
+        if number is not None:
+            return Loaded(number, None, frozenset())
+        task = self._planner.take_planned()
+        return None if task is None else self._source.load_planned(task)
 
     def _is_unfrozen(self) -> bool:
         if torch.autograd._profiler_enabled():
@@ -211,7 +211,7 @@ class Pass:
             try:
                 self._cache.note_step(
                     self._source.key, now - start, plan.size or len(plan.ids), plan.entry,
-                    is_control=plan.is_control,
+                    is_control=plan.control is not None,
                 )  # fmt: skip
             except Exception as error:
                 self._cache.failed(self._source.key, error)

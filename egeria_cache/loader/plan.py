@@ -42,8 +42,8 @@ class Plan:
 
     seeds_all: bool = True
     """See `Task.seeds_all`."""
-    is_control: bool = False
-    """It could be served, and is computed to know what that costs."""
+    control: PlannedEntry | None = None
+    """It could be served from this, and is computed to know what that costs."""
     axes: tuple[Axis, ...] = ()
     """See `Task.axes`."""
     places: bool = False
@@ -247,6 +247,10 @@ class Planner:
             return None
         return self._undispatched.popleft().number
 
+    def take_planned(self) -> Task | None:
+        """Return the next task that is planned; None if none is."""
+        return self._undispatched.popleft().misses(self._seed) if self._undispatched else None
+
     def take(self, number: int) -> Plan:
         """Return the plan of that number, which is the next one unless order does not matter."""
         self._prefetcher.release_before(number)
@@ -327,11 +331,11 @@ class Planner:
             entry = best_entry(here, number, own, stored[start:stop])
             if entry is not None and entry.view.padding is not None:
                 entry.weight = self._weight(entry)
-            is_control = entry is not None and self._wants_control(entry)
             self._is_read = entry is not None and not entry.num_misses
+            control = entry if entry is not None and self._wants_control(entry) else None
             plans.append(Plan(
-                number, indices, own, drawn, None if is_control else entry, seeds_all,
-                is_control, *study,
+                number, indices, own, drawn, None if control else entry, seeds_all, control,
+                *(((), False, study[2]) if control else study),
             ))  # fmt: skip
             start = stop
         return plans

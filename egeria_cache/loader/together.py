@@ -95,7 +95,9 @@ def find(
     return Found(structure, places.order, own, mixed, lengths, is_new)
 
 
-def together(source: LoaderSource, plan: Plan, task: Task, found: Found) -> Batch:
+def together(
+    source: LoaderSource, plan: Plan, task: Task, found: Found, *, is_plain: bool
+) -> Batch:
     """Return the batch, its samples in the order in which they stand."""
     entry, order = plan.entry, found.order
     if entry is not None:
@@ -115,7 +117,7 @@ def together(source: LoaderSource, plan: Plan, task: Task, found: Found) -> Batc
         load_rows=partial(_load_own, source, task, lengths, tuple(found.own)),
         entry=PartEntry(SharedRows(entry), np.array(order)) if entry and is_moved else entry,
         context=BatchContext(source, found.structure, task, metas, kinds, {}),
-        may_be_stored=entry is None or entry.num_misses > 0,
+        may_be_stored=not is_plain and (entry is None or entry.num_misses > 0),
         lengths=lengths,
         mixed=found.mixed,
         why_mixed=source.study.company or "",

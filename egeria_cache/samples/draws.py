@@ -62,8 +62,9 @@ class Draws:
         if passed <= 0:
             return np.full(len(ids), clock.tick, np.int64)
         numbers = _numbers(self.seed, ids)
-        newest, before = self._newest(numbers, passed), self._newest(numbers, passed - 1)
+        newest = self._newest(numbers, passed)
         if self.kept > 1:
+            before = self._newest(numbers, passed - 1)
             chosen = _mixed(numbers ^ np.uint64(_CHOICE * (clock.tick + 1) & _MASK))
             back = (chosen % np.minimum(newest + 1, self.kept).astype(np.uint64)).astype(np.int64)
             newest = newest - np.where(newest > before, 0, back)

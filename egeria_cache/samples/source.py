@@ -162,6 +162,11 @@ class LoaderSource:
         return not self.is_steady and (self.is_known_random or bool(self.samples.drawn))
 
     @property
+    def served(self) -> float:
+        """Part of the samples of an epoch that are hits in the long run."""
+        return self.draws.served if self.is_random else 1.0
+
+    @property
     def drawn_from(self) -> str:
         """What its samples draw random numbers from, for people."""
         return ", ".join(sorted(self.samples.drawn)) or "dropout"
@@ -240,6 +245,10 @@ class LoaderSource:
     def load(self, task: Task) -> Any:
         """Load and collate samples, each under its own seed, wherever samples are loaded."""
         return self._answer(task).data
+
+    def load_planned(self, task: Task) -> Loaded:
+        """Load what a batch misses, in this process and in its turn."""
+        return CollateLoaded(self.collate)(SeededDataset(self.samples).__getitems__(task))
 
     def use_collate(self, collate: Callable[[list[Any]], Any]) -> None:
         """Collate by another function from the next pass on."""

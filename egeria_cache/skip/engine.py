@@ -329,6 +329,9 @@ class SkipEngine:
         self._was_served = True
         self._num_bare = 0 if self._num_bare < _MAX_BARE else self._num_bare
         self._running["call"].key = key
+        is_plain = call.batch.entry is None and not call.batch.may_be_stored
+        if is_plain and self._is_held and not self._fills:
+            return self._plainly(call)
         recipe = self._book.find(key, call, boundary=self.boundary)
         if recipe is None:
             return self._first(key, call)

@@ -30,7 +30,13 @@ from egeria_cache.store.disk.place import FULL
 from egeria_cache.store.disk.salvage import salvaged
 from egeria_cache.store.reader import BatchReader, Fetched
 from egeria_cache.store.records.choice import choose_codec
-from egeria_cache.store.records.keys import SampleId, Variants, encode_keys
+from egeria_cache.store.records.keys import (
+    SampleId,
+    Variants,
+    each_variant,
+    encode_keys,
+    of_variant,
+)
 from egeria_cache.store.records.record import Encoded, Rows, encode_rows
 from egeria_cache.store.records.values import Value
 from egeria_cache.store.stats import GenerationCounts
@@ -284,7 +290,7 @@ class Generation:
         keys = encode_keys(ids, variant)
         if not self._takes_more or not self._writer.alive or self._writer.is_full:
             return self._refuse(keys)
-        replaced = None if replaces is None else _superseded(ids, replaces)
+        replaced = None if replaces is None else _superseded(keys, replaces)
         with without_modes():
             fields, ready = to_host(fields)
         job = Job.of(self, keys, range(len(ids)), Rows(bare, fields), ready, replaced)
@@ -501,11 +507,12 @@ class Generation:
                 setattr(self.counts, name, getattr(self.counts, name) + change)
 
 
-def _superseded(ids: Sequence[SampleId], last: Variants) -> list[bytes | None]:
+def _superseded(keys: Sequence[bytes], last: Variants) -> list[bytes | None]:
     """Return, per sample, the key of the last draw that goes."""
-    draws = np.broadcast_to(np.asarray(last), len(ids))
-    keys = encode_keys(ids, draws)
-    return [None if draw == NO_DRAW else key for key, draw in zip(keys, draws, strict=True)]
+    return [
+        None if draw == NO_DRAW else of_variant(key, draw)
+        for key, draw in zip(keys, each_variant(last, len(keys)), strict=True)
+    ]
 
 
 class Salvage(NamedTuple):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from egeria_cache import ActivationCache, EgeriaLoader
+from egeria_cache.cache.host import CacheHost
 from egeria_cache.gate import policy
 from egeria_cache.gate.steps import StepTimer
 from tests.helpers.nets import Images, Net, freeze, make_net, sgd, train_steps
@@ -174,6 +175,21 @@ def test_an_epoch_ends_with_one_line(tmp_path, caplog):
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("epoch")]
     assert len(lines) == 3
     assert "epoch 2 of 'train': boundary layer1, 67 % hits so far" in lines[2]
+
+
+def test_a_control_is_computed_as_without_a_cache(tmp_path, monkeypatch):
+    captured, own = [], CacheHost.captured
+    monkeypatch.setattr(
+        CacheHost, "captured", lambda self, *args: (captured.append(args), own(self, *args))[1]
+    )
+    monkeypatch.setattr(policy.ServingPolicy, "wants_control", lambda *args: True)
+    model = make_net()
+    freeze(model, "layer1")
+    with ActivationCache(model, tmp_path, "layer1") as cache:
+        loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None)
+        train_steps(model, loader, sgd(model), 3, on_step=lambda _: cache.flush())
+        assert cache.stats().hits == 0
+    assert len(captured) == len(loader)
 
 
 class Expanding(Net):

@@ -215,14 +215,14 @@ class Rehearsal:
 
     def _recorded(self, world: World) -> Recorder:
         """Run a copy on a few rows; on all of them if it does not take so few."""
-        few = list(range(min(_FEW_ROWS, self.call.batch.size)))
-        try:
-            recorder, drew = self._record(world, few)
-        except Exception:
-            few = list(range(self.call.batch.size))
-            recorder, drew = self._record(world, few)
+        rows = list(range(min(_FEW_ROWS, self.call.batch.size)))
+        with Attempt() as tried:
+            recorder, drew = self._record(world, rows)
+        if tried.error is not None:
+            rows = list(range(self.call.batch.size))
+            recorder, drew = self._record(world, rows)
         # To find out who draws takes a look before and after each call: 0.1 ms each.
-        return self._record(world, few, watch=RandomState.now)[0] if drew else recorder
+        return self._record(world, rows, watch=RandomState.now)[0] if drew else recorder
 
     def _record(
         self, world: World, rows: list[int], watch: Callable[[], RandomState] | None = None

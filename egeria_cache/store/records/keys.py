@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SampleId", "Variants", "decode_key", "encode_key", "encode_keys"]
+__all__ = [
+    "SampleId",
+    "Variants",
+    "decode_key",
+    "each_variant",
+    "encode_key",
+    "encode_keys",
+    "of_variant",
+]
 
 SampleId = int | str | tuple[Any, ...]
 """Hashable name of a sample: an integer, a text, or a tuple of these."""
@@ -38,8 +46,7 @@ def encode_keys(ids: Sequence[SampleId], variant: Variants = 0) -> list[bytes]:
     """
     if isinstance(ids, np.ndarray):
         ids = ids.tolist()
-    whole = isinstance(variant, int)
-    each = [variant] * len(ids) if whole else np.broadcast_to(variant, len(ids)).tolist()
+    each = each_variant(variant, len(ids))
     pack = _INT_KEY.pack
     try:
         return [
@@ -73,6 +80,26 @@ def encode_key(sample_id: SampleId, variant: int = 0) -> bytes:
         # The whole key is hashed, not its tail: two long keys then differ by 256 bits.
         key = _HASHED + hashlib.blake2b(key[: -len(tail)], digest_size=32).digest() + tail
     return key
+
+
+def each_variant(variant: Variants, count: int) -> list[int]:
+    """Return the variants of so many samples."""
+    if isinstance(variant, int):
+        return [variant] * count
+    # `broadcast_to` takes longer than all the rest of encoding a small batch's keys.
+    variant = np.asarray(variant)
+    whole = variant.shape == (count,)
+    found: list[int] = (variant if whole else np.broadcast_to(variant, count)).tolist()
+    return found
+
+
+def of_variant(key: bytes, variant: int) -> bytes:
+    """Return the key of the same sample in another variant.
+
+    Raises:
+        struct.error: No variant has this number.
+    """
+    return key[:-4] + struct.pack(">I", variant)
 
 
 def decode_key(key: bytes) -> tuple[SampleId | None, int]:
