@@ -34,7 +34,7 @@ from egeria_cache.batch.structure import (
     state_of,
     take_rows,
 )
-from egeria_cache.batch.tensor import BatchTensor, unwrap
+from egeria_cache.batch.tensor import BatchTensor, batch_tensors, unwrap
 
 __all__ = [
     "AbsentBeside",
@@ -52,6 +52,7 @@ __all__ = [
     "SharedRows",
     "Structure",
     "at_rows",
+    "batch_tensors",
     "counting",
     "find_lists",
     "flatten",

@@ -71,7 +71,7 @@ class AbsentTensor(BatchTensor):
         return self._full
 
     @property
-    def intact(self) -> bool:
+    def _holds(self) -> bool:
         """Whether the values, those that are there, are what samples and `chain` say."""
         if self._alias is not None and not _is_intact(self._alias[0]):
             return False
@@ -105,19 +105,20 @@ class AbsentTensor(BatchTensor):
     def _apply(self, op: Op) -> BatchTensor | None:
         if self._full is not None:
             return super()._apply(op)
-        if not self.intact:
+        if not self._holds:
             return None
         misses = None if self._misses is None else op.run(self._misses)
         meta = op.run(self._meta)
         device = misses.device if misses is not None else (op.device or self.device)
         is_here = device == self.device if device.type == "cpu" else located(device) == self.device
-        if is_here and op.is_nothing(self._meta, meta):  # "cpu:0" is not "cpu": a copy is made
+        is_same = is_here and misses is self._misses  # "cpu:0" is not "cpu": a copy is made
+        if is_same and op.is_nothing(self._meta, meta):
             return self
         result = _absent(meta, self.batch, self.leaf, (*self.chain, op), misses, device)
         if device == self.device and op.aliases(self._meta, meta):
             result._alias = self, op
             self._is_shared = True
-        return result
+        return self._followed(op, result)
 
     def _select(self, rows: np.ndarray, part: Callable[[Tensor], Tensor]) -> BatchTensor | None:
         if self._full is not None:
@@ -236,4 +237,4 @@ def _with_layout(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def _is_intact(tensor: Tensor) -> bool:
-    return isinstance(tensor, BatchTensor) and tensor.intact
+    return isinstance(tensor, BatchTensor) and tensor._holds

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,8 @@ def _named(text: str) -> set[Any]:
 
 
 _VIEWS = _named(
-    "view reshape flatten unflatten unsqueeze squeeze permute transpose swapaxes movedim narrow "
+    "view reshape flatten unflatten unsqueeze squeeze permute transpose swapaxes swapdims movedim "
+    "moveaxis t ravel narrow "
     "select expand __getitem__"
 )
 _BY_ROW = _VIEWS | _named(
@@ -92,7 +94,7 @@ ROWS = _Rows()
 class Op:
     """One recorded operation on a leaf: row by row, and the same for all rows."""
 
-    __slots__ = ("args", "at", "device", "func", "key", "kwargs")
+    __slots__ = ("args", "at", "device", "func", "key", "kwargs", "opens")
 
     def __init__(
         self,
@@ -106,6 +108,8 @@ class Op:
     ) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.key, self.device, self.at = key, device, at
+        self.opens = False
+        """Whether rows no longer stand in the first dimension, so that another has to follow."""
 
     @classmethod
     def record(
@@ -115,6 +119,7 @@ class Op:
         kwargs: Mapping[str, Any],
         leaf: Tensor,
         at: int = 0,
+        before: tuple[Tensor, Sequence[Op]] | None = None,
     ) -> Op | None:
         """Return the operation, or None if it is not one that may be repeated on other rows.
 
@@ -124,7 +129,11 @@ class Op:
             kwargs: Its keyword arguments.
             leaf: The leaf; only its shape, dtype and device are looked at.
             at: The leaf's place among the arguments.
+            before: The leaf as it was when its rows stood in the first dimension last, and what was
+                done to it since; None if they stand there.
         """
+        if before is not None and func not in _VIEWS:
+            return None
         if at == 0 and func is Tensor.type and args and isinstance(args[0], torch.dtype):
             return cls._move(Tensor.to, args[:1], {})
         if at == 0 and (func in _MOVES or moved_to(func)):
@@ -135,7 +144,8 @@ class Op:
             args = _with_rows(args, leaf.shape[0])
         texts = [_text(value, leaf) for value in args]
         named = {name: _text(value, leaf) for name, value in sorted(kwargs.items())}
-        if None in (*texts, *named.values()) or _may_mix_rows(func, args, kwargs, leaf.dim()):
+        is_mixed = before is not None or _may_mix_rows(func, args, kwargs, leaf.dim())
+        if None in (*texts, *named.values()) or (is_mixed and func not in _VIEWS):
             return None
         inside = ", ".join(map(str, texts)) + ("," if len(texts) == 1 else "")
         key = f"{func.__name__}({inside}){named or ''}"
@@ -146,7 +156,17 @@ class Op:
             key=key if at == 0 else f"{key}@{at}",
             at=at,
         )
-        return op if op._keeps_rows_apart(leaf) else None
+        base, others = before or (leaf, ())
+        if (before is not None or not is_mixed) and op._keeps_rows_apart(base, others):
+            return op
+        op.opens = func in _VIEWS and op._is_another_view(leaf)
+        return op if op.opens else None
+
+    def _is_another_view(self, leaf: Tensor) -> bool:
+        """Whether it shows all of the leaf, which another view may put into rows again."""
+        meta = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+        view = self.run(meta)
+        return view._is_view() and view.numel() == meta.numel() and view.shape != meta.shape
 
     @classmethod
     def _move(
@@ -227,27 +247,34 @@ class Op:
         meta = meta if dtype is None else meta.to(dtype)
         return meta if memory_format is None else meta.to(memory_format=memory_format)
 
-    def _keeps_rows_apart(self, leaf: Tensor) -> bool:
-        """Whether a row comes out the same alone and among others, at two sizes of batches."""
-        known = (self.func, self.key, tuple(leaf.shape[1:]), leaf.dtype)
+    def _keeps_rows_apart(self, leaf: Tensor, others: Sequence[Op] = ()) -> bool:
+        """Whether a row comes out the same alone and among others, at two sizes of batches, where
+        the others were done before."""
+        ops = (*others, self)
+        known = (*((op.func, op.key) for op in ops), tuple(leaf.shape[1:]), leaf.dtype)
         if known not in _TRIED:
             if len(_TRIED) > 4096:
                 _TRIED.clear()
-            _TRIED[known] = all(self._tried(leaf, num_rows) for num_rows in (5, 7))
+            _TRIED[known] = all(_tried(ops, leaf, num_rows) for num_rows in (5, 7))
         return _TRIED[known]
-
-    def _tried(self, leaf: Tensor, num_rows: int) -> bool:
-        shape = (num_rows, *leaf.shape[1:])
-        numbers = torch.arange(int(np.prod(shape)), dtype=torch.float64).mul(0.618).remainder(1)
-        rows = (numbers if leaf.dtype.is_floating_point else numbers * 5).to(leaf.dtype).view(shape)
-        whole = self.run(rows)
-        single = [self.run(rows[i : i + 1]) for i in range(num_rows)]
-        return whole.shape[:1] == (num_rows,) and torch.equal(
-            whole.nan_to_num(), torch.cat(single).nan_to_num()
-        )
 
 
 _TRIED: dict[Any, bool] = {}
+
+
+def _tried(ops: Sequence[Op], leaf: Tensor, num_rows: int) -> bool:
+    shape = (num_rows, *leaf.shape[1:])
+    numbers = torch.arange(int(np.prod(shape)), dtype=torch.float64).mul(0.618).remainder(1)
+    rows = (numbers if leaf.dtype.is_floating_point else numbers * 5).to(leaf.dtype).view(shape)
+    whole, *single = (
+        reduce(lambda data, op: op.run(data), ops, part)
+        for part in (rows, *(rows[i : i + 1] for i in range(num_rows)))
+    )
+    return (
+        whole.shape[:1] == (num_rows,)
+        and all(one.shape == (1, *whole.shape[1:]) for one in single)
+        and torch.equal(whole.nan_to_num(), torch.cat(single).nan_to_num())
+    )
 
 
 def _with_rows(args: Sequence[Any], num_rows: int) -> tuple[Any, ...]:

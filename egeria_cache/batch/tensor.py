@@ -38,6 +38,9 @@ class BatchTensor(Tensor):
     leaf: str
     chain: tuple[Op, ...]
     _vouched: Vouched
+    _before: tuple[Tensor, int] | None = None
+    """A meta of the leaf when its rows stood in the first dimension last, and how long the chain
+    was then; None where they stand there."""
 
     @staticmethod
     def wrap(data: Tensor, batch: Batch, leaf: str) -> BatchTensor:
@@ -53,8 +56,18 @@ class BatchTensor(Tensor):
     def intact(self) -> bool:
         """Whether the values are still exactly what samples and `chain` say, by content.
 
-        False after the user changed the data; such a tensor is an ordinary one.
+        False after the user changed the data; such a tensor is an ordinary one. So is one whose
+        rows do not stand in the first dimension.
         """
+        return self._before is None and self._holds
+
+    @property
+    def has_rows_first(self) -> bool:
+        """Whether samples stand in the first dimension; a view may have put them elsewhere."""
+        return self._before is None
+
+    @property
+    def _holds(self) -> bool:
         with torch._C.DisableTorchFunctionSubclass(), outside_inference_mode():
             return self._vouched.holds(self)
 
@@ -89,7 +102,15 @@ class BatchTensor(Tensor):
         result = op.run(data)
         if result is data:
             return self
-        return loaded_tensor(result, self.batch, self.leaf, (*self.chain, op), self._vouched)
+        applied = loaded_tensor(result, self.batch, self.leaf, (*self.chain, op), self._vouched)
+        return self._followed(op, applied)
+
+    def _followed(self, op: Op, result: BatchTensor) -> BatchTensor:
+        if op.opens:
+            shape, stride = self.shape, self.stride()
+            meta = torch.empty_strided(shape, stride, dtype=self.dtype, device="meta")
+            result._before = self._before or (meta, len(self.chain))
+        return result
 
     def _apply_in_place(self, op: Op) -> bool:
         """Do an operation to the data itself; False if nothing was done."""
@@ -150,7 +171,9 @@ class BatchTensor(Tensor):
             self._vouched.let_go()  # what is written to it elsewhere, nobody sees
         if not self._looks_intact:
             return None
-        chosen = selected_rows(func, args, kwargs, self) if at == 0 else None
+        before = None if self._before is None else (self._before[0], self.chain[self._before[1] :])
+        rows_first = at == 0 and before is None
+        chosen = selected_rows(func, args, kwargs, self) if rows_first else None
         if chosen is not None:
             parts = [self._select(rows, part) for rows, part in chosen.parts]
             if any(part is None for part in parts):
@@ -158,7 +181,7 @@ class BatchTensor(Tensor):
             if chosen.rest is not None:
                 return parts[0]._recorded(func, [chosen.rest], {}, 0)  # type: ignore[union-attr]
             return tuple(parts) if chosen.is_tuple else parts[0]
-        op = Op.record(IN_PLACE.get(func, func), args, kwargs, self, at)
+        op = Op.record(IN_PLACE.get(func, func), args, kwargs, self, at, before)
         if op is None or func not in IN_PLACE:
             return None if op is None else self._apply(op)
         is_done = op.keeps_dtype(self) and self._apply_in_place(op)

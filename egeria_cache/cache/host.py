@@ -35,6 +35,8 @@ _FORKED = (
     "this process was forked from the one that made the cache, and has none of its threads; "
     "`cache.reopen()` takes it up (Lightning: `EgeriaCallback`)"
 )
+_MAX_SHOWN = 120
+"""Characters of where a data set differs."""
 _BESIDE = "what is done beside the training has failed"
 TOLD_CHAINS = 3
 """Different operations on the first batches, before it is said that none has come again yet."""
@@ -325,8 +327,18 @@ class CacheHost:
             self._counts.why_not = None
         number = batch.context.task.number
         chosen = self._audits.choose(batch.loader_name, id(entry.cut), number, entry.hit)
+        if chosen is not None and self._has_new_data(batch):
+            return None
         self._counts.audited += 0 if chosen is None else int(chosen[0].sum())
         return chosen
+
+    def _has_new_data(self, batch: Batch) -> bool:
+        """Whether the samples are others than when the batch was given out, and need not agree."""
+        source = batch.context.source
+        what = source.fingerprint.changed(midway=True) if source.aside is None else None
+        if what is not None:
+            self.data_changed(source.key, what, unlink=True)
+        return what is not None
 
     def audit_leaves(self, batch: Batch, rows: np.ndarray, loaded: Mapping[str, Any]) -> bool:
         """Compare stored labels and the like with what was loaded again."""
@@ -346,6 +358,24 @@ class CacheHost:
             shown_name(batch.loader_name), finding, ids, batch.draws[rows].tolist(),
         )  # fmt: skip
         self.leave_uncached(batch.loader_name, f"an audit failed: {finding}", unlink=True)
+
+    def data_changed(
+        self, loader_name: str, what: str, *, unlink: bool, give_up: bool = False
+    ) -> None:
+        """The loader's data set is another one; see `LoaderPort.data_changed`."""
+        if loader_name in self._status.uncached:
+            return
+        if give_up:
+            reason = f"its data set changes again and again ({what})"
+            self.leave_uncached(loader_name, reason, unlink=unlink)
+            return
+        what = what if len(what) <= _MAX_SHOWN else f"{what[:_MAX_SHOWN]}..."
+        text = f"the data set is another one ({what}): what was stored of it is not served"
+        level = logging.WARNING if self._counts.why_not is None else logging.INFO
+        self._counts.why_not = text
+        log.log(level, "loader %r: %s", shown_name(loader_name), text)
+        self._views.void(lambda view: view.loader_name == loader_name, unlink=unlink)
+        self.open_again(loader_name)
 
     # ---- what ends caching ----------------------------------------------------------------------
 
@@ -417,8 +447,7 @@ class CacheHost:
             self.failed_for(batch.loader_name, error)
             return
         self._counts.failures += 1
-        place = place_of(error)
-        cause = type(error), None if place is None else (place.tb_frame.f_code, place.tb_lineno)
+        cause = _cause(error)
         if cause not in self._told_failures:
             self._told_failures.add(cause)
             self._counts.why_not = f"{_BESIDE}: {_told(error)}"
@@ -427,6 +456,7 @@ class CacheHost:
     def failed_for(self, loader_name: str, error: Exception) -> None:
         """What is done beside the loop with a loader's batches went wrong: it is cached no more."""
         self._counts.failures += 1
+        self._told_failures.add(_cause(error))
         if loader_name not in self._status.uncached:
             told = _told(error) if isinstance(error, EgeriaError) else f"{_BESIDE}: {_told(error)}"
             self.leave_uncached(loader_name, told)
@@ -494,6 +524,12 @@ def _kept(view: View, batch: Batch, rows: np.ndarray) -> dict[str, Any]:
     if changed := {path: values for path, values in read.items() if values is None}:
         return changed
     return {PRINT: row_prints(list(read.values()))}  # type: ignore[arg-type]
+
+
+def _cause(error: Exception) -> Any:
+    """Return what tells an error from others: its kind, and where it was raised."""
+    place = place_of(error)
+    return type(error), None if place is None else (place.tb_frame.f_code, place.tb_lineno)
 
 
 def _told(error: Exception) -> str:

@@ -23,8 +23,6 @@ from egeria_cache.samples import Clock, LoaderSource
 __all__ = ["LoaderPort"]
 
 log = logging.getLogger("egeria")
-_MAX_SHOWN = 120
-"""Characters of where a data set differs."""
 MAX_ALIKE = 4
 """Loaders of one name whose views are kept; scripts make one for every evaluation."""
 
@@ -108,7 +106,8 @@ class LoaderPort:
         fields = source.fields
         for view in reversed(alike):
             theirs = view.generation.fields
-            if view.is_checked and all(theirs.get(key) == fields[key] for key in fields):
+            asked = {*fields, "leaves", "draws"}  # which only some have
+            if view.is_checked and all(theirs.get(key) == fields.get(key) for key in asked):
                 source.counts |= view.counts
                 source.study.padding = source.study.padding or view.padding
                 self._views.add(replace(view, loader_name=source.key))
@@ -160,19 +159,7 @@ class LoaderPort:
             unlink: Whether rows of the new one may have been stored as rows of the old one.
             give_up: Store nothing for this loader any more.
         """
-        if loader_name in self._status.uncached:
-            return
-        if give_up:
-            reason = f"its data set changes again and again ({what})"
-            self._host.leave_uncached(loader_name, reason, unlink=unlink)
-            return
-        what = what if len(what) <= _MAX_SHOWN else f"{what[:_MAX_SHOWN]}..."
-        text = f"the data set is another one ({what}): what was stored of it is not served"
-        level = logging.WARNING if self._accounts.counts.why_not is None else logging.INFO
-        self._accounts.counts.why_not = text
-        log.log(level, "loader %r: %s", shown_name(loader_name), text)
-        self._views.void(lambda view: view.loader_name == loader_name, unlink=unlink)
-        self._host.open_again(loader_name)
+        self._host.data_changed(loader_name, what, unlink=unlink, give_up=give_up)
 
     def load_together(self, source: LoaderSource, why: str) -> None:
         """A sample's leaves are not all its own: the loader's batches are loaded whole from now on.
@@ -184,11 +171,11 @@ class LoaderPort:
         source.study.load_together(why)
         self._status.together[source.key] = why
         self.padding_found(source.key)
+        self._host.open_again(source.key)
 
     def padding_found(self, loader_name: str) -> None:
         """The loader's samples are padded where that was not known: what is stored has padding."""
         self._views.void(lambda view: view.loader_name == loader_name, unlink=True)
-        self._host.open_again(loader_name)
 
     def draws_count(self, source: LoaderSource) -> None:
         """A random draw has changed what the front reads, which none had changed before."""

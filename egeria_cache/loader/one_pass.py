@@ -89,6 +89,8 @@ class Pass:
         self._times_loading = cache is not None and cache.wants_timing(loader.source.key)
         self._assembly = loader._assembly
         self._assembly.cache = cache
+        # Workers have data of their own, as they have under DataLoader.
+        self._asks_midway = cache is not None and loader.num_workers == 0
         self._loads_here = loader.num_workers == 0 and not loader.pin_memory
         self._inner = self._start_workers()
 
@@ -167,6 +169,9 @@ class Pass:
         plan = self._planner.take(loaded.number)
         if self._gathers != self._planner.is_midway:
             self._gather(not self._gathers)
+        if self._asks_midway and asked >= self._source.fingerprint.next_look:
+            with self._beside():
+                self._loader._ask_data_midway()
         batch = self._assembly.assemble(plan, loaded)
         self._progress.count(plan.number, self._planner.planned_before(plan.number))
         self._step = plan, asked

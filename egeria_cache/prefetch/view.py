@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -146,6 +147,8 @@ class Views:
     def __init__(self) -> None:
         """Begin with nothing to read."""
         self._live: dict[str, list[View]] = {}
+        self._made: WeakSet[View] = WeakSet()
+        """All of them: batches may be planned with one that another has taken the place of."""
         self._process = os.getpid()
         self.num_voided = 0
         self.retired_bytes = (0, 0)
@@ -166,6 +169,7 @@ class Views:
 
     def add(self, view: View) -> None:
         """Read from this one first from now on; the oldest of its loader may have to go."""
+        self._made.add(view)
         views = [view, *(old for old in self.of(view.loader_name) if old.cut is not view.cut)]
         boundaries = list(dict.fromkeys(one.cut.boundary for one in views))[:MAX_LIVE_BOUNDARIES]
         kept = [one for one in views if one.cut.boundary in boundaries][:MAX_LIVE_VIEWS]
@@ -189,6 +193,8 @@ class Views:
         """
         for name, views in self._live.items():
             for view in filter(stale, views):
+                for same in [one for one in self._made if one.generation is view.generation]:
+                    same.is_void |= same.loader_name == view.loader_name or unlink
                 view.is_void = True
                 self.num_voided += 1
                 if os.getpid() != self._process:

@@ -24,6 +24,7 @@ from egeria_cache.batch import flatten
 from egeria_cache.kinds import kind_name
 from egeria_cache.samples.content import PLAIN, array_print, plain_print, tensor_print
 from egeria_cache.samples.portrait import Portrait, is_below, portrait
+from egeria_cache.threads import without_modes
 
 __all__ = ["Fingerprint", "Look", "look"]
 
@@ -34,6 +35,8 @@ MAX_ASKED = 2
 """How often samples are asked about one thing that moves, before it is known to decide none."""
 MAX_SHARE = 0.01
 """Of the time, for reading samples and long arrays again."""
+FREE_S = 0.004
+"""What looking in the middle of passes may take besides: short runs are looked at in each batch."""
 
 
 class Look(NamedTuple):
@@ -95,7 +98,9 @@ class Fingerprint:
         self._seen: tuple[list[int], Look] | None = None
         """Samples that are asked again where something has moved that may decide them."""
         self._turn = 0
-        self._next_full = 0.0
+        self._next_full = self.next_look = 0.0
+        """When all is to be read again, and when it is worth looking in the middle of a pass."""
+        self._free_s = FREE_S
 
     def __str__(self) -> str:
         """Return text that differs between data sets that give other samples."""
@@ -103,18 +108,38 @@ class Fingerprint:
             self._text = self._take()
         return self._text
 
-    def changed(self) -> str | None:
+    def changed(self, *, midway: bool = False) -> str | None:
         """Say what is not as it was when the text was taken; None if nothing is.
 
         The text is then another one. Costs about a millisecond, and for long arrays and samples
-        `MAX_SHARE` of the time at most.
+        `MAX_SHARE` of the time at most. `midway`, in a pass, no sample is loaded, and all of it
+        costs that share at most, but for the first `FREE_S`.
         """
         if self._text is None:
             return None
-        what = self._changed()
+        started = time.perf_counter()
+        with without_modes():  # the loop's may be on in the middle of a pass
+            what = self._surely_changed() if midway else self._changed()
+        now = time.perf_counter()
+        self._free_s -= now - started
+        self.next_look = 0.0 if self._free_s > 0 else now + (now - started) / MAX_SHARE
         if what is not None:
             self._text = None
         return what
+
+    def _surely_changed(self) -> str | None:
+        """Look without asking samples: what only may decide them waits for the end of the pass."""
+        quick, left_out = portrait(self._roots, thorough=False), self._left_out
+        started, (seen, before) = time.perf_counter(), self._portraits
+        if not seen.differences(quick, left_out) and started < self._next_full:
+            return None
+        full = portrait(self._roots)
+        now = time.perf_counter()
+        surely = before.differences(full, left_out | before.doubtful | full.doubtful)
+        if not before.differences(full, left_out):
+            self._portraits = quick, full
+            self._next_full = now + (now - started) / MAX_SHARE
+        return surely[0] if surely else None
 
     def _changed(self) -> str | None:
         quick, left_out = portrait(self._roots, thorough=False), self._left_out

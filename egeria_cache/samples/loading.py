@@ -8,8 +8,9 @@ plain DataLoader; only the global random generators that are drawn from are seed
 from __future__ import annotations
 
 import copy
+import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.batch import Axis, SampleId, flatten, sample_seed
+from egeria_cache.batch import Axis, SampleId, find_lists, flatten, sample_seed
 from egeria_cache.samples.collation import (
     NOWHERE,
     Places,
@@ -279,10 +280,14 @@ def _seedable(dataset: Any) -> Iterator[Any]:
         dataset = attributes.get("dataset")
 
 
+_GENERATORS = random.Random, np.random.Generator, np.random.RandomState
+
+
 def _stand_in(dataset: Any) -> Any:
     """Return an object like a data set, and those that it wraps, with attributes of its own.
 
-    What they hold is shared: only what is assigned to an attribute, a count say, is not seen.
+    What they hold is shared, except for generators of random numbers: only what is assigned to an
+    attribute, a count say, or drawn is not seen.
     """
     attributes = getattr(dataset, "__dict__", None)
     if type(attributes) is not dict or hasattr(type(dataset), "__del__"):
@@ -291,7 +296,10 @@ def _stand_in(dataset: Any) -> Any:
         found = object.__new__(type(dataset))
     except TypeError:  # made in C
         return dataset
-    found.__dict__.update(attributes)
+    found.__dict__.update(
+        (key, copy.deepcopy(value) if isinstance(value, _GENERATORS) else value)
+        for key, value in attributes.items()
+    )
     if "dataset" in attributes:
         found.__dict__["dataset"] = _stand_in(attributes["dataset"])
     return found
@@ -331,6 +339,8 @@ class CollateLoaded:
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         """Wrap `collate`."""
         self.collate = collate
+        self._lists: frozenset[str] | None = None
+        """Paths of lists with an item per sample; None until it was tried."""
 
     def __call__(self, loaded: Loaded) -> Loaded:
         """Collate what `SeededDataset` gave."""
@@ -355,18 +365,25 @@ class CollateLoaded:
                 return self._measured(loaded, [alone[i] for i in rows], places) if alone else loaded
             return loaded
         began, rows, differs = time.thread_time(), company.choose(len(samples)), None
-        alone = self._alone(samples, rows)
+        if rows and self._lists is None:
+            with Attempt(), preserved():
+                collate, one = apart(self.collate), samples[:1]
+                twice = collate(copy.deepcopy(one) + copy.deepcopy(one))
+                self._lists = find_lists(collate(copy.deepcopy(one)), twice)
+        alone = {} if self._lists is None else self._alone(samples, rows, self._lists)
         compared = time.thread_time()
         data = self.collate(samples)
         collated = time.thread_time()
         with Attempt():
-            together = flatten(data, len(samples))[1] if alone else {}
+            together = flatten(data, len(samples), self._lists or ())[1] if alone else {}
             differs = differing_leaf((), together, alone, len(samples))
         company.loaded_s += collated - compared
         company.compared(len(rows), time.thread_time() - collated + compared - began)
         return loaded._replace(data=data, differs=differs)
 
-    def _alone(self, samples: list[Any], rows: Sequence[int]) -> dict[int, dict[str, Any]]:
+    def _alone(
+        self, samples: list[Any], rows: Sequence[int], lists: Collection[str] = ()
+    ) -> dict[int, dict[str, Any]]:
         """Return the leaves of some samples, each collated alone; none if one cannot be.
 
         To be asked before the batch is collated, perhaps to the same memory. Of copies: collate
@@ -378,7 +395,7 @@ class CollateLoaded:
         with Attempt() as tried, preserved():
             collate = apart(self.collate)
             for row in rows:
-                leaves = flatten(collate([copy.deepcopy(samples[row])]), 1)[1]
+                leaves = flatten(collate([copy.deepcopy(samples[row])]), 1, lists)[1]
                 found[row] = {path: _own(leaf) for path, leaf in leaves.items()}
         return found if tried.error is None else {}
 

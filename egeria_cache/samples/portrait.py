@@ -5,7 +5,8 @@ attributes, containers, closures, defaults, bound objects, the code of functions
 the globals that code outside of libraries reads. The result is a flat mapping from a readable path
 to a print, so that two portraits can say *where* they differ.
 
-What trains is no data: models, optimizers, loaders, hooks, and an object that holds one of them.
+What trains is no data: models, optimizers, loaders, hooks, and an object that holds one of them. A
+model of which nothing trains, and that a data set or its transform has, is a part of that.
 Any other object that merely lies within reach of some code (a configuration, a data module) may
 decide a sample or not: it is looked at, but a sample has the last word (`fingerprint.py`).
 """
@@ -257,7 +258,9 @@ class _Walk:
 
     def _object(self, path: str, value: Any, depth: int) -> None:
         kind = type(value)
-        if _is_opaque(kind) or _is_training(value):
+        if _is_opaque(kind):
+            return
+        if _is_training(value) and (self._is_within_reach or not _is_frozen(value)):
             return
         if _is_data_set(value):
             with self.within_reach(False):
@@ -354,6 +357,11 @@ def _is_training(value: Any) -> bool:
     held = [part for _, part in _attributes(value)]
     lists = [part for part in held if type(part) in (list, tuple)]
     return any(map(_is_one_of_training, chain(held, *lists)))
+
+
+def _is_frozen(value: Any) -> bool:
+    """Whether it is a model that does not train: one that a data set has is a part of it."""
+    return isinstance(value, nn.Module) and not any(p.requires_grad for p in value.parameters())
 
 
 def _is_one_of_training(value: Any) -> bool:

@@ -7,6 +7,7 @@ The whole way of a batch through the model is `SkipEngine.forward`. How a cut is
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from egeria_cache.attempt import is_beside, is_ours, without_us
-from egeria_cache.batch import Batch, Entry, interleaved
+from egeria_cache.attempt import Attempt, is_beside, is_ours, without_us
+from egeria_cache.batch import Batch, Entry, batch_tensors, interleaved, unwrap
 from egeria_cache.device import Answers, uploaded
 from egeria_cache.errors import BoundaryError, PaddingError
 from egeria_cache.skip.model import calls
@@ -226,6 +227,8 @@ class SkipEngine:
         """Whether the loop was seen to call the model."""
         self._running: dict[str, _OneCall] = {}
         """The call that is being served, if any."""
+        self._thread = threading.get_ident()
+        """That trains: where the cache was made, and from then on where batches are given."""
         self._num_calls = 0
         """Calls under this boundary that have returned."""
 
@@ -233,7 +236,9 @@ class SkipEngine:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Stand in for `model.forward`."""
-        if self._declared[0] is not None or self._auto is not None:
+        if (self._declared[0] is not None or self._auto is not None) and (
+            threading.get_ident() == self._thread or self._is_of_the_loop(args, kwargs)
+        ):
             ours, depth, grad = _OneCall(), calls.depth(), torch.is_grad_enabled()
             try:  # around everything: an interrupt may come between any two lines
                 if self._running.setdefault("call", ours) is ours:
@@ -256,6 +261,14 @@ class SkipEngine:
                 return self._instead(ours, args, kwargs)
         # Nothing is frozen; or this is a call within a call, or of another thread.
         return self.computed(*args, **kwargs)
+
+    def _is_of_the_loop(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call is the training's, and not one of a thread that is beside it: no such one
+        may put back the random generators.
+        """
+        if batch_tensors((args, kwargs)):
+            self._thread = threading.get_ident()
+        return threading.get_ident() == self._thread
 
     def _instead(self, ours: _OneCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Something beside the call has failed: return what the model gave, or gives."""
@@ -706,7 +719,10 @@ class SkipEngine:
 
     def computed(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model as it is, past all that is served."""
-        call = Invocation.of(args, kwargs)
+        with Attempt() as tried:
+            call = Invocation.of(args, kwargs)
+        if tried.error is not None:
+            return self._forward(*unwrap(args), **unwrap(kwargs))
         args, kwargs = call.plain()
         return call.hand_back(self._forward(*args, **kwargs))
 

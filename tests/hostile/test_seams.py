@@ -6,6 +6,7 @@ import array
 import ctypes
 import io
 import multiprocessing
+import random
 import sqlite3
 import threading
 
@@ -13,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, RandomSampler, TensorDataset, default_collate
 
 from tests.hostile.harness import cross_entropy, hostile, sgd
-from tests.hostile.nets import ConvNet, Net, Pairs, inputs, labels, rows
+from tests.hostile.nets import ConvNet, Net, Pairs, inputs, labels, rows, seeded
 
 # ---- memory that is shared across the cut --------------------------------------------------------
 
@@ -166,6 +167,23 @@ def test_a_collate_function_that_counts_its_calls(run):
     run.fit(run.freeze(Net()), run.loader(rows(), collate_fn=Counting()), 4)
 
 
+class Jittering:
+    """A collate function with a generator of its own, which it uses late."""
+
+    def __init__(self):
+        self.generator, self.calls = random.Random(0), 0
+
+    def __call__(self, samples):
+        self.calls += 1
+        x, y = default_collate(samples)
+        return x + 0.1 * self.generator.random() * (self.calls > 6), y
+
+
+@hostile
+def test_a_collate_function_that_draws_from_a_generator_of_its_own_late(run):
+    run.fit(run.freeze(Net()), run.loader(rows(), collate_fn=Jittering()), 4)
+
+
 class OneBuffer:
     """A collate function that uses its memory again."""
 
@@ -258,6 +276,7 @@ READS = {
     "sign": lambda x, a: x * torch.sign(a),
     "round": lambda x, a: x * torch.round(a),
     "bool": lambda x, a: x if a > 2.5 else 0 * x,
+    "list": lambda x, a: x * (1 if a.tolist() > 2.5 else 0.5),
 }
 
 
@@ -305,6 +324,37 @@ def test_labels_in_a_list_that_change_between_epochs(run):
             data.y[:] = [(y + 1) % 3 for y in data.y]
 
     run.fit(model, run.loader(data), 5, each_epoch=change)
+
+
+MIDWAY = {
+    "list": lambda data: data.y.__setitem__(slice(None), [(y + 1) % 3 for y in data.y]),
+    "one of a list": lambda data: [data.y.__setitem__(i, (data.y[i] + 1) % 3) for i in (1, 9, 17)],
+    "another list": lambda data: setattr(data, "y", [(y + 1) % 3 for y in data.y]),
+    "tensor": lambda data: data.x.add_(0.5),
+}
+
+
+@pytest.fixture
+def _looked_at_with_each_batch(monkeypatch):
+    monkeypatch.setattr("egeria_cache.samples.fingerprint.FREE_S", 60.0)
+
+
+@pytest.mark.usefixtures("_looked_at_with_each_batch")
+@pytest.mark.parametrize("kind", list(MIDWAY))
+@pytest.mark.parametrize("passes", ["several", "one that is endless"])
+@hostile
+def test_data_that_change_in_the_middle_of_a_pass(run, kind, passes):
+    data, model, step = Listed(), run.freeze(Net()), 0
+    endless = RandomSampler(data, replacement=True, num_samples=160, generator=seeded(3))
+    optimizer = sgd(model)
+    for _ in range(1 if passes == "one that is endless" else 6):
+        loader = run.loader(data, sampler=endless if passes == "one that is endless" else None)
+        for batch in loader:
+            step += 1
+            if step == 10:
+                MIDWAY[kind](data)
+            run.step(cross_entropy(model, batch), optimizer)
+    run.see(model)
 
 
 class CountingLoads(Dataset):
@@ -399,7 +449,7 @@ def test_bags_joined_along_the_rows(run):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("kind", ["grad", "jvp", "vmap"])
+@pytest.mark.parametrize("kind", ["grad", "jvp", "vmap", "trace"])
 @hostile(served=True)
 def test_torch_func_over_a_batch(run, kind):
     model = run.freeze(Net())
@@ -411,6 +461,8 @@ def test_torch_func_over_a_batch(run, kind):
                 run.see(torch.func.grad(lambda v: model(v).sum())(x))
             elif kind == "jvp":
                 run.see(torch.func.jvp(model, (x,), (torch.ones_like(x),))[1].detach())
+            elif kind == "trace":
+                run.see(torch.jit.trace(model, x)(x + 1))
             else:
                 run.see(torch.func.vmap(lambda v: model(v[None])[0])(x))
     run.see(model)
@@ -463,6 +515,24 @@ def test_two_models_in_two_threads(run):
         thread.join()
 
 
+@hostile(served=True)
+def test_a_thread_that_evaluates_the_model_beside_the_training(run):
+    model, stop, x = run.freeze(Net()), threading.Event(), inputs()
+
+    def evaluate():
+        while not stop.is_set():
+            with torch.no_grad():
+                model(x)
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    try:
+        run.fit(model, run.loader(rows(), shuffle=True), 4)
+    finally:
+        stop.set()
+        thread.join()
+
+
 # ---- left uncached without need ------------------------------------------------------------------
 
 
@@ -475,6 +545,8 @@ JOINED = {
     "pad": lambda m, x: m(F.pad(x[:, :4], (1, 1))),
     "flipud": lambda m, x: m(torch.flipud(x)),
     "squeeze": lambda m, x: m(x[None].squeeze(0)),
+    "turned twice": lambda m, x: m(x.t().t()),
+    "flat and back": lambda m, x: m(x.view(-1).view(-1, 6)),
     "Variable": lambda m, x: m(torch.autograd.Variable(x)),
 }
 

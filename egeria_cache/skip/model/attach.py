@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._functorch import config as functorch
+from torch.utils._pytree import tree_leaves
 
 from egeria_cache.batch import unwrap
 from egeria_cache.skip.model.front import ForwardSlot
@@ -60,7 +61,7 @@ class AttachedForward(ForwardSlot):
             _report(self._number)
             return self.__wrapped__(*args, **kwargs)
         if torch.jit.is_tracing():  # TensorBoard's `add_graph`: every value would be noted
-            return self.__wrapped__(*unwrap(args), **unwrap(kwargs))
+            return self.__wrapped__(*_traced(args), **_traced(kwargs))
         if callable(_compiler_of_frames()):
             # The whole model is being compiled, and its graph broke here: go on with plain tensors.
             _report(self._number)
@@ -111,6 +112,23 @@ def _report(number: int) -> bool:
 
 # As torch.compiler.assume_constant_result does, which would import the compiler: a second or more.
 _report._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _traced(tree: Any) -> Any:
+    """Return `tree` with plain tensors that stand for the same values of the graph; loading them is
+    no part of it.
+    """
+    tracer: Any = torch._C
+    state = tracer._get_tracing_state()
+    tracer._set_tracing_state(None)
+    try:
+        plain = unwrap(tree)
+    finally:
+        tracer._set_tracing_state(state)
+    for given, data in zip(tree_leaves(tree), tree_leaves(plain), strict=True):
+        if given is not data:
+            tracer._set_value_trace(data, tracer._get_value_trace(given))
+    return plain
 
 
 def _same(value: Any) -> Any:

@@ -176,7 +176,7 @@ def recompute(
         try:
             with (
                 twin.intercept(evidence.modules, run),
-                trace or nullcontext(),
+                nullcontext() if trace is None else trace.watching(),
                 dropout.only(seeded),
             ):
                 twin.forward(*args, **kwargs)

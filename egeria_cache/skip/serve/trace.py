@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from egeria_cache.device import random_states
@@ -30,6 +31,10 @@ _UNFOLLOWED = frozenset(
     for overload in (getattr(packet, name) for name in packet.overloads())
 )  # fmt: skip
 """Operators without a derivative."""
+_PAST_OPERATORS = {
+    Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.numpy,
+    Tensor.__array__, Tensor.__dlpack__,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,20 @@ class PrefixTrace(TorchDispatchMode):
             "boundary; keep that module in inference mode, or set its dropout or noise to zero"
         )
 
+    def _note(self, tensor: Tensor, *, is_followed: bool) -> None:
+        """A tensor is read; note it if it is the model's."""
+        named = self._known.get(_address(tensor))
+        if named is not None:
+            self.read.setdefault(id(named[2]), set()).add(self._step)
+            if named[2].requires_grad and not is_followed:
+                self.undifferentiated.setdefault(id(named[2]), set()).add(self._step)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Trace what is done inside the block."""
+        with _Memory(self._note), self:
+            yield
+
     def _is_followed(self, func: Any, tensor: Tensor) -> bool:
         """Whether autograd knows what an operator makes of a trained tensor."""
         if not tensor.requires_grad or (self._grad and not torch.is_grad_enabled()):
@@ -113,11 +132,7 @@ class PrefixTrace(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         for tensor in _tensors((args, kwargs)):
-            named = self._known.get(_address(tensor))
-            if named is not None:
-                self.read.setdefault(id(named[2]), set()).add(self._step)
-                if named[2].requires_grad and not self._is_followed(func, tensor):
-                    self.undifferentiated.setdefault(id(named[2]), set()).add(self._step)
+            self._note(tensor, is_followed=self._is_followed(func, tensor))
         if torch.Tag.data_dependent_output in func.tags:
             self.branches = True
         if torch.Tag.nondeterministic_seeded not in func.tags or _has_generator(args, kwargs):
@@ -130,6 +145,25 @@ class PrefixTrace(TorchDispatchMode):
             self.draws.setdefault(self._step, []).append(draw)
             self._drawing.setdefault(str(func), innermost_module(self._names))
         return result
+
+
+class _Memory(TorchFunctionMode):
+    """Sees what is read past all operators: as a list, or by its address."""
+
+    def __init__(self, note: Callable[..., None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _PAST_OPERATORS:
+            self._note(args[0], is_followed=False)
+        return func(*args, **(kwargs or {}))
 
 
 def known_tensors(model: nn.Module) -> list[Named]:
