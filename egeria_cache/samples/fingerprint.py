@@ -35,7 +35,7 @@ MAX_ASKED = 2
 """How often samples are asked about one thing that moves, before it is known to decide none."""
 MAX_SHARE = 0.01
 """Of the time, for reading samples and long arrays again."""
-FREE_S = 0.004
+FREE_S = 0.05
 """What looking in the middle of passes may take besides: short runs are looked at in each batch."""
 
 
