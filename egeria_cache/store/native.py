@@ -91,12 +91,13 @@ class Kernel:
             waits: For the disk; else what is not in memory is not read.
         """
         found = np.zeros(len(entries), np.uint8)
-        described = (_Column * len(columns))(
-            *(_Column(rows.data_ptr(), num_bytes, *kind) for rows, num_bytes, kind in columns)
-        )
-        sizes = [num_bytes for _, num_bytes, _ in columns]
-        decode_bytes = _room_bytes(max(sizes, default=0))
-        room_bytes = decode_bytes + sum(sizes) + _MOST_HEAD_BYTES  # more is none of these records
+        described = (_Column * len(columns))()
+        widest = whole = 0
+        for at, (rows, num_bytes, kind) in enumerate(columns):
+            described[at] = _Column(rows.data_ptr(), num_bytes, *kind)
+            widest, whole = max(widest, num_bytes), whole + num_bytes
+        decode_bytes = _room_bytes(widest)
+        room_bytes = decode_bytes + whole + _MOST_HEAD_BYTES  # more is none of these records
         key_bytes = array("H", map(len, keys))
         batch = _Batch(
             *file, *layout, described, len(columns), _address(entries), b"".join(keys),

@@ -218,12 +218,11 @@ class _Batch:
                     column[row] = value
                 else:  # its values were unpacked already
                     self.hit[row] = False
-        return [
-            column
-            if one.storage is None or one.dtype is None
-            else unpack(column, one.shape, one.dtype, one.storage)
-            for one, column in zip(fields, columns, strict=True)
-        ]
+        found_columns: list[Column] = list(columns)
+        for at, one in enumerate(fields):
+            if one.storage is not None and one.dtype is not None:
+                found_columns[at] = unpack(columns[at], one.shape, one.dtype, one.storage)
+        return found_columns
 
     def _read_one_by_one(self, layout: Layout, rows: Places) -> list[Column]:
         descriptor, entries = self._view.descriptor, self._entries[rows]
