@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from egeria_cache.attempt import Attempt
+from egeria_cache.attempt import Attempt, is_beside
 from egeria_cache.skip.model.front import ForwardSlot
 from egeria_cache.skip.model.fsdp import marks
 from egeria_cache.skip.state.code import Code, bases_of, in_class, reached
@@ -244,7 +244,7 @@ class StateWatch:
 
     def changed(self) -> str | None:
         """Name what changed; values that are equal again count as unchanged. None if nothing."""
-        with Attempt():  # a comparison of arrays, or a container that shrank meanwhile
+        try:
             if (
                 not any(self._empty)
                 and list(chain.from_iterable(self._iterables)) == self._values
@@ -254,6 +254,9 @@ class StateWatch:
                 and list(map(type, self._watched)) == self._kinds
             ):
                 return None
+        except Exception as error:  # a comparison of arrays, or a container that shrank meanwhile
+            if not is_beside(error):
+                raise
         return self._explain()
 
     def _explain(self) -> str | None:
