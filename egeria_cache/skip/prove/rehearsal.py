@@ -215,11 +215,13 @@ class Rehearsal:
 
     def _recorded(self, world: World) -> Recorder:
         """Run a copy on a few rows; on all of them if it does not take so few."""
-        rows = list(range(min(_FEW_ROWS, self.call.batch.size)))
+        # Of a call that comes without a loader's batch nobody knows what its rows are.
+        size = 0 if self.call.why_not is not None else self.call.batch.size
+        rows = list(range(min(_FEW_ROWS, size)))
         with Attempt() as tried:
             recorder, drew = self._record(world, rows)
         if tried.error is not None:
-            rows = list(range(self.call.batch.size))
+            rows = list(range(size))
             recorder, drew = self._record(world, rows)
         # To find out who draws takes a look before and after each call: 0.1 ms each.
         return self._record(world, rows, watch=RandomState.now)[0] if drew else recorder
@@ -229,7 +231,7 @@ class Rehearsal:
     ) -> tuple[Recorder, bool]:
         """Run a copy; return which modules were called, and whether random numbers were drawn."""
         recorder, twin = Recorder(watch=watch), self._twins().only()
-        args, kwargs = arguments(twin.call, rows)
+        args, kwargs = arguments(twin.call, rows) if rows else twin.call.plain()
         world.restore(for_a_copy=True)
         try:
             with twin.intercept(patchable(self.model), recorder), dropout.only(rows):
