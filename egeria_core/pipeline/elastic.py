@@ -21,6 +21,7 @@ from egeria_core.pipeline.groups import subgroup
 from egeria_core.pipeline.plan import OnFreeze, PipelinePlan, ScheduleName
 from egeria_core.pipeline.rows import count_rows, route
 from egeria_core.pipeline.transfer import Carrier, drop_block, make_room
+from egeria_core.ranks import Peers
 
 __all__ = ["ElasticPipeline"]
 
@@ -122,6 +123,7 @@ class ElasticPipeline:
         self.bytes_copied = 0
         """Weights and buffers that this rank received as part of the front."""
         self._loss_function = loss_function
+        self._peers = Peers(self.group)
         self._carrier = Carrier(self.group, self.device, self.wire, self.optimizers)
         self._engine: Engine | None = None
         self._expected = 0
@@ -171,7 +173,8 @@ class ElasticPipeline:
         Raises:
             EgeriaError: The ranks' rows do not fit into one batch.
         """
-        return self._run(inputs, targets, None)
+        with self._peers.named():
+            return self._run(inputs, targets, None)
 
     def evaluate(
         self, inputs: Any, targets: Any, measure: Callable[[Any, Any], Tensor] | None = None
@@ -187,7 +190,8 @@ class ElasticPipeline:
         Returns:
             The mean over the rows of all ranks, on every rank.
         """
-        return self._run(inputs, targets, measure or self._loss_function)
+        with self._peers.named():
+            return self._run(inputs, targets, measure or self._loss_function)
 
     def _run(
         self, inputs: Any, targets: Any, measure: Callable[[Any, Any], Tensor] | None
@@ -252,7 +256,8 @@ class ElasticPipeline:
         if counted:
             square = nn.utils.get_total_norm(counted).square()
         square = square.to(self.wire)
-        dist.all_reduce(square, group=self.group)
+        with self._peers.named():
+            dist.all_reduce(square, group=self.group)
         norm = square.sqrt().to(self.device)
         for gradient in own:
             gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -274,7 +279,8 @@ class ElasticPipeline:
                 raise ValueError(
                     f"parameter {name!r} of the first {frozen} blocks is trainable; freeze it first"
                 )
-        self._move_to(self.plan.frozen_to(frozen, self.on_freeze, has_front=self.has_front))
+        with self._peers.named():
+            self._move_to(self.plan.frozen_to(frozen, self.on_freeze, has_front=self.has_front))
 
     def _move_to(self, new: PipelinePlan) -> None:
         old = self.plan
@@ -327,13 +333,19 @@ class ElasticPipeline:
         """Continue from the `state_dict()` of this rank. Then load the controller's.
 
         Raises:
-            EgeriaError: It is another rank's, or was saved with another number of ranks.
+            EgeriaError: It is another rank's, or was saved with another number of ranks: on all
+                ranks, if on any.
         """
-        if (state["rank"], state["ranks"]) != (self.rank, self.plan.ranks):
-            raise EgeriaError(
-                f"this is rank {self.rank} of {self.plan.ranks}, and the state is that of rank "
-                f"{state['rank']} of {state['ranks']}"
-            )
+        states: list[Any] = [None] * self.plan.ranks
+        with self._peers.named():
+            own = state["rank"], state["ranks"]
+            dist.all_gather_object(states, own, group=self.group)
+        for rank, (saved_by, num_ranks) in enumerate(states):
+            if (saved_by, num_ranks) != (rank, self.plan.ranks):
+                raise EgeriaError(
+                    f"rank {rank} of {self.plan.ranks} was given the state of rank {saved_by} of "
+                    f"{num_ranks}"
+                )
         homes = tuple(tuple(own) for own in state["homes"])
         self._engine = None
         gc.collect()
@@ -354,7 +366,8 @@ class ElasticPipeline:
             own = block.state_dict() if self.rank == self.owner(index) else None
             shared: list[Any] = [None if own is None else {k: v.cpu() for k, v in own.items()}]
             source = dist.get_global_rank(self.group, self.owner(index))
-            dist.broadcast_object_list(shared, src=source, group=self.group, device=self.wire)
+            with self._peers.named():
+                dist.broadcast_object_list(shared, src=source, group=self.group, device=self.wire)
             state.update({f"{name}.{key}": value for key, value in shared[0].items()})
         return state
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from egeria_cache import EgeriaError
+from egeria_core.ranks.peers import Peers
 from egeria_core.ranks.sharded import sharding_group
 from egeria_core.verdict import Verdict
 
@@ -47,6 +48,7 @@ class Ranks:
         if ddp is None and sharded is not None:
             self._group = sharding_group(sharded)
             self.is_sharded = self._group is not None
+        self._peers: Peers | None = None
         self._device = torch.device("cpu")
         if model is not None and self._group is not None and not _takes_host_tensors(self._group):
             self._device = next(model.parameters()).device
@@ -72,7 +74,9 @@ class Ranks:
             return value
         message = [value]
         source = dist.get_global_rank(self._group, self.source)
-        dist.broadcast_object_list(message, source, group=self._group, device=self._device)
+        self._peers = self._peers or Peers(self._group)
+        with self._peers.named():
+            dist.broadcast_object_list(message, source, group=self._group, device=self._device)
         return message[0]
 
     def agree(self, *values: float) -> list[float]:
