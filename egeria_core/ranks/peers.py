@@ -18,7 +18,7 @@ __all__ = ["Peers"]
 
 _WAIT_S = 5.0
 """A connection is closed a moment before its process is gone."""
-_OF_THE_NETWORK = ("gloo", "nccl", "connection", "socket", "broken pipe", "timed out")
+_OF_THE_NETWORK = ("gloo", "connection", "socket", "broken pipe", "timed out")
 
 
 class Peers:
@@ -40,7 +40,8 @@ class Peers:
         try:
             yield
         except RuntimeError as error:  # those of `torch.distributed`, and gloo's own
-            if not any(word in str(error).lower() for word in _OF_THE_NETWORK):
+            is_typed = type(error).__name__.startswith("Dist")  # a backend's, or the store's
+            if not is_typed and not any(word in str(error).lower() for word in _OF_THE_NETWORK):
                 raise
             gone = self._gone()
             if not gone:
