@@ -75,7 +75,9 @@ def place_of(error: BaseException) -> TracebackType | None:
 def is_ours(error: BaseException) -> bool:
     """Whether it was raised by this package, and by nothing that this has called."""
     place = place_of(error)
-    return place is not None and str(place.tb_frame.f_globals["__name__"]).startswith(__package__)
+    # Generated code, that of torch.fx say, may have no name.
+    module = "" if place is None else str(place.tb_frame.f_globals.get("__name__", ""))
+    return module.partition(".")[0] == __package__
 
 
 def _is_of_a_signal(traceback: TracebackType | None) -> bool:

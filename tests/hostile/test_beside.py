@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
-from egeria_cache.attempt import Attempt
+from egeria_cache.attempt import Attempt, is_ours
 from tests.hostile.harness import Run, cross_entropy, first_difference, sgd
 from tests.hostile.nets import Net, rows
 
@@ -242,3 +242,20 @@ def test_failures_are_counted(directory, monkeypatch):
             model(x)
         assert cache.stats().failures == 1
         assert "Provoked" in str(cache.stats().why_not)
+
+
+@pytest.mark.parametrize(
+    ("scope", "expected"),
+    [
+        ({}, False),
+        ({"__name__": "egeria_cache_of_mine"}, False),
+        ({"__name__": "egeria_cache.x"}, True),
+    ],
+    ids=["generated", "alike", "ours"],
+)
+def test_an_error_is_ours_by_the_code_that_raises_it(scope, expected):
+    """The globals of generated code, that of torch.fx say, need not have a `__name__`."""
+    exec("def fails():\n    raise KeyError(7)", scope)
+    with pytest.raises(KeyError) as raised:
+        scope["fails"]()
+    assert is_ours(raised.value) is expected
