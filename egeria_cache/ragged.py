@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Dims", "PaddedRows", "blank", "pad_rows", "widen"]
+__all__ = ["Dims", "PaddedRows", "blank", "inside", "pad_rows", "widen"]
 
 Dims = tuple[tuple[int, bool], ...]
 Sizes = npt.NDArray[np.int64]
@@ -46,7 +46,7 @@ class PaddedRows(Sequence[Tensor]):
     def __getitem__(self, row: int | slice) -> Tensor | Sequence[Tensor]:
         if isinstance(row, slice):
             return PaddedRows(self.padded[row], self.dims, self.sizes[row])
-        return _inside(self.padded[row], self.dims, self.sizes[row].tolist())
+        return inside(self.padded[row], self.dims, self.sizes[row].tolist())
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +60,9 @@ class PaddedRows(Sequence[Tensor]):
         return PaddedRows(padded, self.dims, self.sizes)
 
 
-def pad_rows(rows: Sequence[Tensor], dims: Dims, whole: Sequence[int], fill: Any) -> Tensor:
+def pad_rows(
+    rows: Sequence[Tensor], dims: Dims, whole: Sequence[int], fill: Any, *, pin_memory: bool = False
+) -> Tensor:
     """Return rows of different sizes as one tensor, shape (B, ...).
 
     Args:
@@ -68,20 +70,22 @@ def pad_rows(rows: Sequence[Tensor], dims: Dims, whole: Sequence[int], fill: Any
         dims: Which dimensions are padded.
         whole: Their sizes in the result, at least those of every row.
         fill: What stands in the padding.
+        pin_memory: Put them together in page-locked memory.
     """
     shape = list(rows[0].shape)
     for (dim, _), size in zip(dims, whole, strict=True):
         shape[dim] = size
+    out = rows[0].new_empty((len(rows), *shape), pin_memory=pin_memory)
     if all(list(row.shape) == shape for row in rows):
-        return torch.stack(tuple(rows))
+        return torch.stack(tuple(rows), out=out)
     if len(dims) == 1 and dims[0][0] == 0:
-        return _joined(rows, dims[0][1], shape, fill)
-    out = rows[0].new_empty((len(rows), *shape))
+        torch.cat(_joined(rows, dims[0][1], shape, fill), out=out.view(-1))
+        return out
     if len(dims) > 1:
         out.fill_(fill)
     for target, row in zip(out.unbind(0), rows, strict=True):
         sizes = [row.shape[dim] for dim, _ in dims]
-        _inside(target, dims, sizes).copy_(row)
+        inside(target, dims, sizes).copy_(row)
         if len(dims) == 1:
             (dim, left), *_ = dims
             rest = shape[dim] - sizes[0]
@@ -90,15 +94,15 @@ def pad_rows(rows: Sequence[Tensor], dims: Dims, whole: Sequence[int], fill: Any
     return out
 
 
-def _joined(rows: Sequence[Tensor], left: bool, shape: Sequence[int], fill: Any) -> Tensor:
-    """Pad the first dimension: rows and padding one behind the other, in one call for all."""
+def _joined(rows: Sequence[Tensor], left: bool, shape: Sequence[int], fill: Any) -> list[Tensor]:
+    """Return what stands in the first dimension, one behind the other: one call copies all."""
     inner = math.prod(shape[1:])
     rest = [(shape[0] - len(row)) * inner for row in rows]
     padding = rows[0].new_full((max(rest),), fill)
     pieces = []
     for row, size in zip(rows, rest, strict=True):
         pieces += [padding[:size], row.reshape(-1)] if left else [row.reshape(-1), padding[:size]]
-    return torch.cat(pieces).view(len(rows), *shape)
+    return pieces
 
 
 def widen(padded: Tensor, dims: Dims, whole: Sequence[int], fill: Any) -> Tensor:
@@ -116,8 +120,7 @@ def widen(padded: Tensor, dims: Dims, whole: Sequence[int], fill: Any) -> Tensor
     if shape == list(padded.shape):
         return padded
     out = padded.new_full(shape, fill)
-    moved = tuple((dim + 1, left) for dim, left in dims)
-    _inside(out, moved, [padded.shape[dim] for dim, _ in moved]).copy_(padded)
+    inside(out, dims, [padded.shape[dim + 1] for dim, _ in dims], 1).copy_(padded)
     return out
 
 
@@ -132,12 +135,13 @@ def blank(padded: Tensor, dims: Dims, sizes: Sizes, fill: Any) -> Tensor:
     """
     out = torch.full_like(padded, fill)
     for target, row, size in zip(out.unbind(0), padded.unbind(0), sizes.tolist(), strict=True):
-        _inside(target, dims, size).copy_(_inside(row, dims, size))
+        inside(target, dims, size).copy_(inside(row, dims, size))
     return out
 
 
-def _inside(row: Tensor, dims: Dims, sizes: Sequence[int]) -> Tensor:
-    """Return the part of a padded row that is no padding, a view."""
+def inside(padded: Tensor, dims: Dims, sizes: Sequence[int], before: int = 0) -> Tensor:
+    """Return the part of a padded row that is so large, a view; `before`: dimensions before it."""
     for (dim, left), size in zip(dims, sizes, strict=True):
-        row = row.narrow(dim, row.shape[dim] - size if left else 0, size)
-    return row
+        at = dim + before
+        padded = padded.narrow(at, padded.shape[at] - size if left else 0, size)
+    return padded

@@ -38,6 +38,8 @@ WHOLE_BYTES = 64 * 2**20
 """All samples of a loader stay on the device where they take no more: then nothing is copied there
 from the second pass on. Where they take more, recent rows are asked for again only by samplers that
 repeat themselves (docs/device.md has the figures)."""
+SIZES = "sizes:"
+"""Prefix of what is known of resident rows besides their records: how large they are if padded."""
 TABLE_BYTES = 4
 """Of each sample, on the device."""
 ROOM_EVERY_S = 1.0
@@ -131,7 +133,7 @@ class PlannedEntry:
         if self._ring is not None:
             assert self._place is not None
             with suppress(LookupError):
-                return self._ring.gather(self._place)
+                return self._widened(self._ring.gather(self._place, self._sizes(self.whole)))
         # Served before, and perhaps written to by the loop since; or held back for longer than the
         # ring remembers: read again.
         with without_modes():
@@ -140,29 +142,30 @@ class PlannedEntry:
             )
         if not found.all():
             raise LookupError("the rows can no longer be read")
-        return self._widened(_on_device(self._take(tensors), self.view))
+        rows = _put_together(self.view, tensors, self.longest)
+        return self._widened(_on_device(rows, self.view))
 
-    def _take(self, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the activations of records, still on the host, put together where padded.
+    @property
+    def longest(self) -> tuple[int, ...] | None:
+        """Of the hits, along each axis; None where samples are not padded."""
+        return None if self.lengths is None else tuple(self.lengths.max(0).tolist())
+
+    def _sizes(self, whole: tuple[int, ...] | None) -> dict[str, list[int]]:
+        """Return how large padded tensors are in a batch of these lengths; None: of the hits'.
 
         Raises:
-            LookupError: It is not known how long the activations of such a batch are.
+            LookupError: That is not known.
         """
-        view = self.view
-        if view.padding is None:
-            return _activations(tensors)
-        assert self.lengths is not None
-        longest = tuple(self.lengths.max(0).tolist())
-        return {
-            name: pinned(view.cut.padded(name, values, longest), view.device_for(name))
-            for name, values in _activations(tensors).items()
-        }
+        longest = self.longest if whole is None else whole
+        assert longest is not None or not self.view.growth
+        return {name: one.sizes(longest or ()) for name, one in self.view.growth.items()}
 
     def _widened(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return rows as long as those of the whole batch, some of which may be no hits."""
         if self.whole is None:
             return rows
-        return {name: self.cut.padded(name, values, self.whole) for name, values in rows.items()}
+        longer = {n: one.padded(rows[n], self.whole) for n, one in self.view.growth.items()}
+        return rows | longer
 
 
 class Prefetcher:
@@ -217,8 +220,8 @@ class Prefetcher:
         if self._closed or not entry.alive:
             return False
         view = entry.view
-        if view.is_spread or view.padding is not None or not needs_ring(view.device):
-            return self._read_whole(entry, in_memory)  # nor has the ring slots of many sizes
+        if view.is_spread or not needs_ring(view.device):
+            return self._read_whole(entry, in_memory)
         ring, number = self._ring_of(view), self._first + entry.number
         if not view.has_room:
             return self._read_whole(entry)
@@ -237,22 +240,35 @@ class Prefetcher:
             entry.read_s, entry.num_read = time.perf_counter() - started, len(new)
             if not found.all():
                 return False
-        rows = _activations(tensors)
-        if ring is None:
-            ring = self._ring_for(entry, tensors, rows)
+        rows = _put_together(view, tensors, None)
+        if len(new):
+            ring = self._ring_for(entry, rows)
             samples = None if ring is None else ring.numbers(entry.ids)
         if ring is not None and samples is not None:
-            columns = {path: tensors[KEPT + path] for path in view.kept} if len(new) else {}
-            if ring.insert(number, samples[new], entry.draws[new], rows, columns):
+            rest = {name: v for name, v in tensors.items() if not name.startswith(ACTIVATION)}
+            for name, one in view.growth.items() if rest else ():
+                sizes = [[row.shape[d] for d, _ in one.dims] for row in tensors[ACTIVATION + name]]
+                rest[SIZES + name] = torch.tensor(sizes)
+            if ring.insert(number, samples[new], entry.draws[new], rows, rest):
                 self._rings.add(ring)
-                with suppress(LookupError):  # it was closed meanwhile
-                    entry._place, entry._ring = ring.place(samples, entry.draws), ring
-                    kept = ring.kept(entry._place)
-                    entry.kept = self._pinned(
-                        entry, {p: _column(kind, kept[p]) for p, kind in view.kept.items()}
-                    )
+                with suppress(LookupError):  # it was closed meanwhile, or lengths are not known
+                    self._place(entry, ring, samples)
                     return True
         return self._read_whole(entry)  # no room in the ring
+
+    def _place(self, entry: PlannedEntry, ring: Ring, samples: np.ndarray) -> None:
+        """Have an entry's rows gathered from a ring, in which they are.
+
+        Raises:
+            LookupError: They cannot be.
+        """
+        place = ring.place(samples, entry.draws)
+        kept = ring.kept(place)
+        self._keep(entry, kept)
+        for name, sizes in entry._sizes(None).items():
+            if (torch.as_tensor(kept[SIZES + name]) > torch.tensor(sizes)).any():
+                raise LookupError("a row is larger than is known to be right")
+        entry._place, entry._ring = place, ring
 
     def _read_whole(self, entry: PlannedEntry, in_memory: bool = False) -> bool:
         """Read all rows, and keep them with the batch itself."""
@@ -264,19 +280,23 @@ class Prefetcher:
         entry.num_read += len(entry.ids)
         if not found.all():
             return False
-        padding, longest = entry.view.padding, ()
+        self._keep(entry, tensors)
+        entry._rows = _put_together(entry.view, tensors, entry.longest)
+        return True
+
+    def _keep(self, entry: PlannedEntry, found: Mapping[str, Any]) -> None:
+        """Note what records have beside the activations."""
+        padding = entry.view.padding
         if padding is not None:
-            entry.lengths = tensors[LENGTHS].numpy().astype(np.int64)
-            longest = tuple(entry.lengths.max(0).tolist())
-        entry._rows = entry._take(tensors)
+            entry.lengths = found[LENGTHS].numpy().astype(np.int64)
+        longest = entry.longest
         kept = {
-            path: _column(kind, tensors[KEPT + path])
-            if padding is None or path not in padding.values
-            else padding.padded(path, tensors[KEPT + path], longest)
+            path: _column(kind, found[KEPT + path])
+            if padding is None or longest is None or path not in padding.values
+            else padding.padded(path, found[KEPT + path], longest)
             for path, kind in entry.view.kept.items()
         }
         entry.kept = self._pinned(entry, kept)
-        return True
 
     def _pinned(self, entry: PlannedEntry, kept: dict[str, Rows]) -> dict[str, Rows]:
         """Return the leaves as `pin_memory` of the loader asks for them."""
@@ -295,36 +315,45 @@ class Prefetcher:
             if room(view.device) == 0:
                 logger.info("%s is nearly full: rows come with their batches", view.device)
                 ring.close()
-        if ring is not None and ring.is_closed:
+        if ring is not None and ring.is_closed and ring is view.ring:
             view.has_room = False
         return ring
 
-    def _ring_for(
-        self, entry: PlannedEntry, tensors: dict[str, Any], rows: dict[str, Any]
-    ) -> Ring | None:
-        """Return this view's ring, made on first use; None where rows differ in shape."""
+    def _ring_for(self, entry: PlannedEntry, rows: dict[str, Any]) -> Ring | None:
+        """Return this view's ring: made on first use, and anew for longer rows than fit in there.
+
+        None where rows differ in shape, or are too long for what is free.
+        """
         if not rows or not all(isinstance(values, Tensor) for values in rows.values()):
             return None
-        view, batch_size, num_rows = entry.view, len(entry.hit), len(entry.ids)
-        # What is being used, what is read ahead and what stays; all samples, where that is little.
-        slots = (2 * self.window + 2) * batch_size
-        everything = max(view.generation.num_expected, 1)
-        stored = sum(v.nbytes for v in tensors.values() if isinstance(v, Tensor)) // num_rows
-        if 0 < everything * stored <= WHOLE_BYTES:
-            slots = max(slots, everything)
-        by_number = all(type(one) is int and 0 <= one < everything for one in entry.ids)
+        view, batch_size = entry.view, len(entry.hit)
         with _lock:
-            if view.ring is None and view.has_room and not view.is_void:
-                left = room(view.device)
-                if left is not None:
-                    row_bytes = max(sum(values.nbytes for values in rows.values()) // num_rows, 1)
-                    slots = min(slots, (left - everything * TABLE_BYTES) // row_bytes)
-                view.has_room = slots >= (self.window + 1) * batch_size
-                try:
-                    if view.has_room:
-                        view.ring = Ring(rows, slots, everything, view.device, by_number=by_number)
-                except RuntimeError:  # no memory left there: rows come with their batch
-                    view.has_room = False
+            ring = view.ring
+            like = rows if ring is None else ring.longer(rows)
+            if like is None or not view.has_room or view.is_void:
+                return ring
+            # What is being used, read ahead, and what stays; all samples, where that is little.
+            slots = (2 * self.window + 2) * batch_size
+            everything = max(view.generation.num_expected, 1)
+            row_bytes = max(sum(values[:1].nbytes for values in like.values()), 1)
+            if everything * row_bytes <= WHOLE_BYTES:
+                slots = max(slots, everything)
+            left = room(view.device)
+            if left is not None:
+                slots = min(slots, (left - everything * TABLE_BYTES) // row_bytes)
+            if slots < (self.window + 1) * batch_size:
+                view.has_room = ring is not None
+                return None
+            padded = {name: (one.dims, one.fill) for name, one in view.growth.items()}
+            by_number = all(type(one) is int and 0 <= one < everything for one in entry.ids)
+            if ring is not None:
+                ring.close()
+            try:
+                view.ring = Ring(
+                    like, slots, everything, view.device, by_number=by_number, padded=padded
+                )
+            except RuntimeError:  # no memory left there: rows come with their batch
+                view.has_room = False
             return view.ring
 
 
@@ -338,9 +367,21 @@ def needs_ring(device: torch.device) -> bool:
     return runs_late(device)
 
 
-def _activations(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
-    prefix = len(ACTIVATION)
-    return {name[prefix:]: v for name, v in tensors.items() if name.startswith(ACTIVATION)}
+def _put_together(
+    view: View, tensors: Mapping[str, Any], longest: tuple[int, ...] | None
+) -> dict[str, Tensor]:
+    """Return the activations of records, for a batch of these lengths where they are padded; None:
+    no longer than need be.
+
+    Raises:
+        LookupError: It is not known how long the activations of such a batch are.
+    """
+    prefix, pin = len(ACTIVATION), pins(view.device)
+    found = {name[prefix:]: v for name, v in tensors.items() if name.startswith(ACTIVATION)}
+    for name, one in view.growth.items() if found else ():
+        rows = one.padded(found[name], longest, pin_memory=pin)
+        found[name] = rows.pin_memory() if pin else rows
+    return found
 
 
 def _on_device(rows: dict[str, Tensor], view: View) -> dict[str, Tensor]:

@@ -5,6 +5,9 @@ batch is gathered by the numbers of its samples, which lie on the device by then
 that need nothing of the host (`Ring.rows`). The host has the same table (`slots.py`), plans by it,
 and says what may be gathered.
 
+Padded rows lie there as long as the longest that was seen: what is copied is as long as the longest
+of its batch, the rest is filled on the device, and a batch is gathered as long as it is.
+
 Reader threads insert, in a lane beside the training step; the training thread gathers. One lock
 orders the two on the host, events order them on the device: a gather follows the copies of its
 batch, and a slot, or its entry in the table, is written again only after every gather before.
@@ -26,6 +29,7 @@ from torch import Tensor
 from egeria_cache.batch import SampleId
 from egeria_cache.device import Event, Lane, mark, pinned, to_device
 from egeria_cache.prefetch.slots import NOBODY, Numbers, Slot, Slots
+from egeria_cache.ragged import Dims, inside, widen
 
 __all__ = ["Place", "Ring"]
 
@@ -61,6 +65,7 @@ class Ring:
         device: torch.device,
         *,
         by_number: bool = True,
+        padded: Mapping[str, tuple[Dims, Any]] | None = None,
     ) -> None:
         """Make an empty ring.
 
@@ -71,6 +76,7 @@ class Ring:
             num_samples: How many there are.
             device: Where the slabs and the table live.
             by_number: Whether sample IDs are numbers below `num_samples`; else they are counted.
+            padded: Of those that are: the padded dimensions of a row, and what stands there.
 
         Raises:
             RuntimeError: There is no memory left.
@@ -84,12 +90,29 @@ class Ring:
         for slab in self.slabs.values():  # whoever asks for what is not there is to notice
             slab[NOBODY].fill_(torch.nan if slab.is_floating_point() else 0)
         self.is_closed = False
+        self._padded = padded or {}
         self._lock = threading.Lock()
         self._slots = Slots(num_slots, num_samples)
         self._numbers: dict[SampleId, int] | None = None if by_number else {}
         self._kept: dict[str, Tensor | np.ndarray] = {}
         self._lane = Lane(device)
         self._lane.follow_current()  # the slabs' memory may have been another's until now
+
+    def longer(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """Return one row as a ring must hold it that has room for these; None: they fit in here.
+
+        A quarter longer than they need: longer ones are to come.
+        """
+        with self._lock:
+            found = {name: slab[:1] for name, slab in self.slabs.items()}
+        for name, (dims, _) in self._padded.items() if found else ():
+            shape = list(found[name].shape)
+            for at in (dim + 1 for dim, _ in dims):
+                if rows[name].shape[at] > shape[at]:
+                    shape[at] = rows[name].shape[at] * 5 // 4
+            if shape != list(found[name].shape):
+                found[name] = torch.empty(shape, dtype=rows[name].dtype, device="meta")
+        return found if any(row.is_meta for row in found.values()) else None
 
     def numbers(self, ids: Sequence[SampleId]) -> Numbers | None:
         """Return the numbers of samples in the table, shape (B,); None: not all have one."""
@@ -122,7 +145,8 @@ class Ring:
             batch: Its number in the order of use; several calls may serve one batch.
             samples: The samples' numbers, shape (N,).
             draws: Which random draw of each.
-            rows: The slabs' new rows, by name, shape (N, ...), in the host's memory.
+            rows: The slabs' new rows, by name, shape (N, ...), in the host's memory; where padded
+                as long as the longest of them.
             kept: Host values, one per row.
 
         Returns:
@@ -177,8 +201,15 @@ class Ring:
             self._lane.held.hold(held, ready)
             return Place(slots, self._slots.stamps(slots), index, ready)
 
-    def gather(self, place: Place) -> dict[str, Tensor]:
+    def gather(
+        self, place: Place, sizes: Mapping[str, Sequence[int]] | None = None
+    ) -> dict[str, Tensor]:
         """Return the rows as fresh tensors.
+
+        Args:
+            place: Where they lie.
+            sizes: Of those that are padded, how large they are in this batch; they are smaller
+                where no row in here is so large.
 
         Raises:
             LookupError: One of them was evicted, or the ring closed.
@@ -188,23 +219,30 @@ class Ring:
             if self.is_closed or not is_there:
                 raise LookupError("not all rows are in the ring any more")
             self._lane.lead(place.ready)
-            rows = self.rows(place.index)
+            rows = self.rows(place.index, sizes)
             # Only when it has read them may its slots be written again, or its index be freed.
             done = mark(self.device)
             self._lane.follow(done)
             self._lane.held.hold(place.index, done)
             return rows
 
-    def rows(self, index: Tensor) -> dict[str, Tensor]:
+    def rows(
+        self, index: Tensor, sizes: Mapping[str, Sequence[int]] | None = None
+    ) -> dict[str, Tensor]:
         """Return the rows of samples, with nothing of the host: this can be captured in a graph.
 
         A row that is not resident is NaN, or zero where the numbers have no NaN.
 
         Args:
             index: The samples' numbers, on the device: int64, shape (B,).
+            sizes: As for `gather`.
         """
-        slots = self.table.index_select(0, index)
-        return {name: slab.index_select(0, slots) for name, slab in self.slabs.items()}
+        slots, parts = self.table.index_select(0, index), dict(self.slabs)
+        for name, whole in (sizes or {}).items():
+            dims, _ = self._padded[name]
+            most = [parts[name].shape[dim + 1] for dim, _ in dims]
+            parts[name] = inside(parts[name], dims, list(map(min, whole, most)), 1)
+        return {name: part.index_select(0, slots) for name, part in parts.items()}
 
     def release_before(self, batch: int) -> None:
         """Batches numbered below `batch` may be evicted from now on."""
@@ -264,6 +302,10 @@ class Ring:
             if not isinstance(at, slice):
                 values = pinned(values[torch.from_numpy(at)], self.device)
             held.append(values)
+            if name in self._padded:
+                dims, fill = self._padded[name]
+                whole = [slab.shape[dim + 1] for dim, _ in dims]
+                values = widen(to_device(values, self.device), dims, whole, fill)
             if index is not None:
                 slab.index_copy_(0, index, to_device(values, self.device))
                 continue

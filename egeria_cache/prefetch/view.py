@@ -88,6 +88,11 @@ class View:
         """Whether any of the activations lies on a device that runs behind the host."""
         return any(map(runs_late, (self.device, *self.cut.devices.values())))
 
+    @property
+    def growth(self) -> Mapping[str, Any]:
+        """How they are padded, of the activations that are."""
+        return {} if self.padding is None else self.cut.growth
+
     def device_for(self, name: str) -> torch.device:
         """Return where an activation is wanted."""
         return self.cut.devices.get(name, self.device)

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent / "simulated"
 ROOT = HERE.parents[2]
 GROUPS = {
     "chain": ("chain", "counts"),
-    "features": ("features", "memory", "benchmark"),
+    "features": ("features", "memory", "padded", "benchmark"),
     "loops": ("loops", "ring"),
     "models": ("zoo", "controller"),
     "order": ("order",),

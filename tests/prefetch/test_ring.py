@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from egeria_cache.prefetch import ring as rings
 from egeria_cache.prefetch.ring import Place, Ring
 from egeria_cache.prefetch.slots import Slots
+from egeria_cache.ragged import pad_rows
 
 CPU = torch.device("cpu")
 
@@ -190,6 +191,41 @@ def test_another_draw_takes_the_place_of_a_samples_row():
         with pytest.raises(LookupError):
             gone()
     assert torch.equal(gathered(ring, [1]), rows_of([1])["a"])
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("max_runs", [0, 8])
+def test_padded_rows_are_gathered_as_long_as_their_batch(monkeypatch, left, max_runs):
+    monkeypatch.setattr(rings, "MAX_RUNS", max_runs)
+    dims, kept = ((0, left), (1, False)), [torch.ones(2, 3), torch.ones(1, 1), torch.ones(4, 2)]
+    ring = Ring(
+        {"a": torch.empty(1, 4, 3), "b": torch.empty(1, 2)}, 4, NUM_SAMPLES, CPU,
+        padded={"a": (dims, -1.0)},
+    )  # fmt: skip
+    b = torch.arange(6.0).view(3, 2)
+    for batch, keys in enumerate(([0, 1], [2])):
+        rows = [kept[key] for key in keys]
+        sizes = [max(row.shape[dim] for row in rows) for dim in (0, 1)]
+        named = {"a": pad_rows(rows, dims, sizes, -1.0), "b": b[keys]}
+        assert ring.longer(named) is None
+        assert ring.insert(batch, np.array(keys), drawn(keys), named, {})
+    for keys, whole, given in (
+        ([1, 0], [2, 3], [2, 3]), ([1], [1, 1], [1, 1]), ([2, 1], [4, 3], [9, 3])
+    ):  # fmt: skip
+        found = ring.gather(place(ring, keys), {"a": given})
+        assert torch.equal(found["a"], pad_rows([kept[key] for key in keys], dims, whole, -1.0))
+        assert torch.equal(found["b"], b[keys])
+
+
+def test_longer_rows_ask_for_a_ring_that_is_longer_by_a_quarter():
+    ring = Ring(
+        {"a": torch.empty(1, 4, 3)}, 4, NUM_SAMPLES, CPU, padded={"a": (((0, False),), 0.0)}
+    )
+    longer = ring.longer({"a": torch.empty(2, 8, 3)})
+    assert longer is not None
+    assert longer["a"].shape == (1, 10, 3)
+    ring.close()
+    assert ring.longer({"a": torch.empty(2, 8, 3)}) is None
 
 
 def test_samples_are_numbers_or_counted():

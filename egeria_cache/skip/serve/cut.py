@@ -68,16 +68,6 @@ class Cut:
         growth = self.growth.get(name)
         return rows if growth is None else growth.stripped(rows, lengths)
 
-    def padded(self, name: str, rows: Any, whole: tuple[int, ...]) -> Tensor:
-        """Put stored rows together for a batch of these lengths.
-
-        Raises:
-            LookupError: It is not known how large they are then.
-        """
-        growth = self.growth.get(name)
-        result: Tensor = rows if growth is None else growth.padded(rows, whole)
-        return result
-
     def still_valid(self) -> bool:
         """Whether the prefix still computes what it computed when the cut was proved."""
         return self.changed() is None

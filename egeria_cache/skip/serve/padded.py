@@ -54,19 +54,32 @@ class RowGrowth:
             stripped = PaddedRows(rows, self.dims, np.array(sizes, np.int64))
         return blank(rows, self.dims, stripped.sizes, self.fill)
 
-    def padded(self, rows: Tensor | Sequence[Tensor], whole: Whole) -> Tensor:
-        """Put stored rows together for a batch of these lengths.
+    def sizes(self, whole: Whole) -> list[int]:
+        """Return how large rows are along `dims` in a batch of these lengths.
+
+        Raises:
+            LookupError: That is not known.
+        """
+        known = [size for size in (rule.at(whole) for rule in self.rules) if size is not None]
+        if len(known) < len(self.rules):
+            raise LookupError(f"no batch of lengths {whole} was seen yet")
+        return known
+
+    def padded(
+        self, rows: Tensor | Sequence[Tensor], whole: Whole | None, *, pin_memory: bool = False
+    ) -> Tensor:
+        """Put stored rows together for a batch of these lengths; None: no larger than need be.
 
         Raises:
             LookupError: It is not known how large they are then.
         """
-        sizes = [rule.at(whole) for rule in self.rules]
-        if None in sizes:
-            raise LookupError(f"no batch of lengths {whole} was seen yet")
-        known = [size for size in sizes if size is not None]
+        if whole is None:
+            sizes = [max(row.shape[dim] for row in rows) for dim, _ in self.dims]
+        else:
+            sizes = self.sizes(whole)
         if isinstance(rows, Tensor):
-            return widen(rows, self.dims, known, self.fill)
-        return pad_rows(rows, self.dims, known, self.fill)
+            return widen(rows, self.dims, sizes, self.fill)
+        return pad_rows(rows, self.dims, sizes, self.fill, pin_memory=pin_memory)
 
 
 @dataclass(slots=True)

@@ -32,6 +32,10 @@ QUICK = settings(
 )  # fmt: skip
 
 
+FILL = -7.0
+"""What stands in the padding."""
+
+
 def row_of(key, version=0):
     return torch.full((3,), float(key + 1000 * version))
 
@@ -39,22 +43,40 @@ def row_of(key, version=0):
 # ---- the ring ------------------------------------------------------------------------------------
 
 
-def read_rows(keys):
+def size_of(keys, padded):
+    return max(key % 3 + 1 for key in keys) if padded else 3
+
+
+def read_rows(keys, padded):
     """What a reader gives: page-locked rows, which it does not keep."""
-    rows = devices.host_memory((len(keys), 3), torch.float32, HERE)
+    size = size_of(keys, padded) if len(keys) else 3
+    rows = devices.host_memory((len(keys), size), torch.float32, HERE)
     for row, key in zip(rows, keys, strict=True):
-        row.copy_(row_of(key))
+        row.copy_(expected(key, size, padded))
     return {"a": rows}
 
 
+def expected(key, size, padded):
+    row = row_of(key)[:size].clone()
+    if padded:
+        row[key % 3 + 1 :] = FILL
+    return row
+
+
 @QUICK
-@example(order="lanes", max_runs=8, draws=random.Random(0))
-@given(order=ORDERS, max_runs=st.sampled_from([0, 8]), draws=st.randoms(use_true_random=False))
-def ring_property(order, max_runs, draws):
+@example(order="lanes", max_runs=8, padded=False, draws=random.Random(0))
+@given(
+    order=ORDERS, max_runs=st.sampled_from([0, 8]), padded=st.booleans(),
+    draws=st.randoms(use_true_random=False),
+)  # fmt: skip
+def ring_property(order, max_runs, padded, draws):
     window, size = 2, 4
     with pytest.MonkeyPatch.context() as patch, late(order) as device:
         patch.setattr(rings, "MAX_RUNS", max_runs)
-        ring = Ring({"a": torch.empty(1, 3)}, (2 * window + 2) * size, 60, HERE)
+        ring = Ring(
+            {"a": torch.empty(1, 3)}, (2 * window + 2) * size, 60, HERE,
+            padded={"a": (((0, False),), FILL)} if padded else {},
+        )  # fmt: skip
         draws_of = np.zeros(size, np.int64)
         ahead, results = {}, []
         plans = [draws.sample(range(60), size) for _ in range(14)]
@@ -64,17 +86,19 @@ def ring_property(order, max_runs, draws):
                     continue
                 keys = np.array(plans[coming])
                 new = keys[ring.adopt(coming, keys, draws_of)]
-                assert ring.insert(coming, new, draws_of[: len(new)], read_rows(new), {})
+                assert ring.insert(coming, new, draws_of[: len(new)], read_rows(new, padded), {})
                 ahead[coming] = ring.place(keys, draws_of)
             ring.release_before(number - window)
-            rows = ring.gather(ahead[number])["a"]
+            sizes = {"a": [size_of(plans[number], True)]} if padded else None
+            rows = ring.gather(ahead[number], sizes)["a"]
             results.append((plans[number], rows * 2))  # a kernel of the step reads them
             del rows
         assert device.num_waits == 0
         answers = [(keys, rows.cpu()) for keys, rows in results]
         assert device.num_late
     for keys, rows in answers:
-        assert torch.equal(rows, torch.stack([row_of(key) * 2 for key in keys]))
+        wanted = [expected(key, size_of(keys, padded), padded) * 2 for key in keys]
+        assert torch.equal(rows, torch.stack(wanted))
 
 
 def test_ring_rows_are_right_in_any_order():
