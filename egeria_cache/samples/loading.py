@@ -29,6 +29,7 @@ from egeria_cache.samples.collation import (
     find_places,
     own_lengths,
 )
+from egeria_cache.samples.company import Company, Told
 from egeria_cache.samples.fingerprint import Look, look
 from egeria_cache.samples.generators import GENERATORS, preserved
 
@@ -41,12 +42,6 @@ __all__ = [
     "Task",
     "apart",
 ]
-
-
-MAX_SHARE = 0.02
-"""Of the time that loading takes, for comparing samples with what they are alone."""
-FREE_S = 0.05
-"""What that may take besides, in each process that loads."""
 
 
 class Task(NamedTuple):
@@ -107,33 +102,6 @@ class Loaded(NamedTuple):
     """Processor time that a worker took; 0 where the training process has loaded them."""
     company: Company | None = None
     """Whether samples are compared with what they are alone, and what that has taken."""
-
-
-class Company:
-    """How many samples are compared with what they are alone: as many as cost little.
-
-    All of a batch where that takes `MAX_SHARE` of the time that loading takes, or less; else some,
-    in turns. The first `FREE_S` are free.
-    """
-
-    def __init__(self) -> None:
-        self.loaded_s = self.spent_s = 0.0
-        self._each_s = 0.0
-        self._next = 0
-
-    def choose(self, size: int) -> list[int]:
-        """Return the rows of a batch whose turn it is."""
-        left = FREE_S + MAX_SHARE * self.loaded_s - self.spent_s
-        number = min(size, int(left / self._each_s)) if self._each_s and left > 0 else 0
-        number = number if self._each_s else size
-        self._next += number
-        return [(self._next - 1 - i) % size for i in range(number)]
-
-    def compared(self, number: int, seconds: float) -> None:
-        """Note what it has taken to compare so many."""
-        self.spent_s += seconds
-        if number:
-            self._each_s += (seconds / number - self._each_s) * (0.2 if self._each_s else 1.0)
 
 
 def apart(function: Any) -> Any:
@@ -354,41 +322,43 @@ class CollateLoaded:
         samples, axes, places = loaded.data, loaded.axes, loaded.places
         if samples is None or isinstance(samples, Look):
             return loaded
-        if not isinstance(samples, list):
+        if not isinstance(samples, list) or not (axes or places or loaded.company):
             return loaded._replace(data=self.collate(samples), places=None)
-        company = loaded.company
-        if axes or places or company is None:
-            rows = list(range(len(samples))) if axes or places else []
-            alone = self._alone(samples, rows)
-            loaded = loaded._replace(data=self.collate(samples), places=None)
+        company = loaded.company or Company()
+        began, told = time.thread_time(), None
+        # Before the batch is collated, perhaps to the same memory; of copies, for collate functions
+        # pad the very lists that they are given.
+        with Attempt():
+            told = company.ask_samples(axes, samples)
+        is_known = places is None and told is not None
+        rows = company.choose(len(samples), axes) if is_known else list(range(len(samples)))
+        lists = self._find_lists(samples) if rows and loaded.company and places is None else ()
+        alone = self._alone(samples, rows, lists or ()) if axes or lists is not None else {}
+        compared = time.thread_time()
+        data = self.collate(list(samples))
+        collated = time.thread_time()
+        found = loaded._replace(data=data, places=None)
+        if alone or axes:
             with Attempt():  # one that cannot be collated alone is not measured
-                return self._measured(loaded, [alone[i] for i in rows], places) if alone else loaded
-            return loaded
-        began, rows, differs = time.thread_time(), company.choose(len(samples)), None
-        if rows and self._lists is None:
+                found = self._compared(loaded, data, alone, lists or (), company, told)
+        company.loaded_s += collated - compared
+        if rows:
+            company.compared(len(rows), time.thread_time() - collated + compared - began)
+        return found
+
+    def _find_lists(self, samples: list[Any]) -> frozenset[str] | None:
+        """Return the lists with an item per sample in its batches; None if that cannot be tried."""
+        if self._lists is None:
             with Attempt(), preserved():
                 collate, one = apart(self.collate), samples[:1]
                 twice = collate(copy.deepcopy(one) + copy.deepcopy(one))
                 self._lists = find_lists(collate(copy.deepcopy(one)), twice)
-        alone = {} if self._lists is None else self._alone(samples, rows, self._lists)
-        compared = time.thread_time()
-        data = self.collate(samples)
-        collated = time.thread_time()
-        with Attempt():
-            together = flatten(data, len(samples), self._lists or ())[1] if alone else {}
-            differs = differing_leaf((), together, alone, len(samples))
-        company.loaded_s += collated - compared
-        company.compared(len(rows), time.thread_time() - collated + compared - began)
-        return loaded._replace(data=data, differs=differs)
+        return self._lists
 
     def _alone(
         self, samples: list[Any], rows: Sequence[int], lists: Collection[str] = ()
     ) -> dict[int, dict[str, Any]]:
-        """Return the leaves of some samples, each collated alone; none if one cannot be.
-
-        To be asked before the batch is collated, perhaps to the same memory. Of copies: collate
-        functions pad the very lists that they are given.
-        """
+        """Return the leaves of some samples, each collated alone; none if one cannot be."""
         found: dict[int, dict[str, Any]] = {}
         if not rows:
             return found
@@ -399,18 +369,39 @@ class CollateLoaded:
                 found[row] = {path: _own(leaf) for path, leaf in leaves.items()}
         return found if tried.error is None else {}
 
-    def _measured(
-        self, loaded: Loaded, leaves: list[dict[str, Any]], places: Places | None
+    def _compared(
+        self,
+        loaded: Loaded,
+        data: Any,
+        alone: dict[int, dict[str, Any]],
+        lists: Collection[str],
+        company: Company,
+        told: Told | None,
     ) -> Loaded:
-        axes, size = loaded.axes, len(leaves)
-        together = flatten(loaded.data, size)[1]
+        """Say where samples stand, how long they are, and what differs from what they are alone."""
+        axes, size, places, differs = loaded.axes, len(loaded.data), loaded.places, None
+
+        def leaves() -> dict[str, Any]:
+            return flatten(data, size, lists)[1]
+
+        if not alone:  # it is the turn of none
+            lengths = company.lengths(axes, (told or {}) | company.ask_masks(axes, leaves))
+            return loaded._replace(data=data, lengths=lengths, places=None)
+        together, lengths = leaves(), None
         if places is not None:
-            places = find_places(together, leaves)
-            leaves = [leaves[i] for i in places.order]
-        lengths = np.array([own_lengths(axes, one) for one in leaves], np.int64)
-        alone = dict(enumerate(leaves))
-        differs = None if places else differing_leaf(axes, together, alone, size)
-        return loaded._replace(lengths=lengths, differs=differs, places=places)
+            places = find_places(together, [alone[row] for row in range(size)])
+            alone = {row: alone[i] for row, i in enumerate(places.order)}
+        else:
+            differs = differing_leaf(axes, together, alone, size)
+        own = {row: own_lengths(axes, one) for row, one in alone.items()}
+        if axes and places is None and told is not None:
+            told = told | company.ask_masks(axes, leaves)
+            differs = company.learn(axes, told, own) or differs
+        if len(own) == size:
+            lengths = np.array([own[row] for row in range(size)], np.int64)
+        elif axes:
+            lengths = company.lengths(axes, told or {})
+        return loaded._replace(data=data, lengths=lengths, differs=differs, places=places)
 
 
 def _own(leaf: Any) -> Any:

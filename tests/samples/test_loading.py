@@ -1,15 +1,141 @@
 """What is loaded beside the samples themselves, and how often."""
 
-from egeria_cache.samples.loading import FREE_S, MAX_SHARE, Company
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from egeria_cache.batch import Axis
+from egeria_cache.samples import company as module
+from egeria_cache.samples.company import FREE_S, MAX_SHARE, Company
+from egeria_cache.samples.loading import CollateLoaded, SampleLoader, SeededDataset, Task
+
+SIZE = 8
 
 
 def test_samples_are_compared_in_turns_at_a_share_of_what_loading_takes():
     company = Company()
-    assert company.choose(4) == [3, 2, 1, 0]  # the first batch whole: nothing is known of the cost
+    assert company.choose(4, ()) == [0, 1, 2, 3]  # all of the first: nothing is known of the cost
     company.compared(4, 4 * FREE_S)
-    assert company.choose(4) == []
+    assert company.choose(4, ()) == []
     company.loaded_s += 10 * FREE_S / MAX_SHARE
-    rows = company.choose(8)
-    company.compared(len(rows), 0.0)
-    assert 0 < len(rows) < 8
-    assert company.choose(8)[-1] == (rows[0] + 1) % 8  # it goes on where it stopped
+    turns = [company.choose(8, ()) for _ in range(50)]
+    assert {len(rows) for rows in turns} == {7}
+    assert {row for rows in turns for row in rows} == set(range(8))
+
+
+def words(length, i):
+    return [1 + (i + k) % 7 for k in range(length)]
+
+
+LENGTHS = [3, 9, 5, 7, 4, 8, 6, 9] * 4
+
+
+class Texts:
+    """Rows of numbers of several lengths, in the form that a test wants."""
+
+    def __init__(self, form):
+        self.form = form
+
+    def __getitem__(self, i):
+        return self.form(words(LENGTHS[i], i))
+
+
+def joined(items):
+    x = pad_sequence([torch.as_tensor(item) for item in items], batch_first=True)
+    return {"x": x, "mask": (x != 0).long()}
+
+
+def from_texts(items):
+    return joined([list(map(int, item.split())) for item in items])
+
+
+def without_masks(items):
+    return {"x": from_texts(items)["x"]}
+
+
+def ended(items):
+    """Those that do not end so get a last token, which the first batch has none of."""
+    return joined([item if item[-1] != 5 else [*item, 9] for item in items])
+
+
+def as_text(row):
+    return " ".join(map(str, row))
+
+
+class Alone:
+    """Loads batches of padded samples, and counts how many samples it collates alone."""
+
+    def __init__(self, form, collate, monkeypatch):
+        monkeypatch.setattr(module, "MAX_SHARE", 0.0)
+        monkeypatch.setattr(module, "FREE_S", 0.0)
+        self.alone = []  # shared with the object's stand-in
+        self.samples = SampleLoader(Texts(form), self.counted)
+        self.collate, self.wrapped = collate, CollateLoaded(self.counted)
+
+    def counted(self, items):
+        self.alone += items if len(items) == 1 else []
+        return self.collate(items)
+
+    @property
+    def num_alone(self):
+        return len(self.alone)
+
+    def load(self, start, leaves=("x", "mask"), rows=SIZE):
+        indices = list(range(start, start + rows))
+        axes = tuple(Axis(f"[{leaf!r}]", 0) for leaf in leaves)
+        task = Task(0, indices, indices, [0] * rows, None, axes=axes, compares=True)
+        return self.wrapped(SeededDataset(self.samples).__getitems__(task))
+
+
+@pytest.mark.parametrize(
+    ("form", "collate", "is_told"),
+    [
+        (list, joined, True),
+        (torch.tensor, joined, True),
+        (lambda row: {"deep": [0, torch.tensor(row)]}, lambda s: joined([i["deep"][1] for i in s]),
+         True),
+        (as_text, from_texts, True),
+        (as_text, without_masks, False),
+    ],
+    ids=["lists", "tensors", "nested", "masks", "nothing"],
+)  # fmt: skip
+def test_lengths_are_read_from_what_has_told_them(form, collate, is_told, monkeypatch):
+    """And not by collating each alone, once a batch has shown where they stand."""
+    leaves = ("x",) if collate is without_masks else ("x", "mask")
+    alone = Alone(form, collate, monkeypatch)
+    for start in (0, SIZE, 2 * SIZE):
+        loaded = alone.load(start, leaves)
+        assert loaded.lengths[:, -1].tolist() == LENGTHS[start : start + SIZE]
+        assert loaded.differs is None
+        if not start:
+            counted = alone.num_alone
+    assert alone.num_alone == (counted if is_told else 3 * counted - 2)
+
+
+def test_nothing_is_believed_of_samples_of_one_length(monkeypatch):
+    monkeypatch.setattr(f"{__name__}.LENGTHS", [6] * SIZE + LENGTHS)
+    alone = Alone(list, joined, monkeypatch)
+    alone.load(0)
+    before = alone.num_alone
+    assert alone.load(SIZE).lengths[:, 0].tolist() == LENGTHS[SIZE : 2 * SIZE]
+    assert alone.num_alone == before + SIZE
+
+
+def test_what_tells_different_lengths_tells_none(monkeypatch):
+    """Two lists were as long as each other; where they are not, neither is believed."""
+    alone = Alone(
+        lambda row: (row, row[: max(8, 2 * row[0])]),
+        lambda s: joined([i[0] for i in s]),
+        monkeypatch,
+    )
+    monkeypatch.setattr(f"{__name__}.LENGTHS", [3, 4, 5, 6, 7, 8, 3, 4] + [5, 9, 9] * 4)
+    assert alone.load(0).lengths is not None
+    assert alone.load(SIZE).lengths is None  # the loader's owner has them measured
+
+
+def test_a_sample_that_is_longer_than_was_told_is_told(monkeypatch):
+    monkeypatch.setattr(f"{__name__}.words", lambda length, i: [1 + i // 8 * 4] * length)
+    alone = Alone(list, ended, monkeypatch)
+    assert alone.load(0).differs is None
+    monkeypatch.setattr(module, "FREE_S", 60.0)
+    assert alone.load(SIZE).differs == "['x']"
