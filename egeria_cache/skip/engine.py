@@ -583,6 +583,8 @@ class SkipEngine:
         """Whether recomputed hits were what was stored, as far as that is known by now."""
         for error, (batch, mask, name, boundary, most) in self._audits.come(wait=wait):
             if not float(error) <= most:
+                if self._is_another(wait=True):  # written to since a device was last asked
+                    return False
                 finding = f"{name} at {boundary!r} differs by {error:.3g} of its largest value"
                 self.host.audit_failed(batch, mask, finding)
                 return False
@@ -676,11 +678,16 @@ class SkipEngine:
         elif self._declared != (self.boundary, self.frozen) and self._thaw.is_frozen_again():
             self._thaw.forget()
             self._place(*self._declared)
+        self._is_another()
+
+    def _is_another(self, *, wait: bool = False) -> bool:
+        """Whether the prefix has changed; if so, what is stored of it is void."""
         for guard in self._book.guards():
-            reason = guard.changed()
+            reason = guard.changed(wait=wait)
             if reason is not None:
                 self._void(reason, guard)
-                return
+                return True
+        return False
 
     def _retreat(self, name: str) -> None:
         """A part of the prefix is trained from now on: cut before it, or not at all."""
@@ -703,6 +710,7 @@ class SkipEngine:
             self._held.release()
             self._is_held = False
         self._announced.clear()
+        self._audits = Answers()
         self._addresses.void(r.cut.fields for r in self._book.all() if r.cut is not None)
         self.cut = None
         if not self._book.park(guard):

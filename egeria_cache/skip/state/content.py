@@ -174,13 +174,13 @@ class ContentProbe:
         self._verdicts, self._looked_at = Answers(), -LOOK_EVERY_S
         self._is_beside = all(map(copies_beside, apart))
 
-    def changed(self) -> bool:
-        """Whether anything looks different."""
+    def changed(self, *, wait: bool = False) -> bool:
+        """Whether anything looks different; `wait`: now, and not when a device last said so."""
         if list(map(_Scattered.tobytes, self._host)) != self._bytes:
             return True
         if self._pieces and self._piece_changed():
             return True
-        return bool(self._device) and self._device_changed()
+        return bool(self._device) and self._device_changed(wait)
 
     def _piece_changed(self) -> bool:
         """Read one piece of one tensor in full: every element is looked at once in a round."""
@@ -189,8 +189,10 @@ class ContentProbe:
         self._hashes[turn] = now
         return before is not None and now != before
 
-    def _device_changed(self) -> bool:
-        if any(bool(verdict) for verdict, _ in self._verdicts.come()):
+    def _device_changed(self, wait: bool) -> bool:
+        if wait:
+            self._ask()
+        if any(bool(verdict) for verdict, _ in self._verdicts.come(wait=wait)):
             return True
         self._turn, now = self._turn + 1, time.perf_counter()
         if (
@@ -200,9 +202,12 @@ class ContentProbe:
         ):
             return False
         self._looked_at = now
+        self._ask()
+        return False
+
+    def _ask(self) -> None:
         for views, before in self._device:  # one copy of a byte
             self._verdicts.ask((_joined(views) != before).any())
-        return False
 
 
 def _joined(views: Mapping[torch.dtype, list[Tensor]]) -> Tensor:

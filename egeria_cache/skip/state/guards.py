@@ -98,8 +98,12 @@ class PrefixGuard:
         self._frozen = list(map(_requires_grad, self._grown))
         return None
 
-    def changed(self) -> str | None:
-        """Name what changed, or return None. Costs about half a microsecond per tensor."""
+    def changed(self, *, wait: bool = False) -> str | None:
+        """Name what changed, or return None. Costs about half a microsecond per tensor.
+
+        Args:
+            wait: Also for what a device says of the elements that lie there.
+        """
         if (
             list(map(_version, self._counted)) != self._versions
             or list(map(Tensor.data_ptr, self._placed)) != self._pointers
@@ -109,7 +113,7 @@ class PrefixGuard:
         if reason is None and self._state.rebound:
             self._state.rebound = False
             reason = self._explain()
-        if reason is None and self._probe.changed():
+        if reason is None and self._probe.changed(wait=wait):
             return "the content of a parameter or buffer of the prefix was changed"
         return reason
 
