@@ -52,7 +52,7 @@ MUTATIONS = {
     ),
     "what is written through .data is not looked at": Mutation(
         file="egeria_cache/skip/state/guards.py",
-        old="if reason is None and self._probe.changed():",
+        old="if reason is None and self._probe.changed(wait=wait):",
         new="if False:",
         caught_by="tests/hostile/test_prefix_tensors.py",
     ),
