@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -51,6 +51,8 @@ def test_rows_come_back_from_padding_as_they_were(sizes, above, left, more, wide
     st.lists(st.integers(60, 400), min_size=1, max_size=12),
     st.lists(st.integers(60, 400), min_size=1, max_size=12),
 )  # fmt: skip
+@example(stride=2, offset=1, multiple=1, seen=[94, 95], asked=[100])
+@example(stride=3, offset=0, multiple=1, seen=[61, 63, 60], asked=[200])
 @settings(max_examples=150, deadline=None)
 def test_a_rule_is_certain_only_where_it_is_right(stride, offset, multiple, seen, asked):
     def size(length):

@@ -40,18 +40,19 @@ class _Functions(NamedTuple):
 
     @classmethod
     def explaining(cls, axis: int, lengths: np.ndarray, sizes: np.ndarray) -> list[_Functions]:
-        """Return those that give these sizes: exact multiples, or else roundings."""
+        """Return those that give these sizes, exact multiples first, then roundings."""
         if (lengths == lengths[0]).all():
             return []
         lengths, sizes, one = lengths[:, None], sizes[:, None], np.ones(1, np.int64)
+        functions = []
         for multiples, strides in ((_MULTIPLES, one), (one, _STRIDES)):
             rests = multiples * lengths - strides * sizes  # in [o, o + stride)
             low, high = rests.max(0) - strides + 1, rests.min(0)
             found = low <= high
             if found.any():
                 those = [np.broadcast_to(a, found.shape)[found] for a in (multiples, strides)]
-                return [cls(axis, those[0], those[1], low[found], high[found])]
-        return []
+                functions.append(cls(axis, those[0], those[1], low[found], high[found]))
+        return functions
 
     @property
     def is_exact(self) -> bool:
@@ -145,8 +146,8 @@ class Rule:
         return self._answers[lengths]
 
     def _explaining(self) -> list[_Functions]:
-        """Return all that explain what was seen; exact multiples before roundings."""
+        """Return all that explain what was seen, exact multiples first."""
         sizes = np.array(list(self._seen.values()))
         by_axis = enumerate(np.array(list(self._seen)).T)
         found = [one for axis, own in by_axis for one in _Functions.explaining(axis, own, sizes)]
-        return [one for one in found if one.is_exact] or found
+        return sorted(found, key=lambda one: not one.is_exact)
