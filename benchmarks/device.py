@@ -2,8 +2,10 @@
 
 Right: losses of training with the cache beside those without, in several ways of using a device.
 Fast: a step of hits beside a computed one and the oracle, which trains the rest alone on
-activations that lie on the device. Models have random weights, samples are random. Without an
-accelerator it runs on the CPU, and says so.
+activations that lie on the device. As the paper's figures 9 to 11 have it: what freezing saves of a
+step and what skipping saves besides; bytes of gradients that ranks would exchange; steps and the
+share of trained parameters as the frozen front grows. Models have random weights, samples are
+random. Without an accelerator it runs on the CPU, tiny, and says so; on one it takes some minutes.
 """
 
 from __future__ import annotations
@@ -14,22 +16,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.harness import environment, parser, publish, tell
 from benchmarks.models import ResNet50
-from egeria_cache import ActivationCache, EgeriaLoader
+from egeria_cache import ActivationCache, CacheStats, EgeriaLoader
 from egeria_cache.device import Lane, default_device, pins, runs_late, synchronize
 from egeria_cache.prefetch.ring import Ring
 
+COMPILED = ("ResNet-50", "GPT-2 small")
+"""By the device's own compiler, which takes a minute for each; others by one that takes no time."""
 WAITS = ("StreamSynchronize", "DeviceSynchronize", "EventSynchronize", "Memcpy")
 """How calls of a driver are named, by the profiler, that make the host wait."""
 
@@ -95,13 +99,18 @@ class Case:
     batch: int
     tokens: int | None = None
 
-    def frozen(self, device: torch.device) -> nn.Module:
-        """Return the model there, its front frozen and in inference mode."""
+    def model(self, device: torch.device, *, frozen: bool = True) -> nn.Module:
+        """Return the model there; its front in inference mode, if it is frozen."""
         torch.manual_seed(0)
         model = self.make().to(device).train()
-        for name in self.front:
+        for name in self.front if frozen else ():
             model.get_submodule(name).requires_grad_(False).eval()
         return model
+
+    def fronts(self) -> list[Case]:
+        """Return the same model with ever more of it frozen: a third of this front, two, all."""
+        ends = [len(self.front) * third // 3 for third in (1, 2, 3)]
+        return [replace(self, front=self.front[: max(end, 1)]) for end in ends]
 
 
 def transformer(name: str, shape: tuple[int, ...], batch: int, width: int, depth: int,
@@ -135,20 +144,50 @@ def loss_of(model: nn.Module, x: Any, y: Any) -> Tensor:
 
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
+plain: Around = contextlib.nullcontext
 
 
-def trained(case: Case, device: torch.device, directory: Path, gate: Any, num: int, epochs: int,
-            around: Around, change: Callable[[nn.Module], None],
-            ) -> Iterator[tuple[float, Tensor, int]]:  # fmt: skip
-    """Train; yield each epoch's seconds, losses and hits so far."""
-    model = case.frozen(device)
+class Epoch(NamedTuple):
+    """What an epoch took, and gave."""
+
+    step_s: float
+    losses: Tensor
+    stats: CacheStats
+    """Since the run began."""
+
+
+def trained(case: Case, device: torch.device, gate: Any, num: int, epochs: int, around: Around,
+            change: Callable[[nn.Module], None] = lambda model: None, *, flush: bool = False,
+            ) -> Iterator[Epoch]:  # fmt: skip
+    """Train; yield what came of each epoch.
+
+    Args:
+        case: What is trained.
+        device: Where.
+        gate: Of the cache; None: there is none, and nothing is frozen.
+        num: Number of samples.
+        epochs: Number of passes over them.
+        around: Makes what stands around a forward.
+        change: Called with the model first.
+        flush: Wait with each batch until it is stored, so that none is dropped by a slow disk.
+    """
+    model = case.model(device, frozen=gate is not None)
     change(model)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.01)
     data = Random(num, case.shape, case.tokens)
-    with ActivationCache(model, directory, case.front[-1], gate=gate) as cache:
-        loader = EgeriaLoader(
-            data, case.batch, shuffle=True, generator=torch.Generator().manual_seed(1),
-            cache=cache, seed=2, pin_memory=pins(device), drop_last=True,
+    options: dict[str, Any] = {
+        "shuffle": True, "generator": torch.Generator().manual_seed(1), "drop_last": True,
+        "pin_memory": pins(device),
+    }  # fmt: skip
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        ActivationCache(
+            model, Path(directory), None if gate is None else case.front[-1], gate=gate or "never"
+        ) as cache,
+    ):
+        loader: Any = (
+            DataLoader(data, case.batch, **options) if gate is None
+            else EgeriaLoader(data, case.batch, cache=cache, seed=2, **options)
         )  # fmt: skip
         for _ in range(epochs):
             losses = []
@@ -162,10 +201,12 @@ def trained(case: Case, device: torch.device, directory: Path, gate: Any, num: i
                 loss.backward()
                 optimizer.step()
                 losses.append(loss.detach())
+                if flush:
+                    cache.flush()
             synchronize(device)
             seconds = (time.perf_counter() - started) / max(len(losses), 1)
             cache.flush()
-            yield seconds, torch.stack(losses).float().cpu(), cache.stats().hits
+            yield Epoch(seconds, torch.stack(losses).float().cpu(), cache.stats())
 
 
 @contextlib.contextmanager
@@ -181,11 +222,11 @@ def ways(
     device: torch.device, backend: str
 ) -> dict[str, tuple[torch.device, Around, Callable[[Any], None]]]:
     """Return the ways of using a device: (where, what stands around a forward, what is changed)."""
-    plain: Around = contextlib.nullcontext
     same: Callable[[Any], None] = lambda model: None  # noqa: E731
     kind = device.type
 
     def compiled(model: Any) -> None:
+        torch._dynamo.config.recompile_limit = 64  # of all blocks
         names = model.layers if isinstance(model, ResNet50) else []
         for block in [*map(model.get_submodule, names), *getattr(model, "blocks", ())]:
             block.compile(backend=backend)
@@ -211,13 +252,11 @@ def right(
     for way, (where, around, change) in ways(device, backend).items():
         runs = {}
         for gate in ("never", "always"):
-            with tempfile.TemporaryDirectory() as place:
-                made = trained(case, where, Path(place), gate, num, 3, around, change)
-                runs[gate] = list(made)
-        plain, cached = (torch.cat([losses for _, losses, _ in runs[g]]) for g in runs)
-        worst = float(((plain - cached).abs() / plain.abs().clamp(min=1e-6)).max())
+            runs[gate] = list(trained(case, where, gate, num, 3, around, change, flush=True))
+        computed, cached = (torch.cat([epoch.losses for epoch in runs[g]]) for g in runs)
+        worst = float(((computed - cached).abs() / computed.abs().clamp(min=1e-6)).max())
         found.append({
-            "model": case.name, "way": way, "hits": runs["always"][-1][2],
+            "model": case.name, "way": way, "hits": runs["always"][-1].stats.hits,
             "of": 2 * (num // case.batch) * case.batch, "largest_difference": worst,
         })  # fmt: skip
     return found
@@ -229,13 +268,13 @@ def _keeping(module: nn.Module, args: Any, output: Tensor) -> None:
     module.forward = lambda *args, **kwargs: kept
 
 
-def oracle(case: Case, device: torch.device, num_steps: int) -> float:
+def oracle(case: Case, device: torch.device, num_steps: int, around: Around) -> float:
     """Return the seconds of a step that trains the rest alone, on one batch's activations."""
-    model = case.frozen(device)
+    model = case.model(device)
     data = Random(case.batch, case.shape, case.tokens)
     x, y = (torch.stack(part).to(device) for part in zip(*map(data.__getitem__, range(case.batch)),
                                                          strict=True))  # fmt: skip
-    with torch.no_grad():
+    with torch.no_grad(), around():
         for name in case.front:  # what is left of the front costs nothing
             module = model.get_submodule(name)
             module.register_forward_hook(_keeping)
@@ -243,8 +282,10 @@ def oracle(case: Case, device: torch.device, num_steps: int) -> float:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.01)
 
     def step() -> None:
+        with around():
+            loss = loss_of(model, x, y)
         optimizer.zero_grad()
-        loss_of(model, x, y).backward()
+        loss.backward()
         optimizer.step()
 
     times = []
@@ -258,37 +299,78 @@ def oracle(case: Case, device: torch.device, num_steps: int) -> float:
     return statistics.median(times)
 
 
+def autocast(device: torch.device) -> Around:
+    """Return how steps are timed: on an accelerator as its users have them, in bf16."""
+    return lambda: torch.autocast(device.type, torch.bfloat16, enabled=runs_late(device))
+
+
+def _steps(case: Case, device: torch.device, gate: Any, num: int, epochs: int) -> list[Epoch]:
+    return list(trained(case, device, gate, num, epochs, autocast(device)))
+
+
+def _step_s(made: Sequence[Epoch]) -> float:
+    """Return the seconds of a step once it is steady: the first epoch stores, the second fills."""
+    return statistics.median([epoch.step_s for epoch in made[2:]])
+
+
+def _trained_share(case: Case) -> float:
+    """Return which part of the parameters is trained."""
+    model = case.model(torch.device("cpu"))
+    numbers = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(n for n, is_trained in numbers if is_trained) / sum(n for n, _ in numbers)
+
+
 def fast(case: Case, device: torch.device, num: int, epochs: int) -> dict[str, Any]:
-    """Time steps: computed, of hits, and the oracle's."""
-    medians = {}
-    for gate in ("never", "always"):
-        with tempfile.TemporaryDirectory() as place:
-            made = trained(case, device, Path(place), gate, num, epochs, contextlib.nullcontext,
-                           lambda model: None)  # fmt: skip
-            # The first epoch stores, the second fills the ring.
-            medians[gate] = statistics.median([seconds for seconds, _, _ in made][2:])
-    best = oracle(case, device, max(num // case.batch, 1))
+    """Time steps: all trained, the front frozen and computed, of hits, and the oracle's."""
+    gates = {"trained": None, "computed": "never", "hit": "always"}
+    runs = {name: _steps(case, device, gate, num, epochs) for name, gate in gates.items()}
+    times = {name: _step_s(made) for name, made in runs.items()}
+    best = oracle(case, device, max(num // case.batch, 1), autocast(device))
+    stats, whole = runs["hit"][-1].stats, times["trained"]
+    first = runs["hit"][0]
+    gradients = 4 * sum(p.numel() for p in case.make().parameters())
     return {
-        "model": case.name, "batch": case.batch, "computed_ms": 1e3 * medians["never"],
-        "hit_ms": 1e3 * medians["always"], "oracle_ms": 1e3 * best,
-        "hit_vs_computed": medians["never"] / medians["always"],
-        "hit_vs_oracle": medians["always"] / best,
+        "model": case.name, "batch": case.batch,
+        **{f"{name}_ms": 1e3 * one for name, one in times.items()}, "oracle_ms": 1e3 * best,
+        "hit_vs_computed": times["computed"] / times["hit"],
+        "hit_vs_oracle": times["hit"] / best,
+        # Figure 9: of a step in which all is trained.
+        "freezing_saves": 1 - times["computed"] / whole,
+        "skipping_saves": (times["computed"] - times["hit"]) / whole,
+        # What is paid for it: the first epoch, and bytes.
+        "storing_ms": 1e3 * (first.step_s - first.stats.proof_s / max(num // case.batch, 1)),
+        "proof_s": stats.proof_s,
+        "stored_bytes_of_a_sample": stats.stored_bytes / max(stats.num_samples, 1),
+        "bytes_of_a_sample": Random(1, case.shape, case.tokens).x.nbytes,
+        # Figure 10: of gradients, that each rank of a data parallel job sends in a step.
+        "gradient_bytes": gradients,
+        "gradient_bytes_frozen": round(gradients * _trained_share(case)),
     }  # fmt: skip
+
+
+def growing(case: Case, device: torch.device, num: int, epochs: int) -> list[dict[str, Any]]:
+    """Time steps as the frozen front grows: what each of figure 11's decisions would bring."""
+    return [
+        {
+            "model": one.name, "boundary": one.front[-1], "trained_share": _trained_share(one),
+            "computed_ms": 1e3 * _step_s(_steps(one, device, "never", num, epochs)),
+            "hit_ms": 1e3 * _step_s(_steps(one, device, "always", num, epochs)),
+        }
+        for one in case.fronts()
+    ]  # fmt: skip
 
 
 def waits(case: Case, device: torch.device, num: int) -> dict[str, Any]:
     """Count what makes the host wait in an epoch of hits and in a computed one."""
     found: dict[str, Any] = {"model": case.name}
     for gate, name in (("never", "computed"), ("always", "hits")):
-        with tempfile.TemporaryDirectory() as place:
-            made = trained(case, device, Path(place), gate, num, 3, contextlib.nullcontext,
-                           lambda model: None)  # fmt: skip
-            next(made), next(made)
-            with torch.profiler.profile() as profile:
-                next(made)
-            counts = {e.key: e.count for e in profile.key_averages() if e.key.endswith(WAITS)}
-            found[name] = sum(counts.values())
-            list(made)
+        made = trained(case, device, gate, num, 3, plain)
+        next(made), next(made)
+        with torch.profiler.profile() as profile:
+            next(made)
+        counts = {e.key: e.count for e in profile.key_averages() if e.key.endswith(WAITS)}
+        found[name] = sum(counts.values())
+        list(made)
     return found
 
 
@@ -344,17 +426,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         "is_accelerator": runs_late(device), "size": "tiny" if small else "full",
         "graph_of_a_gather_is_right": captured(device),
         "to_device_gb_per_s": bandwidth(device, 1 << (22 if small else 28)) / 1e9,
-        "right": [], "steps": [], "waits": [],
+        "right": [], "steps": [], "growing": [], "waits": [],
     }  # fmt: skip
     for case in cases(small):
         if case.name not in (options.model or names):
             continue
         tell(case.name)
-        num = case.batch * (3 if small else 8)
-        report["right"] += right(case, device, num, "eager" if small else "inductor")
-        report["steps"].append(fast(case, device, num, 4 if small else 6))
+        few, many = (case.batch * n for n in ((3, 3) if small else (6, 16)))
+        backend = "inductor" if case.name in COMPILED and not small else "eager"
+        report["right"] += right(case, device, few, backend)
+        report["steps"].append(fast(case, device, many, 4 if small else 5))
+        if case.name == names[0]:
+            report["growing"] = growing(case, device, many, 4)
         if runs_late(device):
-            report["waits"].append(waits(case, device, num))
+            report["waits"].append(waits(case, device, few))
     wrong = [
         one for one in report["right"]
         if one["hits"] < one["of"] or one["largest_difference"] > (0.05 if small else 0.02)

@@ -17,6 +17,8 @@ def test_it_is_right_in_every_way_and_has_its_figures(number):
         assert one["hits"] == one["of"], one
         assert one["largest_difference"] < 1e-2, one
     found = benchmark.fast(case, here, 3 * case.batch, 3)
-    assert min(found["computed_ms"], found["hit_ms"], found["oracle_ms"]) > 0
+    assert min(found[f"{name}_ms"] for name in ("trained", "computed", "hit", "oracle")) > 0
+    if number == 0:
+        assert len(benchmark.growing(case, here, 3 * case.batch, 3)) == 3
     assert benchmark.bandwidth(here, 1 << 16) > 0
     assert benchmark.captured(here) is None
