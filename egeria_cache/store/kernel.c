@@ -7,6 +7,7 @@
 
 #define _GNU_SOURCE
 #include <fcntl.h>
+#include <sched.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdint.h>
@@ -232,6 +233,14 @@ struct batch {
     zstd_fn *zstd;
     void *context;
     int64_t waits;               /* for the disk; else what is not in memory stays ABSENT */
+    struct progress *progress;
+};
+
+/* What the threads share that read one batch. */
+struct progress {
+    int64_t next;         /* record that nobody has taken yet */
+    int64_t num_inside;   /* helpers */
+    int64_t is_asked_for; /* the disk was asked for all that is left */
 };
 
 static uint64_t aligned(uint64_t size) { return (size + 7) & ~7ull; }
@@ -342,46 +351,63 @@ static uint64_t place_of(const struct batch *of, int64_t i, uint64_t map_bytes) 
     return place && place <= map_bytes && size <= map_bytes - place ? place : map_bytes;
 }
 
-/* Read records of one layout, each of which holds all columns, to the rows of the same numbers;
-   return how many are INTACT. Where the beginning of one was not in memory, all that are left are
-   asked for at once, before they are waited for; or they stay ABSENT, if this does not wait. */
-int64_t egeria_read(const struct batch *of, int64_t count) {
-    struct stat file;
-    uint64_t map_bytes = of->map_bytes;
-    if (fstat((int)of->descriptor, &file) || !of->map) map_bytes = 0;
-    else if ((uint64_t)file.st_size < map_bytes) map_bytes = (uint64_t)file.st_size;
-    sigset_t bus_error, before;
-    sigemptyset(&bus_error), sigaddset(&bus_error, SIGBUS);
-    pthread_sigmask(SIG_UNBLOCK, &bus_error, &before); /* where it is blocked, it kills */
-    handle_bus_errors();
-    const uint8_t *key = of->keys;
+/* Whether to wait for the disk: it is asked at once for all records from `i` on. */
+static void ask_for_all(const struct batch *of, int64_t i, int64_t count, uint64_t map_bytes) {
+    for (; i < count; i++)
+        if (place_of(of, i, map_bytes) != map_bytes)
+            (void)posix_fadvise((int)of->descriptor, (off_t)place_of(of, i, map_bytes),
+                                of->entries[i].size, POSIX_FADV_WILLNEED);
+}
+
+/* Read records until all are taken. Where the beginning of one was not in memory, all that are left
+   are asked for at once, before they are waited for; or they stay ABSENT, if this does not wait. */
+static void read_some(const struct batch *of, int64_t count, uint64_t map_bytes) {
+    struct progress *const progress = of->progress;
     const int64_t waits_before = num_waits();
-    int64_t last_ns = now_ns(), num_intact = 0;
-    int is_asked_for = 0;
-    for (int64_t i = 0; i < count; key += of->key_bytes[i++]) {
+    const uint8_t *key = of->keys;
+    int64_t last_ns = now_ns();
+    for (int64_t i, at = 0; (i = __atomic_fetch_add(&progress->next, 1, __ATOMIC_SEQ_CST)) < count;) {
+        while (at < i) key += of->key_bytes[at++];
         if (!of->entries[i].size || of->entries[i].at >> 48 != of->layout) continue;
         const uint64_t place = place_of(of, i, map_bytes);
         of->found[i] = DAMAGED;
         if (place == map_bytes) continue;
         uint8_t byte;
-        if (!is_asked_for && copied(&byte, of->map + place, sizeof byte)) {
+        if (!progress->is_asked_for && copied(&byte, of->map + place, sizeof byte)) {
             const int64_t ns = now_ns();
-            is_asked_for = ns - last_ns > LONG_NS && num_waits() > waits_before;
-            last_ns = ns;
-            if (is_asked_for && !of->waits) {
-                of->found[i] = ABSENT;
-                break;
+            if (ns - last_ns > LONG_NS && num_waits() > waits_before) {
+                progress->is_asked_for = 1;
+                if (!of->waits) {
+                    of->found[i] = ABSENT;
+                    __atomic_store_n(&progress->next, count, __ATOMIC_SEQ_CST);
+                    break;
+                }
+                ask_for_all(of, i, count, map_bytes);
             }
-            for (int64_t k = is_asked_for ? i : count; k < count; k++)
-                if (place_of(of, k, map_bytes) != map_bytes)
-                    (void)posix_fadvise((int)of->descriptor, (off_t)place_of(of, k, map_bytes),
-                                        of->entries[k].size, POSIX_FADV_WILLNEED);
+            last_ns = ns;
         }
         of->found[i] = (uint8_t)read_one(of, i, place, key);
-        num_intact += of->found[i] == INTACT;
     }
+}
+
+/* Read records of one layout, each of which holds all columns, to the rows of the same numbers. Other
+   threads may help, each with a room and a context of its own; who does not returns when all is
+   read. */
+void egeria_read(const struct batch *of, int64_t count, int helps) {
+    int64_t *const num_inside = &of->progress->num_inside;
+    struct stat file;
+    uint64_t map_bytes = of->map_bytes;
+    sigset_t bus_error, before;
+    if (helps) __atomic_fetch_add(num_inside, 1, __ATOMIC_SEQ_CST);
+    if (fstat((int)of->descriptor, &file) || !of->map) map_bytes = 0;
+    else if ((uint64_t)file.st_size < map_bytes) map_bytes = (uint64_t)file.st_size;
+    sigemptyset(&bus_error), sigaddset(&bus_error, SIGBUS);
+    pthread_sigmask(SIG_UNBLOCK, &bus_error, &before); /* where it is blocked, it kills */
+    handle_bus_errors();
+    read_some(of, count, map_bytes);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return num_intact;
+    if (helps) __atomic_fetch_sub(num_inside, 1, __ATOMIC_SEQ_CST);
+    while (!helps && __atomic_load_n(num_inside, __ATOMIC_SEQ_CST)) sched_yield();
 }
 
 /* -- writing -------------------------------------------------------------------------------- */
@@ -410,5 +436,5 @@ void egeria_pack(hash_fn *hash, uint64_t seed, uint8_t *records, int64_t stride,
 }
 
 /* See SHAPE in native.py. */
-const uint64_t egeria_shape[] = {7, sizeof(struct column), sizeof(struct batch),
+const uint64_t egeria_shape[] = {8, sizeof(struct column), sizeof(struct batch),
                                  sizeof(struct decoder), sizeof(struct source)};

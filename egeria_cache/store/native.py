@@ -7,13 +7,16 @@ installed, `kernel()` is None, and raw and zstd records are read in Python.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
 import os
+import queue
+import threading
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,9 @@ LIBRARY_NAME = "_kernel.so"
 SWITCH = "EGERIA_NATIVE"
 """Environment variable: "0" leaves the library aside."""
 
+HELPED_BYTES = 2**20
+"""Decoded: of a batch that is less, a thread that has yet to wake finds nothing left to do."""
+MOST_HELPERS = 3
 KEPT_BYTES = 16 * 2**20
 """Memory beyond this is given back."""
 
@@ -57,7 +63,7 @@ class Kernel:
         self._unzstd = ctypes.cast(zstd.ZSTD_decompressDCtx, c_void_p)
         self._zstd = zstd
         p, n = c_void_p, c_int64
-        self._read = _declared(library.egeria_read, n, POINTER(_Batch), n)
+        self._read = _declared(library.egeria_read, None, POINTER(_Batch), n, c_int)
         self._decode = _declared(
             library.egeria_decode, c_int, POINTER(_Decoder), c_int, p, c_uint64, p, p, n
         )
@@ -77,9 +83,9 @@ class Kernel:
         keys: Sequence[bytes],
         *,
         waits: bool,
-    ) -> tuple[int, Bytes]:
-        """Read, verify and decode records of one layout; return how many are intact, and how each
-        was read, shape (N,).
+        helpers: Helpers | None = None,
+    ) -> Bytes:
+        """Read, verify and decode records of one layout; return how each was read, shape (N,).
 
         Args:
             unpacker: Of this thread.
@@ -89,6 +95,7 @@ class Kernel:
             entries: Of each record, shape (N,), contiguous.
             keys: Of each record.
             waits: For the disk; else what is not in memory is not read.
+            helpers: Take a part of a large batch that is to be decoded.
         """
         found = np.zeros(len(entries), np.uint8)
         described = (_Column * len(columns))()
@@ -103,8 +110,20 @@ class Kernel:
             *file, *layout, described, len(columns), _address(entries), b"".join(keys),
             key_bytes.buffer_info()[0], _address(found), unpacker.room(room_bytes), decode_bytes,
             room_bytes, self._hash, self._unzstd, unpacker.context, waits,
+            ctypes.pointer(_Progress()),
         )  # fmt: skip
-        return self._read(batch, len(entries)), found
+        is_large = whole * len(entries) >= HELPED_BYTES
+        # What is only copied, one core copies about as fast as memory can.
+        if waits and helpers is not None and is_large and whole > entries["size"].max():
+            helpers.offer(functools.partial(self._help, batch, len(entries)))
+        self._read(batch, len(entries), 0)
+        return found
+
+    def _help(self, batch: _Batch, count: int, unpacker: Unpacker) -> None:
+        """Read records of a batch that are left; touch nothing of it once none are."""
+        own = _Batch.from_buffer_copy(batch)
+        own.room, own.context = unpacker.room(own.room_bytes), unpacker.context
+        self._read(own, count, 1)
 
     def decode(
         self, unpacker: Unpacker, codec: int, stored: Any, out: Bytes, elements: tuple[int, bool]
@@ -170,6 +189,50 @@ class Unpacker:
         return self._room_at
 
 
+class Helpers:
+    """Threads that decode a part of large batches: as many as there are cores for, up to three.
+    Owned by the store's reader, which closes them.
+    """
+
+    def __init__(self, native: Kernel) -> None:
+        self._native, self._num_cores = native, len(os.sched_getaffinity(0))
+        self._tasks: queue.SimpleQueue[Callable[[Unpacker], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] | None = None
+
+    def offer(self, task: Callable[[Unpacker], None]) -> None:
+        """Have each of them do it, soon, where cores are idle; nobody waits for that."""
+        # Where none is, a helper that has to wait for one in the middle of a row holds up the rest.
+        if os.getloadavg()[0] > self._num_cores - 0.5:
+            return
+        with self._lock:
+            if self._threads is None:
+                self._threads = []
+                self._start(self._threads)
+        for _ in self._threads:
+            self._tasks.put(task)
+
+    def _start(self, threads: list[threading.Thread]) -> None:
+        with contextlib.suppress(RuntimeError, MemoryError):  # no more threads can be started
+            for _ in range(min(self._num_cores - 1, MOST_HELPERS)):
+                one = threading.Thread(target=self._run, name="egeria-helper", daemon=True)
+                one.start()
+                threads.append(one)
+
+    def _run(self) -> None:
+        unpacker = self._native.unpacker()
+        while (task := self._tasks.get()) is not None:
+            task(unpacker)
+
+    def close(self) -> None:
+        """Stop and join them."""
+        threads, self._threads = self._threads or [], []
+        for _ in threads:
+            self._tasks.put(None)
+        for one in threads:
+            one.join()
+
+
 @functools.cache
 def kernel() -> Kernel | None:
     """Return the compiled functions; None where they, or what they need, are not there."""
@@ -212,6 +275,10 @@ class _Column(ctypes.Structure):
     ]
 
 
+class _Progress(ctypes.Structure):
+    _fields_ = [("next", c_int64), ("num_inside", c_int64), ("is_asked_for", c_int64)]
+
+
 class _Batch(ctypes.Structure):
     _fields_ = [
         ("map", c_void_p),
@@ -232,6 +299,7 @@ class _Batch(ctypes.Structure):
         ("zstd", c_void_p),
         ("context", c_void_p),
         ("waits", c_int64),
+        ("progress", POINTER(_Progress)),
     ]
 
 
@@ -248,7 +316,7 @@ class _Source(ctypes.Structure):
     _fields_ = [("rows", c_void_p), ("num_bytes", c_int64)]
 
 
-SHAPE = [7, *map(ctypes.sizeof, (_Column, _Batch, _Decoder, _Source))]
+SHAPE = [8, *map(ctypes.sizeof, (_Column, _Batch, _Decoder, _Source))]
 """What the library says of itself. The first is counted up in both when a function takes something
 else: a library that was left beside newer sources would write where it should not."""
 

@@ -29,7 +29,7 @@ from egeria_cache.store.disk.files import (
     numbers_of,
     places_of,
 )
-from egeria_cache.store.native import ABSENT, INTACT, UNREADABLE, Kernel, kernel
+from egeria_cache.store.native import ABSENT, INTACT, UNREADABLE, Helpers, Kernel, kernel
 from egeria_cache.store.records.keys import decode_key
 from egeria_cache.store.records.layout import FieldLayout, Layout
 from egeria_cache.store.records.record import open_record
@@ -71,6 +71,8 @@ class BatchReader:
 
     def __init__(self) -> None:
         self._local = threading.local()
+        native = kernel()
+        self._helpers = None if native is None else Helpers(native)
         self._warned: set[str] = set()
 
     def read(
@@ -98,7 +100,10 @@ class BatchReader:
             with files.reading() as view:
                 if entries is None:
                     entries = view.locate(keys)
-                batch = _Batch(view, keys, entries, self._coder, pin_memory, waits=not in_memory)
+                batch = _Batch(
+                    view, keys, entries, self._coder, pin_memory, waits=not in_memory,
+                    helpers=self._helpers,
+                )  # fmt: skip
                 batch.read()
         except GoneError:
             return Fetched(False, {}, np.zeros(len(keys), np.bool_))
@@ -111,6 +116,11 @@ class BatchReader:
             batch.hit[:] = False
         num_hits = int(batch.hit.sum())
         return Fetched(batch.bare, batch.fields, batch.hit, num_hits, num_corrupt)
+
+    def close(self) -> None:
+        """Stop the threads that help."""
+        if self._helpers is not None:
+            self._helpers.close()
 
     @property
     def _coder(self) -> Coder:
@@ -135,10 +145,10 @@ class _Batch:
 
     def __init__(
         self, view: View, keys: Sequence[bytes], entries: Entries, coder: Coder, pin_memory: bool,
-        *, waits: bool,
+        *, waits: bool, helpers: Helpers | None,
     ) -> None:  # fmt: skip
         self._view, self._keys, self._entries, self._coder = view, keys, entries, coder
-        self._pin_memory, self._waits = pin_memory, waits
+        self._pin_memory, self._waits, self._helpers = pin_memory, waits, helpers
         self.hit = np.zeros(len(keys), np.bool_)
         self.bare = False
         self.fields: dict[str, Column] = {}
@@ -190,7 +200,7 @@ class _Batch:
         """Read rows of tensors of fixed size in one call."""
         view, fields = self._view, layout.fields
         columns = [_allocate(field, len(self._keys), self._pin_memory) for field in fields]
-        num_intact, found = native.read(
+        found = native.read(
             self._coder.unpacker(native),
             view.mapped(),
             (view.files.identity ^ layout.seed, layout.number),
@@ -201,11 +211,11 @@ class _Batch:
             self._entries,
             self._keys,
             waits=self._waits,
+            helpers=self._helpers,
         )
         intact = found == INTACT
         self.hit |= intact
-        failed = [] if num_intact == len(found) else np.flatnonzero(rows & ~intact).tolist()
-        for row in failed:
+        for row in np.flatnonzero(rows & ~intact).tolist():
             if found[row] == ABSENT:
                 raise NotInMemoryError
             if found[row] == UNREADABLE:

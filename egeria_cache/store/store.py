@@ -120,7 +120,7 @@ class ActivationStore:
         self._closed = False
         # Dropped without close(), or at the interpreter's exit: the queue is still written.
         self._finalizer = weakref.finalize(
-            self, _shut_down, self._writer, self._generations, os.getpid()
+            self, _shut_down, self._writer, self._reader, self._generations, os.getpid()
         )
 
     # -- generations ------------------------------------------------------------------------
@@ -358,6 +358,7 @@ class ActivationStore:
         """
         self._closed = True
         self._writer.close(timeout_s)
+        self._reader.close()
         for generation in list(self._generations.values()):
             generation.release()
         self._finalizer.detach()
@@ -381,9 +382,12 @@ class ActivationStore:
         self._start()
 
 
-def _shut_down(writer: Writer, generations: Mapping[str, Generation], process: int) -> None:
+def _shut_down(
+    writer: Writer, reader: BatchReader, generations: Mapping[str, Generation], process: int
+) -> None:
     if os.getpid() != process:  # a forked child has none of the threads
         return
     writer.close(10.0)
+    reader.close()
     for generation in list(generations.values()):
         generation.release()

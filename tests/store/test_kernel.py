@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -313,6 +314,38 @@ def test_many_threads_read_while_one_writes(directory):
             assert store.flush(FLUSH_S)
         assert all(future.result() > 0 for future in futures)
         assert not store.get_batch([])[1].any()
+
+
+def test_threads_take_parts_of_a_large_batch_that_is_decoded(directory, monkeypatch):
+    monkeypatch.setattr(native, "HELPED_BYTES", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
+    monkeypatch.setattr(os, "getloadavg", lambda: (0, 0, 0))
+    rows = some(300, 500).relu()
+    with stored(directory, rows, "bitmap+split") as store, ThreadPoolExecutor(2) as pool:
+
+        def read(seed: int) -> bool:
+            rng = np.random.default_rng(seed)
+            batches = [rng.permutation(310) for _ in range(40)]
+            return all(
+                torch.equal(found[torch.from_numpy(hit)], rows[ids[ids < 300]])
+                and (hit == (ids < 300)).all()
+                for ids in batches
+                for found, hit in [store.get_batch(ids)]
+            )
+
+        assert all(pool.map(read, range(2)))
+        helpers = [one for one in threading.enumerate() if one.name == "egeria-helper"]
+        assert len(helpers) == native.MOST_HELPERS
+    assert not any(one.is_alive() for one in helpers)
+
+
+def test_a_batch_is_decoded_where_no_thread_can_be_started(directory, monkeypatch):
+    monkeypatch.setattr(native, "HELPED_BYTES", 1)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0, 0, 0))
+    rows = some(30, 500).relu()
+    with stored(directory, rows, "bitmap+split") as store, monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError))
+        assert torch.equal(store.get_batch(range(30))[0], rows)
 
 
 def test_the_memory_of_a_batch_is_not_kept(directory):
