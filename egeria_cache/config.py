@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from egeria_cache.arguments import Codec, StorageDtype, Verify, check_choice
+from egeria_cache.arguments import Codec, StorageDtype, check_choice
 
 __all__ = ["StoreConfig", "parse_size"]
 
@@ -55,14 +55,6 @@ class StoreConfig:
     """One of `StorageDtype`, or None: lossless."""
     force_network: bool = False
     """Use the directory even if it lies on a network filesystem, and whoever owns it there."""
-    queue_batches: int = 16
-    """Batches that may wait for the writer; one more is dropped and counted."""
-    queue_bytes: int = 2 * 2**30
-    """Bytes that may wait for the writer."""
-    verify: str = "once"
-    """Does nothing any more, and will go: every read of a record is verified."""
-    evict_unused: bool = True
-    """When the limit is reached, remove whole generations that no live process uses."""
 
     def __post_init__(self) -> None:
         if self.limit_bytes <= 0:
@@ -70,7 +62,3 @@ class StoreConfig:
         check_choice("codec", self.codec, Codec)
         if self.storage_dtype is not None:
             check_choice("storage_dtype", self.storage_dtype, StorageDtype)
-        check_choice("verify", self.verify, Verify)
-        for name in ("queue_batches", "queue_bytes"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

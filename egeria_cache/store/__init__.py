@@ -8,8 +8,8 @@ A generation is one LMDB environment. The way of a read: `store` > `generation` 
 of `disk/files` > one call of the compiled `kernel.c` (through `native`), or without it > `records`
 > `codecs`; of a write: `generation` > `writer` > `records` > a commit of `disk/files`. `disk` has
 the files: whose they are (`own`, `place`, `claims`), what they may take (`budget`), LMDB itself
-(`environment`), and what lies in it (`files`). What `cache-inspect` reads, removes and copies:
-`census`, `removal`, `parcel`.
+(`environment`), and what lies in it (`files`). What `cache-inspect` reads and copies: `census`,
+`parcel`.
 """
 
 from egeria_cache.store.census import (
@@ -22,7 +22,7 @@ from egeria_cache.store.census import (
     survey,
     verify,
 )
-from egeria_cache.store.disk.budget import BudgetBusyError
+from egeria_cache.store.disk.budget import BudgetBusyError, remove_generations
 from egeria_cache.store.disk.live import LiveFile, read_live
 from egeria_cache.store.disk.manifest import DamagedError, Manifest, differing_fields
 from egeria_cache.store.disk.notes import read_note, read_notes, write_note
@@ -30,7 +30,6 @@ from egeria_cache.store.generation import Generation, Located
 from egeria_cache.store.native import has_kernel
 from egeria_cache.store.parcel import Parcelled, pack, unpack
 from egeria_cache.store.reader import NotInMemoryError
-from egeria_cache.store.removal import remove_generations
 from egeria_cache.store.store import ActivationStore
 
 __all__ = [

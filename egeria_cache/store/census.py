@@ -21,8 +21,8 @@ from egeria_cache.errors import StoreError
 from egeria_cache.store.codecs.codec import Coder
 from egeria_cache.store.disk.budget import directory_bytes, generation_directories, last_use
 from egeria_cache.store.disk.claims import DAMAGED, in_use_elsewhere
-from egeria_cache.store.disk.environment import DATA_NAME
-from egeria_cache.store.disk.files import GenerationFiles, GoneError, is_unfinished
+from egeria_cache.store.disk.environment import DATA_NAME, problem_of
+from egeria_cache.store.disk.files import GoneError, inspected, is_unfinished
 from egeria_cache.store.disk.manifest import ROOT_FORMAT, DamagedError, Manifest, read_json
 from egeria_cache.store.disk.place import ROOT_NAME
 from egeria_cache.store.disk.totals import Totals
@@ -194,27 +194,22 @@ def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> It
     """
     coder, done = Coder(), 0
     try:
-        if is_unfinished(path):
+        if is_unfinished(path) or Manifest.read(path).is_old:
             return
-        if Manifest.read(path).is_old:
-            return
-        files = GenerationFiles.open(path, inspecting=True)
-        try:
+        with inspected(path) as view:
             # What another process writes to, it has looked at, and is not at rest.
-            if not in_use_elsewhere(path) and (problem := files.problem()):
+            looks = not in_use_elsewhere(path)
+            if looks and (problem := problem_of(path, view.descriptor, believes_note=False)):
                 yield Damage(path.name, "?", f"{DATA_NAME}: {problem}")
                 return
-            total = files.num_samples()  # at first: a live run adds to them
-            for key, _, found in files.records():
+            for key, found in view.records():
                 done += 1
                 try:
                     _decode(found, coder)
                 except ValueError as error:  # a RecordError is one
                     yield Damage(path.name, _sample(key), str(error))
                 if progress is not None and done % PROGRESS_EVERY == 0:
-                    progress(done, max(done, total))
-        finally:
-            files.release()
+                    progress(done, view.num_records)
     except DamagedError as error:
         if os.path.lexists(path):  # else it was removed just now
             yield Damage(path.name, "?", str(error))
@@ -245,7 +240,7 @@ def contents(path: Path, *, numbers_of: str | None = None) -> Contents:
     coder = Coder()
     if is_unfinished(path):
         return Contents(shapes, {}, {}, ())
-    for key, value, record in _records(path):
+    for key, record in _records(path):
         try:
             _, variant = decode_key(key)
         except ValueError:
@@ -254,7 +249,7 @@ def contents(path: Path, *, numbers_of: str | None = None) -> Contents:
             codecs["damaged"] += 1
             continue
         variants[variant] += 1
-        sizes[max(len(value) - 1, 0).bit_length()] += 1
+        sizes[max(len(record.whole) - 1, 0).bit_length()] += 1
         codecs[_codec_name(record)] += 1
         tensor_bytes.append(0)
         for field, (shape, num_bytes) in zip(record.layout.fields, record.shapes, strict=True):
@@ -284,12 +279,10 @@ def _glance(path: Path) -> GenerationReport:
     manifest, note, num_samples, totals = None, None, 0, Totals()
     try:
         manifest = Manifest.read(path)
-        if manifest.is_old:
-            manifest.check_current()
-        elif not is_unfinished(path):
-            files = GenerationFiles.open(path, inspecting=True)
-            num_samples, totals = files.num_samples(), files.totals
-            files.release()
+        manifest.check_current()
+        if not is_unfinished(path):
+            with inspected(path) as view:
+                num_samples, totals = view.num_records, view.totals()
     except DamagedError as error:
         damage = damage or (None if is_unfinished(path) else str(error))
     except (StoreError, GoneError, OSError) as error:  # of now, or not ours
@@ -312,15 +305,12 @@ def _glance(path: Path) -> GenerationReport:
     )
 
 
-def _records(path: Path) -> Iterator[tuple[bytes, memoryview, Record | RecordError]]:
-    Manifest.read(path).check_current()
-    files = GenerationFiles.open(path, inspecting=True)
+def _records(path: Path) -> Iterator[tuple[bytes, Record | RecordError]]:
     try:
-        yield from files.records()
+        with inspected(path) as view:
+            yield from view.records()
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error}") from error
-    finally:
-        files.release()
 
 
 def _decode(record: Record | RecordError, coder: Coder) -> None:

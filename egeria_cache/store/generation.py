@@ -39,7 +39,7 @@ from egeria_cache.store.records.keys import (
 )
 from egeria_cache.store.records.record import Encoded, Rows, encode_rows
 from egeria_cache.store.records.values import Value
-from egeria_cache.store.stats import GenerationCounts
+from egeria_cache.store.stats import Counts
 from egeria_cache.store.transfer import to_host
 from egeria_cache.store.writer import Job, Writer, joined
 from egeria_cache.threads import without_modes
@@ -112,6 +112,7 @@ class Generation:
         reader: BatchReader,
         writer: Writer,
         budget: Budget,
+        counts: Counts,
         codec: str,
         storage: Storage = None,
         num_expected: int = 0,
@@ -119,17 +120,18 @@ class Generation:
         self._manifest = manifest
         self._files = files
         self._reader, self._writer, self._budget = reader, writer, budget
-        self._codec_name = codec
         self._codec: Codec | None = None if codec == "auto" else Codec.named(codec)
         self._coder = Coder()
         self._storage = storage
-        self._num_expected = num_expected
+        self.num_expected = num_expected
+        """Records that it will hold when all are stored; 0 if nobody said."""
         self._lock = threading.Lock()
         self._released = False
         self._num_queued = 0
         self._write_again_at = 0.0
         self._said: set[str] = set()
-        self.counts = GenerationCounts()
+        self.counts = counts
+        """Of the store."""
 
     @property
     def name(self) -> str:
@@ -155,11 +157,6 @@ class Generation:
     def alive(self) -> bool:
         """It serves records: neither void, nor released, nor stopped by an error."""
         return self._files.reason_stopped is None and not self._released
-
-    @property
-    def num_expected(self) -> int:
-        """Records that it will hold when all are stored; 0 if nobody said."""
-        return self._num_expected
 
     @property
     def num_samples(self) -> int:
@@ -246,12 +243,11 @@ class Generation:
         except (OSError, MemoryError) as error:
             self._warn(f"cannot be read now: {error}")
             fetched = Fetched(False, {}, np.zeros(num_samples, np.bool_))
-        counts, num_misses = self.counts, num_samples - fetched.num_hits
-        with self._lock:
-            counts.hits += fetched.num_hits
-            if num_misses:
-                counts.misses += num_misses
-                counts.corrupt += fetched.num_corrupt
+        self.counts.add(
+            hits=fetched.num_hits,
+            misses=num_samples - fetched.num_hits,
+            corrupt=fetched.num_corrupt,
+        )
         if not fetched.num_hits:
             return {}, fetched.hit
         return fetched.fields[BARE] if fetched.bare else fetched.fields, fetched.hit
@@ -307,7 +303,7 @@ class Generation:
             num_new -= int(np.count_nonzero(self._files.contains(keys)))
         if not num_new:
             return self.alive
-        self._count(dropped_writes=num_new)
+        self.counts.add(dropped_writes=num_new)
         if not self._writer.alive and self.alive:
             self._warn(self._writer.why_dead)
         return False
@@ -337,7 +333,7 @@ class Generation:
         except (TypeError, ValueError, RuntimeError) as error:
             self._warn(f"a batch cannot be stored: {error}")
         finally:
-            self._count(writes=num_written, dropped_writes=num_rows - num_written)
+            self.counts.add(writes=num_written, dropped_writes=num_rows - num_written)
             self._queued(-num_queued)
 
     def _commit(self, jobs: Sequence[Job]) -> int:
@@ -438,7 +434,7 @@ class Generation:
 
     def _choose_codec(self, job: Job) -> Codec:
         """Decide once, from the first batch."""
-        expected = self._num_expected * job.num_bytes // max(len(job.keys), 1)
+        expected = self.num_expected * job.num_bytes // max(len(job.keys), 1)
         small = min(self._budget.limit_bytes, psutil.virtual_memory().total) // SMALL_PART
         if 0 < expected <= small:
             self._codec, trials = Codec.RAW, f"{expected / 1e6:.0f} MB for all samples are few"
@@ -500,11 +496,6 @@ class Generation:
             self._said.add("warning")
         if not warned:
             logger.warning("cache generation %s: %s; training goes on", self.name, message)
-
-    def _count(self, **changes: int) -> None:
-        with self._lock:
-            for name, change in changes.items():
-                setattr(self.counts, name, getattr(self.counts, name) + change)
 
 
 def _superseded(keys: Sequence[bytes], last: Variants) -> list[bytes | None]:

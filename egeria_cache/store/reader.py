@@ -32,7 +32,6 @@ from egeria_cache.store.disk.files import (
 from egeria_cache.store.native import ABSENT, INTACT, UNREADABLE, Helpers, Kernel, kernel
 from egeria_cache.store.records.keys import decode_key
 from egeria_cache.store.records.layout import FieldLayout, Layout
-from egeria_cache.store.records.record import open_record
 from egeria_cache.store.records.values import RecordError
 
 __all__ = ["BatchReader", "Fetched", "NotInMemoryError"]
@@ -222,7 +221,7 @@ class _Batch:
                 self.failed[row] = "the disk cannot read it", False
                 continue
             # From wherever it is now; or what is wrong with it is noted.
-            values = self._values(layout, row)
+            values = self._values(row)
             for column, one, value in zip(columns, fields, values or (), strict=bool(values)):
                 if isinstance(value, Tensor) and one.storage is None:
                     column[row] = value
@@ -243,32 +242,26 @@ class _Batch:
                 raise NotInMemoryError
         values: list[list[Any]] = [[None] * len(self._keys) for _ in layout.fields]
         for row in rows.tolist():
-            for at, value in enumerate(self._values(layout, row) or ()):
+            for at, value in enumerate(self._values(row) or ()):
                 values[at][row] = value
         return [self._column(one, rows[self.hit[rows]]) for one in values]
 
-    def _values(self, layout: Layout, row: int) -> list[Any] | None:
+    def _values(self, row: int) -> list[Any] | None:
         """Return what a record holds; None, with the reason noted, if it is not intact."""
-        view, key, entry = self._view, self._keys[row], self._entries[row]
-        message = "it is gone"
+        key = self._keys[row]
         try:
-            for by_block in (False, True):
-                try:
-                    found = view.record(key, entry, by_block=by_block)
-                    opened = open_record(key, found, layout, view.files.identity)
-                    values = [opened.value(at, self._coder) for at in range(len(layout.fields))]
-                except RecordError as error:
-                    message = str(error)
-                    continue
-                self.hit[row] = True
-                return values
+            found = self._view.record(key, self._entries[row])
+            values = [found.value(at, self._coder) for at in range(len(found.layout.fields))]
         except OSError as error:
             self.failed[row] = f"the disk cannot read it: {error.strerror}", False
         except NeedsKernelError:
             self.failed[row] = "", True
+        except RecordError as error:
+            if self._view.is_there(key):  # else it was superseded since it was located
+                self.failed[row] = str(error), True
         else:
-            if view.is_there(key):  # else it was superseded since it was located
-                self.failed[row] = message, True
+            self.hit[row] = True
+            return values
         return None
 
     def _column(self, values: list[Any], rows: Places) -> Column:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import threading
+from dataclasses import dataclass
 
-__all__ = ["GenerationCounts", "StoreStats"]
+__all__ = ["Counts", "StoreStats"]
 
 
-@dataclass(slots=True)
-class GenerationCounts:
-    """What happened in this process."""
+class Counts:
+    """What happened in this process, in all generations of a store."""
 
-    hits: int = 0
-    misses: int = 0
-    writes: int = 0
-    dropped_writes: int = 0
-    corrupt: int = 0
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.hits = self.misses = self.writes = self.dropped_writes = self.corrupt = 0
 
-    def add(self, other: GenerationCounts) -> None:
-        """Take another generation's counts in."""
-        for one in fields(self):
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+    def add(self, **changes: int) -> None:
+        """Count some more."""
+        with self._lock:
+            for name, change in changes.items():
+                setattr(self, name, getattr(self, name) + change)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

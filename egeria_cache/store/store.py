@@ -39,7 +39,7 @@ from egeria_cache.store.generation import Generation
 from egeria_cache.store.reader import BatchReader
 from egeria_cache.store.records.keys import SampleId
 from egeria_cache.store.records.values import Value
-from egeria_cache.store.stats import GenerationCounts, StoreStats
+from egeria_cache.store.stats import Counts, StoreStats
 from egeria_cache.store.writer import Writer
 
 __all__ = ["ActivationStore", "Generation", "StoreStats"]
@@ -49,6 +49,14 @@ logger = logging.getLogger("egeria_cache.store")
 REMOVAL_WAIT_S = 10.0
 EMPTY_GENERATION_BYTES = 12 * PAGE_BYTES
 """What a new generation takes before its first record, except for its manifest."""
+GONE = {
+    "verify": "every read of a record is verified",
+    "num_threads": "who asks for a batch reads it",
+    "queue_batches": "16 wait for the writer at most",
+    "queue_bytes": "2 GiB wait for the writer at most",
+    "evict_unused": "what no process uses goes where room is needed",
+}
+"""Options that say so for a release."""
 ALONE = {"use": "alone"}
 """Fields of the generation behind the store's own put_batch and get_batch."""
 
@@ -77,11 +85,8 @@ class ActivationStore:
         *,
         storage_dtype: str | None = None,
         force_network: bool = False,
-        queue_batches: int = 16,
-        queue_bytes: int | str = "2GiB",
-        num_threads: int | None = None,
         verify: str = "once",
-        evict_unused: bool = True,
+        **gone: Any,
     ) -> None:
         self.config = StoreConfig(
             directory=Path(directory).expanduser().absolute(),
@@ -89,34 +94,25 @@ class ActivationStore:
             codec=codec,
             storage_dtype=storage_dtype,
             force_network=force_network,
-            queue_batches=queue_batches,
-            queue_bytes=parse_size(queue_bytes),
-            verify=verify,
-            evict_unused=evict_unused,
         )
-        if num_threads is not None:
-            logger.warning("num_threads= does nothing any more: who asks for a batch reads it")
+        for name in [*gone, *(["verify"] if verify != "once" else [])]:
+            if name not in GONE:
+                raise TypeError(f"a store has no option {name!r}")
+            logger.warning("%s= does nothing any more: %s", name, GONE[name])
         self._start()
 
     def _start(self) -> None:
         config = self.config
-        if config.verify != "once":
-            logger.warning("verify= does nothing any more: every read of a record is verified")
         self.writable = claim_directory(
             config.directory, config.limit_bytes, force_network=config.force_network
         )
         self._lock = threading.RLock()
         self._generations: dict[str, Generation] = {}
-        self._finished: list[Generation] = []
-        """Void or released, with writes of theirs still in the queue."""
-        self._past = GenerationCounts()
-        """Of those that are done."""
+        self._counts = Counts()
         self._alone: Generation | None = None
-        self._budget = Budget(
-            config.directory, config.limit_bytes, evict_unused=config.evict_unused
-        )
+        self._budget = Budget(config.directory, config.limit_bytes)
         self._reader = BatchReader()
-        self._writer = Writer(queue_batches=config.queue_batches, queue_bytes=config.queue_bytes)
+        self._writer = Writer()
         self._closed = False
         # Dropped without close(), or at the interpreter's exit: the queue is still written.
         self._finalizer = weakref.finalize(
@@ -148,19 +144,9 @@ class ActivationStore:
                 return known
             if known is not None:
                 known.release()
-                self._retire(known)
             generation = self._open_or_make(name, fields, num_expected)
             self._generations[name] = generation
             return generation
-
-    def _retire(self, generation: Generation) -> None:
-        """Keep the counts of one that is over, and nothing else once its last write is."""
-        finished, self._finished = [*self._finished, generation], []
-        for one in finished:
-            if one.is_idle:
-                self._past.add(one.counts)
-            else:
-                self._finished.append(one)
 
     def _open_or_make(self, name: str, fields: Mapping[str, Any], num_expected: int) -> Generation:
         deadline = time.monotonic() + REMOVAL_WAIT_S
@@ -217,6 +203,7 @@ class ActivationStore:
             reader=self._reader,
             writer=self._writer,
             budget=self._budget,
+            counts=self._counts,
             codec=self.config.codec,
             storage=self.config.storage_dtype,
             num_expected=num_expected,
@@ -335,15 +322,14 @@ class ActivationStore:
     def stats(self) -> StoreStats:
         """Return counts and sizes."""
         with self._lock:
-            current = list(self._generations.values())
-            counts = [one.counts for one in (*current, *self._finished)] + [self._past]
-        alive = [generation for generation in current if generation.alive]
+            alive = [one for one in self._generations.values() if one.alive]
+        counts = self._counts
         return StoreStats(
-            hits=sum(count.hits for count in counts),
-            misses=sum(count.misses for count in counts),
-            writes=sum(count.writes for count in counts),
-            dropped_writes=sum(count.dropped_writes for count in counts),
-            corrupt=sum(count.corrupt for count in counts),
+            hits=counts.hits,
+            misses=counts.misses,
+            writes=counts.writes,
+            dropped_writes=counts.dropped_writes,
+            corrupt=counts.corrupt,
             num_samples=sum(generation.num_samples for generation in alive),
             raw_bytes=sum(generation.raw_bytes for generation in alive),
             stored_bytes=sum(generation.stored_bytes for generation in alive),

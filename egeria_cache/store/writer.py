@@ -28,6 +28,8 @@ __all__ = ["Job", "Writer", "joined"]
 
 logger = logging.getLogger("egeria_cache.store")
 
+QUEUE_BATCHES, QUEUE_BYTES = 16, 2 * 2**30
+"""What may wait; one more is dropped and counted."""
 GROUP_BYTES = 4 * 2**20
 """Batches that wait are committed together, up to this size: a commit costs a flush of the disk
 however small it is. Larger groups took up to twice the time per byte: LMDB writes neighbouring
@@ -115,8 +117,7 @@ def joined(jobs: Sequence[Job]) -> Sequence[Job]:
 class Writer:
     """Bounded queue and its thread."""
 
-    def __init__(self, *, queue_batches: int, queue_bytes: int) -> None:
-        self._queue_batches, self._queue_bytes = queue_batches, queue_bytes
+    def __init__(self) -> None:
         self._jobs: collections.deque[Job] = collections.deque()
         self._waiting_bytes = 0
         self._busy = False
@@ -145,12 +146,12 @@ class Writer:
     @property
     def is_full(self) -> bool:
         """One more batch would be dropped, however small."""
-        return len(self._jobs) >= self._queue_batches or self._waiting_bytes >= self._queue_bytes
+        return len(self._jobs) >= QUEUE_BATCHES or self._waiting_bytes >= QUEUE_BYTES
 
     def submit(self, job: Job) -> bool:
         """Queue a batch without waiting; False if it was dropped."""
         with self._lock:
-            full = self.is_full or self._waiting_bytes + job.held_bytes > self._queue_bytes
+            full = self.is_full or self._waiting_bytes + job.held_bytes > QUEUE_BYTES
             if full or not self.alive:
                 self._hurries = True
                 self._wake()
@@ -170,8 +171,8 @@ class Writer:
             not self.gathers
             or self._hurries
             or self._stopping
-            or len(self._jobs) >= min(GROUP_BATCHES, self._queue_batches // 2)
-            or self._waiting_bytes >= min(GROUP_BYTES, self._queue_bytes // 2)
+            or len(self._jobs) >= min(GROUP_BATCHES, QUEUE_BATCHES // 2)
+            or self._waiting_bytes >= GROUP_BYTES
         )
 
     def hurry(self) -> None:

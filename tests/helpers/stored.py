@@ -6,17 +6,15 @@ from pathlib import Path
 
 import lmdb
 
-from egeria_cache.store.disk.files import GenerationFiles, places_of
+from egeria_cache.store.disk.files import inspected, places_of
 
 __all__ = ["damage_a_record", "stored_bytes"]
 
 
 def damage_a_record(generation: Path, at: int = 60) -> None:
     """Flip a bit of the first record, at this byte of it."""
-    files = GenerationFiles.open(generation, inspecting=True)
-    with files.reading() as view:
+    with inspected(generation) as view:
         _, entry = next(view.entries())
-    files.release()
     place, number = int(places_of(entry)[0]), int(entry["block"][0])
     if place:
         with (generation / "data.mdb").open("r+b") as file:
@@ -37,8 +35,6 @@ def stored_bytes(directory: Path) -> int:
     """Of all records in a cache."""
     total = 0
     for path in directory.rglob("gen-*"):
-        files = GenerationFiles.open(path, inspecting=True)
-        files.num_samples()
-        total += files.totals.stored_bytes
-        files.release()
+        with inspected(path) as view:
+            total += view.totals().stored_bytes
     return total

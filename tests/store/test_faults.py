@@ -251,7 +251,7 @@ def test_while_a_tree_is_walked_other_processes_may_open_and_commit(tmp_path, mo
     monkeypatch.setattr("egeria_cache.store.disk.budget.LOCK_WAIT_S", 0.0)
 
     def watched(*args, **kwargs):
-        with Budget(directory, 1, evict_unused=False).locked():
+        with Budget(directory, 1).locked():
             walks.append(1)
         return walk(*args, **kwargs)
 

@@ -149,11 +149,6 @@ def bits(tensor: Tensor) -> np.ndarray:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def test_how_to_verify_is_one_of_two_words(directory):
-    with pytest.raises(ValueError, match=r"verify must be 'once' or 'always', got 'never'"):
-        ActivationStore(directory, verify="never")
-
-
 @pytest.mark.usefixtures("compiled")
 @settings(max_examples=300, deadline=None)
 @given(
@@ -197,11 +192,12 @@ def test_every_read_is_verified(directory, codec):
         assert torch.equal(found[torch.from_numpy(hit)], rows[torch.from_numpy(hit)])
 
 
-def test_how_to_verify_is_accepted_and_does_nothing(directory, caplog):
-    ActivationStore(directory, verify="always").close()
+@pytest.mark.parametrize("option", [{"verify": "always"}, {"queue_batches": 4}])
+def test_an_option_that_is_gone_is_accepted_and_does_nothing(directory, caplog, option):
+    ActivationStore(directory, **option).close()
     assert "does nothing any more" in caplog.text
-    with pytest.raises(ValueError, match=r"verify must be 'once' or 'always', got 'never'"):
-        ActivationStore(directory, verify="never")
+    with pytest.raises(TypeError, match="no option 'quue_batches'"):
+        ActivationStore(directory, quue_batches=3)
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])

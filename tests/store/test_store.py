@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from egeria_cache.errors import StoreError
+from egeria_cache.store import writer as writer_module
 from egeria_cache.store.generation import NO_DRAW
 from egeria_cache.store.records.keys import encode_keys
 from egeria_cache.store.records.record import Rows
@@ -191,10 +192,10 @@ def test_inference_tensors_are_stored(store):
     assert store.contains([1, 2]).all()
 
 
-def test_a_full_queue_drops_the_batch_instead_of_waiting(directory):
-    with ActivationStore(directory, queue_bytes=1000) as store:
-        assert not store.put_batch([1], torch.zeros(1, 1000))
-        assert store.stats().dropped_writes == 1
+def test_a_full_queue_drops_the_batch_instead_of_waiting(store, monkeypatch):
+    monkeypatch.setattr(writer_module, "QUEUE_BYTES", 1000)
+    assert not store.put_batch([1], torch.zeros(1, 1000))
+    assert store.stats().dropped_writes == 1
 
 
 def test_stats_count_what_happened(store):
@@ -319,7 +320,7 @@ def job(target, name, num_bytes=1):
 def test_batches_that_waited_are_committed_together_in_order_and_per_generation():
     one, other = Blocked(), Blocked()
     other.go.set()
-    writer = Writer(queue_batches=16, queue_bytes=2**40)
+    writer = Writer()
     assert writer.submit(job(one, "a"))
     assert one.started.wait(FLUSH_S)
     for target, name, size in ((one, "b", 1), (one, "c", 1), (other, "d", 1), (one, "e", 2**30),
@@ -335,7 +336,7 @@ def test_batches_that_waited_are_committed_together_in_order_and_per_generation(
 def test_batches_are_gathered_while_nobody_reads_them_soon():
     one = Blocked()
     one.go.set()
-    writer = Writer(queue_batches=16, queue_bytes=2**40)
+    writer = Writer()
     writer.gathers = True
     for name in "abc":
         assert writer.submit(job(one, name))
@@ -354,10 +355,11 @@ def test_batches_are_gathered_while_nobody_reads_them_soon():
     assert one.groups == [[["a"], ["b"], ["c"]], [[name] for name in "defghijk"], [["l"]]]
 
 
-def test_what_is_gathered_is_written_before_a_batch_is_dropped_for_its_sake():
+def test_what_is_gathered_is_written_before_a_batch_is_dropped_for_its_sake(monkeypatch):
+    monkeypatch.setattr(writer_module, "QUEUE_BATCHES", 1)
     one = Blocked()
     one.go.set()
-    writer = Writer(queue_batches=1, queue_bytes=2**40)
+    writer = Writer()
     writer.gathers = True
     assert writer.submit(job(one, "a"))
     assert writer.submit(job(one, "b")) or one.started.wait(FLUSH_S)

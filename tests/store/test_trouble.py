@@ -131,7 +131,7 @@ def test_opening_in_a_directory_that_was_removed_is_a_store_error(store, directo
 
 def test_a_directory_whose_lock_is_held_too_long_is_a_store_error(store, directory, monkeypatch):
     monkeypatch.setattr(budget_module, "LOCK_WAIT_S", 0.05)
-    with Budget(directory, 1, evict_unused=False).locked(), pytest.raises(StoreError, match="long"):
+    with Budget(directory, 1).locked(), pytest.raises(StoreError, match="long"):
         store.open_generation({"a": 1})
     assert store.open_generation({"a": 1}).alive
 
@@ -142,7 +142,7 @@ def test_a_lock_held_too_long_costs_the_batch_and_not_the_training(
     monkeypatch.setattr(budget_module, "LOCK_WAIT_S", 0.05)
     store.put_batch([1], rows([1]))
     store.flush(FLUSH_S)
-    with Budget(directory, 1, evict_unused=False).locked():
+    with Budget(directory, 1).locked():
         for one in (2, 3):
             store.put_batch([one], rows([one]))
             assert store.flush(FLUSH_S)

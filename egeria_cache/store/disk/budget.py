@@ -11,7 +11,7 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from egeria_cache.config import PAGE_BYTES
@@ -24,7 +24,13 @@ from egeria_cache.store.disk.claims import (
 )
 from egeria_cache.store.disk.own import is_own_directory, open_own
 
-__all__ = ["Budget", "BudgetBusyError", "directory_bytes", "generation_directories"]
+__all__ = [
+    "Budget",
+    "BudgetBusyError",
+    "directory_bytes",
+    "generation_directories",
+    "remove_generations",
+]
 
 logger = logging.getLogger("egeria_cache.store")
 
@@ -67,10 +73,8 @@ def generation_directories(directory: Path, *, damaged: bool = False) -> list[Pa
 class Budget:
     """Admits bytes, and makes room by removing whole generations that nobody uses."""
 
-    def __init__(self, directory: Path, limit_bytes: int, *, evict_unused: bool) -> None:
-        self.directory = directory
-        self.limit_bytes = limit_bytes
-        self._evict_unused = evict_unused
+    def __init__(self, directory: Path, limit_bytes: int) -> None:
+        self.directory, self.limit_bytes = directory, limit_bytes
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -110,7 +114,7 @@ class Budget:
         if free < needed_bytes:
             clear_graves(self.directory)
             free = self.limit_bytes - self.used_bytes()
-        if free < needed_bytes and self._evict_unused:
+        if free < needed_bytes:
             paths = generation_directories(self.directory, damaged=True)
             for path in sorted(paths, key=last_use):
                 if in_use_elsewhere(path) or not remove_directory(path):
@@ -128,3 +132,37 @@ def last_use(directory: Path) -> float:
         return (directory / IN_USE_NAME).lstat().st_mtime
     except OSError:
         return 0.0
+
+
+def remove_generations(
+    directory: Path, names: Iterable[str], *, only_look: bool = False
+) -> dict[str, str]:
+    """Remove these generations of a cache; one that a live process uses always stays.
+
+    Args:
+        directory: The cache.
+        names: Its generations.
+        only_look: Change nothing, and say what would happen.
+
+    Returns:
+        Per name what became of it: "removed", "would be removed", "in use, stays", "not ours,
+        stays".
+
+    Raises:
+        BudgetBusyError: Another process holds the directory's lock.
+    """
+    outcome = {}
+    # The lock keeps a run from opening what is being removed; looking needs none.
+    budget = Budget(directory, 0)
+    with contextlib.nullcontext() if only_look else budget.locked():
+        for name in names:
+            path = directory / name
+            if in_use_elsewhere(path):
+                outcome[name] = "in use, stays"
+            elif only_look:
+                outcome[name] = "would be removed"
+            else:
+                outcome[name] = "removed" if remove_directory(path) else "not ours, stays"
+        if not only_look:
+            clear_graves(directory)
+    return outcome

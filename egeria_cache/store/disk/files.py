@@ -21,8 +21,8 @@ import xxhash
 from egeria_cache.store.codecs.codec import Codec
 from egeria_cache.store.codecs.lossy import LossyError
 from egeria_cache.store.disk.claims import Claim, in_use_elsewhere, remove_directory
-from egeria_cache.store.disk.environment import DATA_NAME, Environment, GoneError, problem_of
-from egeria_cache.store.disk.manifest import DamagedError
+from egeria_cache.store.disk.environment import DATA_NAME, Environment, GoneError
+from egeria_cache.store.disk.manifest import DamagedError, Manifest
 from egeria_cache.store.disk.totals import Totals
 from egeria_cache.store.records.layout import Layout
 from egeria_cache.store.records.record import (
@@ -39,6 +39,8 @@ __all__ = [
     "Entries",
     "GenerationFiles",
     "GoneError",
+    "View",
+    "inspected",
     "is_unfinished",
     "numbers_of",
     "places_of",
@@ -64,6 +66,23 @@ def is_unfinished(directory: Path) -> bool:
         return not (directory / DATA_NAME).lstat().st_size
     except (FileNotFoundError, NotADirectoryError):
         return True
+
+
+@contextlib.contextmanager
+def inspected(directory: Path) -> Iterator[View]:
+    """Look into a generation, without holding it.
+
+    Raises:
+        StoreError: It is damaged, of an earlier format, or not ours.
+        OSError: It cannot be read now.
+    """
+    Manifest.read(directory).check_current()
+    files = GenerationFiles.open(directory, inspecting=True)
+    try:
+        with files.reading() as view:
+            yield view
+    finally:
+        files.release()
 
 
 def numbers_of(entries: Entries) -> npt.NDArray[np.uint64]:
@@ -223,40 +242,6 @@ class GenerationFiles:
             self.totals = view.totals()
             return view.num_records
 
-    def records(self) -> Iterator[tuple[bytes, memoryview, Record | RecordError]]:
-        """Walk over all samples: key, bytes of the record, and what they are, or why they are no
-        intact record.
-
-        Raises:
-            OSError: LMDB cannot be read.
-        """
-        with self.reading() as view:
-            for key, entry in view.entries():
-                value = memoryview(b"")
-                found: Record | RecordError = RecordError("its layout is lost")
-                layout = view.layout(int(numbers_of(entry)[0]))
-                for by_block in (False, True):
-                    if layout is None:
-                        break
-                    try:
-                        value = view.record(key, entry[0], by_block=by_block)
-                        found = open_record(key, value, layout, self.identity)
-                        break
-                    except RecordError as error:
-                        found = error
-                    except OSError as error:
-                        found = RecordError(f"the disk cannot read it: {error.strerror}")
-                        break
-                yield key, value, found
-
-    def problem(self) -> str | None:
-        """Walk over the tree by plain reads, whatever was noted of it; return what is wrong.
-
-        Raises:
-            OSError: The disk cannot read it.
-        """
-        return problem_of(self.directory, self._opened().descriptor, believes_note=False)
-
     # -- writing ----------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -361,24 +346,46 @@ class View:
             whole = bytes(value) if len(value) == ENTRY.itemsize else _NO_ENTRY
             yield bytes(key), np.frombuffer(whole, ENTRY)
 
-    def record(self, key: bytes, entry: Any, *, by_block: bool = False) -> memoryview:
-        """Return a record's bytes, unchecked; nothing where there is none.
-
-        By its block it takes longer, and is found where a compacted copy of the file has moved it.
+    def record(self, key: bytes, entry: Any) -> Record:
+        """Return a sample's record: from its place, or from its block where a compacted copy of the
+        file has moved it.
 
         Raises:
+            RecordError: There is no intact one.
             OSError: The disk cannot read it.
         """
-        place, size = int(places_of(entry)), int(entry["size"])
-        if place and not by_block:
+        layout = self.layout(int(numbers_of(entry)))
+        if layout is None:
+            raise RecordError("its layout is lost")
+        identity, (place, size) = self.files.identity, (int(places_of(entry)), int(entry["size"]))
+        with contextlib.suppress(RecordError):
             room = bytearray(max(min(size, os.fstat(self.descriptor).st_size - place), 0))
-            num_bytes = os.preadv(self.descriptor, [room], place) if room else 0
-            return memoryview(room)[:num_bytes]
+            num_bytes = os.preadv(self.descriptor, [room], place) if place and room else 0
+            return open_record(key, memoryview(room)[:num_bytes], layout, identity)
         block = self.get(b"blocks", _BLOCK_KEY.pack(int(entry["block"])))
-        for record in split_block(block) if block is not None else ():
-            if key_of(record) == key:
-                return memoryview(bytes(record))
-        return memoryview(b"")
+        records = split_block(block) if block is not None else ()
+        found = next((bytes(one) for one in records if key_of(one) == key), b"")
+        return open_record(key, found, layout, identity)
+
+    def records(self) -> Iterator[tuple[bytes, Record | RecordError]]:
+        """Yield all keys, each with its record, or with why it has no intact one."""
+        for key, entry in self.entries():
+            found: Record | RecordError
+            try:
+                found = self.record(key, entry[0])
+            except RecordError as error:
+                found = error
+            except OSError as error:
+                found = RecordError(f"the disk cannot read it: {error.strerror}")
+            yield key, found
+
+    def layouts(self) -> list[Layout]:
+        """Return all layouts."""
+        if self.tables is None:
+            return []
+        keys = [bytes(key) for key, _ in self._transaction.cursor(self.tables[b"about"])]
+        numbers = [int.from_bytes(key[-2:], "big") for key in keys if key != TOTALS]
+        return [one for one in map(self.layout, numbers) if one is not None]
 
 
 class Commit:

@@ -19,7 +19,6 @@ __all__ = [
     "check_private",
     "is_own_directory",
     "open_own",
-    "same_file",
 ]
 
 
@@ -86,13 +85,3 @@ def is_own_directory(path: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid in (os.geteuid(), 0)
-
-
-def same_file(descriptor: int, path: Path) -> bool:
-    """Tell whether what lies at the path is the very file that is open."""
-    try:
-        found = path.lstat()
-    except OSError:
-        return False
-    ours = os.fstat(descriptor)
-    return (ours.st_dev, ours.st_ino) == (found.st_dev, found.st_ino)

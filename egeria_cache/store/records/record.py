@@ -317,6 +317,7 @@ def _column(
 class Record:
     """An intact record, still encoded."""
 
+    whole: memoryview
     layout: Layout
     codecs: tuple[int, ...]
     """Per field."""
@@ -428,4 +429,4 @@ def open_record(key: bytes, value: Any, layout: Layout, identity: int = 0) -> Re
     if at != size or checksum != expected:
         raise RecordError("the checksum does not match")
     codecs = tuple(entry >> 56 for entry in words[:count])
-    return Record(layout, codecs, tuple(payload), tuple(shapes))
+    return Record(view, layout, codecs, tuple(payload), tuple(shapes))
