@@ -328,6 +328,17 @@ def variants(section: Section, report: Report) -> None:
             for name, r in arms.items()
         ]  # fmt: skip
         section.tables.append(Table(title=task, columns=columns, rows=rows))
+    rows = [
+        [name, percent(r["share"], 0), f"{r['plain_ms']:.0f} ms", f"{r['cache_ms']:.0f} ms",
+         as_fast(r["vs_by_hand"]), as_fast(r["later_ratio"]), as_fast(r["time_ratio"])]
+        for name, r in report.get("speed", {}).items()
+    ]  # fmt: skip
+    if rows:
+        columns = [
+            "model", "front's share of a step", "plain step", "later step with a cache",
+            "as fast as fresh rows by hand", "as plain", "whole run",
+        ]  # fmt: skip
+        section.tables.append(Table(title="Larger models", columns=columns, rows=rows))
     section.findings = [
         f"{task}: {best} takes least time of what is served from the second epoch on and within a "
         "deviation of fresh draws."

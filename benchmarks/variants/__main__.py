@@ -6,7 +6,8 @@ Real data (handwritten digits, photographs, docstrings) whose samples are augmen
 fronts of convolutions and of attention that were trained on other classes. The front is frozen, a
 head trains behind it: with draws made anew in every epoch, by plain PyTorch; with draws that are
 used for 2, 4, 8 and 16 epochs and for ever; with 2, 4 and 8 draws kept for ever; and with features
-augmented behind the front instead. Everything in turns, for every seed. Writes
+augmented behind the front instead. Everything in turns, for every seed. Then two larger models,
+whose front is three quarters of a step, are trained for 12 epochs: for their time alone. Writes
 benchmarks/results/variants.json and variants.png (not with --quick).
 """
 
@@ -29,6 +30,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from benchmarks.harness import environment, parser, publish, pyplot, tell
+from benchmarks.variants.speed import MODELS, speed
 from benchmarks.variants.tasks import TASKS, Augmented, Task, front_of, warmed_up
 from egeria_cache import ActivationCache, EgeriaLoader, FeatureAugment
 
@@ -217,12 +219,23 @@ def main(argv: Sequence[str] | None = None) -> int:
                 accuracy = {arm: round(own[-1]["accuracy"], 3) for arm, own in runs[name].items()}
                 tell(f"{name}, seed {seed}: {accuracy}")
     found = {name: summary(own) for name, own in runs.items()}
+    size = (2, 1, 96) if options.quick else (12, 3, 384)
+    large = {
+        name: speed(name, epochs=size[0], rounds=size[1], num_samples=size[2])
+        for name in list(MODELS)[: 1 if options.quick else None]
+    }
+    for name, one in large.items():
+        tell(f"{name}: { ({key: round(value, 3) for key, value in one.items()}) }")
     report = {
         "environment": environment(options.seeds),
         "epochs": options.epochs,
         "batch_size": BATCH_SIZE,
         "tasks": found,
         "fastest": {name: fastest(arms) for name, arms in found.items()},
+        "speed": {
+            name: {key: round(value, 3) for key, value in one.items()}
+            for name, one in large.items()
+        },
     }
     publish("variants", report, options, plot=plot)
     return 0

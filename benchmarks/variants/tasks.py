@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from egeria_cache.augment import Crop, Dropout, Noise, Operation, Translate
 
-__all__ = ["TASKS", "Augmented", "Task", "front_of", "warmed_up"]
+__all__ = ["TASKS", "Augmented", "Task", "front_of", "photographs", "warmed_up"]
 
 Sample = tuple[Tensor, int]
 DIGIT, PATCH = 16, 24
@@ -126,7 +126,7 @@ def shifted(image: Tensor) -> Tensor:
 
 
 @cache
-def _photographs() -> list[Tensor]:
+def photographs() -> list[Tensor]:
     """The two photographs that scikit-learn ships, float32 of shape (3, 427, 640)."""
     return [
         torch.from_numpy(np.array(one)).permute(2, 0, 1).float() / 127.5 - 1
@@ -137,7 +137,7 @@ def _photographs() -> list[Tensor]:
 @cache
 def patches(others: bool) -> tuple[list[Tensor], list[int], list[Tensor], list[int]]:
     """Patches, to be told from which of twelve parts of a photograph they are."""
-    photograph = _photographs()[int(others)]
+    photograph = photographs()[int(others)]
     side, generator = PATCH + 2 * _MARGIN, torch.Generator().manual_seed(0)
     height, width = (
         length // number for length, number in zip(photograph.shape[1:], _CELLS, strict=True)

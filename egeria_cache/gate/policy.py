@@ -57,11 +57,15 @@ class ServingPolicy:
         self._timers: dict[tuple[str, str], StepTimer] = {}
         self._schedules: dict[str, Schedule] = {}
         self._postponed: dict[str, str] = {}
+        """Why."""
+        self._idle: set[str] = set()
+        """Loaders whose batches are computed plainly for the rest of the epoch."""
 
     def moved(self) -> None:
         """The frozen boundary is another one: decide anew."""
         self.stopped.clear()
         self._postponed.clear()
+        self._idle.clear()
         for loader, known in self._schedules.items():  # what was measured was of the other one
             self._schedules[loader] = Schedule(known.num_batches, known.epoch, hits=known.hits)
         self._earlier, self._has_chosen = None, False
@@ -79,7 +83,9 @@ class ServingPolicy:
         if not self._may_postpone or num_batches is None:
             return
         schedule = self._schedules.setdefault(loader, Schedule(num_batches))
-        schedule.begins(epoch)
+        schedule.epoch = epoch
+        if schedule.why_not(padded=False) is None:
+            self._idle.discard(loader)
 
     def wants_timing(self, loader: str) -> bool:
         """Whether a batch is to be computed plainly before anything is proved, to be timed."""
@@ -109,18 +115,18 @@ class ServingPolicy:
         schedule.hits = hits
         why = schedule.why_not(padded=padded)
         if why is not None:
-            schedule.is_postponed, self._postponed[loader] = True, why
+            self._postponed[loader] = why
+            self._idle.add(loader)
         return why
 
     @property
     def has_postponed(self) -> bool:
         """Whether any loader is computed plainly as yet."""
-        return bool(self._postponed) and any(s.is_postponed for s in self._schedules.values())
+        return bool(self._idle)
 
     def is_postponed(self, loader: str) -> bool:
         """Whether this loader is computed plainly as yet."""
-        schedule = self._schedules.get(loader)
-        return schedule is not None and schedule.is_postponed
+        return loader in self._idle
 
     def proved(self, seconds: float) -> None:
         """A proof has taken so long."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 __all__ = ["Schedule"]
 
-_PROOF_FORWARDS = {False: 15, True: 20}
+_PROOF_FORWARDS = {False: 8, True: 20}
 _PROOF_S = 0.1
 """What a proof costs, for samples of one length and padded ones, in forwards of the whole model and
 beside them (benchmarks.short)."""
@@ -32,8 +32,6 @@ class Schedule:
     """In an epoch."""
     epoch: int = 0
     """The present one; they are counted from 0."""
-    is_postponed: bool = False
-    """Whether the rest of this epoch is computed plainly."""
     fronts: list[float] = field(default_factory=list)
     """What the frozen front took in batches that were computed plainly."""
     forwards: list[float] = field(default_factory=list)
@@ -42,11 +40,6 @@ class Schedule:
     """What it took to load a batch: processor time of the training thread and the workers."""
     hits: float = 1.0
     """Part of an epoch's samples that may be hits: random draws are made anew in turns."""
-
-    def begins(self, epoch: int) -> None:
-        """Another epoch begins."""
-        self.epoch = epoch
-        self.is_postponed = self.is_postponed and self.why_not(padded=False) is not None
 
     @property
     def wants_timing(self) -> bool:

@@ -164,21 +164,22 @@ class Planner:
         while self._undispatched or self._draw(*self._outlook()):
             yield self._undispatched.popleft().misses(self._seed)
 
-    def take_task(self) -> Task | None:
-        """Return the next batch as a task, past all planning: only while `is_idle`.
+    def take_indices(self) -> list[Any] | None:
+        """Return what the sampler draws next, past all planning: only while `is_idle`.
 
         None at the end.
         """
         indices = self._next_indices()
-        if indices is None:
-            return None
-        batches, seeds_all = [list(indices)], self._outlook()[1]
+        self._next_number += indices is not None
+        return None if indices is None else list(indices)
+
+    def task_of(self, indices: list[Any]) -> Task:
+        """Return these indices, the ones taken last, as a task."""
+        seeds_all, number = self._outlook()[1], self._next_number - 1
         plans = list[Plan]()
         with self._beside():
-            plans = self._plans(batches, (), seeds_all)
-        plans = plans or self._unknown(batches, seeds_all)
-        self._next_number += 1
-        return plans[0].whole(self._seed)
+            plans = self._plans([indices], (), seeds_all, number)
+        return (plans or self._unknown([indices], seeds_all, number))[0].whole(self._seed)
 
     @property
     def is_idle(self) -> bool:
@@ -297,8 +298,8 @@ class Planner:
             return False
         plans = list[Plan]()
         with self._beside():
-            plans = self._plans(batches, views, seeds_all)
-        for plan in plans or self._unknown(batches, seeds_all):
+            plans = self._plans(batches, views, seeds_all, self._next_number)
+        for plan in plans or self._unknown(batches, seeds_all, self._next_number):
             self._next_number += 1
             self._planned.append(plan)
             self._undispatched.append(plan)
@@ -306,25 +307,25 @@ class Planner:
                 self._unread.append(plan.entry)
         return True
 
-    def _unknown(self, batches: list[list[Any]], seeds_all: bool) -> list[Plan]:
+    def _unknown(self, batches: list[list[Any]], seeds_all: bool, first: int) -> list[Plan]:
         """Return plans of samples of which no more can be told than what the sampler drew."""
         return [
             Plan(
                 number, indices, [("", repr(index)) for index in indices],
                 np.zeros(len(indices), np.int64), None, seeds_all,
             )
-            for number, indices in enumerate(batches, self._next_number)
+            for number, indices in enumerate(batches, first)
         ]  # fmt: skip
 
     def _plans(
-        self, batches: list[list[Any]], views: Sequence[View], seeds_all: bool
+        self, batches: list[list[Any]], views: Sequence[View], seeds_all: bool, first: int
     ) -> list[Plan]:
         ids = self._identify(list(chain.from_iterable(batches)))
         draws, study, start = self._draws_of(ids), self._study(), 0
         stored = self._stored_as(draws) if views else draws
         places = [(view, view.generation.locate(ids, variant=stored)) for view in views]
         plans = []
-        for number, indices in enumerate(batches, self._next_number):
+        for number, indices in enumerate(batches, first):
             stop = start + len(indices)
             own, drawn = ids[start:stop], draws[start:stop]
             here = [(view, located.rows(start, stop)) for view, located in places]

@@ -172,6 +172,23 @@ class SampleLoader:
                 return samples
         return self._load(task, transforms)
 
+    def load_undrawn(self, indices: list[Any]) -> Any:
+        """Return samples as the data set gives them; None if any draws, as far as that is known:
+        they are to be loaded by `load`.
+        """
+        if self.drawn or self._is_first:
+            return None
+        before = {name: generator.look() for name, generator in GENERATORS.items()}
+        if None in before.values():
+            return None
+        try:
+            samples = _get_batch(self.dataset, indices)
+        except Exception:
+            if not self._moved(before):
+                raise
+            return None
+        return None if self._moved(before) else samples
+
     def _load(self, task: Task, transforms: list[Any]) -> Any:
         """Load, and load again as long as samples draw from a generator that was not seeded."""
         while True:

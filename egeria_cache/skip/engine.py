@@ -291,7 +291,7 @@ class SkipEngine:
         if self._sharded is not None:
             self._look_at_shards()
         if self._auto is not None:
-            self._auto.follow(self._forward, Invocation.of(args, kwargs))
+            self._auto.follow(self._forward, args, kwargs)
         self._look()
         if self._sharded is not None and self.boundary is not None and not self._sharded.is_ready:
             self.host.note("called", 0.0, 0)

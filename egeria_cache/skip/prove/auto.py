@@ -7,16 +7,18 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from egeria_cache.attempt import Attempt
+from egeria_cache.skip.model import dropout
 from egeria_cache.skip.model.calls import Recorder
 from egeria_cache.skip.model.fsdp import cut_otherwise
+from egeria_cache.skip.prove.evidence import arguments
 from egeria_cache.skip.prove.places import frozen_places
-from egeria_cache.skip.prove.rehearsal import patchable
+from egeria_cache.skip.prove.rehearsal import FEW_ROWS, patchable, rows_of
 from egeria_cache.skip.prove.twin import Twins, shared_modules
-from egeria_cache.skip.serve.invocation import Invocation, plain
+from egeria_cache.skip.serve.invocation import Invocation
 from egeria_cache.skip.state.surroundings import Surroundings
 
 __all__ = ["AutoBoundary"]
@@ -64,12 +66,15 @@ class AutoBoundary:
         self._places = []
         self.found(None)
 
-    def follow(self, forward: Callable[..., Any], call: Invocation) -> None:
+    def follow(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Look whether something else trains than at the last call (40 ns a parameter).
 
         Args:
             forward: The model's own.
-            call: What it is called with now.
+            args: What it is called with now.
+            kwargs: And by name.
         """
         flags = list(map(_requires_grad, self._parameters))
         if flags != self._seen:
@@ -80,30 +85,42 @@ class AutoBoundary:
         if not self._is_due or self._num_still <= self._wait:
             return  # what was thawed is trained meanwhile: the engine sees to that
         self._is_due = False
-        self._places = self._look(forward, call)[:_MAX_TRIED] if not all(flags) else []
+        places = [] if all(flags) else self._look(forward, Invocation.of(args, kwargs))
+        self._places = places[:_MAX_TRIED]
         self.found(self._places[0] if self._places else None)
 
     def _look(
-        self, forward: Callable[..., Any], call: Invocation, *, parts: bool = False
+        self,
+        forward: Callable[..., Any],
+        call: Invocation,
+        most: int | None = FEW_ROWS,
+        *,
+        parts: bool = False,
     ) -> list[str]:
+        """Run a copy on a few rows; on all of them if it does not take so few."""
+        rows = rows_of(call, most)
         recorder = Recorder(keep_outputs=True)
         surroundings = Surroundings(self._model, shared_modules(self._model))
         world = surroundings.now()
         try:
             with Attempt() as tried:  # the model's own error comes again, from the user's call
                 twin = Twins(self._model, forward, call, parts=parts).fresh()
+                given = arguments(twin.call, rows) if rows else twin.call.plain()
                 # A gradient that is asked of an input trains nothing before the boundary.
-                args, kwargs = twin.call.rebuild(lambda _, leaf: plain(leaf).detach())
+                args, kwargs = tree_map_only(Tensor, Tensor.detach, given)
                 world.restore(for_a_copy=True)
                 with (
                     torch.inference_mode(False),
                     torch.enable_grad(),
                     twin.intercept(patchable(self._model), recorder),
+                    dropout.only(rows),
                 ):
                     twin.forward(*args, **kwargs)
         finally:
             world.restore()
-        if tried.error is not None:
-            again = not parts and cut_otherwise(self._model, [self._model]) is not None
-            return self._look(forward, call, parts=True) if again else []
-        return frozen_places(self._model, recorder, tree_leaves((args, kwargs)))
+        if tried.error is None:
+            return frozen_places(self._model, recorder, tree_leaves((args, kwargs)))
+        if most is not None:
+            return self._look(forward, call, None, parts=parts)
+        again = not parts and cut_otherwise(self._model, [self._model]) is not None
+        return self._look(forward, call, parts=True) if again else []

@@ -13,6 +13,10 @@ from torch import Tensor
 __all__ = ["another", "halves_and_rows", "take", "with_made_up"]
 
 
+_FEW = 9
+"""Rows of a run that shows what does not depend on their number."""
+
+
 def another(size: int) -> list[int]:
     """Return other rows than 0..B-1: another number, in another order.
 
@@ -20,7 +24,7 @@ def another(size: int) -> list[int]:
     """
     if size <= 3:
         return [[0, 1], [1, 0, 1], [2, 1]][size - 1]
-    return list(range(size - 1, size // 2 - 2, -1))
+    return list(range(size - 1, max(size // 2 - 2, size - 1 - _FEW), -1))
 
 
 def halves_and_rows(size: int) -> list[list[int]]:

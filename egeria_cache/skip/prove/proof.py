@@ -25,9 +25,8 @@ from egeria_cache.skip.prove.probe import Prober, scene_of
 from egeria_cache.skip.prove.purity import Repeats
 from egeria_cache.skip.prove.twin import Twin
 from egeria_cache.skip.prove.uses import (
-    attributes_read,
     free_arguments,
-    objects_read,
+    note_reads,
     unread_tensors,
 )
 from egeria_cache.skip.serve.compare import difference, same_content, tolerance
@@ -65,21 +64,20 @@ def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
     prober.run()
     if not recipe.slots():
         raise BoundaryError.not_proved(recipe.boundary, "nothing after it reads what it returns")
-    other_mode = recompute(evidence, list(range(evidence.size)), grad=not evidence.grad)
+    other_mode = recompute(evidence, repeats.first.rows, grad=not evidence.grad)
     check_trained(evidence, recipe, repeats.last if evidence.grad else other_mode)
     _check_repeats(evidence, repeats, recipe)
     parts += _with_made_up(evidence, recipe)
     check_rows(evidence, parts, recipe, trace)
     check_constants(evidence, parts, recipe)
-    recipe.grad_mode = None if same_parts(recipe, repeats.last, other_mode) else evidence.grad
+    recipe.grad_mode = None if same_parts(recipe, repeats.first, other_mode) else evidence.grad
     _check_trained(evidence, recipe, trace)
     recipe.reads = _reads(evidence, recipe, trace)
     recipe.surroundings = evidence.surroundings if evidence.surroundings else None
     recipe.moving = [pair for pair in repeats.moving if recipe.surrounds(pair[0])]
     recipe.draws = any(part.drew for part in parts)
     _note_draws(recipe, trace)
-    recipe.attributes = attributes_read(evidence, recipe)
-    recipe.objects = objects_read(evidence, recipe)
+    note_reads(evidence, recipe)
     recipe.free = free_arguments(evidence, recipe)
     for position in unread_tensors(evidence, recipe):
         del recipe.pinned[position]

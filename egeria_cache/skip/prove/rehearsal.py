@@ -41,9 +41,9 @@ from egeria_cache.skip.state.hooks import hook_of_training
 from egeria_cache.skip.state.remembered import RandomState
 from egeria_cache.skip.state.surroundings import Surroundings, World
 
-__all__ = ["Outcome", "Rehearsal", "patchable"]
+__all__ = ["FEW_ROWS", "Outcome", "Rehearsal", "patchable", "rows_of"]
 
-_FEW_ROWS = 2
+FEW_ROWS = 2
 """Show which modules are called: BatchNorm takes no fewer."""
 
 
@@ -215,13 +215,11 @@ class Rehearsal:
 
     def _recorded(self, world: World) -> Recorder:
         """Run a copy on a few rows; on all of them if it does not take so few."""
-        # Of a call that comes without a loader's batch nobody knows what its rows are.
-        size = 0 if self.call.why_not is not None else self.call.batch.size
-        rows = list(range(min(_FEW_ROWS, size)))
+        rows = rows_of(self.call, FEW_ROWS)
         with Attempt() as tried:
             recorder, drew = self._record(world, rows)
         if tried.error is not None:
-            rows = list(range(size))
+            rows = rows_of(self.call)
             recorder, drew = self._record(world, rows)
         # To find out who draws takes a look before and after each call: 0.1 ms each.
         return self._record(world, rows, watch=RandomState.now)[0] if drew else recorder
@@ -374,6 +372,13 @@ def _copied(leaf: Any) -> Any:
         return leaf
     with torch.inference_mode(False), torch.no_grad():
         return leaf.detach().clone()
+
+
+def rows_of(call: Invocation, most: int | None = None) -> list[int]:
+    """Return the first rows of a batch; none, which stands for all, of a call that comes without a
+    loader's: nobody knows what its rows are.
+    """
+    return [] if call.why_not is not None else list(range(call.batch.size))[:most]
 
 
 def patchable(model: nn.Module) -> list[nn.Module]:

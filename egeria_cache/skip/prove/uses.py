@@ -23,27 +23,45 @@ from egeria_cache.skip.serve.placeholder import Placeholder, Source, placeholder
 from egeria_cache.skip.serve.recipe import Recipe
 from egeria_cache.skip.state.foreign import is_settings, own_dict
 
-__all__ = ["attributes_read", "free_arguments", "objects_read", "unread_tensors"]
+__all__ = ["free_arguments", "note_reads", "unread_tensors"]
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"train", "forward", "_compiled_call_impl"}
 
 
-def attributes_read(evidence: Evidence, recipe: Recipe) -> frozenset[tuple[int, str]]:
-    """Return (id of an ancestor, name) read before the boundary returns: children, buffers and
-    methods as well as plain attributes.
-
-    Without what that code moves itself, a counter, as no activation depends on it: that was shown.
+def note_reads(evidence: Evidence, recipe: Recipe) -> None:
+    """Run the prefix once more and note what it reads beside tensors: `Recipe.attributes` of the
+    modules around it, `Recipe.objects` of what modules hold, a configuration, say.
     """
     twin = evidence.twins.fresh()
-    names: set[tuple[int, str]] = set()
-    around = [(module, twin.of(module)) for module in recipe.ancestors]
-    with _noting(((id(module), copy) for module, copy in around if copy is not module), names):
-        with Attempt() as tried:
-            recompute(evidence, list(range(evidence.size)), twin=twin)
-        if tried.error is not None:  # its code asks for its own class: take all that there is
-            names = {(id(m), key) for m, _ in around for key in vars(m)}
+    around = {id(module): (module, twin.of(module)) for module in recipe.ancestors}
+    copies = [(owner, copy) for owner, (module, copy) in around.items() if copy is not module]
+    held = _held(evidence, twin)
+    noted: set[tuple[int, str]] = set()
+    with (
+        Attempt() as tried,
+        _noting([*copies, *((owner, copy) for owner, (_, copy, _) in held.items())], noted),
+    ):
+        recompute(evidence, twin=twin)
+    if tried.error is not None:  # its code asks for its own class: all that there is counts
+        noted = {(owner, key) for owner, (module, _) in around.items() for key in vars(module)}
+        held = {}
+    recipe.attributes = _attributes(recipe, {pair for pair in noted if pair[0] in around})
+    for owner, key in noted:
+        if owner in held:
+            held[owner][2].add(key)
+    recipe.objects = {
+        owner: frozenset(names)
+        for owner, (_, _, names) in held.items()
+        if (owner, "__dict__") not in noted  # it is read as a whole (`vars`, a copy)
+    }
+
+
+def _attributes(recipe: Recipe, names: set[tuple[int, str]]) -> frozenset[tuple[int, str]]:
+    """Return what counts of the attributes of ancestors that are read: not what that code moves
+    itself, a counter, as no activation depends on it: that was shown.
+    """
     moving = {(id(module), key) for module, key in recipe.moving}
-    own = {id(m): own_dict(m) or {} for m, _ in around}
+    own = {id(module): own_dict(module) or {} for module in recipe.ancestors}
     return frozenset(
         (owner, key)
         for owner, key in names - moving
@@ -53,12 +71,10 @@ def attributes_read(evidence: Evidence, recipe: Recipe) -> frozenset[tuple[int, 
     )
 
 
-def objects_read(evidence: Evidence, recipe: Recipe) -> dict[int, frozenset[str]]:
-    """Return which attributes are read of the objects that modules hold: of a configuration, say.
-
-    By id of the object. One that is read as a whole (`vars`, a copy) is left out: all of it counts.
+def _held(evidence: Evidence, twin: Twin) -> dict[int, tuple[Any, Any, set[str]]]:
+    """Return the objects that the prefix's modules hold, by id: with their copies, and the names of
+    what the modules' code reads of them: also what another batch might make it read.
     """
-    twin = evidence.twins.fresh()
     held: dict[int, tuple[Any, Any, set[str]]] = {}
     for module in evidence.prefix_modules():
         copied = own_dict(twin.of(module)) or {}
@@ -67,22 +83,9 @@ def objects_read(evidence: Evidence, recipe: Recipe) -> dict[int, frozenset[str]
                 continue
             names = held.setdefault(id(value), (value, copied[key], set()))[2]
             forward = inspect.unwrap(type(module).forward)
-            if isinstance(forward, FunctionType):  # also what another batch might make it read
+            if isinstance(forward, FunctionType):
                 names |= attributes_of(forward.__code__, key)
-    if not held:
-        return {}
-    noted: set[tuple[int, str]] = set()
-    with Attempt() as tried, _noting(((k, copy) for k, (_, copy, _) in held.items()), noted):
-        recompute(evidence, list(range(evidence.size)), twin=twin)
-    if tried.error is not None:
-        return {}  # its code asks for its own class: all of it counts
-    for owner, key in noted:
-        held[owner][2].add(key)
-    return {
-        owner: frozenset(names)
-        for owner, (_, _, names) in held.items()
-        if (owner, "__dict__") not in noted
-    }
+    return held
 
 
 @contextmanager

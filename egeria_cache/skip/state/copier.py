@@ -285,7 +285,10 @@ class Copier:
         if isinstance(value, defaultdict):
             defaultdict.__init__(new, self(value.default_factory))
         for key, item in list(base.items(value)):
-            self._where.append(str(key) if type(key) is str else "[...]")
+            if type(key) is str and type(item) in ATOMS:
+                base.__setitem__(new, key, item)
+                continue
+            self._where.append(key if type(key) is str else "[...]")
             base.__setitem__(new, self(key), self(item))
             self._where.pop()
         return self._with_attributes(value, new)
@@ -412,6 +415,9 @@ class Copier:
         if own is not None:
             copies = object.__getattribute__(new, "__dict__")
             for key, item in list(own.items()):
+                if type(item) in ATOMS:
+                    copies[key] = item
+                    continue
                 self._where.append(str(key))
                 ours = key in _STAND_INS and isinstance(value, nn.Module) and _is_ours(item)
                 copies[key] = self._stand_in(item) if ours else self(item)

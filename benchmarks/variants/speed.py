@@ -1,0 +1,159 @@
+"""What a run of random samples takes where the front is three quarters of a step."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from benchmarks.models.resnet import CifarResNet, ResNet50
+from benchmarks.models.staged import Staged
+from benchmarks.variants.tasks import Augmented, photographs
+from egeria_cache import ActivationCache, EgeriaLoader
+
+__all__ = ["MODELS", "speed"]
+
+BATCH_SIZE, REUSE = 32, 4
+SHARE = 0.75
+"""Of a plain step that the front's forward takes, as nearly as its layers allow."""
+MODELS: dict[str, tuple[Callable[[], Staged], int]] = {
+    "ResNet-32": (lambda: CifarResNet(5), 32),
+    "ResNet-50": (lambda: ResNet50(num_classes=10), 64),
+}
+"""Name -> how it is made, and of how many pixels each way its images are."""
+
+
+def speed(name: str, *, epochs: int, rounds: int, num_samples: int) -> dict[str, float]:
+    """Train on crops of photographs, in turns by plain PyTorch and with a cache, defaults all.
+
+    Returns:
+        The front's share of a plain step; medians of processor milliseconds of a step by plain
+        PyTorch, of one in a later epoch with a cache, and of one by hand that loads and computes
+        the fresh rows alone and has the others in memory; and ratios of whole runs.
+    """
+    make, side = MODELS[name]
+    torch.manual_seed(0)
+    model, data = make(), _crops(num_samples, side)
+    stop, share = _front(model, data)
+    model.freeze(stop)
+    steps: dict[str, list[float]] = {"plain": [], "by_hand": [], "cache": []}
+    whole = []
+    for _ in range(rounds):
+        plain, cached = copy.deepcopy(model), copy.deepcopy(model)
+        began = time.process_time()
+        for _ in range(epochs):
+            steps["plain"] += _epoch(plain, _loader(data))
+        between = time.process_time()
+        with tempfile.TemporaryDirectory() as text:
+            with ActivationCache(cached, Path(text), model.layers[stop - 1]) as cache:
+                loader = EgeriaLoader(data, BATCH_SIZE, shuffle=True, drop_last=True, cache=cache)
+                for epoch in range(epochs):
+                    times = _epoch(cached, loader)
+                    steps["cache"] += times if epoch >= epochs // 2 else []
+            whole.append((time.process_time() - between) / (between - began))
+        steps["by_hand"] += _by_hand(copy.deepcopy(model), data, stop)
+    found = {f"{key}_ms": 1e3 * statistics.median(times) for key, times in steps.items()}
+    return {
+        "share": share,
+        **found,
+        "vs_by_hand": found["cache_ms"] / found["by_hand_ms"],
+        "later_ratio": found["cache_ms"] / found["plain_ms"],
+        "time_ratio": statistics.median(whole),
+        "batches": len(data) // BATCH_SIZE,
+        "epochs": epochs,
+    }
+
+
+def _crops(num_samples: int, side: int) -> Augmented:
+    """Random crops that are mirrored and changed in brightness, of parts of two photographs."""
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for number in range(num_samples):
+        whole = photographs()[number % 2]
+        top, left = (int(torch.randint(n - 2 * side, (), generator=generator))
+                     for n in whole.shape[1:])  # fmt: skip
+        samples.append(whole[:, top : top + 2 * side, left : left + 2 * side])
+
+    def augment(image: Tensor) -> Tensor:
+        size = int(torch.randint(side, 2 * side + 1, ()))
+        top, left = torch.randint(2 * side - size + 1, (2,)).tolist()
+        image = image[None, :, top : top + size, left : left + size]
+        image = F.interpolate(image, (side, side), mode="bilinear", antialias=True)[0]
+        image = image.flip(-1) if torch.rand(()) < 0.5 else image
+        return image * (0.8 + 0.4 * torch.rand(()))
+
+    return Augmented(samples, [number % 2 for number in range(num_samples)], augment)
+
+
+def _loader(data: Augmented) -> DataLoader[Any]:
+    return DataLoader(data, BATCH_SIZE, shuffle=True, drop_last=True)
+
+
+def _front(model: Staged, data: Augmented) -> tuple[int, float]:
+    """Return how many layers are frozen, and which part of a plain step is their forward."""
+    images = next(iter(_loader(data)))[0]
+    found = []
+    for stop in range(1, len(model.layers)):
+        model.freeze(stop)
+        with torch.no_grad():
+            front_s = min(_spent(lambda: model.prefix((images,), stop)) for _ in range(3))
+        step_s = min(_spent(lambda: _train(model, images)) for _ in range(2))
+        found.append((abs(front_s / step_s - SHARE), stop, front_s / step_s))
+    return min(found)[1:]
+
+
+def _train(model: nn.Module, images: Tensor) -> None:
+    model(images).sum().backward()
+    model.zero_grad()
+
+
+def _spent(use: Callable[[], object]) -> float:
+    began = time.process_time()
+    use()
+    return time.process_time() - began
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.01, momentum=0.9)
+
+
+def _epoch(model: nn.Module, loader: Any) -> list[float]:
+    """Train for an epoch; return what its steps took, loading included."""
+    optimizer, times, began = _optimizer(model), [], time.process_time()
+    for inputs, targets in loader:
+        _step(model(inputs), targets, optimizer)
+        times.append(time.process_time() - began)
+        began = time.process_time()
+    return times
+
+
+def _step(logits: Tensor, targets: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    loss = F.cross_entropy(logits, targets)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def _by_hand(model: Staged, data: Augmented, stop: int) -> Iterator[float]:
+    """Train with the front's outputs in memory, but for one row in `REUSE`: loaded and computed."""
+    fresh, optimizer = BATCH_SIZE // REUSE, _optimizer(model)
+    with torch.no_grad():
+        known = torch.cat([model.prefix((inputs,), stop) for inputs, _ in _loader(data)])
+    labels = torch.tensor(data.labels)
+    for rows in torch.randperm(len(known)).split(BATCH_SIZE):
+        began = time.process_time()
+        images = torch.stack([data[row][0] for row in rows[:fresh].tolist()])
+        state = known[rows]
+        with torch.no_grad():
+            state[:fresh] = model.prefix((images,), stop)
+        _step(model.suffix(state, stop), labels[rows], optimizer)
+        yield time.process_time() - began
