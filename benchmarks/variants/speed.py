@@ -81,7 +81,7 @@ def _crops(num_samples: int, side: int) -> Augmented:
         whole = photographs()[number % 2]
         top, left = (int(torch.randint(n - 2 * side, (), generator=generator))
                      for n in whole.shape[1:])  # fmt: skip
-        samples.append(whole[:, top : top + 2 * side, left : left + 2 * side])
+        samples.append(whole[:, top : top + 2 * side, left : left + 2 * side].contiguous())
 
     def augment(image: Tensor) -> Tensor:
         size = int(torch.randint(side, 2 * side + 1, ()))
@@ -104,22 +104,19 @@ def _front(model: Staged, data: Augmented) -> tuple[int, float]:
     found = []
     for stop in range(1, len(model.layers)):
         model.freeze(stop)
-        with torch.no_grad():
-            front_s = min(_spent(lambda: model.prefix((images,), stop)) for _ in range(3))
-        step_s = min(_spent(lambda: _train(model, images)) for _ in range(2))
-        found.append((abs(front_s / step_s - SHARE), stop, front_s / step_s))
+        shares = [_share(model, images, stop) for _ in range(3)]
+        found.append((abs(statistics.median(shares) - SHARE), stop, statistics.median(shares)))
     return min(found)[1:]
 
 
-def _train(model: nn.Module, images: Tensor) -> None:
-    model(images).sum().backward()
-    model.zero_grad()
-
-
-def _spent(use: Callable[[], object]) -> float:
+def _share(model: Staged, images: Tensor, stop: int) -> float:
     began = time.process_time()
-    use()
-    return time.process_time() - began
+    with torch.no_grad():
+        state = model.prefix((images,), stop)
+    between = time.process_time()
+    model.suffix(state, stop).sum().backward()
+    model.zero_grad()
+    return (between - began) / (time.process_time() - began)
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
