@@ -19,7 +19,7 @@ def short_runs_are_postponed(monkeypatch):
 
 
 def timed(num_batches, front_s, forward_s, epoch=0, load_s=0.0):
-    return Schedule(num_batches, epoch, False, [front_s], [forward_s], [load_s])
+    return Schedule(num_batches, epoch, [front_s], [forward_s], [load_s])
 
 
 @pytest.mark.parametrize(
