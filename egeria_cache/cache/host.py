@@ -15,6 +15,7 @@ from egeria_cache.attempt import place_of
 from egeria_cache.batch import Batch, Beside, Entry, SampleId, take_rows
 from egeria_cache.cache.audit import AuditPlan
 from egeria_cache.cache.status import Status, shown_name
+from egeria_cache.device import lock_ahead
 from egeria_cache.errors import BatchError, BoundaryError, EgeriaError, ParallelError
 from egeria_cache.gate import Accounts, ServingPolicy
 from egeria_cache.prefetch import PRINT, PlannedEntry, View, Views, record
@@ -38,6 +39,9 @@ _FORKED = (
 _MAX_SHOWN = 120
 """Characters of where a data set differs."""
 _BESIDE = "what is done beside the training has failed"
+LOCKED_AHEAD = 4
+"""Batches for whose activations page-locked memory is taken with the proof: being captured, or on
+their way to the writer or to the device. To lock pages later would have training wait for that."""
 TOLD_CHAINS = 3
 """Different operations on the first batches, before it is said that none has come again yet."""
 
@@ -107,6 +111,8 @@ class CacheHost:
         if isinstance(found, str):
             self.leave_uncached(name, found)
             return
+        sizes = [batch.size * spec.num_bytes for spec in cut.tensors.values()]
+        lock_ahead(LOCKED_AHEAD * sizes, device_of(self._model))
         self._views.add(
             View(
                 loader_name=name,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from egeria_cache.device.kinds import accelerator, module_of, runs_late
 from egeria_cache.device.streams import Event, Held, mark, streams_of
 
 __all__ = [
-    "Answers", "copies_beside", "host_memory", "pinned", "pins", "room", "to_device", "to_host",
-    "uploaded",
+    "Answers", "copies_beside", "host_memory", "lock_ahead", "pinned", "pins", "room", "to_device",
+    "to_host", "uploaded",
 ]  # fmt: skip
 
 LEFT_ALONE = 64
 """So small a part of a device's memory is never taken: what PyTorch does not count lies there."""
+SMALL_SIZES = 2 * tuple(1 << n for n in range(13))
+"""Verdicts, numbers of samples, labels; PyTorch rounds sizes up to powers of two."""
 _pins: dict[str, bool] = {}
 
 
@@ -69,6 +72,20 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
         RuntimeError: There is no memory left.
     """
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=pins(device))
+
+
+def lock_ahead(sizes: Iterable[int], device: torch.device) -> None:
+    """Lock the pages now that copies with a device will need: it waits while that is done.
+
+    PyTorch gives what was freed to whoever asks for about as much, in any thread.
+
+    Args:
+        sizes: Bytes of the pieces that will be in use at a time; small ones come besides.
+        device: Nothing is done where it has no use for such memory.
+    """
+    if pins(device):
+        with suppress(RuntimeError):  # no memory left: whoever needs it asks again
+            [host_memory((size,), torch.uint8, device) for size in (*sizes, *SMALL_SIZES)]
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:

@@ -119,6 +119,8 @@ class Counts:
     copies_to_host: int = 0
     across: int = 0
     """Bytes from one device to another."""
+    pinned: int = 0
+    """Bytes that were page-locked: nothing else runs on a device meanwhile."""
 
     def __sub__(self, other: Counts) -> Counts:
         return Counts(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))

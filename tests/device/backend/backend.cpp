@@ -29,7 +29,7 @@ constexpr int kDevices = 2;
 constexpr auto kKind = c10::DeviceType::PrivateUse1;
 
 // ---- counters --------------------------------------------------------------------------------
-enum Which { WAITS, TO_DEVICE, TO_HOST, PAGEABLE, COPIES_TO_DEVICE, COPIES_TO_HOST, ACROSS, NUM };
+enum Which { WAITS, TO_DEVICE, TO_HOST, PAGEABLE, COPIES_TO_DEVICE, COPIES_TO_HOST, ACROSS, PINNED, NUM };
 struct Counts { std::atomic<int64_t> of[NUM] = {}; };
 Counts everyone;
 thread_local Counts mine;
@@ -119,7 +119,9 @@ struct Pool {
   std::multimap<size_t, void*> free;
   std::map<char*, size_t> all;
   bool poisons = false;
-  void* take(size_t bytes) {
+  void* take(size_t& bytes) {
+    // As CUDA's caching allocator of page-locked memory does, which is asked in all of these sizes.
+    if (poisons) bytes = std::bit_ceil(bytes);
     std::lock_guard<std::mutex> guard(lock);
     auto found = free.upper_bound(bytes);  // what was freed last is taken first
     if (found != free.begin() && (--found)->first == bytes) {
@@ -127,6 +129,7 @@ struct Pool {
       free.erase(found);
       return data;
     }
+    if (poisons) count(PINNED, bytes);
     void* data = aligned_alloc(64, (bytes + 63) / 64 * 64);
     memset(data, 0xA5, bytes);
     all[static_cast<char*>(data)] = bytes;
@@ -471,6 +474,10 @@ TORCH_LIBRARY(simulated, m) {
   m.def("forget_begun() -> ()", []() { for (auto& one : begun) one = false; });
   m.def("memory(int device) -> int[]", [](int64_t d) { return std::vector<int64_t>{taken[d], most_taken[d]}; });
   m.def("forget_most_taken() -> ()", []() { for (int d = 0; d < kDevices; ++d) most_taken[d] = taken[d].load(); });
+  m.def("forget_pinned() -> ()", []() {
+    std::lock_guard<std::mutex> guard(pinned_memory.pool.lock);
+    pinned_memory.pool.free.clear();
+  });
   m.def("device() -> int", []() -> int64_t { return current_device; });
   m.def("set_device(int device) -> ()", [](int64_t device) { Guard().setDevice({kKind, static_cast<c10::DeviceIndex>(device)}); });
   m.def("rng_state(int device) -> Tensor", [](int64_t device) { return generators()[device].get_state(); });

@@ -112,6 +112,17 @@ def test_a_step_of_misses_waits_for_nothing_and_copies_once_to_the_host(run, pla
         assert step.pageable == 0
 
 
+def test_after_the_first_step_training_locks_no_pages_of_memory(tmp_path):
+    """As CUDA's allocator does, this one gives freed pieces to whoever asks for as many bytes."""
+    torch.ops.simulated.forget_pinned()
+    found, whole, _ = cached(tmp_path, 3)
+    first, *later = [step.pinned for epoch in found for step in epoch]
+    assert first >= 4 * B * ROW_BYTES
+    assert later == [0] * len(later)
+    assert whole[1].pinned < ROW_BYTES  # by readers: a few numbers of samples
+    assert whole[2].pinned == 0
+
+
 def test_over_an_epoch_each_row_crosses_once_and_then_no_more(run):
     audit = IMAGE_BYTES + LABEL_BYTES
     first, *later = [whole.to_device - ROWS * LABEL_BYTES for whole in run[1][1:]]
