@@ -16,14 +16,13 @@ from egeria_cache.version import __version__
 
 NEEDED = ("torch", "numpy", "lmdb", "zstandard", "xxhash", "psutil", "rich")
 OPTIONAL = {
-    "matplotlib": "egeria-plot, the demo's figure",
+    "matplotlib": "figures of the examples",
     "albumentations": "its transforms are seeded per sample",
     "accelerate": "accelerator.prepare keeps the cache",
     "transformers": "EgeriaTrainer",
     "lightning": "EgeriaCallback",
     "peft": "adapters over a frozen model",
     "torchdata": "states of StatefulDataLoader",
-    "tensorboard": "the controller's scalars",
 }
 
 

@@ -25,7 +25,7 @@ __all__ = [
 
 log = logging.getLogger("egeria")
 
-ReferenceKind = Literal["auto", "int8", "bf16", "fp32", "device"]
+ReferenceKind = Literal["auto", "int8", "bf16", "fp32"]
 EvaluatorKind = Literal["auto", "process", "inline"]
 
 
@@ -36,10 +36,15 @@ GONE = {
     "probe_rows": "32 samples of a batch are compared",
     "refresh_every": "it is refreshed at every evaluation, or every W where it quantises",
     "train_output": "both sides of a reading are run in inference mode",
-    "cpu_load_limit": "the evaluator process runs while others use less than half of the CPUs",
+    "cpu_load_limit": "the evaluator process takes what others leave of the CPUs",
+    "tensorboard_dir": "functions in controller.history.listeners get every record",
     "evaluator_threads": "the evaluator process has a quarter of the CPUs",
 }
 """Options that were, and what holds now."""
+GONE_VALUES = {
+    ("evaluator", "thread"): "it runs inline, or in a process",
+    ("reference", "device"): "the reference runs on the host",
+}
 
 
 READINGS = 100
@@ -81,8 +86,8 @@ class ControllerConfig:
     (paper: 0.4 freezes too eagerly, 0.1 hardly ever)."""
     reference: ReferenceKind = "auto"
     """What the front layer is compared with: a snapshot of it in `int8`, `bf16` or `fp32` on the
-    CPU, or in full precision on the training `device`. `auto`: int8 where one fp32 forward of the
-    layer takes long enough for the quantisation to pay, else fp32."""
+    CPU. `auto`: int8 where one fp32 forward of the layer takes long enough for the quantisation to
+    pay, else fp32."""
     evaluator: EvaluatorKind = "auto"
     """Where the reference runs: a `process` of its own, or `inline` on the training thread, which
     makes the run freeze at the same steps each time, however busy the machine. `auto`: a process
@@ -109,8 +114,6 @@ class ControllerConfig:
     """Dimension of the batch in the layers' arguments and outputs."""
     log_path: str | Path | None = None
     """The history is also written here as JSON lines."""
-    tensorboard_dir: str | Path | None = None
-    """Scalars for TensorBoard go here, where it is installed."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -145,9 +148,10 @@ class ControllerConfig:
         for name in GONE.keys() & options.keys():
             log.warning("egeria: the option %s is gone: %s", name, GONE[name])
         given = {name: value for name, value in options.items() if name not in GONE}
-        if given.get("evaluator") == "thread":
-            log.warning("egeria: evaluator='thread' is gone: it runs inline, or in a process")
-            given["evaluator"] = "auto"
+        for (name, value), now in GONE_VALUES.items():
+            if given.get(name) == value:
+                log.warning("egeria: %s=%r is gone: %s", name, value, now)
+                given[name] = "auto"
         known = [one.name for one in fields(cls)]
         for name in given.keys() - set(known):
             near = did_you_mean(name, known)

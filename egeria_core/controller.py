@@ -22,7 +22,7 @@ from egeria_core.bootstrap import Bootstrap
 from egeria_core.config import ControllerConfig, EvaluatorKind, ReferenceKind
 from egeria_core.errors import PolicyError
 from egeria_core.freezer import Freezer
-from egeria_core.history import History, make_listener
+from egeria_core.history import History
 from egeria_core.learning_rate import UnfreezeRule
 from egeria_core.policies import (
     Movement,
@@ -86,7 +86,6 @@ class FreezeController:
         move_cost: Steps that a move of the boundary takes by itself.
         batch_dim: Dimension of the batch in the layers' arguments and outputs.
         log_path: The history is also written here as JSON lines.
-        tensorboard_dir: Scalars for TensorBoard go here, where it is installed.
         gone: Options of earlier releases: they are named in a warning, and left out.
 
     Raises:
@@ -121,15 +120,13 @@ class FreezeController:
         move_cost: float = 3.0,
         batch_dim: int = 0,
         log_path: str | Path | None = None,
-        tensorboard_dir: str | Path | None = None,
         **gone: Any,
     ) -> None:
         self.config = ControllerConfig.of(
             total_steps=total_steps, harm_budget=harm_budget, layers=layers, num_layers=num_layers,
             evaluate_every=evaluate_every, window=window, tolerance=tolerance, reference=reference,
             evaluator=evaluator, unfreeze_rule=unfreeze_rule, bootstrap=bootstrap,
-            move_cost=move_cost, batch_dim=batch_dim, log_path=log_path,
-            tensorboard_dir=tensorboard_dir, **gone,
+            move_cost=move_cost, batch_dim=batch_dim, log_path=log_path, **gone,
         )  # fmt: skip
         self._start(model, optimizer, cache, policy, lr_scheduler, listeners)
 
@@ -159,11 +156,6 @@ class FreezeController:
             )
         self._ranks = self._make_ranks()
         self.history = History(self.config.log_path if self._ranks.is_first else None)
-        self._board = None
-        if self.config.tensorboard_dir is not None and self._ranks.is_first:
-            self._board = make_listener(self.config.tensorboard_dir)
-        if self._board is not None:
-            self.history.listeners.append(self._board)
         self._map = self._make_map()
         self._every = self.config.interval(
             len(self._map.layers), measured=self._measures, moves=self._reads_movement
@@ -567,8 +559,6 @@ class FreezeController:
         """Stop the evaluator and take every hook off; what is frozen stays frozen. Idempotent."""
         self._map.close()
         self._meter.close()
-        if self._board is not None:
-            self._board.close()
 
     def __enter__(self) -> FreezeController:
         return self

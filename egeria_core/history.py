@@ -1,18 +1,15 @@
-"""Everything the controller saw and did, in order, as plain records; and for TensorBoard."""
+"""Everything the controller saw and did, in order, as plain records."""
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from egeria_cache.tables import as_html
 
-__all__ = ["History", "make_listener"]
-
-log = logging.getLogger("egeria")
+__all__ = ["History"]
 
 
 class History:
@@ -25,6 +22,7 @@ class History:
     def __init__(self, path: str | Path | None = None) -> None:
         self.records: list[dict[str, Any]] = []
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
+        """Called with every record that is added."""
         self._path = None if path is None else Path(path)
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,40 +74,3 @@ class History:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.records[index]
-
-
-class TensorBoardListener:
-    """Turns history records into scalars.
-
-    Args:
-        writer: A `torch.utils.tensorboard.SummaryWriter`, or anything with its `add_scalar`.
-    """
-
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
-
-    def __call__(self, record: dict[str, Any]) -> None:
-        """Write what can be drawn."""
-        step = record["step"]
-        if record["kind"] == "reading" and record["value"] is not None:
-            self._writer.add_scalar(
-                f"egeria/plasticity/{record['boundary']}", record["value"], step
-            )
-        elif record["kind"] == "boundary":
-            self._writer.add_scalar("egeria/frozen_layers", record["num_frozen"], step)
-            active = record["active_parameters"]
-            self._writer.add_scalar("egeria/active_parameters", active, step)
-
-    def close(self) -> None:
-        """Flush and close the writer."""
-        self._writer.close()
-
-
-def make_listener(directory: str | Path) -> TensorBoardListener | None:
-    """Return a listener that writes to `directory`; None, and one line, without tensorboard."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        log.info("egeria: tensorboard is not installed, so no scalars are written")
-        return None
-    return TensorBoardListener(SummaryWriter(str(directory)))

@@ -1,126 +1,17 @@
-"""Draws a history: plasticity per layer with decisions, and active parameters over training.
-
-`egeria-plot runs/history.jsonl -o history.png`, or the two functions on your own axes. They are
-the paper's Figures 4 and 11. Needs matplotlib (the `plot` extra).
-"""
+"""`egeria-plot`, which says for one release where it went."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from egeria_core.history import History
-
-__all__ = ["draw", "main", "plot_active_parameters", "plot_plasticity"]
-
-Axes = Any
-"""A `matplotlib.axes.Axes`; the library is optional, so the name is not imported."""
+__all__ = ["main"]
 
 
-def plot_plasticity(history: History, axes: Axes) -> None:
-    """Draw every layer's readings, a line at each freeze and a band edge at each unfreeze."""
-    readings = [r for r in history.of("reading") if r["value"] is not None]
-    for layer in sorted({record["layer"] for record in readings}):
-        own = [record for record in readings if record["layer"] == layer]
-        axes.plot(
-            [record["step"] for record in own],
-            # A reading of exactly zero has no place on a logarithmic axis.
-            [max(record["value"], 1e-12) for record in own],
-            marker=".",
-            markersize=3,
-            linewidth=0.8,
-            label=own[0]["boundary"],
-        )
-    for record in history.of("boundary"):
-        unfrozen = record["boundary"] is None
-        axes.axvline(
-            record["step"],
-            color="tab:red" if unfrozen else "0.6",
-            linestyle="--" if unfrozen else ":",
-            linewidth=1.0,
-        )
-    axes.set_yscale("log")
-    axes.set_ylabel("plasticity")
-    axes.set_xlabel("training step")
-    axes.set_title("Readings of the front layer (dotted: frozen, red: unfrozen)", fontsize=9)
-    if readings:
-        axes.legend(fontsize=7, ncols=2)
-
-
-def plot_active_parameters(history: History, axes: Axes) -> None:
-    """Draw the number of trainable parameters as steps."""
-    moves = history.of("boundary")
-    if not moves:
-        axes.set_title("Nothing was frozen", fontsize=9)
-        return
-    counts = [record["active_parameters"] for record in moves]
-    total = max(record["total_parameters"] for record in moves)
-    last = max((record["step"] for record in history), default=0)
-    steps = [0, *(record["step"] for record in moves), last]
-    shares = [1.0, *(count / total for count in counts)]
-    axes.stairs(shares, steps, fill=True, alpha=0.4)
-    axes.set_ylim(0, 1.05)
-    axes.set_ylabel("active parameters")
-    axes.set_xlabel("training step")
-    axes.set_title("Trainable part of the model", fontsize=9)
-
-
-def draw(history: History, path: str | Path) -> None:
-    """Write both figures into one image.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (upper, lower) = plt.subplots(
-        2, 1, figsize=(8, 6), sharex=True, gridspec_kw={"height_ratios": [2, 1]}
+def main() -> int:
+    """Say it; 2, as for any bad command."""
+    print(
+        "egeria-plot is no longer installed: a history is drawn by the project's "
+        "examples/plot_history.py",
+        file=sys.stderr,
     )
-    plot_plasticity(history, upper)
-    plot_active_parameters(history, lower)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Draw a history file.
-
-    Exit codes: 0 drawn, 1 cannot be read, or there is nothing to draw with, 2 bad arguments.
-    """
-    try:
-        return _main(sys.argv[1:] if argv is None else argv)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        print("egeria-plot: drawing needs matplotlib: pip install matplotlib", file=sys.stderr)
-        return 1
-
-
-def _main(argv: Sequence[str]) -> int:
-    if list(argv[:1]) == ["pipeline"]:
-        print("egeria-plot: schedules are drawn by python -m benchmarks.schedules", file=sys.stderr)
-        return 2
-    parser = argparse.ArgumentParser(prog="egeria-plot", description=__doc__)
-    parser.add_argument("history", type=Path, help="JSON lines written by FreezeController")
-    parser.add_argument("-o", "--output", type=Path, default=None, help="image to write")
-    arguments = parser.parse_args(argv)
-    output = arguments.output or arguments.history.with_suffix(".png")
-    try:
-        history = History.load(arguments.history)
-    except (OSError, ValueError) as error:
-        print(f"egeria-plot: cannot read {arguments.history}: {error}", file=sys.stderr)
-        return 1
-    draw(history, output)
-    print(output)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return 2

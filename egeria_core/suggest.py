@@ -16,28 +16,154 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subset
 
 from egeria_cache.device import runs_late, synchronize
+from egeria_cache.tables import as_text
 from egeria_core.controller import FreezeController
 from egeria_core.policies import StaticPolicy
 from egeria_core.ranks import unwrap
 from egeria_core.reference import without_hooks
-from egeria_core.suggestion import Suggestion, Trial
 
-__all__ = ["suggest_boundary"]
+__all__ = ["Suggestion", "Trial", "suggest_boundary"]
 
 Loss = Callable[[nn.Module, Any], Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 HELD_OUT = 8
-"""Batches that the trials are compared on, from at most a fifth of the samples or batches."""
+"""Batches that the trials are compared on, at most a fifth of all."""
+
+
+class _Tried:
+    """What one trial measured."""
+
+    def __init__(self, boundary: str | None) -> None:
+        self.boundary = boundary
+        self.scores: list[float] = []
+        """Of each held-out batch; one, of `validate`."""
+        self.steps_s: list[float] = []
+        self.fronts_s: list[float] = []
+        self.bytes_per_sample = 0.0
+        self.frozen = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """A short training with everything up to `boundary` frozen from its first step on."""
+
+    boundary: str | None
+    """None: nothing frozen, what the others are compared with."""
+    score: float
+    """At the end of the probe: the held-out loss, or what `validate` returned."""
+    harm: float
+    """By how much the score is worse than with nothing frozen; below 0: it is better."""
+    harm_error: float | None
+    """One standard error of `harm` over the held-out batches; None where `validate` is asked."""
+    step_s: float
+    """Seconds of a training step, the front frozen but computed; the median. Of the processor, all
+    threads together, where it trains on the CPU, so that a busy machine changes nothing."""
+    front_s: float
+    """Seconds of it that the front's forward takes, which a cache skips."""
+    plain_step_s: float
+    """Seconds of a training step with nothing frozen."""
+    bytes_per_sample: float
+    """Of the boundary's output: what a cache keeps of a sample, before encoding."""
+    frozen_parameters: float
+    """Part of the parameters that is frozen."""
+
+    @classmethod
+    def of(cls, one: _Tried, plain: _Tried, sign: float) -> Trial:
+        """Compare; `sign` is 1 where a lower score is better."""
+        worse = [sign * (a - b) for a, b in zip(one.scores, plain.scores, strict=True)]
+        many = len(worse) > 1
+        return cls(
+            boundary=one.boundary,
+            score=statistics.mean(one.scores),
+            harm=statistics.mean(worse),
+            harm_error=statistics.stdev(worse) / len(worse) ** 0.5 if many else None,
+            step_s=statistics.median(one.steps_s),
+            front_s=statistics.median(one.fronts_s),
+            plain_step_s=statistics.median(plain.steps_s),
+            bytes_per_sample=one.bytes_per_sample,
+            frozen_parameters=one.frozen,
+        )
+
+    @property
+    def saved(self) -> float:
+        """Part of a plain step that freezing alone saves."""
+        return 1 - self.step_s / self.plain_step_s
+
+    @property
+    def saved_with_cache(self) -> float:
+        """Part of a plain step that is saved where the front is read from a cache for nothing."""
+        return 1 - (self.step_s - self.front_s) / self.plain_step_s
+
+    def __str__(self) -> str:
+        error = "" if self.harm_error is None else f" ± {self.harm_error:.4f}"
+        return (
+            f"harm {self.harm:+.4f}{error}, saves {self.saved:.0%} of a step, "
+            f"{self.saved_with_cache:.0%} with a cache; {self.bytes_per_sample / 1000:.3g} kB a "
+            f"sample, {self.frozen_parameters:.0%} of the parameters"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suggestion:
+    """What `suggest_boundary` returns."""
+
+    trials: tuple[Trial, ...]
+    """One per boundary, front first."""
+    boundary: str | None
+    """The deepest boundary whose harm, with one standard error, is within the budget; or None."""
+    harm_budget: float
+    by_validation: bool
+    """Whether the scores are `validate`'s; else losses on batches that were held out."""
+    steps: int
+    """Training steps of each trial."""
+    seconds: float
+    """What all of it took."""
+
+    def policy(self) -> StaticPolicy:
+        """Return a controller's policy that freezes the suggested front from the first step on."""
+        return StaticPolicy({0: self.boundary})
+
+    def __getitem__(self, boundary: str) -> Trial:
+        """Return the trial of a boundary.
+
+        Raises:
+            KeyError: There was none.
+        """
+        for trial in self.trials:
+            if trial.boundary == boundary:
+                return trial
+        raise KeyError(boundary)
+
+    def __str__(self) -> str:
+        """Return a line per boundary, and a sentence."""
+        lines = {str(trial.boundary): str(trial) for trial in self.trials}
+        return "\n".join(filter(None, [as_text(lines), self._sentence()]))
+
+    def _sentence(self) -> str:
+        scale = "the metric of validate()" if self.by_validation else "the held-out loss"
+        evidence = f"measured in {scale} after {self.steps} steps each, {self.seconds:.0f} s in all"
+        if self.boundary is None:
+            return (
+                f"freeze nothing from the start: every front costs more than {self.harm_budget:g} "
+                f"({evidence})"
+            )
+        best = self[self.boundary]
+        effect = f"{'costs' if best.harm >= 0 else 'gains'} {abs(best.harm):.4f}"
+        return (
+            f"freeze up to {self.boundary} from the start: it {effect} where {self.harm_budget:g} "
+            f"are allowed, and saves {best.saved:.0%} of a step, "
+            f"{best.saved_with_cache:.0%} with a cache ({evidence})"
+        )
 
 
 def suggest_boundary(
@@ -52,7 +178,7 @@ def suggest_boundary(
     harm_budget: float = 0.01,
     layers: str | Sequence[str] | None = None,
     num_layers: int = 7,
-    progress: Callable[[str | None, int, int], None] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> Suggestion:
     """Measure which front of `model` can be static from step 0, what that costs and what it saves.
 
@@ -76,7 +202,8 @@ def suggest_boundary(
             if its harm and one standard error of it are.
         layers: As the controller's option: the boundaries to try are its layers' ends.
         num_layers: As the controller's option.
-        progress: Called with (boundary about to be tried, how many are done, how many there are).
+        progress: Called with (boundary about to be tried, how many are done, how many there are),
+            after the trial with nothing frozen.
 
     Returns:
         The trials, and the deepest boundary whose harm is within the budget. `print` shows both;
@@ -92,53 +219,23 @@ def suggest_boundary(
     bare, _ = unwrap(model)
     with _generators_kept(), _quiet():
         batches, held_out = _take(data, steps, hold_out=validate is None)
-        probe = _Probe(bare, loss or _own_loss, optimizer, batches, held_out, validate)
-        names = probe.boundaries(layers, num_layers)
-        tried: list[_Tried] = []
-        for done, name in enumerate([None, *names]):
+        options = {"layers": layers, "num_layers": num_layers}
+        probe = _Probe(bare, loss or _own_loss, optimizer, batches, held_out, validate, options)
+        plain, names = probe.train(None)
+        sign = -1.0 if validate is not None and higher_is_better else 1.0
+        trials: list[Trial] = []
+        for done, name in enumerate(names):
             if progress is not None:
-                progress(name, done, len(names) + 1)
-            tried.append(probe.train(name, layers, num_layers))
-    plain, *others = tried
-    sign = -1.0 if validate is not None and higher_is_better else 1.0
-    trials = tuple(_compared(one, plain, sign) for one in others)
+                progress(name, done, len(names))
+            trials.append(Trial.of(probe.train(name)[0], plain, sign))
     allowed = [t.boundary for t in trials if t.harm + (t.harm_error or 0.0) <= harm_budget]
     return Suggestion(
-        trials=trials,
+        trials=tuple(trials),
         boundary=allowed[-1] if allowed else None,
         harm_budget=harm_budget,
         by_validation=validate is not None,
         steps=steps,
         seconds=time.perf_counter() - started,
-    )
-
-
-class _Tried:
-    """What one trial measured."""
-
-    def __init__(self, boundary: str | None) -> None:
-        self.boundary = boundary
-        self.scores: list[float] = []
-        """Of each held-out batch; one, of `validate`."""
-        self.steps_s: list[float] = []
-        self.fronts_s: list[float] = []
-        self.bytes_per_sample = 0.0
-        self.frozen = 0.0
-
-
-def _compared(one: _Tried, plain: _Tried, sign: float) -> Trial:
-    worse = [sign * (a - b) for a, b in zip(one.scores, plain.scores, strict=True)]
-    many = len(worse) > 1
-    return Trial(
-        boundary=one.boundary,
-        score=statistics.mean(one.scores),
-        harm=statistics.mean(worse),
-        harm_error=statistics.stdev(worse) / len(worse) ** 0.5 if many else None,
-        step_s=statistics.median(one.steps_s),
-        front_s=statistics.median(one.fronts_s) if one.fronts_s else 0.0,
-        plain_step_s=statistics.median(plain.steps_s),
-        bytes_per_sample=one.bytes_per_sample,
-        frozen_parameters=one.frozen,
     )
 
 
@@ -153,9 +250,11 @@ class _Probe:
         batches: Sequence[Any],
         held_out: Sequence[Any],
         validate: Callable[[nn.Module], float] | None,
+        options: dict[str, Any],
     ) -> None:
         self._model, self._loss, self._optimizer = model, loss, optimizer
         self._batches, self._held_out, self._validate = batches, held_out, validate
+        self._options = options
         self._device = next(model.parameters()).device
 
     def _copies(self) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -175,19 +274,12 @@ class _Probe:
             optimizer = self._optimizer(model.parameters())
         return model, optimizer
 
-    def boundaries(self, layers: Any, num_layers: int) -> list[str]:
-        """Return the names that the controller would know, settled by a forward of a copy."""
-        model, optimizer = self._copies()
-        policy = StaticPolicy(())
-        with FreezeController(
-            model, optimizer, policy=policy, layers=layers, num_layers=num_layers
-        ) as controller:
-            self._loss(model.train(), self._batches[0])
-            controller.step()
-            return controller.boundaries
+    def train(self, boundary: str | None) -> tuple[_Tried, list[str]]:
+        """Train one copy with everything up to `boundary` frozen, and look at what it learned.
 
-    def train(self, boundary: str | None, layers: Any, num_layers: int) -> _Tried:
-        """Train one copy with everything up to `boundary` frozen, and look at what it learned."""
+        Returns:
+            That, and the boundaries that the controller knows of.
+        """
         tried = _Tried(boundary)
         torch.manual_seed(0)  # dropout is the same in all trials, as far as their forwards are
         model, optimizer = self._copies()
@@ -195,9 +287,8 @@ class _Probe:
         rates = [_full_rate(group) for group in optimizer.param_groups]
         with ExitStack() as stack:
             policy = StaticPolicy(() if boundary is None else {0: boundary})
-            options = {"layers": layers, "num_layers": num_layers}
-            controller = FreezeController(model, optimizer, policy=policy, **options)
-            stack.callback(controller.close)
+            controller = FreezeController(model, optimizer, policy=policy, **self._options)
+            stack.enter_context(controller)
             if boundary is not None:
                 stack.enter_context(_watched(model, boundary, tried, self._now))
             for number, batch in enumerate(self._batches):
@@ -212,7 +303,7 @@ class _Probe:
         sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
         tried.frozen = 1 - sum(n for n, trains in sizes if trains) / sum(n for n, _ in sizes)
         tried.scores = self._scores(model.eval())
-        return tried
+        return tried, controller.boundaries
 
     @torch.no_grad()
     def _scores(self, model: nn.Module) -> list[float]:
@@ -262,14 +353,9 @@ def _watched(
 def _take(data: Iterable[Any], steps: int, *, hold_out: bool) -> tuple[list[Any], list[Any]]:
     """Return the batches to train on, and those that are held out of it.
 
-    Of a DataLoader that takes its samples in any order, or one after the other, samples are held
-    out, and the rest is shuffled anew in each epoch. Of anything else whole batches of the first
-    pass are held out, and the rest of that pass is repeated.
+    Whole batches of the first pass are held out, and the rest of that pass is repeated; where none
+    are held out, there are as many passes as are needed.
     """
-    parts = _split(data) if hold_out else None
-    if parts is not None:
-        train, rest = parts
-        return _passes(train, steps), _passes(rest, HELD_OUT)
     if not hold_out:
         return _passes(data, steps), []
     first = list(itertools.islice(iter(data), steps + HELD_OUT))
@@ -293,29 +379,6 @@ def _passes(data: Iterable[Any], count: int) -> list[Any]:
                 "something that can be iterated again, such as a DataLoader"
             )
     return batches
-
-
-def _split(data: Iterable[Any]) -> tuple[DataLoader[Any], DataLoader[Any]] | None:
-    """Return loaders of two parts of the samples, or None where the data is not of that kind."""
-    if not isinstance(data, DataLoader) or data.batch_size is None:
-        return None
-    if type(data.sampler) not in (RandomSampler, SequentialSampler):
-        return None  # weights, or a part of its own: whoever wrote it knows why
-    order = torch.randperm(len(data.dataset)).tolist()  # type: ignore[arg-type]
-    count = min(len(order) // 5, HELD_OUT * data.batch_size)
-    if count < 2 or len(order) - count < data.batch_size:
-        return None
-
-    def loader(part: list[int], drop_last: bool) -> DataLoader[Any]:
-        return DataLoader(
-            Subset(data.dataset, part),
-            min(data.batch_size or 1, len(part)),
-            shuffle=True,
-            collate_fn=data.collate_fn,
-            drop_last=drop_last,
-        )
-
-    return loader(order[count:], data.drop_last), loader(order[:count], True)
 
 
 def _own_loss(model: nn.Module, batch: Any) -> Tensor:

@@ -24,5 +24,3 @@ class Verdict:
     """Whether a refresh of the reference is much dearer than copying weights."""
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
-    dropped: str | None = None
-    """Why the evaluator did not evaluate, where it did not."""

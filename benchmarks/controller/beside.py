@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from benchmarks.digits_task import ResNet
 from benchmarks.harness import in_turns
 from egeria_core import FreezeController
-from egeria_core.reference import process
 
 __all__ = ["slowdown"]
 
@@ -23,7 +22,6 @@ class Trainer:
     """A small ResNet that trains on random images, in bursts that can be interleaved."""
 
     def __init__(self, **options: Any) -> None:
-        process.CPU_LOAD_LIMIT = 1.0
         torch.manual_seed(0)
         self._model = ResNet(num_blocks=3, width=16)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.1)

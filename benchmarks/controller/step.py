@@ -15,7 +15,6 @@ from benchmarks.harness import percentiles_ms
 from egeria_core import FreezeController
 from egeria_core.config import EvaluatorKind, ReferenceKind
 from egeria_core.hooks import Hook
-from egeria_core.reference import process
 
 __all__ = ["step_cost"]
 
@@ -52,7 +51,6 @@ def step_cost(
     evaluator: EvaluatorKind, reference: ReferenceKind, num_steps: int, every: int
 ) -> dict[str, Any]:
     """Train ResNet-56 on random images of CIFAR's size; return what `step` took."""
-    process.CPU_LOAD_LIMIT = 1.0
     torch.manual_seed(0)
     model = ResNet(num_blocks=9, width=16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)

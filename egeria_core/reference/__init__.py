@@ -3,8 +3,7 @@
 `tap` captures what a layer was called with, `snapshot` copies its modules and weights,
 `references`, `int8` and `choose` make a reference of these, and `runner` reads the layer against
 it. An evaluator does that inline (`evaluator`) or in a process of its own (`process`, `worker`,
-`wire`, and `load`, which keeps it off a busy machine). Owns hooks on the model and one process;
-knows no policy.
+`wire`). Owns hooks on the model and one process; knows no policy.
 """
 
 from egeria_core.reference.choose import ReferenceChain
@@ -13,13 +12,7 @@ from egeria_core.reference.int8 import DynamicInt8Reference, StaticInt8Reference
 from egeria_core.reference.process import ProcessEvaluator
 from egeria_core.reference.references import FloatReference, Reference, run_layer
 from egeria_core.reference.runner import InputItem, ReferenceRunner
-from egeria_core.reference.snapshot import (
-    Weights,
-    copy_modules,
-    copy_tensor,
-    copy_weights,
-    without_hooks,
-)
+from egeria_core.reference.snapshot import Weights, copy_modules, copy_weights, without_hooks
 from egeria_core.reference.tap import Call, LayerTap, Probe, Wire
 
 __all__ = [
@@ -39,7 +32,6 @@ __all__ = [
     "Weights",
     "Wire",
     "copy_modules",
-    "copy_tensor",
     "copy_weights",
     "run_layer",
     "without_hooks",

@@ -32,18 +32,13 @@ class ReferenceChain:
 
     Args:
         kind: What was asked for.
-        device: Training device, for the reference that lives there.
         candidates: In order of preference; None: by `kind` and the layer's own structure.
     """
 
     def __init__(
-        self,
-        kind: ReferenceKind,
-        device: torch.device | str = "cpu",
-        candidates: Sequence[Callable[[], Reference]] | None = None,
+        self, kind: ReferenceKind, candidates: Sequence[Callable[[], Reference]] | None = None
     ) -> None:
         self._kind = kind
-        self._device = torch.device(device)
         self._candidates = None if candidates is None else list(candidates)
         self._reference: Reference | None = None
         self._distrusted = False
@@ -110,26 +105,22 @@ class ReferenceChain:
         assert self._reference is not None, "run before refresh"
         return self._reference.run(probe)
 
-    def heed(self, plasticity: float) -> str | None:
+    def heed(self, plasticity: float) -> list[str]:
         """Take note of a reading; where the reference's noise drowns it, change at next refresh."""
-        if (
-            self._distrusted
-            or self._candidates is None
-            or len(self._candidates) < 2
-            or self.noise <= NOISE_SHARE * plasticity
-        ):
-            return None
+        others = len(self._candidates or ()) > 1
+        if self._distrusted or not others or self.noise <= NOISE_SHARE * plasticity:
+            return []
         self._distrusted = True
-        return (
+        return [
             f"{self.name} reference given up: its noise {self.noise:.2g} is not well below the "
             f"plasticity {plasticity:.2g}"
-        )
+        ]
 
     def _choose(self, modules: Sequence[nn.Module], probe: Probe) -> list[Callable[[], Reference]]:
         """Return the kinds to try, best first."""
-        full = partial(FloatReference, torch.float32, self._device)
+        full = partial(FloatReference, torch.float32)
         half = partial(FloatReference, torch.bfloat16)
-        if self._kind in ("fp32", "device"):
+        if self._kind == "fp32":
             return [full]
         if self._kind == "bf16":
             return [half, full]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from egeria_cache.device import random_states, set_random_states
+from egeria_core.config import ReferenceKind
 from egeria_core.errors import EvaluatorError
 from egeria_core.reference.runner import InputItem, ReferenceRunner
 from egeria_core.verdict import Verdict
@@ -29,40 +28,33 @@ class Evaluator(Protocol):
             EvaluatorError: Inline only: the evaluation failed.
         """
 
-    def poll(self) -> list[Verdict]:
-        """Return the verdicts that are ready.
+    def poll(self, timeout_s: float = 0.0) -> list[Verdict]:
+        """Return the verdicts that are ready, having waited so long for all of them.
 
         Raises:
             EvaluatorError: Once, when the evaluator has died; it gives nothing from then on.
         """
-
-    def drain(self, timeout_s: float) -> list[Verdict]:
-        """Wait for everything submitted; for saving state."""
 
     def close(self) -> None:
         """Stop; idempotent."""
 
 
 class InlineEvaluator:
-    """Runs the reference in `submit`: reproducible, and the place for one on the device.
+    """Runs the reference in `submit`: reproducible."""
 
-    Args:
-        runner: Runs the reference.
-        deferred: Take the values one evaluation later, when a device has long finished what
-            `submit` gave it to do: the host never waits for it.
-    """
+    immediate = True
 
-    def __init__(self, runner: ReferenceRunner, *, deferred: bool = False) -> None:
-        self.immediate = not deferred
-        self._runner = runner
-        self._waiting: deque[tuple[Verdict, Tensor | None]] = deque()
+    def __init__(self, kind: ReferenceKind) -> None:
+        self._runner = ReferenceRunner(kind)
+        self._ready: list[Verdict] = []
 
     def submit(self, item: InputItem) -> bool:
         """Run the reference now."""
         # Building one may initialise weights, and a layer's own code may draw.
         host, devices = torch.get_rng_state(), random_states()
         try:
-            self._waiting.append(self._runner.run(item))
+            item.arrive()
+            self._ready.append(self._runner.run(item))
         except Exception as error:  # any model code may run here
             raise EvaluatorError(f"{type(error).__name__}: {error}") from error
         finally:
@@ -70,15 +62,10 @@ class InlineEvaluator:
             set_random_states(devices)
         return True
 
-    def poll(self) -> list[Verdict]:
-        """Take the values of what `submit` ran."""
-        verdicts = [self._runner.finish(*waiting) for waiting in self._waiting]
-        self._waiting.clear()
-        return verdicts
-
-    def drain(self, timeout_s: float) -> list[Verdict]:
-        """Nothing to wait for."""
-        return self.poll()
+    def poll(self, timeout_s: float = 0.0) -> list[Verdict]:
+        """Return what `submit` read."""
+        ready, self._ready = self._ready, []
+        return ready
 
     def close(self) -> None:
         """Nothing to stop."""

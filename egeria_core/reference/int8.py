@@ -119,7 +119,7 @@ class StaticInt8Reference:
 
 
 def _tensor_inputs(probe: Probe) -> list[Tensor]:
-    leaves = tree_flatten([(call.args, call.kwargs) for call in cast(probe, "cpu").calls])[0]
+    leaves = tree_flatten([(call.args, call.kwargs) for call in cast(probe).calls])[0]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 

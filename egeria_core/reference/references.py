@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria_core.errors import EvaluatorError
-from egeria_core.reference.snapshot import copy_between, deep_copy
+from egeria_core.reference.snapshot import copy_between
 from egeria_core.reference.tap import Probe, first_activation, run_calls
 
 __all__ = ["FloatReference", "Reference", "activation_of", "cast", "run_layer"]
@@ -41,8 +42,8 @@ class Reference(Protocol):
         """Return the layer's activation for the probe's rows."""
 
 
-def cast(probe: Probe, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Probe:
-    """Return a copy with tensors on `device` and floating-point ones in `dtype`.
+def cast(probe: Probe, dtype: torch.dtype = torch.float32) -> Probe:
+    """Return a copy with floating-point tensors in `dtype`.
 
     Always a copy: the layer may begin with an in-place operation, and calls are run again.
     """
@@ -50,7 +51,7 @@ def cast(probe: Probe, device: torch.device | str, dtype: torch.dtype = torch.fl
     def convert(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return leaf.to(device, dtype if leaf.is_floating_point() else leaf.dtype, copy=True)
+        return leaf.to(dtype if leaf.is_floating_point() else leaf.dtype, copy=True)
 
     return probe.mapped(convert)
 
@@ -70,17 +71,14 @@ def activation_of(output: Any, probe: Probe) -> Tensor:
 
 @torch.no_grad()
 def run_layer(
-    modules: Sequence[nn.Module],
-    probe: Probe,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    modules: Sequence[nn.Module], probe: Probe, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Run the layer on the probe's inputs; return its activation.
 
     Raises:
         EvaluatorError: The layer returned no floating-point tensor.
     """
-    return activation_of(run_calls(modules, cast(probe, device, dtype).calls), probe)
+    return activation_of(run_calls(modules, cast(probe, dtype).calls), probe)
 
 
 class FloatReference:
@@ -91,20 +89,18 @@ class FloatReference:
 
     costly = False
 
-    def __init__(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-        self._dtype, self._device = dtype, torch.device(device)
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self.exact = dtype is torch.float32
-        kinds = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-        self.name = kinds[dtype] if self._device.type == "cpu" else "device"
+        self.name = "fp32" if self.exact else "bf16"
         self._copies: list[nn.Module] = []
 
     def build(self, modules: Sequence[nn.Module], probe: Probe) -> None:
         """Copy the weights; the structure only once."""
         if not self._copies:
-            copies = deep_copy(list(modules))
-            self._copies = [copy.to(device=self._device, dtype=self._dtype) for copy in copies]
+            self._copies = [copy.deepcopy(module).to(self._dtype) for module in modules]
         copy_between(modules, self._copies)
 
     def run(self, probe: Probe) -> Tensor:
         """Run the copy."""
-        return run_layer(self._copies, probe, self._device, self._dtype)
+        return run_layer(self._copies, probe, self._dtype)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from egeria_cache.device import Event
@@ -54,51 +52,37 @@ class ReferenceRunner:
 
     Args:
         kind: What was asked for.
-        device: Training device, for the reference that lives there.
     """
 
-    def __init__(self, kind: ReferenceKind, device: torch.device | str = "cpu") -> None:
-        self._device = torch.device(device if kind == "device" else "cpu")
-        self._make_chain = partial(ReferenceChain, kind, self._device)
-        self._chain = self._make_chain()
+    def __init__(self, kind: ReferenceKind) -> None:
+        self._kind = kind
+        self._chain = ReferenceChain(kind)
         self._present: list[nn.Module] = []
         self._past: list[nn.Module] = []
         self._layer: int | None = None
 
-    def run(self, item: InputItem) -> tuple[Verdict, Tensor | None]:
+    def run(self, item: InputItem) -> Verdict:
         """Run layer and reference on the probe, then refresh the reference if it is time.
-
-        Returns:
-            The verdict, and its value, for `finish`: a device may be computing it still.
 
         Raises:
             EvaluatorError: The layer's structure never arrived.
             Exception: Whatever the layer's own code raises.
         """
-        item.arrive()
         start = time.perf_counter()
         if item.modules is not None:
             self._present, self._past = item.modules, copy_modules(item.modules)
-            self._chain, self._layer = self._make_chain(), item.layer
+            self._chain, self._layer = ReferenceChain(self._kind), item.layer
         if item.layer != self._layer:
             raise EvaluatorError(f"no structure was sent for layer {item.layer}")
         load_weights(self._present, item.weights)
-        verdict, value = Verdict(item.step, item.layer, None), None
+        verdict = Verdict(item.step, item.layer, None)
         if item.judge:
             theirs = self._chain.run(item.probe)
-            ours = run_layer(self._present, item.probe, self._device)
-            value = item.distance(ours, theirs.to(ours.device))
+            verdict.value = float(item.distance(run_layer(self._present, item.probe), theirs))
             verdict.reference, verdict.noise = self._chain.name, self._chain.noise
+            verdict.notes += self._chain.heed(verdict.value)
         if item.refresh:
             copy_between(self._present, self._past)
-            verdict.notes = self._chain.refresh(self._past, item.probe)
+            verdict.notes += self._chain.refresh(self._past, item.probe)
         verdict.costly, verdict.seconds = self._chain.costly, time.perf_counter() - start
-        return verdict, value
-
-    def finish(self, verdict: Verdict, value: Tensor | None) -> Verdict:
-        """Wait for the value, and let it tell whether the reference is precise enough for it."""
-        if value is not None:
-            verdict.value = float(value)
-            note = self._chain.heed(verdict.value) if verdict.layer == self._layer else None
-            verdict.notes += [] if note is None else [note]
         return verdict

@@ -19,9 +19,7 @@ __all__ = [
     "Weights",
     "copy_between",
     "copy_modules",
-    "copy_tensor",
     "copy_weights",
-    "deep_copy",
     "load_weights",
     "without_hooks",
 ]
@@ -55,19 +53,12 @@ def without_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
             module.__dict__.update(hooks)
 
 
-def deep_copy(modules: list[nn.Module]) -> list[nn.Module]:
-    """Return `copy.deepcopy` of modules, on any device.
-
-    Buffers are copied by operators of tensors: storages are copied by none that every device has.
-    """
-    buffers = [b for module in modules for b in module.buffers() if runs_late(b.device)]
-    return copy.deepcopy(modules, {id(buffer): buffer.clone() for buffer in buffers})
-
-
 def copy_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return copies in inference mode, without gradients or hooks, on their device."""
+    # Buffers are copied by operators of tensors: storages are copied by none that every device has.
+    buffers = [b for module in modules for b in module.buffers() if runs_late(b.device)]
     with plain_structure(modules), without_hooks(modules):
-        copies = deep_copy(list(modules))
+        copies = copy.deepcopy(list(modules), {id(buffer): buffer.clone() for buffer in buffers})
     for module in copies:
         FrozenPrefix.thaw(module)
         module.eval().requires_grad_(False)
@@ -82,24 +73,13 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def copy_weights(modules: Sequence[nn.Module], device: torch.device | None = None) -> Weights:
-    """Return the modules' weights as they are now.
+def copy_weights(modules: Sequence[nn.Module]) -> Weights:
+    """Return the modules' weights as they are now, on the host.
 
-    From an accelerator to the host the copies are only started where it has pinned memory and
-    streams: wait for a `mark` of the device before reading them.
+    From an accelerator the copies are only started where it has pinned memory and streams: wait for
+    a `mark` of the device before reading them.
     """
-    return [
-        {name: copy_tensor(tensor, device) for name, tensor in _tensors(module)}
-        for module in modules
-    ]
-
-
-def copy_tensor(tensor: Tensor, device: torch.device | None) -> Tensor:
-    """Copy to `device` (None: the CPU) without waiting."""
-    target = torch.device("cpu") if device is None else device
-    if target.type == "cpu":
-        return to_host(tensor)
-    return tensor.detach().to(target, copy=True)
+    return [{name: to_host(tensor) for name, tensor in _tensors(module)} for module in modules]
 
 
 @torch.no_grad()

@@ -16,10 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["POLL_S", "receive", "send"]
-
-POLL_S = 0.2
-"""How often something that waits looks whether it is to stop."""
+__all__ = ["receive", "send"]
 
 
 def _rebuild(

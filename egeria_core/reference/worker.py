@@ -1,7 +1,7 @@
 """The evaluator process: `python -m egeria_core.reference.worker`, started by `ProcessEvaluator`.
 
-It takes evaluations from one pipe, waits for a calm CPU, runs layer and reference and sends the
-plasticity back. When the training process goes away, so does this one.
+It takes evaluations from a pipe, runs layer and reference and sends the plasticity back, with what
+the machine has left over. When the training process goes away, so does this one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,12 +17,10 @@ from typing import Any, cast
 import torch
 
 from egeria_core.config import ReferenceKind
-from egeria_core.reference.load import LoadGate
-from egeria_core.reference.runner import InputItem, ReferenceRunner
-from egeria_core.reference.wire import POLL_S, receive
-from egeria_core.verdict import Verdict
+from egeria_core.reference.runner import ReferenceRunner
+from egeria_core.reference.wire import receive
 
-__all__ = ["EvaluatorWorker", "main"]
+__all__ = ["MainModule", "main", "serve"]
 
 
 class MainModule:
@@ -53,77 +50,41 @@ class MainModule:
         return value
 
 
-class EvaluatorWorker:
-    """The loop, on connections given to it; runs in any thread or process.
+def serve(pipe: Connection, kind: ReferenceKind, main_path: str = "") -> None:
+    """Answer evaluations until the training side hangs up or one fails; in any thread or process.
 
     Args:
-        inputs: Where evaluations come from.
-        verdicts: Where verdicts go. An exception's text goes there too, and ends the worker.
+        pipe: Where evaluations come from, and verdicts go. An exception's text goes there too.
         kind: Reference to use.
-        gate: Opens when the machine is calm.
         main_path: The training script, for classes that are defined in it.
-        patience_s: How long an evaluation waits for the gate before it is dropped; a newer one
-            that has arrived meanwhile drops it at once.
     """
-
-    def __init__(
-        self,
-        inputs: Connection,
-        verdicts: Connection,
-        kind: ReferenceKind,
-        gate: LoadGate,
-        main_path: str = "",
-        patience_s: float = 30.0,
-    ) -> None:
-        self._inputs, self._verdicts, self._gate = inputs, verdicts, gate
-        self._runner = ReferenceRunner(kind)
-        self._find = MainModule(main_path)
-        self._patience_s = patience_s
-
-    def run(self) -> None:
-        """Serve until the training side hangs up or an evaluation fails."""
-        try:
-            while True:
-                item: InputItem = receive(self._inputs, self._find)
-                self._send(self._judged(item))
-        except (EOFError, OSError):
-            return
-        except Exception as error:  # any model code may run here
-            self._send(f"{type(error).__name__}: {error}")
-
-    def _judged(self, item: InputItem) -> Verdict:
-        why = self._wait_for_calm()
-        # A layer's structure comes once: it is taken in however busy the machine is.
-        if why is not None and item.modules is None:
-            return Verdict(item.step, item.layer, None, dropped=why)
-        return self._runner.finish(*self._runner.run(item))
-
-    def _send(self, message: Verdict | str) -> None:
+    runner, find = ReferenceRunner(kind), MainModule(main_path)
+    try:
+        while True:
+            pipe.send(runner.run(receive(pipe, find)))
+    except (EOFError, OSError):
+        return
+    except Exception as error:  # any model code may run here
         with suppress(OSError):
-            self._verdicts.send(message)
+            pipe.send(f"{type(error).__name__}: {error}")
 
-    def _wait_for_calm(self) -> str | None:
-        """Wait for the gate; return why not, if it stayed shut."""
-        deadline = time.monotonic() + self._patience_s
-        while not self._gate.is_open():
-            if self._inputs.poll(POLL_S) or time.monotonic() > deadline:
-                return f"CPU load of other processes is {self._gate.load:.0%}"
-        return None
+
+def _step_back() -> None:
+    """Be the first to yield the CPU, and the first that the kernel kills when memory is short."""
+    with suppress(OSError):
+        os.nice(19)
+    # Where sessions share the CPU evenly, it is the session's niceness that counts.
+    for name, value in (("autogroup", "19"), ("oom_score_adj", "500")):
+        with suppress(OSError):
+            Path("/proc/self", name).write_text(value)
 
 
 def main(argv: list[str]) -> int:
-    """Serve on the file descriptors given; see `ProcessEvaluator`."""
-    inputs, verdicts = (Connection(int(fd)) for fd in argv[:2])
-    kind, limit, threads, excluded, main_path = argv[2:7]
-    # The first to yield the CPU, and the first that the kernel kills when memory is short.
-    with suppress(OSError):
-        os.nice(10)
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("500")
+    """Serve on the file descriptor given; see `ProcessEvaluator`."""
+    fd, kind, threads, main_path = argv
+    _step_back()
     torch.set_num_threads(int(threads))
-    pids = tuple(int(pid) for pid in excluded.split(",") if pid)
-    gate = LoadGate(float(limit), pids)
-    EvaluatorWorker(inputs, verdicts, cast(ReferenceKind, kind), gate, main_path).run()
+    serve(Connection(int(fd)), cast(ReferenceKind, kind), main_path)
     return 0
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from egeria_cache.device import Event, Held, mark, runs_late
-from egeria_core.config import ControllerConfig
+from egeria_cache.device import Event, Held, mark, runs_late, to_host
 from egeria_core.errors import EvaluatorError
 from egeria_core.plasticity import sp_loss
 from egeria_core.reference import (
@@ -22,11 +21,9 @@ from egeria_core.reference import (
     LayerTap,
     Probe,
     ProcessEvaluator,
-    ReferenceRunner,
     Weights,
     Wire,
     copy_modules,
-    copy_tensor,
     copy_weights,
 )
 from egeria_core.verdict import Verdict
@@ -41,17 +38,6 @@ PROBE_ROWS = 32
 steady the reading and cost the reference's forward."""
 MISSES_TO_WARN = 3
 DROPS_TO_WARN = 20
-
-
-def make_evaluator(config: ControllerConfig, device: torch.device) -> Evaluator:
-    """Return the evaluator that the options ask for, for a model on `device`."""
-    kind = config.evaluator_for(device.type)
-    if config.reference == "device":
-        deferred = runs_late(device) and kind != "inline"
-        return InlineEvaluator(ReferenceRunner("device", device), deferred=deferred)
-    if kind == "process":
-        return ProcessEvaluator(config.reference, training_on_cpu=not runs_late(device))
-    return InlineEvaluator(ReferenceRunner(config.reference))
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -73,8 +59,6 @@ class ActivationMeter(Meter):
     def __init__(self, watched: Watched) -> None:
         self._model, self._layers, self._every = watched.model, watched.layers, watched.every
         self._config, self._history = watched.config, watched.history
-        self._evaluator: Evaluator | None = None
-        self._lost = False
         self._tap: LayerTap | None = None
         self._tapped: list[tuple[str, ...]] = []
         self._rows = PROBE_ROWS
@@ -83,14 +67,10 @@ class ActivationMeter(Meter):
         self._held = Held()
         self._forget_reference()
         self.bind()
+        # A process takes seconds to start; the bootstrapping stage is time enough.
         kind = self._config.evaluator_for(device_of(self._model).type)
-        if kind == "process" and self._config.reference != "device":
-            # A process takes seconds to start; the bootstrapping stage is time enough. Others are
-            # made when they are needed, and one that is never needed is none.
-            self._evaluator = self._make_evaluator()
-
-    def _make_evaluator(self) -> Evaluator:
-        return make_evaluator(self._config, device_of(self._model))
+        make = ProcessEvaluator if kind == "process" else InlineEvaluator
+        self._evaluator: Evaluator | None = make(self._config.reference)
 
     def _forget_reference(self) -> None:
         self._layer: int | None = None
@@ -112,14 +92,11 @@ class ActivationMeter(Meter):
             if self._tap is not None:
                 self._tap.close()
             self._tapped = names
-            self._tap = self._make_tap(names)
-
-    def _make_tap(self, names: list[tuple[str, ...]]) -> LayerTap:
-        return LayerTap(self._model, names, batch_dim=self._config.batch_dim)
+            self._tap = LayerTap(self._model, names, batch_dim=self._config.batch_dim)
 
     def prepare(self, frozen: int) -> None:
         """Arm the front layer's hooks."""
-        if self._tap is not None and not self._lost and frozen < len(self._tapped):
+        if self._tap is not None and self._evaluator is not None and frozen < len(self._tapped):
             # A layer's curve starts with as many rows as its first batch has, and keeps them.
             rows = self._rows if frozen == self._layer else PROBE_ROWS
             self._tap.arm(frozen, rows, training=self._layers.training)
@@ -142,24 +119,18 @@ class ActivationMeter(Meter):
             # One taken later, because an evaluation was dropped, would stand out of the curve for
             # no reason of the layer's.
             judge = judge and step - self._refreshed_at == self._every
-        if not (judge or refresh):
-            return
-        modules = self._modules(probe)
-        item = InputItem(
-            step=step,
-            layer=frozen,
-            probe=self._to_evaluator(probe),
-            judge=judge,
-            refresh=refresh,
-            weights=copy_weights(modules, self._device),
-            modules=self._structure(modules) if new else None,
-            distance=self.distance,
-        )
-        self._submit(item, mark(device_of(self._model)) if self._device is None else None)
+        if judge or refresh:
+            modules = self._modules(probe)
+            if runs_late(device_of(self._model)):
+                probe = probe.mapped(lambda x: to_host(x) if isinstance(x, Tensor) else x)
+            weights = copy_weights(modules)
+            item = InputItem(step, frozen, probe, judge, refresh, weights, distance=self.distance)
+            item.modules = self._structure(modules) if new else None
+            self._submit(item, mark(device_of(self._model)))
 
     def _captured(self, step: int, frozen: int) -> Probe | None:
         """Return what the hooks of the front layer have recorded."""
-        if self._tap is None or self._lost or frozen >= len(self._tapped):
+        if self._tap is None or self._evaluator is None or frozen >= len(self._tapped):
             return None
         armed, probe = self._tap.armed, self._tap.take()
         if armed != frozen:
@@ -173,34 +144,20 @@ class ActivationMeter(Meter):
     def _modules(self, probe: Probe) -> list[nn.Module]:
         return [self._model.get_submodule(call.module) for call in probe.calls]
 
-    @property
-    def _device(self) -> torch.device | None:
-        """Where the reference lives; None: the CPU."""
-        return device_of(self._model) if self._config.reference == "device" else None
-
     def _structure(self, modules: list[nn.Module]) -> list[nn.Module]:
-        copies = copy_modules(modules)
-        return copies if self._device is not None else [module.cpu() for module in copies]
-
-    def _to_evaluator(self, probe: Probe) -> Probe:
-        """Start the copy to where the reference runs."""
-        if self._device is not None or not runs_late(device_of(self._model)):
-            return probe
-        return probe.mapped(lambda x: copy_tensor(x, None) if isinstance(x, Tensor) else x)
+        return [module.cpu() for module in copy_modules(modules)]
 
     def _submit(self, item: InputItem, ready: Event | None = None) -> None:
         item.ready = ready
         # A copy into memory that was given back, because the item was dropped, would hit others'.
         self._held.hold((item.probe, item.weights), ready)
         try:
-            if self._evaluator is None:
-                self._evaluator = self._make_evaluator()
-            accepted = self._evaluator.submit(item)
+            accepted = self._evaluator is not None and self._evaluator.submit(item)
         except EvaluatorError as error:
             self._lose(item.step, error)
             return
         if not accepted:
-            self._drop(item.step, item.layer, "the evaluator is busy")
+            self._drop(item.step, item.layer)
             return
         self._layer = item.layer
         self._since_refresh = 0 if item.refresh else self._since_refresh + 1
@@ -235,39 +192,34 @@ class ActivationMeter(Meter):
             self._rows, self._short = probe.num_rows, 0
         return False
 
-    def collect(self) -> list[Verdict]:
+    def collect(self, timeout_s: float = 0.0) -> list[Verdict]:
         """Return the verdicts that are ready; losing the evaluator is one warning."""
         verdicts, self._undecided = self._undecided, []
-        if self._evaluator is None:
-            return verdicts
         try:
-            verdicts.extend(self._evaluator.poll())
+            fresh = [] if self._evaluator is None else self._evaluator.poll(timeout_s)
         except EvaluatorError as error:
             self._lose(None, error)
-        for verdict in verdicts:
+            return verdicts
+        for verdict in fresh:
             self._heed(verdict)
-        return [verdict for verdict in verdicts if verdict.value is not None]
+        return verdicts + [verdict for verdict in fresh if verdict.value is not None]
 
     def _heed(self, verdict: Verdict) -> None:
+        self._drops = 0
         if verdict.layer == self._layer:
             self._costly = verdict.costly
         for note in verdict.notes:
             log.info("egeria: layer %r: %s", self._layers.boundaries[verdict.layer], note)
             self._history.add("fallback", verdict.step, layer=verdict.layer, note=note)
-        if verdict.dropped is not None:
-            self._drop(verdict.step, verdict.layer, verdict.dropped)
-        else:
-            self._drops = 0
 
-    def _drop(self, step: int, layer: int, reason: str) -> None:
-        self._history.add("dropped", step, layer=layer, reason=reason)
+    def _drop(self, step: int, layer: int) -> None:
+        self._history.add("dropped", step, layer=layer, reason="the evaluator is busy")
         self._drops += 1
         if self._drops == DROPS_TO_WARN:
             log.warning(
-                "egeria: the last %d evaluations were dropped (%s); nothing freezes without them. "
-                "Raise evaluate_every, or use evaluator='inline'",
+                "egeria: the last %d evaluations were dropped, as the evaluator is busy; nothing "
+                "freezes without them. Raise evaluate_every, or use evaluator='inline'",
                 self._drops,
-                reason,
             )
 
     def _lose(self, step: int | None, error: Exception) -> None:
@@ -278,7 +230,6 @@ class ActivationMeter(Meter):
             error,
         )
         self._history.add("evaluator_lost", -1 if step is None else step, error=str(error))
-        self._lost = True
         self._stop_evaluator()
 
     def _stop_evaluator(self) -> None:
@@ -288,8 +239,7 @@ class ActivationMeter(Meter):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the reference (weights and calibration probe) and verdicts not yet taken."""
-        if self._evaluator is not None:
-            self._undecided.extend(self._evaluator.drain(timeout_s=30.0))
+        self._undecided = self.collect(timeout_s=30.0)
         if self._kept_ready is not None:
             self._kept_ready.synchronize()
         return {
@@ -311,17 +261,9 @@ class ActivationMeter(Meter):
         if state["layer"] is None or state["probe"] is None:
             return
         probe = _load_probe(state["probe"])
-        item = InputItem(
-            step=state["refreshed_at"],
-            layer=state["layer"],
-            probe=probe,
-            judge=False,
-            refresh=True,
-            weights=state["weights"],
-            modules=self._structure(self._modules(probe)),
-            distance=self.distance,
-        )
-        self._submit(item)
+        modules = self._structure(self._modules(probe))
+        step, weights = state["refreshed_at"], state["weights"]
+        self._submit(InputItem(step, state["layer"], probe, False, True, weights, modules))
         self._since_refresh = state["since_refresh"]
         self._costly = state["costly"]
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Pipe
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -28,13 +27,11 @@ from egeria_core.reference import (
     InputItem,
     Probe,
     ProcessEvaluator,
-    ReferenceRunner,
     copy_modules,
     copy_weights,
 )
-from egeria_core.reference.load import LoadGate
 from egeria_core.reference.wire import receive, send
-from egeria_core.reference.worker import EvaluatorWorker, MainModule
+from egeria_core.reference.worker import MainModule, serve
 from egeria_core.verdict import Verdict
 from tests.helpers.core_nets import ResNet, mlp
 
@@ -80,21 +77,20 @@ def drive(evaluator: Evaluator, num_steps: int = 4) -> list[Verdict]:
     for step in range(num_steps):
         item = make_item(modules, step, new=step == 0)
         wait_for(lambda item=item: evaluator.submit(item), "room in the queue")  # type: ignore[misc]
-        verdicts += evaluator.drain(DEADLINE_S)
+        verdicts += evaluator.poll(DEADLINE_S)
         move(modules, step)
     return verdicts
 
 
 @pytest.fixture
-def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessEvaluator]:
-    monkeypatch.setattr("egeria_core.reference.process.CPU_LOAD_LIMIT", 1.0)
+def process() -> Iterator[ProcessEvaluator]:
     evaluator = ProcessEvaluator("fp32")
     yield evaluator
     evaluator.close()
 
 
 def test_a_process_reads_what_inline_reads(process: ProcessEvaluator) -> None:
-    inline = drive(InlineEvaluator(ReferenceRunner("fp32")))
+    inline = drive(InlineEvaluator("fp32"))
     expected = [verdict.value for verdict in inline]
     assert expected[0] is None
     assert all(value is not None and value > 0 for value in expected[1:])
@@ -120,7 +116,7 @@ def test_a_killed_process_is_reported_once_and_never_blocks(process: ProcessEval
     assert "its process has ended" in errors[0]
     assert process.poll() == []
     assert not process.submit(make_item([nn.Linear(8, 8)], 5, new=True))
-    assert process.drain(DEADLINE_S) == []
+    assert process.poll(DEADLINE_S) == []
 
 
 def test_a_stopped_process_makes_drops_not_delays(process: ProcessEvaluator) -> None:
@@ -142,15 +138,13 @@ def test_closing_ends_the_process_and_its_threads(process: ProcessEvaluator) -> 
 
 
 def test_the_process_leaves_when_its_parent_is_gone() -> None:
-    """The kernel closes a dead parent's ends of the pipes; closing ours looks the same."""
-    pipes = [Pipe(duplex=False) for _ in range(2)]
-    theirs = [pipes[0][0], pipes[1][1]]
-    fds = [connection.fileno() for connection in theirs]
-    command = [sys.executable, "-m", "egeria_core.reference.worker", *map(str, fds)]
-    worker = subprocess.Popen([*command, "fp32", "1.0", "1", str(os.getpid()), ""], pass_fds=fds)
-    for pipe in pipes:
-        for connection in pipe:
-            connection.close()
+    """The kernel closes a dead parent's end of the pipe; closing ours looks the same."""
+    ours, theirs = Pipe()
+    fd = theirs.fileno()
+    command = [sys.executable, "-m", "egeria_core.reference.worker", str(fd), "fp32", "1", ""]
+    worker = subprocess.Popen(command, pass_fds=[fd])
+    ours.close()
+    theirs.close()
     assert worker.wait(DEADLINE_S) == 0
 
 
@@ -169,7 +163,7 @@ def test_what_cannot_be_pickled_is_an_error(process: ProcessEvaluator) -> None:
 
 
 def test_a_layer_that_fails_is_an_error() -> None:
-    evaluator = InlineEvaluator(ReferenceRunner("fp32"))
+    evaluator = InlineEvaluator("fp32")
     item = make_item([nn.Linear(8, 8)], 0, new=True)
     item.modules, item.weights = [Greedy()], [{}]
     with pytest.raises(EvaluatorError, match="MemoryError"):
@@ -177,131 +171,31 @@ def test_a_layer_that_fails_is_an_error() -> None:
     assert evaluator.poll() == []
 
 
-class FakeGate:
-    load = 0.9
-
-    def __init__(self) -> None:
-        self.open = False
-
-    def is_open(self) -> bool:
-        return self.open
-
-
-class Pipes:
-    """The worker's loop on a thread of this process."""
-
-    def __init__(self, gate: Any, patience_s: float = 30.0, kind: Any = "fp32") -> None:
-        inputs, self.inputs = Pipe(duplex=False)
-        self.verdicts, verdicts = Pipe(duplex=False)
-        self.ours = (inputs, verdicts)
-        self.worker = EvaluatorWorker(*self.ours, kind, gate, patience_s=patience_s)
-        self.thread = threading.Thread(target=self.worker.run)
-        self.thread.start()
-
-    def send(self, item: InputItem) -> None:
-        send(self.inputs, item)
-
-    def receive(self) -> Any:
-        assert self.verdicts.poll(DEADLINE_S), "no answer"
-        return self.verdicts.recv()
-
-    def close(self) -> None:
-        self.inputs.close()
-        self.thread.join(DEADLINE_S)
-        assert not self.thread.is_alive()
-        for connection in (*self.ours, self.verdicts):
-            connection.close()
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("no structure", "no structure was sent for layer 0"),
+        ("memory", "MemoryError: no memory left"),
+    ],
+)
+def test_what_fails_in_the_worker_is_told_and_ends_it(fault: str, told: str) -> None:
+    ours, theirs = Pipe()
+    thread = threading.Thread(target=serve, args=(theirs, "fp32"))
+    thread.start()
+    item = make_item([nn.Linear(8, 8)], 0, new=fault == "memory")
+    if fault == "memory":
+        item.modules, item.weights = [Greedy()], [{}]
+    send(ours, item)
+    assert ours.poll(DEADLINE_S), "no answer"
+    assert told in ours.recv()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    ours.close()
+    theirs.close()
 
 
-def test_under_load_the_worker_drops_what_is_overtaken_and_keeps_the_newest() -> None:
-    gate = FakeGate()
-    gate.open = True
-    pipes = Pipes(gate)
-    modules: list[nn.Module] = [nn.Linear(8, 8)]
-    pipes.send(make_item(modules, 0, new=True))
-    assert pipes.receive().dropped is None
-    gate.open = False
-    pipes.send(make_item(modules, 1))
-    pipes.send(make_item(modules, 2))
-    first = pipes.receive()
-    assert first.step == 1
-    assert "90%" in first.dropped
-    gate.open = True
-    second = pipes.receive()
-    assert (second.step, second.dropped) == (2, None)
-    assert second.value is not None
-    pipes.close()
-
-
-def test_patience_has_an_end_and_a_layers_structure_gets_through_anyway() -> None:
-    pipes = Pipes(FakeGate(), patience_s=0.0)
-    modules: list[nn.Module] = [nn.Linear(8, 8)]
-    pipes.send(make_item(modules, 0, new=True))
-    assert pipes.receive().dropped is None
-    pipes.send(make_item(modules, 1))
-    assert pipes.receive().dropped is not None
-    pipes.close()
-
-
-def test_a_reference_that_fails_in_the_worker_is_told_and_ends_it() -> None:
-    gate = FakeGate()
-    gate.open = True
-    pipes = Pipes(gate)
-    item = make_item([nn.Linear(8, 8)], 0)
-    pipes.send(item)  # no structure was ever sent
-    assert "no structure" in pipes.receive()
-    pipes.close()
-
-
-def test_running_out_of_memory_in_the_worker_is_told_and_ends_it() -> None:
-    gate = FakeGate()
-    gate.open = True
-    pipes = Pipes(gate)
-    item = make_item([nn.Linear(8, 8)], 0, new=True)
-    item.modules, item.weights = [Greedy()], [{}]
-    pipes.send(item)
-    assert pipes.receive() == "MemoryError: no memory left"
-    pipes.close()
-
-
-def test_the_gate_counts_what_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Times(tuple[float, ...]):
-        idle = 0.0
-
-    now = {"idle": 0.0, "busy": 0.0, "own": 0.0}
-
-    def cpu_times() -> Times:
-        times = Times((now["idle"], now["busy"]))
-        times.idle = now["idle"]
-        return times
-
-    class Own:
-        def __init__(self, pid: int | None = None) -> None:
-            if pid == 0:
-                raise psutil.NoSuchProcess(0)
-
-        def cpu_times(self) -> Any:
-            return type("T", (), {"user": now["own"], "system": 0.0})
-
-    monkeypatch.setattr(psutil, "cpu_times", cpu_times)
-    monkeypatch.setattr(psutil, "Process", Own)
-    monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
-    gate = LoadGate(0.5, excluded=(0,))
-    now.update(idle=2.0, busy=8.0, own=7.0)
-    assert gate.is_open(), "7 of 8 busy seconds were our own"
-    assert gate.load == pytest.approx(0.1)
-    now.update(idle=4.0, busy=16.0)
-    assert not gate.is_open()
-    assert gate.load == pytest.approx(0.8)
-    now.update(idle=4.05)
-    assert not gate.is_open(), "too short a sample keeps the last answer"
-    assert LoadGate(1.0).is_open()
-
-
-def test_the_real_gate_reads_a_load_between_none_and_all() -> None:
-    gate = LoadGate(0.99, excluded=(os.getppid(),))
-    wait_for(lambda: gate.is_open() and gate.load >= 0, "a sample")
-    assert 0 <= gate.load <= 1
+def test_the_process_yields_to_everybody(process: ProcessEvaluator) -> None:
+    wait_for(lambda: psutil.Process(process.pid).nice() == 19, "it to step back")
 
 
 def test_messages_keep_tensors_of_every_kind() -> None:
@@ -355,9 +249,6 @@ def test_a_model_of_the_script_is_judged_in_the_process(tmp_path: Path) -> None:
             import time, torch
             from torch import nn
             from egeria_core import FreezeController
-            from egeria_core.reference import process
-
-            process.CPU_LOAD_LIMIT = 1.0
 
             class Layer(nn.Linear):
                 pass
@@ -389,13 +280,6 @@ def test_a_model_of_the_script_is_judged_in_the_process(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.strip()) >= 1, done.stderr
-
-
-def test_deferred_inline_gives_its_verdict_at_the_next_poll() -> None:
-    runner = ReferenceRunner("fp32")
-    evaluator = InlineEvaluator(runner, deferred=True)
-    assert not evaluator.immediate
-    assert len(drive(evaluator)) == 4
 
 
 def test_auto_takes_a_process_only_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:

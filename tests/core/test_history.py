@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from egeria_core import FreezeController, History
-from egeria_core.history import make_listener
-from egeria_core.plot import main
+from egeria_core import FreezeController, History, StaticPolicy
+from egeria_core.plot import main as egeria_plot
 from tests.helpers.core_nets import ResNet, batch
 
 
@@ -56,63 +53,33 @@ def test_active_parameters_fall_and_come_back() -> None:
     assert counts[unfreeze - 1] < 0.8 * counts[unfreeze]
 
 
-def test_a_history_is_drawn_from_the_command_line(
+def test_listeners_get_every_record(caplog: pytest.LogCaptureFixture) -> None:
+    model = ResNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    controller = FreezeController(
+        model, optimizer, policy=StaticPolicy({1: "layer1.1"}), tensorboard_dir="runs"
+    )
+    assert "the option tensorboard_dir is gone" in caplog.text
+    seen: list[dict[str, Any]] = []
+    controller.history.listeners.append(seen.append)
+    F.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
+    controller.step()
+    assert [record["kind"] for record in seen] == ["boundary"]
+    controller.close()
+
+
+def test_a_history_is_drawn_by_an_example(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("matplotlib")
+    import plot_history
+
     path = tmp_path / "history.jsonl"
     run(log_path=path)
-    assert main([str(path)]) == 0
+    assert plot_history.main([str(path)]) == 0
     assert (tmp_path / "history.png").stat().st_size > 10_000
     (tmp_path / "empty.jsonl").write_text("")
-    assert main([str(tmp_path / "empty.jsonl"), "-o", str(tmp_path / "empty.png")]) == 0
-    assert main([str(tmp_path / "missing.jsonl")]) == 1
-    assert "missing.jsonl" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("argv", [["history.jsonl"]], ids=" ".join)
-def test_without_matplotlib_one_line_says_so(
-    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "history.jsonl").touch()
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(argv) == 1
-    assert (
-        capsys.readouterr().err == "egeria-plot: drawing needs matplotlib: pip install matplotlib\n"
-    )
-
-
-def test_tensorboard_gets_readings_and_layers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scalars: list[tuple[str, float, int]] = []
-    closed: list[bool] = []
-
-    class SummaryWriter:
-        def __init__(self, directory: str) -> None:
-            assert directory == str(tmp_path)
-
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            scalars.append((name, value, step))
-
-        def close(self) -> None:
-            closed.append(True)
-
-    fake = types.ModuleType("torch.utils.tensorboard")
-    fake.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
-    history = run(tensorboard_dir=tmp_path).history
-    names = {name for name, _, _ in scalars}
-    assert {"egeria/plasticity/layer1.1", "egeria/frozen_layers"} <= names
-    expected = len(history.of("reading")) + 2 * len(history.of("boundary"))
-    assert len(scalars) == expected
-    assert closed == [True]
-
-
-def test_without_tensorboard_there_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with caplog.at_level("INFO"):
-        assert make_listener(tmp_path) is None
-    assert "tensorboard is not installed" in caplog.text
+    assert plot_history.main([str(tmp_path / "empty.jsonl")]) == 0
+    assert "empty.png" in capsys.readouterr().out
+    assert egeria_plot() == 2
+    assert "examples/plot_history.py" in capsys.readouterr().err

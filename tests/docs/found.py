@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"python", "diff", "bash", "text"}
-PROGRAMS = ("make", "pip", "python", "cache-inspect", "egeria-plot", "torchrun", "torchx", "sbatch")
+PROGRAMS = ("make", "pip", "python", "cache-inspect", "torchrun", "torchx", "sbatch")
 FENCED = r"^```(?P<language>\w*)\n(?P<text>.*?)^```$"
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import json
 import re
 import runpy
 import shlex
@@ -25,7 +24,6 @@ from torch.distributed.run import parse_args as parse_torchrun
 import egeria_cache.inspect.forecast as forecast_module
 from egeria_cache import EgeriaLoader
 from egeria_cache.inspect import main as cache_inspect
-from egeria_core.plot import main as egeria_plot
 from tests.docs.found import ROOT, commands
 from tests.docs.mistakes import cached, model, samples, train
 from tests.docs.surroundings import AROUND
@@ -99,7 +97,8 @@ def understand(words, monkeypatch):
             start(rest, monkeypatch)
     else:
         with parsing(monkeypatch):
-            {"cache-inspect": cache_inspect, "egeria-plot": egeria_plot}[program](rest)
+            assert program == "cache-inspect"
+            cache_inspect(rest)
 
 
 def start(words, monkeypatch):
@@ -135,24 +134,9 @@ def factories(tmp_path, monkeypatch):
             sys.modules[name] = module
 
 
-@pytest.fixture
-def in_tmp(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def run_plan(words):
     assert cache_inspect(words[1:]) == 0
     return "batches of 32, measured with 64 of 160 samples"
-
-
-def run_history(words):
-    record = {"kind": "reading", "step": 1, "layer": 0, "boundary": "a", "value": 0.1}
-    moved = {"kind": "boundary", "step": 2, "boundary": "a", "previous": None, "reason": "rest"}
-    counts = {"num_frozen": 1, "num_layers": 2, "active_parameters": 1, "total_parameters": 2}
-    with open(words[1], "w") as file:
-        file.writelines(json.dumps(one) + "\n" for one in (record, moved | counts))
-    assert egeria_plot(words[1:]) == 0
-    return "history.png"
 
 
 def run_fill(words):
@@ -166,7 +150,6 @@ RUN = {
     ),
     "cache-inspect fill models:make_model --data data:make_dataset --directory runs/cache "
     "--batch-size 64": (run_fill, "factories"),
-    "egeria-plot history.jsonl": (run_history, "in_tmp"),
 }  # fmt: skip
 """What runs a command and returns what it shows then, and a fixture that it needs."""
 
@@ -178,7 +161,6 @@ def test_what_is_listed_here_is_in_the_documents():
 
 @pytest.mark.parametrize("line", RUN)
 def test_a_command_runs_as_it_stands(line, request, capsys):
-    pytest.importorskip("matplotlib")
     run, fixture = RUN[line]
     request.getfixturevalue(fixture)
     (words,) = words_of(line)
