@@ -32,7 +32,7 @@ EvaluatorKind = Literal["auto", "process", "inline"]
 ROOMY_ABOVE_CPUS = 4
 """With more CPUs than these, a CPU training leaves some to an evaluator process."""
 GONE = {
-    "calibration": "PlasticityPolicy(calibration=...) takes it",
+    "calibration": "a layer's first three readings set its tolerance",
     "probe_rows": "32 samples of a batch are compared",
     "refresh_every": "it is refreshed at every evaluation, or every W where it quantises",
     "train_output": "both sides of a reading are run in inference mode",

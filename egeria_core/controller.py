@@ -9,7 +9,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -161,9 +160,7 @@ class FreezeController:
             len(self._map.layers), measured=self._measures, moves=self._reads_movement
         )
         self._bootstrap = self.config.bootstrap_for(self.policy.measure)
-        self._savings = Savings(
-            self.model, optimizer, self._map, schedule, self._ranks, self.config.move_cost
-        )
+        self._savings = Savings(optimizer, self._map, schedule, self._ranks, self.config.move_cost)
         self._listeners: list[Callable[[BoundaryMoved], None]] = list(listeners)
         if cache is not None:
             self._listeners.insert(0, cache.on_boundary_moved)
@@ -196,9 +193,7 @@ class FreezeController:
         )
         if isinstance(self.policy, BringsMeter):
             return self.policy.make_meter(watched)
-        if self._reads_movement:
-            return MovementMeter(self.model, self.optimizer, self._map, self._every)
-        return ActivationMeter(watched)
+        return MovementMeter(watched) if self._reads_movement else ActivationMeter(watched)
 
     @property
     def _measures(self) -> bool:
@@ -541,7 +536,7 @@ class FreezeController:
         if self._bootstrap is not None and state["bootstrap"] is not None:
             self._bootstrap.load_state_dict(state["bootstrap"])
         self._loss_sum, self._num_losses = state["loss"]
-        self.history.records = [dict(record) for record in state["history"]]
+        self.history[:] = [dict(record) for record in state["history"]]
         if self._frozen:
             self._move(0, "resumed")
         if state["frozen"]:
@@ -563,12 +558,7 @@ class FreezeController:
     def __enter__(self) -> FreezeController:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

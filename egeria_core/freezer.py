@@ -27,21 +27,19 @@ class Freezer:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._parameters: list[Tensor] = []
-        self._known: set[int] = set()
+        self._parameters: dict[int, Tensor] = {}
         self._prefix: FrozenPrefix | None = None
 
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters frozen here (not those that the user had frozen before)."""
-        return list(self._parameters)
+        return list(self._parameters.values())
 
     def freeze(self, parameters: Iterable[Tensor], modules: Iterable[nn.Module]) -> None:
         """Freeze these too; what is frozen already stays so."""
         for parameter in parameters:
-            if parameter.requires_grad and id(parameter) not in self._known:
-                self._known.add(id(parameter))
-                self._parameters.append(parameter)
+            if parameter.requires_grad:
+                self._parameters[id(parameter)] = parameter
                 parameter.requires_grad_(False)
                 parameter.grad = None
         modules = list(modules)
@@ -57,10 +55,9 @@ class Freezer:
 
     def release(self) -> None:
         """Make all of it trainable again and restore the modules' modes; idempotent."""
-        for parameter in self._parameters:
+        for parameter in self._parameters.values():
             parameter.requires_grad_(True)
         self._parameters.clear()
-        self._known.clear()
         if self._prefix is not None:
             self._prefix.release()
             self._prefix = None

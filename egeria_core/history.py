@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from egeria_cache.tables import as_html
 
 __all__ = ["History"]
 
 
-class History:
-    """Append-only list of JSON records, each with `kind` and `step`; docs/controller.md lists them.
+class History(list[dict[str, Any]]):
+    """List of JSON records, each with `kind` and `step`; docs/controller.md lists them.
 
     Args:
         path: Also written here as JSON lines, one flushed line per record.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
-        self.records: list[dict[str, Any]] = []
+        super().__init__()
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
         """Called with every record that is added."""
         self._path = None if path is None else Path(path)
@@ -30,7 +28,7 @@ class History:
     def add(self, kind: str, step: int, **fields: Any) -> None:
         """Append one record."""
         record = {"kind": kind, "step": step, **fields}
-        self.records.append(record)
+        self.append(record)
         if self._path is not None:
             # Opened for each record: a reading every n steps, and no handle to own or to leak.
             with self._path.open("a", encoding="utf-8") as file:
@@ -40,11 +38,11 @@ class History:
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         """Return the records of one kind."""
-        return [record for record in self.records if record["kind"] == kind]
+        return [record for record in self if record["kind"] == kind]
 
     def save(self, path: str | Path) -> None:
         """Write all records as JSON lines."""
-        lines = "".join(json.dumps(record) + "\n" for record in self.records)
+        lines = "".join(json.dumps(record) + "\n" for record in self)
         Path(path).write_text(lines, encoding="utf-8")
 
     @classmethod
@@ -52,25 +50,8 @@ class History:
         """Read JSON lines back."""
         history = cls()
         text = Path(path).read_text(encoding="utf-8")
-        history.records = [json.loads(line) for line in text.splitlines() if line.strip()]
+        history += [json.loads(line) for line in text.splitlines() if line.strip()]
         return history
 
     def __repr__(self) -> str:
         return f"History({len(self)} records)"
-
-    def _repr_html_(self) -> str:
-        """Return every move of the boundary, and how many records there are, for notebooks."""
-        moves = {
-            f"step {move['step']}": f"{move['boundary'] or 'nothing frozen'}: {move['reason']}"
-            for move in self.of("boundary")
-        }
-        return as_html({"records": str(len(self)), **moves})
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(self.records)
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.records[index]

@@ -7,10 +7,34 @@ freeze. For cosine and cyclical schedules the paper leaves the rule to the user;
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["Periodic", "TenfoldDrop", "UnfreezeRule", "WarmRestart", "parse_rule"]
+__all__ = ["MeanRate", "Periodic", "TenfoldDrop", "UnfreezeRule", "WarmRestart", "parse_rule"]
+
+
+class MeanRate:
+    """The learning rate of an optimizer's groups, each weighed by its number of scalars.
+
+    Args:
+        optimizer: What its groups hold is counted again when one gets a parameter.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._counts: list[int] = []
+        self._sizes: list[int] = []
+
+    def __call__(self, groups: Sequence[dict[str, Any]] | None = None) -> float:
+        """Return it as it is now; of other groups, with the sizes of these."""
+        own = self._optimizer.param_groups
+        counts = [len(group["params"]) for group in own]
+        if counts != self._counts:
+            self._counts = counts
+            self._sizes = [sum(p.numel() for p in group["params"]) for group in own]
+        rates = [float(group["lr"]) for group in groups or own]
+        total = sum(size * rate for size, rate in zip(self._sizes, rates, strict=True))
+        return total / max(1, sum(self._sizes))
 
 
 @runtime_checkable

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from egeria_core import ControllerConfig, History
 from egeria_core.freezer import Freezer
-from egeria_core.savings import mean_rate
-from egeria_core.watch import LayerMap, MovementMeter
+from egeria_core.learning_rate import MeanRate
+from egeria_core.watch import LayerMap, MovementMeter, Watched
 
 from .tasks import Data, Task, make_data, make_model, make_optimizer
 
@@ -136,14 +137,16 @@ def run_plain(task: Task, seed: int) -> tuple[dict[str, Any], list[dict[str, Any
     before = trainer.save()
     layers = layers_of(trainer)
     trainer.load(before)
-    meter = MovementMeter(trainer.model, trainer.optimizer, layers, 1)
+    meter = MovementMeter(
+        Watched(trainer.model, trainer.optimizer, layers, 1, ControllerConfig(), History())
+    )
     trace: list[list[float | None]] = []
     rates: list[float] = []
     moments = sorted({int(part * task.steps) for part in WHEN})
     saved: dict[int, dict[str, Any]] = {}
     for moment in [*moments, task.steps]:
         while trainer.step < moment:
-            rates.append(mean_rate(trainer.optimizer.param_groups))
+            rates.append(MeanRate(trainer.optimizer)())
             for loss in trainer.train(trainer.step + 1):
                 meter.note(loss)
             meter.measure(trainer.step, 0)

@@ -46,16 +46,15 @@ class BudgetPolicy:
     Args:
         budget: By how much the final loss may be worse, in units of the loss. None: 0.01, or a
             hundredth of the loss at the start where that is less.
-        estimate: With other thresholds.
     """
 
     measure: Measure = "movement"
 
-    def __init__(self, budget: float | None = None, estimate: HarmEstimate | None = None) -> None:
+    def __init__(self, budget: float | None = None) -> None:
         if budget is not None and not (budget > 0 and math.isfinite(budget)):
             raise ValueError(f"the budget must be a positive number, got {budget}")
         self._given = budget
-        self.estimate = HarmEstimate() if estimate is None else estimate
+        self.estimate = HarmEstimate()
         self.frozen = 0
         self.spent = 0.0
         """Sum of the harm predicted for what is frozen."""

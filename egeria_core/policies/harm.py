@@ -17,6 +17,9 @@ import numpy as np
 
 __all__ = ["HarmEstimate", "Line", "Movement", "fit_line"]
 
+AT_REST, PATIENCE, LEAST = 0.2, 3, 15
+"""A layer rests when its speed is at most so much of its own highest for so many readings in a row;
+nothing is said before so many readings (benchmarks/results/harm.json)."""
 SMOOTHING = 5
 """Readings whose speeds of a layer are averaged, as far as it was read in them."""
 LEAST_IN_WINDOW = 4
@@ -82,24 +85,9 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> Line:
 
 
 class HarmEstimate:
-    """Collects movements; answers what freezing would cost, and which layers have come to rest.
+    """Collects movements; answers what freezing would cost, and which layers have come to rest."""
 
-    Args:
-        at_rest: A layer rests when its speed is at most this part of its own highest.
-        patience: Readings in a row for which it must have been so.
-        least: Readings before anything is said.
-    """
-
-    def __init__(self, at_rest: float = 0.2, patience: int = 3, least: int = 15) -> None:
-        if not 0 < at_rest < 1 or patience < 1 or least < LEAST_IN_WINDOW:
-            raise ValueError(
-                f"need 0 < at_rest < 1, patience >= 1 and least >= {LEAST_IN_WINDOW}, got "
-                f"{at_rest}, {patience} and {least}"
-            )
-        self.at_rest, self.patience, self.least = at_rest, patience, least
-        self._forget()
-
-    def _forget(self) -> None:
+    def __init__(self) -> None:
         self._movements: deque[Movement] = deque(maxlen=MOST_KEPT)
         self._recent: list[list[float | None]] = []
         self._peaks: list[float] = []
@@ -110,13 +98,13 @@ class HarmEstimate:
     def restart(self) -> None:
         """Forget all readings but the loss at the start."""
         first = self._first_loss
-        self._forget()
+        self.__init__()  # type: ignore[misc]
         self._first_loss = first
 
     @property
     def ready(self) -> bool:
         """Whether there are readings enough."""
-        return self._seen >= self.least
+        return self._seen >= LEAST
 
     @property
     def first_loss(self) -> float | None:
@@ -143,12 +131,12 @@ class HarmEstimate:
                 continue
             mean = sum(known) / len(known)
             self._peaks[layer] = max(self._peaks[layer], mean)
-            rests = mean <= self.at_rest * self._peaks[layer]
+            rests = mean <= AT_REST * self._peaks[layer]
             self._resting[layer] = self._resting[layer] + 1 if rests else 0
 
     def rests(self, layer: int) -> bool:
         """Whether a layer has been slow for long enough."""
-        return layer < len(self._resting) and self._resting[layer] >= self.patience
+        return layer < len(self._resting) and self._resting[layer] >= PATIENCE
 
     def _window(self) -> list[Movement]:
         """Return the last third."""

@@ -14,6 +14,8 @@ __all__ = ["PlasticityPolicy"]
 
 MIN_WINDOW = 3
 """Halving stops here: a line through two points fits anything."""
+CALIBRATION = 3
+"""Readings whose largest slope sets a layer's tolerance (section 4.2.2); none of them is stale."""
 
 
 class PlasticityPolicy:
@@ -23,27 +25,17 @@ class PlasticityPolicy:
         window: W, in evaluations: length of the history, and how many stale readings freeze.
         tolerance: Part of the largest early |slope| below which a reading is stale.
         rule: When to train the frozen layers again; W is halved each time.
-        calibration: Readings whose largest slope sets a layer's tolerance (the paper's 3,
-            section 4.2.2); none of them counts as stale.
     """
 
     measure: Measure = "plasticity"
 
     def __init__(
-        self,
-        window: int = 10,
-        tolerance: float = 0.2,
-        rule: UnfreezeRule | None = None,
-        *,
-        calibration: int = 3,
+        self, window: int = 10, tolerance: float = 0.2, rule: UnfreezeRule | None = None
     ) -> None:
         if window < 2:
             raise ValueError(f"window must be at least 2 evaluations, got {window}")
         if tolerance <= 0:
             raise ValueError(f"tolerance must be positive, got {tolerance}")
-        if calibration < 2:
-            raise ValueError(f"a slope needs two readings, got calibration={calibration}")
-        self.calibration = calibration
         self.window = window
         self.tolerance = tolerance
         self.rule: UnfreezeRule = TenfoldDrop() if rule is None else rule
@@ -95,7 +87,7 @@ class PlasticityPolicy:
         self._smooth = [*self._smooth, moving_average(self._readings, self.window)][-self.window :]
         self._num_readings += 1
         slope = abs(linear_slope(self._smooth))
-        if self._num_readings <= self.calibration:
+        if self._num_readings <= CALIBRATION:
             self.threshold = max(self.threshold, self.tolerance * slope)
             return False
         # Exactly flat is stale even where the early readings were flat too (threshold 0): a

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -66,7 +65,7 @@ def send(connection: Connection, message: Any) -> None:
             connection.send_bytes(piece)
 
 
-def receive(connection: Connection, find_class: Callable[[str, str], Any] | None = None) -> Any:
+def receive(connection: Connection) -> Any:
     """Read one message; blocks until it is whole.
 
     Raises:
@@ -74,21 +73,8 @@ def receive(connection: Connection, find_class: Callable[[str, str], Any] | None
     """
     sizes = pickle.loads(connection.recv_bytes())
     head = connection.recv_bytes()
-    buffers = []
-    for size in sizes:
-        buffer = bytearray(size)
-        if size:
+    buffers = [bytearray(size) for size in sizes]
+    for buffer in buffers:
+        if buffer:
             connection.recv_bytes_into(buffer)
-        buffers.append(buffer)
-    unpickler = _Unpickler(io.BytesIO(head), buffers=buffers)
-    unpickler.lookup = find_class
-    return unpickler.load()
-
-
-class _Unpickler(pickle.Unpickler):
-    lookup: Callable[[str, str], Any] | None = None
-
-    def find_class(self, module: str, name: str) -> Any:
-        if self.lookup is not None and module == "__main__":
-            return self.lookup(module, name)
-        return super().find_class(module, name)
+    return pickle.loads(head, buffers=buffers)

@@ -12,6 +12,7 @@ import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -23,45 +24,42 @@ from egeria_core.reference.wire import receive
 __all__ = ["MainModule", "main", "serve"]
 
 
-class MainModule:
-    """Finds classes of the training script, which is not imported unless a model needs it.
+class MainModule(ModuleType):
+    """Stands for the training script's `__main__`, which is not run unless a model needs a class.
 
     A script without an `if __name__ == "__main__"` guard would train a second time here: such
     classes cannot be had, and the evaluation fails with a clear error.
     """
 
     def __init__(self, path: str) -> None:
+        super().__init__("__main__")
         self._path = path
-        self._names: dict[str, Any] | None = None
 
-    def __call__(self, module: str, name: str) -> Any:
-        """Return the class of that name."""
-        if self._names is None:
-            source = Path(self._path) if self._path else None
-            if source is None or not source.is_file() or "__name__" not in source.read_text():
-                raise AttributeError(
-                    f"{name} is defined in __main__, which cannot be imported; define it in a "
-                    "module of its own, or guard the script with if __name__ == '__main__'"
-                )
-            self._names = runpy.run_path(self._path, run_name="__egeria_main__")
-        value: Any = self._names[name.split(".")[0]]
-        for part in name.split(".")[1:]:
-            value = getattr(value, part)
-        return value
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # libraries ask for `__file__`
+            raise AttributeError(name)
+        source = Path(self._path) if self._path else None
+        if source is None or not source.is_file() or "__name__" not in source.read_text():
+            raise AttributeError(
+                f"{name} is defined in __main__, which cannot be imported; define it in a "
+                "module of its own, or guard the script with if __name__ == '__main__'"
+            )
+        names = runpy.run_path(self._path, run_name="__egeria_main__")
+        self.__dict__.update(names)
+        return names[name]
 
 
-def serve(pipe: Connection, kind: ReferenceKind, main_path: str = "") -> None:
+def serve(pipe: Connection, kind: ReferenceKind) -> None:
     """Answer evaluations until the training side hangs up or one fails; in any thread or process.
 
     Args:
         pipe: Where evaluations come from, and verdicts go. An exception's text goes there too.
         kind: Reference to use.
-        main_path: The training script, for classes that are defined in it.
     """
-    runner, find = ReferenceRunner(kind), MainModule(main_path)
+    runner = ReferenceRunner(kind)
     try:
         while True:
-            pipe.send(runner.run(receive(pipe, find)))
+            pipe.send(runner.run(receive(pipe)))
     except (EOFError, OSError):
         return
     except Exception as error:  # any model code may run here
@@ -73,10 +71,10 @@ def _step_back() -> None:
     """Be the first to yield the CPU, and the first that the kernel kills when memory is short."""
     with suppress(OSError):
         os.nice(19)
-    # Where sessions share the CPU evenly, it is the session's niceness that counts.
-    for name, value in (("autogroup", "19"), ("oom_score_adj", "500")):
-        with suppress(OSError):
-            Path("/proc/self", name).write_text(value)
+        Path("/proc/self/oom_score_adj").write_text("500")
+        if os.getsid(0) == os.getpid():
+            # Where sessions share the CPU evenly, it is the session's niceness that counts.
+            Path("/proc/self/autogroup").write_text("19")
 
 
 def main(argv: list[str]) -> int:
@@ -84,7 +82,8 @@ def main(argv: list[str]) -> int:
     fd, kind, threads, main_path = argv
     _step_back()
     torch.set_num_threads(int(threads))
-    serve(Connection(int(fd)), cast(ReferenceKind, kind), main_path)
+    sys.modules["__main__"] = MainModule(main_path)
+    serve(Connection(int(fd)), cast(ReferenceKind, kind))
     return 0
 
 

@@ -4,6 +4,6 @@
 """
 
 from egeria_core.savings.savings import MoveCost, Savings
-from egeria_core.savings.schedule import Remaining, Schedule, mean_rate
+from egeria_core.savings.schedule import Remaining, Schedule
 
-__all__ = ["MoveCost", "Remaining", "Savings", "Schedule", "mean_rate"]
+__all__ = ["MoveCost", "Remaining", "Savings", "Schedule"]

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
+from egeria_core.learning_rate import MeanRate
 from egeria_core.policies import Prospect
 from egeria_core.ranks import Ranks
-from egeria_core.savings.schedule import Remaining, Schedule, mean_rate
+from egeria_core.savings.schedule import Remaining, Schedule
 from egeria_core.watch import LayerMap
 
 __all__ = ["BACKWARD_SHARE", "MoveCost", "Savings", "saved_parts"]
@@ -75,7 +74,6 @@ class Savings:
     """Joins the schedule and the count of a forward.
 
     Args:
-        model: The bare model.
         optimizer: Its optimizer.
         layers: Its layers.
         schedule: The learning rates to come.
@@ -85,14 +83,13 @@ class Savings:
 
     def __init__(
         self,
-        model: nn.Module,
         optimizer: Any,
         layers: LayerMap,
         schedule: Schedule,
         ranks: Ranks,
         move_cost: float,
     ) -> None:
-        self._model, self._optimizer = model, optimizer
+        self._mean_rate = MeanRate(optimizer)
         self._layers, self._ranks, self._schedule = layers, ranks, schedule
         self._move_cost = move_cost
         self._saves: tuple[float, ...] | None = None
@@ -112,14 +109,14 @@ class Savings:
         self._saves = tuple(saves)
 
     def _remaining(self, step: int) -> Remaining | None:
-        return self._schedule.remaining(step, mean_rate(self._optimizer.param_groups))
+        return self._schedule.remaining(step, self._mean_rate())
 
     def prospect(self, step: int, every: int) -> Prospect | None:
         """Return what a policy may weigh after `step` steps; None: it is not known."""
         left = self._remaining(step)
         if left is None or self._saves is None:
             return None
-        rate = mean_rate(self._optimizer.param_groups)
+        rate = self._mean_rate()
         prefixes = map(self._layers.prefix, self._layers.boundaries[:-1])
         return Prospect(
             steps=left.steps,

@@ -11,7 +11,7 @@ import copy
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from types import SimpleNamespace
@@ -20,7 +20,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-__all__ = ["Remaining", "Schedule", "ScheduleError", "find_length", "mean_rate", "simulate"]
+from egeria_core.learning_rate import MeanRate
+
+__all__ = ["Remaining", "Schedule", "ScheduleError", "find_length", "simulate"]
 
 log = logging.getLogger("egeria")
 
@@ -30,20 +32,6 @@ TRIES = 8
 """How often a schedule that did something else is simulated anew."""
 LENGTHS = {"OneCycleLR": "total_steps", "CosineAnnealingLR": "T_max", "PolynomialLR": "total_iters"}
 """The schedulers that say where they end, and how they call it."""
-
-
-def mean_rate(groups: Sequence[dict[str, Any]]) -> float:
-    """Return the learning rate of an optimizer's groups, each weighed by its number of scalars."""
-    return _mean(_sizes(groups), groups)
-
-
-def _sizes(groups: Sequence[dict[str, Any]]) -> list[int]:
-    return [sum(p.numel() for p in group["params"]) for group in groups]
-
-
-def _mean(sizes: Sequence[int], groups: Sequence[dict[str, Any]]) -> float:
-    total = sum(n * float(group["lr"]) for n, group in zip(sizes, groups, strict=True))
-    return total / max(1, sum(sizes))
 
 
 class ScheduleError(Exception):
@@ -105,14 +93,14 @@ def simulate(scheduler: Any, count: int) -> list[float]:
     scheduler = unwrap(scheduler)
     if isinstance(scheduler, ReduceLROnPlateau) or not callable(getattr(scheduler, "step", None)):
         raise ScheduleError(f"{type(scheduler).__name__} follows no schedule")
-    sizes = _sizes(_first_of(scheduler, "optimizer").param_groups)
+    mean = MeanRate(_first_of(scheduler, "optimizer"))
     found: list[float] = []
     try:
         twin, groups = _copied(scheduler)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             while True:
-                found.append(_mean(sizes, groups))
+                found.append(mean(groups))
                 if len(found) == count:
                     return found
                 twin.step()

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from egeria_core.learning_rate import MeanRate
 from egeria_core.ranks import global_sums, is_sharded, local_part
 from egeria_core.verdict import Verdict
-from egeria_core.watch.forward import LayerMap
-from egeria_core.watch.meter import Meter
+from egeria_core.watch.meter import Meter, Watched
 
 __all__ = ["MovementMeter", "bare_optimizer", "can_be_read"]
 
@@ -65,32 +65,23 @@ class MovementMeter(Meter):
     nothing of it trains.
 
     Args:
-        model: The bare model.
-        optimizer: Its optimizer.
-        layers: Its layers.
-        every: Training steps between two verdicts.
+        watched: What it reads.
 
     Raises:
         TypeError: The optimizer's steps cannot be watched.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        layers: LayerMap,
-        every: int,
-    ) -> None:
+    def __init__(self, watched: Watched) -> None:
+        optimizer = watched.optimizer
         if not can_be_read(optimizer):
             raise TypeError(
                 f"the steps of {type(optimizer).__name__} cannot be watched: it is no "
                 "torch.optim.Optimizer; use policy='plasticity'"
             )
-        self._model, self._layers, self._every = model, layers, every
+        self._layers, self._every = watched.layers, watched.every
         self._optimizer = bare_optimizer(optimizer)
         self._copies_gradients = False
-        self._counts: list[int] = []
-        self._sizes: list[int] = []
+        self._mean_rate = MeanRate(self._optimizer)
         self._next = self._steps = 0
         self._rate = self._rate_before = 0.0
         self._losses: Tensor | float = 0.0
@@ -134,17 +125,6 @@ class MovementMeter(Meter):
         self._steps += 1
         if self._steps % self._spacing == 0:
             self._open()
-
-    def _mean_rate(self) -> float:
-        """Return the groups' mean rate; their sizes are counted once."""
-        groups = self._optimizer.param_groups
-        counts = [len(group["params"]) for group in groups]
-        if counts != self._counts:
-            self._counts = counts
-            self._sizes = [sum(p.numel() for p in group["params"]) for group in groups]
-        rates = [float(group["lr"]) for group in groups]
-        total = sum(size * rate for size, rate in zip(self._sizes, rates, strict=True))
-        return total / max(1, sum(self._sizes))
 
     def _following(self) -> tuple[int, list[Tensor]] | None:
         """Return the next layer that trains, and what of it does."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 import torch
 
 from egeria_core import Bootstrap, ControllerConfig, FreezeController
-from egeria_core.policies import PlasticityPolicy, Reading
 from tests.helpers.core_nets import ResNet
 
 
@@ -73,18 +71,3 @@ def test_a_resumed_stage_ends_where_the_uninterrupted_one_does(cut: int) -> None
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert [second.observe(x) for x in losses[cut:]] == expected[cut:]
     assert expected[-1]
-
-
-def test_a_tolerance_of_w_readings_is_the_largest_of_their_slopes() -> None:
-    values = [10.0, 9.9, 9.8, 6.0, 5.9, 5.8]
-    early, late = PlasticityPolicy(4), PlasticityPolicy(4, calibration=6)
-
-    def feed(policy: Any) -> None:
-        for step, value in enumerate(values):
-            policy.observe(Reading(step=step, num_layers=3, lr=(0.1,), value=value, layer=0))
-
-    feed(early)
-    feed(late)
-    assert late.threshold > 3 * early.threshold
-    with pytest.raises(ValueError, match="calibration=1"):
-        PlasticityPolicy(4, calibration=1)

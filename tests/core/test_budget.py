@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from egeria_core import FreezeController
 from egeria_core.policies import (
     BudgetPolicy,
-    HarmEstimate,
     Movement,
     PlasticityPolicy,
     Prospect,
@@ -322,9 +321,3 @@ def test_a_policy_is_its_state() -> None:
         assert policy.take_notes() == again.take_notes()
     assert policy.state_dict() == again.state_dict()
     assert policy.frozen > 0
-
-
-def test_thresholds_can_be_given() -> None:
-    policy = BudgetPolicy(0.5, HarmEstimate(at_rest=0.9, least=5))
-    run = Run("constant", policy=policy).train(range(TOTAL))
-    assert run.controller.policy is policy

@@ -230,14 +230,12 @@ def test_classes_of_the_script_are_found_if_it_is_guarded(tmp_path: Path) -> Non
     script.write_text(
         "class Net:\n    class Inner: pass\nif __name__ == '__main__':\n    raise SystemExit(1)\n"
     )
-    find = MainModule(str(script))
-    assert find("__main__", "Net").__name__ == "Net"
-    assert find("__main__", "Net.Inner").__name__ == "Inner"
+    assert MainModule(str(script)).Net.Inner.__name__ == "Inner"
     script.write_text("class Net: pass\nraise SystemExit('trained twice')\n")
     with pytest.raises(AttributeError, match="guard"):
-        MainModule(str(script))("__main__", "Net")
+        _ = MainModule(str(script)).Net
     with pytest.raises(AttributeError, match="guard"):
-        MainModule("")("__main__", "Net")
+        _ = MainModule("").Net
 
 
 @pytest.mark.long

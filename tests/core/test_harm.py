@@ -66,7 +66,7 @@ def test_the_line_equals_the_formula_through_points_on_a_line() -> None:
 
 
 def test_a_layer_rests_when_it_is_slow_against_its_own_peak_for_three_readings() -> None:
-    estimate = HarmEstimate(at_rest=0.2, patience=3, least=4)
+    estimate = HarmEstimate()
     speeds = [0.1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0]
     rests = []
     for n, speed in enumerate(speeds):
@@ -82,14 +82,14 @@ def test_a_layer_rests_when_it_is_slow_against_its_own_peak_for_three_readings()
 
 
 def test_a_warm_up_is_not_rest() -> None:
-    estimate = HarmEstimate(least=4)
+    estimate = HarmEstimate()
     for n in range(30):
         estimate.observe(Movement(1.0, n, (1.0,), (n / 30,)))
         assert not estimate.rests(0)
 
 
 def test_what_was_not_read_or_is_not_finite_is_left_out() -> None:
-    estimate = HarmEstimate(least=4)
+    estimate = HarmEstimate()
     for n, movement in enumerate(falling(12)):
         estimate.observe(movement)
         decrease = (math.nan, 0.02, None) if n % 2 else (0.03, 0.02, 0.01)
@@ -98,7 +98,7 @@ def test_what_was_not_read_or_is_not_finite_is_left_out() -> None:
     shares = estimate.shares(0)
     assert shares is not None
     assert shares[1:3] == pytest.approx([0.5, 5 / 6])
-    estimate = HarmEstimate(least=4)
+    estimate = HarmEstimate()
     for movement in falling(12):
         estimate.observe(Movement(movement.loss, movement.rate, (0.1, None, 0.1), movement.speed))
     assert estimate.shares(0) is None, "a layer that was not read may bring anything"
@@ -106,7 +106,7 @@ def test_what_was_not_read_or_is_not_finite_is_left_out() -> None:
 
 
 def test_a_layer_in_which_nothing_trains_rests_and_brings_nothing() -> None:
-    estimate = HarmEstimate(least=4)
+    estimate = HarmEstimate()
     for n in range(12):
         estimate.observe(Movement(1.0, n, (0.0, 0.1), (0.0, 1.0)))
     assert estimate.rests(0)
@@ -115,14 +115,14 @@ def test_a_layer_in_which_nothing_trains_rests_and_brings_nothing() -> None:
 
 
 def test_steps_that_do_not_bring_the_loss_down_predict_nothing() -> None:
-    estimate = HarmEstimate(least=4)
+    estimate = HarmEstimate()
     for n in range(8):
         estimate.observe(Movement(1.0, n, (0.1, -0.3), (1.0, 1.0)))
     assert estimate.shares(0) is None
 
 
 def test_a_loss_below_zero_has_no_bound() -> None:
-    estimate = HarmEstimate(least=4)
+    estimate = HarmEstimate()
     for n in range(12):
         estimate.observe(Movement(-1.0 - n, n, (0.1, 0.3), (1.0, 1.0)))
     assert estimate.gain(100.0) == pytest.approx(100.0)
@@ -165,7 +165,7 @@ rows = st.lists(
 @settings(max_examples=40, deadline=None)
 @given(rows, st.integers(0, 40))
 def test_a_restored_estimate_answers_the_same(row: list[tuple], cut: int) -> None:
-    whole, second = HarmEstimate(least=4), HarmEstimate(least=4)
+    whole, second = HarmEstimate(), HarmEstimate()
     rate = 0.0
     for n, (loss, decrease, speed) in enumerate(row):
         rate += 0.1
@@ -184,7 +184,7 @@ def test_a_restored_estimate_answers_the_same(row: list[tuple], cut: int) -> Non
 @settings(max_examples=40, deadline=None)
 @given(rows, st.integers(0, 1))
 def test_shares_grow_with_depth_and_lie_between_nothing_and_all(row: list, frozen: int) -> None:
-    estimate = HarmEstimate(least=4)
+    estimate = HarmEstimate()
     for n, (loss, decrease, speed) in enumerate(row):
         estimate.observe(Movement(loss, float(n), decrease, speed))
     shares = estimate.shares(frozen)
@@ -193,12 +193,6 @@ def test_shares_grow_with_depth_and_lie_between_nothing_and_all(row: list, froze
         assert shares[0] == 0
         assert shares[-1] <= 1
     assert estimate.gain(1.0) >= 0 or min(r[0] for r in row) <= 0
-
-
-@pytest.mark.parametrize("options", [{"at_rest": 1.0}, {"patience": 0}, {"least": 2}])
-def test_thresholds_out_of_range_are_named(options: dict) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        HarmEstimate(**options)
 
 
 def test_values_that_are_no_movement_are_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from egeria_core.savings.schedule import mean_rate
+from egeria_core import ControllerConfig, History
+from egeria_core.learning_rate import MeanRate
+from egeria_core.watch import Watched
 from egeria_core.watch.forward import LayerMap
 from egeria_core.watch.movement import MovementMeter, bare_optimizer
 
@@ -35,6 +38,10 @@ class Tokens(nn.Module):
 
 
 LAYERS = ["first", "second", "head"]
+
+
+def watch(model: nn.Module, optimizer: Any, layers: LayerMap, every: int) -> MovementMeter:
+    return MovementMeter(Watched(model, optimizer, layers, every, ControllerConfig(), History()))
 
 
 class Muon(torch.optim.Optimizer):
@@ -101,7 +108,7 @@ def compare(
         ]
 
     optimizer.register_step_pre_hook(before)
-    meter = MovementMeter(model, optimizer, layers, 1)
+    meter = watch(model, optimizer, layers, 1)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled="scaler" in mode)
     read = []
     for step in range(steps):
@@ -188,7 +195,7 @@ def test_frozen_layers_and_absent_gradients_are_passed_over() -> None:
     model.token.requires_grad_(False)
     unused = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([*model.parameters(), unused], 0.1)
-    meter = MovementMeter(model, optimizer, layers, 2)
+    meter = watch(model, optimizer, layers, 2)
     for step in range(4):
         optimizer.zero_grad()
         x, y = batch(step)
@@ -209,7 +216,7 @@ def test_sparse_gradients_are_read() -> None:
     model = nn.Sequential(nn.Embedding(11, 8, sparse=True), nn.Linear(8, 8), nn.Linear(8, 11))
     layers = resolved(model, r"[012]")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    meter = MovementMeter(model, optimizer, layers, 3)
+    meter = watch(model, optimizer, layers, 3)
     x, y = batch(0)
     for _ in range(3):
         optimizer.zero_grad()
@@ -234,7 +241,7 @@ def test_reading_changes_no_bit_of_the_training() -> None:
         model = Tokens()
         layers = resolved(model)
         optimizer = OPTIMIZERS["nesterov"](model.parameters())
-        meter = MovementMeter(model, optimizer, layers, 3) if watched else None
+        meter = watch(model, optimizer, layers, 3) if watched else None
         for step in range(12):
             x, y = batch(step)
             optimizer.zero_grad()
@@ -254,7 +261,7 @@ def test_no_more_than_one_layer_is_copied_and_nothing_stays() -> None:
     model = Tokens()
     layers = resolved(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    meter = MovementMeter(model, optimizer, layers, 3)
+    meter = watch(model, optimizer, layers, 3)
     copied = []
     optimizer.register_step_pre_hook(
         lambda *_: copied.append(sum(t.numel() for t in meter._opened.old) if meter._opened else 0)
@@ -280,7 +287,7 @@ def test_a_wrapped_optimizer_is_read_and_one_that_never_steps_is_one_warning(
         optimizer = inner
 
     assert bare_optimizer(Wrapper()) is inner
-    meter = MovementMeter(model, inner, layers, 1)
+    meter = watch(model, inner, layers, 1)
     with caplog.at_level(logging.WARNING):
         for step in range(30):
             meter.note(1.0)
@@ -294,7 +301,9 @@ def test_the_mean_rate_weighs_groups_by_their_size() -> None:
         {"params": [torch.zeros(30)], "lr": 0.1},
         {"params": [torch.zeros(2, 5)], "lr": torch.tensor(0.5)},
     ]
-    assert mean_rate(groups) == pytest.approx((30 * 0.1 + 10 * 0.5) / 40)
+    assert MeanRate(SimpleNamespace(param_groups=groups))() == pytest.approx(
+        (30 * 0.1 + 10 * 0.5) / 40
+    )
 
 
 @pytest.mark.parametrize("cut", [1, 4, 5, 11])
@@ -304,7 +313,7 @@ def test_a_resumed_reader_reads_the_same(cut: int) -> None:
         model = Tokens()
         layers = resolved(model)
         optimizer = OPTIMIZERS["nesterov"](model.parameters())
-        meter = MovementMeter(model, optimizer, layers, 4)
+        meter = watch(model, optimizer, layers, 4)
         if state is not None:
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])

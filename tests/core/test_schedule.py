@@ -29,7 +29,8 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from egeria_core.savings.schedule import Schedule, find_length, mean_rate, simulate
+from egeria_core.learning_rate import MeanRate
+from egeria_core.savings.schedule import Schedule, find_length, simulate
 
 TOTAL = 60
 SCHEDULERS: dict[str, Callable[[Any], LRScheduler]] = {
@@ -63,13 +64,13 @@ def run(scheduler: Any, optimizer: Any, schedule: Schedule, every: int, *, late:
     used: list[float] = []
     told: dict[int, Any] = {}
     for step in range(1, TOTAL + 1):
-        used.append(mean_rate(optimizer.param_groups))
+        used.append(MeanRate(optimizer)())
         optimizer.step()
         due = step % every == 0 and step < TOTAL
         if due and not late:
             scheduler.step()
         schedule.look(step)
-        told[step] = schedule.remaining(step, mean_rate(optimizer.param_groups))
+        told[step] = schedule.remaining(step, MeanRate(optimizer)())
         if due and late:
             scheduler.step()
     return used, told
@@ -98,11 +99,11 @@ def test_simulating_touches_nothing(name: str) -> None:
     assert (scheduler.state_dict(), optimizer.state_dict()) == before
     used = []
     for _ in range(TOTAL):
-        used.append(mean_rate(optimizer.param_groups))
+        used.append(MeanRate(optimizer)())
         optimizer.step()
         scheduler.step()
         if len(used) == TOTAL - 1 and name == "onecycle":
-            used.append(mean_rate(optimizer.param_groups))
+            used.append(MeanRate(optimizer)())
             break
     assert rates == pytest.approx(used, abs=1e-12)
 
@@ -212,7 +213,7 @@ def test_a_resumed_schedule_tells_the_same(cut: int) -> None:
             again.step()
             other.step()
             resumed.look(step)
-            rate = mean_rate(optimizer.param_groups)
+            rate = MeanRate(optimizer)()
             a, b = schedule.remaining(step, rate), resumed.remaining(step, rate)
             if a is not None and b is not None:
                 assert (a.steps, a.rate) == (b.steps, pytest.approx(b.rate))

@@ -13,6 +13,23 @@ from benchmarks.rivals import SmartPipePolicy
 from egeria_core.policies import BudgetPolicy, HarmEstimate, PlasticityPolicy
 from tests.helpers.pipelines import Case, alone, spawn
 
+
+def eager() -> BudgetPolicy:
+    """Four readings suffice it, and every layer rests."""
+    policy = BudgetPolicy(100.0)
+    policy.estimate = Eager()
+    return policy
+
+
+class Eager(HarmEstimate):
+    @property
+    def ready(self) -> bool:
+        return self._seen >= 4
+
+    def rests(self, layer: int) -> bool:
+        return True
+
+
 QUICK: dict[str, Any] = {"evaluate_every": 2, "evaluator": "inline", "move_cost": 1e-6}
 CASES = {
     "plasticity": Case(
@@ -24,7 +41,7 @@ CASES = {
     ),
     "budget": Case(
         "GPipe", "repartition", "adamw", has_cache=False, moves=(), epochs=10,
-        policy=partial(BudgetPolicy, 100.0, HarmEstimate(0.95, 1, 4)),
+        policy=eager,
         options=QUICK | {"total_steps": 40},
     ),
 }  # fmt: skip
