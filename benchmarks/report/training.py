@@ -125,7 +125,8 @@ def _sweep(name: str, sweep: Report) -> Table:
          bytes_(own["bytes_on_disk"])],
     ]  # fmt: skip
     columns = ["", "time", "as fast", "best metric", "disk"]
-    return Table(title=f"{name}: {sweep.get('title', '')}", columns=columns, rows=rows)
+    when = f", {sweep['environment']['date']}" if "environment" in sweep else ""
+    return Table(title=f"{name}: {sweep.get('title', '')}{when}", columns=columns, rows=rows)
 
 
 def controller(section: Section, report: Report) -> None:

@@ -11,12 +11,14 @@ about, three of the others. With --jobs several processes measure other seeds an
 each other, so that each has a neighbour that is as busy as itself. Every finished run is kept in
 runs/time_to_accuracy/, so that the same command goes on where an interrupted one was; --render
 only makes the tables from what is there. Writes benchmarks/results/time_to_accuracy.json, .png
-(metric over time) and _speedups.png (not with --quick).
+(metric over time) and _speedups.png (not with --quick); of what is there the sweeps alone, if
+no more is asked for.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import re
 import subprocess
@@ -30,7 +32,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import environment, keep, parser, print_report, tell
+from benchmarks.harness import RESULTS, environment, keep, parser, print_report, tell
 
 from .findings import findings, verdicts
 from .methods import METHODS
@@ -157,7 +159,7 @@ def render(options: argparse.Namespace, work: Work) -> dict[str, Any]:
         runs = [record for record in found if record is not None]
         report["sweeps"][name] = {
             "title": task.title, "boundary": SWEEPS[name], "settings": task.settings(),
-            "summary": summarise_sweep(runs), "runs": runs,
+            "summary": summarise_sweep(runs), "runs": runs, "environment": report["environment"],
             "complete": len(runs) == len(SWEEP_METHODS) * options.sweep_seeds,
         }  # fmt: skip
     report["methods"] = {name: method.about for name, method in METHODS.items()}
@@ -285,6 +287,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_report("time_to_accuracy", report, options)
     if not options.quick and (options.task == names or options.render):
         keep("time_to_accuracy", report, plot)
+    elif not options.quick and not options.tasks:  # minutes, where the rest takes hours
+        known = json.loads((RESULTS / "time_to_accuracy.json").read_text())
+        known["sweeps"] |= report["sweeps"]
+        keep("time_to_accuracy", known | {"verdicts": _rounded(verdicts(known))}, plot)
     return 0
 
 

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from egeria_cache.samples import DEFAULT_REUSE
+
 from .images import Crops, ResNet, digits
 from .text import VOCABULARY, Transformer, read_source, windows
 
@@ -80,6 +82,8 @@ class Task:
     """Part of the schedule after which the static method freezes."""
     variants: int = 1
     """Augmented versions of each sample that the cache keeps."""
+    reuse: int | None = DEFAULT_REUSE
+    """For how many epochs it uses each of them."""
     plasticity: dict[str, Any] = field(default_factory=dict)
     """`FreezeController`'s options for Egeria and Skip-Conv; n, W and T among them. On a short
     schedule few, large layers: each move makes a cache prove a new cut and fill anew."""
