@@ -28,11 +28,13 @@ __all__ = [
     "counting",
     "find_lists",
     "flatten",
+    "geometry",
     "interleaved",
     "is_dense",
     "is_faithful",
     "is_rows",
     "merge_rows",
+    "overlap",
     "own_containers",
     "row_meta",
     "state_of",
@@ -90,6 +92,27 @@ def is_dense(leaf: Leaf) -> bool:
         and leaf.layout == torch.strided
         and not (leaf.is_quantized or leaf.is_inference() or leaf.is_meta)
     )
+
+
+def geometry(tensor: Tensor) -> tuple[Any, ...]:
+    """Return where in its memory a tensor lies."""
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def overlap(one: Any, other: Any) -> bool:
+    """Whether two ordinary tensors have an element in common."""
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return False
+    if not (is_dense(one) and is_dense(other) and one.numel() and other.numel()):
+        return False
+    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return False
+    if one.dtype != other.dtype or geometry(one) == geometry(other):
+        return True
+    whole = one.untyped_storage().nbytes() // one.element_size()
+    taken = torch.zeros(whole, dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
 def _is_values(node: Any, batch_size: int) -> bool:

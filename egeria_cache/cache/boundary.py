@@ -54,11 +54,11 @@ class Boundary:
         self._status.is_sought = True
         self._engine.follow(self._found)
 
-    def _found(self, name: str | None) -> None:
+    def _found(self, name: str | None, why: str) -> None:
         self._status.is_sought = False
         self._move(name, by_hand=False, reason="what trains has been looked at")
         if name is None:
-            why = (
+            why = why or (
                 "boundary='auto': no module is frozen before the first one that trains; freeze the "
                 "front with requires_grad_(False), and it is cached from then on"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from egeria_cache.batch import (
     is_faithful,
     is_rows,
     merge_rows,
+    overlap,
     own_containers,
     row_meta,
     without_data,
@@ -45,6 +47,7 @@ _MOVED = (
     "in leaf {!r} of a batch a sample does not stand in its place, or is not what it is alone: the "
     "collate_fn sorts or mixes samples, or draws random numbers (draw them in the data set)"
 )
+_SHARED = "leaf {!r} of a batch lies in the memory of another, and may be written to through that"
 
 
 class Assembly:
@@ -171,6 +174,8 @@ class Assembly:
         if not self._is_understood(structure, data, leaves, len(plan.ids)):
             return data
         if studies:
+            if (shared := _shared(leaves)) is not None:
+                raise EgeriaError(_SHARED.format(shared))
             if self._source.study.look_for_padding(plan.whole(self._seed), leaves):
                 self.cache.padding_found(self._source.key)
             # Before padding was found, a sample that is padded was not what it is alone.
@@ -399,6 +404,15 @@ def _why(error: Exception) -> str:
     if isinstance(error, EgeriaError):
         return str(error)
     return f"its samples cannot be loaded again and collated alone: {error!r}"
+
+
+def _shared(leaves: Mapping[str, Any]) -> str | None:
+    """Name a leaf that has elements in common with one before it; None if none has."""
+    dense = {path: leaf for path, leaf in leaves.items() if is_dense(leaf)}
+    if len({leaf.untyped_storage().data_ptr() for leaf in dense.values()}) == len(dense):
+        return None
+    pairs = combinations(dense.items(), 2)
+    return next((path for (_, one), (path, other) in pairs if overlap(one, other)), None)
 
 
 def _whole(lengths: Lengths | None) -> tuple[int, ...] | None:

@@ -786,11 +786,11 @@ class SkipEngine:
             self._scout.close()
             self._scout = None
 
-    def follow(self, found: Callable[[str | None], None] | None) -> None:
+    def follow(self, found: Callable[[str | None, str], None] | None) -> None:
         """Find the boundary by itself, from the next call on; None: no more.
 
         Args:
-            found: Is told where it is; calls `set_boundary`.
+            found: Is told where it is, or why not; calls `set_boundary`.
         """
         self._auto = None if found is None else AutoBoundary(self.model, found)
 

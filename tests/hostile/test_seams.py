@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import array
+import contextvars
 import ctypes
 import io
 import multiprocessing
+import os
 import random
 import sqlite3
+import tempfile
 import threading
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, RandomSampler, TensorDataset, default_collate
 
-from tests.hostile.harness import cross_entropy, hostile, sgd
+from tests.hostile.harness import cross_entropy, hostile, judge, sgd
 from tests.hostile.nets import ConvNet, Net, Pairs, inputs, labels, rows, seeded
 
 # ---- memory that is shared across the cut --------------------------------------------------------
@@ -101,6 +105,52 @@ def test_a_residual_stream_written_in_place_after_warm_up(run):
             return self.head(torch.tanh(out))
 
     run.fit(run.freeze(Stream()), run.loader(rows()), 4)
+
+
+class Writing(Net):
+    """Writes to what it was given, late."""
+
+    writes = False
+
+    def forward(self, x, also=0.0):
+        h = self.front(x)
+        if self.writes:
+            x[:, 1:].mul_(0.5)
+        return self.back(h) + also
+
+
+def with_a_view(samples):
+    x, y = default_collate(samples)
+    return x, x[:, 1:4], y
+
+
+WRITERS = {
+    "seen by the loop": (default_collate, lambda m, b: m(b[0]) + b[0][:, 1:4]),
+    "seen in a view": (default_collate, lambda m, b: m(b[0], b[0][:, 1:4])),
+    "seen in another leaf": (with_a_view, lambda m, b: m(b[0], b[1])),
+}
+
+
+@pytest.mark.parametrize("kind", list(WRITERS))
+@hostile
+def test_a_model_that_writes_to_its_input_late(run, kind):
+    collate, call = WRITERS[kind]
+    model = run.freeze(Writing())
+    run.fit(
+        model, run.loader(rows(), collate_fn=collate), 5,
+        loss=lambda m, b: F.cross_entropy(call(m, b), b[-1]),
+        each_epoch=lambda e: setattr(model, "writes", e > 2),
+    )  # fmt: skip
+
+
+@hostile(served=True)
+def test_leaves_of_one_memory_are_written_by_the_loop(run):
+    def loss(m, b):
+        out = m(b[0])
+        b[0].mul_(1.5)
+        return F.cross_entropy(out + b[1], b[2])
+
+    run.fit(run.freeze(Net()), run.loader(rows(), collate_fn=with_a_view), 4, loss=loss)
 
 
 # ---- company -------------------------------------------------------------------------------------
@@ -212,6 +262,8 @@ def counted(model):
     return counted.calls
 
 
+NOW = contextvars.ContextVar("calls")
+
 COUNTERS = {
     "multiprocessing": lambda: multiprocessing.Value("i", 0),
     "ctypes": lambda: ctypes.c_int(0),
@@ -220,7 +272,10 @@ COUNTERS = {
     "text": io.StringIO,
     "sqlite": lambda: sqlite3.connect(":memory:"),
     "function": lambda: counted,
+    "context": lambda: NOW,
+    "path": lambda: tempfile.NamedTemporaryFile("w", delete=False).name,  # noqa: SIM115
 }
+COPIED = ("ctypes", "array", "thread-local")
 
 
 def count(kind, counter):
@@ -240,30 +295,118 @@ def count(kind, counter):
         counter.execute("create table if not exists t (x)")
         counter.execute("insert into t values (1)")
         return counter.execute("select count(*) from t").fetchone()[0]
+    if kind == "context":
+        counter.set(counter.get(0) + 1)
+        return counter.get()
+    if kind == "path":
+        with open(counter, "a") as file:
+            file.write("x")
+            return file.tell()
     return counter(None)
 
 
 @pytest.mark.parametrize("kind", list(COUNTERS))
 @pytest.mark.parametrize("place", ["attribute", "global"])
+@pytest.mark.parametrize("boundary", ["middle", "auto"])
+def test_a_head_that_counts_in_an_object_made_in_c(kind, place, boundary):
+    """What a dry run cannot copy it does not use: the first loss is the plain one's."""
+
+    def script(run):
+        counter = COUNTERS[kind]()
+        if kind == "function":
+            counted.calls = 0
+        if kind == "context":
+            NOW.set(0)
+
+        outside = counter if place == "global" else None
+
+        class Counting(Net):
+            def forward(self, x):
+                h = self.front(x)
+                own = self.counter if outside is None else outside
+                return self.back(h) * (1 + 0.05 * count(kind, own))
+
+        model = Counting()
+        if place == "attribute":
+            model.counter = counter
+        where = "middle" if run.is_plain else boundary
+        run.fit(run.freeze(model, where, ("early", "middle")), run.loader(rows()), 3)
+        run.see(float(count(kind, counter)))
+        if hasattr(counter, "close"):
+            counter.close()
+
+    judge(script, served=kind in COPIED and place == "attribute")
+
+
+# ---- what the front reads, wherever it lies ------------------------------------------------------
+
+
+def scaled(h):
+    return h * scaled.by
+
+
+SCALE = contextvars.ContextVar("scale", default=1.0)
+SETTINGS = ModuleType("settings")
+PLACES = {
+    "array": (lambda: array.array("d", [1.0]), lambda at: at[0],
+              lambda at, k: at.__setitem__(0, k)),
+    "ctypes": (lambda: ctypes.c_double(1), lambda at: at.value,
+               lambda at, k: setattr(at, "value", k)),
+    "bytes": (lambda: bytearray([10]), lambda at: at[0] / 10,
+              lambda at, k: at.__setitem__(0, int(10 * k))),
+    "thread-local": (Kept, lambda at: at.calls + 1, lambda at, k: setattr(at, "calls", k - 1)),
+    "function": (lambda: scaled, lambda at: scaled(1.0), lambda at, k: setattr(scaled, "by", k)),
+    "context": (lambda: None, lambda at: SCALE.get(), lambda at, k: SCALE.set(k)),
+    "environment": (lambda: None, lambda at: float(os.environ["HOSTILE_SCALE"]),
+                    lambda at, k: os.environ.update(HOSTILE_SCALE=str(k))),
+    "module": (lambda: None, lambda at: SETTINGS.scale,
+               lambda at, k: setattr(SETTINGS, "scale", k)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", list(PLACES))
 @hostile
-def test_a_head_that_counts_in_an_object_made_in_c(run, kind, place):
-    counter = COUNTERS[kind]()
-    if kind == "function":
-        counted.calls = 0
+def test_a_number_that_the_front_reads_wherever_it_lies(run, kind):
+    make, read, write = PLACES[kind]
+    at = make()
+    write(at, 1.0)
 
-    class Counting(Net):
+    class Reading(Net):
         def forward(self, x):
-            h = self.front(x)
-            own = self.counter if place == "attribute" else counter
-            return self.back(h) * (1 + 0.05 * count(kind, own))
+            return self.back(self.middle(torch.tanh(self.early(x) * read(at))))
 
-    model = Counting()
-    if place == "attribute":
-        model.counter = counter
-    run.fit(run.freeze(model), run.loader(rows()), 3)
-    run.see(float(count(kind, counter)))
-    if hasattr(counter, "close"):
-        counter.close()
+    run.fit(
+        run.freeze(Reading()), run.loader(rows()), 5,
+        each_epoch=lambda e: write(at, 1 + e // 2 / 2),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["mean", "scale"])
+@hostile
+def test_a_counter_of_the_front_s_own_that_decides_late(run, what):
+    class Counting(Net):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            h = self.early(x)
+            if self.calls > 12:
+                h = h - h.mean(0) if what == "mean" else h / 2
+            return self.back(self.middle(torch.tanh(h)))
+
+    run.fit(run.freeze(Counting()), run.loader(rows()), 6)
+
+
+@hostile(served=True)
+def test_a_counter_of_the_front_s_own_that_decides_nothing_of_it(run):
+    class Counting(Net):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return self.back(self.front(x)) * (1 + 0.001 * self.calls)
+
+    run.fit(run.freeze(Counting()), run.loader(rows()), 4)
 
 
 # ---- what trains, read without a gradient --------------------------------------------------------

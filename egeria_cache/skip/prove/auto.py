@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from egeria_cache.attempt import Attempt
+from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model import dropout
 from egeria_cache.skip.model.calls import Recorder
 from egeria_cache.skip.model.fsdp import cut_otherwise
@@ -35,10 +36,11 @@ class AutoBoundary:
 
     Args:
         model: The model.
-        found: Is told the qualified name of the module, or None if nothing is frozen in front.
+        found: Is told the qualified name of the module, or None if nothing is frozen in front, and
+            why that could not be seen.
     """
 
-    def __init__(self, model: nn.Module, found: Callable[[str | None], None]) -> None:
+    def __init__(self, model: nn.Module, found: Callable[[str | None, str], None]) -> None:
         self._model = model
         self.found = found
         self._places: list[str] = []
@@ -58,13 +60,13 @@ class AutoBoundary:
         """
         self._places = self._places[1:]
         if self._places:
-            self.found(self._places[0])
+            self.found(self._places[0], "")
         return bool(self._places)
 
     def give_up(self) -> None:
         """There is no place: nothing is cut until something else trains."""
         self._places = []
-        self.found(None)
+        self.found(None, "")
 
     def follow(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -85,9 +87,10 @@ class AutoBoundary:
         if not self._is_due or self._num_still <= self._wait:
             return  # what was thawed is trained meanwhile: the engine sees to that
         self._is_due = False
+        self._why = ""
         places = [] if all(flags) else self._look(forward, Invocation.of(args, kwargs))
         self._places = places[:_MAX_TRIED]
-        self.found(self._places[0] if self._places else None)
+        self.found(self._places[0] if self._places else None, self._why)
 
     def _look(
         self,
@@ -120,6 +123,7 @@ class AutoBoundary:
             world.restore()
         if tried.error is None:
             return frozen_places(self._model, recorder, tree_leaves((args, kwargs)))
+        self._why = str(tried.error) if isinstance(tried.error, BoundaryError) else ""
         if most is not None:
             return self._look(forward, call, None, parts=parts)
         again = not parts and cut_otherwise(self._model, [self._model]) is not None

@@ -42,6 +42,8 @@ __all__ = ["prove", "same_rows"]
 
 _MAX_ALONE = 8
 """Samples that are run alone where the prefix branches on values."""
+_AHEAD = 10, 1_000, 1_000_000
+"""Calls that a counter is put ahead by, to see whether anything comes of it."""
 _MORE_DRAWS = 40
 """Further runs where random numbers are drawn to no effect so far: what they decide may be rare."""
 
@@ -255,6 +257,27 @@ def _check_repeats(evidence: Evidence, repeats: Repeats, recipe: Recipe) -> None
                 "it gives other results when it is called again"
                 + (f" ({what!r} moves with every call)" if what else ""),
             )
+    counters = [key for module, key in repeats.moving if _count(evidence, module, key) is not None]
+    for ahead in _AHEAD if counters else ():
+        twin = evidence.twins.fresh()
+        for module, key in repeats.moving:
+            count = _count(evidence, module, key)
+            if count is not None and twin.of(module) is not module:
+                setattr(twin.of(module), key, count + ahead)
+        later = recompute(evidence, first.rows, twin=twin)
+        for i, j in recipe.slots().values():
+            if difference(first.leaves[i][j], later.leaves[i][j]) > tolerance(first.leaves[i][j]):
+                raise BoundaryError.impure(
+                    recipe.boundary,
+                    f"the attribute {counters[0]!r} moves with every call, and decides what it "
+                    "computes later",
+                )
+
+
+def _count(evidence: Evidence, module: nn.Module, key: str) -> Any:
+    """Return the number that an attribute was, before anything ran; None if it was none."""
+    found = getattr(evidence.twins.before(module), key, None)
+    return found if type(found) in (int, float) else None
 
 
 def _reads(evidence: Evidence, recipe: Recipe, trace: PrefixTrace | None) -> list[Named]:

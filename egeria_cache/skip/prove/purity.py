@@ -20,7 +20,7 @@ from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.prove.evidence import Evidence, recompute
 from egeria_cache.skip.serve.recipe import Recipe
 from egeria_cache.skip.state.copier import Copier
-from egeria_cache.skip.state.foreign import is_foreign, own_dict
+from egeria_cache.skip.state.foreign import is_foreign, outside_state, own_dict
 
 __all__ = ["Repeats"]
 
@@ -172,6 +172,8 @@ class _Comparison:
             return bool(a.getstate() == b.getstate())
         if isinstance(b, bool | int | float | complex | str | bytes):
             return bool(a == b or a != a)
+        if (state := outside_state(b)) is not None:
+            return self(outside_state(a), state, depth)
         if isinstance(b, nn.Module) or callable(b) or is_foreign(b):
             return True
         own = own_dict(b)

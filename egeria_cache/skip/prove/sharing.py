@@ -10,10 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import torch
-from torch import Tensor
-
-from egeria_cache.batch import is_dense
+from egeria_cache.batch import geometry, overlap
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.prove.evidence import Recomputed
 from egeria_cache.skip.serve.recipe import Recipe, Slot
@@ -40,8 +37,8 @@ def share(recipe: Recipe, plain: Recomputed, given: Collection[Slot]) -> bool:
         own, name = plain.leaves[step][leaf], recipe.steps[step].name
         for other in stored[:number]:
             theirs = plain.leaves[other[0]][other[1]]
-            if _overlap(own, theirs):
-                if _geometry(own) == _geometry(theirs):
+            if overlap(own, theirs):
+                if geometry(own) == geometry(theirs):
                     recipe.steps[step].cached.discard(leaf)
                     recipe.same[step, leaf] = other
                 elif not _runs(recipe, step):
@@ -50,7 +47,7 @@ def share(recipe: Recipe, plain: Recomputed, given: Collection[Slot]) -> bool:
                     )
                 return True
         for at, position in given:
-            if at > step or not _overlap(own, plain.given[at][position]):
+            if at > step or not overlap(own, plain.given[at][position]):
                 continue
             if not _runs(recipe, step):
                 raise BoundaryError.shares_memory(recipe.boundary, name, recipe.steps[at].name)
@@ -66,23 +63,3 @@ def _runs(recipe: Recipe, step: int) -> bool:
     plan.run = True
     plan.cached.clear()
     return True
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have an element in common."""
-    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-        return False
-    if not (is_dense(one) and is_dense(other) and one.numel() and other.numel()):
-        return False
-    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
-        return False
-    if one.dtype != other.dtype or _geometry(one) == _geometry(other):
-        return True
-    whole = one.untyped_storage().nbytes() // one.element_size()
-    taken = torch.zeros(whole, dtype=torch.bool)
-    taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
-    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
-
-
-def _geometry(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -33,10 +34,14 @@ class Twin:
         self, pairs: Mapping[int, Any], root: tuple[nn.Module, Callable[..., Any], Invocation]
     ) -> None:
         self._pairs = pairs
-        self.model, self.forward, self.call = root
+        self.model, self._forward, self.call = root
         self._real = {
             id(copy): module for module, copy in pairs.values() if isinstance(module, nn.Module)
         }
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it; context variables that it sets are its own."""
+        return copy_context().run(self._forward, *args, **kwargs)
 
     def of(self, value: Any) -> Any:
         """Return the copy of one of the model's modules or tensors; itself if it is shared."""

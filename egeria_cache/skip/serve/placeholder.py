@@ -106,26 +106,34 @@ class Placeholder(Tensor):
     meta: Tensor
     sources: frozenset[Source]
     scene: Scene
+    is_callers: bool
+    """Whether its memory is that of an input: what is written there, the caller sees."""
 
     @staticmethod
     def like(
-        meta: Tensor, device: torch.device, sources: frozenset[Source], scene: Scene
+        meta: Tensor,
+        device: torch.device,
+        sources: frozenset[Source],
+        scene: Scene,
+        *,
+        is_callers: bool = False,
     ) -> Placeholder:
         """Wrap a meta tensor."""
         tensor: Placeholder = Tensor._make_wrapper_subclass(
             Placeholder, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
         )
         tensor.meta, tensor.sources, tensor.scene = meta, sources, scene
+        tensor.is_callers = is_callers
         if scene.made is not None:
             scene.made.append(weakref.ref(tensor))
         return tensor
 
     @staticmethod
     def of(leaf: Tensor, sources: frozenset[Source], scene: Scene) -> Placeholder:
-        """Stand for a tensor that is there, or would be."""
+        """Stand for an input that is there, or would be."""
         with torch._C.DisableTorchFunctionSubclass():
             meta = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-            return Placeholder.like(meta, leaf.device, sources, scene)
+            return Placeholder.like(meta, leaf.device, sources, scene, is_callers=True)
 
     # Straight to the dispatcher: a placeholder has no use for a look at the Python function.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -149,7 +157,7 @@ class Placeholder(Tensor):
         trainable: list[Tensor] = []
         meta = functools.partial(_as_meta, trainable=trainable)
         for tensor in written:
-            if not isinstance(tensor, Placeholder):
+            if not isinstance(tensor, Placeholder) or tensor.is_callers:
                 raise Escape.at(sources, scene.current_module() or str(func))
             tensor.meta = tensor.meta.detach()  # others share it
         if "device" in kwargs:
@@ -174,7 +182,8 @@ class Placeholder(Tensor):
             _after_write(tensor, sources, scene, str(func))
         if written and isinstance(result, Tensor):
             return written[0]
-        return _wrap(result, device, sources, scene)
+        is_callers = _gives_views(func) and any(one.is_callers for one in found)
+        return _wrap(result, device, sources, scene, is_callers=is_callers)
 
     def _refuse(self, what: str) -> NoReturn:
         raise Escape.at(self.sources, self.scene.current_module() or what)
@@ -289,11 +298,20 @@ def _stand_in(tensor: Tensor) -> Tensor:
     )
 
 
-def _wrap(result: Any, device: torch.device, sources: frozenset[Source], scene: Scene) -> Any:
+def _wrap(
+    result: Any,
+    device: torch.device,
+    sources: frozenset[Source],
+    scene: Scene,
+    *,
+    is_callers: bool,
+) -> Any:
     if isinstance(result, Tensor):
-        return Placeholder.like(result, device, sources, scene)
+        return Placeholder.like(result, device, sources, scene, is_callers=is_callers)
     if isinstance(result, tuple | list):
-        return type(result)(_wrap(item, device, sources, scene) for item in result)
+        return type(result)(
+            _wrap(item, device, sources, scene, is_callers=is_callers) for item in result
+        )
     return result
 
 
@@ -312,6 +330,11 @@ def _write_positions(func: Any) -> tuple[tuple[int, str], ...]:
         for i, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+@functools.cache
+def _gives_views(func: Any) -> bool:
+    return any(returned.alias_info is not None for returned in func._schema.returns)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

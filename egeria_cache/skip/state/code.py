@@ -9,24 +9,25 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import xxhash
 from torch import Tensor, nn
 
-from egeria_cache.bytecode import names_in
+from egeria_cache.bytecode import Names, names_in
 from egeria_cache.skip.model.front import entries
 from egeria_cache.skip.state.content import describe
+from egeria_cache.skip.state.foreign import outside_state
 
 __all__ = ["Code", "bases_of", "in_class", "reached"]
 
 _MAX_FUNCTIONS = 512
 _LIBRARIES = ("torch", "numpy", "builtins", "typing", "functools", "egeria_cache", "egeria_core")
-_PLAIN = (bool, int, float, str, bytes, tuple, list, dict, set, np.ndarray, Tensor)
+_PLAIN = (bool, int, float, str, bytes, tuple, list, Mapping, set, np.ndarray, Tensor)
 
 
 @dataclass(slots=True)
@@ -48,11 +49,12 @@ class Code:
         for function in self.functions.values():
             total.update(_code(function.__code__))
             total.update(describe((function.__defaults__, function.__kwdefaults__)))
+            total.update(describe(vars(function)) if vars(function) else b"")
         for scope, name in self.globals:
             total.update(name.encode() + describe(scope.get(name)))
         for owner, name in self.named:
             value = in_class(owner, name)
-            if isinstance(value, _PLAIN):
+            if _is_value(value):
                 total.update(f"{owner.__qualname__}.{name}".encode() + describe(value))
         for cell in self.cells:
             total.update(describe(cell.cell_contents))
@@ -80,7 +82,7 @@ def reached(modules: Iterable[nn.Module], functions: Iterable[Any] = ()) -> Code
         pending += _named(function, owner, code)
     used = {name for one in code.functions.values() for name in names_in(one.__code__).all}
     for kind in dict.fromkeys(map(type, modules)):  # code around a module may read what it has
-        plain = (name for name in sorted(used) if isinstance(in_class(kind, name), _PLAIN))
+        plain = (name for name in sorted(used) if _is_value(in_class(kind, name)))
         code.named += [(kind, name) for name in plain if (kind, name) not in code.named]
     return code
 
@@ -96,12 +98,12 @@ def _named(
             code.named.append((owner, name))  # type: ignore[arg-type]
         for found in _functions(value):
             yield found, owner
-    for name in names.loaded:
-        value = scope.get(name)
-        if isinstance(value, _PLAIN):
-            code.globals.append((scope, name))
+    for space, name in _globals(scope, names):
+        value = space.get(name)
+        if _is_value(value):
+            code.globals.append((space, name))
         elif isinstance(value, FunctionType | functools.partial):
-            code.globals.append((scope, name))
+            code.globals.append((space, name))
             for found in _functions(value):
                 yield found, None
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -112,10 +114,24 @@ def _named(
             continue
         if name not in names.free:
             continue
-        if isinstance(value, _PLAIN):
+        if _is_value(value):
             code.cells.append(cell)
         for found in _functions(value):
             yield found, owner
+
+
+def _globals(scope: dict[str, Any], names: Names) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield where each global stands that code reads, those of modules that it names as well."""
+    for name in names.loaded:
+        value = scope.get(name)
+        if not isinstance(value, ModuleType):
+            yield scope, name
+        elif value.__name__.partition(".")[0] not in _LIBRARIES:
+            yield from ((vars(value), other) for other in names.all if other in vars(value))
+
+
+def _is_value(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or outside_state(value) is not None
 
 
 def in_class(owner: type, name: str) -> Any:

@@ -8,8 +8,11 @@ user's own.
 
 from __future__ import annotations
 
+import array
 import functools
+import io
 import random
+import threading
 import types
 import warnings
 import weakref
@@ -27,7 +30,14 @@ from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model.attach import AttachedForward
 from egeria_cache.skip.model.calls import is_compiled
 from egeria_cache.skip.model.front import ForwardSlot
-from egeria_cache.skip.state.foreign import ATOMS, is_foreign, own_dict, slot_names
+from egeria_cache.skip.state.foreign import (
+    ATOMS,
+    MEMORY,
+    is_foreign,
+    is_outside,
+    own_dict,
+    slot_names,
+)  # fmt: skip
 
 __all__ = ["Copier", "is_shared"]
 
@@ -39,7 +49,7 @@ _STAND_INS = ("forward", "train")
 
 
 class Uncopied:
-    """Stands on a copy for what has a state and cannot be copied: a running generator."""
+    """Stands on a copy for what has a state and cannot be copied: a running generator, a file."""
 
     def __init__(self, where: str) -> None:
         self.__dict__["_where"] = where
@@ -55,7 +65,7 @@ class Uncopied:
             "keep it out of the model's forward"
         )
 
-    __iter__ = __next__ = __call__ = _refuse
+    __iter__ = __next__ = __call__ = __enter__ = __setattr__ = __getitem__ = __setitem__ = _refuse
 
 
 def _whole(value: Tensor) -> Tensor:
@@ -143,6 +153,8 @@ class Copier:
         for base, make in _FAMILIES:
             if isinstance(value, base):
                 return make(self, value)
+        if is_outside(value):
+            return self._outside(value)
         if is_foreign(value):
             return value
         return self._object(value)
@@ -353,6 +365,8 @@ class Copier:
 
     def _builtin_method(self, value: types.BuiltinMethodType) -> Any:
         owner = value.__self__
+        if is_outside(value):
+            return Uncopied(value.__name__)
         if owner is None or isinstance(owner, types.ModuleType | type):
             return value
         new = self(owner)
@@ -391,6 +405,23 @@ class Copier:
             new.add(self(item))
         return new
 
+    def _outside(self, value: Any) -> Any:
+        new: Any = None
+        if isinstance(value, threading.local):
+            new = self._keep(value, type(value)())
+            new.__dict__.update(self(value.__dict__))
+        elif isinstance(value, bytearray | array.array):
+            new = value[:]
+        elif isinstance(value, MEMORY):
+            make: Any = type(value)
+            new = make.from_buffer_copy(value)
+        elif hasattr(type(value), "__next__") and not isinstance(value, io.IOBase):
+            new = self._iterator(value)
+        return self._keep(value, self._uncopied(value) if new is None else new)
+
+    def _uncopied(self, value: Any) -> Uncopied:
+        return Uncopied(f"{self._path()} ({type(value).__name__})")
+
     def _iterator(self, value: Any) -> Any:
         try:
             with warnings.catch_warnings():
@@ -400,13 +431,13 @@ class Copier:
             if state:
                 new.__setstate__(self(state[0]))
         except (TypeError, AttributeError):
-            new = Uncopied(self._path())
+            new = self._uncopied(value)
         return self._keep(value, new)
 
     def _object(self, value: Any) -> Any:
         own, slots = own_dict(value), slot_names(type(value))
         if own is None and not slots:
-            return self._iterator(value) if hasattr(type(value), "__next__") else value
+            return value
         try:
             new = object.__new__(type(value))
         except TypeError:  # made in C

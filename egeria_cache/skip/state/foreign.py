@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import array
+import builtins
+import contextlib
+import ctypes
 import enum
 import io
 import logging
+import mmap
 import random
 import sys
 import threading
+import warnings
+from contextvars import ContextVar
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -18,7 +25,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from egeria_cache.device import FOREIGN_PACKAGES
 
-__all__ = ["ATOMS", "is_foreign", "is_library", "is_settings", "own_dict", "slot_names"]
+__all__ = [
+    "ATOMS", "MEMORY", "is_foreign", "is_library", "is_outside", "is_settings", "outside_state",
+    "own_dict", "slot_names",
+]  # fmt: skip
 
 ATOMS: frozenset[type] = frozenset(
     {
@@ -48,6 +58,13 @@ _PACKAGES = (
     "torch._C", "torch._dynamo", "torch.distributed", "torch.optim", "torch.utils.data",
     "torch.utils.tensorboard", *FOREIGN_PACKAGES,
 )  # fmt: skip
+MEMORY = (array.array, bytearray, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
+"""Memory made in C that can be copied."""
+_OUTSIDE = frozenset(
+    f"multiprocessing.{name}"
+    for name in ("sharedctypes", "queues", "connection", "managers", "shared_memory")
+) | {"sqlite3", "socket"}
+"""Python modules whose objects lead out of the process, or are shared with others."""
 _LIBRARIES = sys.stdlib_module_names | {
     "accelerate", "bitsandbytes", "deepspeed", "diffusers", "egeria_cache", "egeria_core", "einops",
     "huggingface_hub", "lightning", "lightning_fabric", "numpy", "peft", "pytorch_lightning",
@@ -84,6 +101,36 @@ def is_foreign(value: Any) -> bool:
     if name.partition(".")[0] in _ROOTS or name.startswith(_PACKAGES):
         return cls.__name__ != "Generator"
     return any("__del__" in vars(base) for base in cls.__mro__)
+
+
+def is_outside(value: Any) -> bool:
+    """Whether what code does to an object is not done to its attributes: iterators, memory made in
+    C, what belongs to a thread, files, connections. A rehearsal uses a copy of it, or none.
+    """
+    cls = type(value)
+    if isinstance(value, io.IOBase):
+        return value not in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    return (
+        isinstance(value, (*MEMORY, memoryview, mmap.mmap, threading.local))
+        or (hasattr(cls, "__next__") and cls.__module__ in ("builtins", "itertools"))
+        or cls.__module__ in _OUTSIDE
+        or value is builtins.open
+    )
+
+
+def outside_state(value: Any) -> Any:
+    """Return what such an object, or a context variable, holds now; None if nobody can tell."""
+    if isinstance(value, (*MEMORY, memoryview)):
+        return bytes(value)
+    if isinstance(value, threading.local):
+        return dict(vars(value))
+    if isinstance(value, ContextVar):
+        return value.get(None)
+    if is_outside(value) and hasattr(type(value), "__next__"):
+        with warnings.catch_warnings(), contextlib.suppress(TypeError):
+            warnings.simplefilter("ignore")
+            return value.__reduce__()[1:]
+    return None
 
 
 def is_library(module: str | None) -> bool:

@@ -8,8 +8,10 @@ that cannot be copied because they are compiled.
 
 from __future__ import annotations
 
+import builtins
 import functools
 import random
+import threading
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -26,7 +28,14 @@ from egeria_cache.device import random_states, seed_everywhere, set_random_state
 from egeria_cache.skip.model.attach import AttachedForward
 from egeria_cache.skip.model.front import ForwardSlot
 from egeria_cache.skip.state.copier import Copier
-from egeria_cache.skip.state.foreign import ATOMS, is_foreign, is_library, own_dict
+from egeria_cache.skip.state.foreign import (
+    ATOMS,
+    MEMORY,
+    is_foreign,
+    is_library,
+    is_outside,
+    own_dict,
+)
 
 __all__ = ["RandomState", "Remembered", "stashed"]
 
@@ -101,11 +110,12 @@ class Remembered:
         self._contents: list[tuple[Any, Any]] = []
         self._num_bytes = 0
         self._versions: list[Tensor] = []
-        self._iterators: list[tuple[types.CellType | dict[str, Any], str, Any]] = []
+        self._outside: list[tuple[types.CellType | dict[str, Any], str, Any]] = []
         self._slots = [(where, key, where.get(key, _MISSING)) for where, key in slots]
         self._classes = [(cls, _data(cls)) for cls in classes]
         for where, key, value in self._slots:
-            self._note_iterator(where, key, value)
+            is_builtin = value is _MISSING
+            self._note_outside(where, key, getattr(builtins, key, None) if is_builtin else value)
         pending = [*roots, *(value for _, _, value in self._slots)]
         pending += [value for _, data in self._classes for value in data.values()]
         while pending:
@@ -117,8 +127,8 @@ class Remembered:
         """Put back what differs. May be called again and again.
 
         Args:
-            for_a_copy: Put copies in the place of iterators, as they were: those themselves cannot
-                be set back. Without it they stand in their places again.
+            for_a_copy: Put copies in the place of what has its state outside (iterators, files), as
+                it was: that itself cannot be set back. Without it, it stands in its place again.
         """
         for where, key, value in self._slots:
             if where.get(key, _MISSING) is not value:
@@ -133,7 +143,7 @@ class Remembered:
         for value, content in self._contents:
             _put_back(value, content)
         if for_a_copy:
-            for place, key, kept in self._iterators:
+            for place, key, kept in self._outside:
                 _fill(place, key, Copier()(kept))
         for preserved in self._preserved:
             preserved.__exit__(None, None, None)
@@ -153,7 +163,7 @@ class Remembered:
             ]  # fmt: skip
         if isinstance(value, types.CellType):
             self._contents.append((value, value.cell_contents))
-            self._note_iterator(value, "", value.cell_contents)
+            self._note_outside(value, "", value.cell_contents)
             return (value.cell_contents,)
         if isinstance(value, functools.partial):
             return (value.func, *value.args, *value.keywords.values())
@@ -174,6 +184,11 @@ class Remembered:
             if self._num_bytes <= _MAX_BYTES and value.flags.writeable:
                 self._contents.append((value, value.copy()))
             return ()
+        if isinstance(value, MEMORY):
+            self._contents.append((value, bytes(value)))
+            return ()
+        if isinstance(value, threading.local):
+            return (vars(value),)
         if isinstance(value, dict):
             self._contents.append((value, dict(value)))
             return [*value.keys(), *value.values()]
@@ -187,10 +202,9 @@ class Remembered:
         own = own_dict(value)
         return () if own is None else (own,)
 
-    def _note_iterator(self, where: types.CellType | dict[str, Any], key: str, value: Any) -> None:
-        kind = type(value)
-        if hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools"):
-            self._iterators.append((where, key, Copier()(value)))
+    def _note_outside(self, where: types.CellType | dict[str, Any], key: str, value: Any) -> None:
+        if is_outside(value) and not isinstance(value, (*MEMORY, threading.local)):
+            self._outside.append((where, key, Copier()(value)))
 
     def _look_at_tensor(self, value: Tensor) -> Iterable[Any]:
         plain = type(value) is Tensor and value.layout == torch.strided and not value.is_meta
@@ -265,6 +279,8 @@ def _put_back(value: Any, content: Any) -> None:
         value.setstate(content)
     elif isinstance(value, np.ndarray):
         value[...] = content
+    elif isinstance(value, MEMORY):
+        memoryview(value).cast("B")[:] = content
     elif isinstance(value, types.CellType):
         value.cell_contents = content
     elif isinstance(value, dict):

@@ -88,7 +88,9 @@ class Surroundings:
         return Remembered(roots, self._slots.values(), self._classes.values(), modules=False)
 
     def _functions_with_state(self) -> list[FunctionType]:
-        return [f for f in self._functions.values() if f.__closure__ or f.__defaults__]
+        return [
+            f for f in self._functions.values() if f.__closure__ or f.__defaults__ or f.__dict__
+        ]
 
     def _global_hooks(self) -> list[Any]:
         return [hook for hooks in self._hooks for hook in hooks.values()]

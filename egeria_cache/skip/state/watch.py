@@ -25,6 +25,7 @@ from egeria_cache.skip.model.front import ForwardSlot
 from egeria_cache.skip.model.fsdp import marks
 from egeria_cache.skip.state.code import Code, bases_of, in_class, reached
 from egeria_cache.skip.state.content import describe, digest
+from egeria_cache.skip.state.foreign import outside_state
 
 __all__ = ["StateWatch", "hooks_of", "watched_attributes", "written_by_hooks"]
 
@@ -109,6 +110,8 @@ class _Layout:
             self.tensors.append((where, value))
         elif isinstance(value, np.ndarray):
             self.looks.append((where, _array_look(value)))
+        elif outside_state(value) is not None:
+            self.looks.append((where, partial(outside_state, value)))
         elif isinstance(value, dict | list | tuple | set | deque):
             if not isinstance(value, tuple):
                 self.live.append((where, value))
@@ -215,6 +218,8 @@ class StateWatch:
                 layout.look_through(f"{name}.{key}" if name else key, module._modules.get(key))
         layout.add_code(self._code)
         for function in self._code.functions.values():
+            if vars(function):
+                layout.look_into(function.__qualname__, vars(function))
             layout.looks.append((f"the code of {function.__qualname__}", _code_of(function)))
         for kind, key in product(self._classes, ("forward", "__call__")):
             layout.look_up(f"{kind.__qualname__}.{key}", key, layout.spaces(kind))
