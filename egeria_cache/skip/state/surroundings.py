@@ -7,6 +7,7 @@ call, as far as the code is the user's own: what libraries keep in their globals
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
@@ -73,7 +74,7 @@ class Surroundings:
 
     def now(self) -> World:
         """Remember what they hold at present, and the random generators."""
-        roots = [*self._shared, *self._functions_with_state(), *self._global_hooks()]
+        roots = [os.environ, *self._shared, *self._functions_with_state(), *self._global_hooks()]
         outside = Remembered(roots, self._slots.values(), self._classes.values())
         return World(RandomState.now(), outside)
 
