@@ -23,9 +23,14 @@ from egeria_cache.store.census import (
     verify,
 )
 from egeria_cache.store.disk.budget import BudgetBusyError, remove_generations
-from egeria_cache.store.disk.live import LiveFile, read_live
 from egeria_cache.store.disk.manifest import DamagedError, Manifest, differing_fields
-from egeria_cache.store.disk.notes import read_note, read_notes, write_note
+from egeria_cache.store.disk.notes import (
+    LiveFile,
+    read_live,
+    read_note,
+    read_notes,
+    write_note,
+)
 from egeria_cache.store.generation import Generation, Located
 from egeria_cache.store.native import has_kernel
 from egeria_cache.store.parcel import Parcelled, pack, unpack

@@ -186,20 +186,14 @@ static int decode_bitmap(const struct decoder *with, const uint8_t *from, uint64
 }
 
 /* Decode one field to exactly `num_bytes` bytes. room: 3 * num_bytes + 80 bytes. */
-static int decode_field(const struct decoder *with, uint64_t codec, const uint8_t *from,
-                        uint64_t size, uint8_t *room, uint8_t *out, int64_t num_bytes) {
+int egeria_decode(const struct decoder *with, int codec, const uint8_t *from, uint64_t size,
+                  uint8_t *room, uint8_t *out, int64_t num_bytes) {
     const uint64_t promised = (uint64_t)num_bytes;
     if (codec == RAW && size == promised) return memcpy(out, from, promised) != NULL;
     if (codec == ZSTD) return unpacked(with, from, size, 1, promised, out) != NULL;
     if (codec == SPLIT) return decode_planes(with, from, size, num_bytes / with->width, room, out);
     if (codec == BITMAP) return decode_bitmap(with, from, size, room, out, num_bytes);
     return 0;
-}
-
-/* See decode_field. */
-int egeria_decode(const struct decoder *with, int codec, const uint8_t *from, uint64_t size,
-                  uint8_t *room, uint8_t *out, int64_t num_bytes) {
-    return decode_field(with, (uint64_t)codec, from, size, room, out, num_bytes);
 }
 
 /* -- reading -------------------------------------------------------------------------------- */
@@ -325,8 +319,8 @@ static int read_one(const struct batch *of, int64_t i, uint64_t place, const uin
         const struct decoder with = {of->zstd, of->context, column->width, column->floating};
         const uint64_t field = word(head + fields + 8 * (uint64_t)j), stored = field & STORED;
         if (field != (uint64_t)column->num_bytes
-            && !decode_field(&with, field >> 56, room + at, stored, of->room,
-                             column->out + i * column->num_bytes, column->num_bytes))
+            && !egeria_decode(&with, (int)(field >> 56), room + at, stored, of->room,
+                              column->out + i * column->num_bytes, column->num_bytes))
             return DAMAGED;
         at += stored;
     }

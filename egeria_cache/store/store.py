@@ -152,16 +152,11 @@ class ActivationStore:
         deadline = time.monotonic() + REMOVAL_WAIT_S
         while True:
             try:
-                manifest, files, aside = self._open(name, fields)
-                generation = self._make(manifest, files, num_expected)
-                if aside is not None:
-                    generation.salvage(aside)
-                return generation
+                return self._open(self.config.directory / name, fields, num_expected)
             except BeingRemovedError as error:
                 # Its rename is imminent; no lock is shared with the remover, who must not wait.
                 if time.monotonic() > deadline:
                     raise StoreError(f"{error} is held by a process that removes it") from None
-                time.sleep(0.001)
             except BudgetBusyError as error:
                 raise StoreError(
                     f"{name} cannot be opened: {error} by another process for too long; is one "
@@ -169,67 +164,61 @@ class ActivationStore:
                 ) from None
             except OSError as error:
                 removed = isinstance(error, FileNotFoundError) and self.config.directory.is_dir()
-                if removed and time.monotonic() < deadline:  # it was, while it was being opened
-                    time.sleep(0.001)
-                    continue
-                raise StoreError(
-                    f"{self.config.directory / name} cannot be opened: {error.strerror}; is the "
-                    "disk full, or was the directory removed?"
-                ) from error
+                if not removed or time.monotonic() > deadline:
+                    raise StoreError(
+                        f"{self.config.directory / name} cannot be opened: {error.strerror}; is "
+                        "the disk full, or was the directory removed?"
+                    ) from error
+            time.sleep(0.001)
 
-    def _open(
-        self, name: str, fields: Mapping[str, Any]
-    ) -> tuple[Manifest, GenerationFiles, Path | None]:
-        directory, aside = self.config.directory / name, None
+    def _open(self, directory: Path, fields: Mapping[str, Any], num_expected: int) -> Generation:
+        aside = None
         if not self.writable:
-            return *self._open_readonly(directory, fields), None
-        if not in_use_elsewhere(directory):
-            walk_ahead(directory)
-        with self._budget.locked():
-            try:
-                opened = self._open_files(directory, fields)
-            except DamagedError as damage:
-                # It is only a cache: what cannot be salvaged is filled again, beside what is left.
-                aside = set_aside(directory)
-                logger.warning("%s; it is set aside as %s", damage, aside.name)
-                opened = self._open_files(directory, fields)
-            self._budget.make_room(0)  # the limit may be lower than it was
-            return *opened, aside
-
-    def _make(self, manifest: Manifest, files: GenerationFiles, num_expected: int) -> Generation:
-        return Generation(
-            manifest,
-            files,
-            reader=self._reader,
-            writer=self._writer,
-            budget=self._budget,
-            counts=self._counts,
-            codec=self.config.codec,
-            storage=self.config.storage_dtype,
+            opened = self._open_files(directory, fields)
+        else:
+            if not in_use_elsewhere(directory):
+                walk_ahead(directory)
+            with self._budget.locked():
+                try:
+                    opened = self._open_files(directory, fields)
+                except DamagedError as damage:
+                    # It is only a cache: what cannot be salvaged is filled again, beside what is
+                    # left.
+                    aside = set_aside(directory)
+                    logger.warning("%s; it is set aside as %s", damage, aside.name)
+                    opened = self._open_files(directory, fields)
+                self._budget.make_room(0)  # the limit may be lower than it was
+        generation = Generation(
+            *opened, reader=self._reader, writer=self._writer, budget=self._budget,
+            counts=self._counts, codec=self.config.codec, storage=self.config.storage_dtype,
             num_expected=num_expected,
-        )
+        )  # fmt: skip
+        if aside is not None:
+            generation.salvage(aside)
+        return generation
 
     def _open_files(
         self, directory: Path, fields: Mapping[str, Any]
     ) -> tuple[Manifest, GenerationFiles]:
         if os.path.lexists(directory):
             check_own(directory)
-        if is_unfinished(directory):
-            self._log_nearest(directory.name, fields)
-            manifest = Manifest.new(fields)
-            needed = EMPTY_GENERATION_BYTES + -(-manifest.num_bytes() // PAGE_BYTES) * PAGE_BYTES
-            if self._budget.make_room(needed) < needed:
-                why = f"the limit of {self.config.limit_bytes} bytes has no room for another one"
-                logger.warning("%s is not made, nothing is stored in it: %s", directory.name, why)
-                return manifest, GenerationFiles(directory, absent=why)
-            directory.mkdir(mode=0o700, exist_ok=True)
-            try:
-                manifest.write(directory)
-            except FileNotFoundError:
-                raise BeingRemovedError(str(directory)) from None
-        else:
+        if not is_unfinished(directory):
             manifest = self._read_manifest(directory, fields)
-        return manifest, GenerationFiles.open(directory)
+            return manifest, GenerationFiles.open(directory, readonly=not self.writable)
+        self._log_nearest(directory.name, fields)
+        manifest, why = Manifest.new(fields), "the directory is read-only"
+        if self.writable:
+            needed = EMPTY_GENERATION_BYTES + -(-manifest.num_bytes() // PAGE_BYTES) * PAGE_BYTES
+            if self._budget.make_room(needed) >= needed:
+                directory.mkdir(mode=0o700, exist_ok=True)
+                try:
+                    manifest.write(directory)
+                except FileNotFoundError:
+                    raise BeingRemovedError(str(directory)) from None
+                return manifest, GenerationFiles.open(directory)
+            why = f"the limit of {self.config.limit_bytes} bytes has no room for another one"
+            logger.warning("%s is not made, nothing is stored in it: %s", directory.name, why)
+        return manifest, GenerationFiles(directory, absent=why)
 
     def _read_manifest(self, directory: Path, fields: Mapping[str, Any]) -> Manifest:
         """Read what it says of itself; where that is damaged, it is what its name says."""
@@ -245,17 +234,6 @@ class ActivationStore:
         if self.writable:
             manifest.write(directory)
         return manifest
-
-    def _open_readonly(
-        self, directory: Path, fields: Mapping[str, Any]
-    ) -> tuple[Manifest, GenerationFiles]:
-        if is_unfinished(directory):
-            self._log_nearest(directory.name, fields)
-            absent = GenerationFiles(directory, absent="the directory is read-only")
-            return Manifest.new(fields), absent
-        check_own(directory)
-        manifest = self._read_manifest(directory, fields)
-        return manifest, GenerationFiles.open(directory, readonly=True)
 
     def _log_nearest(self, name: str, fields: Mapping[str, Any]) -> None:
         """Say in one line why nothing stored can be reused."""

@@ -1,5 +1,4 @@
 """Numbers of an activation <-> fewer bytes. Pure: no file, no thread, no global state.
 
-`codec` chooses among the encodings and undoes them, `planes` cuts numbers into bytes, `lossy`
-stores fewer bits than were computed.
+`codec` chooses among the encodings and undoes them, `lossy` stores fewer bits than were computed.
 """

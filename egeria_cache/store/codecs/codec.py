@@ -15,10 +15,20 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from egeria_cache.store.codecs.planes import GROUPS, Bytes, Elements, cut, numbers_of
-from egeria_cache.store.native import Kernel, Unpacker, kernel
+from egeria_cache.store.native import Bytes, Kernel, Unpacker, kernel
 
-__all__ = ["Bytes", "Codec", "CodecError", "Coder", "Elements", "NeedsKernelError"]
+__all__ = ["GROUPS", "Bytes", "Codec", "CodecError", "Coder", "Elements", "NeedsKernelError"]
+
+Elements = tuple[int, bool]
+"""Width of one element in bytes, and whether it is a floating-point number."""
+
+GROUPS: dict[int, tuple[tuple[int, int], ...]] = {
+    1: ((1, 0),),
+    2: ((1, 0), (1, 8)),
+    4: ((2, 0), (1, 16), (1, 24)),
+    8: ((4, 0), (2, 32), (1, 48), (1, 56)),
+}
+"""Per element width: (bytes, bit position) of the planes, lowest first."""
 
 SMALL_BYTES = 256
 """Fields below this stay raw: a label gains nothing from a codec."""
@@ -98,9 +108,9 @@ class Coder:
         if codec is Codec.ZSTD or width not in GROUPS:
             codec, packed = Codec.ZSTD, self._general.compress(data.data)
         elif codec is Codec.SPLIT:
-            packed = self._split(numbers_of(data, width), elements)
+            packed = self._split(data.view(f"<u{width}"), elements)
         else:
-            numbers = numbers_of(data, width)
+            numbers = data.view(f"<u{width}")
             present = numbers != 0  # of the bits: -0.0 is no zero
             marked = numbers[present]
             # Without a sign there is nothing to rotate: it would bring a zero to every mantissa,
@@ -175,3 +185,11 @@ class Coder:
             if len(packed) <= worth * len(block):
                 return packed, 1
         return block, 0
+
+
+def cut(numbers: npt.NDArray[Any], elements: Elements) -> list[npt.NDArray[Any]]:
+    """Return the planes, lowest first, each of the shape of `numbers`."""
+    width, floating = elements
+    if floating:  # sign to the lowest bit: the exponent then fills the highest plane alone
+        numbers = (numbers << 1) | (numbers >> (8 * width - 1))
+    return [(numbers >> position).astype(f"<u{size}") for size, position in GROUPS[width]]

@@ -65,8 +65,6 @@ def claim_directory(directory: Path, limit_bytes: int, *, force_network: bool) -
         if not force_network:  # a server may give files to another user
             check_private(directory)
         _clear_beginnings(directory)
-        if os.path.lexists(root):
-            return _join(root, limit_bytes)
         # A beginning by another process, or by one that was killed, is not foreign.
         names = sorted(path.name for path in directory.iterdir())
         if ROOT_NAME in names:

@@ -14,9 +14,8 @@ from functools import cached_property
 import torch
 import xxhash
 
-from egeria_cache.store.codecs.codec import Elements
+from egeria_cache.store.codecs.codec import GROUPS, Elements
 from egeria_cache.store.codecs.lossy import CODES, Storage, storage_bytes
-from egeria_cache.store.codecs.planes import GROUPS
 from egeria_cache.store.records.values import RecordError
 
 __all__ = ["DTYPES", "RAGGED", "FieldLayout", "Layout"]

@@ -22,7 +22,7 @@ from torch import Tensor
 from egeria_cache.ragged import PaddedRows
 from egeria_cache.store.codecs.codec import Bytes, Codec, CodecError, Coder, NeedsKernelError
 from egeria_cache.store.codecs.lossy import LossyError, Storage, pack, unpack
-from egeria_cache.store.native import kernel
+from egeria_cache.store.native import Kernel, kernel
 from egeria_cache.store.records.layout import RAGGED, FieldLayout, Layout
 from egeria_cache.store.records.values import RecordError, Value, decode_value, encode_value
 
@@ -196,9 +196,10 @@ def encode_rows(
         TypeError: A value of a type that no record holds.
         ValueError: A record too large, or that no layout can tell of.
     """
-    tensors = all(isinstance(value, Tensor) for value in rows.fields.values())
-    if storage is None and codec is Codec.RAW and tensors:
-        raw = _encode_raw(keys, picked, rows, identity)
+    native, tensors = kernel(), all(isinstance(one, Tensor) for one in rows.fields.values())
+    alike = len({len(keys[row]) for row in picked}) == 1
+    if native and storage is None and codec is Codec.RAW and tensors and alike:
+        raw = _encode_raw(native, keys, picked, rows, identity)
         return [
             raw if replaced is None else replace(raw, replaced=[replaced[row] for row in picked])
         ]
@@ -242,19 +243,16 @@ def _record(
     return b"".join((struct.pack("<Q", checksum), first, *payload))
 
 
-def _encode_raw(keys: Sequence[bytes], picked: Sequence[int], rows: Rows, identity: int) -> Encoded:
-    """Records of tensors as they lie in memory: put together by the kernel where there is one."""
+def _encode_raw(
+    native: Kernel, keys: Sequence[bytes], picked: Sequence[int], rows: Rows, identity: int
+) -> Encoded:
+    """Records of tensors as they lie in memory, with keys of one length: the kernel puts them
+    together.
+    """
     columns = [_matrix(name, value) for name, value in rows.fields.items()]  # type: ignore[arg-type]
     layout = Layout(rows.bare, tuple(field for field, _ in columns))
     entries = struct.pack(f"<{len(columns)}Q", *(data.shape[1] for _, data in columns))
     chosen = [keys[row] for row in picked]
-    native = kernel()
-    if native is None or len({*map(len, chosen)}) > 1 or not chosen:
-        return Encoded.of(layout, [
-            (keys[row], _record(keys[row], layout, entries,
-                                [data[row] for _, data in columns], identity))
-            for row in picked
-        ])  # fmt: skip
     key_bytes = len(chosen[0])
     start = HEAD_BYTES + aligned(key_bytes) + len(entries)
     size = start + layout.row_bytes
