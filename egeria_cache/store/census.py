@@ -25,11 +25,10 @@ from egeria_cache.store.disk.environment import DATA_NAME, problem_of
 from egeria_cache.store.disk.files import GoneError, inspected, is_unfinished
 from egeria_cache.store.disk.manifest import ROOT_FORMAT, DamagedError, Manifest, read_json
 from egeria_cache.store.disk.place import ROOT_NAME
-from egeria_cache.store.disk.totals import Totals
 from egeria_cache.store.records.keys import decode_key
-from egeria_cache.store.records.layout import FieldLayout
+from egeria_cache.store.records.layout import FieldLayout, RecordError
 from egeria_cache.store.records.record import Record
-from egeria_cache.store.records.values import RecordError
+from egeria_cache.store.stats import Totals
 
 PROGRESS_EVERY = 256
 """Records."""

@@ -37,8 +37,8 @@ from egeria_cache.store.records.keys import (
     encode_keys,
     of_variant,
 )
+from egeria_cache.store.records.layout import Value
 from egeria_cache.store.records.record import Encoded, Rows, encode_rows
-from egeria_cache.store.records.values import Value
 from egeria_cache.store.stats import Counts
 from egeria_cache.store.transfer import to_host
 from egeria_cache.store.writer import Job, Writer, joined

@@ -25,9 +25,8 @@ from egeria_cache.store.disk.manifest import (
     Manifest,
     generation_name,
 )
-from egeria_cache.store.disk.totals import Totals
 from egeria_cache.store.generation import Generation, Part
-from egeria_cache.store.records.layout import Layout
+from egeria_cache.store.records.layout import Layout, RecordError
 from egeria_cache.store.records.record import (
     HEAD,
     HEAD_BYTES,
@@ -35,7 +34,7 @@ from egeria_cache.store.records.record import (
     key_of,
     open_record,
 )
-from egeria_cache.store.records.values import RecordError
+from egeria_cache.store.stats import Totals
 from egeria_cache.store.store import ActivationStore
 
 __all__ = ["Parcelled", "pack", "unpack"]

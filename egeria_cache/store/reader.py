@@ -31,17 +31,12 @@ from egeria_cache.store.disk.files import (
 )
 from egeria_cache.store.native import ABSENT, INTACT, UNREADABLE, Helpers, Kernel, kernel
 from egeria_cache.store.records.keys import decode_key
-from egeria_cache.store.records.layout import FieldLayout, Layout
-from egeria_cache.store.records.values import RecordError
+from egeria_cache.store.records.layout import FieldLayout, Layout, RecordError
 
 __all__ = ["BatchReader", "Fetched", "NotInMemoryError"]
 
 logger = logging.getLogger("egeria_cache.store")
 
-NUMBERS = {torch.uint8: np.uint8, torch.int64: np.int64, torch.float32: np.float32}
-"""What both know: the most frequent ones."""
-PLACEHOLDERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
-"""By their bytes: what may lie where something else will."""
 Places = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.bool_]
 """Of a batch, shape (B,)."""
@@ -293,22 +288,14 @@ def _is_in_memory(descriptor: int, place: int, size: int) -> bool:
 
 
 def _allocate(field: FieldLayout, count: int, pin_memory: bool) -> Tensor:
-    """Return uninitialised room for rows as they are stored."""
-    assert field.dtype is not None
-    if field.storage is not None:
-        return allocate((count, field.num_bytes), pin_memory=pin_memory)
-    return allocate((count, *field.shape), field.dtype, pin_memory=pin_memory)
-
-
-def allocate(
-    shape: tuple[int, ...], dtype: torch.dtype = torch.uint8, *, pin_memory: bool
-) -> Tensor:
-    """Return an uninitialised tensor. NumPy asks for huge pages where there are many, and torch
-    does not: first-touch faults of small pages cost as much as the copy itself.
+    """Return uninitialised room for rows as they are stored. NumPy asks for huge pages where there
+    are many, and torch does not: first-touch faults of small pages cost as much as the copy itself.
     """
+    assert field.dtype is not None
     if pin_memory:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
-    of_numpy = NUMBERS.get(dtype)
-    if of_numpy is not None:
-        return torch.from_numpy(np.empty(shape, of_numpy))
-    return torch.from_numpy(np.empty(shape, PLACEHOLDERS[dtype.itemsize])).view(dtype)
+        room = torch.empty(count * field.num_bytes, dtype=torch.uint8, pin_memory=True)
+    else:
+        room = torch.from_numpy(np.empty(count * field.num_bytes, np.uint8))
+    if field.storage is not None:
+        return room.view(count, field.num_bytes)
+    return room.view(field.dtype).view(count, *field.shape)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import struct
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-__all__ = ["Counts", "StoreStats"]
+from egeria_cache.store.codecs.codec import Codec
+from egeria_cache.store.codecs.lossy import LossyError
+
+__all__ = ["Counts", "StoreStats", "Totals"]
+
+_TOTALS = struct.Struct("<QQdddQ")
+_NO_CODEC = 255
 
 
 class Counts:
@@ -48,3 +56,31 @@ class StoreStats:
     """Of the whole directory, in whole pages."""
     limit_bytes: int
     """Never exceeded by `bytes_on_disk`."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over a generation's records, written in the same commit as these."""
+
+    raw_bytes: int = 0
+    """Decoded."""
+    stored_bytes: int = 0
+    """Encoded, with headers."""
+    error: LossyError = field(default_factory=LossyError)
+    """What lossy storage changed."""
+    codec: Codec | None = None
+    """What records were last written with; each field of each record names its own."""
+
+    @classmethod
+    def parse(cls, stored: Any) -> Totals:
+        """Undo `pack`."""
+        raw_bytes, stored_bytes, *error, code = _TOTALS.unpack(stored)
+        codec = Codec(code) if code in Codec._value2member_map_ else None
+        return cls(raw_bytes, stored_bytes, LossyError(*error), codec)
+
+    def pack(self) -> bytes:
+        """Return the bytes of a commit's head."""
+        error, codec = self.error, self.codec
+        changed = error.squared_error, error.squared_value, error.largest
+        code = _NO_CODEC if codec is None else codec
+        return _TOTALS.pack(self.raw_bytes, self.stored_bytes, *changed, code)

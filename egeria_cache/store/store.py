@@ -6,6 +6,7 @@ disk: docs/format.md.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -38,7 +39,7 @@ from egeria_cache.store.disk.place import claim_directory
 from egeria_cache.store.generation import Generation
 from egeria_cache.store.reader import BatchReader
 from egeria_cache.store.records.keys import SampleId
-from egeria_cache.store.records.values import Value
+from egeria_cache.store.records.layout import Value
 from egeria_cache.store.stats import Counts, StoreStats
 from egeria_cache.store.writer import Writer
 
@@ -163,8 +164,10 @@ class ActivationStore:
                     "stopped (SIGSTOP, a debugger)?"
                 ) from None
             except OSError as error:
-                removed = isinstance(error, FileNotFoundError) and self.config.directory.is_dir()
-                if not removed or time.monotonic() > deadline:
+                passes = error.errno == errno.EBUSY or (
+                    error.errno == errno.ENOENT and self.config.directory.is_dir()
+                )
+                if not passes or time.monotonic() > deadline:
                     raise StoreError(
                         f"{self.config.directory / name} cannot be opened: {error.strerror}; is "
                         "the disk full, or was the directory removed?"

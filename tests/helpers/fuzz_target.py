@@ -13,7 +13,7 @@ import xxhash
 
 from egeria_cache.store.codecs.codec import Codec, CodecError, Coder, NeedsKernelError
 from egeria_cache.store.records.keys import decode_key, encode_key
-from egeria_cache.store.records.layout import Layout
+from egeria_cache.store.records.layout import Layout, RecordError, decode_value
 from egeria_cache.store.records.record import (
     HEAD,
     Rows,
@@ -22,7 +22,6 @@ from egeria_cache.store.records.record import (
     open_record,
     split_block,
 )
-from egeria_cache.store.records.values import RecordError, decode_value
 
 KEY = encode_key(7)
 CODER = Coder()

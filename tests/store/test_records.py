@@ -11,9 +11,15 @@ from hypothesis import strategies as st
 from egeria_cache.store.codecs.codec import Codec, CodecError, Coder
 from egeria_cache.store.records.choice import choose_codec
 from egeria_cache.store.records.keys import encode_keys
-from egeria_cache.store.records.layout import DTYPES, FieldLayout, Layout
+from egeria_cache.store.records.layout import (
+    DTYPES,
+    FieldLayout,
+    Layout,
+    RecordError,
+    decode_value,
+    encode_value,
+)
 from egeria_cache.store.records.record import Rows, encode_rows, open_record
-from egeria_cache.store.records.values import RecordError, decode_value, encode_value
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -245,7 +251,7 @@ def relu(count=64, size=4096):
 def test_auto_takes_the_codec_that_suits_the_data(tensor, expected):
     keys = encode_keys(range(64))
     rows = Rows(True, {"x": tensor})
-    codec, trials = choose_codec(keys, range(64), rows, CODER, clock=lambda: 0.0)
+    codec, trials = choose_codec(keys, range(64), rows, CODER)
     assert codec in expected, trials
 
 
@@ -254,7 +260,7 @@ def test_auto_takes_the_codec_that_suits_the_data(tensor, expected):
 def test_auto_is_never_larger_than_zstd(dtype, sparse):
     tensor = (relu() if sparse else torch.randn(64, 4096)).to(dtype)
     keys, rows = encode_keys(range(64)), Rows(True, {"x": tensor})
-    codec, trials = choose_codec(keys, range(64), rows, CODER, clock=lambda: 0.0)
+    codec, trials = choose_codec(keys, range(64), rows, CODER)
     sizes = [
         sum(len(record) for _, record, _ in encode(keys, range(64), rows, one))
         for one in (codec, Codec.ZSTD)
@@ -262,27 +268,7 @@ def test_auto_is_never_larger_than_zstd(dtype, sparse):
     assert sizes[0] <= sizes[1], trials
 
 
-def ticking(durations):
-    """Return a clock whose n-th interval between two calls lasts durations[n // 3] seconds."""
-    times, now = [], 0.0
-    for duration in durations:
-        for _ in range(3):
-            times += [now, now + duration]
-            now += duration
-    return iter(times).__next__
-
-
-def test_auto_refuses_a_codec_that_decodes_too_slowly_however_small():
-    keys, rows = encode_keys(range(64)), Rows(True, {"x": relu()})
-    raw, zstd, split, bitmap = 1e-4, 1e-4, 1e-4, 10.0
-    clock = ticking([raw, zstd, split, bitmap])
-    codec, _ = choose_codec(keys, range(64), rows, CODER, clock=clock)
-    assert codec in (Codec.ZSTD, Codec.SPLIT)
-
-
 @pytest.mark.usefixtures("compiled")
 def test_auto_takes_the_faster_of_two_that_are_equally_small():
     keys, rows = encode_keys(range(64)), Rows(True, {"x": torch.randn(64, 4096).bfloat16()})
-    for split, bitmap, expected in ((1e-4, 2e-4, Codec.SPLIT), (2e-4, 1e-4, Codec.BITMAP)):
-        clock = ticking([1e-5, 1e-5, split, bitmap])
-        assert choose_codec(keys, range(64), rows, CODER, clock=clock)[0] is expected
+    assert choose_codec(keys, range(64), rows, CODER)[0] is Codec.SPLIT

@@ -14,7 +14,6 @@ import errno
 import os
 import resource
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,6 @@ MAP_BYTES = 1 << 40
 SMALLEST_MAP_BYTES = 16 << 20
 LOCK_BYTES = 8192
 """Room for 126 threads that read at a time, of all processes."""
-WAIT_S = 10.0
 FEW_BLOCKS = 16
 """Of a disk: fewer are left once it was full."""
 CLOSED_FORMAT = 1
@@ -104,18 +102,8 @@ class Environment:
         Raises:
             DamagedError: Its tree is damaged.
             ForeignError: A file is not ours.
-            OSError: It cannot be opened now.
+            OSError: It cannot be opened now; EBUSY while another thread looks at it.
         """
-        deadline = time.monotonic() + WAIT_S
-        while (one := cls._open(directory, writes, vetted)) is None:
-            # Another thread looks at it, by an environment that cannot write.
-            if time.monotonic() > deadline:
-                raise OSError(errno.EBUSY, "it is being looked at by this process")
-            time.sleep(0.005)
-        return one
-
-    @classmethod
-    def _open(cls, directory: Path, writes: bool, vetted: bool) -> Environment | None:
         with _lock:
             flags = os.O_RDWR | os.O_CREAT if writes else os.O_RDONLY
             descriptor = open_own(directory / DATA_NAME, flags)
@@ -133,7 +121,7 @@ class Environment:
                     )
                     descriptor = -1
                 elif writes and not one.writes:
-                    return None
+                    raise OSError(errno.EBUSY, "it is being looked at by this process")
                 one._num_users += 1
                 return one
             except lmdb.Error as error:

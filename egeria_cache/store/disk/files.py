@@ -23,8 +23,7 @@ from egeria_cache.store.codecs.lossy import LossyError
 from egeria_cache.store.disk.claims import Claim, in_use_elsewhere, remove_directory
 from egeria_cache.store.disk.environment import DATA_NAME, Environment, GoneError
 from egeria_cache.store.disk.manifest import DamagedError, Manifest
-from egeria_cache.store.disk.totals import Totals
-from egeria_cache.store.records.layout import Layout
+from egeria_cache.store.records.layout import Layout, RecordError
 from egeria_cache.store.records.record import (
     Encoded,
     Record,
@@ -32,7 +31,7 @@ from egeria_cache.store.records.record import (
     open_record,
     split_block,
 )
-from egeria_cache.store.records.values import RecordError
+from egeria_cache.store.stats import Totals
 
 __all__ = [
     "ENTRY",

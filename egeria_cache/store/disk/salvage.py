@@ -12,9 +12,8 @@ from pathlib import Path
 
 from egeria_cache.store.disk.environment import DATA_NAME
 from egeria_cache.store.disk.own import open_own
-from egeria_cache.store.records.layout import Layout
+from egeria_cache.store.records.layout import Layout, RecordError
 from egeria_cache.store.records.record import key_of, number_of, open_record, split_block
-from egeria_cache.store.records.values import RecordError
 
 __all__ = ["salvaged"]
 

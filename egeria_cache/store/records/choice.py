@@ -1,88 +1,38 @@
-"""Which codec suits a generation: tried on its first records, by bytes and by decode time."""
+"""Which codec suits a generation: tried on its first records, by their bytes."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from collections.abc import Sequence
 
 from egeria_cache.store.codecs.codec import Codec, Coder
 from egeria_cache.store.codecs.lossy import Storage
 from egeria_cache.store.native import kernel
-from egeria_cache.store.records.record import Encoded, Rows, encode_rows, open_record
+from egeria_cache.store.records.record import Rows, encode_rows
 
-__all__ = ["Trial", "choose_codec"]
+__all__ = ["choose_codec"]
 
 NUM_RECORDS = 16
 MIN_SAVING = 0.05
 """A codec that saves less than this part of the raw bytes is not worth its decoding."""
 SAME_BYTES = 0.03
 """Within this margin of the smallest, the codec that decodes fastest is taken."""
-MIN_DECODE_BYTES_PER_S = 50e6
-"""Of decoded bytes, on one core: what is slower could not keep a training step fed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One codec on the first records."""
-
-    codec: Codec
-    num_bytes: int
-    decode_s: float
-
-    def __str__(self) -> str:
-        return f"{self.codec.label} {self.num_bytes} B {1e6 * self.decode_s:.0f} us"
+FASTEST = (Codec.SPLIT, Codec.BITMAP, Codec.ZSTD)
+"""To decode. What the clock said of a few records beside a training changed from run to run."""
 
 
 def choose_codec(
-    keys: Sequence[bytes],
-    picked: Sequence[int],
-    rows: Rows,
-    coder: Coder,
-    storage: Storage = None,
-    clock: Callable[[], float] = time.thread_time,
+    keys: Sequence[bytes], picked: Sequence[int], rows: Rows, coder: Coder, storage: Storage = None
 ) -> tuple[Codec, str]:
-    """Return the codec for these records, and all trials in words.
+    """Return the codec for these records, and what each made of them in words.
 
-    Smallest wins; among equals the fastest to decode; raw unless something is saved. The clock is
-    that of this thread's own work: what else the machine does must not decide.
+    Smallest wins; among equals the fastest to decode; raw unless something is saved.
     """
-    chosen = picked[:NUM_RECORDS]
-    trials = [
-        _try(codec, encode_rows(keys, chosen, rows, codec, coder, storage), coder, clock)
-        for codec in (Codec if kernel() is not None else (Codec.RAW, Codec.ZSTD))
-    ]
-    raw = trials[0]
-    slowest_s = raw.num_bytes / MIN_DECODE_BYTES_PER_S
-    useful = [
-        trial
-        for trial in trials[1:]
-        if trial.num_bytes <= (1 - MIN_SAVING) * raw.num_bytes and trial.decode_s <= slowest_s
-    ]
-    least = min((trial.num_bytes for trial in useful), default=0)
-    best = min(
-        (trial for trial in useful if trial.num_bytes <= (1 + SAME_BYTES) * least),
-        key=lambda trial: trial.decode_s,
-        default=raw,
-    )
-    return best.codec, ", ".join(map(str, trials))
-
-
-def _try(
-    codec: Codec, encoded: Sequence[Encoded], coder: Coder, clock: Callable[[], float]
-) -> Trial:
-    """Decode records one by one, as many times as it takes to know how long that takes."""
-    records = [open_record(key, value, part.layout) for part in encoded for key, value in part]
-    num_bytes = sum(int(part.sizes.sum()) for part in encoded)
-    outs = [[np.empty(max(size, 0), np.uint8) for _, size in record.shapes] for record in records]
-    times_s = []
-    for _ in range(3):
-        start_s = clock()
-        for record, rows in zip(records, outs, strict=True):
-            for position, out in enumerate(rows):
-                if record.layout.fields[position].dtype is not None:
-                    record.decode_into(position, coder, out)
-        times_s.append(clock() - start_s)
-    return Trial(codec, num_bytes, min(times_s))
+    sizes = {}
+    for codec in Codec if kernel() is not None else (Codec.RAW, Codec.ZSTD):
+        parts = encode_rows(keys, picked[:NUM_RECORDS], rows, codec, coder, storage)
+        sizes[codec] = sum(int(part.sizes.sum()) for part in parts)
+    best, least = Codec.RAW, min(sizes.values())
+    if least <= (1 - MIN_SAVING) * sizes[best]:
+        small = [codec for codec, size in sizes.items() if size <= (1 + SAME_BYTES) * least]
+        best = next((codec for codec in FASTEST if codec in small), small[0])
+    return best, ", ".join(f"{codec.label} {size} B" for codec, size in sizes.items())

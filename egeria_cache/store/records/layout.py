@@ -1,7 +1,7 @@
 """What the records of a generation hold: names, dtypes, shapes. Stored once, not in each. Pure.
 
 A batch of another layout than those before it (a lossy storage that could not hold it, say) adds
-one. Byte for byte: docs/format.md.
+one. Byte for byte: docs/format.md. What is no tensor is tagged bytes; no pickle.
 """
 
 from __future__ import annotations
@@ -13,12 +13,26 @@ from functools import cached_property
 
 import torch
 import xxhash
+from torch import Tensor
 
 from egeria_cache.store.codecs.codec import GROUPS, Elements
 from egeria_cache.store.codecs.lossy import CODES, Storage, storage_bytes
-from egeria_cache.store.records.values import RecordError
 
-__all__ = ["DTYPES", "RAGGED", "FieldLayout", "Layout"]
+__all__ = [
+    "DTYPES",
+    "RAGGED",
+    "FieldLayout",
+    "Layout",
+    "RecordError",
+    "Value",
+    "decode_value",
+    "encode_value",
+]
+
+Value = Tensor | str | bytes | int | float | bool | None
+"""What one sample may hold under one name."""
+
+MAX_INTEGER_DIGITS = 4096
 
 MAX_FIELDS, MAX_NDIM, MAX_LAYOUT_BYTES = 255, 32, 64 * 1024
 MAX_FIELD_BYTES = 1 << 40
@@ -38,6 +52,10 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _STORAGE_CODES = {storage: code for code, storage in CODES.items()}
 _PLAIN = 255
 """Stands where a dtype's code would: the field is a tagged scalar, text or byte string."""
+
+
+class RecordError(ValueError):
+    """These bytes are no intact record."""
 
 
 @dataclass(frozen=True)
@@ -169,3 +187,52 @@ class Layout:
         if at != len(stored):
             raise RecordError("bytes left over after the layout")
         return cls(bool(flags & 1), tuple(fields))
+
+
+def encode_value(value: Value) -> bytes:
+    """Return a tagged scalar, text or byte string.
+
+    Raises:
+        TypeError: The value is of another type.
+    """
+    if value is None:
+        return b"n"
+    if isinstance(value, bool):
+        return b"t" if value else b"f"
+    if isinstance(value, int):
+        return b"i" + str(value).encode()
+    if isinstance(value, float):
+        return b"d" + struct.pack("<d", value)
+    if isinstance(value, str):
+        return b"s" + value.encode("utf-8", "surrogatepass")
+    if isinstance(value, bytes):
+        return b"b" + value
+    raise TypeError(
+        "a sample may hold tensors, texts, bytes, numbers, bools and None; "
+        f"got {type(value).__name__}"
+    )
+
+
+def decode_value(stored: bytes) -> Value:
+    """Undo `encode_value`.
+
+    Raises:
+        RecordError: No such tag, or no such content.
+    """
+    tag, content = stored[:1], stored[1:]
+    try:
+        if tag == b"n" and not content:
+            return None
+        if tag in (b"t", b"f") and not content:
+            return tag == b"t"
+        if tag == b"i" and len(content) <= MAX_INTEGER_DIGITS:
+            return int(content)
+        if tag == b"d":
+            return float(struct.unpack("<d", content)[0])
+        if tag == b"s":
+            return content.decode("utf-8", "surrogatepass")
+        if tag == b"b":
+            return content
+    except (ValueError, struct.error):
+        pass
+    raise RecordError(f"not a stored value: {stored[:16]!r}")

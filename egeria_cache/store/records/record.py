@@ -23,8 +23,15 @@ from egeria_cache.ragged import PaddedRows
 from egeria_cache.store.codecs.codec import Bytes, Codec, CodecError, Coder, NeedsKernelError
 from egeria_cache.store.codecs.lossy import LossyError, Storage, pack, unpack
 from egeria_cache.store.native import Kernel, kernel
-from egeria_cache.store.records.layout import RAGGED, FieldLayout, Layout
-from egeria_cache.store.records.values import RecordError, Value, decode_value, encode_value
+from egeria_cache.store.records.layout import (
+    RAGGED,
+    FieldLayout,
+    Layout,
+    RecordError,
+    Value,
+    decode_value,
+    encode_value,
+)
 
 __all__ = [
     "Encoded",
