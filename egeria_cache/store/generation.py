@@ -117,7 +117,12 @@ class Generation:
         storage: Storage = None,
         num_expected: int = 0,
     ) -> None:
-        self._manifest = manifest
+        self.name: str = manifest.name
+        """Its directory's name, "gen-" and twelve digits of the hash of `fields`."""
+        self.fields: Mapping[str, Any] = manifest.fields
+        """What went into the hash."""
+        self.created: float = manifest.created
+        """When it was made, by whichever process, in seconds since the epoch."""
         self._files = files
         self._reader, self._writer, self._budget = reader, writer, budget
         self._codec: Codec | None = None if codec == "auto" else Codec.named(codec)
@@ -132,21 +137,6 @@ class Generation:
         self._said: set[str] = set()
         self.counts = counts
         """Of the store."""
-
-    @property
-    def name(self) -> str:
-        """Its directory's name, "gen-" and twelve digits of the hash of `fields`."""
-        return self._manifest.name
-
-    @property
-    def fields(self) -> Mapping[str, Any]:
-        """What went into the hash."""
-        return self._manifest.fields
-
-    @property
-    def created(self) -> float:
-        """When it was made, by whichever process, in seconds since the epoch."""
-        return self._manifest.created
 
     @property
     def is_idle(self) -> bool:

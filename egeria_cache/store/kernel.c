@@ -222,10 +222,10 @@ struct batch {
     const uint16_t *key_bytes;   /* of each */
     uint8_t *found;              /* how each was read; ABSENT before */
     uint8_t *room;               /* for decoding, then for a whole record */
+    void *context;               /* of zstd */
     uint64_t decode_bytes, room_bytes;
     hash_fn *hash;
     zstd_fn *zstd;
-    void *context;
     int64_t waits;               /* for the disk; else what is not in memory stays ABSENT */
     struct progress *progress;
 };
@@ -430,5 +430,4 @@ void egeria_pack(hash_fn *hash, uint64_t seed, uint8_t *records, int64_t stride,
 }
 
 /* See SHAPE in native.py. */
-const uint64_t egeria_shape[] = {8, sizeof(struct column), sizeof(struct batch),
-                                 sizeof(struct decoder), sizeof(struct source)};
+const uint64_t egeria_shape[] = {9, sizeof(struct batch) / sizeof(uint64_t)};

@@ -15,9 +15,8 @@ import os
 import queue
 import threading
 import weakref
-from array import array
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, c_int, c_int64, c_uint64, c_void_p
+from ctypes import c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +58,12 @@ class Kernel:
     """The compiled functions, for arrays. Thread-safe."""
 
     def __init__(self, library: ctypes.CDLL, xxh3: Any, zstd: ctypes.CDLL) -> None:
-        self._hash = ctypes.cast(xxh3, c_void_p)
-        self._unzstd = ctypes.cast(zstd.ZSTD_decompressDCtx, c_void_p)
+        self._hash = ctypes.cast(xxh3, c_void_p).value or 0
+        self._unzstd = ctypes.cast(zstd.ZSTD_decompressDCtx, c_void_p).value or 0
         self._zstd = zstd
         p, n = c_void_p, c_int64
-        self._read = _declared(library.egeria_read, None, POINTER(_Batch), n, c_int)
-        self._decode = _declared(
-            library.egeria_decode, c_int, POINTER(_Decoder), c_int, p, c_uint64, p, p, n
-        )
+        self._read = _declared(library.egeria_read, None, p, n, c_int)
+        self._decode = _declared(library.egeria_decode, c_int, p, c_int, p, n, p, p, n)
         self._pack = _declared(library.egeria_pack, None, p, c_uint64, p, n, n, n, p, p, n)
 
     def unpacker(self) -> Unpacker:
@@ -97,33 +94,31 @@ class Kernel:
             waits: For the disk; else what is not in memory is not read.
             helpers: Take a part of a large batch that is to be decoded.
         """
-        found = np.zeros(len(entries), np.uint8)
-        described = (_Column * len(columns))()
-        widest = whole = 0
-        for at, (rows, num_bytes, kind) in enumerate(columns):
-            described[at] = _Column(rows.data_ptr(), num_bytes, *kind)
-            widest, whole = max(widest, num_bytes), whole + num_bytes
-        decode_bytes = _room_bytes(widest)
+        found, progress = np.zeros(len(entries), np.uint8), np.zeros(3, np.int64)
+        described = np.array([(rows.data_ptr(), size, *kind) for rows, size, kind in columns])
+        whole = sum(num_bytes for _, num_bytes, _ in columns)
+        decode_bytes = _room_bytes(max((num_bytes for _, num_bytes, _ in columns), default=0))
         room_bytes = decode_bytes + whole + _MOST_HEAD_BYTES  # more is none of these records
-        key_bytes = array("H", map(len, keys))
-        batch = _Batch(
-            *file, *layout, described, len(columns), _address(entries), b"".join(keys),
-            key_bytes.buffer_info()[0], _address(found), unpacker.room(room_bytes), decode_bytes,
-            room_bytes, self._hash, self._unzstd, unpacker.context, waits,
-            ctypes.pointer(_Progress()),
-        )  # fmt: skip
+        key_bytes = np.fromiter(map(len, keys), np.uint16, len(keys))
+        each_key = np.frombuffer(b"".join(keys), np.uint8)
+        batch = np.array([
+            *file, *layout, _address(described), len(columns), _address(entries),
+            _address(each_key), _address(key_bytes), _address(found), unpacker.room(room_bytes),
+            unpacker.context, decode_bytes, room_bytes, self._hash, self._unzstd, waits,
+            _address(progress),
+        ], np.uint64)  # fmt: skip
         is_large = whole * len(entries) >= HELPED_BYTES
         # What is only copied, one core copies about as fast as memory can.
         if waits and helpers is not None and is_large and whole > entries["size"].max():
-            helpers.offer(functools.partial(self._help, batch, len(entries)))
-        self._read(batch, len(entries), 0)
+            helpers.offer(functools.partial(self._help, batch, progress, room_bytes, len(found)))
+        self._read(_address(batch), len(found), 0)
         return found
 
-    def _help(self, batch: _Batch, count: int, unpacker: Unpacker) -> None:
-        """Read records of a batch that are left; touch nothing of it once none are."""
-        own = _Batch.from_buffer_copy(batch)
-        own.room, own.context = unpacker.room(own.room_bytes), unpacker.context
-        self._read(own, count, 1)
+    def _help(self, batch: Any, _progress: Any, room: int, count: int, unpacker: Unpacker) -> None:
+        """Read records of a batch that are left; touch nothing but its progress once none are."""
+        own = batch.copy()
+        own[_ROOM_AT : _ROOM_AT + 2] = unpacker.room(room), unpacker.context
+        self._read(_address(own), count, 1)
 
     def decode(
         self, unpacker: Unpacker, codec: int, stored: Any, out: Bytes, elements: tuple[int, bool]
@@ -139,13 +134,12 @@ class Kernel:
         """
         if len(out) % elements[0]:
             return False
-        decoder = _Decoder(self._unzstd, unpacker.context, *elements)
+        decoder = np.array([self._unzstd, unpacker.context, *elements], np.uint64)
         source, room = np.frombuffer(stored, np.uint8), unpacker.room(_room_bytes(len(out)))
-        return bool(
-            self._decode(
-                decoder, codec, _address(source), len(source), room, _address(out), len(out)
-            )
+        done = self._decode(
+            _address(decoder), codec, _address(source), len(source), room, _address(out), len(out)
         )
+        return bool(done)
 
     def pack(
         self, records: Bytes, start: int, columns: Sequence[Bytes], picked: Sequence[int], seed: int
@@ -159,13 +153,11 @@ class Kernel:
             picked: A row for each record.
             seed: Of the checksums.
         """
-        described = (_Source * len(columns))(
-            *(_Source(_address(one), one.shape[1]) for one in columns)
-        )
+        described = np.array([(_address(one), one.shape[1]) for one in columns], np.int64)
         rows = np.asarray(picked, np.int64)
         self._pack(
             self._hash, seed, _address(records), records.shape[1], start, len(records),
-            _address(rows), described, len(columns),
+            _address(rows), _address(described), len(columns),
         )  # fmt: skip
 
 
@@ -266,59 +258,12 @@ def _room_bytes(num_bytes: int) -> int:
     return (3 * num_bytes + 87) & ~7
 
 
-class _Column(ctypes.Structure):
-    _fields_ = [
-        ("out", c_void_p),
-        ("num_bytes", c_int64),
-        ("width", c_int64),
-        ("floating", c_int64),
-    ]
-
-
-class _Progress(ctypes.Structure):
-    _fields_ = [("next", c_int64), ("num_inside", c_int64), ("is_asked_for", c_int64)]
-
-
-class _Batch(ctypes.Structure):
-    _fields_ = [
-        ("map", c_void_p),
-        ("map_bytes", c_uint64),
-        ("descriptor", c_int64),
-        ("seed", c_uint64),
-        ("layout", c_uint64),
-        ("columns", POINTER(_Column)),
-        ("num_fields", c_int64),
-        ("entries", c_void_p),
-        ("keys", ctypes.c_char_p),
-        ("key_bytes", c_void_p),
-        ("found", c_void_p),
-        ("room", c_void_p),
-        ("decode_bytes", c_uint64),
-        ("room_bytes", c_uint64),
-        ("hash", c_void_p),
-        ("zstd", c_void_p),
-        ("context", c_void_p),
-        ("waits", c_int64),
-        ("progress", POINTER(_Progress)),
-    ]
-
-
-class _Decoder(ctypes.Structure):
-    _fields_ = [
-        ("zstd", c_void_p),
-        ("context", c_void_p),
-        ("width", c_int64),
-        ("floating", c_int64),
-    ]
-
-
-class _Source(ctypes.Structure):
-    _fields_ = [("rows", c_void_p), ("num_bytes", c_int64)]
-
-
-SHAPE = [8, *map(ctypes.sizeof, (_Column, _Batch, _Decoder, _Source))]
-"""What the library says of itself. The first is counted up in both when a function takes something
-else: a library that was left beside newer sources would write where it should not."""
+_ROOM_AT = 11
+"""Which word of a batch that is; zstd's state is the next."""
+SHAPE = [9, 19]
+"""What the library says of itself: a number that is counted up in both when a function takes
+something else, and the words of a batch. One that was left beside newer sources would write where
+it should not."""
 
 
 def _declared(function: Any, result: Any, *arguments: Any) -> Any:
@@ -328,7 +273,5 @@ def _declared(function: Any, result: Any, *arguments: Any) -> Any:
 
 def _address(array: npt.NDArray[Any]) -> int:
     assert array.flags.c_contiguous
-    if array.flags.writeable and array.nbytes:  # a fifth of the time
-        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
-    address: int = array.ctypes.data
+    address: int = array.__array_interface__["data"][0]
     return address
