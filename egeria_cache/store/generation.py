@@ -228,11 +228,9 @@ class Generation:
         What has been superseded since then is not found.
         """
         num_samples = len(located.keys)
-        try:
+        fetched = Fetched(False, {}, np.zeros(num_samples, np.bool_))
+        with self._trouble():
             fetched = self._reader.read(self._files, *located, pin_memory, in_memory)
-        except (OSError, MemoryError) as error:
-            self._warn(f"cannot be read now: {error}")
-            fetched = Fetched(False, {}, np.zeros(num_samples, np.bool_))
         self.counts.add(
             hits=fetched.num_hits,
             misses=num_samples - fetched.num_hits,

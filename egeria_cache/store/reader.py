@@ -24,7 +24,6 @@ from egeria_cache.store.codecs.lossy import unpack
 from egeria_cache.store.disk.files import (
     Entries,
     GenerationFiles,
-    GoneError,
     View,
     numbers_of,
     places_of,
@@ -88,19 +87,17 @@ class BatchReader:
 
         Raises:
             NotInMemoryError: `in_memory`, and not all of it is.
+            GoneError: Void or closed.
             OSError: Nothing can be read now.
         """
-        try:
-            with files.reading() as view:
-                if entries is None:
-                    entries = view.locate(keys)
-                batch = _Batch(
-                    view, keys, entries, self._coder, pin_memory, waits=not in_memory,
-                    helpers=self._helpers,
-                )  # fmt: skip
-                batch.read()
-        except GoneError:
-            return Fetched(False, {}, np.zeros(len(keys), np.bool_))
+        with files.reading() as view:
+            if entries is None:
+                entries = view.locate(keys)
+            batch = _Batch(
+                view, keys, entries, self._coder, pin_memory, waits=not in_memory,
+                helpers=self._helpers,
+            )  # fmt: skip
+            batch.read()
         num_corrupt = 0
         for row, (message, replaceable) in batch.failed.items():
             if files.hide(keys[row], replaceable=replaceable) and message:

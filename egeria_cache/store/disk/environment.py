@@ -76,8 +76,9 @@ class Environment:
         """Of the file, for reading records."""
         self.writes = writes
         self._directory, self._identity, self._process = directory, identity, os.getpid()
-        self._num_users = self._num_inside = 0
-        self._inside = threading.Lock()
+        self._num_users = 0
+        """Who opened it, and transactions."""
+        self._counting = threading.Lock()
         self.map: tuple[int, int, int] | None = None
         """See `mapped`; None until it is known."""
         self._env = _open_lmdb(directory, writes=writes, is_shared=is_shared)
@@ -122,7 +123,8 @@ class Environment:
                     descriptor = -1
                 elif writes and not one.writes:
                     raise OSError(errno.EBUSY, "it is being looked at by this process")
-                one._num_users += 1
+                with one._counting:
+                    one._num_users += 1
                 return one
             except lmdb.Error as error:
                 if isinstance(error, _DAMAGE):
@@ -137,16 +139,12 @@ class Environment:
         """One user less; the last one closes it, once nobody reads any more."""
         if os.getpid() != self._process:
             return
-        with _lock:
+        with self._counting:
             self._num_users -= 1
-            with self._inside:
-                is_over = not self._num_users and not self._num_inside
-            if is_over:
-                self._shut()
-
-    def _shut(self) -> None:
+            if self._num_users:
+                return
         with _lock:
-            if _opened.get(self._identity) is not self or self._num_users or self._num_inside:
+            if _opened.get(self._identity) is not self or self._num_users:
                 return  # it was opened again meanwhile
             del _opened[self._identity]
             self._env.close()
@@ -170,10 +168,10 @@ class Environment:
                 "nor its locks; open the ActivationStore in the child process itself, or start the "
                 "child with 'spawn'"
             )
-        with self._inside:
+        with self._counting:
             if not self._num_users:
                 raise GoneError("closed")
-            self._num_inside += 1
+            self._num_users += 1
         try:
             if self.tables is None:
                 self.tables = self._open_tables()
@@ -185,15 +183,11 @@ class Environment:
             is_full = is_full or isinstance(error, lmdb.DiskError | lmdb.MapFullError)
             raise OSError(errno.ENOSPC if is_full else errno.EIO, str(error)) from error
         finally:
-            with self._inside:
-                self._num_inside -= 1
-                is_over = not self._num_users and not self._num_inside
-            if is_over:
-                self._shut()
+            self.close()
 
     def _open_tables(self) -> dict[bytes, Any] | None:
         """Return the tables; None where nobody has made them yet."""
-        with self._inside:
+        with self._counting:
             if self.writes:  # in one commit
                 with self._env.begin(write=True) as transaction:
                     return {name: self._env.open_db(name, transaction) for name in TABLES}

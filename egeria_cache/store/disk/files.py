@@ -168,13 +168,12 @@ class GenerationFiles:
         if self._claim is not None:
             self._claim.release()
 
-    def destroy(self, reason: str) -> bool:
-        """Stop, and unlink the files unless another process uses them; True if unlinked."""
+    def destroy(self, reason: str) -> None:
+        """Stop, and unlink the files unless another process uses them."""
         self.stop(reason)
-        alone = not self.readonly and self._claim is not None and self._claim.alone()
-        gone = alone and remove_directory(self.directory)
+        if not self.readonly and self._claim is not None and self._claim.alone():
+            remove_directory(self.directory)
         self.release()
-        return gone
 
     def check_present(self) -> None:
         """Raise `GoneError` if the files were removed or replaced under us."""
@@ -456,15 +455,10 @@ class Commit:
         self._remove_superseded(records.replaced or ())
         # What is to be superseded one by one lies one by one: LMDB then uses its pages again.
         self._add_blocks(records, BLOCK_BYTES if records.replaced is None else 0)
-        joined = LossyError()
-        joined.join(self.totals.error)
-        joined.join(error)
-        self.totals = Totals(
-            self.totals.raw_bytes + raw_bytes,
-            self.totals.stored_bytes + int(records.sizes.sum()),
-            joined,
-            codec,
-        )
+        self.totals.raw_bytes += raw_bytes
+        self.totals.stored_bytes += int(records.sizes.sum())
+        self.totals.error.join(error)
+        self.totals.codec = codec
         self.written.update(records.keys)
 
     def _add_blocks(self, records: Encoded, most_bytes: int) -> None:

@@ -117,15 +117,11 @@ def _join(root: Path, limit_bytes: int) -> bool:
             _write_root(root, limit_bytes, content)
     except OSError as error:
         if error.errno in FULL:
-            logger.info("the limit of %s is not noted: %s", root.parent, error.strerror)
             return True
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        logger.warning(
-            "%s cannot be written (%s): what it holds is served, nothing is stored",
-            root.parent,
-            error.strerror,
-        )
+        why = "cannot be written (%s): what it holds is served, nothing is stored"
+        logger.warning(f"%s {why}", root.parent, error.strerror)
         return False
     return True
 
