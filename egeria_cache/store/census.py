@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from egeria_cache.errors import StoreError
-from egeria_cache.store.codecs.codec import Coder
+from egeria_cache.store.codecs.codec import Codec, Coder
 from egeria_cache.store.disk.budget import directory_bytes, generation_directories, last_use
 from egeria_cache.store.disk.claims import DAMAGED, in_use_elsewhere
 from egeria_cache.store.disk.environment import DATA_NAME, problem_of
@@ -344,8 +344,8 @@ def _numbers(record: Record, name: str | None, coder: Coder) -> Iterator[list[in
 def _codec_name(record: Record) -> str:
     if not record.payload:
         return "empty"
-    largest = max(range(len(record.payload)), key=lambda one: len(record.payload[one]))
-    return record.codec_name(largest)
+    code = max(zip(map(len, record.payload), record.codecs, strict=True))[1]
+    return Codec(code).label if code in Codec._value2member_map_ else f"unknown codec {code}"
 
 
 def _sample(key: bytes) -> str:

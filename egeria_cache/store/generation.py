@@ -277,7 +277,7 @@ class Generation:
         replaced = None if replaces is None else _superseded(keys, replaces)
         with without_modes():
             fields, ready = to_host(fields)
-        job = Job.of(self, keys, range(len(ids)), Rows(bare, fields), ready, replaced)
+        job = Job(self, keys, range(len(ids)), Rows(bare, fields), ready, replaced)
         self._queued(1)
         if self._writer.submit(job):
             return True
@@ -288,7 +288,7 @@ class Generation:
         """Count what of a batch is not stored; True if there is nothing of it to be stored."""
         num_new = len(keys)
         with self._trouble():
-            num_new -= int(np.count_nonzero(self._files.contains(keys)))
+            num_new -= int(np.count_nonzero(self._files.locate(keys)["size"]))
         if not num_new:
             return self.alive
         self.counts.add(dropped_writes=num_new)
@@ -310,7 +310,7 @@ class Generation:
         num_rows = sum(len(job.picked) for job in jobs)
         try:
             jobs = joined(jobs)
-            num_rows = sum(job.pick(self._files.contains) for job in jobs)
+            num_rows = sum(job.pick(self._files.locate(job.keys)["size"] > 0) for job in jobs)
             num_written = self._commit(jobs)
         except GoneError as gone:
             self._stop(str(gone))
@@ -385,7 +385,7 @@ class Generation:
     def salvage(self, aside: Path) -> None:
         """Have the writer take in, bit by bit, what is intact in a file whose tree is damaged."""
         self._queued(1)
-        if not self._writer.submit(Job(Salvage(self, aside), [], [], Rows(False, {}), [], 0)):
+        if not self._writer.submit(Job(Salvage(self, aside), [], [], Rows(False, {}))):
             self._queued(-1)
 
     def take_from(self, aside: Path) -> None:

@@ -226,7 +226,7 @@ class ActivationStore:
         """Read what it says of itself; where that is damaged, it is what its name says."""
         problem = f"{directory} holds other fields than its name says"
         try:
-            manifest = Manifest.read(directory, named_by_us=True)
+            manifest = Manifest.read(directory)
             if manifest.fields == fields:
                 return manifest
         except DamagedError as damage:

@@ -12,6 +12,7 @@ from torch import Tensor
 from egeria_cache import device as devices
 from egeria_cache.device import Event, Lane, runs_late
 from egeria_cache.ragged import PaddedRows
+from egeria_cache.store.records.record import Rows
 
 __all__ = ["to_host"]
 
@@ -28,24 +29,13 @@ def to_host(
     copy beside it.
     """
     moved: dict[str, Tensor | Sequence[Any]] = dict(fields)
-    if all(isinstance(value, Tensor) and value.is_cpu for value in moved.values()):
-        return moved, ()
-    elsewhere = {
-        item.device
-        for value in fields.values()
-        for item in _tensors(value)
-        if isinstance(item, Tensor) and runs_late(item.device)
-    }
+    places = {one.device for one in Rows(False, moved).tensors()}
+    elsewhere = list(filter(runs_late, places))
     if not elsewhere:
         return moved, ()
     with _lock:
         events = [_fetch(moved, device) for device in elsewhere]
     return moved, tuple(event for event in events if event is not None)
-
-
-def _tensors(value: Tensor | Sequence[Any]) -> Sequence[Any]:
-    value = value.padded if isinstance(value, PaddedRows) else value
-    return [value] if isinstance(value, Tensor) else value
 
 
 def _fetch(fields: dict[str, Tensor | Sequence[Any]], device: torch.device) -> Event | None:

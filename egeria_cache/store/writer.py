@@ -13,12 +13,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from egeria_cache.device import Event
 from egeria_cache.store.records.record import Rows
@@ -39,54 +37,40 @@ GROUP_BATCHES = 8
 of mixed batches took the writer half of its time so, 1.3 ms a batch."""
 
 
-@dataclass(slots=True)
 class Job:
-    """One batch on its way to disk."""
+    """One batch on its way to disk.
 
-    target: Any
-    """The generation; its `commit(jobs)` runs on the writer thread."""
-    keys: Sequence[bytes]
-    """Of all rows."""
-    picked: Sequence[int]
-    """Rows to store; the writer thread leaves out those that are stored already."""
-    rows: Rows
-    versions: Sequence[tuple[Tensor, int]]
-    num_bytes: int
-    """Of the rows, without padding."""
-    ready: Sequence[Event] = ()
-    """Points after the copies from the device; none where the rows are there."""
-    held_bytes: int = 0
-    """Of the memory that the rows lie in, which the queue bounds."""
-    replaced: Sequence[bytes | None] | None = None
-    """Per row the last draw that it supersedes, as a key."""
+    Args:
+        target: The generation; its `commit(jobs)` runs on the writer thread.
+        keys: Of all rows.
+        picked: Rows to store; the writer thread leaves out those that are stored already.
+        rows: The batch.
+        ready: Points after the copies from the device; none where the rows are there.
+        replaced: Per row the last draw that it supersedes, as a key.
+    """
 
-    @classmethod
-    def of(
-        cls,
-        target: Any,
-        keys: Sequence[bytes],
-        picked: Sequence[int],
-        rows: Rows,
-        ready: Sequence[Event] = (),
-        replaced: Sequence[bytes | None] | None = None,
-    ) -> Job:
-        """Note the tensors' version counters; inference tensors have none."""
-        tensors = list(rows.tensors())
-        versions = [(one, one._version) for one in tensors if not one.is_inference()]
-        held_bytes = rows.held_bytes()
-        num_bytes = rows.num_bytes() if rows.padded else held_bytes
-        return cls(target, keys, picked, rows, versions, num_bytes, ready, held_bytes, replaced)
+    def __init__(
+        self, target: Any, keys: Sequence[bytes], picked: Sequence[int], rows: Rows,
+        ready: Sequence[Event] = (), replaced: Sequence[bytes | None] | None = None,
+    ) -> None:  # fmt: skip
+        self.target, self.keys, self.picked, self.rows = target, keys, picked, rows
+        self.ready, self.replaced = ready, replaced
+        # Inference tensors have no version counter.
+        self._versions = [(one, one._version) for one in rows.tensors() if not one.is_inference()]
+        self.held_bytes = rows.held_bytes()
+        """Of the memory that the rows lie in, which the queue bounds."""
+        self.num_bytes = rows.num_bytes() if rows.padded else self.held_bytes
+        """Of the rows, without padding."""
 
-    def pick(self, stored: Callable[[Sequence[bytes]], npt.NDArray[np.bool_]]) -> int:
-        """Leave out the rows that are stored; return how many are left."""
-        known = stored(self.keys)
+    def pick(self, known: npt.NDArray[np.bool_]) -> int:
+        """Leave out the rows that are stored, bool (B,); return how many are left."""
         if known.any():
             self.picked = [row for row in self.picked if not known[row]]
         return len(self.picked)
 
     def unchanged(self) -> bool:
         """No tensor was written to since it was handed over."""
-        return all(tensor._version == version for tensor, version in self.versions)
+        return all(tensor._version == version for tensor, version in self._versions)
 
 
 def joined(jobs: Sequence[Job]) -> Sequence[Job]:
@@ -108,10 +92,7 @@ def joined(jobs: Sequence[Job]) -> Sequence[Job]:
             picked.setdefault(job.keys[row], len(keys) + row)
         keys += job.keys
         replaced += job.replaced or ()
-    num_bytes = sum(job.num_bytes for job in jobs)
-    whole = Job(jobs[0].target, keys, list(picked.values()), rows, (), num_bytes)
-    whole.replaced = replaced or None
-    return [whole]
+    return [Job(jobs[0].target, keys, list(picked.values()), rows, (), replaced or None)]
 
 
 class Writer:

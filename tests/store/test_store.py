@@ -314,7 +314,9 @@ class Blocked:
 
 
 def job(target, name, num_bytes=1):
-    return Job(target, [name], [0], Rows(True, {}), [], num_bytes)
+    made = Job(target, [name], [0], Rows(True, {}))
+    made.num_bytes = num_bytes
+    return made
 
 
 def test_batches_that_waited_are_committed_together_in_order_and_per_generation():
@@ -392,7 +394,7 @@ def test_a_batch_that_cannot_be_stored_does_not_take_those_it_waited_with_along(
     generation = store.open_generation({"use": "group"})
     fields = [{"value": rows([1])}, {"value": [object()]}, {"value": rows([1])}]
     jobs = [
-        Job(generation, encode_keys([one]), [0], Rows(True, field), [], 64)
+        Job(generation, encode_keys([one]), [0], Rows(True, field))
         for one, field in zip([1, 2, 1], fields, strict=True)
     ]
     generation.commit(jobs)

@@ -82,7 +82,7 @@ def test_a_batch_that_was_changed_does_not_take_those_it_waited_with_along(store
     generation = store.open_generation({"use": "changed"})
     batches = [rows([one]) for one in range(4)]
     jobs = [
-        Job.of(generation, encode_keys([one]), [0], Rows(True, {"value": batch}))
+        Job(generation, encode_keys([one]), [0], Rows(True, {"value": batch}))
         for one, batch in enumerate(batches)
     ]
     batches[2].zero_()

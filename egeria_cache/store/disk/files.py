@@ -213,11 +213,6 @@ class GenerationFiles:
         with self.reading() as view:
             return view.locate(keys)
 
-    def contains(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Return bool (B,); raises as `locate` does."""
-        found: npt.NDArray[np.bool_] = self.locate(keys)["size"] > 0
-        return found
-
     def hide(self, key: bytes, *, replaceable: bool) -> bool:
         """Count a record as absent from now on; True if it did not yet.
 

@@ -57,25 +57,15 @@ class Manifest:
         return cls(generation_name(fields), fields, time.time())
 
     @classmethod
-    def read(cls, directory: Path, *, named_by_us: bool = False) -> Manifest:
+    def read(cls, directory: Path) -> Manifest:
         """Read and check a generation's manifest.
-
-        Args:
-            directory: Of the generation.
-            named_by_us: Its name was computed in this format; else from what the manifest says.
 
         Raises:
             StoreError: Missing, damaged, or of a newer format.
         """
         path = directory / MANIFEST_NAME
-        content = _load(path)
+        content = read_json(path, FORMAT)
         try:
-            # The format is part of the name: no newer release writes under one of ours.
-            if content["format"] > FORMAT and (
-                named_by_us or generation_name(content["fields"]) == directory.name
-            ):
-                raise TypeError
-            _check_format(path, content, FORMAT)
             fields, created = content["fields"], float(content["created"])
             if not isinstance(fields, dict) or not math.isfinite(created):
                 raise TypeError
@@ -156,12 +146,6 @@ def read_json(path: Path, newest: int) -> dict[str, Any]:
     Raises:
         StoreError: Missing, damaged, too large, or written by a newer release.
     """
-    content = _load(path)
-    _check_format(path, content, newest)
-    return content
-
-
-def _load(path: Path) -> dict[str, Any]:
     try:
         with open(open_own(path, os.O_RDONLY), "rb") as file:
             content = json.loads(file.read(MAX_JSON_BYTES), parse_constant=_no_number)
@@ -175,20 +159,17 @@ def _load(path: Path) -> dict[str, Any]:
         raise DamagedError(f"{path} was not written by Egeria")
     if content.pop("sum", (known := _sum_of(content))) != known:  # others may leave it out
         raise DamagedError(f"{path} is damaged: its checksum does not match")
+    if content["format"] > newest:
+        raise StoreError(
+            f"{path} has format {content['format']}, this release knows up to {newest}; use the "
+            "release that wrote it, or another directory"
+        )
     return content
 
 
 def _sum_of(content: Mapping[str, Any]) -> str:
     content = {name: value for name, value in content.items() if name != "sum"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _check_format(path: Path, content: Mapping[str, Any], newest: int) -> None:
-    if content["format"] > newest:
-        raise StoreError(
-            f"{path} has format {content['format']}, this release knows up to {newest}; use the "
-            "release that wrote it, or another directory"
-        )
 
 
 def _no_number(text: str) -> None:

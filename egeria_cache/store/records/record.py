@@ -331,11 +331,6 @@ class Record:
     shapes: tuple[tuple[tuple[int, ...], int], ...]
     """Per field its own shape, and its bytes when it is decoded; -1 for what is no tensor."""
 
-    def codec_name(self, position: int) -> str:
-        """Name of the codec of one field, in words."""
-        code = self.codecs[position]
-        return Codec(code).label if code in Codec._value2member_map_ else f"unknown codec {code}"
-
     def decode_into(self, position: int, coder: Coder, out: Bytes) -> None:
         """Decode one tensor into `out`, which has its size."""
         try:
