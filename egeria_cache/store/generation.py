@@ -91,16 +91,6 @@ class Located(NamedTuple):
         return Located(list(compress(self.keys, found)), self.entries[found])
 
 
-class Part(NamedTuple):
-    """Some of the records of a commit."""
-
-    records: Encoded
-    raw_bytes: int
-    """Of all of them, decoded."""
-    error: LossyError
-    """What lossy storage changed in them."""
-
-
 class Generation:
     """Map from (sample ID, variant) to named tensors. Made by `ActivationStore.open_generation`."""
 
@@ -325,11 +315,12 @@ class Generation:
             self._queued(-num_queued)
 
     def _commit(self, jobs: Sequence[Job]) -> int:
-        parts: list[Part] = []
-        num_encoded = 0
+        parts: list[tuple[Encoded, int]] = []
+        num_encoded, error = 0, LossyError()
         for job in jobs:
+            own = LossyError()
             try:
-                encoded = self._encode(job) if self._takes_more and job.picked else []
+                encoded = self._encode(job, own) if self._takes_more and job.picked else []
             except (TypeError, ValueError, RuntimeError) as problem:  # of this batch alone
                 self._warn(f"a batch cannot be stored: {problem}")
                 continue
@@ -339,10 +330,11 @@ class Generation:
                 )
                 continue
             parts += encoded
-            num_encoded += sum(len(part.records) for part in encoded)
+            error.join(own)
+            num_encoded += sum(len(records) for records, _ in encoded)
         if not parts:
             return 0
-        num_new, num_stored = self.take(parts, self._codec)
+        num_new, num_stored = self.take(parts, self._codec, error)
         if num_stored < num_new:
             self._write_again_at = time.monotonic() + RETRY_S
             if "limit" not in self._said:
@@ -355,12 +347,15 @@ class Generation:
                 )  # fmt: skip
         return num_encoded - num_new + num_stored
 
-    def take(self, parts: Sequence[Part], codec: Codec | None) -> tuple[int, int]:
+    def take(
+        self, parts: Sequence[tuple[Encoded, int]], codec: Codec | None, error: LossyError
+    ) -> tuple[int, int]:
         """Store encoded records in one commit, now, as far as there is room.
 
         Args:
-            parts: Of this generation.
+            parts: Records of this generation, with their bytes when decoded.
             codec: What they were written with.
+            error: What lossy storage changed in them.
 
         Returns:
             How many were not there yet, and how many of those were stored.
@@ -372,14 +367,15 @@ class Generation:
         """
         num_new = num_stored = 0
         with self._budget.locked(), self._files.writing() as commit:
-            for records, raw_bytes, error in parts:
+            for records, raw_bytes in parts:
                 new = records.only(commit.new_among(records))
                 growth = commit.growth_bytes(new)
                 fitting = new.only(growth[1:] <= self._budget.make_room(int(growth[-1])))
                 num_new, num_stored = num_new + len(new), num_stored + len(fitting)
                 if len(fitting):
-                    part = raw_bytes * len(fitting) // len(records)
-                    commit.add(fitting, part, error, codec)
+                    commit.add(fitting, raw_bytes * len(fitting) // len(records), codec)
+            if num_stored:
+                commit.totals.error.join(error)
         return num_new, num_stored
 
     def salvage(self, aside: Path) -> None:
@@ -395,7 +391,7 @@ class Generation:
             for layout, pairs in salvaged(aside, self._files.identity):
                 records = Encoded.of(layout, pairs)
                 raw_bytes = max(layout.row_bytes * len(records), int(records.sizes.sum()))
-                num_found += self.take([Part(records, raw_bytes, LossyError())], None)[1]
+                num_found += self.take([(records, raw_bytes)], None, LossyError())[1]
                 if not self._takes_more or not self._writer.alive:
                     break
         except (OSError, GoneError, StoreError, BudgetBusyError) as error:
@@ -404,21 +400,17 @@ class Generation:
             self._queued(-1)
         logger.info("%s: %d records of %s were intact", self.name, num_found, aside.name)
 
-    def _encode(self, job: Job) -> list[Part]:
-        """Return the records of a batch."""
+    def _encode(self, job: Job, error: LossyError) -> list[tuple[Encoded, int]]:
+        """Return the records of a batch, by layout, with their bytes when decoded."""
         for arrived in job.ready:
             arrived.synchronize()
-        error = LossyError()
         codec = self._codec if self._codec is not None else self._choose_codec(job)
         encoded = encode_rows(
             job.keys, job.picked, job.rows, codec, self._coder, self._storage, error,
             self._files.identity, job.replaced,
         )  # fmt: skip
         per_row = job.num_bytes / max(len(job.keys), 1)
-        parts = [Part(one, round(per_row * len(one)), LossyError()) for one in encoded]
-        if parts:
-            parts[0].error.join(error)
-        return parts
+        return [(one, round(per_row * len(one))) for one in encoded]
 
     def _choose_codec(self, job: Job) -> Codec:
         """Decide once, from the first batch."""

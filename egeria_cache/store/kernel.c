@@ -235,6 +235,7 @@ struct progress {
     int64_t next;         /* record that nobody has taken yet */
     int64_t num_inside;   /* helpers */
     int64_t is_asked_for; /* the disk was asked for all that is left */
+    int64_t num_intact;
 };
 
 static uint64_t aligned(uint64_t size) { return (size + 7) & ~7ull; }
@@ -359,7 +360,7 @@ static void read_some(const struct batch *of, int64_t count, uint64_t map_bytes)
     struct progress *const progress = of->progress;
     const int64_t waits_before = num_waits();
     const uint8_t *key = of->keys;
-    int64_t last_ns = now_ns();
+    int64_t last_ns = now_ns(), num_intact = 0;
     for (int64_t i, at = 0; (i = __atomic_fetch_add(&progress->next, 1, __ATOMIC_SEQ_CST)) < count;) {
         while (at < i) key += of->key_bytes[at++];
         if (!of->entries[i].size || of->entries[i].at >> 48 != of->layout) continue;
@@ -381,7 +382,9 @@ static void read_some(const struct batch *of, int64_t count, uint64_t map_bytes)
             last_ns = ns;
         }
         of->found[i] = (uint8_t)read_one(of, i, place, key);
+        num_intact += of->found[i] == INTACT;
     }
+    __atomic_fetch_add(&progress->num_intact, num_intact, __ATOMIC_SEQ_CST);
 }
 
 /* Read records of one layout, each of which holds all columns, to the rows of the same numbers. Other
@@ -430,4 +433,4 @@ void egeria_pack(hash_fn *hash, uint64_t seed, uint8_t *records, int64_t stride,
 }
 
 /* See SHAPE in native.py. */
-const uint64_t egeria_shape[] = {9, sizeof(struct batch) / sizeof(uint64_t)};
+const uint64_t egeria_shape[] = {10, sizeof(struct batch) / sizeof(uint64_t)};

@@ -15,6 +15,7 @@ import os
 import queue
 import threading
 import weakref
+from array import array
 from collections.abc import Callable, Sequence
 from ctypes import c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
@@ -81,8 +82,9 @@ class Kernel:
         *,
         waits: bool,
         helpers: Helpers | None = None,
-    ) -> Bytes:
-        """Read, verify and decode records of one layout; return how each was read, shape (N,).
+    ) -> tuple[int, Bytes]:
+        """Read, verify and decode records of one layout; return how many are intact, and how each
+        was read, shape (N,).
 
         Args:
             unpacker: Of this thread.
@@ -94,31 +96,31 @@ class Kernel:
             waits: For the disk; else what is not in memory is not read.
             helpers: Take a part of a large batch that is to be decoded.
         """
-        found, progress = np.zeros(len(entries), np.uint8), np.zeros(3, np.int64)
-        described = np.array([(rows.data_ptr(), size, *kind) for rows, size, kind in columns])
+        found, progress = np.zeros(len(entries), np.uint8), array("q", bytes(32))
+        described = array("Q")
+        for rows, num_bytes, kind in columns:
+            described.extend((rows.data_ptr(), num_bytes, *kind))
         whole = sum(num_bytes for _, num_bytes, _ in columns)
         decode_bytes = _room_bytes(max((num_bytes for _, num_bytes, _ in columns), default=0))
         room_bytes = decode_bytes + whole + _MOST_HEAD_BYTES  # more is none of these records
-        key_bytes = np.fromiter(map(len, keys), np.uint16, len(keys))
-        each_key = np.frombuffer(b"".join(keys), np.uint8)
-        batch = np.array([
-            *file, *layout, _address(described), len(columns), _address(entries),
-            _address(each_key), _address(key_bytes), _address(found), unpacker.room(room_bytes),
-            unpacker.context, decode_bytes, room_bytes, self._hash, self._unzstd, waits,
-            _address(progress),
-        ], np.uint64)  # fmt: skip
+        key_bytes, each_key = array("H", map(len, keys)), array("B", b"".join(keys))
+        batch = array("Q", [
+            *file, *layout, _at(described), len(columns), _address(entries), _at(each_key),
+            _at(key_bytes), _address(found), unpacker.room(room_bytes), unpacker.context,
+            decode_bytes, room_bytes, self._hash, self._unzstd, waits, _at(progress),
+        ])  # fmt: skip
         is_large = whole * len(entries) >= HELPED_BYTES
         # What is only copied, one core copies about as fast as memory can.
         if waits and helpers is not None and is_large and whole > entries["size"].max():
             helpers.offer(functools.partial(self._help, batch, progress, room_bytes, len(found)))
-        self._read(_address(batch), len(found), 0)
-        return found
+        self._read(_at(batch), len(found), 0)
+        return progress[_NUM_INTACT_AT], found
 
     def _help(self, batch: Any, _progress: Any, room: int, count: int, unpacker: Unpacker) -> None:
         """Read records of a batch that are left; touch nothing but its progress once none are."""
-        own = batch.copy()
-        own[_ROOM_AT : _ROOM_AT + 2] = unpacker.room(room), unpacker.context
-        self._read(_address(own), count, 1)
+        own = batch[:]
+        own[_ROOM_AT], own[_ROOM_AT + 1] = unpacker.room(room), unpacker.context
+        self._read(_at(own), count, 1)
 
     def decode(
         self, unpacker: Unpacker, codec: int, stored: Any, out: Bytes, elements: tuple[int, bool]
@@ -134,10 +136,10 @@ class Kernel:
         """
         if len(out) % elements[0]:
             return False
-        decoder = np.array([self._unzstd, unpacker.context, *elements], np.uint64)
+        decoder = array("Q", [self._unzstd, unpacker.context, *elements])
         source, room = np.frombuffer(stored, np.uint8), unpacker.room(_room_bytes(len(out)))
         done = self._decode(
-            _address(decoder), codec, _address(source), len(source), room, _address(out), len(out)
+            _at(decoder), codec, _address(source), len(source), room, _address(out), len(out)
         )
         return bool(done)
 
@@ -153,11 +155,11 @@ class Kernel:
             picked: A row for each record.
             seed: Of the checksums.
         """
-        described = np.array([(_address(one), one.shape[1]) for one in columns], np.int64)
+        described = array("Q", (word for one in columns for word in (_address(one), one.shape[1])))
         rows = np.asarray(picked, np.int64)
         self._pack(
             self._hash, seed, _address(records), records.shape[1], start, len(records),
-            _address(rows), _address(described), len(columns),
+            _address(rows), _at(described), len(columns),
         )  # fmt: skip
 
 
@@ -260,7 +262,9 @@ def _room_bytes(num_bytes: int) -> int:
 
 _ROOM_AT = 11
 """Which word of a batch that is; zstd's state is the next."""
-SHAPE = [9, 19]
+_NUM_INTACT_AT = 3
+"""Which word of the progress."""
+SHAPE = [10, 19]
 """What the library says of itself: a number that is counted up in both when a function takes
 something else, and the words of a batch. One that was left beside newer sources would write where
 it should not."""
@@ -271,7 +275,13 @@ def _declared(function: Any, result: Any, *arguments: Any) -> Any:
     return function
 
 
+def _at(words: array[int]) -> int:
+    return words.buffer_info()[0]
+
+
 def _address(array: npt.NDArray[Any]) -> int:
     assert array.flags.c_contiguous
-    address: int = array.__array_interface__["data"][0]
+    if array.flags.writeable and array.nbytes:  # a fifth of the time
+        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
+    address: int = array.ctypes.data
     return address

@@ -25,7 +25,7 @@ from egeria_cache.store.disk.manifest import (
     Manifest,
     generation_name,
 )
-from egeria_cache.store.generation import Generation, Part
+from egeria_cache.store.generation import Generation
 from egeria_cache.store.records.layout import Layout, RecordError
 from egeria_cache.store.records.record import (
     HEAD,
@@ -133,12 +133,12 @@ def _take(generation: Generation, groups: Groups, totals: Totals, done: Parcelle
     for layout, records in groups.items():
         num_bytes = sum(len(record) for _, record in records)
         raw_bytes = round(num_bytes * totals.raw_bytes / max(totals.stored_bytes, 1))
-        parts.append(Part(Encoded.of(layout, records), raw_bytes, totals.error))
-        totals.error = LossyError()  # it is counted once
+        parts.append((Encoded.of(layout, records), raw_bytes))
     num_records = num_new = sum(map(len, groups.values()))
     num_stored = 0
     with contextlib.suppress(GoneError):  # the limit has no room even for an empty one
-        num_new, num_stored = generation.take(parts, totals.codec)
+        num_new, num_stored = generation.take(parts, totals.codec, totals.error)
+        totals.error = LossyError()  # it is counted once
     done.num_records += num_stored
     done.num_known += num_records - num_new
     done.num_left += num_new - num_stored

@@ -36,6 +36,8 @@ __all__ = ["BatchReader", "Fetched", "NotInMemoryError"]
 
 logger = logging.getLogger("egeria_cache.store")
 
+PLACEHOLDERS = {1: np.uint8, 2: np.int16, 4: np.float32, 8: np.int64, 16: np.complex128}
+"""By their bytes: what may lie where something else will."""
 Places = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.bool_]
 """Of a batch, shape (B,)."""
@@ -191,7 +193,7 @@ class _Batch:
         """Read rows of tensors of fixed size in one call."""
         view, fields = self._view, layout.fields
         columns = [_allocate(field, len(self._keys), self._pin_memory) for field in fields]
-        found = native.read(
+        num_intact, found = native.read(
             self._coder.unpacker(native),
             view.mapped(),
             (view.files.identity ^ layout.seed, layout.number),
@@ -206,7 +208,8 @@ class _Batch:
         )
         intact = found == INTACT
         self.hit |= intact
-        for row in np.flatnonzero(rows & ~intact).tolist():
+        failed = [] if num_intact == len(found) else np.flatnonzero(rows & ~intact).tolist()
+        for row in failed:
             if found[row] == ABSENT:
                 raise NotInMemoryError
             if found[row] == UNREADABLE:
@@ -288,11 +291,10 @@ def _allocate(field: FieldLayout, count: int, pin_memory: bool) -> Tensor:
     """Return uninitialised room for rows as they are stored. NumPy asks for huge pages where there
     are many, and torch does not: first-touch faults of small pages cost as much as the copy itself.
     """
-    assert field.dtype is not None
+    shape, dtype = (count, *field.shape), field.dtype
+    if field.storage is not None or dtype is None:
+        shape, dtype = (count, field.num_bytes), torch.uint8
     if pin_memory:
-        room = torch.empty(count * field.num_bytes, dtype=torch.uint8, pin_memory=True)
-    else:
-        room = torch.from_numpy(np.empty(count * field.num_bytes, np.uint8))
-    if field.storage is not None:
-        return room.view(count, field.num_bytes)
-    return room.view(field.dtype).view(count, *field.shape)
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    room = torch.from_numpy(np.empty(shape, PLACEHOLDERS[dtype.itemsize]))
+    return room if room.dtype is dtype else room.view(dtype)

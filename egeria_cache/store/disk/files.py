@@ -19,7 +19,6 @@ import numpy.typing as npt
 import xxhash
 
 from egeria_cache.store.codecs.codec import Codec
-from egeria_cache.store.codecs.lossy import LossyError
 from egeria_cache.store.disk.claims import Claim, in_use_elsewhere, remove_directory
 from egeria_cache.store.disk.environment import DATA_NAME, Environment, GoneError
 from egeria_cache.store.disk.manifest import DamagedError, Manifest
@@ -428,13 +427,12 @@ class Commit:
         whole: npt.NDArray[np.int64] = growth
         return whole
 
-    def add(self, records: Encoded, raw_bytes: int, error: LossyError, codec: Codec | None) -> None:
+    def add(self, records: Encoded, raw_bytes: int, codec: Codec | None) -> None:
         """Write records that are new.
 
         Args:
             records: No two with one key.
             raw_bytes: Of all of them, decoded.
-            error: What lossy storage changed in them.
             codec: What they were written with.
 
         Raises:
@@ -452,7 +450,6 @@ class Commit:
         self._add_blocks(records, BLOCK_BYTES if records.replaced is None else 0)
         self.totals.raw_bytes += raw_bytes
         self.totals.stored_bytes += int(records.sizes.sum())
-        self.totals.error.join(error)
         self.totals.codec = codec
         self.written.update(records.keys)
 

@@ -331,34 +331,26 @@ class Record:
     shapes: tuple[tuple[tuple[int, ...], int], ...]
     """Per field its own shape, and its bytes when it is decoded; -1 for what is no tensor."""
 
-    def decode_into(self, position: int, coder: Coder, out: Bytes) -> None:
-        """Decode one tensor into `out`, which has its size."""
-        try:
-            coder.decode_into(
-                self.payload[position], self.codecs[position], out,
-                self.layout.fields[position].elements,
-            )  # fmt: skip
-        except NeedsKernelError:
-            raise
-        except CodecError as error:
-            raise RecordError(str(error)) from None
-
     def value(self, position: int, coder: Coder) -> Value:
         """Decode one field.
 
         Raises:
             RecordError: It is not what the layout says.
+            NeedsKernelError: Nothing here can decode it.
         """
         field, (shape, num_bytes) = self.layout.fields[position], self.shapes[position]
+        codec, stored = self.codecs[position], self.payload[position]
         if field.dtype is None:
-            if self.codecs[position] != Codec.RAW:
+            if codec != Codec.RAW:
                 raise RecordError("a scalar or text with a codec")
-            return decode_value(bytes(self.payload[position]))
+            return decode_value(bytes(stored))
         packed = torch.empty((1, num_bytes), dtype=torch.uint8)
-        self.decode_into(position, coder, packed[0].numpy())
         try:
+            coder.decode_into(stored, codec, packed[0].numpy(), field.elements)
             return unpack(packed, shape, field.dtype, field.storage)[0]
-        except RuntimeError as error:  # a forged shape that no tensor can have
+        except NeedsKernelError:
+            raise
+        except (CodecError, RuntimeError) as error:  # a forged shape that no tensor can have
             raise RecordError(str(error)) from None
 
 
