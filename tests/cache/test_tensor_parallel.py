@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 from torch.nn import functional as F
@@ -57,8 +59,45 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.ff = nn.LayerNorm(16), nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.ff(self.norm(x))
+
+
+def in_sequence(mesh: Any) -> nn.Module:
+    """Cut behind its front by tokens, of which ranks have different numbers, or none."""
+    embed, blocks = nn.Embedding(20, 16), nn.ModuleList([nn.Linear(16, 16), Residual()])
+    model = nn.Sequential()
+    model.embed, model.blocks, model.norm, model.head = (
+        embed, blocks, nn.LayerNorm(16), nn.Linear(16, 20)
+    )  # fmt: skip
+    model.forward = lambda x: model.head(model.norm(blocks[1](blocks[0](embed(x)))))
+    by_token, whole = (Shard(1),), (Replicate(),)
+    parallelize_module(model, mesh, {
+        "blocks.1": PrepareModuleInput(
+            input_layouts=whole, desired_input_layouts=by_token, use_local_output=False),
+        "blocks.1.norm": SequenceParallel(),
+        "blocks.1.ff": PrepareModuleInput(
+            input_layouts=by_token, desired_input_layouts=whole, use_local_output=False),
+        "blocks.1.ff.0": ColwiseParallel(),
+        "blocks.1.ff.1": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    })  # fmt: skip
+    return model
+
+
 def build(num_ranks: int, how: str, first_cut: int) -> nn.Module:
     torch.manual_seed(0)
+    if "sequence" in how:
+        model = in_sequence(init_device_mesh("cpu", (num_ranks,)))
+        for front in (model.embed, model.blocks[0]):
+            front.requires_grad_(False)
+        return model
     model = Net("counts" in how)
     shape = (2, num_ranks // 2) if "sharded" in how else (1, num_ranks)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
@@ -110,7 +149,9 @@ def refusal(rank: int, directory: Path, num_ranks: int, how: str) -> str:
 @pytest.mark.parametrize(
     ("num_ranks", "how"),
     [(2, "heads as they come"), (2, "counts heads"), (2, "counts heads, auto"),
-     pytest.param(4, "counts heads, sharded", marks=pytest.mark.long)],
+     pytest.param(4, "counts heads, sharded", marks=pytest.mark.long),
+     pytest.param(2, "sequence", marks=pytest.mark.long),
+     pytest.param(4, "sequence", marks=pytest.mark.long)],
 )  # fmt: skip
 def test_behind_a_frozen_front_it_is_served(tmp_path, num_ranks, how):
     for plain, cached in run_ranks(compared, num_ranks, tmp_path / "r", tmp_path, num_ranks, how):
