@@ -52,7 +52,9 @@ def check_rows(
                 if trace is not None and trace.draws:
                     raise BoundaryError.impure(recipe.boundary, trace.describe_draws())
                 raise _blame(evidence, parts, recipe, error)
-            if slice_difference(a, b) > tolerance(value) and part not in suspects:
+            strict = tolerance(value, as_stored=True)
+            is_odd = error > strict or slice_difference(a, b) > strict
+            if is_odd and part not in suspects:
                 suspects.append(part)
     if suspects:
         _check_precisely(evidence, suspects[:3], recipe)
@@ -100,7 +102,7 @@ def _pairs(
 
 
 def _check_precisely(evidence: Evidence, parts: Sequence[Recomputed], recipe: Recipe) -> None:
-    """Decide in float64 about differences that are large only against their own channel."""
+    """Decide in float64 about differences that may be rounding, or are large only in a channel."""
     with Attempt() as tried:
         whole = _in_double(evidence, list(range(evidence.size)))
         again = [_in_double(evidence, part.rows) for part in parts]

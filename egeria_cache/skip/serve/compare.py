@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.device import runs_late, without_autocast
+from egeria_cache.device import autocast_kinds, runs_late, without_autocast
 
 __all__ = ["difference", "gap", "same_content", "same_rows", "slice_difference", "tolerance"]
 
@@ -20,11 +20,23 @@ _TOLERANCE = {
     torch.float16: 1e-2,
     torch.bfloat16: 5e-2,
 }
+_COARSE = 1e-3
+"""Of float32 on an accelerator, whose kernels may round what they multiply to ten bits."""
 
 
-def tolerance(tensor: Tensor) -> float:
-    """Return the largest acceptable `difference` for this dtype; integers must be equal."""
-    return _TOLERANCE.get(tensor.dtype, 0.0)
+def tolerance(tensor: Tensor, *, as_stored: bool = False) -> float:
+    """Return the largest acceptable `difference` of results; integers must be equal.
+
+    Args:
+        tensor: A result, just computed: it may be as coarse as what autocast made on the way.
+        as_stored: By its own dtype alone: what differs by more may be rounding, or may not.
+    """
+    own = _TOLERANCE.get(tensor.dtype, 0.0)
+    if as_stored or tensor.dtype != torch.float32:
+        return own
+    kinds = [kind for kind in autocast_kinds() if torch.is_autocast_enabled(kind)]
+    coarse = [_COARSE] if runs_late(tensor.device) else []
+    return max([own, *coarse, *(_TOLERANCE[torch.get_autocast_dtype(kind)] for kind in kinds)])
 
 
 def difference(a: Tensor, b: Tensor) -> float:
