@@ -15,16 +15,14 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from egeria_cache.device import runs_late, synchronize
 from egeria_cache.tables import as_text
 from egeria_core.controller import FreezeController
 from egeria_core.policies import StaticPolicy
@@ -40,19 +38,6 @@ HELD_OUT = 8
 """Batches that the trials are compared on, at most a fifth of all."""
 
 
-class _Tried:
-    """What one trial measured."""
-
-    def __init__(self, boundary: str | None) -> None:
-        self.boundary = boundary
-        self.scores: list[float] = []
-        """Of each held-out batch; one, of `validate`."""
-        self.steps_s: list[float] = []
-        self.fronts_s: list[float] = []
-        self.bytes_per_sample = 0.0
-        self.frozen = 0.0
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
     """A short training with everything up to `boundary` frozen from its first step on."""
@@ -65,52 +50,12 @@ class Trial:
     """By how much the score is worse than with nothing frozen; below 0: it is better."""
     harm_error: float | None
     """One standard error of `harm` over the held-out batches; None where `validate` is asked."""
-    step_s: float
-    """Seconds of a training step, the front frozen but computed; the median. Of the processor, all
-    threads together, where it trains on the CPU, so that a busy machine changes nothing."""
-    front_s: float
-    """Seconds of it that the front's forward takes, which a cache skips."""
-    plain_step_s: float
-    """Seconds of a training step with nothing frozen."""
-    bytes_per_sample: float
-    """Of the boundary's output: what a cache keeps of a sample, before encoding."""
     frozen_parameters: float
     """Part of the parameters that is frozen."""
 
-    @classmethod
-    def of(cls, one: _Tried, plain: _Tried, sign: float) -> Trial:
-        """Compare; `sign` is 1 where a lower score is better."""
-        worse = [sign * (a - b) for a, b in zip(one.scores, plain.scores, strict=True)]
-        many = len(worse) > 1
-        return cls(
-            boundary=one.boundary,
-            score=statistics.mean(one.scores),
-            harm=statistics.mean(worse),
-            harm_error=statistics.stdev(worse) / len(worse) ** 0.5 if many else None,
-            step_s=statistics.median(one.steps_s),
-            front_s=statistics.median(one.fronts_s),
-            plain_step_s=statistics.median(plain.steps_s),
-            bytes_per_sample=one.bytes_per_sample,
-            frozen_parameters=one.frozen,
-        )
-
-    @property
-    def saved(self) -> float:
-        """Part of a plain step that freezing alone saves."""
-        return 1 - self.step_s / self.plain_step_s
-
-    @property
-    def saved_with_cache(self) -> float:
-        """Part of a plain step that is saved where the front is read from a cache for nothing."""
-        return 1 - (self.step_s - self.front_s) / self.plain_step_s
-
     def __str__(self) -> str:
         error = "" if self.harm_error is None else f" ± {self.harm_error:.4f}"
-        return (
-            f"harm {self.harm:+.4f}{error}, saves {self.saved:.0%} of a step, "
-            f"{self.saved_with_cache:.0%} with a cache; {self.bytes_per_sample / 1000:.3g} kB a "
-            f"sample, {self.frozen_parameters:.0%} of the parameters"
-        )
+        return f"harm {self.harm:+.4f}{error}; {self.frozen_parameters:.0%} of the parameters"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,8 +106,7 @@ class Suggestion:
         effect = f"{'costs' if best.harm >= 0 else 'gains'} {abs(best.harm):.4f}"
         return (
             f"freeze up to {self.boundary} from the start: it {effect} where {self.harm_budget:g} "
-            f"are allowed, and saves {best.saved:.0%} of a step, "
-            f"{best.saved_with_cache:.0%} with a cache ({evidence})"
+            f"are allowed ({evidence})"
         )
 
 
@@ -221,13 +165,24 @@ def suggest_boundary(
         batches, held_out = _take(data, steps, hold_out=validate is None)
         options = {"layers": layers, "num_layers": num_layers}
         probe = _Probe(bare, loss or _own_loss, optimizer, batches, held_out, validate, options)
-        plain, names = probe.train(None)
-        sign = -1.0 if validate is not None and higher_is_better else 1.0
+        plain, names, _ = probe.train(None)
+        worse = -1.0 if validate is not None and higher_is_better else 1.0
         trials: list[Trial] = []
         for done, name in enumerate(names):
             if progress is not None:
                 progress(name, done, len(names))
-            trials.append(Trial.of(probe.train(name)[0], plain, sign))
+            scores, _, frozen = probe.train(name)
+            harms = [worse * (a - b) for a, b in zip(scores, plain, strict=True)]
+            many = len(harms) > 1
+            trials.append(
+                Trial(
+                    boundary=name,
+                    score=statistics.mean(scores),
+                    harm=statistics.mean(harms),
+                    harm_error=statistics.stdev(harms) / len(harms) ** 0.5 if many else None,
+                    frozen_parameters=frozen,
+                )
+            )
     allowed = [t.boundary for t in trials if t.harm + (t.harm_error or 0.0) <= harm_budget]
     return Suggestion(
         trials=tuple(trials),
@@ -239,115 +194,70 @@ def suggest_boundary(
     )
 
 
+@dataclass(frozen=True, slots=True)
 class _Probe:
     """The same short training again and again, with more and more of the model frozen."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        optimizer: torch.optim.Optimizer | MakeOptimizer,
-        batches: Sequence[Any],
-        held_out: Sequence[Any],
-        validate: Callable[[nn.Module], float] | None,
-        options: dict[str, Any],
-    ) -> None:
-        self._model, self._loss, self._optimizer = model, loss, optimizer
-        self._batches, self._held_out, self._validate = batches, held_out, validate
-        self._options = options
-        self._device = next(model.parameters()).device
+    model: nn.Module
+    loss: Loss
+    optimizer: torch.optim.Optimizer | MakeOptimizer
+    batches: Sequence[Any]
+    held_out: Sequence[Any]
+    validate: Callable[[nn.Module], float] | None
+    options: dict[str, Any]
+    """Of the controllers: which layers."""
 
     def _copies(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        given = self._optimizer if isinstance(self._optimizer, torch.optim.Optimizer) else None
+        given = self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else None
         try:
-            with without_hooks([self._model]):
+            with without_hooks([self.model]):
                 # Together, so that the optimizer's parameters are those of the copy.
-                model, optimizer = copy.deepcopy((self._model, given))
+                model, optimizer = copy.deepcopy((self.model, given))
         except Exception as error:
             raise ValueError(
-                f"{type(self._model).__name__} cannot be copied for the probe "
+                f"{type(self.model).__name__} cannot be copied for the probe "
                 f"({type(error).__name__}: {error}); call suggest_boundary before the first "
                 "forward, on a model without tensors that autograd has made"
             ) from error
         if optimizer is None:
-            assert not isinstance(self._optimizer, torch.optim.Optimizer)
-            optimizer = self._optimizer(model.parameters())
+            assert not isinstance(self.optimizer, torch.optim.Optimizer)
+            optimizer = self.optimizer(model.parameters())
         return model, optimizer
 
-    def train(self, boundary: str | None) -> tuple[_Tried, list[str]]:
-        """Train one copy with everything up to `boundary` frozen, and look at what it learned.
+    def train(self, boundary: str | None) -> tuple[list[float], list[str], float]:
+        """Train one copy with everything up to `boundary` frozen.
 
         Returns:
-            That, and the boundaries that the controller knows of.
+            Its score on each held-out batch (one, of `validate`), the boundaries that the
+            controller knows of, and the part of the parameters that is frozen.
         """
-        tried = _Tried(boundary)
         torch.manual_seed(0)  # dropout is the same in all trials, as far as their forwards are
         model, optimizer = self._copies()
         model.train()
         rates = [_full_rate(group) for group in optimizer.param_groups]
-        with ExitStack() as stack:
-            policy = StaticPolicy(() if boundary is None else {0: boundary})
-            controller = FreezeController(model, optimizer, policy=policy, **self._options)
-            stack.enter_context(controller)
-            if boundary is not None:
-                stack.enter_context(_watched(model, boundary, tried, self._now))
-            for number, batch in enumerate(self._batches):
+        policy = StaticPolicy(() if boundary is None else {0: boundary})
+        with FreezeController(model, optimizer, policy=policy, **self.options) as controller:
+            for number, batch in enumerate(self.batches):
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = rate * (1 - number / len(self._batches))
-                started = self._now()
+                    group["lr"] = rate * (1 - number / len(self.batches))
                 optimizer.zero_grad()
-                self._loss(model, batch).backward()
+                self.loss(model, batch).backward()
                 optimizer.step()
-                tried.steps_s.append(self._now() - started)
                 controller.step()
         sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-        tried.frozen = 1 - sum(n for n, trains in sizes if trains) / sum(n for n, _ in sizes)
-        tried.scores = self._scores(model.eval())
-        return tried, controller.boundaries
+        frozen = 1 - sum(n for n, trains in sizes if trains) / sum(n for n, _ in sizes)
+        return self._scores(model.eval()), controller.boundaries, frozen
 
     @torch.no_grad()
     def _scores(self, model: nn.Module) -> list[float]:
-        if self._validate is not None:
-            return [float(self._validate(model))]
-        return [float(self._loss(model, batch)) for batch in self._held_out]
-
-    def _now(self) -> float:
-        """Return seconds: of the processor, which a busy machine hardly changes, or the clock's."""
-        synchronize(self._device)
-        return time.perf_counter() if runs_late(self._device) else time.process_time()
+        if self.validate is not None:
+            return [float(self.validate(model))]
+        return [float(self.loss(model, batch)) for batch in self.held_out]
 
 
 def _full_rate(group: Mapping[str, Any]) -> float:
     """Return the rate before a scheduler's warm-up took its part of it."""
     return float(group["max_lr"] if "max_lr" in group else group.get("initial_lr", group["lr"]))
-
-
-@contextmanager
-def _watched(
-    model: nn.Module, boundary: str, tried: _Tried, now: Callable[[], float]
-) -> Iterator[None]:
-    """Note how long the front's forward takes, and how large its output is."""
-    began = [0.0]
-
-    def before(module: nn.Module, args: Any) -> None:
-        began[0] = now()
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        tried.fronts_s.append(now() - began[0])
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.dim()]
-        if tensors:
-            size = sum(t.numel() * t.element_size() for t in tensors)
-            tried.bytes_per_sample = size / max(1, tensors[0].shape[0])
-
-    handles = [
-        model.register_forward_pre_hook(before),
-        model.get_submodule(boundary).register_forward_hook(after),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _take(data: Iterable[Any], steps: int, *, hold_out: bool) -> tuple[list[Any], list[Any]]:
