@@ -48,7 +48,6 @@ _MOVED = {
     "PlasticityPolicy": "policies",
     "Prospect": "policies",
     "Reading": "policies",
-    "Periodic": "learning_rate",
     "TenfoldDrop": "learning_rate",
     "UnfreezeRule": "learning_rate",
     "WarmRestart": "learning_rate",

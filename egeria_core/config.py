@@ -47,6 +47,7 @@ GONE_VALUES = {
 }
 
 
+LEAST = {"evaluate_every": 1, "total_steps": 1, "window": 2, "num_layers": 2, "batch_dim": 0}
 READINGS = 100
 """Of every layer, in the whole schedule, for the prediction of harm."""
 
@@ -116,13 +117,7 @@ class ControllerConfig:
     """The history is also written here as JSON lines."""
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("evaluate_every", 1),
-            ("total_steps", 1),
-            ("window", 2),
-            ("num_layers", 2),
-            ("batch_dim", 0),
-        ):
+        for name, least in LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")

@@ -23,13 +23,7 @@ from egeria_core.errors import PolicyError
 from egeria_core.freezer import Freezer
 from egeria_core.history import History
 from egeria_core.learning_rate import UnfreezeRule
-from egeria_core.policies import (
-    Movement,
-    Policy,
-    Reading,
-    StaticPolicy,
-    make_policy,
-)
+from egeria_core.policies import Movement, Policy, Reading, StaticPolicy, make_policy
 from egeria_core.ranks import Ranks, rebuild, to_shards, unwrap, whole
 from egeria_core.savings import MoveCost, Savings, Schedule
 from egeria_core.verdict import Verdict
@@ -264,7 +258,6 @@ class FreezeController:
             self._decide(verdict)
         if due:
             self._measure()
-        if due:
             for verdict in self._exchange(only_immediate=True):
                 verdicts.append(verdict)
                 self._decide(verdict)
@@ -487,22 +480,16 @@ class FreezeController:
                 mine, boundary, theirs,
             )  # fmt: skip
 
-    def _words(self) -> dict[str, str]:
-        layers = len(self._map.layers)
-        return {
-            "policy": type(self.policy).__name__,
-            "step": str(self._step),
-            "frozen": f"{self._frozen} of {layers} layers, up to {self.boundary or 'none'}",
-            "moves": ", ".join(f"{step}: {name}" for step, name in self.schedule()) or "none",
-        }
-
     def __repr__(self) -> str:
-        policy, step, frozen, _ = self._words().values()
-        return f"FreezeController({policy}, step {step}, frozen {frozen})"
+        frozen = (
+            f"{self._frozen} of {len(self._map.layers)} layers, up to {self.boundary or 'none'}"
+        )
+        return f"FreezeController({type(self.policy).__name__}, step {self._step}, frozen {frozen})"
 
     def _repr_html_(self) -> str:
         """Return where it stands as a table, for notebooks."""
-        return as_html(self._words())
+        moves = {f"from step {step}": name or "nothing" for step, name in self.schedule()}
+        return as_html({"controller": repr(self), **moves})
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next decisions depend on: plain containers, numbers and CPU tensors.

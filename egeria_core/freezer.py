@@ -30,11 +30,6 @@ class Freezer:
         self._parameters: dict[int, Tensor] = {}
         self._prefix: FrozenPrefix | None = None
 
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters frozen here (not those that the user had frozen before)."""
-        return list(self._parameters.values())
-
     def freeze(self, parameters: Iterable[Tensor], modules: Iterable[nn.Module]) -> None:
         """Freeze these too; what is frozen already stays so."""
         for parameter in parameters:

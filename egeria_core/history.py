@@ -40,11 +40,6 @@ class History(list[dict[str, Any]]):
         """Return the records of one kind."""
         return [record for record in self if record["kind"] == kind]
 
-    def save(self, path: str | Path) -> None:
-        """Write all records as JSON lines."""
-        lines = "".join(json.dumps(record) + "\n" for record in self)
-        Path(path).write_text(lines, encoding="utf-8")
-
     @classmethod
     def load(cls, path: str | Path) -> History:
         """Read JSON lines back."""

@@ -1,16 +1,16 @@
-"""When a change of the learning rate asks for frozen layers to be trained again.
+"""The mean learning rate, and when a change of it asks for frozen layers to be trained again.
 
 Step decay has the paper's rule: unfreeze once the rate is a tenth of what it was at the frontmost
-freeze. For cosine and cyclical schedules the paper leaves the rule to the user; `WarmRestart` and
-`Periodic` are two ready ones, and any object with the three methods of `UnfreezeRule` will do.
+freeze. For cosine and cyclical schedules the paper leaves the rule to the user; `WarmRestart` is a
+ready one, and any object with the three methods of `UnfreezeRule` will do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["MeanRate", "Periodic", "TenfoldDrop", "UnfreezeRule", "WarmRestart", "parse_rule"]
+__all__ = ["MeanRate", "TenfoldDrop", "UnfreezeRule", "WarmRestart", "parse_rule"]
 
 
 class MeanRate:
@@ -124,31 +124,11 @@ class WarmRestart:
         self._lowest, self._falling = state["lowest"], state["falling"]
 
 
-class Periodic:
-    """Unfreeze every `period` steps: train a few iterations in each cycle, then freeze again."""
-
-    def __init__(self, period: int) -> None:
-        if period < 1:
-            raise ValueError(f"period must be a positive number of steps, got {period}")
-        self.period = period
-
-    def should_unfreeze(self, step: int, lr: tuple[float, ...], frozen: int) -> bool:
-        """Answer True at the end of each period if anything is frozen."""
-        return frozen > 0 and step % self.period == 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: the step says it all."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to continue from."""
-
-
 def parse_rule(rule: str | UnfreezeRule) -> UnfreezeRule:
     """Return the rule itself, or the one that a short name stands for."""
     if not isinstance(rule, str):
         return rule
-    known: dict[str, Callable[[], UnfreezeRule]] = {
+    known: dict[str, type[UnfreezeRule]] = {
         "tenfold_drop": TenfoldDrop,
         "warm_restart": WarmRestart,
     }

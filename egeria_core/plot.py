@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 __all__ = ["main"]
 
 
 def main() -> int:
-    """Say it; 2, as for any bad command."""
-    print(
-        "egeria-plot is no longer installed: a history is drawn by the project's "
-        "examples/plot_history.py",
-        file=sys.stderr,
-    )
-    return 2
+    """Say it, and exit with 1."""
+    raise SystemExit("egeria-plot is gone: the project's examples/plot_history.py draws a history")

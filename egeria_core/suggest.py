@@ -78,17 +78,6 @@ class Suggestion:
         """Return a controller's policy that freezes the suggested front from the first step on."""
         return StaticPolicy({0: self.boundary})
 
-    def __getitem__(self, boundary: str) -> Trial:
-        """Return the trial of a boundary.
-
-        Raises:
-            KeyError: There was none.
-        """
-        for trial in self.trials:
-            if trial.boundary == boundary:
-                return trial
-        raise KeyError(boundary)
-
     def __str__(self) -> str:
         """Return a line per boundary, and a sentence."""
         lines = {str(trial.boundary): str(trial) for trial in self.trials}
@@ -102,7 +91,7 @@ class Suggestion:
                 f"freeze nothing from the start: every front costs more than {self.harm_budget:g} "
                 f"({evidence})"
             )
-        best = self[self.boundary]
+        best = next(trial for trial in self.trials if trial.boundary == self.boundary)
         effect = f"{'costs' if best.harm >= 0 else 'gains'} {abs(best.harm):.4f}"
         return (
             f"freeze up to {self.boundary} from the start: it {effect} where {self.harm_budget:g} "
@@ -113,7 +102,7 @@ class Suggestion:
 def suggest_boundary(
     model: nn.Module,
     data: Iterable[Any],
-    loss: Loss | None = None,
+    loss: Loss,
     *,
     optimizer: torch.optim.Optimizer | MakeOptimizer,
     steps: int = 200,
@@ -132,8 +121,7 @@ def suggest_boundary(
             ranks train together ask on one, and tell the others what it says.
         data: Batches as the training loop gets them, on the model's device; iterated again where
             it is short. The batches of the probe are held in memory.
-        loss: Called with (model, batch), returns the scalar to be minimised. None: the batch is a
-            mapping and the model returns its own loss, `model(**batch).loss`.
+        loss: Called with (model, batch), returns the scalar to be minimised.
         optimizer: The training's, which is copied, or a callable that makes one of an iterable of
             parameters. Its rate falls linearly to zero over the probe, so that each trial is a
             whole schedule in small.
@@ -154,7 +142,7 @@ def suggest_boundary(
         `FreezeController(..., policy=suggestion.policy())` follows it.
 
     Raises:
-        ValueError: There are too few batches, no loss can be found, or the model cannot be copied.
+        ValueError: There are too few batches, or the model cannot be copied.
         LayerError: The model has fewer than two layers.
     """
     if steps < 2:
@@ -164,7 +152,7 @@ def suggest_boundary(
     with _generators_kept(), _quiet():
         batches, held_out = _take(data, steps, hold_out=validate is None)
         options = {"layers": layers, "num_layers": num_layers}
-        probe = _Probe(bare, loss or _own_loss, optimizer, batches, held_out, validate, options)
+        probe = _Probe(bare, loss, optimizer, batches, held_out, validate, options)
         plain, names, _ = probe.train(None)
         worse = -1.0 if validate is not None and higher_is_better else 1.0
         trials: list[Trial] = []
@@ -289,18 +277,6 @@ def _passes(data: Iterable[Any], count: int) -> list[Any]:
                 "something that can be iterated again, such as a DataLoader"
             )
     return batches
-
-
-def _own_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss that a model computes itself."""
-    found = model(**batch) if isinstance(batch, Mapping) else None
-    own = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", None)
-    if not isinstance(own, Tensor):
-        raise ValueError(
-            f"{type(model).__name__} gives no loss of its own for a batch of type "
-            f"{type(batch).__name__}; pass loss=, called with (model, batch)"
-        )
-    return own.mean()
 
 
 @contextmanager

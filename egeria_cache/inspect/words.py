@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, JustifyMethod
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["age", "console", "duration", "fitting", "plain", "print_json", "share", "size"]
+__all__ = [
+    "age",
+    "console",
+    "duration",
+    "fitting",
+    "plain",
+    "print_json",
+    "progress_bar",
+    "share",
+    "size",
+]
 
 _PIPE_COLUMNS = 10_000
 """A pipe has no width: nothing is folded or cut there."""
@@ -24,6 +36,18 @@ def console() -> Console:
     if not made.is_terminal:
         made.width = _PIPE_COLUMNS
     return made
+
+
+def progress_bar(*, quiet: bool) -> Progress:
+    """Return what shows on a terminal how far something has come; elsewhere nothing."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=quiet or not sys.stderr.isatty(),
+    )
 
 
 def fitting(

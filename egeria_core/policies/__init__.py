@@ -29,9 +29,6 @@ __all__ = [
     "make_policy",
 ]
 
-RIVALS = ("autofreeze", "freezeout", "skipconv", "smartpipe")
-"""Names that stood for policies of other authors, which benchmarks/rivals has now."""
-
 
 def make_policy(policy: str | Policy, config: ControllerConfig) -> Policy:
     """Return the policy itself, or the one that a name stands for.
@@ -53,14 +50,10 @@ def make_policy(policy: str | Policy, config: ControllerConfig) -> Policy:
             config.window, config.tolerance, parse_rule(config.unfreeze_rule)
         ),
     }
-    if policy in RIVALS:
-        raise ValueError(
-            f"policy {policy!r} is no longer part of egeria_core: its class is in the project's "
-            "benchmarks/rivals, and its object is passed instead of a name"
-        )
     if policy not in known:
         raise ValueError(
             f"unknown policy {policy!r}; known by name: {', '.join(sorted(known))}; others "
-            "(StaticPolicy, your own) are passed as objects"
+            "(StaticPolicy, your own, those in the project's benchmarks/rivals) are passed as "
+            "objects"
         )
     return known[policy]()

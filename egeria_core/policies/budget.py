@@ -75,7 +75,8 @@ class BudgetPolicy:
         return min(DEFAULT_BUDGET, OF_FIRST_LOSS * first)
 
     def bind(self, boundaries: Sequence[str]) -> None:
-        """Layers are only counted here."""
+        """What was read of other layers says nothing of these."""
+        self.estimate = HarmEstimate(self.estimate.first_loss)
 
     def observe(self, reading: Reading) -> int:
         """Take one reading; see the class."""
@@ -120,7 +121,7 @@ class BudgetPolicy:
         self.frozen = 0
         self.reason = f"the learning rate rose to {rate:.3g} from {self._rate_at_freeze:.3g}"
         self._note("unfreeze", [])
-        self.estimate.restart()
+        self.estimate = HarmEstimate(self.estimate.first_loss)
         return True
 
     def _harms(self, prospect: Prospect) -> list[float] | None:

@@ -87,42 +87,31 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> Line:
 class HarmEstimate:
     """Collects movements; answers what freezing would cost, and which layers have come to rest."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_loss: float | None = None) -> None:
         self._movements: deque[Movement] = deque(maxlen=MOST_KEPT)
         self._recent: list[list[float | None]] = []
         self._peaks: list[float] = []
         self._resting: list[int] = []
         self._seen = 0
-        self._first_loss: float | None = None
-
-    def restart(self) -> None:
-        """Forget all readings but the loss at the start."""
-        first = self._first_loss
-        self.__init__()  # type: ignore[misc]
-        self._first_loss = first
+        self.first_loss = first_loss
+        """Mean loss of the first reading; of a run that begins again, of its first life."""
 
     @property
     def ready(self) -> bool:
         """Whether there are readings enough."""
         return self._seen >= LEAST
 
-    @property
-    def first_loss(self) -> float | None:
-        """Mean loss of the first reading."""
-        return self._first_loss
-
     def observe(self, movement: Movement) -> None:
         """Take one reading; one with a loss that is not finite is none."""
         if not math.isfinite(movement.loss):
             return
-        if len(self._peaks) != len(movement.speed):
-            self.restart()
+        if not self._seen:
             count = len(movement.speed)
             self._recent = [[] for _ in range(count)]
             self._peaks, self._resting = [0.0] * count, [0] * count
         self._seen += 1
-        if self._first_loss is None:
-            self._first_loss = movement.loss
+        if self.first_loss is None:
+            self.first_loss = movement.loss
         self._movements.append(movement)
         for layer, speed in enumerate(movement.speed):
             recent = self._recent[layer] = [*self._recent[layer], speed][-SMOOTHING:]
@@ -198,7 +187,7 @@ class HarmEstimate:
         return {
             "movements": [list(astuple(m)) for m in self._movements],
             "seen": self._seen,
-            "first_loss": self._first_loss,
+            "first_loss": self.first_loss,
             "recent": [list(recent) for recent in self._recent],
             "peaks": list(self._peaks),
             "resting": list(self._resting),
@@ -210,6 +199,6 @@ class HarmEstimate:
         for loss, rate, decrease, speed in state["movements"]:
             self._movements.append(Movement(loss, rate, tuple(decrease), tuple(speed)))
         self._seen = state["seen"]
-        self._first_loss = state["first_loss"]
+        self.first_loss = state["first_loss"]
         self._recent = [list(recent) for recent in state["recent"]]
         self._peaks, self._resting = list(state["peaks"]), list(state["resting"])

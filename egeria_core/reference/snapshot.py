@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,15 +28,8 @@ __all__ = [
 Weights = list[dict[str, Tensor]]
 """Parameters and buffers (persistent or not) of each module, by name."""
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+_HOOKS = [name for name in vars(nn.Module()) if re.search(r"ward(_pre)?_hooks", name)]
+"""Of forward and backward, whichever this version of PyTorch has."""
 
 
 @contextmanager

@@ -332,10 +332,6 @@ class LayerMap:
             self.prefixes[boundary] = found
         return found
 
-    def parameters_before(self, boundary: str) -> list[nn.Parameter]:
-        """Return the parameters in front of `boundary`, by whichever module they are owned."""
-        return [self._model.get_parameter(name) for name in self.prefix(boundary).parameters]
-
     def parameters_of_layers(self) -> list[list[Tensor]]:
         """Return the parameters that freeze with each layer and not with the one before.
 
@@ -350,7 +346,8 @@ class LayerMap:
             seen.update(map(id, own))
             return own
 
-        found = [new(self.parameters_before(boundary)) for boundary in self.boundaries[:-1]]
+        prefixes = map(self.prefix, self.boundaries[:-1])
+        found = [new(map(self._model.get_parameter, prefix.parameters)) for prefix in prefixes]
         return [*found, new(self._model.parameters())]
 
     def tied(self, boundary: str) -> list[tuple[str, str]]:

@@ -4,23 +4,16 @@ import json
 
 import pytest
 
-from egeria_core.learning_rate import Periodic, TenfoldDrop, WarmRestart, parse_rule
+from egeria_core.learning_rate import TenfoldDrop, WarmRestart, parse_rule
 
 
 def test_rules_go_by_name_or_as_objects() -> None:
     assert isinstance(parse_rule("tenfold_drop"), TenfoldDrop)
     assert isinstance(parse_rule("warm_restart"), WarmRestart)
-    rule = Periodic(5)
+    rule = WarmRestart(3.0)
     assert parse_rule(rule) is rule
     with pytest.raises(ValueError, match="tenfold_drop, warm_restart"):
         parse_rule("never")
-
-
-def test_periodic_unfreezes_at_the_end_of_each_period() -> None:
-    rule = Periodic(4)
-    assert [step for step in range(1, 10) if rule.should_unfreeze(step, (0.1,), 1)] == [4, 8]
-    assert not rule.should_unfreeze(4, (0.1,), 0)
-    rule.load_state_dict(rule.state_dict())
 
 
 @pytest.mark.parametrize("make", [TenfoldDrop, WarmRestart])
@@ -50,7 +43,7 @@ def test_a_group_without_a_rate_has_no_drop() -> None:
     assert rule.should_unfreeze(3, (0.01, 0.5), 1)
 
 
-@pytest.mark.parametrize(("make", "value"), [(TenfoldDrop, 1.0), (WarmRestart, 1.0), (Periodic, 0)])
+@pytest.mark.parametrize(("make", "value"), [(TenfoldDrop, 1.0), (WarmRestart, 1.0)])
 def test_options_out_of_range_are_refused(make: type, value: float) -> None:
     with pytest.raises(ValueError, match=r"must"):
         make(value)

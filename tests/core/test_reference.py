@@ -10,17 +10,10 @@ from torch import Tensor, nn
 
 from egeria_core import sp_loss
 from egeria_core.config import ReferenceKind
-from egeria_core.reference import (
-    DynamicInt8Reference,
-    FloatReference,
-    LayerTap,
-    Probe,
-    Reference,
-    ReferenceChain,
-    StaticInt8Reference,
-    Wire,
-    run_layer,
-)
+from egeria_core.reference import LayerTap, Probe, Wire
+from egeria_core.reference.int8 import DynamicInt8Reference, StaticInt8Reference
+from egeria_core.reference.references import FloatReference, Reference, run_layer
+from egeria_core.reference.runner import ReferenceChain
 from egeria_core.reference.snapshot import copy_modules, copy_weights, load_weights
 from egeria_core.reference.tap import first_activation
 from egeria_core.watch import LayerMap

@@ -24,7 +24,7 @@ from egeria_core import (
     StaticPolicy,
 )
 from egeria_core.learning_rate import WarmRestart
-from egeria_core.reference import ReferenceRunner
+from egeria_core.reference.runner import ReferenceRunner
 from tests.helpers.core_nets import FAMILIES, ResNet, family_batch
 
 torch.set_num_threads(1)

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.distributed.run import parse_args as parse_torchrun
 
-import egeria_cache.inspect.forecast as forecast_module
+import egeria_cache.inspect.plan as forecast_module
 from egeria_cache import EgeriaLoader
 from egeria_cache.inspect import main as cache_inspect
 from tests.docs.found import ROOT, commands

@@ -9,11 +9,10 @@ import sys
 import pytest
 import torch
 
-import egeria_cache.inspect.forecast as forecast_module
+import egeria_cache.inspect.plan as forecast_module
 from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
 from egeria_cache.inspect.cli import main
-from egeria_cache.inspect.forecast import Settings, forecast
-from egeria_cache.inspect.prospect import Forecast, Prospect
+from egeria_cache.inspect.plan import Forecast, Prospect, Settings, forecast
 from egeria_cache.skip.prove.places import candidates
 from tests.helpers import plan_zoo
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,20 @@ from egeria_core.policies import BudgetPolicy, HarmEstimate, PlasticityPolicy
 from tests.helpers.pipelines import Case, alone, spawn
 
 
-def eager() -> BudgetPolicy:
-    """Four readings suffice it, and every layer rests."""
-    policy = BudgetPolicy(100.0)
-    policy.estimate = Eager()
-    return policy
-
-
 class Eager(HarmEstimate):
+    """Four readings suffice it, and every layer rests."""
+
     @property
     def ready(self) -> bool:
         return self._seen >= 4
 
     def rests(self, layer: int) -> bool:
         return True
+
+
+class EagerPolicy(BudgetPolicy):
+    def bind(self, boundaries: Sequence[str]) -> None:
+        self.estimate = Eager()
 
 
 QUICK: dict[str, Any] = {"evaluate_every": 2, "evaluator": "inline", "move_cost": 1e-6}
@@ -41,7 +42,7 @@ CASES = {
     ),
     "budget": Case(
         "GPipe", "repartition", "adamw", has_cache=False, moves=(), epochs=10,
-        policy=eager,
+        policy=partial(EagerPolicy, 100.0),
         options=QUICK | {"total_steps": 40},
     ),
 }  # fmt: skip

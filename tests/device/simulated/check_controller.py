@@ -9,7 +9,6 @@ import torch
 from torch.nn import functional as F
 
 from egeria_core import Bootstrap, FreezeController
-from egeria_core.reference import process
 from tests.device.simulated.runs import DEVICE
 from tests.helpers.core_nets import FAMILIES, family_batch
 
@@ -46,12 +45,6 @@ def readings(device, family="resnet", steps=24, **options):
         return losses, found, controller.schedule()
     finally:
         controller.close()
-
-
-@pytest.fixture(autouse=True)
-def however_busy_the_machine_is(monkeypatch):
-    """Else evaluations are dropped, and the next value is of a longer time."""
-    monkeypatch.setattr(process, "CPU_LOAD_LIMIT", 1.0)
 
 
 STILL = {"tolerance": 1e-12}

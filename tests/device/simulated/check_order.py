@@ -228,7 +228,7 @@ def test_a_boundary_that_moves_is_followed_in_any_order(tmp_path):
 @given(order=ORDERS)
 def evaluator_property(order):
     """The weights and activations that are judged are those of their step."""
-    from egeria_core.reference import Call, InputItem, Probe, copy_tensor, copy_weights
+    from egeria_core.reference import Call, InputItem, Probe, copy_weights
 
     with late(order) as device:
         layer = torch.nn.Linear(3, 3, bias=False).to(DEVICE)
@@ -237,7 +237,7 @@ def evaluator_property(order):
         for step in range(5):
             layer.weight.copy_(torch.full((3, 3), float(step), device=DEVICE))
             x = torch.full((2, 3), float(step + 1), device=DEVICE) * 2
-            probe = Probe([Call("0", (copy_tensor(x, None),), {})], 2, 2, 0)
+            probe = Probe([Call("0", (devices.to_host(x),), {})], 2, 2, 0)
             item = InputItem(
                 step=step, layer=0, probe=probe, judge=False, refresh=True,
                 weights=copy_weights([layer]), ready=devices.mark(HERE),

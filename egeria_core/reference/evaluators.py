@@ -1,4 +1,7 @@
-"""Evaluates in a process of its own, so that neither its CPU time nor its faults are training's."""
+"""What the training thread asks of an evaluator: inline, or in a process of its own.
+
+In a process neither its CPU time nor its faults are training's.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,18 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
+from typing import Protocol
 
+import torch
+
+from egeria_cache.device import random_states, set_random_states
 from egeria_core.config import ReferenceKind
 from egeria_core.errors import EvaluatorError
-from egeria_core.reference.runner import InputItem
+from egeria_core.reference.runner import InputItem, ReferenceRunner
 from egeria_core.reference.wire import send
 from egeria_core.verdict import Verdict
 
-__all__ = ["ProcessEvaluator"]
+__all__ = ["Evaluator", "InlineEvaluator", "ProcessEvaluator"]
 
 QUEUE_LENGTH = 2
 """Evaluations that may wait. More would be read too late to be of use."""
@@ -27,6 +34,62 @@ CPU_SHARE = 4
 """A quarter of the machine's CPUs are its own."""
 
 Waiting = Future[Verdict]
+
+
+class Evaluator(Protocol):
+    """Takes evaluations, gives verdicts in the same order; for the training thread alone."""
+
+    immediate: bool
+    """Whether `poll` right after `submit` returns its verdict."""
+
+    def submit(self, item: InputItem) -> bool:
+        """Hand over; False when it was dropped. Never waits.
+
+        Raises:
+            EvaluatorError: Inline only: the evaluation failed.
+        """
+
+    def poll(self, timeout_s: float = 0.0) -> list[Verdict]:
+        """Return the verdicts that are ready, having waited so long for all of them.
+
+        Raises:
+            EvaluatorError: Once, when the evaluator has died; it gives nothing from then on.
+        """
+
+    def close(self) -> None:
+        """Stop; idempotent."""
+
+
+class InlineEvaluator:
+    """Runs the reference in `submit`: reproducible."""
+
+    immediate = True
+
+    def __init__(self, kind: ReferenceKind) -> None:
+        self._runner = ReferenceRunner(kind)
+        self._ready: list[Verdict] = []
+
+    def submit(self, item: InputItem) -> bool:
+        """Run the reference now."""
+        # Building one may initialise weights, and a layer's own code may draw.
+        host, devices = torch.get_rng_state(), random_states()
+        try:
+            item.arrive()
+            self._ready.append(self._runner.run(item))
+        except Exception as error:  # any model code may run here
+            raise EvaluatorError(f"{type(error).__name__}: {error}") from error
+        finally:
+            torch.set_rng_state(host)
+            set_random_states(devices)
+        return True
+
+    def poll(self, timeout_s: float = 0.0) -> list[Verdict]:
+        """Return what `submit` read."""
+        ready, self._ready = self._ready, []
+        return ready
+
+    def close(self) -> None:
+        """Nothing to stop."""
 
 
 class ProcessEvaluator:

@@ -1,0 +1,552 @@
+"""What the commands of `cache-inspect DIR` read of a directory, and what they remove or copy.
+
+Each takes the arguments and a survey of the directory, and returns the exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import os
+import stat
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rich.console import Group, JustifyMethod, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from egeria_cache.cache import schedules
+from egeria_cache.config import parse_size
+from egeria_cache.inspect.words import (
+    age,
+    console,
+    fitting,
+    plain,
+    print_json,
+    progress_bar,
+    share,
+    size,
+)
+from egeria_cache.prefetch import LENGTHS
+from egeria_cache.store import (
+    ActivationStore,
+    CacheReport,
+    Contents,
+    GenerationReport,
+    Manifest,
+    Parcelled,
+    Spread,
+    contents,
+    differing_fields,
+    find_generation,
+    read_live,
+    remove_generations,
+    survey,
+    verify,
+)
+from egeria_cache.store import pack as pack_generation
+from egeria_cache.store import unpack as unpack_generation
+
+__all__ = [
+    "BAD_ARGUMENTS",
+    "DAMAGED",
+    "HEALTHY",
+    "clear",
+    "diff",
+    "ls",
+    "pack",
+    "prune",
+    "show",
+    "unpack",
+    "verify_all",
+    "watch",
+]
+
+HEALTHY, DAMAGED, BAD_ARGUMENTS = 0, 1, 2
+OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_LISTED: dict[str, JustifyMethod] = {
+    "generation": "left", "boundary": "left", "samples": "right", "on disk": "right",
+    "ratio": "right", "codec": "left", "age": "left", "used": "left",
+}  # fmt: skip
+
+
+def ls(options: argparse.Namespace, report: CacheReport) -> int:
+    """List the generations; 1 if one is damaged."""
+    if options.json:
+        print_json(_as_json(report))
+    else:
+        out = console()
+        rows = [
+            (
+                Text(plain(one.name)),
+                Text(plain(one.boundary or "-")),
+                f"{one.num_samples:,}",
+                size(one.bytes_on_disk),
+                "-" if one.ratio is None else f"{one.ratio:.2f}",
+                _state(one),
+                age(one.created),
+                "now" if one.in_use else age(one.last_used) + " ago",
+            )
+            for one in report.generations
+        ]
+        if rows:
+            out.print(fitting(out, _LISTED, rows, drop=("age", "ratio", "codec", "used")))
+        limit = report.limit_bytes
+        of_limit = f" of {size(limit)} ({report.bytes_on_disk / limit:.0%})" if limit else ""
+        count = len(rows)
+        out.print(f"{count} generation{'s' * (count != 1)}, {size(report.bytes_on_disk)}{of_limit}")
+        if report.directory.stat().st_mode & OTHERS_MAY_WRITE:
+            out.print(
+                "others may write to this directory, so that training refuses it: "
+                f"chmod go-w {escape(plain(report.directory))}", soft_wrap=True,
+            )  # fmt: skip
+    return HEALTHY if report.healthy else DAMAGED
+
+
+def show(options: argparse.Namespace, report: CacheReport) -> int:
+    """Show one generation; 1 if a record of it is damaged."""
+    one = find_generation(report, options.generation)
+    path = report.directory / one.name
+    manifest, inside = Manifest.read(path), contents(path, numbers_of=LENGTHS)
+    drawn = [
+        {"reuse": draws.reuse, "kept": draws.kept, "epochs": clock.tick}
+        for draws, clock in schedules(report.directory, manifest.fields)
+    ]
+    if options.json:
+        print_json(
+            {
+                **_generation_json(one),
+                "fields": dict(manifest.fields),
+                "contents": dataclasses.asdict(inside),
+                "random_draws": drawn,
+            }
+        )
+        return DAMAGED if "damaged" in inside.codecs else HEALTHY
+    out = console()
+    sizes = f"{size(one.bytes_on_disk)} on disk, {size(one.raw_bytes)} decoded"
+    ratio = "" if one.ratio is None else f", ratio {one.ratio:.2f}"
+    out.print(f"[bold]{escape(plain(one.name))}[/]  {one.num_samples:,} records, {sizes}{ratio}")
+    out.print(f"created {age(one.created)} ago, in use: {'yes' if one.in_use else 'no'}")
+    if one.lossy_error:
+        out.print(f"lossy: relative error {one.lossy_error:.2e} (root mean square)")
+    for title, pairs in (
+        ("made from", {name: json.dumps(value) for name, value in manifest.fields.items()}),
+        ("holds", inside.fields),
+        ("codecs", {name: f"{count:,} records" for name, count in inside.codecs.items()}),
+        ("draws", {str(one): f"{count:,} records" for one, count in inside.variants.items()}),
+    ):
+        out.print(f"[bold]{title}[/]")
+        for name, text in pairs.items():
+            out.print(f"  {plain(name)}: {plain(text):.100}", markup=False)
+    for one_way in drawn:
+        uses = "for ever" if one_way["reuse"] is None else f"for {one_way['reuse']} epochs each"
+        out.print(f"  used {uses}; {one_way['epochs']:,} epochs were passed")
+    for title, lines in (
+        ("a sample, decoded", sample_words(inside)),
+        ("lengths", length_words(inside)),
+    ):
+        if lines:
+            out.print(f"[bold]{title}[/]")
+        for line in lines:
+            out.print(f"  {line}", markup=False, soft_wrap=True)
+    out.print("[bold]sizes of records[/]")
+    most = max((count for *_, count in inside.histogram), default=1)
+    for low, high, count in inside.histogram:
+        bar = "█" * math.ceil(min(40, max(8, out.width - 38)) * count / most)
+        out.print(f"  {size(low):>9} - {size(high):>9}  {count:>10,}  {bar}")
+    return DAMAGED if "damaged" in inside.codecs else HEALTHY
+
+
+def verify_all(options: argparse.Namespace, report: CacheReport) -> int:
+    """Decode every record; 1 if one is damaged."""
+    chosen = report.generations
+    if options.generation is not None:
+        chosen = (find_generation(report, options.generation),)
+    damage, records = [], 0
+    with progress_bar(quiet=options.json) as progress:
+        for one in chosen:
+            task = progress.add_task(one.name, total=one.num_samples)
+
+            checked = 0
+
+            def advance(done: int, total: int, task: Any = task) -> None:
+                nonlocal checked
+                checked = done  # of a live run, perhaps more than were there at first
+                progress.update(task, completed=done, total=total)
+
+            damage += list(verify(report.directory / one.name, advance))
+            records += checked
+    if options.json:
+        found = [dataclasses.asdict(each) for each in damage]
+        print_json({"healthy": not damage, "records": records, "damage": found})
+    else:
+        for each in damage:
+            print(plain(f"{each.generation}: sample {each.sample}: {each.reason}"))
+        verdict = f"{len(damage)} damaged" if damage else "all intact"
+        where = f"{len(chosen)} generation{'s' * (len(chosen) != 1)}"
+        print(f"{records:,} records in {where}: {verdict}")
+    return DAMAGED if damage else HEALTHY
+
+
+def diff(options: argparse.Namespace, report: CacheReport) -> int:
+    """Show the fields in which two generations differ."""
+    names = [find_generation(report, text).name for text in (options.generation, options.other)]
+    one, other = (Manifest.read(report.directory / name).fields for name in names)
+    differing = differing_fields(one, other)
+    if options.json:
+        print_json(
+            {field: dict(zip(names, pair, strict=True)) for field, pair in differing.items()}
+        )
+        return HEALTHY
+    if not differing:
+        print("the same fields")
+        return HEALTHY
+    # As Text: in markup, "[true]" would be a style.
+    rows = [
+        (Text(plain(field)), *(Text(json.dumps(value)) for value in pair))
+        for field, pair in differing.items()
+    ]
+    out = console()
+    columns: dict[str, JustifyMethod] = dict.fromkeys(("field", *map(plain, names)), "left")
+    out.print(fitting(out, columns, rows, drop=()))
+    return HEALTHY
+
+
+def prune(options: argparse.Namespace, report: CacheReport) -> int:
+    """Remove what is chosen of what no live process uses, or tell what that would be."""
+    chosen = (options.unused, options.damaged, options.older_than, options.to_size)
+    if not any(one not in (None, False) for one in chosen):
+        raise ValueError("prune needs --older-than, --to-size, --unused or --damaged")
+    unused = sorted(
+        (one for one in report.generations if not one.in_use), key=lambda one: one.last_used
+    )
+    doomed = [one for one in unused if options.unused or (options.damaged and one.damage)]
+    if options.older_than is not None:
+        before = time.time() - 86_400 * options.older_than
+        doomed += [one for one in unused if one.last_used < before and one not in doomed]
+    if options.to_size is not None:
+        most = parse_size(options.to_size)
+        left = report.bytes_on_disk - sum(one.bytes_on_disk for one in doomed)
+        for one in unused:
+            if left > most and one not in doomed:
+                doomed.append(one)
+                left -= one.bytes_on_disk
+    return _remove(options, report, doomed)
+
+
+def clear(options: argparse.Namespace, report: CacheReport) -> int:
+    """Remove all generations, or tell what that would be."""
+    return _remove(options, report, list(report.generations))
+
+
+def _remove(
+    options: argparse.Namespace, report: CacheReport, doomed: list[GenerationReport]
+) -> int:
+    """Remove the generations, or only list them; one that a live process uses always stays."""
+    names = [one.name for one in doomed]
+    outcome = remove_generations(report.directory, names, only_look=not options.yes)
+    sizes = {one.name: one.bytes_on_disk for one in doomed}
+    if options.json:
+        print_json(
+            {name: {"outcome": text, "bytes": sizes[name]} for name, text in outcome.items()}
+        )
+        return HEALTHY
+    for name, text in outcome.items():
+        print(f"{plain(name)}  {size(sizes[name]):>9}  {text}")
+    freed = sum(sizes[name] for name, text in outcome.items() if text.endswith("removed"))
+    print(f"{size(freed)} {'freed' if options.yes else 'would be freed; add --yes to do it'}")
+    return HEALTHY
+
+
+def _as_json(report: CacheReport) -> dict[str, Any]:
+    return {
+        "directory": str(report.directory),
+        "limit_bytes": report.limit_bytes,
+        "bytes_on_disk": report.bytes_on_disk,
+        "healthy": report.healthy,
+        "generations": [_generation_json(one) for one in report.generations],
+    }
+
+
+def _generation_json(one: GenerationReport) -> dict[str, Any]:
+    return {**dataclasses.asdict(one), "ratio": one.ratio}
+
+
+def _state(one: GenerationReport) -> Text:
+    if one.damage:
+        return Text(plain(f"damaged: {one.damage}"), "red")
+    return Text(plain(one.note or one.codec or "-"))
+
+
+Looked = tuple[CacheReport, dict[int, list[dict[str, Any]]], float]
+
+
+def watch(options: argparse.Namespace, report: CacheReport) -> int:
+    """Show the directory again and again, until Ctrl-C or for so many times; return 0.
+
+    On a terminal the picture is drawn over; elsewhere each look is printed below the last, and with
+    `--json` as one object a look.
+    """
+    out = console()
+    looks = _looks(report.directory, options.every, options.times)
+    try:
+        if options.json:
+            for now, live, _ in looks:
+                print_json(_look_as_json(now, live))
+                sys.stdout.flush()
+        elif not out.is_terminal:
+            for look in _with_rates(looks):
+                out.print(_picture(*look))
+        else:
+            with Live(console=out, auto_refresh=False) as screen:
+                for look in _with_rates(looks):
+                    screen.update(_picture(*look), refresh=True)
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def _looks(directory: Path, every_s: float, times: int | None) -> Iterator[Looked]:
+    for number in itertools.count() if times is None else range(times):
+        if number:
+            time.sleep(every_s)
+        yield survey(directory), read_live(directory), time.monotonic()
+
+
+def _with_rates(looks: Iterator[Looked]) -> Iterator[tuple[Looked, Looked | None]]:
+    """Give each look the one before it, so that rates can be told."""
+    before: Looked | None = None
+    for look in looks:
+        yield look, before
+        before = look
+
+
+def _picture(look: Looked, before: Looked | None) -> RenderableType:
+    report, live, _ = look
+    parts: list[RenderableType] = [_fill_line(report)]
+    runs = Table("process", "frozen up to", "from the cache", "lately", "saved", box=None,
+                 header_style="bold")  # fmt: skip
+    notes: list[RenderableType] = []
+    for process, number, one in _each(live):
+        runs.add_row(*_run(process, one, _earlier(before, process, number)))
+        if one.get("why_not"):
+            notes.append(Text(f"{process}: not cached: {plain(one['why_not'])}", "yellow"))
+        elif one.get("gate"):
+            notes.append(Text(f"{process}: {plain(one['gate'])}", "dim"))
+    parts += [runs, *notes] if live else [Text("no running process uses this cache", "dim")]
+    kept = Table("generation", "boundary", "samples", "stored", "on disk", "in use", box=None,
+                 header_style="bold")  # fmt: skip
+    for generation in report.generations:
+        kept.add_row(
+            plain(generation.name[:12]), Text(plain(generation.boundary or "-")),
+            f"{generation.num_samples:,}", _rate(look, before, generation.name),
+            size(generation.bytes_on_disk), "yes" if generation.in_use else "no",
+        )  # fmt: skip
+    return Group(*parts, kept, Text(""))
+
+
+def _fill_line(report: CacheReport) -> RenderableType:
+    line = Table.grid(padding=(0, 1))
+    text = size(report.bytes_on_disk)
+    if report.limit_bytes is None:
+        line.add_row(plain(report.directory), text)
+        return line
+    part = min(1.0, report.bytes_on_disk / report.limit_bytes)
+    text += f" of {size(report.limit_bytes)} ({share(part)})"
+    line.add_row(plain(report.directory), ProgressBar(total=1.0, completed=part, width=30), text)
+    return line
+
+
+def _each(live: dict[int, list[dict[str, Any]]]) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    for process, caches in live.items():
+        for number, one in enumerate(caches):
+            yield process, number, one
+
+
+def _earlier(before: Looked | None, process: int, number: int) -> dict[str, Any] | None:
+    caches = [] if before is None else before[1].get(process, [])
+    return caches[number] if number < len(caches) else None
+
+
+def _run(process: int, one: dict[str, Any], earlier: dict[str, Any] | None) -> list[str | Text]:
+    hits, seen = _counts(one)
+    late_hits, late_seen = hits, seen
+    if earlier is not None:
+        past_hits, past_seen = _counts(earlier)
+        late_hits, late_seen = hits - past_hits, seen - past_seen
+    saved = one.get("saved_s")
+    return [
+        str(process),
+        Text(plain(one.get("boundary") or "nothing yet")),
+        f"{hits:,} of {seen:,}",
+        share(late_hits / late_seen) if late_seen > 0 else "-",
+        f"{saved:.1f} s" if isinstance(saved, int | float) else "-",
+    ]
+
+
+def _counts(one: dict[str, Any]) -> tuple[int, int]:
+    hits, misses = (one.get(name) for name in ("hits", "misses"))
+    hits = hits if isinstance(hits, int) else 0
+    return hits, hits + (misses if isinstance(misses, int) else 0)
+
+
+def _rate(look: Looked, before: Looked | None, name: str) -> str:
+    """Return how fast a generation grows."""
+    if before is None:
+        return "-"
+    now, past = (
+        next((one.num_samples for one in each[0].generations if one.name == name), None)
+        for each in (look, before)
+    )
+    if now is None or past is None or now <= past:
+        return "-"
+    return f"{(now - past) / max(look[2] - before[2], 1e-9):,.0f} a second"
+
+
+def _look_as_json(report: CacheReport, live: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
+    return {
+        "bytes_on_disk": report.bytes_on_disk,
+        "limit_bytes": report.limit_bytes,
+        "processes": live,
+        "generations": {
+            one.name: {"boundary": one.boundary, "samples": one.num_samples, "in_use": one.in_use}
+            for one in report.generations
+        },
+    }
+
+
+STREAM = "-"
+"""Stands for standard input or output."""
+
+
+def pack(options: argparse.Namespace, report: CacheReport) -> int:
+    """Write one generation to a file; 1 if damaged records were left out.
+
+    Raises:
+        ValueError: The file is there already.
+        StoreError: There is no such generation, or it cannot be read.
+        OSError: The file cannot be written.
+    """
+    one = find_generation(report, options.generation)
+    with _written(options.file) as out:
+        done = pack_generation(report.directory / one.name, out)
+    _tell(options, done, {"packed": done.num_records, "damaged": done.num_damaged})
+    return 1 if done.num_damaged else 0
+
+
+def unpack(options: argparse.Namespace) -> int:
+    """Store a packed generation; 1 if the limit had no room for all of it.
+
+    Raises:
+        DamagedError: The file is not what was packed.
+        StoreError: The directory cannot be used.
+        OSError: The file cannot be read.
+    """
+    with (
+        _read(options.file) as stream,
+        ActivationStore(
+            options.directory, parse_size(options.limit), force_network=options.force_network
+        ) as store,
+    ):
+        done = unpack_generation(stream, store)
+    _tell(
+        options,
+        done,
+        {"stored": done.num_records, "known": done.num_known, "no_room": done.num_left},
+    )
+    return 1 if done.num_left else 0
+
+
+def _tell(options: argparse.Namespace, done: Parcelled, counts: dict[str, int]) -> None:
+    # Standard output may be the stream.
+    out = sys.stderr if options.file == STREAM else sys.stdout
+    if options.json and out is sys.stdout:
+        fields: dict[str, Any] = {"generation": done.name, **counts, "bytes": done.num_bytes}
+        print_json(fields)
+        return
+    words = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items())
+    print(f"{plain(done.name)}: records: {words}; {size(done.num_bytes)}", file=out)
+
+
+@contextlib.contextmanager
+def _written(name: str) -> Iterator[BinaryIO]:
+    """Yield what is written to; a file is there whole, or not at all."""
+    if name == STREAM:
+        yield sys.stdout.buffer
+        return
+    path = Path(name)
+    if os.path.lexists(path):
+        raise ValueError(f"{path} is there already; remove it, or give another name")
+    partial = path.with_name(path.name + ".partial")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    try:
+        with open(os.open(partial, flags, 0o600), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+@contextlib.contextmanager
+def _read(name: str) -> Iterator[BinaryIO]:
+    if name == STREAM:
+        yield sys.stdin.buffer
+        return
+    with open(name, "rb") as file:
+        yield file
+
+
+def sample_words(inside: Contents) -> list[str]:
+    """Return how large the samples of a generation are."""
+    own = inside.tensor_bytes
+    if own is None:
+        return []
+    if own.least == own.most:
+        return [f"{size(own.most)} each"]
+    lines = [
+        f"{size(own.least)} at least, median {size(own.median)}, nine in ten up to "
+        f"{size(own.p90)}, {size(own.most)} at most"
+    ]
+    if inside.numbers and own.total:
+        ratio = inside.largest_bytes / own.total
+        lines.append(
+            f"{size(own.total)} in all; padded to the longest: {size(inside.largest_bytes)}, "
+            f"{ratio:.2f} times as many"
+        )
+    return lines
+
+
+def length_words(inside: Contents) -> list[str]:
+    """Return how long the samples are, along all axes that differ; none if nothing is padded."""
+    return [
+        f"axis {_numbered(axes)}: {one.least:,} at least, median {one.median:,.10g}, nine in ten "
+        f"up to {one.p90:,.10g}, {one.most:,} at most; {one.total:,} tokens"
+        for one, axes in _distinct(inside.numbers).items()
+    ]
+
+
+def _distinct(numbers: Sequence[Spread]) -> dict[Spread, list[int]]:
+    """Return which axes are alike: a mask is as long as its words."""
+    found: dict[Spread, list[int]] = {}
+    for axis, one in enumerate(numbers):
+        found.setdefault(one, []).append(axis)
+    return found
+
+
+def _numbered(axes: Sequence[int]) -> str:
+    return ", ".join(map(str, axes))
