@@ -1,11 +1,11 @@
-"""Lines for people, as text and as a notebook shows them."""
+"""Lines and sizes for people, as text and as a notebook shows them."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Mapping
 
-__all__ = ["as_html", "as_text"]
+__all__ = ["as_html", "as_text", "size"]
 
 
 def as_text(lines: Mapping[str, str]) -> str:
@@ -21,3 +21,12 @@ def as_html(lines: Mapping[str, str]) -> str:
         for name, value in lines.items()
     )
     return f"<table>{''.join(rows)}</table>"
+
+
+def size(num_bytes: float) -> str:
+    """Return three digits and a decimal unit: "1.23 MB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(num_bytes) < 1000:
+            return f"{num_bytes:.3g} {unit}" if unit != "B" else f"{num_bytes:.0f} B"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"

@@ -29,12 +29,6 @@ class Costs:
     overlap: float = 0.5
     """Part of the fetching that runs while the device computes, in [0, 1]."""
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.overlap <= 1:
-            raise ValueError(f"overlap must be in [0, 1], got {self.overlap}")
-        if min(self.fetch_s_per_byte, self.fetch_s_per_sample) < 0:
-            raise ValueError("costs must not be negative")
-
     def fetch_s(self, num_bytes: int) -> float:
         """Seconds that the training thread waits for one sample's activation."""
         return (1 - self.overlap) * (self.fetch_s_per_sample + num_bytes * self.fetch_s_per_byte)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from egeria_cache.tables import as_html, as_text
+from egeria_cache.tables import as_html, as_text, size
 
 __all__ = ["CacheStats"]
 
@@ -119,7 +119,7 @@ class CacheStats:
             ),
             "random draws": self._random,
             "training time saved": f"{self.saved_s:.1f} s{self._proof}",
-            "on disk": f"{_size(self.bytes_on_disk)} of {_size(self.limit_bytes)}{self._density}",
+            "on disk": f"{size(self.bytes_on_disk)} of {size(self.limit_bytes)}{self._density}",
             "audited": f"{self.audited}, of which {self.audit_failures} differed",
             "reloaded": str(self.refetched),
             "writes dropped": str(self.dropped_writes),
@@ -128,11 +128,3 @@ class CacheStats:
             "not cached because": self.why_not or "",
         }
         return {name: value for name, value in lines.items() if value}
-
-
-def _size(num_bytes: int) -> str:
-    """Write bytes in the largest unit of which there is one: "3.8 MB", "100 GB"."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes} bytes"

@@ -45,12 +45,13 @@ from egeria_cache.inspect.fill import (
     make_model,
     where_raised,
 )
-from egeria_cache.inspect.words import console, fitting, print_json, progress_bar, share, size
+from egeria_cache.inspect.words import console, fitting, print_json, progress_bar, share
 from egeria_cache.loader import EgeriaLoader
 from egeria_cache.prefetch import LENGTHS
 from egeria_cache.samples import DEFAULT_REUSE, Task
 from egeria_cache.skip import CallError, Candidate, candidates, ordinary_arguments
 from egeria_cache.store import ActivationStore, Generation, survey
+from egeria_cache.tables import size
 
 __all__ = ["Forecast", "Prospect", "Settings", "Share", "forecast", "plan"]
 
@@ -743,7 +744,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--validate", metavar="METRIC", help="of --harm: package.module:callable, called with a "
-        "model, returns the metric, the higher the better; default: the loss on samples held out",
+        "model, returns the metric, the higher the better; default: the loss on batches held out",
     )  # fmt: skip
     return parser
 

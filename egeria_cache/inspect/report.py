@@ -28,16 +28,7 @@ from rich.text import Text
 
 from egeria_cache.cache import schedules
 from egeria_cache.config import parse_size
-from egeria_cache.inspect.words import (
-    age,
-    console,
-    fitting,
-    plain,
-    print_json,
-    progress_bar,
-    share,
-    size,
-)
+from egeria_cache.inspect.words import age, console, fitting, plain, print_json, progress_bar, share
 from egeria_cache.prefetch import LENGTHS
 from egeria_cache.store import (
     ActivationStore,
@@ -57,6 +48,7 @@ from egeria_cache.store import (
 )
 from egeria_cache.store import pack as pack_generation
 from egeria_cache.store import unpack as unpack_generation
+from egeria_cache.tables import size
 
 __all__ = [
     "BAD_ARGUMENTS",

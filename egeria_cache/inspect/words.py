@@ -23,7 +23,6 @@ __all__ = [
     "print_json",
     "progress_bar",
     "share",
-    "size",
 ]
 
 _PIPE_COLUMNS = 10_000
@@ -77,15 +76,6 @@ def fitting(
         if len(dropped) == len(drop) or out.measure(table, options=wide).maximum <= out.width:
             return table
         dropped.add(drop[len(dropped)])
-
-
-def size(num_bytes: float) -> str:
-    """Return three digits and a decimal unit: "1.23 MB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(num_bytes) < 1000:
-            return f"{num_bytes:.3g} {unit}" if unit != "B" else f"{num_bytes:.0f} B"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
 
 
 def duration(seconds: float) -> str:

@@ -34,10 +34,3 @@ DEAR = Costs(fetch_s_per_byte=1e-9, overlap=0.0)
 )
 def test_the_cut_that_saves_most_is_chosen_and_none_while_the_front_is_cheap(steps, costs, cut):
     assert choose(steps, costs) == cut
-
-
-def test_bad_costs_are_named():
-    with pytest.raises(ValueError, match="overlap"):
-        Costs(overlap=2.0)
-    with pytest.raises(ValueError, match="negative"):
-        Costs(fetch_s_per_byte=-1.0)
