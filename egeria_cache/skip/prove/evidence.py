@@ -131,7 +131,7 @@ def observe(evidence: Evidence) -> PrefixTrace | None:
         if not is_lazy(tensor) and not is_sharded(tensor)  # which only active modules have
     ]
     trace = PrefixTrace(known, twin.names(evidence.names), grad=evidence.grad)
-    recompute(evidence, trace=trace, twin=twin)
+    recompute(evidence, list(range(evidence.size)), trace=trace, twin=twin)
     return trace
 
 

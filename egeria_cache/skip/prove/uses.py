@@ -41,7 +41,7 @@ def note_reads(evidence: Evidence, recipe: Recipe) -> None:
         Attempt() as tried,
         _noting([*copies, *((owner, copy) for owner, (_, copy, _) in held.items())], noted),
     ):
-        recompute(evidence, twin=twin)
+        recompute(evidence, list(range(evidence.size)), twin=twin)
     if tried.error is not None:  # its code asks for its own class: all that there is counts
         noted = {(owner, key) for owner, (module, _) in around.items() for key in vars(module)}
         held = {}
