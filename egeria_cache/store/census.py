@@ -209,11 +209,9 @@ def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> It
                     yield Damage(path.name, _sample(key), str(error))
                 if progress is not None and done % PROGRESS_EVERY == 0:
                     progress(done, view.num_records)
-    except DamagedError as error:
+    except (DamagedError, GoneError, OSError) as error:
         if os.path.lexists(path):  # else it was removed just now
             yield Damage(path.name, "?", str(error))
-    except (OSError, GoneError) as error:
-        yield Damage(path.name, "?", str(error))
     finally:
         if progress is not None:
             progress(done, done)
