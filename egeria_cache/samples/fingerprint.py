@@ -23,7 +23,7 @@ from egeria_cache.attempt import Attempt
 from egeria_cache.batch import flatten
 from egeria_cache.kinds import kind_name
 from egeria_cache.samples.content import PLAIN, array_print, plain_print, tensor_print
-from egeria_cache.samples.portrait import Portrait, is_below, portrait
+from egeria_cache.samples.portrait import Glance, Portrait, is_below, portrait
 from egeria_cache.threads import without_modes
 
 __all__ = ["Fingerprint", "Look", "look"]
@@ -101,6 +101,8 @@ class Fingerprint:
         self._next_full = self.next_look = 0.0
         """When all is to be read again, and when it is worth looking in the middle of a pass."""
         self._free_s = FREE_S
+        self._glance: Glance | None = None
+        """Of the data as they were when they were looked at last."""
 
     def __str__(self) -> str:
         """Return text that differs between data sets that give other samples."""
@@ -129,7 +131,10 @@ class Fingerprint:
 
     def _surely_changed(self) -> str | None:
         """Look without asking samples: what only may decide them waits for the end of the pass."""
+        if time.perf_counter() < self._next_full and self._glance and self._glance.is_same():
+            return None
         quick, left_out = portrait(self._roots, thorough=False), self._left_out
+        self._glance = Glance(quick.objects)
         started, (seen, before) = time.perf_counter(), self._portraits
         if not seen.differences(quick, left_out) and started < self._next_full:
             return None

@@ -17,17 +17,21 @@ import functools
 import logging
 import sys
 import sysconfig
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from itertools import chain, islice
+from operator import is_
 from types import (
     BuiltinFunctionType,
+    CellType,
     CodeType,
     FunctionType,
     MethodType,
     MethodWrapperType,
     ModuleType,
+    SimpleNamespace,
 )
 from typing import Any, NamedTuple
 
@@ -45,13 +49,15 @@ from egeria_cache.bytecode import names_in
 from egeria_cache.kinds import home, kind_name
 from egeria_cache.samples import content
 
-__all__ = ["Portrait", "is_below", "portrait"]
+__all__ = ["Glance", "Portrait", "is_below", "portrait"]
 
 MAX_NODES = 20_000
 """Objects that are looked at; what lies beyond is left out."""
 MAX_ITEMS = 4096
 """Of a container whose elements have to be looked at one by one."""
 MAX_DEPTH = 24
+_SMALL_BYTES = 1 << 16
+"""An array up to this size is read whole at a glance."""
 _OPAQUE = tuple(f"{name}." for name in (
     "egeria_cache", "egeria_core", "threading", "_thread", "weakref", "asyncio", "queue",
     "concurrent", "socket", "_io", "multiprocessing.context", "multiprocessing.queues",
@@ -72,6 +78,8 @@ class Portrait(NamedTuple):
     """Path -> 64-bit print."""
     doubtful: frozenset[str]
     """Paths of objects that may decide nothing, with all that is below them."""
+    objects: Sequence[Any] = ()
+    """What was looked at."""
 
     def differences(self, after: Portrait, leave_out: AbstractSet[str]) -> list[str]:
         """Return the paths that differ, except for those in `leave_out` and all below them."""
@@ -95,7 +103,58 @@ def portrait(roots: Mapping[str, Any], *, thorough: bool = True) -> Portrait:
     for name, value in roots.items():
         with walk.within_reach(name != "data set"):
             walk.visit(name, value, 0)
-    return Portrait(walk.prints, frozenset(walk.doubtful))
+    return Portrait(walk.prints, frozenset(walk.doubtful), walk.alive)
+
+
+class Glance:
+    """What some objects show at once: what they hold, by identity; versions; small arrays whole.
+
+    Where nothing has changed there, another portrait would be the same, but for long arrays.
+    """
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        self._seen = [(value, *_glance(value)) for value in objects]
+
+    def is_same(self) -> bool:
+        """Whether they show the same now."""
+        for value, held, number in self._seen:
+            now, other = _glance(value)
+            if number != other or len(now) != len(held) or not all(map(is_, now, held)):
+                return False
+        return True
+
+
+def _glance(value: Any) -> tuple[Sequence[Any], Any]:
+    """Return what an object holds, and what tells it from itself at another time."""
+    kind = type(value)
+    if kind is Tensor:
+        small = value.nbytes <= _SMALL_BYTES and value.is_cpu and value.layout == torch.strided
+        version = 0 if value.is_inference() else value._version
+        seen = content.tensor_print(value) if small else None
+        return (), (version, value.data_ptr() if small else 0, value.shape, seen)
+    if kind is np.ndarray and not value.dtype.hasobject:
+        return (), (value.shape, value.tobytes() if value.nbytes <= _SMALL_BYTES else 0)
+    if kind is FunctionType:
+        names, scope = _look_at_code(value.__code__)[1], value.__globals__
+        held = [value.__code__, value.__defaults__, *(scope.get(name) for name in names)]
+        held += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        return held, None
+    if isinstance(value, dict | list | tuple | deque | np.ndarray):
+        if content.is_long(value) and isinstance(value, list | tuple | np.ndarray):
+            return list(value[:: len(value) // 256]), len(value)
+        items = value.values() if isinstance(value, dict) else value
+        number = None if content.is_long(value) else content.plain_print(value)
+        return list(islice(items, MAX_ITEMS)), (len(value), number)
+    if isinstance(value, type):
+        return list(vars(value).values()), None
+    return [part for _, part in _attributes(value)], None
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
 
 
 def is_below(path: str, tops: AbstractSet[str]) -> bool:
@@ -112,7 +171,7 @@ class _Walk:
         self._thorough = thorough
         self._bytes_left = content.THOROUGH_BYTES
         self._seen: dict[int, str] = {}
-        self._alive: list[Any] = []  # an object that dies would give its id to another
+        self.alive: list[Any] = []  # an object that dies would give its id to another
 
     @contextmanager
     def within_reach(self, is_so: bool = True) -> Iterator[None]:
@@ -134,7 +193,7 @@ class _Walk:
             self._note(path, f"as {known}")
             return
         self._seen[id(value)] = path
-        self._alive.append(value)
+        self.alive.append(value)
         try:
             self._look(path, value, depth)
         except (RuntimeError, TypeError, ValueError, AttributeError, OSError):
@@ -279,7 +338,7 @@ class _Walk:
             return
         if not _is_standard(kind):
             self.visit(kind_name(kind), kind, depth + 1)
-        elif " at 0x" not in (text := repr(value)):
+        elif kind is not SimpleNamespace and " at 0x" not in (text := repr(value)):
             self._note(path, text)
             return
         own = _own_fingerprint(value)

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections import UserList
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, defa
 
 from egeria_cache.samples import Draws, LoaderSource
 from egeria_cache.samples.fingerprint import Fingerprint
+from egeria_cache.samples.portrait import Glance, portrait
 from tests.helpers.forked import started
 
 SCALE = 1.0
@@ -397,3 +399,23 @@ def test_a_copy_is_the_same_data_set():
     for one, _ in other_pairs().values():
         if not isinstance(getattr(one, "decides", None), type(multiprocessing.Value("i"))):
             assert print_of(one) == print_of(copy.copy(one))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda d: d.x.add_(1), lambda d: d.x.numpy().fill(3), lambda d: d.rows.fill(3),
+        lambda d: setattr(d, "scale", 2.0), lambda d: d.deep[2].__setitem__(1, 7.0),
+        lambda d: d.labels.__setitem__(0, 9), lambda d: setattr(d.inner, "by", 2),
+        lambda d: setattr(d, "x", d.x.clone()), lambda d: d.labels.append(1),
+    ],
+)  # fmt: skip
+def test_a_glance_sees_what_was_written_or_replaced(write):
+    data = SimpleNamespace(
+        x=torch.zeros(3), rows=np.zeros(3), scale=1.0, deep=[[float(i), 0.5] for i in range(4)],
+        labels=list(range(5)), inner=SimpleNamespace(by=1),
+    )  # fmt: skip
+    glance = Glance(portrait({"data set": data}, thorough=False).objects)
+    assert glance.is_same()
+    write(data)
+    assert not glance.is_same()
