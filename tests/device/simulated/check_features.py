@@ -189,7 +189,7 @@ def test_a_write_past_the_counters_is_seen_on_the_device(tmp_path, caplog):
 def test_a_sample_that_was_changed_is_found_by_an_audit_that_nobody_waits_for(
     tmp_path, caplog, changes_at
 ):
-    """One call later, or at the end."""
+    """One call later, or at the end; unless a look at the data set has come first."""
     data = Images(noise=0)
 
     def on_step(step, model, cache):
@@ -203,7 +203,9 @@ def test_a_sample_that_was_changed_is_found_by_an_audit_that_nobody_waits_for(
         tmp_path / "a", gate="always", epochs=5, on_step=on_step, data=data, finish=voided,
         cache_kwargs={"audit_rate": 1.0},
     )  # fmt: skip
-    assert caplog.text.count("AUDIT FAILED") == 1
+    assert [caplog.text.count(told) for told in ("AUDIT FAILED", "is another one")] in (
+        [1, 0], [0, 1]
+    )  # fmt: skip
     assert cached[2].hits <= 48 * 5
 
 

@@ -87,4 +87,5 @@ that are used, read ahead, and recent."""
 )  # fmt: skip
 def test_the_ring_spares_what_the_document_says(tmp_path, sampler, recent, whole_bytes):
     found = 100 * spared(tmp_path, sampler, rows=480, recent=recent, whole_bytes=whole_bytes)
-    assert abs(found - FIGURES[sampler, recent, whole_bytes]) <= 2
+    # What the table is told takes 2 % of these rows, and an audit its sample.
+    assert abs(found - FIGURES[sampler, recent, whole_bytes]) <= 3
