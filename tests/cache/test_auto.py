@@ -189,7 +189,7 @@ def test_who_thaws_and_freezes_in_turns_is_right_and_does_not_search_at_every_st
     expected = run(plain, EgeriaLoader(data(), batch_size=8))
     with ActivationCache(model, directory, "auto", gate="always") as cache:
         place = cache._moves._found
-        cache._engine._auto.found = lambda name: (steps.append(name), place(name))
+        cache._engine._auto.found = lambda name, why: (steps.append(name), place(name, why))
         assert run(model, EgeriaLoader(data(), batch_size=8, cache=cache)) == pytest.approx(
             expected, abs=1e-5
         )
