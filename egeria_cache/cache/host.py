@@ -84,6 +84,8 @@ class CacheHost:
         """Kinds of errors of what is done beside the loop, and where they were raised."""
         self._told_random: set[str] = set()
         """Loaders of random samples of which it was said what is done with them."""
+        self._told_made: set[str] = set()
+        """Loaders of which it was said that leaves are made from company."""
         self._told_postponed: set[str] = set()
         self._restless_since: str | None = None
         """Why nothing is served until the prefix has been still for a while."""
@@ -252,8 +254,18 @@ class CacheHost:
         view.generation.put_batch(ids, named, variant=draws, replaces=replaces)
 
     def _is_told(self, batch: Batch, cut: Cut) -> bool:
-        """Say once what is done with a loader whose samples are random; whether they are stored."""
+        """Say once what is done with a loader whose samples are random, or depend on their company;
+        whether they are stored.
+        """
         source = batch.context.source
+        if source.study.made and batch.loader_name not in self._told_made:
+            self._told_made.add(batch.loader_name)
+            log.warning(
+                "loader %r: the collate_fn makes leaf %s of a sample from its company, or draws "
+                "random numbers: batches are loaded whole in every epoch, and only the front's work"
+                " is spared. Make it in the data set or behind the loader", source.name,
+                ", ".join(map(repr, sorted(source.study.made))),
+            )  # fmt: skip
         if not source.is_random or batch.loader_name in self._told_random:
             return True
         self._told_random.add(batch.loader_name)

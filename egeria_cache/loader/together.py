@@ -70,7 +70,7 @@ def find(
         alone = study.each_alone(task)
         places = find_places(leaves, alone)
     is_new = not places.mixed <= study.mixed
-    study.mixed |= places.mixed
+    study.mixed, study.made = study.mixed | places.mixed, study.made | places.made
     own = {
         path: leaf
         for path, leaf in leaves.items()

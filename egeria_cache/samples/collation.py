@@ -35,6 +35,8 @@ class Places(NamedTuple):
     """Which sample stands in each row."""
     mixed: frozenset[str]
     """Leaves that are not, row by row, what the samples are alone."""
+    made: frozenset[str] = frozenset()
+    """Those of them that are as large in company as alone: no padding, nothing along it."""
 
 
 NOWHERE = Places([], frozenset())
@@ -99,7 +101,12 @@ def find_places(together: Mapping[str, Any], alone: Sequence[Mapping[str, Any]])
         there = {path for path, pair in rows.items() if _is_own(*pair, order)} if order else set()
         if order and len(there) > len(own):
             best, own = order, there
-    return Places(best, frozenset(together.keys() - own))
+    made = {path for path in rows.keys() - own if _is_as_large(*rows[path])}
+    return Places(best, frozenset(together.keys() - own), frozenset(made))
+
+
+def _is_as_large(whole: Any, rows: Sequence[Any]) -> bool:
+    return all(getattr(row, "shape", (1,))[1:] == getattr(whole, "shape", (1,))[1:] for row in rows)
 
 
 def _is_own(whole: Any, rows: Sequence[Any], order: Sequence[int]) -> bool:

@@ -40,6 +40,8 @@ class Study:
         and misses together, and only the front's work is spared."""
         self.mixed: frozenset[str] = frozenset()
         """Those leaves: nothing vouches for them."""
+        self.made: frozenset[str] = frozenset()
+        """Those of them that are made from company, labels say, and are no padding."""
         self._load = load
         self._ragged = ragged
         self._looked_for_lists = False

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, RandomSampler, TensorDataset, default_collate
 
-from tests.hostile.harness import cross_entropy, hostile, judge, sgd
+from tests.hostile.harness import Run, cross_entropy, hostile, judge, sgd
 from tests.hostile.nets import ConvNet, Net, Pairs, inputs, labels, rows, seeded
 
 # ---- memory that is shared across the cut --------------------------------------------------------
@@ -178,6 +178,30 @@ def centred_if_large(samples):
 def test_a_collate_function_that_looks_at_company(run, collate, shuffle):
     model = run.freeze(Net())
     run.fit(model, run.loader(rows(96), collate_fn=collate, shuffle=shuffle), 4)
+
+
+def with_tokens(samples):
+    """Padding, lengths, masks, and labels that are shifted behind the padding."""
+    x, y = default_collate(samples)
+    tokens = [torch.arange(1, 3 + int(label)) for label in y]
+    padded = nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+    shifted = torch.cat([padded[:, 1:], torch.full((len(y), 1), -100)], 1)
+    return x, y, padded, padded > 0, torch.tensor([*map(len, tokens)]), shifted
+
+
+@pytest.mark.parametrize(
+    ("collate", "leaf"), [(relabelled, "[1]"), (by_difficulty, None), (with_tokens, None)]
+)
+def test_labels_that_are_made_from_company_are_told_by_name_once(collate, leaf, tmp_path):
+    def script(run):
+        loss = lambda m, b: F.cross_entropy(m(b[0]), b[1])  # noqa: E731
+        run.fit(run.freeze(Net()), run.loader(rows(96), collate_fn=collate), 3, loss=loss)
+
+    trace = Run("always", tmp_path / "cache").run(script)
+    told = [word for _, word in trace.words if "from its company" in word]
+    assert trace.last_hits
+    assert len(told) == (leaf is not None)
+    assert all(repr(leaf) in word and "behind the loader" in word for word in told)
 
 
 def centred_if_very_large(samples):
