@@ -192,7 +192,7 @@ class CacheHost:
         reason = reason or source.why_not_cacheable(batch)
         if reason is None:
             self._look_at_draws(batch, cut)
-        reason = reason or source.why_not_served
+        reason = reason or source.why_not_served or source.fingerprint.why_not
         if reason is not None:
             return reason
         return self._store.open_generation(

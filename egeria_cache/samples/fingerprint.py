@@ -26,7 +26,7 @@ from egeria_cache.samples.content import PLAIN, array_print, plain_print, tensor
 from egeria_cache.samples.portrait import Glance, Portrait, is_below, portrait
 from egeria_cache.threads import without_modes
 
-__all__ = ["Fingerprint", "Look", "look"]
+__all__ = ["Fingerprint", "Look", "look", "sample_print"]
 
 NUM_SAMPLES = 32
 NUM_AGAIN = 2
@@ -48,6 +48,8 @@ class Look(NamedTuple):
     """Of the batch that they were collated to."""
     moved: frozenset[str]
     """Paths of the portrait that loading itself changes: counters, caches, files that are open."""
+    decides: str | None = None
+    """An attribute of the data set that counts loads, and decides what it gives."""
 
 
 def look(
@@ -58,10 +60,10 @@ def look(
     """Load some samples, and collate them, and describe them."""
     before = portrait(roots, thorough=False)
     samples = load()
-    prints, together = [_sample_print(sample) for sample in samples], None
+    prints, together = [sample_print(sample) for sample in samples], None
     for some in (samples, samples[-2:]):  # it may take no such batch; what it leaves behind matters
         with Attempt():
-            together = _sample_print(collate(some))
+            together = sample_print(collate(some))
             break
     after = portrait(roots, thorough=False)
     paths = (*before.prints, *after.prints)
@@ -91,7 +93,8 @@ class Fingerprint:
         self._text: str | None = None
         nothing = Portrait({}, frozenset())
         self._portraits: tuple[Portrait, Portrait] = nothing, nothing
-        self._moved: frozenset[str] = frozenset()
+        self._shown = Look([], None, frozenset())
+        """What loading has shown at first."""
         self._asked: Counter[str] = Counter()
         """How often what may decide a sample has moved."""
         self._prints: dict[int, int | None] = {}
@@ -109,6 +112,15 @@ class Fingerprint:
         if self._text is None:
             self._text = self._take()
         return self._text
+
+    @property
+    def why_not(self) -> str | None:
+        """Say so if what a sample is depends on how much was loaded before."""
+        name = self._shown.decides if str(self) else None
+        return name and (
+            f"the data set's attribute {name!r} counts what is loaded, and decides what a sample "
+            "is; set it in the loop, before an epoch"
+        )
 
     def changed(self, *, midway: bool = False) -> str | None:
         """Say what is not as it was when the text was taken; None if nothing is.
@@ -169,7 +181,9 @@ class Fingerprint:
     @property
     def _left_out(self) -> frozenset[str]:
         """Paths that decide no sample, as loading has shown, or asking for samples has."""
-        return self._moved | {path for path, times in self._asked.items() if times >= MAX_ASKED}
+        return self._shown.moved | {
+            path for path, times in self._asked.items() if times >= MAX_ASKED
+        }
 
     def _gives_others(self) -> bool:
         """Load the samples that are known again, and collate them."""
@@ -203,7 +217,7 @@ class Fingerprint:
         digest, own = xxhash.xxh3_128(), None
         started = time.perf_counter()
         self._portraits = portrait(self._roots, thorough=False), portrait(self._roots)
-        self._prints, self._seen, self._moved = {}, None, frozenset()
+        self._prints, self._seen, self._shown = {}, None, Look([], None, frozenset())
         own = any(path.endswith("data set.fingerprint") for path in self._portraits[1].prints)
         doubtful = self._portraits[1].doubtful
         if doubtful or not own:
@@ -213,13 +227,13 @@ class Fingerprint:
             if tried.error is not None:  # not indexed by 0..n-1
                 self._prints = {-1: None}
                 with Attempt():
-                    self._moved = self._look_at(None).moved
+                    self._shown = self._look_at(None)
             self._prints = {} if own else self._prints
             if None in self._prints.values():
                 # Nothing is reused by another run, rather than something that may be another's.
                 digest.update(os.urandom(16))
                 self._prints = {}
-        left_out = self._moved | doubtful
+        left_out = self._shown.moved | doubtful
         lasting = [
             (path, value)
             for path, value in self._portraits[1].prints.items()
@@ -239,11 +253,12 @@ class Fingerprint:
         seen = self._look_at(indices)
         if self._portraits[1].doubtful and self._look_at(indices).together != seen.together:
             seen = seen._replace(together=None)  # the collate function draws
-        self._moved, self._seen = seen.moved, (indices, seen)
+        self._shown, self._seen = seen, (indices, seen)
         self._prints = dict(zip(indices, seen.prints, strict=True))
 
 
-def _sample_print(sample: Any) -> int | None:
+def sample_print(sample: Any) -> int | None:
+    """Return what tells a sample from others; None if it holds something without bytes."""
     _, leaves = flatten(sample, -1)
     try:
         prints = [(path, _leaf_print(leaf)) for path, leaf in leaves.items()]

@@ -30,7 +30,8 @@ from egeria_cache.samples.collation import (
     own_lengths,
 )
 from egeria_cache.samples.company import Company, Told
-from egeria_cache.samples.fingerprint import Look, look
+from egeria_cache.samples.counters import counts, deciding
+from egeria_cache.samples.fingerprint import Look, look, sample_print
 from egeria_cache.samples.generators import GENERATORS, preserved
 
 __all__ = [
@@ -135,18 +136,28 @@ class SampleLoader:
     @contextmanager
     def out_of_turn(self) -> Iterator[None]:
         """Load what training does not ask for now: what the data set counts does not move on."""
-        dataset = self.dataset
+        dataset, before = self.dataset, list(counts(self.dataset))
         self.dataset = _stand_in(dataset)
         try:
             yield
         finally:
             self.dataset = dataset
+            for count in before:
+                count.put_back()
 
     def answer(self, task: Task) -> Any:
         """Return the task's samples in order, described if the task says so; None for no task."""
         if task.looks:
             roots = {"data set": self.dataset, "collate_fn": apart(self.collate)}
-            return look(roots, lambda: self.load(task), roots["collate_fn"])
+            seen = look(roots, lambda: self.load(task), roots["collate_fn"])
+            if any(path.startswith("data set.") for path in seen.moved):
+                some = task.at(range(0, len(task.ids), 4))
+                with self.out_of_turn():
+                    name = deciding(
+                        self.dataset, lambda: [sample_print(one) for one in self.load(some)]
+                    )
+                seen = seen._replace(decides=name)
+            return seen
         return None if task.indices is None else self.load(task)
 
     def load(self, task: Task) -> Any:

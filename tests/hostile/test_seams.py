@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, RandomSampler, TensorDataset, default_collate
+from torch.utils.data import Dataset, RandomSampler, Subset, TensorDataset, default_collate
 
 from tests.hostile.harness import Run, cross_entropy, hostile, judge, sgd
 from tests.hostile.nets import ConvNet, Net, Pairs, inputs, labels, rows, seeded
@@ -541,6 +541,54 @@ class CountingLoads(Dataset):
 @hostile
 def test_a_data_set_that_counts_its_loads(run):
     run.fit(run.freeze(Net()), run.loader(CountingLoads()), 3)
+
+
+class CountingLate(CountingLoads):
+    """The same from some load on, in many ways to count."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.seen, self.times = kind, [], dict.fromkeys(range(24), 0)
+
+    def __getitem__(self, index):
+        self.loads += 1
+        self.seen.append(index)
+        self.times[index] += 1
+        so_far = {"number": self.loads // 24, "list": len(self.seen) // 24}
+        return self.x[index] * (so_far.get(self.kind, self.times[index]) < 4), self.y[index]
+
+
+@pytest.mark.parametrize("kind", ["number", "list", "dictionary"])
+@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+@hostile(told="decides what a sample is")
+def test_a_data_set_that_decides_by_a_count_of_its_loads(run, kind, wrap, workers):
+    data = CountingLate(kind)
+    data = Subset(data, range(24)) if wrap else data
+    run.fit(run.freeze(Net()), run.loader(data, num_workers=workers), 6)
+
+
+class CountingForNothing(CountingLoads):
+    """Counts, remembers what it had last, and gives the same all the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.times, self.last, self.of_last = [], {}, -1, None
+
+    def __getitem__(self, index):
+        self.loads += 1
+        self.seen.append(index)
+        self.times[index] = self.times.get(index, 0) + 1
+        if index // 4 != self.last:
+            self.last, self.of_last = index // 4, self.x[index // 4 * 4 :][:4]
+        return self.of_last[index % 4], self.y[index]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@hostile(served=True)
+def test_a_data_set_that_counts_its_loads_and_does_nothing_with_it(run, workers):
+    data = CountingForNothing()
+    run.fit(run.freeze(Net()), run.loader(data, num_workers=workers), 4)
 
 
 class Closing(Pairs):

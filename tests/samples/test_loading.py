@@ -139,3 +139,27 @@ def test_a_sample_that_is_longer_than_was_told_is_told(monkeypatch):
     assert alone.load(0).differs is None
     monkeypatch.setattr(module, "FREE_S", 60.0)
     assert alone.load(SIZE).differs == "['x']"
+
+
+class Logging:
+    """Counts its loads in several ways, and is wrapped."""
+
+    def __init__(self):
+        self.dataset, self.number, self.log, self.times = Texts(list), 0, [], {}
+
+    def __getitem__(self, i):
+        self.number, self.times[i] = self.number + 1, self.times.get(i, 0) + 1
+        self.log.append(i)
+        return self.dataset[i]
+
+
+def test_what_a_data_set_counts_is_put_back_when_samples_are_loaded_out_of_turn():
+    data = Logging()
+    loader = SampleLoader(data, joined)
+    log, task = data.log, Task(0, [3, 4, 3], [3, 4, 3], [0] * 3, None)
+    loader.load(task)
+    with loader.out_of_turn():
+        loader.load(task)
+        assert len(log) == 6
+    assert (data.number, data.log, data.times) == (3, [3, 4, 3], {3: 2, 4: 1})
+    assert data.log is log
