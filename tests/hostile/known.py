@@ -22,7 +22,7 @@ KNOWN: dict[str, tuple[type[Finding], str]] = {
     # test_seams.py
     **because(
         NeedlesslyUncached,
-        "two views joined into one batch, a copy of the tensor that knows nothing",
+        "two views joined into one batch, an alias made in C that knows nothing (said so)",
         "test_joined_and_shaped_inputs_are_served[cat of two views]",
         "test_joined_and_shaped_inputs_are_served[Variable]",
     ),

@@ -96,6 +96,33 @@ def test_a_statistic_is_seen_though_all_samples_are_alike(run, kind):
     run.fit(model, run.loader(TensorDataset(x, labels())), 4, each_epoch=lambda epoch: None)
 
 
+@hostile
+@pytest.mark.parametrize("row", range(8))
+@pytest.mark.parametrize("other", ["first", "last", "one before", "one after"])
+def test_one_row_alone_that_reads_another_is_seen(run, row, other):
+    """Whichever of the first batch it is, it has another company in some part of the proof."""
+    x = inputs()
+    x[:, 0] = 0
+    x[row, 0] = 5
+
+    class Reading(Net):
+        def front(self, x):
+            h = torch.tanh(self.early(x))
+            others = {
+                "first": h[:1], "last": h[-1:], "one before": h.roll(1, 0),
+                "one after": h.roll(-1, 0),
+            }  # fmt: skip
+            return self.middle(h + (x[:, :1] > 4) * others[other])
+
+    run.fit(run.freeze(Reading()), run.loader(TensorDataset(x, labels()), shuffle=False), 1)
+    run.turn()
+    model = run.freeze(Reading())
+    order = [[*range(8)], [*range(8, 16)], [9, 11, row, 13, 15, 17, 19, 2]]
+    run.fit(model, run.loader(TensorDataset(x, labels()), batch_sampler=order), 1)
+    shuffled = [[*range(12, 20)], [row + 8, *range(7), row], [20, 21]]
+    run.fit(model, run.loader(TensorDataset(x, labels()), batch_sampler=shuffled), 2)
+
+
 @hostile(limit="that depends on the whole batch, cannot be seen before it is taken")
 def test_a_statistic_behind_a_threshold_that_the_first_batch_does_not_reach(run):
     """One in 24 samples is an outlier, and then the whole batch is scaled."""

@@ -23,16 +23,20 @@ def another(size: int) -> list[int]:
     Rows from B on are made-up samples.
     """
     if size <= 3:
-        return [[0, 1], [1, 0, 1], [2, 1]][size - 1]
+        return [[0, 1], [1, 0, 1, 0], [2, 1]][size - 1]
     return list(range(size - 1, max(size // 2 - 2, size - 1 - _FEW), -1))
 
 
 def halves_and_rows(size: int) -> list[list[int]]:
-    """Return further parts of the batch, each another than the whole."""
+    """Return further parts of the batch, each another than the whole.
+
+    Halves are reversed: each sample meets another first, last and next one than in the whole.
+    """
     half = size // 2
     if size == 1:
         return [[0, 0]]
-    parts = [list(range(half)), list(range(half, size)), [0], [size - 1], [half], [half, half]]
+    halves = [*range(half)][::-1], [*range(half, size)][::-1]
+    parts = [*halves, [0], [size - 1], [half], [half, half]]
     return [part for i, part in enumerate(parts) if part not in parts[:i]]
 
 

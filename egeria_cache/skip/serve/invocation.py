@@ -252,8 +252,10 @@ def _untagged(leaves: list[Any]) -> str:
         kinds = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves)) or "nothing"
         return f"it was called with {kinds}, in which no tensor of an EgeriaLoader's batch is found"
     dtype = str(tensor.dtype).removeprefix("torch.")
+    lost = f"the rows were lost in {lost_by()}"
+    if not lost_by():
+        lost = "it is not from an EgeriaLoader, or it is `torch.autograd.Variable(x)`: give `x`"
     return (
         f"it was called with a {type(tensor).__name__} ({dtype}, {list(tensor.shape)}) that does "
-        "not know its samples: "
-        + (f"the rows were lost in {lost_by()}" if lost_by() else "it is not from an EgeriaLoader")
+        f"not know its samples: {lost}"
     )
