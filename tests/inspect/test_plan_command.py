@@ -83,6 +83,7 @@ def test_a_cnn_is_measured_at_every_boundary(capsys):
     assert report["load_s"] > 0
 
 
+@pytest.mark.long
 def test_a_transformer_with_a_loss_of_its_own_is_measured(capsys):
     report = ask_json(capsys, f"{ZOO}:transformer", "--data", f"{ZOO}:Texts")
     by_name = {one["boundary"]: one for one in report["prospects"]}
@@ -292,6 +293,7 @@ def test_bytes_of_padded_samples_are_those_of_the_data_sets_own_lengths(capsys):
 HARM = ("--harm", "3", "--step", f"{ZOO}:cross_entropy", "--optimizer", f"{ZOO}:optimizer")
 
 
+@pytest.mark.long
 def test_what_freezing_costs_is_shown_beside_it(capsys):
     code, shown = ask(capsys, f"{ZOO}:cnn", "--data", f"{ZOO}:Images", *HARM)
     assert code == 0, shown.err

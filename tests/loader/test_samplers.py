@@ -148,6 +148,7 @@ def accuracy(layout, seed):
     return (model(x[cut:]).argmax(1) == y[cut:]).float().mean().item()
 
 
+@pytest.mark.long
 def test_shuffling_inside_nodes_costs_no_accuracy_that_could_be_seen():
     seeds = range(3)
     at_large = sum(accuracy(None, seed) for seed in seeds) / len(seeds)
