@@ -425,7 +425,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "environment": environment(device=device), "device": str(device),
         "is_accelerator": runs_late(device), "size": "tiny" if small else "full",
         "graph_of_a_gather_is_right": captured(device),
-        "to_device_gb_per_s": bandwidth(device, 1 << (22 if small else 28)) / 1e9,
+        "to_device_gb_per_s": (
+            bandwidth(device, 1 << (22 if small else 28)) / 1e9 if runs_late(device) else None
+        ),
         "right": [], "steps": [], "growing": [], "waits": [],
     }  # fmt: skip
     for case in cases(small):

@@ -154,7 +154,7 @@ def device(section: Section, report: Report) -> None:
     section.findings = [
         f"{len(report['right']) - report['wrong']} of {len(report['right'])} runs are right; a "
         f"gather in a graph: {graph[report['graph_of_a_gather_is_right']]}.",
-        f"{number(report['to_device_gb_per_s'])} GB/s to the device.",
+        *[f"{number(gb)} GB/s to the device." for gb in [report["to_device_gb_per_s"]] if gb],
     ]
 
 

@@ -50,7 +50,7 @@ def _finetune(report: Report) -> Row:
 def _sweep(report: Report) -> Row:
     sweep = report["sweeps"]["sweep-head"]["summary"]
     return (
-        "eight learning rates for a new head, over one cache",
+        "eight learning rates for a new head, over one cache of four random draws a sample",
         f"{ratio(sweep['speedup']['median'])} as fast",
     )
 

@@ -116,11 +116,13 @@ def _methods(name: str, task: Report) -> Table:
 
 
 def _sweep(name: str, sweep: Report) -> Table:
-    own = sweep["summary"]
+    own, settings = sweep["summary"], sweep.get("settings", {})
+    is_kept = settings.get("reuse", 1) is None
+    kept = f" of {settings['variants']} draws a sample" if is_kept else ""
     rows = [
         ["eight runs, uncached", seconds(own["uncached_s"]["median"]), "1.00x",
          number(own["best_uncached"]["median"], 4), "-"],
-        ["eight runs, one cache", seconds(own["cached_s"]["median"]),
+        [f"eight runs, one cache{kept}", seconds(own["cached_s"]["median"]),
          ratio(own["speedup"]["median"]), number(own["best_cached"]["median"], 4),
          bytes_(own["bytes_on_disk"])],
     ]  # fmt: skip

@@ -775,8 +775,8 @@ def _recommendation(found: Forecast) -> str:
         return "no cut pays: see why below"
     epoch = found.break_even_epoch(best)
     return (
-        f"cut at {best.boundary}: epochs after the first take {found.later_epochs(best):.2f}x, "
-        f"{size(found.set_bytes(best))}, pays from epoch {epoch:,}"
+        f"cut at {best.boundary}: epochs after the first take {found.later_epochs(best):.2f} of "
+        f"their time, {size(found.set_bytes(best))}, pays from epoch {epoch:,}"
     )
 
 
