@@ -9,9 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
+from egeria_cache.cache.notes import LiveFile
 from egeria_cache.gate import CacheStats
 from egeria_cache.prefetch import ReaderThreads
-from egeria_cache.store import LiveFile
 
 __all__ = ["LiveReport"]
 

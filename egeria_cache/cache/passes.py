@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from egeria_cache.cache.notes import read_note, read_notes, write_note
 from egeria_cache.samples import Clock, Draws, LoaderSource
-from egeria_cache.store import read_note, read_notes, write_note
 
 __all__ = ["Passes", "schedules"]
 

@@ -6,9 +6,11 @@ where there are no streams or events, or no page-locked memory, copies run in or
 starts one waits for it. It holds no model and no batch, and decides nothing about caching.
 
 `kinds` says which devices there are and what they are called, `streams` orders what they are given
-to do, `memory` copies both ways, `randomness` keeps the states of their generators.
+to do, `memory` copies both ways, `fetching` whole batches, `randomness` keeps the states of their
+generators.
 """
 
+from egeria_cache.device.fetching import batch_to_host
 from egeria_cache.device.kinds import (
     FOREIGN_PACKAGES,
     LEAF_FLAGS,
@@ -46,6 +48,7 @@ __all__ = [
     "Lane",
     "accelerator",
     "autocast_kinds",
+    "batch_to_host",
     "copies_beside",
     "default_device",
     "device_name",

@@ -17,11 +17,12 @@ from typing import Any
 from egeria_cache.arguments import did_you_mean
 from egeria_cache.errors import EgeriaError
 from egeria_cache.inspect import report
+from egeria_cache.inspect.census import survey
 from egeria_cache.inspect.fill import fill
 from egeria_cache.inspect.plan import plan
 from egeria_cache.inspect.report import BAD_ARGUMENTS, DAMAGED, HEALTHY
 from egeria_cache.inspect.words import plain
-from egeria_cache.store import BudgetBusyError, DamagedError, survey
+from egeria_cache.store import BudgetBusyError, DamagedError
 from egeria_cache.version import __version__
 
 __all__ = ["main"]

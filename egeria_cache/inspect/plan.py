@@ -37,6 +37,7 @@ from egeria_cache.config import parse_size
 from egeria_cache.device import synchronize
 from egeria_cache.errors import EgeriaError
 from egeria_cache.gate import Costs, choose
+from egeria_cache.inspect.census import survey
 from egeria_cache.inspect.fill import (
     add_common,
     device_of_name,
@@ -50,7 +51,7 @@ from egeria_cache.loader import EgeriaLoader
 from egeria_cache.prefetch import LENGTHS
 from egeria_cache.samples import DEFAULT_REUSE, Task
 from egeria_cache.skip import CallError, Candidate, candidates, ordinary_arguments
-from egeria_cache.store import ActivationStore, Generation, survey
+from egeria_cache.store import ActivationStore, Generation
 from egeria_cache.tables import size
 
 __all__ = ["Forecast", "Prospect", "Settings", "Share", "forecast", "plan"]

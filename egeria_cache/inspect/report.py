@@ -26,24 +26,25 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from egeria_cache.cache import schedules
+from egeria_cache.cache import read_live, schedules
 from egeria_cache.config import parse_size
+from egeria_cache.inspect.census import (
+    CacheReport,
+    Contents,
+    GenerationReport,
+    Spread,
+    contents,
+    find_generation,
+    survey,
+)
 from egeria_cache.inspect.words import age, console, fitting, plain, print_json, progress_bar, share
 from egeria_cache.prefetch import LENGTHS
 from egeria_cache.store import (
     ActivationStore,
-    CacheReport,
-    Contents,
-    GenerationReport,
     Manifest,
     Parcelled,
-    Spread,
-    contents,
     differing_fields,
-    find_generation,
-    read_live,
     remove_generations,
-    survey,
     verify,
 )
 from egeria_cache.store import pack as pack_generation

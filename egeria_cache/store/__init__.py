@@ -8,60 +8,45 @@ A generation is one LMDB environment. The way of a read: `store` > `generation` 
 of `disk/files` > one call of the compiled `kernel.c` (through `native`), or without it > `records`
 > `codecs`; of a write: `generation` > `writer` > `records` > a commit of `disk/files`. `disk` has
 the files: whose they are (`own`, `place`, `claims`), what they may take (`budget`), LMDB itself
-(`environment`), and what lies in it (`files`). What `cache-inspect` reads and copies: `census`,
+(`environment`), and what lies in it (`files`). What `cache-inspect` checks and copies: `checking`,
 `parcel`.
 """
 
-from egeria_cache.store.census import (
-    CacheReport,
-    Contents,
-    GenerationReport,
-    Spread,
-    contents,
-    find_generation,
-    survey,
-    verify,
+from egeria_cache.store.checking import verify
+from egeria_cache.store.codecs.codec import Codec, Coder
+from egeria_cache.store.disk.budget import (
+    BudgetBusyError,
+    directory_bytes,
+    generation_directories,
+    last_use,
+    remove_generations,
 )
-from egeria_cache.store.disk.budget import BudgetBusyError, remove_generations
-from egeria_cache.store.disk.manifest import DamagedError, Manifest, differing_fields
-from egeria_cache.store.disk.notes import (
-    LiveFile,
-    read_live,
-    read_note,
-    read_notes,
-    write_note,
+from egeria_cache.store.disk.claims import SET_ASIDE, in_use_elsewhere
+from egeria_cache.store.disk.files import GoneError, inspected, is_unfinished
+from egeria_cache.store.disk.manifest import (
+    ROOT_FORMAT,
+    DamagedError,
+    Manifest,
+    differing_fields,
+    read_json,
+    write_json,
 )
+from egeria_cache.store.disk.place import ROOT_NAME
 from egeria_cache.store.generation import Generation, Located
 from egeria_cache.store.native import has_kernel
 from egeria_cache.store.parcel import Parcelled, pack, unpack
 from egeria_cache.store.reader import NotInMemoryError
+from egeria_cache.store.records.keys import decode_key
+from egeria_cache.store.records.layout import FieldLayout, RecordError
+from egeria_cache.store.records.record import Record
+from egeria_cache.store.stats import Totals
 from egeria_cache.store.store import ActivationStore
 
 __all__ = [
-    "ActivationStore",
-    "BudgetBusyError",
-    "CacheReport",
-    "Contents",
-    "DamagedError",
-    "Generation",
-    "GenerationReport",
-    "LiveFile",
-    "Located",
-    "Manifest",
-    "NotInMemoryError",
-    "Parcelled",
-    "Spread",
-    "contents",
-    "differing_fields",
-    "find_generation",
-    "has_kernel",
-    "pack",
-    "read_live",
-    "read_note",
-    "read_notes",
-    "remove_generations",
-    "survey",
-    "unpack",
-    "verify",
-    "write_note",
-]
+    "ROOT_FORMAT", "ROOT_NAME", "SET_ASIDE", "ActivationStore", "BudgetBusyError", "Codec", "Coder",
+    "DamagedError", "FieldLayout", "Generation", "GoneError", "Located", "Manifest",
+    "NotInMemoryError", "Parcelled", "Record", "RecordError", "Totals", "decode_key",
+    "differing_fields", "directory_bytes", "generation_directories", "has_kernel",
+    "in_use_elsewhere", "inspected", "is_unfinished", "last_use", "pack", "read_json",
+    "remove_generations", "unpack", "verify", "write_json",
+]  # fmt: skip

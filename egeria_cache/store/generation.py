@@ -20,6 +20,7 @@ import numpy.typing as npt
 import psutil
 from torch import Tensor
 
+from egeria_cache.device import batch_to_host
 from egeria_cache.errors import StoreError
 from egeria_cache.store.codecs.codec import Codec, Coder
 from egeria_cache.store.codecs.lossy import LossyError, Storage
@@ -40,7 +41,6 @@ from egeria_cache.store.records.keys import (
 from egeria_cache.store.records.layout import Value
 from egeria_cache.store.records.record import Encoded, Rows, encode_rows
 from egeria_cache.store.stats import Counts
-from egeria_cache.store.transfer import to_host
 from egeria_cache.store.writer import Job, Writer, joined
 from egeria_cache.threads import without_modes
 
@@ -266,7 +266,7 @@ class Generation:
             return self._refuse(keys)
         replaced = None if replaces is None else _superseded(keys, replaces)
         with without_modes():
-            fields, ready = to_host(fields)
+            fields, ready = batch_to_host(fields)
         job = Job(self, keys, range(len(ids)), Rows(bare, fields), ready, replaced)
         self._queued(1)
         if self._writer.submit(job):

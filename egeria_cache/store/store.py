@@ -49,14 +49,6 @@ logger = logging.getLogger("egeria_cache.store")
 REMOVAL_WAIT_S = 10.0
 EMPTY_GENERATION_BYTES = 12 * PAGE_BYTES
 """What a new generation takes before its first record, except for its manifest."""
-GONE = {
-    "verify": "every read of a record is verified",
-    "num_threads": "who asks for a batch reads it",
-    "queue_batches": "16 wait for the writer at most",
-    "queue_bytes": "2 GiB wait for the writer at most",
-    "evict_unused": "what no process uses goes where room is needed",
-}
-"""Options that say so for a release."""
 ALONE = {"use": "alone"}
 """Fields of the generation behind the store's own put_batch and get_batch."""
 
@@ -86,7 +78,6 @@ class ActivationStore:
         storage_dtype: str | None = None,
         force_network: bool = False,
         verify: str = "once",
-        **gone: Any,
     ) -> None:
         self.config = StoreConfig(
             directory=Path(directory).expanduser().absolute(),
@@ -95,10 +86,8 @@ class ActivationStore:
             storage_dtype=storage_dtype,
             force_network=force_network,
         )
-        for name in [*gone, *(["verify"] if verify != "once" else [])]:
-            if name not in GONE:
-                raise TypeError(f"a store has no option {name!r}")
-            logger.warning("%s= does nothing any more: %s", name, GONE[name])
+        if verify != "once":
+            logger.warning("verify= does nothing any more: every read of a record is verified")
         self._start()
 
     def _start(self) -> None:

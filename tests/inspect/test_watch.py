@@ -15,8 +15,8 @@ import torch
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.cache import live
+from egeria_cache.cache.notes import LiveFile, read_live
 from egeria_cache.inspect import main
-from egeria_cache.store import LiveFile, read_live
 from tests.cache.test_auto import data, train
 from tests.cache.test_filling import frozen_blocks
 
@@ -82,7 +82,7 @@ def test_what_a_killed_process_left_is_not_shown_and_goes(directory, often):
     script = f"""
 import time
 from pathlib import Path
-from egeria_cache.store import LiveFile
+from egeria_cache.cache.notes import LiveFile
 LiveFile(Path({str(directory)!r})).write({{"hits": 1}})
 print("written", flush=True)
 time.sleep(60)

@@ -23,8 +23,9 @@ import torch
 
 import egeria_cache.store.disk.budget as budget_module
 from egeria_cache.errors import StoreError
+from egeria_cache.inspect.census import survey
 from egeria_cache.inspect.cli import main
-from egeria_cache.store.census import survey, verify
+from egeria_cache.store.checking import verify
 from egeria_cache.store.disk.budget import Budget
 from egeria_cache.store.disk.manifest import generation_name
 from egeria_cache.store.records.keys import encode_keys

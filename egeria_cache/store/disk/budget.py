@@ -16,8 +16,8 @@ from pathlib import Path
 
 from egeria_cache.config import PAGE_BYTES
 from egeria_cache.store.disk.claims import (
-    DAMAGED,
     IN_USE_NAME,
+    SET_ASIDE,
     clear_graves,
     in_use_elsewhere,
     remove_directory,
@@ -62,7 +62,7 @@ def generation_directories(directory: Path, *, damaged: bool = False) -> list[Pa
     """Return the generations' directories, by name; also those that were set aside, if asked for.
     Links and what belongs to others are none.
     """
-    prefixes = ("gen-", DAMAGED) if damaged else ("gen-",)
+    prefixes = ("gen-", SET_ASIDE) if damaged else ("gen-",)
     try:
         names = sorted(name for name in os.listdir(directory) if name.startswith(prefixes))
     except OSError:

@@ -14,8 +14,8 @@ from pathlib import Path
 from egeria_cache.store.disk.own import is_own_directory, open_own
 
 __all__ = [
-    "DAMAGED",
     "IN_USE_NAME",
+    "SET_ASIDE",
     "BeingRemovedError",
     "Claim",
     "clear_graves",
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 IN_USE_NAME = "in-use"
-GRAVE, DAMAGED = ".gone-", "damaged-"
+GRAVE, SET_ASIDE = ".gone-", "damaged-"
 """What a generation is renamed to before its files are unlinked one by one; and if it cannot be
 opened for damage, which no run removes for that."""
 MANIFEST_NAME = "manifest.json"
@@ -73,7 +73,7 @@ def set_aside(directory: Path) -> Path:
     Raises:
         OSError: It cannot be renamed.
     """
-    aside = directory.with_name(f"{DAMAGED}{directory.name}-{time.time_ns():x}")
+    aside = directory.with_name(f"{SET_ASIDE}{directory.name}-{time.time_ns():x}")
     return directory.rename(aside)
 
 

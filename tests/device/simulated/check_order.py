@@ -20,7 +20,6 @@ from egeria_cache.prefetch import ring as rings
 from egeria_cache.prefetch.ring import Ring
 from egeria_cache.skip.state import content
 from egeria_cache.skip.state.content import ContentProbe
-from egeria_cache.store import transfer
 from tests.device.late import late
 from tests.device.simulated.runs import DEVICE
 
@@ -117,7 +116,7 @@ def transfer_property(order):
         for step in range(8):
             x = torch.full((4, 3), float(step), device=DEVICE)
             captured = x * 3 + 1
-            jobs.append((step, *transfer.to_host({"a": captured, "ids": [1, 2, 3, 4]})))
+            jobs.append((step, *devices.batch_to_host({"a": captured, "ids": [1, 2, 3, 4]})))
             del x, captured
             torch.full((4, 3), -1.0, device=DEVICE)  # may get the same memory
             if len(jobs) > 2:

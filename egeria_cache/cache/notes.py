@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from egeria_cache.errors import StoreError
-from egeria_cache.store.disk.manifest import ROOT_FORMAT, read_json, write_json
+from egeria_cache.store import ROOT_FORMAT, read_json, write_json
 
 __all__ = ["LiveFile", "read_live", "read_note", "read_notes", "write_note"]
 

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egeria_cache import device as devices
-from egeria_cache.device import Event, Lane, runs_late
+from egeria_cache.device.kinds import runs_late
+from egeria_cache.device.memory import to_host
+from egeria_cache.device.streams import Event, Lane
 from egeria_cache.ragged import PaddedRows
-from egeria_cache.store.records.record import Rows
 
-__all__ = ["to_host"]
+__all__ = ["batch_to_host"]
 
 _lanes: dict[torch.device, Lane] = {}
 _lock = threading.Lock()
 
 
-def to_host(
+def batch_to_host(
     fields: Mapping[str, Tensor | Sequence[Any]],
 ) -> tuple[dict[str, Tensor | Sequence[Any]], tuple[Event, ...]]:
     """Return the fields in host memory, and the events to wait for before reading them.
@@ -29,12 +29,15 @@ def to_host(
     copy beside it.
     """
     moved: dict[str, Tensor | Sequence[Any]] = dict(fields)
-    places = {one.device for one in Rows(False, moved).tensors()}
-    elsewhere = list(filter(runs_late, places))
-    if not elsewhere:
-        return moved, ()
+    elsewhere = set[torch.device]()
+    for value in moved.values():
+        value = value.padded if isinstance(value, PaddedRows) else value
+        many = (value,) if isinstance(value, Tensor) else value
+        elsewhere |= {
+            one.device for one in many if isinstance(one, Tensor) and runs_late(one.device)
+        }
     with _lock:
-        events = [_fetch(moved, device) for device in elsewhere]
+        events = [_fetch(moved, device) for device in filter(runs_late, elsewhere)]
     return moved, tuple(event for event in events if event is not None)
 
 
@@ -47,7 +50,7 @@ def _fetch(fields: dict[str, Tensor | Sequence[Any]], device: torch.device) -> E
     def fetched(item: Any) -> Any:
         if not isinstance(item, Tensor) or item.device != device:
             return item
-        copy = devices.to_host(item)
+        copy = to_host(item)
         sources.append((item, copy))
         return copy
 

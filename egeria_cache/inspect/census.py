@@ -1,4 +1,4 @@
-"""What `cache-inspect` shows: sizes, contents and damage of a cache directory. Reads only.
+"""What `cache-inspect` shows: sizes and contents of a cache directory. Reads only.
 
 Looks at a cache that a live run is writing without disturbing it.
 """
@@ -9,7 +9,7 @@ import collections
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,33 +18,40 @@ import numpy.typing as npt
 import torch
 
 from egeria_cache.errors import StoreError
-from egeria_cache.store.codecs.codec import Codec, Coder
-from egeria_cache.store.disk.budget import directory_bytes, generation_directories, last_use
-from egeria_cache.store.disk.claims import DAMAGED, in_use_elsewhere
-from egeria_cache.store.disk.environment import DATA_NAME, problem_of
-from egeria_cache.store.disk.files import GoneError, inspected, is_unfinished
-from egeria_cache.store.disk.manifest import ROOT_FORMAT, DamagedError, Manifest, read_json
-from egeria_cache.store.disk.place import ROOT_NAME
-from egeria_cache.store.records.keys import decode_key
-from egeria_cache.store.records.layout import FieldLayout, RecordError
-from egeria_cache.store.records.record import Record
-from egeria_cache.store.stats import Totals
+from egeria_cache.store import (
+    ROOT_FORMAT,
+    ROOT_NAME,
+    SET_ASIDE,
+    Codec,
+    Coder,
+    DamagedError,
+    FieldLayout,
+    GoneError,
+    Manifest,
+    Record,
+    RecordError,
+    Totals,
+    decode_key,
+    directory_bytes,
+    generation_directories,
+    in_use_elsewhere,
+    inspected,
+    is_unfinished,
+    last_use,
+    read_json,
+)
 
-PROGRESS_EVERY = 256
-"""Records."""
 Largest = tuple[tuple[int, ...], int]
 """A tensor's shape and bytes of an element."""
 
 __all__ = [
     "CacheReport",
     "Contents",
-    "Damage",
     "GenerationReport",
     "Spread",
     "contents",
     "find_generation",
     "survey",
-    "verify",
 ]
 
 
@@ -95,16 +102,6 @@ class CacheReport:
     def healthy(self) -> bool:
         """No generation is known to be damaged."""
         return all(one.damage is None for one in self.generations)
-
-
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """One record that cannot be read."""
-
-    generation: str
-    sample: str
-    """The sample's ID, or the key where the ID cannot be told."""
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,43 +177,6 @@ def find_generation(report: CacheReport, text: str) -> GenerationReport:
     return found[0]
 
 
-def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> Iterator[Damage]:
-    """Check and decode every record of a generation; yield what is damaged.
-
-    Args:
-        path: The generation's directory.
-        progress: Called with (records done, records in all).
-
-    Raises:
-        StoreError: It cannot be told: a file is not ours, or cannot be opened now.
-        OSError: The disk cannot be read.
-    """
-    coder, done = Coder(), 0
-    try:
-        if is_unfinished(path) or Manifest.read(path).is_old:
-            return
-        with inspected(path) as view:
-            # What another process writes to, it has looked at, and is not at rest.
-            looks = not in_use_elsewhere(path)
-            if looks and (problem := problem_of(path, view.descriptor, believes_note=False)):
-                yield Damage(path.name, "?", f"{DATA_NAME}: {problem}")
-                return
-            for key, found in view.records():
-                done += 1
-                try:
-                    _decode(found, coder)
-                except ValueError as error:  # a RecordError is one
-                    yield Damage(path.name, _sample(key), str(error))
-                if progress is not None and done % PROGRESS_EVERY == 0:
-                    progress(done, view.num_records)
-    except (DamagedError, GoneError, OSError) as error:
-        if os.path.lexists(path):  # else it was removed just now
-            yield Damage(path.name, "?", str(error))
-    finally:
-        if progress is not None:
-            progress(done, done)
-
-
 def contents(path: Path, *, numbers_of: str | None = None) -> Contents:
     """Read the heads of all records of a generation.
 
@@ -272,7 +232,7 @@ def contents(path: Path, *, numbers_of: str | None = None) -> Contents:
 
 
 def _glance(path: Path) -> GenerationReport:
-    damage = "set aside: it could not be opened" if path.name.startswith(DAMAGED) else None
+    damage = "set aside: it could not be opened" if path.name.startswith(SET_ASIDE) else None
     manifest, note, num_samples, totals = None, None, 0, Totals()
     try:
         manifest = Manifest.read(path)
@@ -310,13 +270,6 @@ def _records(path: Path) -> Iterator[tuple[bytes, Record | RecordError]]:
         raise StoreError(f"{path} cannot be read: {error}") from error
 
 
-def _decode(record: Record | RecordError, coder: Coder) -> None:
-    if isinstance(record, RecordError):
-        raise record
-    for position in range(len(record.layout.fields)):
-        record.value(position, coder)
-
-
 def _described(field: FieldLayout, shape: tuple[int, ...]) -> str:
     if field.dtype is None:
         return "scalar, text or bytes"
@@ -344,12 +297,3 @@ def _codec_name(record: Record) -> str:
         return "empty"
     code = max(zip(map(len, record.payload), record.codecs, strict=True))[1]
     return Codec(code).label if code in Codec._value2member_map_ else f"unknown codec {code}"
-
-
-def _sample(key: bytes) -> str:
-    try:
-        sample_id, variant = decode_key(key)
-    except ValueError:
-        return key.hex()
-    shown = key.hex() if sample_id is None else repr(sample_id)
-    return shown if variant == 0 else f"{shown} (variant {variant})"
