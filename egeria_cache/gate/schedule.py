@@ -14,8 +14,8 @@ __all__ = ["Schedule"]
 _PROOF_FORWARDS = {False: 8, True: 20}
 _PROOF_S = 0.1
 """What a proof costs, for samples of one length and padded ones, in forwards of the whole model and
-beside them: 6 of a ResNet-18, 7 of a ViT, 15 of a ResNet-50, where float64 has to decide what is
-rounding; 20 to 24 of BERT of 4 and 12 layers (seconds of the processor, one thread)."""
+beside them: 9 of a ResNet-32, 8 of a ViT, 8 of a ResNet-50, where float64 has to decide what is
+rounding; 20 and 15 of BERT of 4 and 12 layers (seconds of the processor, one thread)."""
 _HIT_S = 1e-3
 """What a served step costs beside what is computed in it (benchmarks.small_step)."""
 _MIXED_S = 4e-3

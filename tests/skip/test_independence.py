@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from egeria_cache.skip.prove.parts import another, halves_and_rows, with_made_up
+from egeria_cache.skip.prove.parts import another, few_rows, rest, with_made_up
 from tests.helpers.skip_harness import Harness, assert_same_run, freeze
 
 G = torch.Generator().manual_seed(1)
@@ -380,7 +380,7 @@ def test_a_prefix_that_does_not_ask_is_cut_once_for_both():
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 33, 64])
 def test_each_sample_of_the_first_batch_meets_another_first_last_and_next_one(size):
-    parts = [another(size), *halves_and_rows(size), *with_made_up(size)]
+    parts = [another(size), rest(size), *few_rows(size), *with_made_up(size)]
     for company in (lambda p, i: p[0], lambda p, i: p[-1], lambda p, i: p[(i + 1) % len(p)]):
         for row in range(size):
             own = [company(part, part.index(row)) for part in parts if row in part]

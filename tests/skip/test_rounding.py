@@ -65,3 +65,28 @@ def test_a_front_that_rounds_as_autocast_does_is_served(tmp_path):
 def test_one_that_looks_at_its_neighbours_is_not_though_it_differs_by_no_more(tmp_path, mixing):
     with pytest.raises(BoundaryError, match="mixes the samples of a batch"):
         stats(tmp_path, mixing)
+
+
+class Faint(nn.Module):
+    """Adds a little of the batch's mean to a channel that is small beside the others, and that in
+    batches of eight alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1e-5] + [1.0] * (WIDTH - 1)))
+
+    def forward(self, x):
+        h = x * self.scale
+        return h + 0.1 * h.mean(0) * (self.scale < 1e-3) * (len(x) == 8)
+
+
+def test_what_only_the_whole_batch_shows_in_a_small_channel_is_decided_in_float64_too(tmp_path):
+    torch.manual_seed(0)
+    model, x = Net(0.0), torch.randn(NUM, WIDTH)
+    model.front = Faint().requires_grad_(False)
+    with (
+        ActivationCache(model, tmp_path, "front", gate="always") as cache,
+        pytest.raises(BoundaryError, match="mixes the samples of a batch"),
+    ):
+        model(next(iter(EgeriaLoader(x, 8, cache=cache))))

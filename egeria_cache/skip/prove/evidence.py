@@ -9,19 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model import dropout
-from egeria_cache.skip.model.calls import CallRecord, is_compiled
-from egeria_cache.skip.model.fsdp import is_sharded
+from egeria_cache.skip.model.calls import CallRecord
 from egeria_cache.skip.prove.parts import another, take
 from egeria_cache.skip.prove.twin import Twin, Twins
 from egeria_cache.skip.serve.arguments import Layout
 from egeria_cache.skip.serve.invocation import Invocation
 from egeria_cache.skip.serve.runs import PrefixDone
-from egeria_cache.skip.serve.trace import PrefixTrace, known_tensors
+from egeria_cache.skip.serve.trace import PrefixTrace
 from egeria_cache.skip.state.remembered import RandomState
 from egeria_cache.skip.state.surroundings import Surroundings, World
 
@@ -30,7 +28,6 @@ __all__ = [
     "Recomputed",
     "arguments",
     "distinct",
-    "observe",
     "recompute",
     "trainable",
 ]
@@ -65,6 +62,8 @@ class Evidence:
     """Whether autograd recorded in the plain run."""
     num_runs: int = 0
     """How often the prefix was run again; each run draws other random numbers."""
+    common: Twin | None = None
+    """The copy that runs share which differ in their rows alone, as batches share a model."""
 
     @property
     def size(self) -> int:
@@ -118,23 +117,6 @@ class Recomputed:
     """Per step, the leaves of what it was called with; empty unless that was asked for."""
 
 
-def observe(evidence: Evidence) -> PrefixTrace | None:
-    """Run the prefix once more and note what it reads and draws; None if it is compiled."""
-    if any(is_compiled(m) for module in evidence.modules for m in module.modules()):
-        return None
-    # A run of its own: some modules choose another way where a dispatch mode is active.
-    twin = evidence.twins.fresh()
-    pairs = [(named, twin.of(named[2])) for named in known_tensors(evidence.model)]
-    known = [
-        (named, tensor)
-        for named, tensor in pairs
-        if not is_lazy(tensor) and not is_sharded(tensor)  # which only active modules have
-    ]
-    trace = PrefixTrace(known, twin.names(evidence.names), grad=evidence.grad)
-    recompute(evidence, list(range(evidence.size)), trace=trace, twin=twin)
-    return trace
-
-
 def recompute(
     evidence: Evidence,
     rows: list[int] | None = None,
@@ -151,7 +133,7 @@ def recompute(
         evidence: The plain run.
         rows: Which rows; by default another number of them, in another order.
         trace: Watches the run.
-        twin: What to run it on; by default a new copy of the model.
+        twin: What to run it on; by default the common copy of the model.
         grad: Whether autograd records; by default as in the plain run.
         resize: Changes the lengths of the loader's leaves: position, rows -> rows.
         keeps_given: Whether to keep what the modules are called with, too.
@@ -161,7 +143,9 @@ def recompute(
     """
     size = evidence.size
     rows = another(size) if rows is None else rows
-    twin = evidence.twins.fresh() if twin is None else twin
+    is_common = twin is None
+    if twin is None:  # not there for the next run if this one ends in the middle
+        twin, evidence.common = evidence.common or evidence.twins.fresh(), None
     run = _OtherRun(evidence, trace, keeps_given=keeps_given)
     evidence.before.restore(for_a_copy=True)
     evidence.num_runs += 1
@@ -183,6 +167,8 @@ def recompute(
         except PrefixDone:
             pass
     drew = not RandomState.now().equals(generators)
+    if is_common:
+        evidence.common = twin
     return Recomputed(rows, [tree_leaves(output) for output in run.outputs], drew, run.given)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ __all__ = ["check_constants", "check_rows", "check_trained", "same_parts"]
 
 _PRECISE = 1e-6
 """Largest difference of a slice in float64 that may be rounding."""
+_MAX_ODD, _COMPANY = 3, 6
+"""Rows that float64 decides about, and rows that it runs together."""
+_FARTHER = 8.0
+"""How many times as far from the exact result rounding may take the same row in another batch."""
 
 
 def check_trained(evidence: Evidence, recipe: Recipe, part: Recomputed) -> None:
@@ -44,9 +48,11 @@ def check_rows(
         BoundaryError: Something depends on its neighbours; names the first module that shows it.
     """
     suspects: list[Recomputed] = []
+    odd: list[int] = []
     for slot in recipe.slots().values():
         spec, value = recipe.tensor_spec(slot), evidence.leaf(*slot)
-        for part, a, b in _pairs(evidence, spec, slot, parts):
+        known = dict(enumerate(spec.to_rows(value, evidence.size)))
+        for part, rows, a, b in _pairs(known, spec, slot, parts):
             error = difference(a, b)
             if error > tolerance(value):
                 if trace is not None and trace.draws:
@@ -54,10 +60,13 @@ def check_rows(
                 raise _blame(evidence, parts, recipe, error)
             strict = tolerance(value, as_stored=True)
             is_odd = error > strict or slice_difference(a, b) > strict
-            if is_odd and part not in suspects:
+            if is_odd and all(part is not one for one in suspects):
                 suspects.append(part)
+                pairs = zip(a.split(1), b.split(1), strict=True)
+                errors = [slice_difference(*pair) for pair in pairs]
+                odd.append(rows[errors.index(max(errors))])
     if suspects:
-        _check_precisely(evidence, suspects[:3], recipe)
+        _check_precisely(evidence, suspects[:_MAX_ODD], odd[:_MAX_ODD], recipe)
 
 
 def check_constants(evidence: Evidence, parts: Sequence[Recomputed], recipe: Recipe) -> None:
@@ -88,43 +97,70 @@ def same_parts(recipe: Recipe, a: Recomputed, b: Recomputed) -> bool:
 
 
 def _pairs(
-    evidence: Evidence, spec: TensorSpec, slot: Slot, parts: Sequence[Recomputed]
-) -> Iterator[tuple[Recomputed, Tensor, Tensor]]:
-    """Yield (part, rows as they were first seen, the same rows in this part)."""
-    known = dict(enumerate(spec.to_rows(evidence.leaf(*slot), evidence.size)))
+    known: dict[int, Tensor], spec: TensorSpec, slot: Slot, parts: Sequence[Recomputed]
+) -> Iterator[tuple[Recomputed, list[int], Tensor, Tensor]]:
+    """Yield (part, rows that were seen before, as they were first seen, the same in this part)."""
     for part in parts:
         rows = spec.to_rows(part.leaves[slot[0]][slot[1]], len(part.rows))
         seen = [k for k, row in enumerate(part.rows) if row in known]
         if seen:
-            yield part, torch.stack([known[part.rows[k]] for k in seen]), rows[seen]
+            again = [part.rows[k] for k in seen]
+            yield part, again, torch.stack([known[row] for row in again]), rows[seen]
         for k, row in enumerate(part.rows):
             known.setdefault(row, rows[k])
 
 
-def _check_precisely(evidence: Evidence, parts: Sequence[Recomputed], recipe: Recipe) -> None:
-    """Decide in float64 about differences that may be rounding, or are large only in a channel."""
-    with Attempt() as tried:
-        whole = _in_double(evidence, list(range(evidence.size)))
-        again = [_in_double(evidence, part.rows) for part in parts]
-    if tried.error is not None:
-        return  # it cannot run so: the tolerance for the whole tensor has decided
-    for i, j in recipe.slots().values():
-        spec = recipe.tensor_spec((i, j))
-        if not spec.dtype.is_floating_point:
-            continue
-        known = spec.to_rows(whole.leaves[i][j], evidence.size)
-        for part in again:
-            rows = spec.to_rows(part.leaves[i][j], len(part.rows))
-            seen = [k for k, row in enumerate(part.rows) if row < evidence.size]
-            error = slice_difference(known[[part.rows[k] for k in seen]], rows[seen])
-            if seen and error > _PRECISE:
-                raise BoundaryError.mixes_samples(recipe.boundary, recipe.steps[i].name, error)
+def _check_precisely(
+    evidence: Evidence, suspects: Sequence[Recomputed], odd: Sequence[int], recipe: Recipe
+) -> None:
+    """Decide in float64 about differences that may be rounding, or are large only in a channel.
 
-
-def _in_double(evidence: Evidence, rows: list[int]) -> Recomputed:
+    The oddest row of each suspect is run in company and by itself. That decides about the batch and
+    the suspects, too, where their results are about as far from these: all of them round alike.
+    """
+    others = sorted({row for part in suspects for row in part.rows}, reverse=True)
+    company = list(dict.fromkeys([*odd, *others, *range(evidence.size), evidence.size]))[:_COMPANY]
     twin = evidence.twins.fresh(doubled)
-    with in_float64():
-        return recompute(evidence, rows, twin=twin)
+
+    def compare(rows: Iterable[list[int]]) -> list[Recomputed]:
+        with Attempt() as tried, in_float64():
+            runs = [recompute(evidence, part, twin=twin) for part in rows]
+        if tried.error is not None:
+            return []  # it cannot run so: the tolerance for the whole tensor has decided
+        for i, j in recipe.slots().values():
+            spec = recipe.tensor_spec((i, j))
+            for _, _, a, b in _pairs({}, spec, (i, j), runs):
+                if (error := slice_difference(a, b)) > _PRECISE:
+                    raise BoundaryError.mixes_samples(recipe.boundary, recipe.steps[i].name, error)
+        return runs
+
+    runs = compare([company[::-1], *([row, row] for row in dict.fromkeys(odd))])
+    if any(_is_farther(evidence, suspects, run, recipe) for run in runs[1:]):
+        compare([list(range(evidence.size)), *(part.rows for part in suspects)])
+
+
+def _is_farther(
+    evidence: Evidence, suspects: Sequence[Recomputed], exact: Recomputed, recipe: Recipe
+) -> bool:
+    """Whether the batch's or a suspect's result is much farther than another's from the exact one
+    of a row.
+    """
+    row = exact.rows[0]
+    for i, j in recipe.slots().values():
+        spec, value = recipe.tensor_spec((i, j)), evidence.leaf(i, j)
+        results = [(value, evidence.size, row)] if row < evidence.size else []
+        results += [
+            (part.leaves[i][j], len(part.rows), part.rows.index(row))
+            for part in suspects
+            if row in part.rows
+        ]
+        own = spec.to_rows(exact.leaves[i][j], 2)[:1]
+        errors = [
+            slice_difference(own, spec.to_rows(leaf, size)[k : k + 1]) for leaf, size, k in results
+        ]
+        if max(errors) > max(_FARTHER * min(errors), tolerance(value, as_stored=True)):
+            return True
+    return False
 
 
 def _blame(
@@ -148,5 +184,6 @@ def _differences(
         for part in parts:
             yield difference(evidence.leaf(*slot), part.leaves[slot[0]][slot[1]])
         return
-    for _, a, b in _pairs(evidence, spec, slot, parts):
+    known = dict(enumerate(spec.to_rows(evidence.leaf(*slot), evidence.size)))
+    for _, _, a, b in _pairs(known, spec, slot, parts):
         yield difference(a, b)

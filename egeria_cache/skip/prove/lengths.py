@@ -22,7 +22,6 @@ from egeria_cache.errors import BoundaryError, PaddingError
 from egeria_cache.ragged import PaddedRows, widen
 from egeria_cache.skip.prove.evidence import Evidence, Recomputed, recompute
 from egeria_cache.skip.prove.parts import take
-from egeria_cache.skip.prove.twin import Twin
 from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import TensorSpec
 from egeria_cache.skip.serve.growth import Growth
@@ -85,16 +84,16 @@ def _parts(
     own, whole = lengths.own, np.array(lengths.whole)
     order = np.argsort(own.sum(1), kind="stable").tolist()
     alone = {tuple(own[row].tolist()): row for row in order}  # of each length one
-    some = list(alone.values())[:: max(1, len(alone) // _MAX_ALONE)]
+    some = list(alone.values())[:: -(-len(alone) // _MAX_ALONE)]
     shorter = [order[: max(1, len(order) // 2)], *([row] for row in some)]
-    tried, twin = {lengths.whole}, evidence.twins.fresh()
+    tried = {lengths.whole}
     for rows in shorter:
         target = tuple(own[rows].max(0).tolist())
         if target in tried:
             continue
         tried.add(target)
         with _attempt() as trial:
-            part = _at(evidence, lengths, rows, target, twin)
+            part = _at(evidence, lengths, rows, target)
         if trial.error is not None:
             raise PaddingError.not_shorter(recipe.boundary, trial.error) from trial.error
         yield target, part, True
@@ -111,11 +110,9 @@ def _parts(
             continue
         tried.add(target)
         with _attempt() as trial:
-            part = _at(evidence, lengths, several, target, twin)
-        if trial.error is None:
+            part = _at(evidence, lengths, several, target)
+        if trial.error is None:  # no longer than the model takes, nor cut where it must not be
             yield target, part, longer
-        else:  # longer than the model takes, or cut where it must not be
-            twin = evidence.twins.fresh()
 
 
 def _attempt() -> Attempt:
@@ -147,9 +144,7 @@ def _longer(lengths: Lengths, units: np.ndarray) -> Whole:
     return tuple(target)
 
 
-def _at(
-    evidence: Evidence, lengths: Lengths, rows: list[int], target: Whole, twin: Twin
-) -> Recomputed:
+def _at(evidence: Evidence, lengths: Lengths, rows: list[int], target: Whole) -> Recomputed:
     call, padding = evidence.call, lengths.padding
 
     def resize(position: int, leaf: Tensor) -> Tensor:
@@ -169,7 +164,7 @@ def _at(
             leaf = op.run(leaf)
         return leaf
 
-    return recompute(evidence, rows, resize=resize, twin=twin)
+    return recompute(evidence, rows, resize=resize)
 
 
 def _base(evidence: Evidence, path: str) -> Tensor:
@@ -221,7 +216,7 @@ def _sharpen(evidence: Evidence, recipe: Recipe, lengths: Lengths) -> None:
     """Run the prefix on one sample, cut short, until sizes that are rounded leave no doubt."""
     assert recipe.growth is not None
     longest = int(lengths.own.sum(1).argmax())
-    shortest, twin = lengths.own.min(0) // 2 + 1, None
+    shortest = lengths.own.min(0) // 2 + 1
     for slot, rules in recipe.growth.rules.items():
         for rule in rules.values():
             axis, tried = rule.axis, set[Whole]()
@@ -235,10 +230,8 @@ def _sharpen(evidence: Evidence, recipe: Recipe, lengths: Lengths) -> None:
                     break
                 tried.add(doubts[0])
                 with _attempt() as trial:
-                    twin = twin or evidence.twins.fresh()
-                    part = _at(evidence, lengths, [longest], doubts[0], twin)
+                    part = _at(evidence, lengths, [longest], doubts[0])
                 if trial.error is not None:  # shorter than the model takes
-                    twin = None
                     continue
                 recipe.growth.learn_sizes(recipe.steps, doubts[0], 1, part.leaves)
         if not all(rule.explains for rule in rules.values()):

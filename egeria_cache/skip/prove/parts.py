@@ -1,7 +1,7 @@
 """Which parts of a batch the prefix is run on, to see any dependence between samples.
 
 A statistic of any kind (a mean, a maximum, a quantile, a count, parity of the size) differs
-somewhere between the whole batch, two halves, single rows, a repeated row and another order. Where
+somewhere between the whole batch, two parts of it, single rows and a repeated row. Where
 all samples happen to agree in it, the largest token say, made-up neighbours do not.
 """
 
@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["another", "halves_and_rows", "take", "with_made_up"]
-
+__all__ = ["another", "few_rows", "rest", "take", "with_made_up"]
 
 _FEW = 9
 """Rows of a run that shows what does not depend on their number."""
@@ -24,20 +23,21 @@ def another(size: int) -> list[int]:
     """
     if size <= 3:
         return [[0, 1], [1, 0, 1, 0], [2, 1]][size - 1]
-    return list(range(size - 1, max(size // 2 - 2, size - 1 - _FEW), -1))
+    return list(range(size - 1, max(size // 2 - 1, size - 1 - _FEW), -1))
 
 
-def halves_and_rows(size: int) -> list[list[int]]:
-    """Return further parts of the batch, each another than the whole.
+def rest(size: int) -> list[int]:
+    """Return the rows that `another` leaves; all of a batch of three or fewer.
 
-    Halves are reversed: each sample meets another first, last and next one than in the whole.
+    Both are reversed: each sample meets another first, last and next one than in the whole.
     """
-    half = size // 2
-    if size == 1:
-        return [[0, 0]]
-    halves = [*range(half)][::-1], [*range(half, size)][::-1]
-    parts = [*halves, [0], [size - 1], [half], [half, half]]
-    return [part for i, part in enumerate(parts) if part not in parts[:i]]
+    return list(range(size)) if size <= 3 else list(range(size - len(another(size))))[::-1]
+
+
+def few_rows(size: int) -> list[list[int]]:
+    """Return single rows, and last of all a repeated one."""
+    rows = dict.fromkeys([0, size - 1, size // 2])
+    return [*([row] for row in rows if size > 1), [size // 2] * 2]
 
 
 def with_made_up(size: int) -> list[list[int]]:

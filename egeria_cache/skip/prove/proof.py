@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.errors import BatchError, BoundaryError
-from egeria_cache.skip.prove.evidence import Evidence, Recomputed, observe, recompute, trainable
+from egeria_cache.skip.prove.evidence import Evidence, Recomputed, recompute, trainable
 from egeria_cache.skip.prove.fillings import check_losses, compared, fillings, find_output_axes
 from egeria_cache.skip.prove.independence import (
     check_constants,
@@ -20,15 +20,11 @@ from egeria_cache.skip.prove.independence import (
     same_parts,
 )
 from egeria_cache.skip.prove.lengths import study_lengths
-from egeria_cache.skip.prove.parts import halves_and_rows, with_made_up
+from egeria_cache.skip.prove.parts import few_rows, with_made_up
 from egeria_cache.skip.prove.probe import Prober, scene_of
 from egeria_cache.skip.prove.purity import Repeats
 from egeria_cache.skip.prove.twin import Twin
-from egeria_cache.skip.prove.uses import (
-    free_arguments,
-    note_reads,
-    unread_tensors,
-)
+from egeria_cache.skip.prove.uses import free_arguments, note_reads, observe, unread_tensors
 from egeria_cache.skip.serve.compare import difference, same_content, tolerance
 from egeria_cache.skip.serve.cut import Step, TensorSpec
 from egeria_cache.skip.serve.placeholder import Source
@@ -54,8 +50,9 @@ def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
     Raises:
         BoundaryError: The model cannot be cut there, and why.
     """
-    repeats, trace = Repeats(evidence), observe(evidence)
-    parts = [repeats.first, repeats.last, *_in_parts(evidence, trace)]
+    repeats, seen = Repeats(evidence), observe(evidence)
+    trace, few = seen.trace, list(_few_rows(evidence, seen.trace))
+    parts = [repeats.first, repeats.last, *few]
     if any(part.drew for part in parts):
         parts += _under_other_draws(evidence)
     recipe = _draft(evidence, parts)
@@ -66,20 +63,21 @@ def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
     prober.run()
     if not recipe.slots():
         raise BoundaryError.not_proved(recipe.boundary, "nothing after it reads what it returns")
-    other_mode = recompute(evidence, repeats.first.rows, grad=not evidence.grad)
+    repeated = few[-1]
+    other_mode = recompute(evidence, repeated.rows, grad=not evidence.grad)
     check_trained(evidence, recipe, repeats.last if evidence.grad else other_mode)
     _check_repeats(evidence, repeats, recipe)
     parts += _with_made_up(evidence, recipe)
     check_rows(evidence, parts, recipe, trace)
     check_constants(evidence, parts, recipe)
-    recipe.grad_mode = None if same_parts(recipe, repeats.first, other_mode) else evidence.grad
+    recipe.grad_mode = None if same_parts(recipe, repeated, other_mode) else evidence.grad
     _check_trained(evidence, recipe, trace)
     recipe.reads = _reads(evidence, recipe, trace)
     recipe.surroundings = evidence.surroundings if evidence.surroundings else None
     recipe.moving = [pair for pair in repeats.moving if recipe.surrounds(pair[0])]
     recipe.draws = any(part.drew for part in parts)
     _note_draws(recipe, trace)
-    note_reads(evidence, recipe)
+    note_reads(recipe, seen)
     recipe.free = free_arguments(evidence, recipe)
     for position in unread_tensors(evidence, recipe):
         del recipe.pinned[position]
@@ -101,40 +99,36 @@ def _check_company(evidence: Evidence, recipe: Recipe) -> None:
             raise BatchError(evidence.call.batch.why_mixed)
 
 
-def _in_parts(evidence: Evidence, trace: PrefixTrace | None) -> Iterator[Recomputed]:
-    """Run the prefix on parts of the batch."""
-    size, twin = evidence.size, evidence.twins.fresh()
-    parts = halves_and_rows(size)
+def _few_rows(evidence: Evidence, trace: PrefixTrace | None) -> Iterator[Recomputed]:
+    """Run the prefix on few rows of the batch; a repeated one is the last."""
+    size, parts = evidence.size, few_rows(evidence.size)
     if trace is not None and trace.branches:
         # A value decides what runs (`if mask.all()`): let it be decided by each sample alone.
-        parts += [[i] for i in range(min(size, _MAX_ALONE)) if [i] not in parts]
+        singles = [[row] for row in range(min(size, _MAX_ALONE)) if size > 1]
+        parts = [*(row for row in singles if row not in parts), *parts]
     for part in parts:
         with Attempt(but=lambda e: isinstance(e, BoundaryError)) as alone:
-            found = recompute(evidence, part, twin=twin)
+            found = recompute(evidence, part)
         if alone.error is not None:
-            if len(part) > 1 or size == 1:
+            if len(part) > 1:
                 raise alone.error
             # Code that takes a batch of one for something else (`squeeze()`): by twos, then.
-            twin = evidence.twins.fresh()  # the other was left in the middle
-            found = recompute(evidence, [*part, (part[0] + 1) % size], twin=twin)
+            found = recompute(evidence, [*part, (part[0] + 1) % size])
         yield found
 
 
 def _under_other_draws(evidence: Evidence) -> Iterator[Recomputed]:
     """Run it on two samples, many times, under other random numbers each time."""
-    twin = evidence.twins.fresh()
     for _ in range(_MORE_DRAWS):
-        yield recompute(evidence, [evidence.size - 1, 0], twin=twin)
+        yield recompute(evidence, [evidence.size - 1, 0])
 
 
 def _with_made_up(evidence: Evidence, recipe: Recipe) -> Iterator[Recomputed]:
     """Run it on made-up samples too, as far as the model takes them for samples."""
-    twin = evidence.twins.fresh()
     for rows in with_made_up(evidence.size):
         with Attempt() as tried:
-            part = recompute(evidence, rows, twin=twin)
+            part = recompute(evidence, rows)
         if tried.error is not None:
-            twin = evidence.twins.fresh()
             continue
         if all(
             len(leaves) == len(step.leaves)
@@ -326,14 +320,15 @@ def _check_replay(evidence: Evidence, prober: Prober, recipe: Recipe) -> dict[st
         for name, slot in recipe.slots().items():
             view = recipe.tensor_spec(slot).to_rows(evidence.leaf(*slot), evidence.size)
             rows[name] = view.clone(memory_format=torch.contiguous_format)
-        filled = fillings(evidence, recipe, rows)
-    for stored in filled if len(filled) > 1 and evidence.grad else ():
-        floating = {name: part for name, part in stored.items() if part.is_floating_point()}
-        roots = {name: part.detach().requires_grad_() for name, part in floating.items()}
-        check_losses(
-            evidence, recipe, _replayed(evidence, prober, recipe, {**stored, **roots}), roots
-        )
-    outputs = [_replayed(evidence, prober, recipe, stored) for stored in filled]
+        filled, outputs = fillings(evidence, recipe, rows), []
+    for stored in filled:
+        roots = {}
+        if len(filled) > 1 and evidence.grad:
+            floating = {name: part for name, part in stored.items() if part.is_floating_point()}
+            roots = {name: part.detach().requires_grad_() for name, part in floating.items()}
+        outputs.append(_replayed(evidence, prober, recipe, {**stored, **roots}))
+        if roots:
+            check_losses(evidence, recipe, outputs[-1], roots)
     find_output_axes(evidence, recipe, outputs)
     recipe.opaque_outputs = _compare_outputs(evidence, outputs[0], recipe)
     return rows

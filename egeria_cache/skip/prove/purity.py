@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.prove.evidence import Evidence, recompute
+from egeria_cache.skip.prove.parts import rest
 from egeria_cache.skip.serve.recipe import Recipe
 from egeria_cache.skip.state.copier import Copier
 from egeria_cache.skip.state.foreign import is_foreign, outside_state, own_dict
@@ -46,9 +47,9 @@ class Repeats:
         self.again = recompute(evidence, self.first.rows, twin=twin)
         self._counting = list(self._changes(settled))
         settled = self._copy()
-        rows = list(range(evidence.size))
-        self.last = recompute(evidence, rows, twin=twin, keeps_given=True)
+        self.last = recompute(evidence, rest(evidence.size), twin=twin, keeps_given=True)
         self._left = [pair for pair, holds in self._changes(settled, new_keys=False) if holds]
+        evidence.common = twin
 
     def check(self, recipe: Recipe) -> None:
         """Raise if what a hit skips would have changed something.

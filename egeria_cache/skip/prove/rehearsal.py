@@ -5,7 +5,7 @@ by one forward, the user's, when it is known whether the front is cut:
  1. *Discovery*: a forward that writes down the order of module calls. The modules that returned
     before the boundary did are the prefix; they are put into inference mode.
  2. *Plain*: a forward with every output of the prefix kept.
- 3. *Recomposition* (evidence.py): the prefix alone, on the rows in another order and number. It
+ 3. *Recomposition* (evidence.py): the prefix alone, on parts of the rows in another order. It
     shows which dimension is the batch, and that no activation depends on its neighbours.
  4. *Probes* (probe.py): replays on placeholders until nothing escapes; each escape adds an input
     leaf, a light module or a tensor to what a hit needs.

@@ -1,4 +1,4 @@
-"""What the prefix makes use of beside tensors: attributes of the modules around it, arguments."""
+"""What the prefix makes use of: tensors, attributes of the modules around it, arguments."""
 
 from __future__ import annotations
 
@@ -6,53 +6,87 @@ import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import Beside
 from egeria_cache.bytecode import attributes_of
+from egeria_cache.skip.model.calls import is_compiled
 from egeria_cache.skip.model.front import ForwardSlot
+from egeria_cache.skip.model.fsdp import is_sharded
 from egeria_cache.skip.prove.evidence import Evidence, Recomputed, recompute
 from egeria_cache.skip.prove.probe import scene_of
 from egeria_cache.skip.prove.twin import Twin
 from egeria_cache.skip.serve.placeholder import Placeholder, Source, placeholders
 from egeria_cache.skip.serve.recipe import Recipe
+from egeria_cache.skip.serve.trace import PrefixTrace, known_tensors
 from egeria_cache.skip.state.foreign import is_settings, own_dict
 
-__all__ = ["free_arguments", "note_reads", "unread_tensors"]
+__all__ = ["Observed", "free_arguments", "note_reads", "observe", "unread_tensors"]
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"train", "forward", "_compiled_call_impl"}
 
 
-def note_reads(evidence: Evidence, recipe: Recipe) -> None:
-    """Run the prefix once more and note what it reads beside tensors: `Recipe.attributes` of the
-    modules around it, `Recipe.objects` of what modules hold, a configuration, say.
-    """
-    twin = evidence.twins.fresh()
-    around = {id(module): (module, twin.of(module)) for module in recipe.ancestors}
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What a run of the prefix on the whole batch has read."""
+
+    trace: PrefixTrace | None
+    """Tensors, and random draws; None if the prefix is compiled."""
+    noted: set[tuple[int, str]]
+    """(id of a module around the prefix or of an object that modules hold, attribute)."""
+    held: dict[int, set[str]]
+    """Id of such an object -> what the modules' code names of it."""
+
+
+def observe(evidence: Evidence) -> Observed:
+    """Run the prefix once more and note what it reads and draws."""
+    # A run of its own: some modules choose another way where a dispatch mode is active.
+    twin, rows = evidence.twins.fresh(), list(range(evidence.size))
+    around = {id(module): (module, twin.of(module)) for module in evidence.ancestors}
     copies = [(owner, copy) for owner, (module, copy) in around.items() if copy is not module]
-    held = _held(evidence, twin)
-    noted: set[tuple[int, str]] = set()
-    with (
-        Attempt() as tried,
-        _noting([*copies, *((owner, copy) for owner, (_, copy, _) in held.items())], noted),
-    ):
-        recompute(evidence, list(range(evidence.size)), twin=twin)
-    if tried.error is not None:  # its code asks for its own class: all that there is counts
-        noted = {(owner, key) for owner, (module, _) in around.items() for key in vars(module)}
-        held = {}
-    recipe.attributes = _attributes(recipe, {pair for pair in noted if pair[0] in around})
-    for owner, key in noted:
-        if owner in held:
-            held[owner][2].add(key)
+    held, noted, trace = _held(evidence, twin), set[tuple[int, str]](), _trace(evidence, twin)
+    copies += [(owner, copy) for owner, (copy, _) in held.items()]
+    with Attempt() as tried, _noting(copies, noted):
+        recompute(evidence, rows, trace=trace, twin=twin)
+    if tried.error is None:
+        return Observed(trace, noted, {owner: names for owner, (_, names) in held.items()})
+    # Its code may ask for its own class: all that there is counts.
+    twin = evidence.twins.fresh()
+    trace = _trace(evidence, twin)
+    recompute(evidence, rows, trace=trace, twin=twin)
+    noted = {(owner, key) for owner, (module, _) in around.items() for key in vars(module)}
+    return Observed(trace, noted, {})
+
+
+def _trace(evidence: Evidence, twin: Twin) -> PrefixTrace | None:
+    if any(is_compiled(m) for module in evidence.modules for m in module.modules()):
+        return None
+    pairs = [(named, twin.of(named[2])) for named in known_tensors(evidence.model)]
+    known = [
+        (named, tensor)
+        for named, tensor in pairs
+        if not is_lazy(tensor) and not is_sharded(tensor)  # which only active modules have
+    ]
+    return PrefixTrace(known, twin.names(evidence.names), grad=evidence.grad)
+
+
+def note_reads(recipe: Recipe, seen: Observed) -> None:
+    """Note what the prefix reads beside tensors: `Recipe.attributes` of the modules around it,
+    `Recipe.objects` of what modules hold, a configuration, say.
+    """
+    around = {id(module) for module in recipe.ancestors}
+    recipe.attributes = _attributes(recipe, {pair for pair in seen.noted if pair[0] in around})
     recipe.objects = {
-        owner: frozenset(names)
-        for owner, (_, _, names) in held.items()
-        if (owner, "__dict__") not in noted  # it is read as a whole (`vars`, a copy)
+        owner: frozenset(names | {key for known, key in seen.noted if known == owner})
+        for owner, names in seen.held.items()
+        if (owner, "__dict__") not in seen.noted  # it is read as a whole (`vars`, a copy)
     }
 
 
@@ -71,17 +105,17 @@ def _attributes(recipe: Recipe, names: set[tuple[int, str]]) -> frozenset[tuple[
     )
 
 
-def _held(evidence: Evidence, twin: Twin) -> dict[int, tuple[Any, Any, set[str]]]:
-    """Return the objects that the prefix's modules hold, by id: with their copies, and the names of
-    what the modules' code reads of them: also what another batch might make it read.
+def _held(evidence: Evidence, twin: Twin) -> dict[int, tuple[Any, set[str]]]:
+    """Return copies of the objects that the prefix's modules hold, by id of the original, and the
+    names of what the modules' code reads of them: also what another batch might make it read.
     """
-    held: dict[int, tuple[Any, Any, set[str]]] = {}
+    held: dict[int, tuple[Any, set[str]]] = {}
     for module in evidence.prefix_modules():
         copied = own_dict(twin.of(module)) or {}
         for key, value in (own_dict(module) or {}).items():
             if not is_settings(value) or type(copied.get(key)) is not type(value):
                 continue
-            names = held.setdefault(id(value), (value, copied[key], set()))[2]
+            names = held.setdefault(id(value), (copied[key], set()))[1]
             forward = inspect.unwrap(type(module).forward)
             if isinstance(forward, FunctionType):
                 names |= attributes_of(forward.__code__, key)

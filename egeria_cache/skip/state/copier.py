@@ -446,8 +446,12 @@ class Copier:
         if own is not None:
             copies = object.__getattribute__(new, "__dict__")
             for key, item in list(own.items()):
-                if type(item) in ATOMS:
+                kind = type(item)
+                if kind in ATOMS:
                     copies[key] = item
+                    continue
+                if kind in (dict, OrderedDict) and not item and id(item) not in self.pairs:
+                    copies[key] = self._keep(item, kind())  # a module has ten, of hooks
                     continue
                 self._where.append(str(key))
                 ours = key in _STAND_INS and isinstance(value, nn.Module) and _is_ours(item)
