@@ -25,7 +25,6 @@ from egeria_cache.store import (
     Codec,
     Coder,
     DamagedError,
-    FieldLayout,
     GoneError,
     Manifest,
     Record,
@@ -209,13 +208,14 @@ def contents(path: Path, *, numbers_of: str | None = None) -> Contents:
         sizes[max(len(record.whole) - 1, 0).bit_length()] += 1
         codecs[_codec_name(record)] += 1
         tensor_bytes.append(0)
-        for field, (shape, num_bytes) in zip(record.layout.fields, record.shapes, strict=True):
-            text = _described(field, shape)
+        for position in range(len(record.payload)):
+            field, _ = record.field(position)
+            text = str(field).removeprefix(f"{field.name}: ")
             shapes[field.name] = text if shapes.get(field.name, text) == text else "varies"
             if field.dtype is not None:
-                tensor_bytes[-1] += num_bytes
+                tensor_bytes[-1] += field.num_bytes
                 size = field.dtype.itemsize
-                largest[field.name] = _larger((shape, size), largest.get(field.name))
+                largest[field.name] = _larger((field.shape, size), largest.get(field.name))
         numbers += _numbers(record, numbers_of, coder)
     bins = range(min(sizes), max(sizes) + 1) if sizes else ()
     histogram = tuple((2 ** (one - 1) if one else 0, 2**one, sizes[one]) for one in bins)
@@ -270,12 +270,6 @@ def _records(path: Path) -> Iterator[tuple[bytes, Record | RecordError]]:
         raise StoreError(f"{path} cannot be read: {error}") from error
 
 
-def _described(field: FieldLayout, shape: tuple[int, ...]) -> str:
-    if field.dtype is None:
-        return "scalar, text or bytes"
-    return f"{str(field.dtype).removeprefix('torch.')} {list(shape)}"
-
-
 def _larger(one: Largest, known: Largest | None) -> Largest:
     """Return what a field's tensor takes if it is as large as both in every dimension."""
     if known is None or len(known[0]) != len(one[0]):
@@ -285,7 +279,8 @@ def _larger(one: Largest, known: Largest | None) -> Largest:
 
 def _numbers(record: Record, name: str | None, coder: Coder) -> Iterator[list[int]]:
     """Yield the row of integers that a record has under this name, if it has one."""
-    for position, field in enumerate(record.layout.fields):
+    for position in range(len(record.payload)):
+        field, _ = record.field(position)
         is_row = len(field.shape) == 1 and field.dtype in (torch.int32, torch.int64)
         if field.name == name and is_row:
             with contextlib.suppress(RecordError):

@@ -37,14 +37,14 @@ from egeria_cache.store.native import has_kernel
 from egeria_cache.store.parcel import Parcelled, pack, unpack
 from egeria_cache.store.reader import NotInMemoryError
 from egeria_cache.store.records.keys import decode_key
-from egeria_cache.store.records.layout import FieldLayout, RecordError
+from egeria_cache.store.records.layout import RecordError
 from egeria_cache.store.records.record import Record
 from egeria_cache.store.stats import Totals
 from egeria_cache.store.store import ActivationStore
 
 __all__ = [
     "ROOT_FORMAT", "ROOT_NAME", "SET_ASIDE", "ActivationStore", "BudgetBusyError", "Codec", "Coder",
-    "DamagedError", "FieldLayout", "Generation", "GoneError", "Located", "Manifest",
+    "DamagedError", "Generation", "GoneError", "Located", "Manifest",
     "NotInMemoryError", "Parcelled", "Record", "RecordError", "Totals", "decode_key",
     "differing_fields", "directory_bytes", "generation_directories", "has_kernel",
     "in_use_elsewhere", "inspected", "is_unfinished", "last_use", "pack", "read_json",

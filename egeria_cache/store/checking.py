@@ -72,7 +72,7 @@ def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> It
 def _decode(record: Record | RecordError, coder: Coder) -> None:
     if isinstance(record, RecordError):
         raise record
-    for position in range(len(record.layout.fields)):
+    for position in range(len(record.payload)):
         record.value(position, coder)
 
 

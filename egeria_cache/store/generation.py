@@ -40,8 +40,8 @@ from egeria_cache.store.records.keys import (
 )
 from egeria_cache.store.records.layout import Value
 from egeria_cache.store.records.record import Encoded, Rows, encode_rows
-from egeria_cache.store.stats import Counts
-from egeria_cache.store.writer import Job, Writer, joined
+from egeria_cache.store.stats import Counts, Totals
+from egeria_cache.store.writer import Job, Writer
 from egeria_cache.threads import without_modes
 
 __all__ = ["Generation", "Located"]
@@ -97,7 +97,7 @@ class Generation:
     def __init__(
         self,
         manifest: Manifest,
-        files: GenerationFiles,
+        files: GenerationFiles | str,
         *,
         reader: BatchReader,
         writer: Writer,
@@ -113,7 +113,9 @@ class Generation:
         """What went into the hash."""
         self.created: float = manifest.created
         """When it was made, by whichever process, in seconds since the epoch."""
-        self._files = files
+        self._held = None if isinstance(files, str) else files
+        self._stopped = files if isinstance(files, str) else None
+        """Why it serves and takes nothing."""
         self._reader, self._writer, self._budget = reader, writer, budget
         self._codec: Codec | None = None if codec == "auto" else Codec.named(codec)
         self._coder = Coder()
@@ -125,8 +127,11 @@ class Generation:
         self._num_queued = 0
         self._write_again_at = 0.0
         self._said: set[str] = set()
+        self._totals = Totals()
+        """As of the last look."""
         self.counts = counts
         """Of the store."""
+        self._look()
 
     @property
     def is_idle(self) -> bool:
@@ -136,29 +141,39 @@ class Generation:
     @property
     def alive(self) -> bool:
         """It serves records: neither void, nor released, nor stopped by an error."""
-        return self._files.reason_stopped is None and not self._released
+        return self._stopped is None and not self._released
+
+    @property
+    def _files(self) -> GenerationFiles:
+        if self._stopped is not None or self._held is None:
+            raise GoneError(self._stopped)
+        return self._held
 
     @property
     def num_samples(self) -> int:
         """Records on disk."""
-        with self._trouble():
-            return self._files.num_samples()
+        return self._look()
+
+    def _look(self) -> int:
+        with self._trouble(), self._files.reading() as view:
+            self._totals = view.totals()
+            return view.num_records
         return 0
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of all records, decoded."""
-        return self._files.totals.raw_bytes
+        """Bytes of all records, decoded, as of the last look at `num_samples`, or commit."""
+        return self._totals.raw_bytes
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all records, encoded."""
-        return self._files.totals.stored_bytes
+        """The same, encoded."""
+        return self._totals.stored_bytes
 
     @property
     def lossy_error(self) -> LossyError:
         """What lossy storage changed; all zero without it."""
-        return self._files.totals.error
+        return self._totals.error
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -221,6 +236,8 @@ class Generation:
         fetched = Fetched(False, {}, np.zeros(num_samples, np.bool_))
         with self._trouble():
             fetched = self._reader.read(self._files, *located, pin_memory, in_memory)
+        if self._stopped is not None:  # became void while it was read
+            fetched = Fetched(False, {}, np.zeros(num_samples, np.bool_))
         self.counts.add(
             hits=fetched.num_hits,
             misses=num_samples - fetched.num_hits,
@@ -288,22 +305,17 @@ class Generation:
 
     @property
     def _takes_more(self) -> bool:
-        return (
-            self._files.usable
-            and not self._files.readonly
-            and time.monotonic() >= self._write_again_at
-        )
+        held = self._held is not None and self._held.writes and self._stopped is None
+        return held and time.monotonic() >= self._write_again_at
 
     def commit(self, jobs: Sequence[Job]) -> None:
         """Encode and store batches in one commit; called by the writer thread alone."""
-        num_queued, num_written = len(jobs), 0
-        num_rows = sum(len(job.picked) for job in jobs)
+        num_rows, num_written = sum(len(job.picked) for job in jobs), 0
         try:
-            jobs = joined(jobs)
             num_rows = sum(job.pick(self._files.locate(job.keys)["size"] > 0) for job in jobs)
-            num_written = self._commit(jobs)
+            num_written = self._commit([job for job in jobs if job.picked])
         except GoneError as gone:
-            self._stop(str(gone))
+            self._end(str(gone))
         except BudgetBusyError as busy:
             self._warn(f"a batch was not stored: {busy}")
         except (OSError, MemoryError, StoreError) as error:
@@ -312,29 +324,24 @@ class Generation:
             self._warn(f"a batch cannot be stored: {error}")
         finally:
             self.counts.add(writes=num_written, dropped_writes=num_rows - num_written)
-            self._queued(-num_queued)
+            self._queued(-len(jobs))
 
     def _commit(self, jobs: Sequence[Job]) -> int:
-        parts: list[tuple[Encoded, int]] = []
-        num_encoded, error = 0, LossyError()
-        for job in jobs:
+        """Store what can be; return how many rows are stored then, also by others."""
+        parts, raw_bytes, error = list[Encoded](), 0, LossyError()
+        for job in jobs if self._takes_more else ():
             own = LossyError()
             try:
-                encoded = self._encode(job, own) if self._takes_more and job.picked else []
+                parts.append(self._encode(job, own, parts))
             except (TypeError, ValueError, RuntimeError) as problem:  # of this batch alone
                 self._warn(f"a batch cannot be stored: {problem}")
                 continue
-            if not job.unchanged():
-                self._warn(
-                    "a tensor was changed after put_batch and before it was stored; not stored"
-                )
-                continue
-            parts += encoded
             error.join(own)
-            num_encoded += sum(len(records) for records, _ in encoded)
+            raw_bytes += job.num_bytes * len(job.picked) // len(job.keys)
         if not parts:
             return 0
-        num_new, num_stored = self.take(parts, self._codec, error)
+        records = Encoded.joined(parts)
+        num_new, num_stored = self.take(records, raw_bytes, self._codec, error)
         if num_stored < num_new:
             self._write_again_at = time.monotonic() + RETRY_S
             if "limit" not in self._said:
@@ -345,15 +352,31 @@ class Generation:
                     "`cache-inspect %s prune`",
                     self._budget.directory, self._budget.limit_bytes / 1e6, self._budget.directory,
                 )  # fmt: skip
-        return num_encoded - num_new + num_stored
+        return len(records) - num_new + num_stored
+
+    def _encode(self, job: Job, error: LossyError, before: Sequence[Encoded]) -> Encoded:
+        """Return the records of a batch, of the layout of those before it."""
+        for arrived in job.ready:
+            arrived.synchronize()
+        codec = self._codec if self._codec is not None else self._choose_codec(job)
+        with self._files.reading() as view:
+            known = view.layout or (before[0].layout if before else None)
+        encoded = encode_rows(
+            job.keys, job.picked, job.rows, codec, self._coder, self._storage, error,
+            self._files.identity, job.replaced, known,
+        )  # fmt: skip
+        if not job.unchanged():
+            raise ValueError("a tensor was changed after put_batch and before it was stored")
+        return encoded
 
     def take(
-        self, parts: Sequence[tuple[Encoded, int]], codec: Codec | None, error: LossyError
+        self, records: Encoded, raw_bytes: int, codec: Codec | None, error: LossyError
     ) -> tuple[int, int]:
         """Store encoded records in one commit, now, as far as there is room.
 
         Args:
-            parts: Records of this generation, with their bytes when decoded.
+            records: Of this generation.
+            raw_bytes: Of all of them, decoded.
             codec: What they were written with.
             error: What lossy storage changed in them.
 
@@ -363,19 +386,13 @@ class Generation:
         Raises:
             GoneError: Void, closed, or removed under us.
             BudgetBusyError: Another process holds the directory's lock.
+            ValueError: Others have stored records of another layout.
             OSError: The disk is full, or fails.
         """
-        num_new = num_stored = 0
-        with self._budget.locked(), self._files.writing() as commit:
-            for records, raw_bytes in parts:
-                new = records.only(commit.new_among(records))
-                growth = commit.growth_bytes(new)
-                fitting = new.only(growth[1:] <= self._budget.make_room(int(growth[-1])))
-                num_new, num_stored = num_new + len(new), num_stored + len(fitting)
-                if len(fitting):
-                    commit.add(fitting, raw_bytes * len(fitting) // len(records), codec)
-            if num_stored:
-                commit.totals.error.join(error)
+        with self._budget.locked():
+            num_new, num_stored, self._totals = self._files.store(
+                records, raw_bytes, codec, error, self._budget.make_room
+            )
         return num_new, num_stored
 
     def salvage(self, aside: Path) -> None:
@@ -388,29 +405,15 @@ class Generation:
         """Take it in now; called by the writer thread alone."""
         num_found = 0
         try:
-            for layout, pairs in salvaged(aside, self._files.identity):
-                records = Encoded.of(layout, pairs)
-                raw_bytes = max(layout.row_bytes * len(records), int(records.sizes.sum()))
-                num_found += self.take([(records, raw_bytes)], None, LossyError())[1]
+            for records in salvaged(aside, self._files.identity):
+                num_found += self.take(records, int(records.sizes.sum()), None, LossyError())[1]
                 if not self._takes_more or not self._writer.alive:
                     break
-        except (OSError, GoneError, StoreError, BudgetBusyError) as error:
+        except (OSError, GoneError, ValueError, StoreError, BudgetBusyError) as error:
             logger.info("%s: salvaging ended: %s", self.name, error)
         finally:
             self._queued(-1)
         logger.info("%s: %d records of %s were intact", self.name, num_found, aside.name)
-
-    def _encode(self, job: Job, error: LossyError) -> list[tuple[Encoded, int]]:
-        """Return the records of a batch, by layout, with their bytes when decoded."""
-        for arrived in job.ready:
-            arrived.synchronize()
-        codec = self._codec if self._codec is not None else self._choose_codec(job)
-        encoded = encode_rows(
-            job.keys, job.picked, job.rows, codec, self._coder, self._storage, error,
-            self._files.identity, job.replaced,
-        )  # fmt: skip
-        per_row = job.num_bytes / max(len(job.keys), 1)
-        return [(one, round(per_row * len(one))) for one in encoded]
 
     def _choose_codec(self, job: Job) -> Codec:
         """Decide once, from the first batch."""
@@ -432,10 +435,11 @@ class Generation:
 
         A generation that another process uses stays on disk for it.
         """
-        if self._files.stop(f"void: {reason}"):
+        if self._stop(f"void: {reason}"):
             logger.info("%s is void: %s", self.name, reason)
         discarded = self._writer.discard(lambda job: job.target is self)
-        self._files.destroy(reason)
+        if self._held is not None:
+            self._held.destroy()
         self._queued(-discarded)
         self.release()
 
@@ -452,22 +456,30 @@ class Generation:
             self._num_queued += change
             done = self._released and self._num_queued <= 0
         if done:
-            self._files.release()
+            self._stop("closed")
+            if self._held is not None:
+                self._held.close()
+
+    def _stop(self, reason: str) -> bool:
+        """From now on it serves and takes nothing; True for the call that stopped it."""
+        with self._lock:
+            first, self._stopped = self._stopped is None, self._stopped or reason
+        return first
 
     def _pause(self, error: Exception) -> None:
         """Store nothing for a while after a failed write; reads go on: what is stored is intact."""
         try:
             self._files.check_present()
         except (GoneError, StoreError) as gone:
-            self._stop(str(gone))
+            self._end(str(gone))
             return
         self._write_again_at = time.monotonic() + RETRY_S
         full = isinstance(error, OSError) and error.errno in (*FULL, errno.EFBIG)
         why = f"no space left on the disk ({error})" if full else str(error)
         self._warn(f"nothing is stored for now: {why}")
 
-    def _stop(self, reason: str) -> None:
-        if self._files.stop(reason):
+    def _end(self, reason: str) -> None:
+        if self._stop(reason):
             self._warn(f"no longer used: {reason}")
 
     def _warn(self, message: str) -> None:

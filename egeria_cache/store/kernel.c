@@ -1,4 +1,4 @@
-/* Records -> tensors for a whole batch, and raw tensors -> records, without the interpreter.
+/* Records -> tensors for a whole batch, without the interpreter.
 
    Optional: native.py finds what this was compiled to; without it raw and zstd records are read in
    Python. Every function works on memory that its caller owns, keeps nothing once it returns, and runs
@@ -7,7 +7,6 @@
 
 #define _GNU_SOURCE
 #include <fcntl.h>
-#include <sched.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdint.h>
@@ -26,14 +25,13 @@
 #define VECTORISED
 #endif
 
-enum { CHECKSUM_BYTES = 8, SIZE_AT = 8, KEY_BYTES_AT = 14, HEAD_BYTES = 16 };
+enum { CHECKSUM_BYTES = 8, SIZE_AT = 8, KEY_BYTES_AT = 12, HEAD_BYTES = 16 };
 enum { RAW, ZSTD, SPLIT, BITMAP };
 enum { BITMAP_HEAD_BYTES = 16, MOST_PLANES = 4, MOST_HEAD_BYTES = 4096 };
-enum { LONG_NS = 20000 }; /* no copy of a small record from memory takes so long */
+enum { LONG_NS = 4000 }; /* no byte from memory takes so long */
 enum { ABSENT, INTACT, DAMAGED, UNREADABLE }; /* as in native.py */
 
 static const uint64_t AS_THEY_ARE = 1ull << 63;
-static const uint64_t PLACE = ~0ull >> 16; /* of `at` of an entry, in units of 8 bytes */
 static const uint64_t STORED = ~0ull >> 8; /* of a field; its highest byte is the codec */
 
 typedef uint64_t hash_fn(const void *data, size_t num_bytes, uint64_t seed);
@@ -205,7 +203,7 @@ struct column {
 };
 
 struct entry {
-    uint64_t at; /* its place / 8; in the two highest bytes the number of its layout */
+    uint64_t place; /* in the file */
     uint32_t size, block;
 };
 
@@ -214,7 +212,6 @@ struct batch {
     uint64_t map_bytes;
     int64_t descriptor; /* of the file */
     uint64_t seed;      /* of the checksums: the generation and the layout */
-    uint64_t layout;    /* its number; records of others stay ABSENT */
     const struct column *columns;
     int64_t num_fields;
     const struct entry *entries; /* of each record */
@@ -227,15 +224,6 @@ struct batch {
     hash_fn *hash;
     zstd_fn *zstd;
     int64_t waits;               /* for the disk; else what is not in memory stays ABSENT */
-    struct progress *progress;
-};
-
-/* What the threads share that read one batch. */
-struct progress {
-    int64_t next;         /* record that nobody has taken yet */
-    int64_t num_inside;   /* helpers */
-    int64_t is_asked_for; /* the disk was asked for all that is left */
-    int64_t num_intact;
 };
 
 static uint64_t aligned(uint64_t size) { return (size + 7) & ~7ull; }
@@ -293,8 +281,7 @@ static int read_one(const struct batch *of, int64_t i, uint64_t place, const uin
     const uint64_t start = fields + 8 * (uint64_t)of->num_fields;
     const uint8_t *const record = of->map + place;
     uint8_t head[MOST_HEAD_BYTES], *const room = of->room + of->decode_bytes;
-    uint32_t its_size;
-    uint16_t its_key_bytes;
+    uint32_t its_size, its_key_bytes;
     if (start > sizeof head || size < start || size > of->room_bytes - of->decode_bytes)
         return DAMAGED;
     if (!copied(head, record, start)) return UNREADABLE;
@@ -342,7 +329,7 @@ static int64_t num_waits(void) {
 
 /* Where a record lies, if it is all in the part of the map that there is; else no place in it. */
 static uint64_t place_of(const struct batch *of, int64_t i, uint64_t map_bytes) {
-    const uint64_t place = (of->entries[i].at & PLACE) << 3, size = of->entries[i].size;
+    const uint64_t place = of->entries[i].place, size = of->entries[i].size;
     return place && place <= map_bytes && size <= map_bytes - place ? place : map_bytes;
 }
 
@@ -354,83 +341,54 @@ static void ask_for_all(const struct batch *of, int64_t i, int64_t count, uint64
                                 of->entries[i].size, POSIX_FADV_WILLNEED);
 }
 
-/* Read records until all are taken. Where the beginning of one was not in memory, all that are left
-   are asked for at once, before they are waited for; or they stay ABSENT, if this does not wait. */
-static void read_some(const struct batch *of, int64_t count, uint64_t map_bytes) {
-    struct progress *const progress = of->progress;
-    const int64_t waits_before = num_waits();
+/* Whether the beginning of a record had to be waited for; it is in memory then. */
+static int was_waited_for(const uint8_t *record, int64_t waits_before) {
+    const int64_t before_ns = now_ns();
+    uint8_t byte;
+    return copied(&byte, record, sizeof byte) && now_ns() - before_ns > LONG_NS
+           && num_waits() > waits_before;
+}
+
+/* Return how many are intact. Where one was not in memory, all that are left are asked for at once,
+   before they are waited for; or they stay ABSENT, if this does not wait. */
+static int64_t read_all(const struct batch *of, int64_t count, uint64_t map_bytes) {
     const uint8_t *key = of->keys;
-    int64_t last_ns = now_ns(), num_intact = 0;
-    for (int64_t i, at = 0; (i = __atomic_fetch_add(&progress->next, 1, __ATOMIC_SEQ_CST)) < count;) {
-        while (at < i) key += of->key_bytes[at++];
-        if (!of->entries[i].size || of->entries[i].at >> 48 != of->layout) continue;
+    const int64_t waits_before = num_waits();
+    int64_t num_intact = 0;
+    int is_asked_for = 0;
+    for (int64_t i = 0; i < count; key += of->key_bytes[i++]) {
         const uint64_t place = place_of(of, i, map_bytes);
+        if (!of->entries[i].size) continue;
         of->found[i] = DAMAGED;
         if (place == map_bytes) continue;
-        uint8_t byte;
-        if (!progress->is_asked_for && copied(&byte, of->map + place, sizeof byte)) {
-            const int64_t ns = now_ns();
-            if (ns - last_ns > LONG_NS && num_waits() > waits_before) {
-                progress->is_asked_for = 1;
-                if (!of->waits) {
-                    of->found[i] = ABSENT;
-                    __atomic_store_n(&progress->next, count, __ATOMIC_SEQ_CST);
-                    break;
-                }
-                ask_for_all(of, i, count, map_bytes);
+        if (!is_asked_for && was_waited_for(of->map + place, waits_before)) {
+            is_asked_for = 1;
+            if (!of->waits) {
+                of->found[i] = ABSENT;
+                break;
             }
-            last_ns = ns;
+            ask_for_all(of, i, count, map_bytes);
         }
         of->found[i] = (uint8_t)read_one(of, i, place, key);
         num_intact += of->found[i] == INTACT;
     }
-    __atomic_fetch_add(&progress->num_intact, num_intact, __ATOMIC_SEQ_CST);
+    return num_intact;
 }
 
-/* Read records of one layout, each of which holds all columns, to the rows of the same numbers. Other
-   threads may help, each with a room and a context of its own; who does not returns when all is
-   read. */
-void egeria_read(const struct batch *of, int64_t count, int helps) {
-    int64_t *const num_inside = &of->progress->num_inside;
+/* Read records, each of which holds all columns, to the rows of the same numbers. */
+int64_t egeria_read(const struct batch *of, int64_t count) {
     struct stat file;
     uint64_t map_bytes = of->map_bytes;
     sigset_t bus_error, before;
-    if (helps) __atomic_fetch_add(num_inside, 1, __ATOMIC_SEQ_CST);
     if (fstat((int)of->descriptor, &file) || !of->map) map_bytes = 0;
     else if ((uint64_t)file.st_size < map_bytes) map_bytes = (uint64_t)file.st_size;
     sigemptyset(&bus_error), sigaddset(&bus_error, SIGBUS);
     pthread_sigmask(SIG_UNBLOCK, &bus_error, &before); /* where it is blocked, it kills */
     handle_bus_errors();
-    read_some(of, count, map_bytes);
+    const int64_t num_intact = read_all(of, count, map_bytes);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (helps) __atomic_fetch_sub(num_inside, 1, __ATOMIC_SEQ_CST);
-    while (!helps && __atomic_load_n(num_inside, __ATOMIC_SEQ_CST)) sched_yield();
-}
-
-/* -- writing -------------------------------------------------------------------------------- */
-
-struct source {
-    const uint8_t *rows;
-    int64_t num_bytes; /* of a row */
-};
-
-/* Put rows behind the heads of their records, which lie `stride` bytes from each other, and set the
-   checksums. */
-void egeria_pack(hash_fn *hash, uint64_t seed, uint8_t *records, int64_t stride, int64_t start,
-                 int64_t count, const int64_t *picked, const struct source *sources,
-                 int64_t num_fields) {
-    for (int64_t i = 0; i < count; i++) {
-        uint8_t *const record = records + i * stride, *at = record + start;
-        uint64_t sum = hash(record + CHECKSUM_BYTES, (size_t)(start - CHECKSUM_BYTES), seed);
-        for (int64_t j = 0; j < num_fields; j++) {
-            const int64_t num_bytes = sources[j].num_bytes;
-            memcpy(at, sources[j].rows + picked[i] * num_bytes, (size_t)num_bytes);
-            sum = hash(at, (size_t)num_bytes, sum);
-            at += num_bytes;
-        }
-        memcpy(record, &sum, sizeof sum);
-    }
+    return num_intact;
 }
 
 /* See SHAPE in native.py. */
-const uint64_t egeria_shape[] = {10, sizeof(struct batch) / sizeof(uint64_t)};
+const uint64_t egeria_shape[] = {12, sizeof(struct batch) / sizeof(uint64_t)};

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -39,14 +39,12 @@ from egeria_cache.store.store import ActivationStore
 
 __all__ = ["Parcelled", "pack", "unpack"]
 
-MAGIC, VERSION = b"EGPK", 3
+MAGIC, VERSION = b"EGPK", 4
 BLOCK_BYTES = 16 * 2**20
 """Of records that are stored together."""
 _PIECE_BYTES = 8 * 2**20
 _BEGIN = struct.Struct("<4sIIQ")
 """Magic, version, bytes of the description and its checksum."""
-Groups = dict[Layout, list[tuple[bytes, memoryview]]]
-"""Keys and records by layout."""
 
 
 @dataclass(slots=True)
@@ -87,7 +85,7 @@ def pack(path: Path, out: BinaryIO) -> Parcelled:
     with inspected(path) as view:
         about = {"format": FORMAT, "fields": dict(Manifest.read(path).fields)}
         about["totals"] = view.totals().pack().hex()
-        about["layouts"] = [one.packed.hex() for one in view.layouts()]
+        about["layout"] = view.layout.packed.hex() if view.layout is not None else ""
         text = json.dumps(about).encode()
         write(_BEGIN.pack(MAGIC, VERSION, len(text), xxhash.xxh3_64_intdigest(text)) + text)
         for _, found in view.records():
@@ -96,7 +94,7 @@ def pack(path: Path, out: BinaryIO) -> Parcelled:
             else:
                 write(found.whole)
                 done.num_records += 1
-    write(HEAD.pack(done.num_records, 0, 0, 0))
+    write(HEAD.pack(done.num_records, 0, 0))
     out.flush()
     return done
 
@@ -111,36 +109,32 @@ def unpack(stream: BinaryIO, store: ActivationStore) -> Parcelled:
         OSError: The stream cannot be read, or the disk not be written.
     """
     source = _Source(stream)
-    fields, totals, layouts = _description(source)
-    done, groups, num_bytes = Parcelled(generation_name(fields)), Groups(), 0
+    fields, totals, layout = _description(source)
+    done, records, num_bytes = Parcelled(generation_name(fields)), list[tuple[bytes, Any]](), 0
     generation = store.open_generation(fields)
     try:
-        for layout, record in _records(source, layouts, done.name):
-            groups.setdefault(layout, []).append((key_of(record), record))
+        for record in _records(source, layout, done.name):
+            records.append((key_of(record), record))
             num_bytes += len(record)
             if num_bytes >= BLOCK_BYTES:
-                _take(generation, groups, totals, done)
-                groups, num_bytes = {}, 0
+                _take(generation, Encoded.of(layout, records), totals, done)
+                records, num_bytes = [], 0
     finally:
-        _take(generation, groups, totals, done)
+        _take(generation, Encoded.of(layout, records), totals, done)
     done.num_bytes = source.num_bytes
     return done
 
 
-def _take(generation: Generation, groups: Groups, totals: Totals, done: Parcelled) -> None:
+def _take(generation: Generation, records: Encoded, totals: Totals, done: Parcelled) -> None:
     """Store records, with their part of the totals."""
-    parts = []
-    for layout, records in groups.items():
-        num_bytes = sum(len(record) for _, record in records)
-        raw_bytes = round(num_bytes * totals.raw_bytes / max(totals.stored_bytes, 1))
-        parts.append((Encoded.of(layout, records), raw_bytes))
-    num_records = num_new = sum(map(len, groups.values()))
-    num_stored = 0
+    num_bytes = int(records.sizes.sum())
+    raw_bytes = round(num_bytes * totals.raw_bytes / max(totals.stored_bytes, 1))
+    num_new, num_stored = len(records), 0
     with contextlib.suppress(GoneError):  # the limit has no room even for an empty one
-        num_new, num_stored = generation.take(parts, totals.codec, totals.error)
+        num_new, num_stored = generation.take(records, raw_bytes, totals.codec, totals.error)
         totals.error = LossyError()  # it is counted once
     done.num_records += num_stored
-    done.num_known += num_records - num_new
+    done.num_known += len(records) - num_new
     done.num_left += num_new - num_stored
 
 
@@ -163,7 +157,7 @@ class _Source:
         return b"".join(pieces)
 
 
-def _description(source: _Source) -> tuple[dict[str, Any], Totals, Sequence[Layout]]:
+def _description(source: _Source) -> tuple[dict[str, Any], Totals, Layout]:
     """Read what comes before the records."""
     magic, version, length, checksum = _BEGIN.unpack(source.read(_BEGIN.size))
     if magic != MAGIC:
@@ -177,35 +171,29 @@ def _description(source: _Source) -> tuple[dict[str, Any], Totals, Sequence[Layo
         about = json.loads(text)
         fields, found = dict(about["fields"]), about["format"]
         totals = Totals.parse(bytes.fromhex(about["totals"]))
-        layouts = [Layout.parse(bytes.fromhex(one)) for one in about["layouts"]]
+        packed = bytes.fromhex(about["layout"])
+        layout = Layout.parse(packed) if packed else Layout(False, ())
     except (ValueError, KeyError, TypeError, RecursionError, struct.error):
         raise DamagedError("the description of the packed generation is damaged") from None
     if found != FORMAT:
         raise DamagedError(f"a generation of format {found}; this release reads {FORMAT}")
-    return fields, totals, layouts
+    return fields, totals, layout
 
 
-def _records(
-    source: _Source, layouts: Sequence[Layout], name: str
-) -> Iterator[tuple[Layout, memoryview]]:
+def _records(source: _Source, layout: Layout, name: str) -> Iterator[memoryview]:
     """Yield the records, each verified, to the end of the stream."""
-    identity, by_number = (
-        xxhash.xxh3_64_intdigest(name.encode()),
-        {one.number: one for one in layouts},
-    )
-    num_records = 0
+    identity, num_records = xxhash.xxh3_64_intdigest(name.encode()), 0
     while True:
         head = source.read(HEAD_BYTES)
-        _, size, number, _ = HEAD.unpack(head)
+        _, size, _ = HEAD.unpack(head)
         if not size:
-            if head != HEAD.pack(num_records, 0, 0, 0) or source.stream.read(1):
+            if head != HEAD.pack(num_records, 0, 0) or source.stream.read(1):
                 raise DamagedError("the stream does not end where it should")
             return
         record = memoryview(head + source.read(size - HEAD_BYTES))
         try:
-            layout = by_number[number]
             open_record(key_of(record), record, layout, identity)
-        except (RecordError, KeyError) as problem:
+        except RecordError as problem:
             raise DamagedError(f"a record of the stream is damaged: {problem}") from None
         num_records += 1
-        yield layout, record
+        yield record

@@ -21,14 +21,8 @@ from torch import Tensor
 
 from egeria_cache.store.codecs.codec import Coder, NeedsKernelError
 from egeria_cache.store.codecs.lossy import unpack
-from egeria_cache.store.disk.files import (
-    Entries,
-    GenerationFiles,
-    View,
-    numbers_of,
-    places_of,
-)
-from egeria_cache.store.native import ABSENT, INTACT, UNREADABLE, Helpers, Kernel, kernel
+from egeria_cache.store.disk.files import Entries, GenerationFiles, View
+from egeria_cache.store.native import ABSENT, INTACT, UNREADABLE, Kernel, kernel
 from egeria_cache.store.records.keys import decode_key
 from egeria_cache.store.records.layout import FieldLayout, Layout, RecordError
 
@@ -66,8 +60,6 @@ class BatchReader:
 
     def __init__(self) -> None:
         self._local = threading.local()
-        native = kernel()
-        self._helpers = None if native is None else Helpers(native)
         self._warned: set[str] = set()
 
     def read(
@@ -95,25 +87,16 @@ class BatchReader:
         with files.reading() as view:
             if entries is None:
                 entries = view.locate(keys)
-            batch = _Batch(
-                view, keys, entries, self._coder, pin_memory, waits=not in_memory,
-                helpers=self._helpers,
-            )  # fmt: skip
+            batch = _Batch(view, keys, entries, self._coder, pin_memory, waits=not in_memory)
             batch.read()
         num_corrupt = 0
         for row, (message, replaceable) in batch.failed.items():
-            if files.hide(keys[row], replaceable=replaceable) and message:
+            if message and keys[row] not in files.hidden:
                 num_corrupt += 1
                 self._report(files, keys[row], message)
-        if not files.usable:  # became void while we were reading
-            batch.hit[:] = False
+            files.hidden[keys[row]] = replaceable
         num_hits = int(batch.hit.sum())
         return Fetched(batch.bare, batch.fields, batch.hit, num_hits, num_corrupt)
-
-    def close(self) -> None:
-        """Stop the threads that help."""
-        if self._helpers is not None:
-            self._helpers.close()
 
     @property
     def _coder(self) -> Coder:
@@ -138,10 +121,10 @@ class _Batch:
 
     def __init__(
         self, view: View, keys: Sequence[bytes], entries: Entries, coder: Coder, pin_memory: bool,
-        *, waits: bool, helpers: Helpers | None,
+        *, waits: bool,
     ) -> None:  # fmt: skip
         self._view, self._keys, self._entries, self._coder = view, keys, entries, coder
-        self._pin_memory, self._waits, self._helpers = pin_memory, waits, helpers
+        self._pin_memory, self._waits = pin_memory, waits
         self.hit = np.zeros(len(keys), np.bool_)
         self.bare = False
         self.fields: dict[str, Column] = {}
@@ -151,15 +134,22 @@ class _Batch:
 
     def read(self) -> None:
         """Read all rows that are there."""
-        left = self._entries["size"] > 0
-        if not (self._waits or left.all()):
+        rows, layout = self._entries["size"] > 0, self._view.layout
+        if not (self._waits or rows.all()):
             raise NotInMemoryError
-        while left.any():
-            numbers = numbers_of(self._entries)
-            number = numbers[left.argmax()]
-            rows = left & (numbers == number)
-            self._read_layout(int(number), rows)
-            left &= ~rows
+        if not rows.any():
+            return
+        if layout is None:
+            lost = "what records hold is lost", True
+            self.failed = dict.fromkeys(np.flatnonzero(rows).tolist(), lost)
+            return
+        native, self.bare = kernel() if layout.is_plain else None, layout.bare
+        columns: Sequence[Column] = (
+            self._read_one_by_one(layout, np.flatnonzero(rows))
+            if native is None
+            else self._read_together(native, layout, rows)
+        )
+        self.fields = dict(zip((one.name for one in layout.fields), columns, strict=True))
         if self.hit.all():
             return
         missing = np.flatnonzero(~self.hit)
@@ -169,34 +159,14 @@ class _Batch:
             else:
                 self.fields[name] = [one if self.hit[at] else None for at, one in enumerate(column)]
 
-    def _read_layout(self, number: int, rows: Rows) -> None:
-        layout = self._view.layout(number)
-        if layout is None:
-            for row in np.flatnonzero(rows).tolist():
-                self.failed[row] = "its layout is lost", True
-            return
-        if self.fields:
-            names = {one.name for one in layout.fields}
-            if names != set(self.fields) or layout.bare != self.bare:
-                return  # of another kind than the first of the batch
-        native = kernel() if layout.is_plain else None
-        if native is not None:
-            columns = self._read_together(native, layout, rows)
-        else:
-            columns = self._read_one_by_one(layout, np.flatnonzero(rows))
-        self.bare = layout.bare
-        for field, column in zip(layout.fields, columns, strict=True):
-            known = self.fields.get(field.name)
-            self.fields[field.name] = column if known is None else _merged(known, column, rows)
-
-    def _read_together(self, native: Kernel, layout: Layout, rows: Rows) -> list[Column]:
+    def _read_together(self, native: Kernel, layout: Layout, rows: Rows) -> list[Tensor]:
         """Read rows of tensors of fixed size in one call."""
         view, fields = self._view, layout.fields
         columns = [_allocate(field, len(self._keys), self._pin_memory) for field in fields]
         num_intact, found = native.read(
             self._coder.unpacker(native),
             view.mapped(),
-            (view.files.identity ^ layout.seed, layout.number),
+            view.files.identity ^ layout.seed,
             [
                 (rows, one.num_bytes, one.elements)
                 for rows, one in zip(columns, fields, strict=True)
@@ -204,8 +174,10 @@ class _Batch:
             self._entries,
             self._keys,
             waits=self._waits,
-            helpers=self._helpers,
         )
+        for at, one in enumerate(fields):
+            if one.storage is not None and one.dtype is not None:
+                columns[at] = unpack(columns[at], one.shape, one.dtype, one.storage)
         intact = found == INTACT
         self.hit |= intact
         failed = [] if num_intact == len(found) else np.flatnonzero(rows & ~intact).tolist()
@@ -216,21 +188,14 @@ class _Batch:
                 self.failed[row] = "the disk cannot read it", False
                 continue
             # From wherever it is now; or what is wrong with it is noted.
-            values = self._values(row)
-            for column, one, value in zip(columns, fields, values or (), strict=bool(values)):
-                if isinstance(value, Tensor) and one.storage is None:
-                    column[row] = value
-                else:  # its values were unpacked already
-                    self.hit[row] = False
-        found_columns: list[Column] = list(columns)
-        for at, one in enumerate(fields):
-            if one.storage is not None and one.dtype is not None:
-                found_columns[at] = unpack(columns[at], one.shape, one.dtype, one.storage)
-        return found_columns
+            for column, value in zip(columns, self._values(row) or (), strict=False):
+                assert isinstance(value, Tensor)
+                column[row] = value
+        return columns
 
     def _read_one_by_one(self, layout: Layout, rows: Places) -> list[Column]:
-        descriptor, entries = self._view.descriptor, self._entries[rows]
-        for place, size in zip(places_of(entries).tolist(), entries["size"].tolist(), strict=True):
+        descriptor = self._view.descriptor
+        for place, size, _ in self._entries[rows].tolist():
             if self._waits:
                 os.posix_fadvise(descriptor, place, size, os.POSIX_FADV_WILLNEED)
             elif place and not _is_in_memory(descriptor, place, size):
@@ -246,13 +211,13 @@ class _Batch:
         key = self._keys[row]
         try:
             found = self._view.record(key, self._entries[row])
-            values = [found.value(at, self._coder) for at in range(len(found.layout.fields))]
+            values = [found.value(at, self._coder) for at in range(len(found.payload))]
         except OSError as error:
             self.failed[row] = f"the disk cannot read it: {error.strerror}", False
         except NeedsKernelError:
             self.failed[row] = "", True
         except RecordError as error:
-            if self._view.is_there(key):  # else it was superseded since it was located
+            if self._view.located([key])["size"][0]:  # else it was superseded since it was located
                 self.failed[row] = str(error), True
         else:
             self.hit[row] = True
@@ -270,20 +235,11 @@ class _Batch:
         return torch.stack([blank if one is None else one for one in values])
 
 
-def _merged(known: Column, column: Column, rows: Rows) -> Column:
-    """Return rows of two layouts in one column."""
-    both = isinstance(known, Tensor) and isinstance(column, Tensor)
-    if both and known.shape == column.shape and known.dtype == column.dtype:  # type: ignore[union-attr]
-        known[torch.from_numpy(rows)] = column[torch.from_numpy(rows)]
-        return known
-    return [column[at] if rows[at] else known[at] for at in range(len(rows))]
-
-
 def _is_in_memory(descriptor: int, place: int, size: int) -> bool:
     try:
         room = bytearray(max(min(size, os.fstat(descriptor).st_size - place), 0))
         return os.preadv(descriptor, [room], place, os.RWF_NOWAIT) == size
-    except OSError:
+    except (OSError, OverflowError):
         return False
 
 

@@ -1,6 +1,6 @@
 """A directory of generations under one byte limit; usable alone.
 
-Opens, names and evicts generations, and owns the writer and decoding threads they share. Bytes on
+Opens, names and evicts generations, and owns the writer thread they share. Bytes on
 disk: docs/format.md.
 """
 
@@ -105,7 +105,7 @@ class ActivationStore:
         self._closed = False
         # Dropped without close(), or at the interpreter's exit: the queue is still written.
         self._finalizer = weakref.finalize(
-            self, _shut_down, self._writer, self._reader, self._generations, os.getpid()
+            self, _shut_down, self._writer, self._generations, os.getpid()
         )
 
     # -- generations ------------------------------------------------------------------------
@@ -190,12 +190,12 @@ class ActivationStore:
 
     def _open_files(
         self, directory: Path, fields: Mapping[str, Any]
-    ) -> tuple[Manifest, GenerationFiles]:
+    ) -> tuple[Manifest, GenerationFiles | str]:
         if os.path.lexists(directory):
             check_own(directory)
         if not is_unfinished(directory):
             manifest = self._read_manifest(directory, fields)
-            return manifest, GenerationFiles.open(directory, readonly=not self.writable)
+            return manifest, GenerationFiles(directory, writes=self.writable)
         self._log_nearest(directory.name, fields)
         manifest, why = Manifest.new(fields), "the directory is read-only"
         if self.writable:
@@ -206,10 +206,10 @@ class ActivationStore:
                     manifest.write(directory)
                 except FileNotFoundError:
                     raise BeingRemovedError(str(directory)) from None
-                return manifest, GenerationFiles.open(directory)
+                return manifest, GenerationFiles(directory, writes=True)
             why = f"the limit of {self.config.limit_bytes} bytes has no room for another one"
             logger.warning("%s is not made, nothing is stored in it: %s", directory.name, why)
-        return manifest, GenerationFiles(directory, absent=why)
+        return manifest, why
 
     def _read_manifest(self, directory: Path, fields: Mapping[str, Any]) -> Manifest:
         """Read what it says of itself; where that is damaged, it is what its name says."""
@@ -313,7 +313,6 @@ class ActivationStore:
         """
         self._closed = True
         self._writer.close(timeout_s)
-        self._reader.close()
         for generation in list(self._generations.values()):
             generation.release()
         self._finalizer.detach()
@@ -332,12 +331,9 @@ class ActivationStore:
         self._start()
 
 
-def _shut_down(
-    writer: Writer, reader: BatchReader, generations: Mapping[str, Generation], process: int
-) -> None:
+def _shut_down(writer: Writer, generations: Mapping[str, Generation], process: int) -> None:
     if os.getpid() != process:  # a forked child has none of the threads
         return
     writer.close(10.0)
-    reader.close()
     for generation in list(generations.values()):
         generation.release()

@@ -22,7 +22,7 @@ from egeria_cache.device import Event
 from egeria_cache.store.records.record import Rows
 from egeria_cache.threads import compute_on_one_core
 
-__all__ = ["Job", "Writer", "joined"]
+__all__ = ["Job", "Writer"]
 
 logger = logging.getLogger("egeria_cache.store")
 
@@ -68,31 +68,14 @@ class Job:
             self.picked = [row for row in self.picked if not known[row]]
         return len(self.picked)
 
+    def is_like(self, other: Job) -> bool:
+        """They may be committed together."""
+        kinds = {one.replaced is None for one in (self, other)}
+        return self.target is other.target and len(kinds) == 1
+
     def unchanged(self) -> bool:
         """No tensor was written to since it was handed over."""
         return all(tensor._version == version for tensor, version in self._versions)
-
-
-def joined(jobs: Sequence[Job]) -> Sequence[Job]:
-    """Return batches that are alike as one, which holds copies, each key once; else as they are.
-
-    Most of what a small batch takes to be stored is taken once for all of it.
-    """
-    for job in jobs:
-        for arrived in job.ready:
-            arrived.synchronize()
-    rows = Rows.joined([job.rows for job in jobs]) if len(jobs) > 1 else None
-    if rows is None or len({job.replaced is None for job in jobs}) > 1:
-        return jobs
-    if not all(job.unchanged() for job in jobs):  # since then it may be: these are copies
-        return jobs
-    keys, replaced, picked = list[bytes](), list[bytes | None](), dict[bytes, int]()
-    for job in jobs:
-        for row in job.picked:
-            picked.setdefault(job.keys[row], len(keys) + row)
-        keys += job.keys
-        replaced += job.replaced or ()
-    return [Job(jobs[0].target, keys, list(picked.values()), rows, (), replaced or None)]
 
 
 class Writer:
@@ -242,7 +225,7 @@ class Writer:
     def _group(self) -> list[Job]:
         jobs = [self._jobs.popleft()]
         num_bytes = jobs[0].num_bytes
-        while self._jobs and self._jobs[0].target is jobs[0].target:
+        while self._jobs and self._jobs[0].is_like(jobs[0]):
             num_bytes += self._jobs[0].num_bytes
             if num_bytes > GROUP_BYTES:
                 break

@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from egeria_cache import ActivationCache, EgeriaLoader
+from egeria_cache import ActivationCache, ActivationStore, EgeriaLoader
 from egeria_cache.inspect import main as cache_inspect
 from egeria_cache.store.disk import place
 from egeria_core import FreezeController
@@ -570,6 +570,19 @@ def fill_nothing(where):
 def fill_other(where):
     with cached(model(), where) as cache:
         cache.fill(EgeriaLoader(samples(), 8), progress=False)
+
+
+@mistake(
+    "Records of another shape are stored beside others",
+    "All records of a generation hold the same: give each kind a store of its own, or lists of "
+    "tensors, whose shapes may differ. The same is said where `storage_dtype` cannot hold a batch.",
+)
+def another_layout(where):
+    with ActivationStore(where / "cache") as store:
+        store.put_batch([1, 2], torch.zeros(2, 512))
+        store.flush()
+        store.put_batch([3], torch.zeros(1, 256))
+        store.flush()
 
 
 @mistake("A loader's state is loaded over another data set", "")

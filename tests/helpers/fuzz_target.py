@@ -46,7 +46,8 @@ def check(blob: bytes) -> str:
     _check_field(blob)
     size = int.from_bytes(blob[:2], "little")
     try:
-        layout = Layout.parse(blob[2 : 2 + size])
+        text = blob[2 : 2 + size]
+        layout = Layout.parse(xxhash.xxh3_64_intdigest(text).to_bytes(8, "little") + text)
     except RecordError:
         return "no layout"
     record = blob[2 + size :]
@@ -58,15 +59,15 @@ def check(blob: bytes) -> str:
     except RecordError:
         return "refused"
     outcome = "decoded"
-    for position, (shape, num_bytes) in enumerate(opened.shapes):
-        if num_bytes > LARGE_BYTES:
-            outcome = "large"
-            continue
+    for position in range(len(opened.payload)):
         try:
+            field, _ = opened.field(position)
+            if field.num_bytes > LARGE_BYTES:
+                outcome = "large"
+                continue
             value = opened.value(position, CODER)
             if isinstance(value, torch.Tensor):
-                assert value.dtype == layout.fields[position].dtype
-                assert tuple(value.shape) == shape
+                assert (value.dtype, tuple(value.shape)) == (field.dtype, field.shape)
         except (RecordError, NeedsKernelError):
             outcome = "damaged field"
     return outcome
@@ -89,16 +90,16 @@ def seal(record: bytes, layout: Layout) -> bytes:
     """
     start = HEAD.size + aligned(len(KEY))
     count = len(layout.fields)
-    end = start + 8 * (count + layout.num_ragged)
+    end = start + 8 * count
     if len(record) < end:
         return record
-    words = list(struct.unpack_from(f"<{count + layout.num_ragged}Q", record, start))
+    words = list(struct.unpack_from(f"<{count}Q", record, start))
     stored = [word & (2**56 - 1) for word in words[:count]]
     rest = len(record) - end - sum(stored[:-1])
     if count and rest >= 0:
         stored[-1] = rest
         words[count - 1] = words[count - 1] >> 56 << 56 | rest
-    head = HEAD.pack(0, len(record), layout.number, len(KEY))[8:]
+    head = HEAD.pack(0, len(record), len(KEY))[8:]
     head += KEY + bytes(-len(KEY) % 8) + struct.pack(f"<{len(words)}Q", *words)
     checksum, at = xxhash.xxh3_64_intdigest(head, layout.seed), end
     for size in stored:
@@ -136,7 +137,7 @@ def fields() -> Iterator[bytes]:
 
 
 def _records(fields, codec, storage=None) -> Iterator[bytes]:
-    for part in encode_rows([KEY], [0], Rows(False, fields), codec, CODER, storage):
-        layout = part.layout.packed
-        for _, record in part:
-            yield len(layout).to_bytes(2, "little") + layout + bytes(record)
+    records = encode_rows([KEY], [0], Rows(False, fields), codec, CODER, storage)
+    layout = records.layout.packed[8:]
+    for _, record in records:
+        yield len(layout).to_bytes(2, "little") + layout + bytes(record)

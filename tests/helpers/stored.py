@@ -6,7 +6,7 @@ from pathlib import Path
 
 import lmdb
 
-from egeria_cache.store.disk.files import inspected, places_of
+from egeria_cache.store.disk.files import inspected
 
 __all__ = ["damage_a_record", "stored_bytes"]
 
@@ -15,7 +15,7 @@ def damage_a_record(generation: Path, at: int = 60) -> None:
     """Flip a bit of the first record, at this byte of it."""
     with inspected(generation) as view:
         _, entry = next(view.entries())
-    place, number = int(places_of(entry)[0]), int(entry["block"][0])
+    place, _, number = entry[0].tolist()
     if place:
         with (generation / "data.mdb").open("r+b") as file:
             file.seek(place + at)

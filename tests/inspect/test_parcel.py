@@ -26,7 +26,7 @@ def filled(directory, codec="auto"):
     with ActivationStore(directory, codec=codec) as store:
         generation = store.open_generation(FIELDS)
         generation.put_batch(IDS, {"a:layer1": rows, "k:label": torch.arange(len(IDS))})
-        generation.put_batch([3], {"a:layer1": rows[:1], "k:label": torch.zeros(1)}, variant=2)
+        generation.put_batch([3], {"a:layer1": rows[:1], "k:label": torch.arange(1)}, variant=2)
         store.flush()
         return generation.name, rows
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from egeria_cache.store.disk.environment import DATA_NAME
-from egeria_cache.store.disk.files import places_of
 from egeria_cache.store.native import SWITCH, Kernel, kernel
 from egeria_cache.store.records.keys import encode_keys
 from egeria_cache.store.store import ActivationStore
@@ -54,7 +53,7 @@ def damage(store: ActivationStore, ids: list[Any], at: int = 60) -> None:
     generation = store._own()
     path = store.config.directory / generation.name / DATA_NAME
     with path.open("r+b") as file:
-        for place in places_of(entries_of(store, ids)).tolist():
+        for place in entries_of(store, ids)["place"].tolist():
             assert place
             (byte,) = os.pread(file.fileno(), 1, place + at)
             os.pwrite(file.fileno(), bytes([byte ^ 16]), place + at)

@@ -30,7 +30,6 @@ from egeria_cache.store.checking import verify
 from egeria_cache.store.disk.budget import Budget, directory_bytes, generation_directories
 from egeria_cache.store.disk.claims import in_use_elsewhere, remove_directory
 from egeria_cache.store.disk.environment import Environment
-from egeria_cache.store.disk.files import places_of
 from egeria_cache.store.disk.manifest import ROOT_FORMAT, read_json, write_json
 from egeria_cache.store.native import SWITCH, kernel
 from egeria_cache.store.parcel import pack
@@ -264,19 +263,19 @@ def test_while_a_tree_is_walked_other_processes_may_open_and_commit(tmp_path, mo
 def test_a_sector_that_cannot_be_read_is_one_damaged_record_named_and_walked_on(
     tmp_path, monkeypatch
 ):
-    values, real, bad = torch.randn(COUNT, 1000), os.preadv, 0
+    values, real, bad = torch.randn(COUNT, 1000), os.pread, 0
 
-    def preadv(descriptor, buffers, place, *flags):
+    def pread(descriptor, size, place):
         if place == bad:
             raise OSError(errno.EIO, "Input/output error")
-        return real(descriptor, buffers, place, *flags)
+        return real(descriptor, size, place)
 
     with ActivationStore(tmp_path / "cache", codec="raw") as store:
         store.put_batch(range(COUNT), values)
         assert store.flush(FLUSH_S)
-        bad = int(places_of(entries_of(store, [5]))[0])
+        bad = int(entries_of(store, [5])["place"][0])
         path = tmp_path / "cache" / store._own().name
-    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "pread", pread)
     monkeypatch.setenv(SWITCH, "0")
     kernel.cache_clear()
     with ActivationStore(tmp_path / "cache", codec="raw") as store:
@@ -549,7 +548,7 @@ def test_a_nearly_full_disk_kills_nobody_and_loses_nothing(small_disk, count):
 def test_space_that_is_freed_is_used_again(small_disk, monkeypatch):
     monkeypatch.setattr(generation_module, "RETRY_S", 0.0)
     with ActivationStore(small_disk / "cache", "50MB", codec="raw") as store:
-        store.put_batch([0], torch.zeros(1, 100))
+        store.put_batch([0], torch.zeros(1, 20_000))
         assert store.flush(FLUSH_S)
         with (small_disk / "ballast").open("wb", buffering=0) as file:
             file.write(bytes(shutil.disk_usage(small_disk).free))
@@ -852,16 +851,14 @@ def test_generations_of_an_earlier_release_are_listed_and_make_room(tmp_path):
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 def test_of_a_damaged_tree_every_record_that_is_intact_is_salvaged(tmp_path, codec):
-    values = {"x": torch.randn(200, 700), "label": torch.arange(200)}
-    texts = {"text": [str(one) for one in range(100)], "y": torch.randn(100, 400)}
+    texts = [str(one) for one in range(200)]
+    values = {"x": torch.randn(200, 700), "label": torch.arange(200), "text": texts}
     with ActivationStore(tmp_path / "cache", codec=codec) as store:
         for start in range(0, 200, 20):
             batch = {name: rows[start : start + 20] for name, rows in values.items()}
             store.put_batch(range(start, start + 20), batch)
             assert store.flush(FLUSH_S)
-        store.put_batch([*map(str, range(100))], texts)
-        assert store.flush(FLUSH_S)
-        places = places_of(entries_of(store, [7]))
+        places = entries_of(store, [7])["place"]
         path = tmp_path / "cache" / store._own().name
     spoil_tree(path)
     with (path / "data.mdb").open("r+b") as file:
@@ -873,8 +870,5 @@ def test_of_a_damaged_tree_every_record_that_is_intact_is_salvaged(tmp_path, cod
         assert hit.tolist() == [one != 7 for one in range(200)]
         rightly = torch.from_numpy(hit)
         assert torch.equal(found["x"][rightly], values["x"][rightly])
-        found, hit = store.get_batch([*map(str, range(100))])
-        assert hit.all()
-        assert found["text"] == texts["text"]
-        assert torch.equal(found["y"], texts["y"])
+        assert found["text"] == [None if one == "7" else one for one in texts]
     assert len(list((tmp_path / "cache").glob("damaged-*"))) == 1

@@ -10,7 +10,6 @@ import torch
 
 from egeria_cache.store import ActivationStore
 from egeria_cache.store.disk.environment import DATA_NAME
-from egeria_cache.store.disk.files import places_of
 from tests.store.conftest import entries_of
 
 LENGTHS = [5, 3, 900, 3, 1, 40, 0, 700, 5, 9]
@@ -86,7 +85,7 @@ def test_a_damaged_record_is_no_hit_and_the_others_are(stored, tmp_path):
     order = list(range(len(LENGTHS)))
     check(store, rows, order)
     (path,) = tmp_path.glob(f"gen-*/{DATA_NAME}")
-    places = places_of(entries_of(store, order))
+    places = entries_of(store, order)["place"]
     with path.open("r+b") as file:
         for row in (2, 7):
             os.pwrite(file.fileno(), b"\xff\xff", int(places[row]) + 100)
@@ -111,14 +110,31 @@ def test_lossy_numbers_of_differing_shapes_are_unpacked(tmp_path):
                 assert torch.equal(row, rows[one].bfloat16().float())
 
 
-def test_records_with_other_names_are_left_out(tmp_path):
+@pytest.mark.parametrize("together", [True, False])
+def test_a_batch_of_another_layout_is_refused_by_name(tmp_path, caplog, together):
     rows = rows_of(LENGTHS)["states"]
     with ActivationStore(tmp_path) as store:
+        store.gather(together)
         store.put_batch(range(len(rows)), {"x": rows})
+        assert together or store.flush(30)
         store.put_batch([50], {"y": torch.ones(1, 3)})
         assert store.flush(30)
+        assert "records here hold (" in caplog.text
+        assert "it holds (y: float32 [3])" in caplog.text
+        assert store.stats().dropped_writes == 1
         for _ in range(2):
             found, hit = store.get_batch([0, 50, 2])
             assert hit.tolist() == [True, False, True]
             assert found["x"][1] is None
             assert torch.equal(found["x"][2], rows[2])
+
+
+def test_what_a_lossy_storage_cannot_hold_is_refused_by_name(tmp_path, caplog):
+    rows = torch.ones(4, 5)
+    with ActivationStore(tmp_path, storage_dtype="float16") as store:
+        store.put_batch([0, 1], rows[:2])
+        assert store.flush(30)
+        store.put_batch([2, 3], rows[2:] * 1e9)
+        assert store.flush(30)
+        assert "float32 [5] as float16" in caplog.text
+        assert store.get_batch(range(4))[1].tolist() == [True, True, False, False]

@@ -50,11 +50,11 @@ def run_python(code, *argv, **options):
     )  # fmt: skip
 
 
-def assert_right(store, ids):
+def assert_right(store, ids, width=5000):
     got, hit = store.get_batch(ids)
     for row, one in enumerate(ids):
         if hit[row]:
-            assert torch.equal(got[row], rows([one])[0])
+            assert torch.equal(got[row], rows([one], width)[0])
     return hit
 
 
@@ -375,7 +375,7 @@ def test_a_kill_at_each_file_that_is_made_leaves_nothing_damaged(tmp_path):
             if child == 0:
                 die_at(last, directory)
                 with ActivationStore(directory) as store:
-                    store.put_batch([0], torch.ones(1, 10))
+                    store.put_batch([0], torch.ones(1, 5000))
                     store.flush(30)
                 os._exit(0)
             if os.waitpid(child, 0)[1] == 0:
@@ -443,19 +443,19 @@ def test_a_process_with_a_smaller_limit_reads_on_when_another_grows_the_index(di
         from egeria_cache.store.store import ActivationStore
         with ActivationStore(sys.argv[1], "500MB", codec="raw") as store:
             for start in range(100, 60_100, 20_000):
-                store.put_batch(range(start, start + 20_000), torch.zeros(20_000, 2))
+                store.put_batch(range(start, start + 20_000), torch.zeros(20_000, 20))
                 assert store.flush(30)
     """
     with ActivationStore(directory, "1MB", codec="raw") as store:
-        store.put_batch(range(10), rows(range(10)))
+        store.put_batch(range(10), rows(range(10), 20))
         store.flush(FLUSH_S)
         run_python(code, directory).communicate(timeout=DEADLINE_S)
         (data,) = directory.glob("gen-*/data.mdb")
         assert data.stat().st_size > 1_000_000  # beyond this process's limit
-        assert assert_right(store, range(12)).tolist() == [True] * 10 + [False] * 2
-        store.put_batch([11], rows([11]))  # there is no room, by this process's limit
+        assert assert_right(store, range(12), 20).tolist() == [True] * 10 + [False] * 2
+        store.put_batch([11], rows([11], 20))  # there is no room, by this process's limit
         assert store.flush(FLUSH_S)
-        assert assert_right(store, range(12)).sum() == 10
+        assert assert_right(store, range(12), 20).sum() == 10
 
 
 HOLDER = """

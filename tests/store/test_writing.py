@@ -109,15 +109,25 @@ def test_a_variant_that_no_key_can_name_is_told_to_the_caller(store, variant):
     "fields",
     [{f"f{n}": torch.ones(1, 3) for n in range(256)}, {"f": torch.ones((1,) * 34)},
      {"f" * 70_000: torch.ones(1, 3)}, {f"f{n}" * 100: torch.ones(1, 3) for n in range(250)},
-     {"f": torch.ones(1, 3, dtype=torch.uint8).view(torch.bits8)}],
-    ids=["fields", "dimensions", "a name", "names", "dtype"],
+     {"none": torch.ones(1, 0), "text": ["a"]}, {}],
+    ids=["fields", "dimensions", "a name", "names", "nothing", "no field"],
 )  # fmt: skip
-def test_what_no_record_can_tell_of_is_left_out_and_others_are_stored(directory, codec, fields):
+def test_whatever_tensors_there_are_is_stored(directory, codec, fields):
     with ActivationStore(directory, codec=codec) as store:
-        store.put_batch([1], fields)
+        store.put_batch([1] if fields else [], fields)
         assert store.flush(FLUSH_S)
-        assert not store.get_batch([1])[1].any()
-        assert store.put_batch([2], torch.ones(1, 3))
-        assert store.flush(FLUSH_S)
-        assert store.get_batch([2])[1].all()
-        assert store.stats().corrupt == 0
+        found, hit = store.get_batch([1])
+        assert hit.all() == bool(fields)
+        assert set(found) == set(fields)
+        assert all(found[name].equal(one) for name, one in fields.items() if name != "text")
+
+
+def test_what_no_record_can_tell_of_is_left_out_and_others_are_stored(store, caplog):
+    store.put_batch([1], {"f": torch.ones(1, 3, dtype=torch.uint8).view(torch.bits8)})
+    assert store.flush(FLUSH_S)
+    assert "no record holds tensors of torch.bits8" in caplog.text
+    assert not store.get_batch([1])[1].any()
+    assert store.put_batch([2], torch.ones(1, 3))
+    assert store.flush(FLUSH_S)
+    assert store.get_batch([2])[1].all()
+    assert store.stats().corrupt == 0

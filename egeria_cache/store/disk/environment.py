@@ -207,11 +207,12 @@ class Environment:
         flags = ctypes.c_uint16.from_address(begin - 6).value
         return int(number) * self.page_bytes + 16 if flags & 4 else 0
 
-    def mapped(self, view: memoryview) -> tuple[int, int, int]:
-        """Return where LMDB has mapped the file, how many bytes at most, and the file.
+    def mapped(self, view: memoryview) -> tuple[int, int, int] | None:
+        """Return where LMDB has mapped the file, how many bytes at most, and the file; None where
+        the page of a value does not tell.
 
         Args:
-            view: Any value, as a transaction that reads has it.
+            view: Any small value, as a transaction that reads has it.
 
         Raises:
             OSError: The disk cannot read it.
@@ -221,7 +222,7 @@ class Environment:
         size = os.fstat(self.descriptor).st_size
         there = os.pread(self.descriptor, self.page_bytes, place) if place < size else b""
         if there != ctypes.string_at(page, self.page_bytes):  # its number is damaged
-            return 0, 0, self.descriptor
+            return None
         return page - place, self._env.info()["map_size"], self.descriptor
 
 

@@ -10,7 +10,7 @@ import contextlib
 import os
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,43 +19,27 @@ import numpy.typing as npt
 import xxhash
 
 from egeria_cache.store.codecs.codec import Codec
+from egeria_cache.store.codecs.lossy import LossyError
 from egeria_cache.store.disk.claims import Claim, in_use_elsewhere, remove_directory
 from egeria_cache.store.disk.environment import DATA_NAME, Environment, GoneError
 from egeria_cache.store.disk.manifest import DamagedError, Manifest
 from egeria_cache.store.records.layout import Layout, RecordError
-from egeria_cache.store.records.record import (
-    Encoded,
-    Record,
-    key_of,
-    open_record,
-    split_block,
-)
+from egeria_cache.store.records.record import Encoded, Record, key_of, open_record, split_block
 from egeria_cache.store.stats import Totals
 
-__all__ = [
-    "ENTRY",
-    "Entries",
-    "GenerationFiles",
-    "GoneError",
-    "View",
-    "inspected",
-    "is_unfinished",
-    "numbers_of",
-    "places_of",
-]
+__all__ = ["ENTRY", "Entries", "GenerationFiles", "GoneError", "View", "inspected", "is_unfinished"]
 
-ENTRY = np.dtype([("at", "<u8"), ("size", "<u4"), ("block", "<u4")])
-"""Of a sample: place of its record in units of 8 bytes, and its layout in the two highest bytes;
-the record's bytes, 0 if there is none; the block that it is in."""
+ENTRY = np.dtype([("place", "<u8"), ("size", "<u4"), ("block", "<u4")])
+"""Of a sample: where in the file its record lies, 0 where only its block says so; the record's
+bytes, 0 if there is none; the block that it is in."""
 Entries = npt.NDArray[Any]
-_LAYOUT_SHIFT, _PLACE_MASK = np.uint64(48), np.uint64((1 << 48) - 1)
 _NO_ENTRY = bytes(ENTRY.itemsize)
 BLOCK_BYTES = 512 * 1024 - 16
 """Of records that are one value of LMDB: of larger pieces Linux looks for memory in huge pages."""
 ENTRY_BYTES = 8 + 2 + ENTRY.itemsize
 """Of a page of LMDB, without the key."""
 _BLOCK_KEY, _ENTRY = struct.Struct(">Q"), struct.Struct("<QII")
-TOTALS = b"totals"
+TOTALS, LAYOUT = b"totals", b"layout"
 
 
 def is_unfinished(directory: Path) -> bool:
@@ -75,184 +59,112 @@ def inspected(directory: Path) -> Iterator[View]:
         OSError: It cannot be read now.
     """
     Manifest.read(directory).check_current()
-    files = GenerationFiles.open(directory, inspecting=True)
+    files = GenerationFiles(directory, writes=False, claims=False)
     try:
         with files.reading() as view:
             yield view
     finally:
-        files.release()
-
-
-def numbers_of(entries: Entries) -> npt.NDArray[np.uint64]:
-    """Return which layout each record has."""
-    numbers: npt.NDArray[np.uint64] = entries["at"] >> _LAYOUT_SHIFT
-    return numbers
-
-
-def places_of(entries: Entries) -> npt.NDArray[np.uint64]:
-    """Return where each record lies in the file; 0 where only its block says so."""
-    places: npt.NDArray[np.uint64] = (entries["at"] & _PLACE_MASK) << np.uint64(3)
-    return places
+        files.close()
 
 
 class GenerationFiles:
-    """Records of one generation; or what stands for one that cannot be made here, which holds
-    nothing and takes nothing.
+    """Records of one generation. To inspect it, they are not claimed.
+
+    Raises:
+        DamagedError: They cannot be trusted to LMDB, or are lost.
+        ForeignError: A file is not ours.
+        BeingRemovedError: Another process is just removing the generation.
+        OSError: A file cannot be opened now.
     """
 
-    def __init__(self, directory: Path, *, absent: str | None = None) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, *, writes: bool, claims: bool = True) -> None:
+        self.directory, self.writes = directory, writes
         self.identity = xxhash.xxh3_64_intdigest(directory.name.encode())
         """Part of every checksum."""
-        self.readonly = False
-        self.totals = Totals()
-        """As of the last look."""
-        self.reason_stopped = absent
-        self._lock = threading.Lock()
-        self._environment: Environment | None = None
-        self._claim: Claim | None = None
-        self._layouts: dict[int, Layout] = {}
-        self._hidden: dict[bytes, bool] = {}
-        """Records that could not be read; whether they may be replaced."""
-
-    @classmethod
-    def open(
-        cls, directory: Path, *, readonly: bool = False, inspecting: bool = False
-    ) -> GenerationFiles:
-        """Open what is there, or make it; to inspect it, without holding it.
-
-        Raises:
-            DamagedError: It cannot be trusted to LMDB, or is lost.
-            ForeignError: A file is not ours.
-            BeingRemovedError: Another process is just removing the generation.
-            OSError: A file cannot be opened now.
-        """
-        files = cls(directory)
-        files.readonly = readonly or inspecting
+        self.layout: Layout | None = None
+        """Of all records; None before the first one."""
+        self.hidden: dict[bytes, bool] = {}
+        """Records that could not be read and count as absent; whether they may be stored again, or
+        else something else may be wrong, and pass."""
+        self._is_open = threading.Lock()
+        """Taken for good by whoever closes them."""
         vetted = in_use_elsewhere(directory)
-        if not inspecting:
-            files._claim = Claim(directory, readonly=readonly)
+        self._claim = Claim(directory, readonly=not writes) if claims else None
         try:
-            files._environment = Environment.open(
-                directory, writes=not files.readonly, vetted=vetted
-            )
-            files.num_samples()
+            self._environment = Environment.open(directory, writes=writes, vetted=vetted)
         except BaseException as error:
-            files.release()
-            if isinstance(error, FileNotFoundError) and files.readonly:
+            self._unclaim()
+            if isinstance(error, FileNotFoundError) and not writes:
                 raise DamagedError(f"{directory / DATA_NAME} is missing") from None
             raise
-        return files
 
-    # -- life -------------------------------------------------------------------------------
-
-    @property
-    def usable(self) -> bool:
-        """Neither void, nor stopped by an error, nor closed."""
-        return self.reason_stopped is None
-
-    def stop(self, reason: str) -> bool:
-        """From now on every use raises `GoneError`; True for the call that stopped it."""
-        with self._lock:
-            first, self.reason_stopped = self.reason_stopped is None, self.reason_stopped or reason
-        return first
-
-    def release(self) -> None:
+    def close(self) -> None:
         """Give the lock up; the files are closed when nobody reads them. May be called twice."""
-        self.stop("closed")
-        with self._lock:
-            environment, self._environment = self._environment, None
-        if environment is not None:
-            environment.close()
+        if self._is_open.acquire(blocking=False):
+            self._environment.close()
+            self._unclaim()
+
+    def _unclaim(self) -> None:
         if self._claim is not None:
             self._claim.release()
 
-    def destroy(self, reason: str) -> None:
-        """Stop, and unlink the files unless another process uses them."""
-        self.stop(reason)
-        if not self.readonly and self._claim is not None and self._claim.alone():
+    def destroy(self) -> None:
+        """Unlink the files unless another process uses them."""
+        if self.writes and self._claim is not None and self._claim.alone():
             remove_directory(self.directory)
-        self.release()
 
     def check_present(self) -> None:
         """Raise `GoneError` if the files were removed or replaced under us."""
-        found = os.fstat(self._opened().descriptor)
         with contextlib.suppress(OSError):
+            found = os.fstat(self._environment.descriptor)
             if os.path.samestat(found, (self.directory / DATA_NAME).lstat()):
                 return
         raise GoneError(f"{self.directory} was removed while in use")
-
-    def _opened(self) -> Environment:
-        environment = self._environment
-        if self.reason_stopped is not None or environment is None:
-            raise GoneError(self.reason_stopped or "closed")
-        return environment
-
-    # -- reading ----------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[View]:
         """What is committed now, for as long as it is looked at.
 
         Raises:
-            GoneError: Void or closed.
+            GoneError: Closed.
             OSError: It cannot be read now.
         """
-        environment = self._opened()
-        with environment.transaction() as transaction:
-            yield View(self, environment, transaction)
+        with self._environment.transaction() as transaction:
+            yield View(self, self._environment, transaction)
 
     def locate(self, keys: Sequence[bytes]) -> Entries:
-        """Return where records are, shape (B,).
-
-        Raises:
-            GoneError: Void or closed.
-            OSError: It cannot be read now.
-        """
+        """Return where records are, shape (B,). Raises as `reading`."""
         with self.reading() as view:
             return view.locate(keys)
 
-    def hide(self, key: bytes, *, replaceable: bool) -> bool:
-        """Count a record as absent from now on; True if it did not yet.
+    def store(
+        self,
+        records: Encoded,
+        raw_bytes: int,
+        codec: Codec | None,
+        error: LossyError,
+        room: Callable[[int], int],
+    ) -> tuple[int, int, Totals]:
+        """Store records in one commit, as far as there is room; see `Generation.take`.
 
         Args:
-            key: Of its sample.
-            replaceable: It may be stored again; else something else may be wrong, and pass.
-        """
-        is_new = key not in self._hidden
-        self._hidden[key] = replaceable
-        return is_new
-
-    def num_samples(self) -> int:
-        """Records committed, by any process; takes note of their totals.
-
-        Raises:
-            GoneError: Void or closed.
-            OSError: It cannot be read now.
-        """
-        with self.reading() as view:
-            self.totals = view.totals()
-            return view.num_records
-
-    # -- writing ----------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[Commit]:
-        """One commit, of all that is added, at the end; the caller holds the directory's lock.
-
-        Raises:
-            GoneError: Void, closed, or removed under us.
-            OSError: The disk is full, or fails.
+            records: To be stored.
+            raw_bytes: Of all of them, decoded.
+            codec: What they were written with.
+            error: What lossy storage changed in them.
+            room: Of so many bytes, how many may be added; the directory's lock is held.
         """
         self.check_present()
-        environment = self._opened()
-        with environment.transaction(writes=True) as transaction:
-            commit = Commit(View(self, environment, transaction))
-            yield commit
-            commit.finish()
-        self.totals = commit.totals
-        for key in commit.written & self._hidden.keys():
-            self._hidden.pop(key, None)
+        with self._environment.transaction(writes=True) as transaction:
+            commit = _Commit(View(self, self._environment, transaction), transaction)
+            new = records.only(commit.new_among(records))
+            growth = commit.growth_bytes(new)
+            fitting = new.only(growth[1:] <= room(int(growth[-1])))
+            if len(fitting):
+                commit.add(fitting, raw_bytes * len(fitting) // len(records), codec, error)
+        for key in fitting.keys:
+            self.hidden.pop(key, None)
+        return len(new), len(fitting), commit.totals
 
 
 class View:
@@ -260,8 +172,7 @@ class View:
 
     def __init__(self, files: GenerationFiles, environment: Environment, transaction: Any) -> None:
         self.files, self.environment, self._transaction = files, environment, transaction
-        self.descriptor = environment.descriptor
-        self.tables = environment.tables
+        self.descriptor, self.tables = environment.descriptor, environment.tables
 
     def get(self, table: bytes, key: bytes) -> memoryview | None:
         """Return a value; it is good while the transaction lasts."""
@@ -272,17 +183,15 @@ class View:
 
     def locate(self, keys: Sequence[bytes]) -> Entries:
         """Return where records are, shape (B,). What is hidden is not there."""
-        if self.tables is None:
-            return np.zeros(len(keys), ENTRY)
-        entries = self._located(keys)
-        hidden = self.files._hidden
-        if hidden:
-            for row in [row for row, key in enumerate(keys) if key in hidden]:
-                entries["size"][row] = 0
+        entries, hidden = self.located(keys), self.files.hidden
+        for row in [row for row, key in enumerate(keys) if key in hidden] if hidden else ():
+            entries["size"][row] = 0
         return entries
 
-    def _located(self, keys: Sequence[bytes]) -> Entries:
-        assert self.tables is not None
+    def located(self, keys: Sequence[bytes]) -> Entries:
+        """Return where records are, whatever was remembered of them."""
+        if self.tables is None:
+            return np.zeros(len(keys), ENTRY)
         get, table = self._transaction.get, self.tables[b"samples"]
         # A plain loop: `getmulti` takes three times as long.
         values = [get(key, _NO_ENTRY, table) for key in keys]
@@ -291,37 +200,26 @@ class View:
             whole = b"".join(one if len(one) == ENTRY.itemsize else _NO_ENTRY for one in values)
         return np.frombuffer(bytearray(whole), ENTRY)
 
-    def is_there(self, key: bytes) -> bool:
-        """Tell whether a sample has an entry, whatever was remembered of it."""
-        return bool(self._located([key])["size"][0])
-
-    def layout(self, number: int) -> Layout | None:
-        """Return the layout of this number; None where it is lost."""
-        known = self.files._layouts.get(number)
-        if known is None and (stored := self.get(b"about", _layout_key(number))) is not None:
+    @property
+    def layout(self) -> Layout | None:
+        """What records hold; None where there are none, or where that is lost."""
+        if self.files.layout is None and (stored := self.get(b"about", LAYOUT)) is not None:
             with contextlib.suppress(RecordError):
-                known = Layout.parse(bytes(stored))
-                if known.number != number:
-                    return None
-                self.files._layouts[number] = known
-        return known
+                self.files.layout = Layout.parse(bytes(stored))
+        return self.files.layout
 
     def mapped(self) -> tuple[int, int, int]:
         """Return where the file is mapped, how many bytes at most, and its descriptor."""
-        known = self.environment.map
-        if known is None:
-            totals = self.get(b"about", TOTALS)
-            known = (0, 0, 0) if totals is None else self.environment.mapped(totals)
-            self.environment.map = known if known[0] else None
-        return known
+        totals, known = None, self.environment.map
+        if known is None and (totals := self.get(b"about", TOTALS)) is not None:
+            known = self.environment.map = self.environment.mapped(totals)
+        return known or (0, 0, self.descriptor)
 
     def totals(self) -> Totals:
         """Return the sums over all records."""
-        stored = self.get(b"about", TOTALS)
-        try:
-            return Totals() if stored is None else Totals.parse(stored)
-        except struct.error:
-            return Totals()
+        with contextlib.suppress(struct.error):
+            return Totals.parse(self.get(b"about", TOTALS) or b"")
+        return Totals()
 
     @property
     def num_records(self) -> int:
@@ -346,18 +244,17 @@ class View:
             RecordError: There is no intact one.
             OSError: The disk cannot read it.
         """
-        layout = self.layout(int(numbers_of(entry)))
-        if layout is None:
-            raise RecordError("its layout is lost")
-        identity, (place, size) = self.files.identity, (int(places_of(entry)), int(entry["size"]))
-        with contextlib.suppress(RecordError):
-            room = bytearray(max(min(size, os.fstat(self.descriptor).st_size - place), 0))
-            num_bytes = os.preadv(self.descriptor, [room], place) if place and room else 0
-            return open_record(key, memoryview(room)[:num_bytes], layout, identity)
-        block = self.get(b"blocks", _BLOCK_KEY.pack(int(entry["block"])))
-        records = split_block(block) if block is not None else ()
+        if self.layout is None:
+            raise RecordError("what records hold is lost")
+        place, size, block = entry.tolist()
+        there = min(size, os.fstat(self.descriptor).st_size - place) if place else 0
+        if there > 0:
+            with contextlib.suppress(RecordError):
+                found = os.pread(self.descriptor, there, place)
+                return open_record(key, found, self.layout, self.files.identity)
+        records = split_block(self.get(b"blocks", _BLOCK_KEY.pack(block)) or memoryview(b""))
         found = next((bytes(one) for one in records if key_of(one) == key), b"")
-        return open_record(key, found, layout, identity)
+        return open_record(key, found, self.layout, self.files.identity)
 
     def records(self) -> Iterator[tuple[bytes, Record | RecordError]]:
         """Yield all keys, each with its record, or with why it has no intact one."""
@@ -371,114 +268,82 @@ class View:
                 found = RecordError(f"the disk cannot read it: {error.strerror}")
             yield key, found
 
-    def layouts(self) -> list[Layout]:
-        """Return all layouts."""
-        if self.tables is None:
-            return []
-        keys = [bytes(key) for key, _ in self._transaction.cursor(self.tables[b"about"])]
-        numbers = [int.from_bytes(key[-2:], "big") for key in keys if key != TOTALS]
-        return [one for one in map(self.layout, numbers) if one is not None]
 
-
-class Commit:
+class _Commit:
     """What is added to a generation in one transaction."""
 
-    def __init__(self, view: View) -> None:
-        self.view = view
-        self.totals = view.totals()
-        self.written: set[bytes] = set()
-        self._entries: list[tuple[bytes, bytes]] = []
-        self._promised = 0
+    def __init__(self, view: View, transaction: Any) -> None:
         assert view.tables is not None
-        self._tables, self._transaction = view.tables, view._transaction
-        cursor = self._transaction.cursor(self._tables[b"blocks"])
-        self._next_block = _BLOCK_KEY.unpack(cursor.key())[0] + 1 if cursor.last() else 1
+        self._view, self._transaction, self._tables = view, transaction, view.tables
+        self.totals = view.totals()
 
     def new_among(self, records: Encoded) -> npt.NDArray[np.bool_]:
-        """Return which of the records nobody has stored by now. What another process stored is the
-        same; what proved damaged is new.
+        """Return which of the records nobody has stored by now, each key once. What another process
+        stored is the same; what proved damaged is new.
         """
-        known = self.view._located(records.keys)["size"] > 0
-        hidden = self.view.files._hidden
+        known, hidden = self._view.located(records.keys)["size"] > 0, self._view.files.hidden
+        first = {key: row for row, key in reversed([*enumerate(records.keys)])}
         fresh = [
-            key not in self.written and (not there or hidden.get(key, False))
-            for key, there in zip(records.keys, known.tolist(), strict=True)
+            first[key] == row and (not there or hidden.get(key, False))
+            for row, (key, there) in enumerate(zip(records.keys, known.tolist(), strict=True))
         ]
         return np.array(fresh, np.bool_)
 
     def growth_bytes(self, records: Encoded) -> npt.NDArray[np.int64]:
-        """Return, shape (N + 1,), by how much the file grows at most by what was added before, and
-        the first n of these: their blocks, and copies of all pages of the index that are touched,
-        some of which split.
+        """Return, shape (N + 1,), by how much the file grows at most by the first n of these: their
+        blocks, and copies of all pages of the index that are touched, some of which split.
         """
-        page = self.view.environment.page_bytes
+        page, numbers = self._view.environment.page_bytes, np.arange(len(records) + 1)
         stat = self._transaction.stat(self._tables[b"samples"])
-        numbers = np.arange(len(records) + 1)
-        key_bytes = np.zeros(len(records) + 1, np.int64)
-        np.cumsum([len(key) + ENTRY_BYTES for key in records.keys], out=key_bytes[1:])
+        key_bytes = np.cumsum([0, *(len(key) + ENTRY_BYTES for key in records.keys)])
         if records.replaced is None:
             blocks = records.starts + (records.starts // (BLOCK_BYTES // 2) + 1) * 2 * page
         else:
-            blocks = np.zeros(len(records) + 1, np.int64)
-            np.cumsum((records.sizes // page + 2) * page, out=blocks[1:])
+            blocks = np.cumsum([0, *((records.sizes // page + 2) * page)])
         touched = np.minimum(numbers, stat["leaf_pages"]) + 2 * (2 * key_bytes // page + 1)
-        growth = self._promised + blocks + (touched + stat["branch_pages"] // 8 + 32) * page
-        growth[0] = self._promised
+        growth = blocks + (touched + stat["branch_pages"] // 8 + 32) * page
+        growth[0] = 0
         whole: npt.NDArray[np.int64] = growth
         return whole
 
-    def add(self, records: Encoded, raw_bytes: int, codec: Codec | None) -> None:
+    def add(self, records: Encoded, raw_bytes: int, codec: Codec | None, error: LossyError) -> None:
         """Write records that are new.
 
-        Args:
-            records: No two with one key.
-            raw_bytes: Of all of them, decoded.
-            codec: What they were written with.
-
         Raises:
-            ValueError: Another layout has the same number.
+            ValueError: Others have another layout.
         """
-        self._promised = int(self.growth_bytes(records)[-1])
-        layout = records.layout
-        known = self.view.get(b"about", _layout_key(layout.number))
+        known = self._view.layout
         if known is None:
-            self._put(b"about", _layout_key(layout.number), layout.packed)
-        elif bytes(known) != layout.packed:
-            raise ValueError("another layout has the same number")
+            self._put(b"about", LAYOUT, records.layout.packed)
+        elif known != records.layout:
+            raise ValueError("another process has stored records of another layout")
         self._remove_superseded(records.replaced or ())
         # What is to be superseded one by one lies one by one: LMDB then uses its pages again.
-        self._add_blocks(records, BLOCK_BYTES if records.replaced is None else 0)
+        entries = self._add_blocks(records, BLOCK_BYTES if records.replaced is None else 0)
+        self._transaction.cursor(self._tables[b"samples"]).putmulti(sorted(entries))
         self.totals.raw_bytes += raw_bytes
         self.totals.stored_bytes += int(records.sizes.sum())
         self.totals.codec = codec
-        self.written.update(records.keys)
+        self.totals.error.join(error)
+        self._put(b"about", TOTALS, self.totals.pack())
 
-    def _add_blocks(self, records: Encoded, most_bytes: int) -> None:
-        """Write records, so many bytes of neighbours as one value."""
+    def _add_blocks(self, records: Encoded, most_bytes: int) -> Iterator[tuple[bytes, bytes]]:
+        """Write records, so many bytes of neighbours as one value; yield their entries."""
         put, get, blocks = self._transaction.put, self._transaction.get, self._tables[b"blocks"]
-        place_of, number = self.view.environment.place_of, self._next_block
-        counts, places = [], []
+        cursor = self._transaction.cursor(blocks)
+        number = _BLOCK_KEY.unpack(cursor.key())[0] if cursor.last() else 0
+        starts, sizes = records.starts.tolist(), records.sizes.tolist()
         for rows, content in records.blocks(most_bytes):
-            key = _BLOCK_KEY.pack(self._next_block)
+            number += 1
+            key = _BLOCK_KEY.pack(number)
             put(key, content, db=blocks)
-            counts.append(rows.stop - rows.start)
-            places.append(place_of(get(key, db=blocks)))
-            self._next_block += 1
-        firsts = records.starts[np.cumsum([0, *counts[:-1]])]
-        place, first = np.repeat(places, counts), np.repeat(firsts, counts)
-        at = np.where(place > 0, place + records.starts[:-1] - first, 0).astype(np.uint64)
-        entries = np.zeros(len(records), ENTRY)
-        entries["at"] = at >> np.uint64(3) | np.uint64(records.layout.number) << _LAYOUT_SHIFT
-        entries["size"] = records.sizes
-        entries["block"] = np.repeat(number + np.arange(len(counts)), counts)
-        whole, size = entries.tobytes(), ENTRY.itemsize
-        values = (whole[at : at + size] for at in range(0, len(whole), size))
-        self._entries += zip(records.keys, values, strict=True)
+            begin = self._view.environment.place_of(get(key, db=blocks))
+            for row in range(rows.start, rows.stop):
+                place = begin and begin + starts[row] - starts[rows.start]
+                yield records.keys[row], _ENTRY.pack(place, sizes[row], number)
 
     def _remove_superseded(self, replaced: Sequence[bytes | None]) -> None:
         """Remove what is stored of each sample up to this variant; each record of it lies alone."""
-        if not any(replaced):
-            return
         cursor = self._transaction.cursor(self._tables[b"samples"])
         for last in filter(None, replaced):
             prefix = last[:-4]
@@ -491,23 +356,12 @@ class Commit:
                 is_there = cursor.delete() and bool(cursor.key())
 
     def _remove_block(self, size: int, block: int) -> None:
-        totals, blocks = self.totals, self._tables[b"blocks"]
+        totals, blocks, key = self.totals, self._tables[b"blocks"], _BLOCK_KEY.pack(block)
         totals.raw_bytes -= round(size * totals.raw_bytes / max(totals.stored_bytes, 1))
         totals.stored_bytes -= size
-        key = _BLOCK_KEY.pack(block)
         content = self._transaction.get(key, db=blocks)
         if content is not None and len(content) - size < 8:  # else others lie there, too
             self._transaction.delete(key, db=blocks)
 
     def _put(self, table: bytes, key: bytes, value: Any) -> None:
         self._transaction.put(key, value, db=self._tables[table])
-
-    def finish(self) -> None:
-        """Write what tells of the records."""
-        self._entries.sort()
-        self._transaction.cursor(self._tables[b"samples"]).putmulti(self._entries)
-        self._put(b"about", TOTALS, self.totals.pack())
-
-
-def _layout_key(number: int) -> bytes:
-    return b"layout" + struct.pack(">H", number)

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from egeria_cache.store.disk.environment import DATA_NAME
+from egeria_cache.store.disk.files import LAYOUT
 from egeria_cache.store.disk.own import open_own
 from egeria_cache.store.records.layout import Layout, RecordError
-from egeria_cache.store.records.record import key_of, number_of, open_record, split_block
+from egeria_cache.store.records.record import Encoded, key_of, open_record, split_block
 
 __all__ = ["salvaged"]
 
@@ -23,12 +24,10 @@ _PAGE = struct.Struct("<QHHI")
 _LEAF, _LARGE = 2, 4
 _NODE = struct.Struct("<HHHH")
 """Bytes of the value, low and high; flags; bytes of the key."""
-_LAYOUT = b"layout"
-Found = tuple[Layout, list[tuple[bytes, memoryview]]]
 
 
-def salvaged(directory: Path, identity: int) -> Iterator[Found]:
-    """Yield the intact records of each block of more than half a page, by layout.
+def salvaged(directory: Path, identity: int) -> Iterator[Encoded]:
+    """Yield the intact records of each block of more than half a page.
 
     Args:
         directory: The generation's, wherever it lies now.
@@ -39,12 +38,14 @@ def salvaged(directory: Path, identity: int) -> Iterator[Found]:
     """
     with open(open_own(directory / DATA_NAME, os.O_RDONLY), "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
-        layouts = dict(_layouts(file.fileno(), size))
+        layouts = {*_layouts(file.fileno(), size)}
         for page, flags, count in _pages(file.fileno(), size):
             if flags & _LARGE and 0 < count <= size // PAGE_BYTES - page:
                 with contextlib.suppress(OSError):
                     block = os.pread(file.fileno(), count * PAGE_BYTES - 16, page * PAGE_BYTES + 16)
-                    yield from _intact(memoryview(block), layouts, identity)
+                    for layout in layouts:
+                        if found := [*_intact(memoryview(block), layout, identity)]:
+                            yield Encoded.of(layout, found)
 
 
 def _pages(descriptor: int, size: int) -> Iterator[tuple[int, int, int]]:
@@ -56,29 +57,20 @@ def _pages(descriptor: int, size: int) -> Iterator[tuple[int, int, int]]:
                 yield page, flags, count
 
 
-def _layouts(descriptor: int, size: int) -> Iterator[tuple[int, Layout]]:
-    """Yield what looks like a layout in any leaf of the tree; its number is its hash."""
+def _layouts(descriptor: int, size: int) -> Iterator[Layout]:
+    """Yield what is a layout, by its hash, in any leaf of the tree."""
     for page, flags, _ in _pages(descriptor, size):
-        if not flags & _LEAF:
-            continue
         with contextlib.suppress(OSError, RecordError, struct.error):
-            content = os.pread(descriptor, PAGE_BYTES, page * PAGE_BYTES)
-            at = content.find(_LAYOUT, 24)
-            while at >= 0:
+            content = os.pread(descriptor, PAGE_BYTES, page * PAGE_BYTES) if flags & _LEAF else b""
+            if (at := content.find(LAYOUT, 24)) >= 0:
                 low, high, _, _ = _NODE.unpack_from(content, at - _NODE.size)
-                end = at + len(_LAYOUT) + 2
-                with contextlib.suppress(RecordError):
-                    layout = Layout.parse(content[end : end + (low | high << 16)])
-                    yield layout.number, layout
-                at = content.find(_LAYOUT, end)
+                begin = at + len(LAYOUT)
+                yield Layout.parse(content[begin : begin + (low | high << 16)])
 
 
-def _intact(block: memoryview, layouts: dict[int, Layout], identity: int) -> Iterator[Found]:
-    groups: dict[int, list[tuple[bytes, memoryview]]] = {}
+def _intact(block: memoryview, layout: Layout, identity: int) -> Iterator[tuple[bytes, memoryview]]:
     for record in split_block(block):
-        with contextlib.suppress(RecordError, KeyError):
-            key, number = key_of(record), number_of(record)
-            open_record(key, record, layouts[number], identity)
-            groups.setdefault(number, []).append((key, record))
-    for number, records in groups.items():
-        yield layouts[number], records
+        with contextlib.suppress(RecordError):
+            key = key_of(record)
+            open_record(key, record, layout, identity)
+            yield key, record

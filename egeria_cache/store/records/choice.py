@@ -29,8 +29,8 @@ def choose_codec(
     """
     sizes = {}
     for codec in Codec if kernel() is not None else (Codec.RAW, Codec.ZSTD):
-        parts = encode_rows(keys, picked[:NUM_RECORDS], rows, codec, coder, storage)
-        sizes[codec] = sum(int(part.sizes.sum()) for part in parts)
+        records = encode_rows(keys, picked[:NUM_RECORDS], rows, codec, coder, storage)
+        sizes[codec] = int(records.sizes.sum())
     best, least = Codec.RAW, min(sizes.values())
     if least <= (1 - MIN_SAVING) * sizes[best]:
         small = [codec for codec, size in sizes.items() if size <= (1 + SAME_BYTES) * least]

@@ -1,13 +1,13 @@
-"""What the records of a generation hold: names, dtypes, shapes. Stored once, not in each. Pure.
+"""What the records of a generation hold: names, dtypes, shapes. One for all of them. Pure.
 
-A batch of another layout than those before it (a lossy storage that could not hold it, say) adds
-one. Byte for byte: docs/format.md. What is no tensor is tagged bytes; no pickle.
+A field is a tensor of one dtype and shape in all records, or free: then each record tells what it
+has there. Byte for byte: docs/format.md; no pickle.
 """
 
 from __future__ import annotations
 
+import json
 import math
-import struct
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,25 +19,16 @@ from egeria_cache.store.codecs.codec import GROUPS, Elements
 from egeria_cache.store.codecs.lossy import CODES, Storage, storage_bytes
 
 __all__ = [
-    "DTYPES",
-    "RAGGED",
-    "FieldLayout",
-    "Layout",
-    "RecordError",
-    "Value",
-    "decode_value",
+    "DTYPES", "FieldLayout", "Layout", "RecordError", "Value", "code_of", "decode_value",
     "encode_value",
-]
+]  # fmt: skip
 
 Value = Tensor | str | bytes | int | float | bool | None
 """What one sample may hold under one name."""
+Plain = str | bytes | int | float | bool | None
 
-MAX_INTEGER_DIGITS = 4096
-
-MAX_FIELDS, MAX_NDIM, MAX_LAYOUT_BYTES = 255, 32, 64 * 1024
+MAX_FIELDS = 255
 MAX_FIELD_BYTES = 1 << 40
-RAGGED = (1 << 64) - 1
-"""Stands for a dimension in which samples differ: each record has its own."""
 
 _DTYPE_NAMES = (
     "bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32",
@@ -47,15 +38,21 @@ _DTYPE_NAMES = (
 DTYPES: dict[int, torch.dtype] = {
     code: getattr(torch, name) for code, name in enumerate(_DTYPE_NAMES) if hasattr(torch, name)
 }
-"""Codes on disk; a code this torch does not know makes the record unreadable, not wrong."""
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
-_STORAGE_CODES = {storage: code for code, storage in CODES.items()}
-_PLAIN = 255
-"""Stands where a dtype's code would: the field is a tagged scalar, text or byte string."""
+"""Codes on disk; one this torch does not know makes the record unreadable, not wrong."""
 
 
 class RecordError(ValueError):
     """These bytes are no intact record."""
+
+
+def code_of(dtype: torch.dtype | None) -> int | None:
+    """Return what stands for a dtype on disk; `ValueError` if nothing does."""
+    for code, known in DTYPES.items():
+        if known == dtype:
+            return code
+    if dtype is None:
+        return None
+    raise ValueError(f"no record holds tensors of {dtype}")
 
 
 @dataclass(frozen=True)
@@ -63,24 +60,22 @@ class FieldLayout:
     """What one name of a record holds."""
 
     name: str
-    dtype: torch.dtype | None
-    """None: a scalar, text or bytes; see `values`."""
+    dtype: torch.dtype | None = None
+    """None: free, each record tells."""
     shape: tuple[int, ...] = ()
-    """`RAGGED` where samples differ."""
     storage: Storage = None
     """Lossy number format of the stored elements; None: `dtype` itself."""
 
-    @cached_property
-    def num_ragged(self) -> int:
-        """Dimensions in which samples differ."""
-        return self.shape.count(RAGGED)
+    def __str__(self) -> str:
+        if self.dtype is None:
+            return f"{self.name}: scalar, text or bytes"
+        lossy = f" as {self.storage}" if self.storage else ""
+        return f"{self.name}: {str(self.dtype).removeprefix('torch.')} {list(self.shape)}{lossy}"
 
     @cached_property
     def num_bytes(self) -> int:
         """Before the codec; -1 if only the record tells."""
-        if self.dtype is None or self.num_ragged:
-            return -1
-        return storage_bytes(self.shape, self.dtype, self.storage)
+        return -1 if self.dtype is None else storage_bytes(self.shape, self.dtype, self.storage)
 
     @cached_property
     def elements(self) -> Elements:
@@ -93,17 +88,13 @@ class FieldLayout:
             return self.dtype.itemsize // 2, True
         return self.dtype.itemsize, self.dtype.is_floating_point
 
-    def sized(self, sizes: list[int]) -> tuple[tuple[int, ...], int]:
-        """Return the shape of one record, whose own sizes are taken off the list, and its bytes.
-
-        Raises:
-            RecordError: No tensor is so large.
-        """
-        assert self.dtype is not None
-        shape = tuple(sizes.pop(0) if one == RAGGED else one for one in self.shape)
-        if max(shape, default=0) > MAX_FIELD_BYTES or math.prod(shape) > MAX_FIELD_BYTES:
-            raise RecordError(f"a tensor of shape {shape}")
-        return shape, storage_bytes(shape, self.dtype, self.storage)
+    def check(self) -> None:
+        """Raise `RecordError` if there are no such tensors."""
+        known = type(self.name) is str and self.storage in CODES.values()
+        if not (known and all(type(n) is int and 0 <= n <= MAX_FIELD_BYTES for n in self.shape)):
+            raise RecordError(f"a tensor of shape {self.shape}")
+        if math.prod(self.shape) > MAX_FIELD_BYTES:
+            raise RecordError(f"a tensor of shape {self.shape}")
 
 
 @dataclass(frozen=True)
@@ -115,124 +106,83 @@ class Layout:
     fields: tuple[FieldLayout, ...]
 
     @cached_property
-    def num_ragged(self) -> int:
-        """Sizes that each record has of its own."""
-        return sum(field.num_ragged for field in self.fields)
-
-    @cached_property
     def is_plain(self) -> bool:
-        """All records are tensors of one size, of numbers that the kernel knows."""
-        return all(one.num_bytes >= 0 and one.elements[0] in GROUPS for one in self.fields)
-
-    @cached_property
-    def row_bytes(self) -> int:
-        """Bytes of the tensors of fixed size, decoded."""
-        return sum(max(field.num_bytes, 0) for field in self.fields)
+        """All fields are tensors of one size, of numbers that the kernel knows."""
+        known = all(one.num_bytes >= 0 and one.elements[0] in GROUPS for one in self.fields)
+        return known and len(self.fields) <= MAX_FIELDS
 
     @cached_property
     def seed(self) -> int:
         """Part of every record's checksum, so that none is read by another layout."""
-        return xxhash.xxh3_64_intdigest(self.packed)
-
-    @cached_property
-    def number(self) -> int:
-        """What entries and records name it by: of its hash, so that no process need be asked."""
-        return self.seed & 0xFFFF
+        return int.from_bytes(self.packed[:8], "little")
 
     @cached_property
     def packed(self) -> bytes:
-        """The bytes that stand for it.
+        """The bytes that stand for it: JSON behind its hash.
 
         Raises:
-            ValueError: More fields, dimensions or bytes of names than can be told, or a dtype that
-                has no code.
+            ValueError: A dtype that has no code.
         """
-        if len(self.fields) > MAX_FIELDS or any(len(one.shape) > MAX_NDIM for one in self.fields):
-            raise ValueError(f"a record holds {MAX_FIELDS} fields of {MAX_NDIM} dimensions at most")
-        num_bytes = sum(5 + len(one.name.encode()) + 8 * len(one.shape) for one in self.fields)
-        if num_bytes >= MAX_LAYOUT_BYTES:
-            raise ValueError(f"{num_bytes} bytes of names and shapes, fewer than 65536 are stored")
-        parts = [struct.pack("<BB", self.bare, len(self.fields))]
-        for one in self.fields:
-            name, code = one.name.encode(), _PLAIN if one.dtype is None else _CODES.get(one.dtype)
-            if code is None:
-                raise ValueError(f"{one.name!r}: no record holds tensors of {one.dtype}")
-            storage = _STORAGE_CODES[one.storage]
-            parts.append(struct.pack("<HBBB", len(name), code, storage, len(one.shape)))
-            parts.append(name + struct.pack(f"<{len(one.shape)}Q", *one.shape))
-        return b"".join(parts)
+        fields = [[one.name, code_of(one.dtype), one.shape, one.storage] for one in self.fields]
+        text = json.dumps([self.bare, fields], separators=(",", ":")).encode()
+        return xxhash.xxh3_64_intdigest(text).to_bytes(8, "little") + text
 
     @classmethod
     def parse(cls, stored: bytes) -> Layout:
-        """Undo `pack`.
+        """Undo `packed`.
 
         Raises:
             RecordError: It is none.
         """
         try:
-            (flags, count), at, fields = struct.unpack_from("<BB", stored), 2, []
-            for _ in range(count):
-                name_bytes, code, storage_code, ndim = struct.unpack_from("<HBBB", stored, at)
-                name = stored[at + 5 : at + 5 + name_bytes].decode()
-                at += 5 + name_bytes
-                shape = struct.unpack_from(f"<{ndim}Q", stored, at)
-                at += 8 * ndim
-                dtype = None if code == _PLAIN else DTYPES[code]
-                field = FieldLayout(name, dtype, shape, CODES[storage_code])
-                if dtype is not None and not field.num_ragged:
-                    field.sized([])
-                fields.append(field)
-        except (struct.error, UnicodeDecodeError, KeyError) as error:
-            raise RecordError(f"damaged layout: {error}") from None
-        if at != len(stored):
-            raise RecordError("bytes left over after the layout")
-        return cls(bool(flags & 1), tuple(fields))
+            bare, fields = json.loads(stored[8:])
+            found = cls(
+                bare,
+                tuple(
+                    FieldLayout(name, None if code is None else DTYPES[code], tuple(shape), storage)
+                    for name, code, shape, storage in fields
+                ),
+            )
+            for one in found.fields:
+                one.check()
+            if found.packed == stored:
+                return found
+        except (ValueError, KeyError, TypeError, RecursionError):
+            pass
+        raise RecordError("damaged layout")
 
 
-def encode_value(value: Value) -> bytes:
-    """Return a tagged scalar, text or byte string.
+def encode_value(value: Plain) -> bytes:
+    """Return a scalar, text or byte string as tagged bytes.
 
     Raises:
         TypeError: The value is of another type.
     """
-    if value is None:
-        return b"n"
-    if isinstance(value, bool):
-        return b"t" if value else b"f"
-    if isinstance(value, int):
-        return b"i" + str(value).encode()
-    if isinstance(value, float):
-        return b"d" + struct.pack("<d", value)
-    if isinstance(value, str):
-        return b"s" + value.encode("utf-8", "surrogatepass")
     if isinstance(value, bytes):
         return b"b" + value
+    if isinstance(value, str):
+        return b"s" + value.encode("utf-8", "surrogatepass")
+    if value is None or isinstance(value, bool | int | float):
+        return b"j" + json.dumps(value).encode()
     raise TypeError(
         "a sample may hold tensors, texts, bytes, numbers, bools and None; "
         f"got {type(value).__name__}"
     )
 
 
-def decode_value(stored: bytes) -> Value:
+def decode_value(stored: bytes) -> Plain:
     """Undo `encode_value`.
 
     Raises:
-        RecordError: No such tag, or no such content.
+        RecordError: These bytes are no such value.
     """
     tag, content = stored[:1], stored[1:]
     try:
-        if tag == b"n" and not content:
-            return None
-        if tag in (b"t", b"f") and not content:
-            return tag == b"t"
-        if tag == b"i" and len(content) <= MAX_INTEGER_DIGITS:
-            return int(content)
-        if tag == b"d":
-            return float(struct.unpack("<d", content)[0])
-        if tag == b"s":
-            return content.decode("utf-8", "surrogatepass")
-        if tag == b"b":
-            return content
-    except (ValueError, struct.error):
+        if tag in (b"b", b"s"):
+            return content if tag == b"b" else content.decode("utf-8", "surrogatepass")
+        value: Plain = json.loads(content)
+        if tag == b"j" and (value is None or isinstance(value, int | float)):
+            return value
+    except (ValueError, RecursionError):
         pass
     raise RecordError(f"not a stored value: {stored[:16]!r}")

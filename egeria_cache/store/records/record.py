@@ -1,7 +1,7 @@
 """One sample's named values <-> one record of bytes. Pure; no pickle.
 
-A record tells its own length, layout and key, so that it can be found without the index. Its
-checksum covers all of that, the layout itself, and which generation it is of.
+A record tells its own length and key, so that it can be found without the index. Its checksum
+covers both, the layout of all records, and which generation it is of.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,44 +21,46 @@ from torch import Tensor
 
 from egeria_cache.ragged import PaddedRows
 from egeria_cache.store.codecs.codec import Bytes, Codec, CodecError, Coder, NeedsKernelError
-from egeria_cache.store.codecs.lossy import LossyError, Storage, pack, unpack
-from egeria_cache.store.native import Kernel, kernel
+from egeria_cache.store.codecs.lossy import CODES, LossyError, Storage, pack, unpack
 from egeria_cache.store.records.layout import (
-    RAGGED,
+    DTYPES,
     FieldLayout,
     Layout,
     RecordError,
     Value,
+    code_of,
     decode_value,
     encode_value,
 )
 
 __all__ = [
-    "Encoded",
-    "Record",
-    "Rows",
-    "aligned",
-    "encode_rows",
-    "key_of",
-    "number_of",
-    "open_record",
-    "split_block",
-]
+    "Encoded", "Record", "Rows", "aligned", "encode_rows", "key_of", "open_record", "split_block",
+]  # fmt: skip
 
 ALIGNMENT = 8
-HEAD = struct.Struct("<QIHH")
-"""Checksum, bytes of the record, number of its layout, bytes of its key."""
+HEAD = struct.Struct("<QII")
+"""Checksum, bytes of the record, bytes of its key."""
 CHECKSUM_BYTES, HEAD_BYTES = 8, HEAD.size
 MAX_RECORD_BYTES = 1 << 31
 MAX_RATIO_BITS = 22
 """zstd stores a block of 128 KiB in four bytes at best, a byte of a bitmap stands for 64 bytes of
 zeros at most: 2^21 together. A field that claims twice that is refused before room is made."""
 LENGTH_MASK = (1 << 56) - 1
+FREE_HEAD = struct.Struct("<cBBB")
+"""Of a tensor that tells itself: "t", dtype, storage, number of dimensions."""
 
 
 def aligned(size: int) -> int:
     """Return the next multiple of the alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def checksum_of(first: Any, payload: Iterable[Any], seed: int) -> int:
+    """Return the checksum of a record's beginning and its stored fields."""
+    checksum = xxhash.xxh3_64_intdigest(first, seed)
+    for stored in payload:
+        checksum = xxhash.xxh3_64_intdigest(stored, checksum)
+    return checksum
 
 
 # -- writing ---------------------------------------------------------------------------------
@@ -89,30 +91,12 @@ class Rows:
         """Bytes that the tensors hold in memory, padding included."""
         return sum(one.nbytes for one in self.tensors())
 
-    @classmethod
-    def joined(cls, parts: Sequence[Rows]) -> Rows | None:
-        """Return a copy of batches, one behind the other; None if they are not tensors alike."""
-        kinds = {
-            (one.bare, *((name, *_kind(value)) for name, value in one.fields.items()))
-            for one in parts
-        }
-        if len(kinds) > 1 or not all(isinstance(v, Tensor) for v in parts[0].fields.values()):
-            return None
-        return cls(
-            parts[0].bare,
-            {name: torch.cat([one.fields[name] for one in parts]) for name in parts[0].fields},  # type: ignore[misc]
-        )
-
     def tensors(self) -> Iterator[Tensor]:
         """Yield what holds memory: of padded rows the tensor that they lie in."""
         for value in self.fields.values():
             value = value.padded if isinstance(value, PaddedRows) else value
             many = (value,) if isinstance(value, Tensor) else value
             yield from (item for item in many if isinstance(item, Tensor))
-
-
-def _kind(value: Tensor | Sequence[Value]) -> tuple[Any, ...]:
-    return (value.dtype, value.shape[1:]) if isinstance(value, Tensor) else (type(value),)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,23 +125,40 @@ class Encoded:
             yield key, self.buffer[at : at + size]
 
     @classmethod
-    def of(cls, layout: Layout, pairs: Sequence[tuple[bytes, Any]]) -> Encoded:
+    def of(
+        cls,
+        layout: Layout,
+        pairs: Sequence[tuple[bytes, Any]],
+        replaced: Sequence[bytes | None] | None = None,
+    ) -> Encoded:
         """Copy records into one buffer."""
         sizes = np.array([len(record) for _, record in pairs], np.int64)
         pieces = [piece for _, one in pairs for piece in (one, bytes(-len(one) % ALIGNMENT))]
+        buffer, keys = memoryview(b"".join(pieces)), [key for key, _ in pairs]
+        return cls(layout, keys, buffer, _starts(sizes), sizes, replaced)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Encoded]) -> Encoded:
+        """Return all records in one; of all parts or of none something is superseded."""
+        if len(parts) == 1:
+            return parts[0]
+        sizes = np.concatenate([one.sizes for one in parts])
         return cls(
-            layout, [key for key, _ in pairs], memoryview(b"".join(pieces)), _starts(sizes), sizes
+            parts[0].layout,
+            [key for one in parts for key in one.keys],
+            memoryview(b"".join(one.buffer for one in parts)),
+            _starts(sizes),
+            sizes,
+            None if parts[0].replaced is None else [k for one in parts for k in one.replaced or ()],
         )
 
     def only(self, wanted: npt.NDArray[np.bool_]) -> Encoded:
         """Return some of the records."""
         if wanted.all():
             return self
-        some = Encoded.of(self.layout, list(itertools.compress(self, wanted.tolist())))
-        if self.replaced is None:
-            return some
-        replaced = [*itertools.compress(self.replaced, wanted.tolist())]
-        return replace(some, replaced=replaced)
+        chosen = wanted.tolist()
+        replaced = None if self.replaced is None else [*itertools.compress(self.replaced, chosen)]
+        return Encoded.of(self.layout, [*itertools.compress(self, chosen)], replaced)
 
     def blocks(self, most_bytes: int) -> Iterator[tuple[slice, memoryview]]:
         """Yield neighbours that are at most so many bytes together, or one that is more."""
@@ -185,8 +186,9 @@ def encode_rows(
     error: LossyError | None = None,
     identity: int = 0,
     replaced: Sequence[bytes | None] | None = None,
-) -> list[Encoded]:
-    """Return the records of the picked rows, by layout.
+    known: Layout | None = None,
+) -> Encoded:
+    """Return the records of the picked rows.
 
     Args:
         keys: One per row of the batch.
@@ -198,121 +200,106 @@ def encode_rows(
         error: What the lossy format changes is added here.
         identity: Of the generation; part of the checksums.
         replaced: Per row of the batch, see `Encoded`.
+        known: What the generation's records hold; None before the first one.
 
     Raises:
         TypeError: A value of a type that no record holds.
-        ValueError: A record too large, or that no layout can tell of.
+        ValueError: A record too large, or not of the layout that is known.
     """
-    native, tensors = kernel(), all(isinstance(one, Tensor) for one in rows.fields.values())
-    alike = len({len(keys[row]) for row in picked}) == 1
-    if native and storage is None and codec is Codec.RAW and tensors and alike:
-        raw = _encode_raw(native, keys, picked, rows, identity)
-        return [
-            raw if replaced is None else replace(raw, replaced=[replaced[row] for row in picked])
-        ]
-    columns = [_column(name, value, storage, error) for name, value in rows.fields.items()]
-    groups: dict[Layout, list[tuple[int, bytes]]] = {}
-    for row in picked:
-        fields, entries, sizes, payload = [], [], [], []
-        for column in columns:
-            field, own, data = column(row)
-            # A text stays raw: its decoded size is not in the layout.
-            wanted = codec if field.dtype is not None else Codec.RAW
-            used, stored = coder.encode(data, wanted, field.elements)
-            fields.append(field)
-            entries.append(used << 56 | len(stored))
-            sizes += own
-            payload.append(stored)
-        layout = Layout(rows.bare, tuple(fields))
-        head = struct.pack(f"<{len(entries)}Q{len(sizes)}Q", *entries, *sizes)
-        record = _record(keys[row], layout, head, payload, identity)
-        groups.setdefault(layout, []).append((row, record))
-    return [
-        replace(
-            Encoded.of(layout, [(keys[row], record) for row, record in records]),
-            replaced=None if replaced is None else [replaced[row] for row, _ in records],
-        )
-        for layout, records in groups.items()
+    storages = {one.name: one.storage for one in known.fields} if known is not None else {}
+    columns = [
+        _column(name, value, storages.get(name, storage), error)
+        for name, value in rows.fields.items()
     ]
+    layout = Layout(rows.bare, tuple(field for field, _ in columns))
+    if known is not None and layout != known:
+        raise ValueError(
+            f"records here hold ({', '.join(map(str, known.fields))}), and it holds "
+            f"({', '.join(map(str, layout.fields))})"
+        )
+    chosen, seed = [keys[row] for row in picked], identity ^ layout.seed
+    superseded = None if replaced is None else [replaced[row] for row in picked]
+    fixed = [data for _, data in columns if isinstance(data, np.ndarray)]
+    if codec is Codec.RAW and len(fixed) == len(columns) and len({*map(len, chosen)}) == 1:
+        return replace(_encode_raw(layout, chosen, picked, fixed, seed), replaced=superseded)
+    records = []
+    for key, row in zip(chosen, picked, strict=True):
+        words, payload = [], []
+        for field, data in columns:
+            if isinstance(data, np.ndarray):
+                used, stored = coder.encode(data[row], codec, field.elements)
+            else:
+                used, stored = _encode_free(data[row], codec, coder, storage, error)
+            words.append(used << 56 | len(stored))
+            payload.append(stored)
+        records.append((key, _record(key, words, payload, seed)))
+    return Encoded.of(layout, records, superseded)
 
 
-def _record(
-    key: bytes, layout: Layout, head: bytes, payload: Sequence[Any], identity: int
-) -> bytes:
-    size = HEAD_BYTES + aligned(len(key)) + len(head) + sum(map(len, payload))
-    if size > MAX_RECORD_BYTES:
-        raise ValueError(f"a record of {size} bytes; {MAX_RECORD_BYTES} are stored at most")
-    first = HEAD.pack(0, size, layout.number, len(key))[CHECKSUM_BYTES:]
-    first += key + bytes(-len(key) % ALIGNMENT) + head
-    checksum = xxhash.xxh3_64_intdigest(first, identity ^ layout.seed)
-    for stored in payload:
-        checksum = xxhash.xxh3_64_intdigest(stored, checksum)
+def _record(key: bytes, words: Sequence[int], payload: Sequence[Any], seed: int) -> bytes:
+    begin = HEAD_BYTES + aligned(len(key)) + 8 * len(words)
+    first = _begin(key, words, begin + sum(map(len, payload)))[CHECKSUM_BYTES:]
+    checksum = checksum_of(first, payload, seed)
     return b"".join((struct.pack("<Q", checksum), first, *payload))
 
 
-def _encode_raw(
-    native: Kernel, keys: Sequence[bytes], picked: Sequence[int], rows: Rows, identity: int
-) -> Encoded:
-    """Records of tensors as they lie in memory, with keys of one length: the kernel puts them
-    together.
-    """
-    columns = [_matrix(name, value) for name, value in rows.fields.items()]  # type: ignore[arg-type]
-    layout = Layout(rows.bare, tuple(field for field, _ in columns))
-    entries = struct.pack(f"<{len(columns)}Q", *(data.shape[1] for _, data in columns))
-    chosen = [keys[row] for row in picked]
-    key_bytes = len(chosen[0])
-    start = HEAD_BYTES + aligned(key_bytes) + len(entries)
-    size = start + layout.row_bytes
+def _begin(key: bytes, words: Sequence[int], size: int) -> bytes:
+    """Return all before the stored fields, but for the checksum."""
     if size > MAX_RECORD_BYTES:
         raise ValueError(f"a record of {size} bytes; {MAX_RECORD_BYTES} are stored at most")
-    starts = _starts(np.full(len(chosen), size, np.int64))
-    whole = np.empty((len(chosen), aligned(size)), np.uint8)
-    first = HEAD.pack(0, size, layout.number, key_bytes) + bytes(aligned(key_bytes)) + entries
-    whole[:, :start] = np.frombuffer(first, np.uint8)
-    joined = np.frombuffer(b"".join(chosen), np.uint8).reshape(len(chosen), key_bytes)
-    whole[:, HEAD_BYTES : HEAD_BYTES + key_bytes] = joined
+    padded = key + bytes(-len(key) % ALIGNMENT)
+    return HEAD.pack(0, size, len(key)) + padded + struct.pack(f"<{len(words)}Q", *words)
+
+
+def _encode_raw(
+    layout: Layout, keys: list[bytes], picked: Sequence[int], columns: Sequence[Bytes], seed: int
+) -> Encoded:
+    """Records of tensors as they lie in memory, with keys of one length: put together at once."""
+    words = [data.shape[1] for data in columns]
+    start = HEAD_BYTES + aligned(len(keys[0])) + 8 * len(words)
+    size = start + sum(words)
+    whole = np.empty((len(keys), aligned(size)), np.uint8)
+    whole[:, :start] = np.frombuffer(_begin(keys[0], words, size), np.uint8)
+    joined = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)
+    whole[:, HEAD_BYTES : HEAD_BYTES + joined.shape[1]] = joined
     whole[:, size:] = 0
-    native.pack(whole, start, [data for _, data in columns], picked, identity ^ layout.seed)
-    sizes = np.full(len(chosen), size, np.int64)
-    return Encoded(layout, chosen, whole.reshape(-1).data, starts, sizes)
-
-
-def _matrix(
-    name: str, value: Tensor, storage: Storage = None, error: LossyError | None = None
-) -> tuple[FieldLayout, Bytes]:
-    """Return the layout of each row, and (B, bytes) without copying if possible."""
-    plain = value.detach().resolve_conj().resolve_neg().cpu()
-    packed, used = pack(plain, storage)
-    if used is not None and error is not None:
-        error.add(plain, unpack(packed, tuple(value.shape[1:]), value.dtype, used))
-    matrix: Bytes = packed.numpy()
-    return FieldLayout(name, value.dtype, tuple(value.shape[1:]), used), matrix
-
-
-Column = Callable[[int], tuple[FieldLayout, list[int], Bytes]]
+    ends = [*itertools.accumulate(words, initial=start)]
+    for begin, end, data in zip(ends, ends[1:], columns, strict=False):
+        whole[:, begin:end] = data if picked == range(len(data)) else data[picked]
+    for record in whole:
+        fields = (record[begin:end] for begin, end in itertools.pairwise(ends))
+        checksum = checksum_of(record[CHECKSUM_BYTES:start], fields, seed)
+        record[:CHECKSUM_BYTES].view("<u8")[0] = checksum
+    sizes = np.full(len(keys), size, np.int64)
+    return Encoded(layout, keys, whole.reshape(-1).data, _starts(sizes), sizes)
 
 
 def _column(
     name: str, value: Tensor | Sequence[Value], storage: Storage, error: LossyError | None
-) -> Column:
-    """Return a function from the row to its layout, its own sizes, and its bytes."""
-    if isinstance(value, Tensor):
-        field, data = _matrix(name, value, storage, error)
-        return lambda row: (field, [], data[row])
+) -> tuple[FieldLayout, Bytes | Sequence[Value]]:
+    """Return what is the same in all rows, and (B, bytes), without copying if possible; or what
+    each record tells of itself.
+    """
+    if not isinstance(value, Tensor):
+        return FieldLayout(name), value
+    plain = value.detach().resolve_conj().resolve_neg().cpu()
+    packed, used = pack(plain, storage)
+    if used is not None and error is not None:
+        error.add(plain, unpack(packed, tuple(value.shape[1:]), value.dtype, used))
+    return FieldLayout(name, value.dtype, tuple(value.shape[1:]), used), packed.numpy()
 
-    def one(row: int) -> tuple[FieldLayout, list[int], Bytes]:
-        item = value[row]
-        if not isinstance(item, Tensor):
-            return FieldLayout(name, None), [], np.frombuffer(encode_value(item), np.uint8)
-        own, data = _matrix(name, item[None], storage, error)
-        shape = (RAGGED,) * len(own.shape)
-        if isinstance(value, PaddedRows):
-            ragged = {dim for dim, _ in value.dims}
-            shape = tuple(RAGGED if at in ragged else n for at, n in enumerate(own.shape))
-        sizes = [n for n, kind in zip(own.shape, shape, strict=True) if kind == RAGGED]
-        return FieldLayout(name, own.dtype, shape, own.storage), sizes, data[0]
 
-    return one
+def _encode_free(
+    value: Value, codec: Codec, coder: Coder, storage: Storage, error: LossyError | None
+) -> tuple[Codec, bytes]:
+    if not isinstance(value, Tensor):
+        return Codec.RAW, encode_value(value)
+    field, data = _column("", value[None], storage, error)
+    assert isinstance(data, np.ndarray)
+    used, stored = coder.encode(data[0], codec, field.elements)
+    kinds = code_of(field.dtype), next(n for n, one in CODES.items() if one == field.storage)
+    head = FREE_HEAD.pack(b"t", *kinds, len(field.shape))
+    return used, b"".join((head, struct.pack(f"<{len(field.shape)}Q", *field.shape), stored))
 
 
 # -- reading ---------------------------------------------------------------------------------
@@ -328,8 +315,24 @@ class Record:
     """Per field."""
     payload: tuple[memoryview, ...]
     """Per field."""
-    shapes: tuple[tuple[tuple[int, ...], int], ...]
-    """Per field its own shape, and its bytes when it is decoded; -1 for what is no tensor."""
+
+    def field(self, position: int) -> tuple[FieldLayout, memoryview]:
+        """Return what a field holds in this record, and its numbers.
+
+        Raises:
+            RecordError: It tells of no tensor that there is.
+        """
+        field, stored = self.layout.fields[position], self.payload[position]
+        if field.dtype is not None or bytes(stored[:1]) != b"t":
+            return field, stored
+        try:
+            _, code, storage, ndim = FREE_HEAD.unpack_from(stored)
+            shape = struct.unpack_from(f"<{ndim}Q", stored, FREE_HEAD.size)
+            field = FieldLayout(field.name, DTYPES[code], shape, CODES[storage])
+        except (struct.error, KeyError):
+            raise RecordError(f"field {field.name!r} is damaged") from None
+        field.check()
+        return field, stored[FREE_HEAD.size + 8 * ndim :]
 
     def value(self, position: int, coder: Coder) -> Value:
         """Decode one field.
@@ -338,47 +341,35 @@ class Record:
             RecordError: It is not what the layout says.
             NeedsKernelError: Nothing here can decode it.
         """
-        field, (shape, num_bytes) = self.layout.fields[position], self.shapes[position]
-        codec, stored = self.codecs[position], self.payload[position]
+        (field, stored), codec = self.field(position), self.codecs[position]
         if field.dtype is None:
             if codec != Codec.RAW:
                 raise RecordError("a scalar or text with a codec")
             return decode_value(bytes(stored))
-        packed = torch.empty((1, num_bytes), dtype=torch.uint8)
+        if field.num_bytes > len(stored) << MAX_RATIO_BITS:
+            raise RecordError(f"{field}: only {len(stored)} bytes")
+        packed = torch.empty((1, field.num_bytes), dtype=torch.uint8)
         try:
             coder.decode_into(stored, codec, packed[0].numpy(), field.elements)
-            return unpack(packed, shape, field.dtype, field.storage)[0]
+            return unpack(packed, field.shape, field.dtype, field.storage)[0]
         except NeedsKernelError:
             raise
         except (CodecError, RuntimeError) as error:  # a forged shape that no tensor can have
             raise RecordError(str(error)) from None
 
 
-def num_bytes_of(record: Any) -> int:
-    """Return the length that a record claims; 0 where there is none."""
-    return int(HEAD.unpack_from(record)[1]) if len(record) >= HEAD_BYTES else 0
-
-
-def number_of(record: Any) -> int:
-    """Return the number of the layout that a record claims.
-
-    Raises:
-        RecordError: It is none.
-    """
-    if len(record) < HEAD_BYTES:
-        raise RecordError(f"{len(record)} bytes are no record")
-    return int(HEAD.unpack_from(record)[2])
-
-
 def key_of(record: Any) -> bytes:
     """Return the key that a record claims."""
-    return bytes(record[HEAD_BYTES : HEAD_BYTES + HEAD.unpack_from(record)[3]])
+    return bytes(record[HEAD_BYTES : HEAD_BYTES + HEAD.unpack_from(record)[2]])
 
 
 def split_block(block: memoryview) -> Iterator[memoryview]:
     """Yield the records of a block, unchecked, as far as their lengths lead."""
     at = 0
-    while HEAD_BYTES <= (size := num_bytes_of(block[at:])) <= len(block) - at:
+    while len(block) - at >= HEAD_BYTES:
+        size = HEAD.unpack_from(block, at)[1]
+        if not HEAD_BYTES <= size <= len(block) - at:
+            return
         yield block[at : at + size]
         at += aligned(size)
 
@@ -389,7 +380,7 @@ def open_record(key: bytes, value: Any, layout: Layout, identity: int = 0) -> Re
     Args:
         key: The key it was found under.
         value: Its bytes, any buffer.
-        layout: Of the number that its entry has.
+        layout: Of the generation's records.
         identity: Of the generation.
 
     Raises:
@@ -398,27 +389,17 @@ def open_record(key: bytes, value: Any, layout: Layout, identity: int = 0) -> Re
     view, count = memoryview(value), len(layout.fields)
     if len(view) < HEAD_BYTES:
         raise RecordError(f"{len(view)} bytes are no record")
-    expected, size, _, key_bytes = HEAD.unpack_from(view)
+    expected, size, key_bytes = HEAD.unpack_from(view)
     begin = HEAD_BYTES + aligned(key_bytes)
-    end = begin + 8 * (count + layout.num_ragged)
+    end = begin + 8 * count
     if size != len(view) or end > size:
         raise RecordError(f"a record of {size} bytes in an entry of {len(view)}")
     if view[HEAD_BYTES : HEAD_BYTES + key_bytes] != key:
         raise RecordError("it is another sample's")
-    words = struct.unpack_from(f"<{count + layout.num_ragged}Q", view, begin)
-    checksum = xxhash.xxh3_64_intdigest(view[CHECKSUM_BYTES:end], identity ^ layout.seed)
-    payload, shapes, sizes, at = [], [], [*words[count:]], end
-    for field, entry in zip(layout.fields, words, strict=False):
-        stored = entry & LENGTH_MASK
-        if stored > size - at:
-            raise RecordError(f"field {field.name!r} is cut short")
-        payload.append(view[at : at + stored])
-        checksum = xxhash.xxh3_64_intdigest(payload[-1], checksum)
-        at += stored
-        shapes.append(((), -1) if field.dtype is None else field.sized(sizes))
-        if shapes[-1][1] > stored << MAX_RATIO_BITS:
-            raise RecordError(f"field {field.name!r}: {stored} bytes for {shapes[-1][1]}")
-    if at != size or checksum != expected:
+    words = struct.unpack_from(f"<{count}Q", view, begin)
+    ends = [*itertools.accumulate((word & LENGTH_MASK for word in words), initial=end)]
+    payload = tuple(view[one:next_] for one, next_ in itertools.pairwise(ends))
+    checksum = checksum_of(view[CHECKSUM_BYTES:end], payload, identity ^ layout.seed)
+    if ends[-1] != size or checksum != expected:
         raise RecordError("the checksum does not match")
-    codecs = tuple(entry >> 56 for entry in words[:count])
-    return Record(view, layout, codecs, tuple(payload), tuple(shapes))
+    return Record(view, layout, tuple(word >> 56 for word in words), payload)
