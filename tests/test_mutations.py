@@ -72,7 +72,7 @@ MUTATIONS = {
         file="egeria_cache/skip/serve/address.py",
         old="        if fields in self._void and fields not in self._blind:\n",
         new="        if False:\n",
-        caught_by="tests/hostile/test_second_round_prefix.py",
+        caught_by="tests/hostile/test_prefix_values.py",
     ),
     "checksums of records are not compared": Mutation(
         file="egeria_cache/store/records/record.py",
@@ -102,7 +102,7 @@ MUTATIONS = {
         file="egeria_cache/skip/serve/invocation.py",
         old="        return (self.layout, tuple(leaves), mode_key())\n",
         new="        return (self.layout, tuple(leaves))\n",
-        caught_by="tests/skip/test_modes.py tests/hostile/test_second_round_prefix.py",
+        caught_by="tests/skip/test_modes.py tests/hostile/test_prefix_values.py",
     ),
     "rows of a prefix that has changed are kept": Mutation(
         file="egeria_cache/cache/host.py",

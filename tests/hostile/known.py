@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from tests.hostile.harness import (
     Finding,
+    ForeignError,
     NeedlesslyUncached,
+    SilentlyWrong,
     WithoutAWord,
 )
 
@@ -19,6 +21,21 @@ def because(outcome: type[Finding], why: str, *names: str) -> dict[str, tuple[ty
 
 
 KNOWN: dict[str, tuple[type[Finding], str]] = {
+    # test_prefix_values.py
+    **because(
+        SilentlyWrong,
+        "objects with slots, and functions in a tuple that share a closure, are not compared",
+        "test_a_setting_that_changes_is_obeyed[early-slots]",
+        "test_a_setting_that_changes_is_obeyed[early-closure]",
+        "test_a_setting_that_changes_is_obeyed[the model-closure]",
+    ),
+    # test_data.py
+    **because(
+        SilentlyWrong,
+        "the batch behind the change is served as it was; labels in a list are seen",
+        "test_data_that_change_in_the_middle_of_a_pass[several-tensor]",
+        "test_data_that_change_in_the_middle_of_a_pass[several-transform]",
+    ),
     # test_seams.py
     **because(
         NeedlesslyUncached,
@@ -26,7 +43,12 @@ KNOWN: dict[str, tuple[type[Finding], str]] = {
         "test_joined_and_shaped_inputs_are_served[cat of two views]",
         "test_joined_and_shaped_inputs_are_served[Variable]",
     ),
-    # test_served_batches.py
+    # test_batches_structures.py
+    **because(
+        ForeignError,
+        "a batch's clone is a tensor of a class of its own, which a Parameter does not take",
+        "test_a_parameter_can_be_made_of_a_batch",
+    ),
     **because(
         NeedlesslyUncached,
         "samples are looked for in the first dimension alone",
@@ -35,15 +57,21 @@ KNOWN: dict[str, tuple[type[Finding], str]] = {
         "test_batches_with_time_first_are_served[rnn-collate]",
         "test_batches_with_time_first_are_served[rnn-loop]",
     ),
-    # test_second_round_batches.py
+    # test_lookahead.py
     **because(
         WithoutAWord,
         "a batch that is kept is not looked up again, and was loaded before anything was stored",
-        "test_a_cycled_loader_gives_kept_batches_again",
+        "test_however_a_loop_passes_over_its_loaders_the_batches_are_the_same[cycled]",
     ),
+    **because(
+        SilentlyWrong,
+        "a dry run may save the generators while a loader's thread has seeded them",
+        "test_however_a_loop_passes_over_its_loaders_the_batches_are_the_same[in a thread]",
+    ),
+    # test_data.py
     **because(
         WithoutAWord,
         "a loader made anew over another data set each time is another one each time",
-        "test_a_data_set_that_grows",
+        "test_another_data_set_for_each_epoch[grows]",
     ),
 }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tests.hostile.harness import Run, sgd
 from tests.hostile.nets import Net, rows
@@ -19,25 +21,37 @@ def trained(
     data: Any = None,
     boundary: str = "middle",
     epochs: int = 3,
+    each_epoch: Callable[[Any, int], Any] | None = None,
+    each_step: Callable[[Any, int], Any] | None = None,
+    optimizer: Callable[[Any], Any] = sgd,
     **kwargs: Any,
-) -> None:
-    """Train a model, `Net` if not said otherwise, over a data set; kwargs are the loader's."""
+) -> nn.Module:
+    """Train a model, `Net` if not said otherwise, over a data set, and return it.
+
+    What is done each epoch or step is given the model; kwargs are the loader's.
+    """
     model = run.freeze(model or Net(), boundary)
-    run.fit(model, run.loader(rows() if data is None else data, **kwargs), epochs, loss=loss)
+    run.fit(
+        model, run.loader(rows() if data is None else data, **kwargs), epochs, loss=loss,
+        optimizer=optimizer(model),
+        each_epoch=each_epoch and functools.partial(each_epoch, model),
+        each_step=each_step and functools.partial(each_step, model),
+    )  # fmt: skip
+    return model
 
 
 def changed(
     run: Run,
     change: Callable[[Any], Any],
-    model: nn.Module,
-    data: Any,
+    model: nn.Module | None = None,
+    data: Any = None,
     *,
     epochs: int = 3,
     at: int = 1,
-    **options: Any,
+    boundary: str = "middle",
 ) -> None:
     """Train for some epochs, and do something to the model before one of them."""
-    model = run.freeze(model, **options)
+    model = run.freeze(model or Net(), boundary)
     optimizer = sgd(model)
 
     def each_epoch(epoch: int) -> None:
@@ -50,10 +64,15 @@ def changed(
         if new:
             optimizer.add_param_group({"params": new})
 
-    run.fit(model, run.loader(data), epochs, each_epoch=each_epoch, optimizer=optimizer)
+    loader = run.loader(rows() if data is None else data)
+    run.fit(model, loader, epochs, each_epoch=each_epoch, optimizer=optimizer)
 
 
 def numbered(function: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor]:
     """Return a loss that calls `function(model, x, y, step)`."""
     steps = iter(range(10_000))
     return lambda model, batch: function(model, *batch, next(steps))
+
+
+def ce(model: Any, x: Any, y: Any) -> Tensor:
+    return F.cross_entropy(model(x), y)

@@ -34,6 +34,27 @@ class Net(nn.Module):
         return self.back(self.front(x))
 
 
+def net(base: type[nn.Module] = Net, **members):
+    """Return a model of a class of its own: functions become its methods, the rest attributes."""
+    methods = {name: members.pop(name) for name in METHODS if name in members}
+    model = type("Own", (base,), methods)()
+    for name, value in members.items():
+        setattr(model, name, value)
+    return model
+
+
+METHODS = ("front", "back", "forward")
+
+
+def layered(act, **members):
+    """Return a net whose first layer is of a class of its own, and gives `act(layer, output)`."""
+
+    def forward(self, x):
+        return act(self, nn.Linear.forward(self, x))
+
+    return net(early=type("Early", (nn.Linear,), {"forward": forward, **members})(6, 8))
+
+
 class ConvNet(nn.Module):
     """stem (convolution, BatchNorm, dropout) -> body (the boundary) -> head, over small images."""
 

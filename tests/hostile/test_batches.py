@@ -1,71 +1,20 @@
-"""A batch changes between the loader and the model: in place, through an alias, or in its shape."""
+"""What a loop does to its batches reaches the model; what can be followed is served."""
 
 from __future__ import annotations
+
+import functools
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
-from tests.hostile.harness import hostile
-from tests.hostile.loops import numbered, trained
-from tests.hostile.nets import NUM_SAMPLES, inputs, labels
+from tests.hostile.harness import hostile, judge, sgd
+from tests.hostile.loops import ce, numbered, trained
+from tests.hostile.nets import ConvNet, Net, Pairs, images, inputs, labels, net, rows
 
-# ---- values written in place: what reaches the model is what was written ----------------------
-
-
-def by_method(x, f):
-    x.mul_(f)
-
-
-def by_index(x, f):
-    x[:, :3] = f
-
-
-def by_numpy(x, f):
-    np.multiply(x.numpy(), f, out=x.numpy())
-
-
-def by_data(x, f):
-    x.data.mul_(f)
-
-
-def by_detached(x, f):
-    x.detach().mul_(f)
-
-
-def by_view(x, f):
-    x.view(-1)[::2] *= f
-
-
-def by_row(x, f):
-    for row in x:
-        row.mul_(f)
-
-
-def by_chunk(x, f):
-    x.chunk(2)[0].mul_(f)
-
-
-def by_out(x, f):
-    torch.mul(x, f, out=x)
-
-
-def by_dlpack(x, f):
-    torch.from_dlpack(x).mul_(f)
-
-
-def by_mask(x, f):
-    x.masked_fill_(x > 0, f)
-
-
-def by_set(x, f):
-    x.set_((x * f).detach().clone())
-
-
-def by_new_data(x, f):
-    x.data = x.data * f
+# ---- values written in place ------------------------------------------------------------------
 
 
 def by_relu(x, f):
@@ -74,44 +23,60 @@ def by_relu(x, f):
 
 
 def by_storage(x, f):
-    other = (x * f).detach().clone()
-    x.untyped_storage().copy_(other.untyped_storage())
+    x.untyped_storage().copy_((x * f).detach().clone().untyped_storage())
 
 
-WRITES = [
-    by_method, by_index, by_numpy, by_data, by_detached, by_view, by_row,
-    by_chunk, by_out, by_dlpack, by_mask,
-    by_set, by_new_data, by_relu, by_storage,
-]  # fmt: skip
+def by_row(x, f):
+    for row in x:
+        row.mul_(f)
 
 
-def from_the_second_epoch(run, write):
-    """Return a loss that leaves its batches alone while they are stored, and then does not."""
+WRITES = {
+    "a method": lambda x, f: x.mul_(f),
+    "numpy": lambda x, f: np.multiply(x.numpy(), f, out=x.numpy()),
+    "data": lambda x, f: x.data.mul_(f),
+    "an index": lambda x, f: x[:, :3].fill_(f),
+    "detached": lambda x, f: x.detach().mul_(f),
+    "a view": lambda x, f: x.view(-1)[::2].mul_(f),
+    "rows": by_row,
+    "a chunk": lambda x, f: x.chunk(2)[0].mul_(f),
+    "a column": lambda x, f: x.unbind(1)[0].fill_(f),
+    "out": lambda x, f: torch.mul(x, f, out=x),
+    "dlpack": lambda x, f: torch.from_dlpack(x).mul_(f),
+    "a mask": lambda x, f: x.masked_fill_(x > 0, f),
+    "set": lambda x, f: x.set_((x * f).detach().clone()),
+    "new data": lambda x, f: setattr(x, "data", x.data * f),
+    "relu": by_relu,
+    "storage": by_storage,
+    "another row": lambda x, f: x[0].copy_(x[1]),
+    "swapped": lambda x, f: torch.utils.swap_tensors(x, torch.full_like(x, 0.1 * f)),
+}
+
+
+@hostile
+@pytest.mark.cases(6)
+@pytest.mark.parametrize("how", WRITES)
+def test_a_batch_written_in_place_is_what_the_model_sees(run, how):
+    """It is left alone while it is stored, and then it is not."""
 
     def loss(model, x, y, step):
         if step == 3:
             run.turn()
         if step >= 3:
-            write(x, 2.0)
-        return F.cross_entropy(model(x), y)
+            WRITES[how](x, 2.0)
+        return ce(model, x, y)
 
-    return numbered(loss)
-
-
-@hostile
-@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
-def test_a_batch_written_in_place_is_what_the_model_sees(run, write):
-    trained(run, from_the_second_epoch(run, write))
+    trained(run, numbered(loss))
 
 
 @hostile
-@pytest.mark.parametrize("write", [by_method, by_numpy, by_data], ids=lambda w: w.__name__)
-def test_a_batch_written_in_every_epoch_is_what_the_model_sees(run, write):
+@pytest.mark.parametrize("how", ["a method", "numpy", "data"])
+def test_a_batch_written_in_every_epoch_is_what_the_model_sees(run, how):
     def loss(model, x, y, step):
         if step == 3:
             run.turn()  # so far the values were multiplied by one
-        write(x, 1.0 + 0.3 * (step // 3))
-        return F.cross_entropy(model(x), y)
+        WRITES[how](x, 1.0 + 0.3 * (step // 3))
+        return ce(model, x, y)
 
     trained(run, numbered(loss))
 
@@ -140,129 +105,162 @@ def test_an_alias_that_is_written_later_writes_the_batch(run, how):
             run.turn()
         if step >= 3:
             alias *= 2.0
-        return F.cross_entropy(model(x), y)
+        return ce(model, x, y)
 
     trained(run, numbered(loss))
 
 
+# ---- loops that are right, and served where they can be ---------------------------------------
+
+
+def alias_between_two_calls(m, x, y, n):
+    view = x.view(-1)
+    first = ce(m, x, y)
+    if n >= 3:
+        view.mul_(2)
+    return first + ce(m, x, y)
+
+
+def labels_written(m, x, y, n, through=lambda y: y):
+    target = through(y)
+    if n >= 3:
+        target += 1
+        target %= 3
+    return ce(m, x, y)
+
+
+def labels_written_late(m, x, y, n):
+    out = m(x)
+    y.mul_(n % 2)
+    return F.cross_entropy(out, y)
+
+
+def written_behind_the_call(m, x, y, n, write):
+    value = ce(m, x, y)
+    write(x, y)
+    return value
+
+
+def shaped(change):
+    """The batch's shape is changed in place, which the model is called with in the end."""
+
+    def loss(m, x, y, n):
+        change(x)
+        return ce(m, x.reshape(-1, 6) if x.shape[0] == len(y) else x.t().contiguous(), y)
+
+    return loss
+
+
+def labels_shaped(m, x, y, n):
+    y.unsqueeze_(1)
+    return ce(m, x, y.squeeze(1)) * y.dim()
+
+
+def hard_ones_again(m, x, y, n):
+    each = F.cross_entropy(m(x), y, reduction="none")
+    hard = each.topk(4).indices
+    return each.mean() + ce(m, x[hard], y[hard])
+
+
+def sorted_by_label(m, x, y, n):
+    order = y.argsort(stable=True)
+    return ce(m, x[order], y[order]) + y[order][0]
+
+
+def in_chunks_reversed(m, x, y, n):
+    return sum(ce(m, x[i : i + 3], y[i : i + 3]) for i in reversed(range(0, len(x), 3)))
+
+
+def fgsm(m, x, y, n):
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad(ce(m, x, y), x)
+    return ce(m, (x + 0.1 * gradient.sign()).detach(), y)
+
+
+def fgsm_in_one_epoch(m, x, y, n):
+    if n // 3 != 2:
+        return ce(m, x, y)
+    x.requires_grad_()
+    ce(m, x, y).backward()
+    return ce(m, x.detach() + 0.1 * x.grad.sign(), y)
+
+
+def gradient_penalty(m, x, y, n):
+    x = x.clone().requires_grad_(True)
+    out = m(x)
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return F.cross_entropy(out, y) + gradient.square().mean()
+
+
+def permuted(x, y, take=lambda t, order: t[order]):
+    order = torch.randperm(len(x))
+    return take(x, order), take(y, order)
+
+
+BUFFER = torch.empty(8, 6)
+PERMUTATIONS = [torch.arange(6), torch.arange(6).flip(0), torch.arange(6).roll(2)]
+
+LOOPS = {
+    "an alias written between two calls": alias_between_two_calls,
+    "labels written": labels_written,
+    "labels written through numpy": functools.partial(labels_written, through=lambda y: y.numpy()),
+    "labels written behind the call": labels_written_late,
+    "and through numpy": functools.partial(
+        written_behind_the_call, write=lambda x, y: y.numpy().fill(0)
+    ),
+    "inputs written behind the call": functools.partial(
+        written_behind_the_call, write=lambda x, y: x.zero_()
+    ),
+    "unsqueezed": shaped(lambda x: x.unsqueeze_(1)),
+    "transposed": shaped(lambda x: x.transpose_(0, 1)),
+    "squeezed": shaped(lambda x: x.squeeze_()),
+    "resized": shaped(lambda x: x.resize_(len(x), 6)),
+    "labels unsqueezed": labels_shaped,
+    "noise": lambda m, x, y, n: ce(m, x + 0.5 * torch.randn_like(x), y),
+    "noise in place": lambda m, x, y, n: ce(m, x.add_(0.5 * torch.randn(x.shape)), y),
+    "mixup": lambda m, x, y, n: ce(m, 0.7 * x + 0.3 * x[torch.randperm(len(x))], y),
+    "dropout": lambda m, x, y, n: ce(m, F.dropout(x, 0.2), y),
+    "rolled": lambda m, x, y, n: ce(m, x + x.roll(1, 0), y),
+    "shuffled by numpy": lambda m, x, y, n: ce(
+        m, torch.from_numpy(np.random.permutation(x.numpy())), y
+    ),
+    "sent through numpy": lambda m, x, y, n: ce(m, torch.from_numpy(x.numpy().copy()), y),
+    "index_copy": lambda m, x, y, n: ce(m, x.index_copy(0, torch.tensor([0]), x[1:2]), y),
+    "a drawn temperature": lambda m, x, y, n: ce(m, x * float(1 + torch.rand(())), y),
+    "on a clone": lambda m, x, y, n: ce(m, x.clone().sub_(MEAN).div_(STD), y),
+    "in place": lambda m, x, y, n: ce(m, x.sub_(MEAN).div_(STD), y),
+    "flipped features": lambda m, x, y, n: ce(m, x.flip(1), y),
+    "permuted features": lambda m, x, y, n: ce(m, x[:, PERMUTATIONS[n // 3 % 3]], y),
+    "F.normalize": lambda m, x, y, n: ce(m, F.normalize(x), y),
+    "an out argument": lambda m, x, y, n: ce(m, torch.mul(x, 1 + n // 3, out=BUFFER), y),
+    "a static buffer": lambda m, x, y, n: ce(m, BUFFER.copy_(x), y),
+    "filled by a schedule": lambda m, x, y, n: ce(m, x.masked_fill(x > 1 - 0.2 * (n // 3), 0), y),
+    "rows of a mask": lambda m, x, y, n: ce(m, x[y != 1], y[y != 1]),
+    "rows sorted": sorted_by_label,
+    "hard rows again": hard_ones_again,
+    "chunks in reverse": in_chunks_reversed,
+    "strided": lambda m, x, y, n: ce(m, x[::2], y[::2]) + ce(m, x[-3:], y[-3:]),
+    "repeated": lambda m, x, y, n: ce(m, x.repeat_interleave(2, 0), y.repeat_interleave(2)),
+    "one by one": lambda m, x, y, n: sum(ce(m, x[i][None], y[i][None]) for i in range(len(x))),
+    "unbound and stacked": lambda m, x, y, n: ce(
+        m, torch.stack(list(x.unbind(0))[::-1]), y.flip(0)
+    ),
+    "gradients by the input": fgsm,
+    "gradients by the input in one epoch": fgsm_in_one_epoch,
+    "a gradient penalty": gradient_penalty,
+    "inputs that ask for gradients": lambda m, x, y, n: ce(m, x.requires_grad_(), y),
+    "a step of the loop's own randomness": lambda m, x, y, n: ce(m, x, y) * (1 + torch.rand(())),
+    "a plain batch in between": lambda m, x, y, n: (
+        ce(m, x, y) - 0.1 * m(torch.full((8, 6), n / 9)).mean()
+    ),
+}
+
+
 @hostile
-def test_an_alias_written_between_two_calls_is_seen_by_the_second(run):
-    def loss(model, x, y, step):
-        view = x.view(-1)
-        first = F.cross_entropy(model(x), y)
-        if step >= 3:
-            view.mul_(2)
-        return first + F.cross_entropy(model(x), y)
-
-    trained(run, numbered(loss))
-
-
-@hostile
-def test_labels_written_in_place_are_what_the_loss_sees(run):
-    def loss(model, x, y, step):
-        if step >= 3:
-            y.add_(1).remainder_(3)
-        return F.cross_entropy(model(x), y)
-
-    trained(run, numbered(loss))
-
-
-@hostile
-def test_labels_written_through_numpy_are_what_the_loss_sees(run):
-    def loss(model, x, y, step):
-        array = y.numpy()
-        if step >= 3:
-            array += 1
-            array %= 3
-        return F.cross_entropy(model(x), y)
-
-    trained(run, numbered(loss))
-
-
-@hostile
-def test_labels_that_are_stored_with_hits_are_not_those_written(run):
-    """The model's call comes before the labels are written; the next epoch's are the data set's."""
-
-    def loss(model, x, y, step):
-        out = model(x)
-        y.mul_(0) if step % 2 else None
-        return F.cross_entropy(out, y)
-
-    class Fresh(Dataset):
-        def __len__(self):
-            return NUM_SAMPLES
-
-        def __getitem__(self, index):
-            return inputs()[index], labels()[index]
-
-    trained(run, numbered(loss), data=Fresh())
-
-
-@hostile
-def test_labels_of_a_batch_of_hits_written_through_numpy_stay_the_data_sets(run):
-    def loss(model, x, y, step):
-        out = model(x)
-        value = F.cross_entropy(out, y)
-        y.numpy()[:] = 0
-        return value
-
-    trained(run, numbered(loss), epochs=5)
-
-
-@hostile
-def test_an_input_written_after_the_call_is_not_what_is_stored(run):
-    def loss(model, x, y, step):
-        out = model(x)
-        x.zero_()
-        return F.cross_entropy(out, y)
-
-    trained(run, numbered(loss))
-
-
-@hostile
-@pytest.mark.parametrize("noise", ["new", "in place"])
-def test_noise_of_the_loop_is_fresh_every_time(run, noise):
-    def loss(model, x, y, step):
-        if noise == "new":
-            x = x + 0.5 * torch.randn_like(x)
-        else:
-            x += 0.5 * torch.randn(x.shape)
-        return F.cross_entropy(model(x), y)
-
-    trained(run, numbered(loss))
-
-
-@hostile
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda x, y: (x.unsqueeze_(1), y)[0],
-        lambda x, y: x.transpose_(0, 1),
-        lambda x, y: x.t_(),
-        lambda x, y: x.squeeze_(),
-        lambda x, y: x.swapaxes_(0, 1),
-        lambda x, y: x.resize_(len(x), 6),
-    ],
-    ids=["unsqueeze_", "transpose_", "t_", "squeeze_", "swapaxes_", "resize_"],
-)
-def test_a_shape_changed_in_place_is_the_shape(run, change):
-    def loss(model, x, y, step):
-        change(x, y)
-        x = x.reshape(-1, 6) if x.shape[0] == len(y) else x.t().contiguous()
-        return F.cross_entropy(model(x), y)
-
-    trained(run, numbered(loss))
-
-
-@hostile
-def test_labels_unsqueezed_in_place_have_another_shape(run):
-    def loss(model, x, y, step):
-        y.unsqueeze_(1)
-        out = model(x)
-        run.see(y.dim())
-        return F.cross_entropy(out, y.squeeze(1))
-
-    trained(run, numbered(loss))
+@pytest.mark.cases(12)
+@pytest.mark.parametrize("how", LOOPS)
+def test_whatever_a_loop_does_to_its_batches_is_right(run, how):
+    trained(run, numbered(LOOPS[how]), epochs=4)
 
 
 @hostile
@@ -274,15 +272,242 @@ def test_square_batches_transposed_in_place_are_transposed(run):
             run.turn()
         if step >= 4:
             x.transpose_(0, 1)
-        return F.cross_entropy(model(x), y)
+        return ce(model, x, y)
 
     trained(run, numbered(loss), batch_size=6)
 
 
-@hostile
-def test_an_input_swapped_with_another_tensor_is_the_other(run):
-    def loss(model, x, y, step):
-        torch.utils.swap_tensors(x, torch.full_like(x, 0.1 * (step // 3)))
-        return F.cross_entropy(model(x), y)
+MEAN, STD = torch.linspace(-0.5, 0.5, 6), torch.linspace(0.5, 1.5, 6)
 
-    trained(run, numbered(loss))
+
+def constant(n, mean):
+    """Return the loop's own mean, written in place between epochs."""
+    if n == 0:
+        mean[:] = 0
+    if n in (0, 6):
+        mean[:] += 0.25
+    return torch.as_tensor(mean)
+
+
+TENSOR, ARRAY = torch.zeros(6), np.zeros(6, np.float32)
+
+SERVED = {
+    "normalised": lambda m, x, y, n: ce(m, (x - MEAN) / STD, y),
+    "by numbers": lambda m, x, y, n: ce(m, (x - 0.5) / 2.0, y),
+    "by methods": lambda m, x, y, n: ce(m, x.sub(MEAN).div(STD), y),
+    "affine": lambda m, x, y, n: ce(m, x * STD + MEAN, y),
+    "view": lambda m, x, y, n: ce(m, x.view(len(x), -1), y),
+    "unsqueeze": lambda m, x, y, n: ce(m, x.unsqueeze(1).squeeze(1), y),
+    "detached": lambda m, x, y, n: ce(m, x.detach(), y),
+    "sliced whole": lambda m, x, y, n: ce(m, x[:], y),
+    "clamped by a schedule": lambda m, x, y, n: ce(m, x.clamp(min=-2.0 if n < 6 else -0.5), y),
+    "a constant that is written": lambda m, x, y, n: ce(m, x - constant(n, TENSOR), y),
+    "and through numpy": lambda m, x, y, n: ce(m, x - constant(n, ARRAY), y),
+    "permutation": lambda m, x, y, n: ce(m, *permuted(x, y)),
+    "index_select": lambda m, x, y, n: ce(
+        m, *permuted(x, y, lambda t, order: t.index_select(0, order))
+    ),
+    "flip": lambda m, x, y, n: ce(m, x.flip(0), y.flip(0)),
+    "roll": lambda m, x, y, n: ce(m, x.roll(1, 0), y.roll(1, 0)),
+    "labels in place": lambda m, x, y, n: ce(m, x, y.add_(1).sub_(1)),
+    "labels smoothed": lambda m, x, y, n: ce(m, x, F.one_hot(y, 3).float() * 0.9 + 0.1 / 3),
+    "labels by where": lambda m, x, y, n: ce(m, x, torch.where(y > 1, y, 0)),
+    "labels reshaped": lambda m, x, y, n: ce(m, x, y[:, None].squeeze(1).long()),
+}
+
+
+@hostile(served=True)
+@pytest.mark.cases(5)
+@pytest.mark.parametrize("how", SERVED)
+def test_what_can_be_followed_is_served(run, how):
+    trained(run, numbered(SERVED[how]), epochs=5)
+
+
+@hostile(served=True)
+def test_images_are_normalised_per_channel(run):
+    mean, std = torch.tensor([0.1, -0.1]), torch.tensor([0.9, 1.1])
+    prepare = lambda x: (x - mean[None, :, None, None]) / std.view(1, 2, 1, 1)  # noqa: E731
+    loss = numbered(lambda m, x, y, n: ce(m, prepare(x), y))
+    trained(run, loss, model=ConvNet(), data=images(), boundary="body")
+
+
+@hostile(served=True)
+def test_bytes_become_floats(run):
+    data = TensorDataset((inputs().sigmoid() * 255).to(torch.uint8), labels())
+    trained(run, numbered(lambda m, x, y, n: ce(m, x.float() / 255, y)), data=data)
+
+
+def cut(x, by=4):
+    x = x.clone()
+    x[:, :, :by] = x.flip(0)[:, :, :by]
+    return x
+
+
+def cropped(x):
+    at = int(torch.randint(3, ()))
+    return x[:, :, at : at + 6, at : at + 6]
+
+
+IMAGES = {
+    "cutmix": lambda x, n: cut(x),
+    "crops": lambda x, n: cropped(x),
+    "another size": lambda x, n: F.interpolate(x, size=(10, 10), mode="bilinear"),
+    "another size for each batch": lambda x, n: F.interpolate(x, size=(8 + n % 5, 8 + n % 5)),
+}
+
+
+@hostile
+@pytest.mark.parametrize("how", IMAGES)
+def test_images_that_are_made_others_are_right(run, how):
+    loss = numbered(lambda m, x, y, n: ce(m, IMAGES[how](x, n), y))
+    trained(run, loss, model=ConvNet(), data=images(), boundary="body")
+
+
+NAMED = {
+    "sort": lambda m, x, y, n: ce(m, x.sort(0).values, y),
+    "cumsum": lambda m, x, y, n: ce(m, (x.float() * 2).cumsum(0) / 3, y),
+    "add": lambda m, x, y, n: ce(m, x.add_(torch.randn(6)), y),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_an_operation_that_cannot_be_followed_is_named(name):
+    judge(lambda run: trained(run, numbered(NAMED[name])), told=name)
+
+
+# ---- micro-batches, kept batches, joined ones -------------------------------------------------
+
+SPLITS = {
+    "slices": lambda x, y: [(x[i : i + 3], y[i : i + 3]) for i in range(0, len(x), 3)],
+    "chunk": lambda x, y: zip(x.chunk(2), y.chunk(2), strict=True),
+    "split": lambda x, y: zip(x.split(4), y.split(4), strict=True),
+    "tensor_split": lambda x, y: zip(x.tensor_split(3), y.tensor_split(3), strict=True),
+    "narrow": lambda x, y: [(x.narrow(0, i, 4), y.narrow(0, i, 4)) for i in (0, 4)],
+    "index": lambda x, y: [(x[[0, 2, 4, 6]], y[[0, 2, 4, 6]]), (x[[1, 3]], y[[1, 3]])],
+}
+
+
+@hostile(served=True)
+@pytest.mark.parametrize("how", SPLITS)
+def test_micro_batches_are_served(run, how):
+    model = run.freeze(Net())
+    loader = run.loader(rows())
+    optimizer = sgd(model)
+    for _ in range(4):
+        for x, y in loader:
+            optimizer.zero_grad(set_to_none=how != "split")
+            for part, targets in SPLITS[how](x, y):
+                loss = ce(model, part, targets) * len(targets) / len(y)
+                run.record(loss)
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+    run.see(model)
+
+
+@hostile
+@pytest.mark.parametrize("kept", ["the first batch", "every epoch"])
+def test_a_batch_kept_and_used_again_is_what_it_was(run, kept):
+    model = run.freeze(Net())
+    loader = run.loader(rows())
+    for _ in range(3):
+        batches = list(loader)
+        first = batches[:1] if kept == "the first batch" else []
+        run.fit(model, [*batches, *first], 2)
+
+
+def joined(pairs):
+    return [(torch.cat([a[0], b[0]]), torch.cat([a[1], b[1]])) for a, b in pairs]
+
+
+@hostile
+@pytest.mark.parametrize("of", ["one loader", "two loaders", "two loaders of two names"])
+def test_two_batches_joined_are_both(run, of):
+    """Semi-supervised: one model, two loaders in step, joined in one call."""
+    model, one = run.freeze(Net()), run.loader(rows())
+    name = {"name": "other"} if of == "two loaders of two names" else {}
+    other = run.loader(rows(seed=9), ours=name)
+    for _ in range(3):
+        first = iter(one)
+        run.fit(model, joined(zip(first, first if of == "one loader" else other, strict=False)), 1)
+
+
+@hostile(served=True)
+def test_features_mixed_behind_the_boundary_are_served(run):
+    """Manifold mixup."""
+
+    def forward(model, x, order):
+        h = model.front(x)
+        return model.back(0.6 * h + 0.4 * h[order])
+
+    def loss(model, batch):
+        x, y = batch
+        order = torch.randperm(len(x))
+        out = model(x, order)
+        return 0.6 * F.cross_entropy(out, y) + 0.4 * F.cross_entropy(out, y[order])
+
+    trained(run, loss, model=net(forward=forward))
+
+
+# ---- several inputs ---------------------------------------------------------------------------
+
+
+class Triples(Dataset):
+    def __init__(self):
+        self.x, self.y = inputs(), labels()
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return self.x[i], self.x[(i + 1) % 24], self.x[(i + 5) % 24], self.y[i]
+
+
+def triplet(m, a, p, n, y, step):
+    return F.triplet_margin_loss(m(a), m(p), m(n)) + ce(m, a, y)
+
+
+def joined_triplet(m, a, p, n, y, step):
+    out = m(torch.cat([a, p, n]))
+    return F.triplet_margin_loss(*out.chunk(3)) + F.cross_entropy(out[: len(y)], y)
+
+
+def in_turns(m, a, p, n, y, step):
+    """In odd epochs the second view stands where the first stood."""
+    return ce(m, (a, p)[step // 3 % 2], y)
+
+
+def swapped(m, a, p, n, y, step):
+    a, p = (a, p) if step // 3 % 2 == 0 else (p, a)
+    return F.cross_entropy(m(a) + 0.5 * m(p), y)
+
+
+@hostile
+@pytest.mark.parametrize("loss", [triplet, joined_triplet, in_turns, swapped])
+def test_several_inputs_are_each_their_own(run, loss):
+    trained(run, numbered(loss), data=Triples(), epochs=6)
+
+
+@hostile
+def test_a_siamese_model_calls_its_front_twice(run):
+    model = net(forward=lambda m, a, b: m.back(m.front(a)) - m.back(m.front(b)))
+    loss = lambda m, b: F.cross_entropy(m(b[0], b[1]), b[3])  # noqa: E731
+    trained(run, loss, data=Triples(), model=model, epochs=4)
+
+
+@hostile
+@pytest.mark.parametrize("kind", ["tensor", "list"])
+def test_several_crops_of_a_sample_are_right(run, kind):
+    class Crops(Pairs):
+        def __getitem__(self, i):
+            x, y = super().__getitem__(i)
+            crops = [x, x.flip(0), x * 2]
+            return (torch.stack(crops) if kind == "tensor" else crops), y
+
+    def loss(model, batch):
+        x, y = batch
+        if kind == "list":
+            return sum(ce(model, crop, y) for crop in x)
+        return F.cross_entropy(model(x.flatten(0, 1)).unflatten(0, (-1, 3)).mean(1), y)
+
+    trained(run, loss, data=Crops(), epochs=4)

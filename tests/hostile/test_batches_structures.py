@@ -1,21 +1,317 @@
-"""Batches whose memory is used again, whose structure acts, or whose rows are chosen."""
+"""Batches of any kind, whatever collates and holds them, pass as under plain PyTorch."""
 
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
-from typing import NamedTuple
+import pickle
+import random
+import types
+import warnings
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, StackDataset, TensorDataset, default_collate
 
 from tests.hostile.harness import hostile
-from tests.hostile.loops import numbered, trained
-from tests.hostile.nets import NUM_SAMPLES, Net, inputs, labels, rows
+from tests.hostile.loops import ce, trained
+from tests.hostile.nets import NUM_SAMPLES, Net, Pairs, Tokens, inputs, labels, net, rows, saved
+from tests.hostile.nets import sentences as token_rows
 
-# ---- buffers that are used again --------------------------------------------------------------
+# ---- kinds of batches -------------------------------------------------------------------------
+
+
+class Encoding(collections.UserDict):
+    """As `transformers.BatchEncoding`: a mapping with attributes, and a `to`."""
+
+    def __getattr__(self, name):
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def to(self, *args, **kwargs):
+        self.data = {key: value.to(*args, **kwargs) for key, value in self.data.items()}
+        return self
+
+
+class Holder:
+    """A batch that is an object of no particular kind, as PyG's."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def to(self, device):
+        return Holder(self.x.to(device), self.y.to(device))
+
+
+@dataclasses.dataclass
+class Example:
+    x: torch.Tensor
+    y: torch.Tensor
+    name: str = ""
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Attributed(dict):
+    """A mapping with attributes beside its items."""
+
+    def __init__(self, **items):
+        super().__init__(items)
+        self.size = len(items["y"])
+
+    def __getattr__(self, name):
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
+Point = collections.namedtuple("Point", "x y")
+
+KINDS = {
+    "mapping": lambda x, y: Encoding({"x": x, "y": y}),
+    "object": Holder,
+    "dataclass": Example,
+    "slots": Slots,
+    "attributed": lambda x, y: Attributed(x=x, y=y),
+    "named tuple": Point,
+    "namespace": lambda x, y: types.SimpleNamespace(x=x, y=y),
+    "list": lambda x, y: [x, y],
+    "nested": lambda x, y: {"inputs": {"x": x}, "targets": (y, [y])},
+    "deeper": lambda x, y: [{"in": [x]}, (y, {"n": 1})],
+}
+
+
+def read(batch):
+    if isinstance(batch, dict) and "inputs" in batch:
+        return batch["inputs"]["x"], batch["targets"][0]
+    if isinstance(batch, list):
+        return (batch[0]["in"][0], batch[1][0]) if isinstance(batch[0], dict) else batch
+    return batch.x, batch.y
+
+
+def collating(make):
+    """Return a collate function that makes something of the inputs and the labels."""
+    return lambda samples: make(*default_collate(samples))
+
+
+@hostile(served=True)
+@pytest.mark.cases(5)
+@pytest.mark.parametrize("whole", [False, True], ids=["taken apart", "given whole"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_any_kind_are_served(run, kind, whole):
+    model = net(forward=lambda m, batch: Net.forward(m, read(batch)[0] if whole else batch))
+
+    def loss(model, batch):
+        x, y = read(batch)
+        return F.cross_entropy(model(batch if whole else x), y)
+
+    trained(run, loss, model=model, collate_fn=collating(KINDS[kind]))
+
+
+@hostile(served=True)
+@pytest.mark.parametrize("how", ["to", "unpacked", "popped", "ordered"])
+def test_a_mapping_is_moved_unpacked_and_emptied(run, how):
+    def loss(model, batch):
+        if how == "popped":
+            return ce(model, batch.pop("x"), batch.pop("y"))
+        if how == "ordered":
+            return ce(model, batch.popitem(False)[1], batch["y"])
+        return model(**(batch.to("cpu") if how == "to" else batch))
+
+    kind = {"popped": dict, "ordered": collections.OrderedDict}.get(how, Encoding)
+    model = Net()
+    if kind is Encoding:
+        model = net(forward=lambda m, x, y=None: F.cross_entropy(Net.forward(m, x), y))
+    trained(run, loss, model=model, collate_fn=collating(lambda x, y: kind(x=x, y=y)))
+
+
+def put(batch, name, value):
+    if isinstance(batch, Holder | types.SimpleNamespace):
+        setattr(batch, name, value)
+    else:
+        batch[name] = value
+    return batch
+
+
+CHANGING = {
+    "returned": lambda batch, front, out: put(batch, "out", out),
+    "left behind": lambda batch, front, out: put(batch, "out", out) and None,
+    "an input replaced": lambda batch, front, out: put(put(batch, "x", out * 2), "out", out),
+    "what is skipped": lambda batch, front, out: put(put(batch, "front", front), "out", out),
+    "in another container": lambda batch, front, out: (put(batch, "out", out), {"again": batch}),
+    "an inner list": lambda batch, front, out: put(batch, "out", [out, [out]]) and None,
+}
+
+
+@hostile(served=True)
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("kind", ["dict", "mapping", "object", "namespace"])
+@pytest.mark.parametrize("how", CHANGING)
+def test_a_model_may_leave_its_results_in_the_batch(run, how, kind):
+    """As sentence encoders do: each part reads the batch, and puts what it makes into it."""
+
+    def forward(model, batch):
+        front = model.front(batch["x"] if kind in ("dict", "mapping") else batch.x)
+        return CHANGING[how](batch, front, model.back(front))
+
+    def loss(model, batch):
+        returned = model(batch)
+        found = batch if kind == "dict" else vars(batch).get("data", vars(batch))
+        run.see(sorted(found))
+        run.see(returned is batch)
+        out = found["out"][1][0] if how == "an inner list" else found["out"]
+        for name in ("front", "x"):
+            run.see(found.get(name, out).detach().clone())
+        return F.cross_entropy(out, found["y"])
+
+    make = KINDS.get(kind, lambda x, y: {"x": x, "y": y})
+    trained(run, loss, model=net(forward=forward), collate_fn=collating(make))
+
+
+EXTRA = {
+    "count": len,
+    "number": lambda s: 0.5,
+    "scalar tensor": lambda s: torch.tensor(len(s)),
+    "text": lambda s: "train",
+    "None": lambda s: None,
+    "class weights": lambda s: torch.tensor([0.1, 0.2, 0.3]),
+    "nested": lambda s: {"epoch": 1, "names": ["a"] * len(s)},
+}
+ODD = {
+    "names": lambda s: [f"row {i}" for i in range(len(s))],
+    "positions": lambda s: torch.arange(len(s)),
+    "array": lambda s: np.ones(len(s)),
+    "ragged": lambda s: [list(range(i % 3)) for i in range(len(s))],
+    "set": lambda s: {1, 2},
+}
+
+
+def with_extra(run, extra, whole):
+    model = net(forward=lambda m, batch: Net.forward(m, batch["x"] if whole else batch))
+
+    def collate(samples):
+        x, y = default_collate(samples)
+        return {"x": x, "y": y, "extra": extra(samples)}
+
+    def loss(model, batch):
+        if not isinstance(batch["extra"], dict | list | set):
+            run.see(batch["extra"])
+        return F.cross_entropy(model(batch if whole else batch["x"]), batch["y"])
+
+    trained(run, loss, model=model, collate_fn=collate)
+
+
+@hostile(served=True)
+@pytest.mark.cases(3)
+@pytest.mark.parametrize(
+    ("kind", "whole"),
+    [*((kind, False) for kind in EXTRA), *((kind, True) for kind in ("count", "text", "nested"))],
+)
+def test_a_batch_may_hold_more_than_rows(run, kind, whole):
+    with_extra(run, EXTRA[kind], whole)
+
+
+@hostile
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_companions_of_a_batch_are_served_or_told(run, kind):
+    with_extra(run, ODD[kind], whole=False)
+
+
+@hostile(served=True)
+def test_names_lists_and_numbers_of_samples_are_served(run):
+    class Texts(Pairs):
+        def __getitem__(self, i):
+            return {"x": self.x[i], "y": int(self.y[i]), "name": f"row {i}", "tags": ["a", f"b{i}"]}
+
+    def loss(model, batch):
+        run.see("".join(batch["name"]) + "".join(batch["tags"][1]))
+        return ce(model, batch["x"], batch["y"])
+
+    trained(run, loss, data=Texts())
+
+
+@hostile(served=True)
+def test_several_targets_are_served(run):
+    data = StackDataset(x=inputs(), y=labels(), z=inputs(seed=5), weight=labels(seed=6) + 1.0)
+
+    def loss(model, batch):
+        out = model(batch["x"])
+        each = F.cross_entropy(out, batch["y"], reduction="none") * batch["weight"]
+        return each.mean() + F.mse_loss(out, batch["z"][:, :3])
+
+    trained(run, loss, data=data)
+
+
+@hostile(served=True)
+def test_input_and_target_of_an_autoencoder_are_one_tensor(run):
+    model = net(head=nn.Linear(8, 6))
+    trained(run, lambda m, x: F.mse_loss(m(x[0]), x[0]), model=model, data=TensorDataset(inputs()))
+
+
+class Sequences(nn.Module):
+    """Time first, as recurrent networks have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.rnn = nn.GRU(6, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, tokens):
+        h, _ = self.rnn(self.embed(tokens))
+        return self.head(h.mean(0))
+
+
+@hostile(served=True)
+@pytest.mark.parametrize("how", ["collate", "loop"])
+@pytest.mark.parametrize("boundary", ["embed", "rnn"])
+def test_batches_with_time_first_are_served(run, how, boundary):
+    collate = collating(lambda x, y: (x.t().contiguous() if how == "collate" else x, y))
+    loss = lambda m, b: ce(m, b[0] if how == "collate" else b[0].t(), b[1])  # noqa: E731
+    model, data = Sequences(), token_rows()
+    trained(run, loss, model=model, data=data, boundary=boundary, collate_fn=collate)
+
+
+def masked(run, where):
+    tokens, y = token_rows().tensors
+    tokens[:, 0] = 1 + tokens[:, 0] % 10
+
+    def forward(model, tokens, mask=None):
+        return Tokens.forward(model, tokens, (tokens == 0) if where == "model" else mask)
+
+    def loss(model, batch):
+        x, y, mask = batch
+        return F.cross_entropy(model(x, x == 0 if where == "loop" else mask), y)
+
+    trained(
+        run, loss, model=net(Tokens, forward=forward), boundary="block",
+        data=TensorDataset(tokens, y),
+        collate_fn=collating(lambda x, y: (x, y, x == 0 if where == "collate" else None)),
+    )  # fmt: skip
+
+
+@hostile(served=True)
+@pytest.mark.parametrize("where", ["collate", "model"])
+def test_masks_of_padded_sentences_are_served(run, where):
+    masked(run, where)
+
+
+@hostile
+def test_masks_of_padded_sentences_made_by_the_loop_are_served_or_told(run):
+    masked(run, "loop")
+
+
+# ---- collate functions ------------------------------------------------------------------------
 
 
 class Buffered:
@@ -34,60 +330,115 @@ class Buffered:
         return self.x[: len(samples)], self.y[: len(samples)]
 
 
-@hostile
-@pytest.mark.parametrize("through_numpy", [False, True])
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_a_collate_function_may_use_its_buffer_again(run, through_numpy, shuffle):
-    trained(
-        run, lambda m, b: F.cross_entropy(m(b[0]), b[1]), collate_fn=Buffered(through_numpy),
-        shuffle=shuffle,
-    )  # fmt: skip
-
-
-@hostile
-def test_a_collate_function_may_give_the_same_dict_every_time(run):
-    shell = {}
+def shell():
+    """Return a collate function that gives the same dict every time."""
+    kept = {"meta": {"seen": 0}}
 
     def collate(samples):
-        shell["x"], shell["y"] = default_collate(samples)
-        return shell
+        kept["x"], kept["y"] = default_collate(samples)
+        return kept
 
-    trained(run, lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), collate_fn=collate)
+    return collate
+
+
+class Counting:
+    """A collate function that counts its calls; what it gives may depend on that, late."""
+
+    def __init__(self, decide):
+        self.calls, self.own, self.decide = 0, random.Random(0), decide
+
+    def __call__(self, samples):
+        self.calls += 1
+        x, y = default_collate(samples)
+        return x + self.decide(self), y, self.calls
+
+
+def weighted(x, y):
+    """A weight for each place in the batch, not for each sample."""
+    return x, y, torch.linspace(0, 1, len(y))
+
+
+def weighted_loss(m, b):
+    return (F.cross_entropy(m(b[0]), b[1], reduction="none") * b[2]).sum()
+
+
+def mixed_loss(m, b):
+    out = m(b[0])
+    return 0.5 * F.cross_entropy(out, b[1]) + 0.5 * F.cross_entropy(out, b[2])
+
+
+def shell_loss(m, b):
+    b["meta"]["seen"] += 1
+    return ce(m, b["x"], b["y"]) + b["meta"]["seen"]
+
+
+def array_loss(m, b):
+    x, y, w = b
+    w /= w.sum()
+    return (F.cross_entropy(m(x), y, reduction="none") * torch.from_numpy(w)).sum().float()
+
+
+def list_loss(m, b):
+    b[2].append(len(b[2]))
+    return ce(m, b[0], b[1]) + len(b[2])
+
+
+def shared_loss(m, b):
+    b["same"].mul_(2)
+    return ce(m, b["x"], b["y"])
+
+
+def first_two(m, b):
+    return ce(m, b[0], b[1])
+
+
+def mixed_by_size(x, y):
+    lam = 0.25 + len(y) / 40
+    return lam * x + (1 - lam) * x.roll(1, 0), y
+
+
+COLLATES = {
+    "a buffer": (Buffered, first_two),
+    "a buffer through numpy": (lambda: Buffered(True), first_two),
+    "one dict": (shell, shell_loss),
+    "weights by place": (lambda: collating(weighted), weighted_loss),
+    "an array": (
+        lambda: collating(lambda x, y: (x, y, np.arange(1.0, 1 + len(y)))), array_loss,
+    ),
+    "arrays alone": (
+        lambda: collating(lambda x, y: (x.numpy(), y.numpy())),
+        lambda m, b: ce(m, torch.from_numpy(b[0]), torch.from_numpy(b[1])),
+    ),
+    "a list": (lambda: collating(lambda x, y: (x, y, [])), list_loss),
+    "one memory twice": (lambda: collating(lambda x, y: {"x": x, "same": x, "y": y}), shared_loss),
+    "a default dict": (
+        lambda: collating(
+            lambda x, y: collections.defaultdict(lambda: torch.ones(()), x=x, y=y)
+        ),
+        lambda m, b: ce(m, b["x"], b["y"]) * b["weight"],
+    ),
+    "normalised over the batch": (
+        lambda: collating(lambda x, y: ((x - x.mean(0)) / (x.std(0) + 1), y)), first_two,
+    ),
+    "mixup": (
+        lambda: collating(lambda x, y: (0.5 * x + 0.5 * x.flip(0), y, y.flip(0))), mixed_loss,
+    ),
+    "mixup by the size": (lambda: collating(mixed_by_size), first_two),
+    "a count": (lambda: Counting(lambda c: 0), lambda m, b: first_two(m, b) * (1 + len(b))),
+    "a count that decides late": (lambda: Counting(lambda c: 0.01 * (c.calls > 4)), first_two),
+    "a draw of its own, late": (
+        lambda: Counting(lambda c: 0.1 * c.own.random() * (c.calls > 6)), first_two,
+    ),
+}  # fmt: skip
 
 
 @hostile
-def test_a_shared_dict_may_be_added_to_by_the_loop(run):
-    shell = {"meta": {"seen": 0}}
-
-    def collate(samples):
-        shell["x"], shell["y"] = default_collate(samples)
-        return shell
-
-    def loss(model, batch):
-        batch["meta"]["seen"] += 1
-        run.see(batch["meta"]["seen"])
-        return F.cross_entropy(model(batch["x"]), batch["y"])
-
-    trained(run, loss, collate_fn=collate)
-
-
-@hostile
-def test_a_data_set_may_give_views_of_one_buffer(run):
-    class Views(Dataset):
-        def __init__(self):
-            self.buffer = torch.zeros(6)
-
-        def __len__(self):
-            return NUM_SAMPLES
-
-        def __getitem__(self, index):
-            self.buffer.copy_(inputs()[index])
-            return self.buffer.clone(), labels()[index]
-
-    trained(run, lambda m, b: F.cross_entropy(m(b[0]), b[1]), data=Views())
-
-
-# ---- structures whose constructors act --------------------------------------------------------
+@pytest.mark.cases(8)
+@pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
+@pytest.mark.parametrize("kind", COLLATES)
+def test_a_collate_function_of_any_kind_is_right(run, kind, shuffle):
+    make, loss = COLLATES[kind]
+    trained(run, loss, collate_fn=make(), shuffle=shuffle, epochs=4)
 
 
 @dataclasses.dataclass
@@ -101,16 +452,9 @@ class Scaled:
         self.num_made += 1
 
 
-class Doubling(NamedTuple("Doubling", [("x", torch.Tensor), ("y", torch.Tensor)])):
+class Doubling(Point):
     def __new__(cls, x, y):
         return super().__new__(cls, x * 2, y)
-
-
-class Dropping(collections.UserDict):
-    """A mapping that changes what is put into it."""
-
-    def __setitem__(self, key, value):
-        super().__setitem__(key, value * 2 if key == "x" else value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,134 +477,254 @@ class Keyed:
         self.x = self.x + where
 
 
-class Attributed(dict):
-    """A mapping with attributes beside its items."""
+class Dropping(Encoding):
+    """A mapping that changes what is put into it."""
 
-    def __init__(self, **items):
-        super().__init__(items)
-        self.size = len(items["y"])
-
-    def __getattr__(self, name):
-        if name not in self:
-            raise AttributeError(name)
-        return self[name]
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value * 2 if key == "x" else value)
 
 
 @hostile
 @pytest.mark.parametrize(
-    "kind", [Scaled, Doubling, Frozen, Keyed, Attributed], ids=lambda kind: kind.__name__
+    "kind", [Scaled, Doubling, Frozen, Keyed, Attributed, Dropping], ids=lambda kind: kind.__name__
 )
 def test_a_structure_is_made_once(run, kind):
-    def collate(samples):
-        x, y = default_collate(samples)
-        return kind(x=x, y=y)
-
     def loss(model, batch):
         assert type(batch) is kind
         run.see(getattr(batch, "num_made", 0))
         run.see(getattr(batch, "extra", "none"))
-        return F.cross_entropy(model(batch.x), batch.y)
+        return ce(model, batch.x, batch.y)
 
-    trained(run, loss, collate_fn=collate)
+    trained(run, loss, collate_fn=collating(lambda x, y: kind(x=x, y=y)))
+
+
+# ---- unusual tensors, samples and keys --------------------------------------------------------
+
+
+class Labelled(torch.Tensor):
+    """A subclass, as torchvision's `tv_tensors` are."""
+
+
+def jagged(samples):
+    x = torch.nested.nested_tensor([s[0] for s in samples], layout=torch.jagged)
+    return x, torch.stack([s[1] for s in samples])
+
+
+def quietly(make):
+    def collate(x, y):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return make(x), y
+
+    return collating(collate)
+
+
+TENSORS = {
+    "subclassed": quietly(lambda x: x.as_subclass(Labelled)),
+    "jagged": jagged,
+    "sparse": quietly(lambda x: x.relu().to_sparse()),
+    "csr": quietly(lambda x: x.relu().to_sparse_csr()),
+    "quantised": quietly(lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)),
+    "half": quietly(lambda x: x.bfloat16()),
+    "complex": quietly(lambda x: torch.complex(x, -x)),
+}
+
+
+def to_dense(x):
+    if x.is_nested:
+        return torch.nested.to_padded_tensor(x, 0.0)
+    if x.is_quantized:
+        return x.dequantize()
+    if x.is_complex():
+        return x.real * 2 + x.imag
+    return (x.to_dense() if x.layout != torch.strided else x).float()
 
 
 @hostile
-def test_a_mapping_that_changes_what_it_is_given_does_so_once(run):
-    def collate(samples):
-        x, y = default_collate(samples)
-        return Dropping(x=x, y=y)
-
-    trained(run, lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), collate_fn=collate)
-
-
-@hostile
-def test_a_default_dict_stays_one(run):
-    def collate(samples):
-        x, y = default_collate(samples)
-        return collections.defaultdict(lambda: torch.ones(()), x=x, y=y)
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("kind", TENSORS)
+@pytest.mark.parametrize("where", ["loop", "model"])
+def test_tensors_of_any_kind_pass(run, kind, where):
+    model = net(forward=lambda m, x: Net.forward(m, to_dense(x) if where == "model" else x))
 
     def loss(model, batch):
-        return F.cross_entropy(model(batch["x"]), batch["y"]) * batch["weight"]
+        x, y = batch
+        run.see(type(x).__name__ if kind == "subclassed" else "Tensor")
+        return ce(model, x if where == "model" else to_dense(x), y)
 
-    trained(run, loss, collate_fn=collate)
+    trained(run, loss, model=model, collate_fn=TENSORS[kind])
 
 
 @hostile
-def test_two_leaves_that_share_their_memory_go_on_sharing_it(run):
+def test_rows_padded_to_the_longest_of_their_batch_pass(run):
+    class Ragged(Pairs):
+        def __getitems__(self, indices):
+            longest = max(2 + i % 4 for i in indices)
+            return [
+                (F.pad(inputs()[i, : 2 + i % 4], (0, longest - 2 - i % 4)), labels()[i])
+                for i in indices
+            ]
+
+    model = net(forward=lambda m, x: Net.forward(m, F.pad(x, (0, 6 - x.shape[1]))))
+    trained(run, model=model, data=Ragged(), shuffle=True)
+
+
+@hostile
+@pytest.mark.parametrize("value", ["mine", 7, ["a"] * NUM_SAMPLES, property(lambda self: "mine")])
+def test_an_attribute_named_sample_id_is_the_data_sets_own(run, value):
+    named = type("Named", (Pairs,), {"sample_id": value, "sample_version": value})
+    trained(run, data=named())
+
+
+@dataclasses.dataclass
+class Key:
+    index: int
+
+
+KEYS = {
+    "floats": (lambda i: (float(i), 0.5), lambda key: int(key[0])),
+    "path": (lambda i: f"rows/{i}.txt", lambda key: int(key[5:-4])),
+    "set": (lambda i: frozenset([i]), lambda key: next(iter(key))),
+    "slice": (lambda i: slice(i, i + 1), lambda key: key.start),
+    "dict": (lambda i: {"index": i}, lambda key: key["index"]),
+    "int64": (np.int64, int),
+    "tensor": (torch.tensor, int),
+    "list": (lambda i: [i, 0], lambda key: key[0]),
+    "object": (Key, lambda key: key.index),
+    "float": (float, int),
+}
+
+
+@hostile
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("kind", KEYS)
+def test_a_sampler_may_give_items_of_any_kind(run, kind):
+    make, number = KEYS[kind]
+
+    class Keyed(Dataset):
+        def __len__(self):
+            return NUM_SAMPLES
+
+        def __getitem__(self, key):
+            return inputs()[number(key)], labels()[number(key)]
+
+    trained(run, data=Keyed(), sampler=[make(i) for i in range(NUM_SAMPLES)])
+
+
+@hostile
+def test_an_empty_batch_passes(run):
     def collate(samples):
-        x, y = default_collate(samples)
-        return {"x": x, "same": x, "y": y}
+        return default_collate(samples) if samples else (torch.zeros(0, 6), labels()[:0])
 
     def loss(model, batch):
-        batch["same"].mul_(2)
-        return F.cross_entropy(model(batch["x"]), batch["y"])
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum") / 4
 
-    trained(run, loss, collate_fn=collate)
+    trained(run, loss, collate_fn=collate, batch_sampler=[[0, 1, 2, 3], [], [4, 5, 6, 7]])
 
 
 @hostile
-def test_a_batch_kept_and_used_again_is_what_it_was(run):
-    """The first batch is kept, and trained on once more in every epoch."""
-    kept = []
+@pytest.mark.parametrize("size", [None, 1])
+def test_batches_of_none_and_of_one_pass(run, size):
+    loss = lambda m, b: ce(m, b[0].reshape(-1, 6), torch.as_tensor(b[1]).reshape(-1))  # noqa: E731
+    trained(run, loss, batch_size=size, data=rows(6))
 
+
+# ---- what people do to a tensor of the batch --------------------------------------------------
+
+
+class Negate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return -x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+def kept_as_buffer(x):
+    module = nn.Module()
+    module.register_buffer("x", x)
+    return module.state_dict()["x"].sum()
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    scripted = torch.jit.trace(lambda x: x * 2 + 1, torch.zeros(2, 6), check_trace=False)
+
+OPERATIONS = {
+    "tolist": lambda x, y: sum(map(sum, x.tolist())),
+    "numpy": lambda x, y: float(x.numpy().sum()),
+    "asarray": lambda x, y: float(np.asarray(x).sum()),
+    "item": lambda x, y: y[0].item(),
+    "int": lambda x, y: int(y[1]),
+    "range": lambda x, y: len(range(y[0] + 1)),
+    "iteration": lambda x, y: torch.stack([row.sum() for row in x]),
+    "repr": lambda x, y: len(repr(x.detach().clone())) > 0,
+    "equality": lambda x, y: bool((x == x).all()),
+    "index": lambda x, y: torch.eye(3)[y],
+    "index into": lambda x, y: torch.zeros(3).index_add(0, y, x[:, 0]),
+    "assignment": lambda x, y: torch.zeros(len(x), 6).copy_(x),
+    "part of": lambda x, y: torch.zeros(9, 6).index_put((torch.arange(len(x)),), x),
+    "cat": lambda x, y: torch.cat([x, x]),
+    "einsum": lambda x, y: torch.einsum("bi,bj->ij", x, x),
+    "deepcopy": lambda x, y: copy.deepcopy((x, y))[0].sum(),
+    "pickle": lambda x, y: pickle.loads(pickle.dumps(x)).sum(),
+    "save": lambda x, y: torch.load(saved(x)).sum(),
+    "collate": lambda x, y: default_collate([x, x]),
+    "new_zeros": lambda x, y: x.new_zeros(2).dtype == x.dtype,
+    "as_tensor": lambda x, y: torch.as_tensor(x).sum(),
+    "type": lambda x, y: x.type(),
+    "storage": lambda x, y: len(x.untyped_storage()) > 0,
+    "one_hot": lambda x, y: F.one_hot(y, 3),
+    "vmap": lambda x, y: torch.func.vmap(lambda row: row.sum())(x),
+    "grad": lambda x, y: torch.func.grad(lambda t: t.square().sum())(x),
+    "custom function": lambda x, y: Negate.apply(x),
+    "script": lambda x, y: scripted(x),
+    "out": lambda x, y: torch.add(x, 1.0, out=torch.empty(len(x), 6)),
+    "shape": lambda x, y: torch.tensor(x.shape),
+    "dlpack": lambda x, y: torch.from_dlpack(x).sum(),
+    "share": lambda x, y: x.share_memory_().sum(),
+    "map": lambda x, y: x.clone().apply_(lambda v: v + 1),
+    "split by label": lambda x, y: next(x[y == c].sum() for c in range(3)),
+    "hash": lambda x, y: len({x: 1}),
+    "buffer": lambda x, y: kept_as_buffer(x),
+    "pad_sequence": lambda x, y: nn.utils.rnn.pad_sequence(list(x), batch_first=True),
+    "logged": lambda x, y: float(x.abs().max()),
+}
+
+
+@hostile(error="`type(x) is torch.Tensor` is false")
+def test_a_batch_is_of_a_type_of_its_own(run):
     def loss(model, batch):
-        if not kept:
-            kept.append(batch)
-        return F.cross_entropy(model(batch[0]), batch[1]) + F.cross_entropy(
-            model(kept[0][0]), kept[0][1]
-        )
+        run.see(type(batch[0]) is torch.Tensor)
+        return ce(model, *batch)
 
     trained(run, loss)
 
 
 @hostile
-def test_a_whole_epoch_of_batches_kept_is_what_it_was(run):
-    model = run.freeze(Net())
-    loader = run.loader(rows())
-    for _ in range(3):
-        batches = list(loader)
-        run.fit(model, batches, 2)
+def test_a_parameter_can_be_made_of_a_batch(run):
+    trained(run, lambda m, b: ce(m, *b) + nn.Parameter(b[0].clone()).sum())
 
 
 @hostile
-def test_rows_dropped_from_a_batch_are_dropped(run):
-    """Only the samples that are hard are trained on."""
+@pytest.mark.parametrize("when", ["before", "behind"])
+@pytest.mark.parametrize("first", range(0, 40, 8))
+def test_a_batch_can_be_looked_at_in_any_way(run, first, when):
+    """Looking may give the memory away: what the model sees must still be vouched for."""
+    names = [*OPERATIONS][first : first + 8]
 
-    def loss(model, x, y, step):
-        keep = x[:, 0] > 0
-        return F.cross_entropy(model(x[keep]), y[keep])
+    def look(batch):
+        for name in names:
+            run.see(OPERATIONS[name](*batch))
 
-    trained(run, numbered(loss))
+    def loss(model, batch):
+        if when == "before":
+            look(batch)
+        value = ce(model, *batch)
+        if when == "behind":
+            look(batch)
+        return value
 
-
-@hostile
-def test_rows_in_another_order_are_in_that_order(run):
-    def loss(model, x, y, step):
-        order = torch.randperm(len(x))
-        return F.cross_entropy(model(x[order]), y[order])
-
-    trained(run, numbered(loss))
-
-
-@hostile
-def test_two_batches_joined_are_both(run):
-    model = run.freeze(Net())
-    loader = run.loader(rows())
-
-    def pairs():
-        iterator = iter(loader)
-        for a, b in zip(iterator, iterator, strict=False):
-            yield torch.cat([a[0], b[0]]), torch.cat([a[1], b[1]])
-
-    for _ in range(3):
-        run.fit(model, list(pairs()), 1)
-
-
-@hostile
-def test_inputs_and_labels_of_two_loaders_are_each_their_own(run):
-    """Semi-supervised: one model, two loaders in step, joined in one call."""
-    model = run.freeze(Net())
-    labelled, other = run.loader(rows()), run.loader(rows(seed=9))
-    for _ in range(3):
-        batches = zip(labelled, other, strict=True)
-        run.fit(model, [(torch.cat([a[0], b[0]]), torch.cat([a[1], b[1]])) for a, b in batches], 1)
+    trained(run, loss)

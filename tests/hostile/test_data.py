@@ -1,28 +1,29 @@
-"""The data set becomes another: in the middle of a run, and between two that share a directory."""
+"""The data set becomes another in the middle of a run."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import (
     ConcatDataset,
+    Dataset,
+    RandomSampler,
     StackDataset,
     Subset,
+    TensorDataset,
     default_collate,
 )
 
-from tests.hostile.harness import hostile
-from tests.hostile.nets import Collate, Net, Pairs, Scale, inputs, labels, rows, seeded
+from tests.hostile.harness import cross_entropy, hostile, sgd
+from tests.hostile.loops import trained
+from tests.hostile.nets import Collate, Net, Pairs, Scale, Tokens, inputs, labels, rows, seeded
 
-# ---- in the middle of a run -------------------------------------------------------------------
 
-
-def changing(run, dataset, change, *, epochs=3, at=1, **kwargs):
+def changing(run, dataset, change, *, epochs=3, at=1, model=None, **kwargs):
     """Train, and do something to the data set before one of the epochs."""
-    model = run.freeze(Net())
+    model, boundary = (Net(), "middle") if model is None else (model, "block")
+    model = run.freeze(model, boundary)
     loader = run.loader(dataset, **kwargs)
 
     def each_epoch(epoch):
@@ -35,6 +36,10 @@ def changing(run, dataset, change, *, epochs=3, at=1, **kwargs):
 
 def half():
     return Subset(rows(48), [*range(24)])
+
+
+def scaled():
+    return Pairs(transform=Scale())
 
 
 class Epochal(Pairs):
@@ -50,124 +55,139 @@ class Epochal(Pairs):
         return x * (1 + self.epoch), y
 
 
+class Cached(Pairs):
+    """Keeps what it has loaded."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept, self.strength = {}, 1.0
+
+    def __getitem__(self, i):
+        if i not in self.kept:
+            x, y = super().__getitem__(i)
+            self.kept[i] = x * self.strength, y
+        return self.kept[i]
+
+
+class Outside(Pairs):
+    """Its strength is in a shared object."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = {"strength": 1.0}
+        self.read = lambda: self.shared["strength"]
+
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return x * self.read(), y
+
+
+class Flipped(Pairs):
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return -x, y
+
+
+class Listed(Pairs):
+    """Labels in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.y = self.y.tolist()
+
+
+class Words(Pairs):
+    """Tokens by a vocabulary."""
+
+    def __init__(self):
+        super().__init__()
+        self.vocabulary = {str(i): i for i in range(11)}
+        self.texts = [str(10**9 + 7919 * i**3)[-5:] for i in range(24)]
+
+    def __getitem__(self, i):
+        return torch.tensor([self.vocabulary[c] for c in self.texts[i]]), self.y[i]
+
+
+def relabel(data):
+    data.y[:] = [(y + 1) % 3 for y in data.y]
+
+
+def one_label(data):
+    data.y[5] = (data.y[5] + 1) % 3
+
+
+def cleared(data):
+    data.kept.clear()
+    data.strength = 2.0
+
+
+DATA = {
+    "a transform comes": (Pairs, lambda d: setattr(d, "transform", Scale(2))),
+    "a transform goes": (scaled, lambda d: setattr(d, "transform", None)),
+    "another transform": (scaled, lambda d: setattr(d, "transform", Scale(2))),
+    "a transform's setting": (scaled, lambda d: setattr(d.transform, "factor", 2.0)),
+    "a module as a transform": (
+        lambda: Pairs(transform=nn.Sequential()), lambda d: d.transform.append(nn.ReLU()),
+    ),
+    "set_epoch": (Epochal, lambda d: d.set_epoch(1)),
+    "labels replaced": (Pairs, lambda d: setattr(d, "y", (d.y + 1) % 3)),
+    "labels in place": (Pairs, lambda d: d.y.add_(1).remainder_(3)),
+    "labels in a list": (Listed, relabel),
+    "one label": (Pairs, one_label),
+    "some labels through NumPy": (Pairs, lambda d: d.y.numpy().__setitem__(slice(0, 8), 0)),
+    "inputs in place": (Pairs, lambda d: d.x.mul_(2)),
+    "inputs replaced": (Pairs, lambda d: setattr(d, "x", d.x * 2)),
+    "one element": (Pairs, lambda d: d.x[9].__setitem__(3, 4.0)),
+    "one element by data": (Pairs, lambda d: d.x.data[9].__setitem__(3, 4.0)),
+    "tensors replaced": (
+        rows, lambda d: setattr(d, "tensors", (d.tensors[0] * 2, d.tensors[1])),
+    ),
+    "tensors past their version": (rows, lambda d: d.tensors[0].data.mul_(2)),
+    "indices replaced": (half, lambda d: setattr(d, "indices", [*range(24, 48)])),
+    "indices reversed": (half, lambda d: d.indices.reverse()),
+    "the data of a subset": (half, lambda d: setattr(d, "dataset", rows(48, seed=9))),
+    "transform below": (
+        lambda: Subset(Pairs(), [*range(24)]),
+        lambda d: setattr(d.dataset, "transform", Scale(2)),
+    ),
+    "transform of a part": (
+        lambda: ConcatDataset([Pairs(), scaled()]),
+        lambda d: setattr(d.datasets[1].transform, "factor", 2),
+    ),
+    "another part": (
+        lambda: ConcatDataset([rows(12), rows(12, 5)]),
+        lambda d: d.datasets.__setitem__(1, rows(12, 7)),
+    ),
+    "parts in another order": (
+        lambda: ConcatDataset([Pairs(12), Pairs(12, Scale(2.0))]), lambda d: d.datasets.reverse(),
+    ),
+    "stacked": (lambda: StackDataset(inputs(), labels()), lambda d: d.datasets[0].mul_(2)),
+    "kept and cleared": (Cached, cleared),
+    "a strength in a shared dict": (Outside, lambda d: d.shared.update(strength=2.0)),
+    "class swapped": (Pairs, lambda d: setattr(d, "__class__", Flipped)),
+    "code patched": (
+        lambda: type("Own", (Pairs,), {})(),
+        lambda d: setattr(type(d), "__getitem__", lambda self, i: (-self.x[i], self.y[i])),
+    ),
+    "all of it": (Pairs, lambda d: d.__dict__.update(vars(Pairs(transform=Scale(2.0))))),
+}  # fmt: skip
+
+
 @hostile
-@pytest.mark.parametrize(
-    ("make", "change"),
-    [
-        (Pairs, lambda d: setattr(d, "transform", Scale(2))),
-        (lambda: Pairs(transform=Scale()), lambda d: setattr(d, "transform", None)),
-        (lambda: Pairs(transform=Scale()), lambda d: setattr(d, "transform", Scale(2))),
-        (lambda: Pairs(transform=Scale()), lambda d: setattr(d.transform, "factor", 2.0)),
-        (lambda: Pairs(transform=nn.Sequential()), lambda d: d.transform.append(nn.ReLU())),
-        (Epochal, lambda d: d.set_epoch(1)),
-        (Pairs, lambda d: setattr(d, "y", (d.y + 1) % 3)),
-        (Pairs, lambda d: d.y.add_(1).remainder_(3)),
-        (Pairs, lambda d: d.y.numpy().__setitem__(slice(0, 8), 0)),
-        (Pairs, lambda d: d.x.mul_(2)),
-        (Pairs, lambda d: setattr(d, "x", d.x * 2)),
-        (rows, lambda d: setattr(d, "tensors", (d.tensors[0] * 2, d.tensors[1]))),
-        (rows, lambda d: d.tensors[0].data.mul_(2)),
-        (half, lambda d: setattr(d, "indices", [*range(24, 48)])),
-        (half, lambda d: random.shuffle(d.indices)),
-        (
-            lambda: Subset(Pairs(), [*range(24)]),
-            lambda d: setattr(d.dataset, "transform", Scale(2)),
-        ),
-        (
-            lambda: ConcatDataset([Pairs(), Pairs()]),
-            lambda d: setattr(d.datasets[1], "transform", Scale(2)),
-        ),
-        (
-            lambda: ConcatDataset([rows(12), rows(12, 5)]),
-            lambda d: d.datasets.__setitem__(1, rows(12, 7)),
-        ),
-        (lambda: StackDataset(inputs(), labels()), lambda d: d.datasets[0].mul_(2)),
-    ],
-    ids=[
-        "a transform comes", "a transform goes", "another transform", "a transform's setting",
-        "a module as a transform", "set_epoch", "labels replaced", "labels in place",
-        "some labels through NumPy", "inputs in place", "inputs replaced", "tensors replaced",
-        "tensors past their version", "indices replaced", "indices shuffled", "transform below",
-        "transform of a part", "another part", "stacked",
-    ],
-)  # fmt: skip
-def test_a_data_set_that_changes_between_epochs_is_read_again(run, make, change):
+@pytest.mark.cases(8)
+@pytest.mark.parametrize("what", DATA)
+def test_a_data_set_that_changes_between_epochs_is_read_again(run, what):
+    make, change = DATA[what]
     changing(run, make(), lambda loader: change(loader.dataset))
 
 
 @hostile
-def test_set_epoch_before_every_epoch_gives_every_epochs_data(run):
-    model = run.freeze(Net())
-    loader = run.loader(Epochal())
-    run.fit(model, loader, 4, each_epoch=lambda epoch: loader.dataset.set_epoch(epoch))
+def test_a_vocabulary_that_changes_is_another_one(run):
+    change = lambda loader: loader.dataset.vocabulary.update({"3": 7, "7": 10})  # noqa: E731
+    changing(run, Words(), change, model=Tokens())
 
 
-@hostile
-def test_indices_drawn_anew_every_epoch_are_those_of_the_epoch(run):
-    model = run.freeze(Net())
-    data = Subset(rows(48), [*range(24)])
-    loader = run.loader(data)
-
-    def each_epoch(epoch):
-        data.indices = torch.randperm(48, generator=seeded(epoch))[:24].tolist()
-
-    run.fit(model, loader, 5, each_epoch=each_epoch)
-
-
-@hostile
-def test_pseudo_labels_made_anew_every_epoch_are_used(run):
-    model = run.freeze(Net())
-    data = Pairs()
-    loader = run.loader(data)
-
-    def relabel(epoch):
-        model.eval()
-        with torch.no_grad():
-            data.y = model(data.x).argmax(1) if epoch else data.y
-
-    run.fit(model, loader, 4, each_epoch=relabel)
-
-
-@hostile
-@pytest.mark.parametrize("what", ["labels", "inputs", "transform"])
-def test_a_data_set_that_changes_in_the_middle_of_an_epoch_is_read_again(run, what):
-    """From the next epoch on at the latest."""
-    model = run.freeze(Net())
-    data = Pairs(transform=Scale())
-    loader = run.loader(data)
-
-    def each_epoch(epoch):
-        if epoch == 3:
-            run.turn()
-
-    def each_step(step):
-        if step == 8:  # the last batch of the third epoch has been loaded
-            if what == "labels":
-                data.y = (data.y + 1) % 3
-            elif what == "inputs":
-                data.x.neg_()
-            else:
-                data.transform.factor = 2.0
-
-    run.fit(model, loader, 5, each_step=each_step, each_epoch=each_epoch)
-
-
-@hostile
-def test_a_setting_of_the_collate_function_is_obeyed(run):
-    collate = Collate()
-    changing(run, rows(), lambda loader: setattr(collate, "scale", 2.0), collate_fn=collate)
-
-
-@hostile
-def test_another_collate_function_is_obeyed(run):
-    def change(loader):
-        loader.collate_fn = Collate(2.0)
-
-    changing(run, rows(), change, collate_fn=Collate())
-
-
-@hostile
-def test_a_closure_of_the_collate_function_is_obeyed(run):
+def closed_over():
     scale = 1.0
 
     def collate(samples):
@@ -178,20 +198,224 @@ def test_a_closure_of_the_collate_function_is_obeyed(run):
         nonlocal scale
         scale = 2.0
 
-    changing(run, rows(), change, collate_fn=collate)
+    return collate, change
+
+
+COLLATES = {
+    "its setting": lambda: (Collate(), lambda loader: setattr(loader.collate_fn, "scale", 2.0)),
+    "another one": lambda: (
+        Collate(), lambda loader: setattr(loader, "collate_fn", Collate(2.0)),
+    ),
+    "its closure": closed_over,
+}  # fmt: skip
 
 
 @hostile
-def test_difficulty_that_grows_with_each_epoch_is_that_of_the_epoch(run):
-    class Noisy(Pairs):
-        level = 0.0
+@pytest.mark.parametrize("what", COLLATES)
+def test_what_the_collate_function_does_is_obeyed(run, what):
+    collate, change = COLLATES[what]()
+    changing(run, rows(), change, collate_fn=collate)
 
-        def __getitem__(self, index):
-            x, y = super().__getitem__(index)
-            return x + self.level * torch.sin(torch.arange(6.0) + index), y
 
+@hostile(limit="What loading itself moves (counters, caches, open files) does not count")
+def test_what_a_data_set_has_kept_is_written(run):
+    def change(loader):
+        for x, _ in loader.dataset.kept.values():
+            x.mul_(-2)
+
+    changing(run, Cached(), change, at=2)
+
+
+@hostile
+def test_set_epoch_before_every_epoch_gives_every_epochs_data(run):
+    data = Epochal()
+    trained(run, data=data, each_epoch=lambda model, epoch: data.set_epoch(epoch), epochs=4)
+
+
+@hostile
+def test_indices_drawn_anew_every_epoch_are_those_of_the_epoch(run):
+    data = half()
+
+    def each_epoch(model, epoch):
+        data.indices = torch.randperm(48, generator=seeded(epoch))[:24].tolist()
+
+    trained(run, data=data, each_epoch=each_epoch, epochs=5)
+
+
+@hostile
+def test_pseudo_labels_made_anew_every_epoch_are_used(run):
+    data = Pairs()
+
+    def each_epoch(model, epoch):
+        model.eval()
+        with torch.no_grad():
+            data.y = model(data.x).argmax(1) if epoch else data.y
+
+    trained(run, data=data, each_epoch=each_epoch, epochs=4)
+
+
+@hostile
+@pytest.mark.parametrize("kind", ["grows", "a curriculum"])
+def test_another_data_set_for_each_epoch(run, kind):
+    model, data, optimizer = run.freeze(Net()), Pairs(), None
+    for epoch in range(4):
+        size = 16 + 2 * epoch if kind == "grows" else 8 * (epoch % 3 + 1)
+        optimizer = run.fit(
+            model, run.loader(Subset(data, [*range(size)])), 1, optimizer=optimizer
+        )  # fmt: skip
+
+
+@hostile
+def test_a_loader_for_other_labels_of_the_same_rows(run):
     model = run.freeze(Net())
-    data = Noisy()
-    run.fit(
-        model, run.loader(data), 4, each_epoch=lambda epoch: setattr(data, "level", float(epoch))
-    )
+    one, two = (run.loader(TensorDataset(inputs(), labels(seed=seed))) for seed in (2, 5))
+    optimizer = run.fit(model, one, 2)
+    run.fit(model, two, 2, optimizer=optimizer)
+
+
+# ---- in mid-pass ------------------------------------------------------------------------------
+
+MIDWAY = {
+    "list": relabel,
+    "one of a list": lambda data: [data.y.__setitem__(i, (data.y[i] + 1) % 3) for i in (1, 9, 17)],
+    "another list": lambda data: setattr(data, "y", [(y + 1) % 3 for y in data.y]),
+    "tensor": lambda data: data.x.add_(0.5),
+    "transform": lambda data: setattr(data, "transform", Scale(2.0)),
+}
+
+
+@pytest.fixture
+def _looked_at_with_each_batch(monkeypatch):
+    monkeypatch.setattr("egeria_cache.samples.fingerprint.FREE_S", 60.0)
+
+
+@pytest.mark.usefixtures("_looked_at_with_each_batch")
+@pytest.mark.parametrize("kind", list(MIDWAY))
+@pytest.mark.parametrize("passes", ["several", "one that is endless"])
+@hostile
+def test_data_that_change_in_the_middle_of_a_pass(run, kind, passes):
+    data, model, step = Listed(), run.freeze(Net()), 0
+    endless = RandomSampler(data, replacement=True, num_samples=160, generator=seeded(3))
+    optimizer = sgd(model)
+    for _ in range(1 if passes == "one that is endless" else 6):
+        loader = run.loader(data, sampler=endless if passes == "one that is endless" else None)
+        for batch in loader:
+            step += 1
+            if step == 10:
+                MIDWAY[kind](data)
+            run.step(cross_entropy(model, batch), optimizer)
+    run.see(model)
+
+
+@hostile
+@pytest.mark.parametrize("what", ["labels", "inputs", "transform"])
+def test_a_data_set_that_changes_behind_the_last_batch_is_read_again(run, what):
+    """From the next epoch on at the latest."""
+    data = scaled()
+    change = {
+        "labels": lambda d: setattr(d, "y", (d.y + 1) % 3),
+        "inputs": lambda d: d.x.neg_(),
+        "transform": lambda d: setattr(d.transform, "factor", 2.0),
+    }[what]  # fmt: skip
+
+    def each_step(model, step):
+        if step == 8:  # the last batch of the third epoch has been loaded
+            change(data)
+        if step == 9:
+            run.turn()
+
+    trained(run, data=data, each_step=each_step, epochs=5)
+
+
+# ---- counts of loads --------------------------------------------------------------------------
+
+
+class CountingLoads(Dataset):
+    """How often it was asked is part of what it gives."""
+
+    def __init__(self):
+        self.x, self.y, self.loads = inputs(), labels(), 0
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        self.loads += 1
+        return self.x[index] + 0.01 * self.loads, self.y[index]
+
+
+@hostile
+def test_a_data_set_that_counts_its_loads(run):
+    trained(run, data=CountingLoads())
+
+
+class CountingLate(CountingLoads):
+    """The same from some load on, in many ways to count."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.seen, self.times = kind, [], dict.fromkeys(range(24), 0)
+
+    def __getitem__(self, index):
+        self.loads += 1
+        self.seen.append(index)
+        self.times[index] += 1
+        so_far = {"number": self.loads // 24, "list": len(self.seen) // 24}
+        return self.x[index] * (so_far.get(self.kind, self.times[index]) < 4), self.y[index]
+
+
+@pytest.mark.parametrize("kind", ["number", "list", "dictionary"])
+@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+@hostile(told="decides what a sample is")
+def test_a_data_set_that_decides_by_a_count_of_its_loads(run, kind, wrap, workers):
+    data = CountingLate(kind)
+    data = Subset(data, range(24)) if wrap else data
+    trained(run, data=data, num_workers=workers, epochs=6)
+
+
+class CountingForNothing(CountingLoads):
+    """Counts, remembers what it had last, and gives the same all the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.times, self.last, self.of_last = [], {}, -1, None
+
+    def __getitem__(self, index):
+        self.loads += 1
+        self.seen.append(index)
+        self.times[index] = self.times.get(index, 0) + 1
+        if index // 4 != self.last:
+            self.last, self.of_last = index // 4, self.x[index // 4 * 4 :][:4]
+        return self.of_last[index % 4], self.y[index]
+
+
+class Noisy(Pairs):
+    """Draws from a generator of its own for each sample: the same every time."""
+
+    def __getitem__(self, index):
+        return torch.randn(6, generator=seeded(index)), self.y[index]
+
+
+class Closing(Pairs):
+    """Closes what it holds when it goes."""
+
+    def __init__(self):
+        super().__init__()
+        self.open = [True]
+
+    def __getitem__(self, index):
+        assert self.open[0], "the file is closed"
+        return super().__getitem__(index)
+
+    def __del__(self):
+        self.open[0] = False
+
+
+@pytest.mark.parametrize(
+    ("make", "workers"),
+    [(CountingForNothing, 0), (CountingForNothing, 1), (Noisy, 0), (Closing, 0)],
+)
+@hostile(served=True)
+def test_a_data_set_with_a_state_that_decides_nothing_is_served(run, make, workers):
+    trained(run, data=make(), num_workers=workers, epochs=4)

@@ -2,156 +2,102 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
+import io
+import pickle
+import threading
+import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from tests.hostile.harness import cross_entropy, hostile, sgd
-from tests.hostile.loops import trained
-from tests.hostile.nets import NUM_SAMPLES, Net, Pairs, labels, rows
+from tests.hostile.loops import ce, numbered, trained
+from tests.hostile.nets import NUM_SAMPLES, Net, inputs, labels, net, rows, saved, seeded
 
-# ---- gradients by the input -------------------------------------------------------------------
-
-
-@hostile
-def test_fgsm_asks_for_the_gradient_by_the_input(run):
-    def loss(model, batch):
-        x, y = batch
-        x.requires_grad_()
-        (gradient,) = torch.autograd.grad(F.cross_entropy(model(x), y), x)
-        return F.cross_entropy(model((x + 0.1 * gradient.sign()).detach()), y)
-
-    trained(run, loss)
-
-
-@hostile
-def test_fgsm_in_one_epoch_of_several(run):
-    steps = iter(range(1000))
-
-    def loss(model, batch):
-        x, y = batch
-        if next(steps) // 3 != 2:
-            return F.cross_entropy(model(x), y)
-        x.requires_grad_()
-        value = F.cross_entropy(model(x), y)
-        value.backward()
-        run.see(x.grad)
-        return F.cross_entropy(model(x.detach() + 0.1 * x.grad.sign()), y)
-
-    trained(run, loss, epochs=4)
-
-
-@hostile
-def test_a_gradient_penalty_by_the_input(run):
-    def loss(model, batch):
-        x, y = batch
-        x = x.clone().requires_grad_(True)
-        out = model(x)
-        (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        return F.cross_entropy(out, y) + gradient.square().mean()
-
-    trained(run, loss)
-
-
-@hostile
-def test_an_attribute_requires_grad_that_is_set(run):
-    def loss(model, batch):
-        x, y = batch
-        x.requires_grad = True
-        value = F.cross_entropy(model(x), y)
-        run.see(torch.autograd.grad(value, x, retain_graph=True)[0])
-        return value
-
-    trained(run, loss)
+# ---- features and inputs that the loop reads --------------------------------------------------
 
 
 @hostile
 def test_a_learned_perturbation_of_the_input_trains(run):
     delta = torch.zeros(6, requires_grad=True)
-    model = run.freeze(Net())
-    optimizer = torch.optim.SGD([delta, *model.late.parameters()], lr=0.1)
-
-    def loss(model, batch):
-        return F.cross_entropy(model(batch[0] + delta), batch[1])
-
-    run.fit(model, run.loader(rows()), 3, loss=loss, optimizer=optimizer)
+    trained(
+        run, lambda m, b: ce(m, b[0] + delta, b[1]),
+        optimizer=lambda m: torch.optim.SGD([delta, *m.late.parameters()], lr=0.1),
+    )  # fmt: skip
     run.see(delta)
-
-
-# ---- features that the loop reads -------------------------------------------------------------
 
 
 @hostile
 @pytest.mark.parametrize("name", ["early", "middle"])
-@pytest.mark.parametrize("kind", ["forward", "pre"])
+@pytest.mark.parametrize("kind", ["forward", "pre", "later"])
 def test_a_feature_taken_by_a_hook_can_be_read(run, name, kind):
-    model = Net()
-    taken = {}
+    model, taken = Net(), {}
     module = model.get_submodule(name)
+    if kind == "pre":
+        module.register_forward_pre_hook(lambda m, a: taken.update(feature=a[0]))
     if kind == "forward":
         module.register_forward_hook(lambda m, a, out: taken.update(feature=out))
-    else:
-        module.register_forward_pre_hook(lambda m, a: taken.update(feature=a[0]))
+
+    def each_epoch(model, epoch):
+        if epoch == 2 and kind == "later":
+            module.register_forward_hook(lambda m, a, out: taken.update(feature=out))
 
     def loss(model, batch):
-        value = F.cross_entropy(model(batch[0]), batch[1])
-        run.see(taken["feature"].norm())
-        return value + taken["feature"].square().mean()
+        value = cross_entropy(model, batch)
+        if taken:
+            run.see(taken["feature"].norm())
+            value = value + taken["feature"].square().mean()
+        return value
 
-    trained(run, loss, model=model)
+    trained(run, loss, model=model, each_epoch=each_epoch, epochs=4)
+
+
+def keeping(model, x):
+    model.feature = model.early(x)
+    return model.middle(torch.tanh(model.feature))
+
+
+def returning(model, x):
+    return Net.forward(model, x), x
+
+
+def with_feature(m, x, y, n):
+    return ce(m, x, y) + m.feature.square().mean()
+
+
+def with_input(m, x, y, n):
+    out, same = m(x)
+    return F.cross_entropy(out, y) + same.mean()
+
+
+def front_then_back(m, x, y, n):
+    with torch.no_grad():
+        h = m.front(x)
+    return F.cross_entropy(m.back(h), y)
+
+
+READ = {
+    "an attribute": (lambda: net(front=keeping), with_feature),
+    "its input": (lambda: net(forward=returning), with_input),
+    "a submodule": (Net, lambda m, x, y, n: ce(m, x, y) + m.early(x).square().mean()),
+    "the front": (Net, lambda m, x, y, n: ce(m, x, y) + m.front(x).detach().mean()),
+    "first the front, then the back": (Net, front_then_back),
+}
 
 
 @hostile
-def test_a_feature_hook_that_joins_later_can_be_read(run):
-    model = run.freeze(Net())
-    loader = run.loader(rows())
-    run.fit(model, loader, 2)
-    taken = []
-    model.early.register_forward_hook(lambda m, a, out: taken.append(out))
-
-    def loss(model, batch):
-        value = F.cross_entropy(model(batch[0]), batch[1])
-        return value + taken[-1].square().mean()
-
-    run.fit(model, loader, 2, loss=loss)
-
-
-@hostile
-def test_a_feature_kept_as_an_attribute_can_be_read(run):
-    class Keeping(Net):
-        def front(self, x):
-            self.feature = self.early(x)
-            return self.middle(torch.tanh(self.feature))
-
-    def loss(model, batch):
-        value = F.cross_entropy(model(batch[0]), batch[1])
-        return value + model.feature.square().mean()
-
-    trained(run, loss, model=Keeping())
-
-
-@hostile
-def test_a_submodule_called_by_the_loop_gives_its_output(run):
-    def loss(model, batch):
-        x, y = batch
-        return F.cross_entropy(model(x), y) + model.early(x).square().mean()
-
-    trained(run, loss)
-
-
-@hostile
-def test_the_front_and_the_back_called_one_after_the_other(run):
-    def loss(model, batch):
-        with torch.no_grad():
-            h = model.front(batch[0])
-        return F.cross_entropy(model.back(h), batch[1])
-
-    trained(run, loss)
+@pytest.mark.parametrize("what", READ)
+def test_what_the_loop_asks_the_model_for_besides_it_gets(run, what):
+    make, loss = READ[what]
+    trained(run, numbered(loss), model=make())
 
 
 # ---- a boundary that has to be given up -------------------------------------------------------
@@ -177,134 +123,335 @@ class Packed(nn.Module):
 @hostile
 @pytest.mark.parametrize("boundary", ["embed", "gru"])
 def test_packed_sequences_pass(run, boundary):
-    generator = torch.Generator().manual_seed(4)
+    generator = seeded(4)
     tokens = torch.randint(11, (NUM_SAMPLES, 5), generator=generator)
     lengths = torch.randint(2, 6, (NUM_SAMPLES,), generator=generator)
-    model = run.freeze(Packed(), boundary)
-    run.fit(
-        model, run.loader(TensorDataset(tokens, lengths, labels()), shuffle=True), 3,
-        loss=lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2]),
+    trained(
+        run, lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2]), model=Packed(), boundary=boundary,
+        data=TensorDataset(tokens, lengths, labels()), shuffle=True,
     )  # fmt: skip
 
 
-@hostile
-def test_a_last_batch_as_large_as_a_constant_passes(run):
-    """Four positions, and a last batch of four samples."""
+def one_by_one(model, x):
+    if len(x) < 8:
+        return torch.stack([Net.front(model, row[None])[0] for row in x])
+    return Net.front(model, x)
 
-    class Positions(Net):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Parameter(torch.randn(4, 6), requires_grad=False)
 
-        def front(self, x):
-            return super().front(x[:, None] + self.table).mean(1)
-
-    trained(run, model=Positions(), data=rows(20), epochs=4)
+def deep(model, x):
+    h = torch.tanh(model.early(x))
+    for _ in range(model.depth):
+        h = model.middle(h)
+    return h
 
 
 @hostile
-def test_a_front_that_takes_another_way_in_the_last_batch_passes(run):
-    class Small(Net):
-        def front(self, x):
-            if len(x) < 8:
-                return torch.stack([super(Small, self).front(row[None])[0] for row in x])
-            return super().front(x)
+@pytest.mark.parametrize("kind", ["as large as a constant", "another way", "layers at random"])
+def test_a_front_that_differs_from_batch_to_batch_passes(run, kind):
+    """Four positions and a last batch of four; layer drop by the loop's own choice."""
+    model, generator = net(front=one_by_one), seeded(3)
+    if kind == "as large as a constant":
+        table = nn.Parameter(torch.randn(4, 6), requires_grad=False)
+        model = net(front=lambda m, x: Net.front(m, x[:, None] + m.table).mean(1), table=table)
+    if kind == "layers at random":
+        model = net(front=deep, depth=2)
 
-    trained(run, model=Small(), data=rows(20), epochs=4)
-
-
-@hostile
-def test_a_front_that_skips_its_layers_at_random_passes(run):
-    """Layer drop by the loop's own choice: `model.depth` is drawn every step."""
-
-    class Deep(Net):
-        depth = 2
-
-        def front(self, x):
-            h = torch.tanh(self.early(x))
-            for _ in range(self.depth):
-                h = self.middle(h)
-            return h
-
-    model = run.freeze(Deep())
-    generator = torch.Generator().manual_seed(3)
-
-    def each_step(step):
+    def each_step(model, step):
         model.depth = int(torch.randint(1, 4, (), generator=generator))
 
-    run.fit(model, run.loader(rows()), 4, each_step=each_step)
+    trained(
+        run, model=model, data=rows(20), epochs=4,
+        each_step=each_step if kind == "layers at random" else None,
+    )  # fmt: skip
 
 
-@hostile
-def test_an_error_of_the_model_is_the_models_own(run):
-    """The head raises in one step, and the loop goes on."""
-
-    class Raising(Net):
-        fails = False
-
-        def back(self, h):
-            if self.fails:
-                raise FloatingPointError("too hot")
-            return super().back(h)
-
-    model = run.freeze(Raising())
-    loader = run.loader(rows())
-    optimizer = sgd(model)
-    for epoch in range(4):
-        for number, batch in enumerate(loader):
-            model.fails = (epoch, number) in [(0, 0), (1, 1), (2, 2)]
-            try:
-                loss = cross_entropy(model, batch)
-            except FloatingPointError:
-                model.fails = False
-                loss = cross_entropy(model, batch)
-            run.step(loss, optimizer)
-    run.see(model)
+# ---- copies -----------------------------------------------------------------------------------
 
 
-@hostile
-def test_an_error_of_the_data_set_is_the_data_sets_own(run):
-    class Raising(Pairs):
-        fails = False
+def quietly(make):
+    def made(model):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return make(model)
 
-        def __getitem__(self, index):
-            if self.fails and index == 12:
-                raise OSError("not there for the moment")
-            return super().__getitem__(index)
+    return made
 
-    data = Raising()
-    model = run.freeze(Net())
-    loader = run.loader(data)
-    optimizer = sgd(model)
-    for epoch in range(4):
-        data.fails = epoch == 0
-        with contextlib.suppress(OSError):
-            for batch in loader:
-                run.step(cross_entropy(model, batch), optimizer)
-    run.see(model)
+
+class Plain(Net):
+    """What `torch.jit.script` can read."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.middle(torch.tanh(self.early(x)))
+        return self.head(torch.tanh(self.late(torch.tanh(h))))
+
+
+def cloned_by_state(model):
+    other = Plain()
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+COPIES = {
+    "traced": quietly(lambda m: torch.jit.trace(m, inputs(), check_trace=False)),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickled": lambda m: pickle.loads(pickle.dumps(m)),
+    "saved whole": lambda m: torch.load(saved(m), weights_only=False),
+    "exported": lambda m: torch.export.export(m, (inputs(),)).module(),
+    "symbolic": torch.fx.symbolic_trace,
+    "cloned by state": cloned_by_state,
+}
 
 
 @hostile(served=True)
-def test_an_error_of_the_loop_and_a_new_epoch(run):
-    model = run.freeze(Net())
-    loader = run.loader(rows(), shuffle=True)
-    optimizer = sgd(model)
-    for _ in range(5):
-        with contextlib.suppress(ZeroDivisionError):
-            for number, batch in enumerate(loader):
-                run.step(cross_entropy(model, batch), optimizer)
-                if number == 1:
-                    raise ZeroDivisionError
-    run.see(model)
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("kind", COPIES)
+def test_a_copy_of_any_kind_is_made_while_training_goes_on(run, kind):
+    model = run.freeze(Plain())
+    loader = run.loader(rows())
+    run.fit(model, loader, 2)
+    other = COPIES[kind](model)
+    with torch.no_grad():
+        run.see(other(inputs()))
+        for x, _ in loader if kind != "exported" else ():
+            run.record(other(x).sum())
+    run.fit(model, loader, 2)
+
+
+@hostile(error="`torch.jit.script` cannot read a model's forward while a cache is attached to it")
+def test_a_model_is_scripted_before_a_cache_is_attached(run):
+    model = run.freeze(Plain())
+    run.see(quietly(torch.jit.script)(model)(inputs()))
 
 
 @hostile
-def test_closing_the_cache_in_the_middle_of_an_epoch(run):
-    model = run.freeze(Net())
-    loader = run.loader(rows())
+@pytest.mark.parametrize("kind", ["lock", "file", "generator", "raises", "itself", "lambda"])
+def test_a_model_that_cannot_be_copied_is_right(run, kind):
+    class Held(Net):
+        def __deepcopy__(self, memo):
+            if kind == "raises":
+                raise RuntimeError("this model is not to be copied")
+            return super().__deepcopy__(memo)
+
+    model = Held() if kind == "raises" else Net()
+    model.early.extra = {
+        "lock": threading.Lock,
+        "file": lambda: io.StringIO("open"),
+        "generator": lambda: (i for i in range(9)),
+        "raises": lambda: None,
+        "itself": lambda: [model],
+        "lambda": lambda: lambda x: x,
+    }[kind]()
+    trained(run, model=model)
+
+
+# ---- functional calls -------------------------------------------------------------------------
+
+
+def with_other_head(m, x):
+    other = {f"head.{name}": p * 0.5 for name, p in m.head.named_parameters()}
+    return torch.func.functional_call(m, other, (x,))
+
+
+def with_other_front(m, x, n):
+    other = {"early.weight": m.early.weight * (1 + n // 3)}
+    return torch.func.functional_call(m, other, (x,))
+
+
+@hostile(served=True)
+def test_functional_calls_with_another_head_are_served(run):
+    loss = lambda m, x, y, n: F.cross_entropy(with_other_head(m, x), y) + ce(m, x, y)  # noqa: E731
+    trained(run, numbered(loss), epochs=4)
+
+
+@hostile
+def test_functional_calls_with_another_front_are_right(run):
+    loss = lambda m, x, y, n: F.cross_entropy(with_other_front(m, x, n), y) + ce(m, x, y)  # noqa: E731
+    trained(run, numbered(loss), epochs=4)
+
+
+def grad(m, x):
+    return torch.func.grad(lambda v: m(v).sum())(x)
+
+
+def jvp(m, x):
+    return torch.func.jvp(m, (x,), (torch.ones_like(x),))[1].detach()
+
+
+def vmap(m, x):
+    return torch.func.vmap(lambda v: m(v[None])[0])(x)
+
+
+def trace(m, x):
+    return quietly(lambda m: torch.jit.trace(m, x))(m)(x + 1)
+
+
+def per_sample_gradients(m, x):
+    active = {name: p.detach() for name, p in m.named_parameters() if p.requires_grad}
+    one = lambda p, row: torch.func.functional_call(m, p, (row[None],)).sum()  # noqa: E731
+    gradients = torch.func.vmap(torch.func.grad(one), (None, 0))(active, x)
+    return sum(g.square().sum() for g in gradients.values())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@hostile(served=True)
+@pytest.mark.parametrize("look", [grad, jvp, vmap, trace, per_sample_gradients])
+def test_torch_func_over_a_batch(run, look):
+    def loss(model, batch):
+        value = cross_entropy(model, batch)
+        run.see(look(model, batch[0]))
+        return value
+
+    trained(run, loss)
+
+
+# ---- threads, contexts, regions ---------------------------------------------------------------
+
+
+@hostile
+@pytest.mark.parametrize("when", ["between steps", "within a forward"])
+def test_a_second_thread_evaluates_the_model(run, when):
+    """It asks between two steps, or in the middle of a forward: a hook starts it and waits."""
+    model = Net()
+    outputs, errors, asked = [], [], [False]
+
+    def evaluate():
+        try:
+            with torch.no_grad():
+                outputs.append(model(inputs()).sum())
+        except Exception as error:
+            errors.append(error)
+
+    def wait(module=None, args=None):
+        if asked[0]:
+            asked[0] = False
+            thread = threading.Thread(target=evaluate)
+            thread.start()
+            thread.join()
 
     def each_step(step):
-        if step == 7 and run.cache is not None:
-            run.cache.close()
+        asked[0] = True
+        if when == "between steps":
+            wait()
 
-    run.fit(model, loader, 3, each_step=each_step)
+    model.late.register_forward_pre_hook(wait)
+    run.freeze(model)
+    run.fit(model, run.loader(rows()), 3, each_step=each_step)
+    assert not errors, errors
+    for output in outputs:
+        run.see(output)
+
+
+@hostile
+@pytest.mark.parametrize("same", [True, False], ids=["the model", "another model"])
+def test_a_thread_that_runs_beside_the_training(run, same):
+    model, stop, x = run.freeze(Net()), threading.Event(), inputs()
+    other = model if same else Net()
+
+    def evaluate():
+        while not stop.is_set():
+            torch.Generator().manual_seed(0)
+            with torch.no_grad():
+                other(x)
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    try:
+        run.fit(model, run.loader(rows(), shuffle=True), 4)
+    finally:
+        stop.set()
+        thread.join()
+
+
+class Counting(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Watching(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+CONTEXTS = {
+    "dispatch mode": Counting,
+    "function mode": Watching,
+    "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
+    "enable_grad": torch.enable_grad,
+    "saved tensors": torch.autograd.graph.save_on_cpu,
+    "device": lambda: torch.device("cpu"),
+    "record_function": lambda: torch.autograd.profiler.record_function("step"),
+    "kernel": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+}
+
+
+@hostile
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("kind", CONTEXTS)
+def test_any_context_of_torchs_may_surround_the_model(run, kind):
+    def loss(model, batch):
+        with CONTEXTS[kind]():
+            return cross_entropy(model, batch)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trained(run, loss)
+
+
+@hostile
+def test_the_whole_call_may_be_checkpointed(run):
+    loss = lambda m, b: F.cross_entropy(checkpoint(m, b[0], use_reentrant=False), b[1])  # noqa: E731
+    trained(run, loss)
+
+
+@hostile
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_region_may_span_the_boundary(run, reentrant):
+    def forward(model, x):
+        def rest(h):
+            return torch.tanh(model.late(torch.tanh(model.middle(h))))
+
+        return model.head(checkpoint(rest, torch.tanh(model.early(x)), use_reentrant=reentrant))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of no input that asks for a gradient
+        trained(run, model=net(forward=forward))
+
+
+@hostile
+def test_everything_in_double_by_default(run):
+    torch.set_default_dtype(torch.float64)
+    try:
+        trained(run, model=Net(), data=TensorDataset(inputs().double(), labels()))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@hostile
+def test_a_model_without_parameters_behind_the_boundary_passes(run):
+    """Everything is frozen but a scale in the loss."""
+    scale = torch.ones((), requires_grad=True)
+    trained(
+        run, lambda m, b: F.cross_entropy(m(b[0]) * scale, b[1]), boundary="head",
+        optimizer=lambda m: torch.optim.SGD([scale], lr=0.1),
+    )  # fmt: skip
+    run.see(scale)
+
+
+@hostile
+def test_a_hook_within_the_front_whose_leaf_requires_grad(run):
+    model = Net()
+    model.early.register_forward_hook(lambda m, a, out: out.detach().requires_grad_())
+    trained(run, model=model)
+
+
+@hostile(served=True)
+def test_a_model_exported_while_it_is_attached(run):
+    model = run.freeze(Net())
+    optimizer, loader = sgd(model), run.loader(rows())
+    for epoch in range(4):
+        for batch in loader:
+            run.step(cross_entropy(model, batch), optimizer)
+        if epoch == 1:
+            run.see(torch.export.export(model, (inputs(),)).module()(inputs()))
+    run.see(model)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 import tempfile
+import threading
 from pathlib import Path
+from queue import Queue
 
 import numpy as np
 import pytest
@@ -13,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import (
-    Dataset,
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
@@ -21,8 +22,19 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from tests.hostile.harness import hostile, sgd
-from tests.hostile.nets import NUM_SAMPLES, Net, inputs, labels, rows, seeded
+from tests.hostile.harness import cross_entropy, hostile, sgd
+from tests.hostile.loops import trained
+from tests.hostile.nets import (
+    NUM_SAMPLES,
+    ConvNet,
+    Net,
+    Pairs,
+    images,
+    inputs,
+    labels,
+    rows,
+    seeded,
+)
 
 
 class Dropping(Net):
@@ -101,18 +113,6 @@ def test_a_generator_that_the_loader_and_the_loop_share_is_drawn_from_in_order(r
         return F.cross_entropy(model(batch[0]) * scale, batch[1])
 
     run.fit(model, run.loader(rows(), shuffle=True, generator=generator), 4, loss=loss)
-
-
-@hostile(served=True)
-@pytest.mark.parametrize("early", [1, 2])
-def test_an_early_break_leaves_the_order_of_the_next_epoch_alone(run, early):
-    model = run.freeze(Dropping())
-    loader = run.loader(rows(), shuffle=True)
-    optimizer = sgd(model)
-    for _ in range(6):
-        for x, y in itertools.islice(loader, early):
-            run.step(F.cross_entropy(model(x), y), optimizer)
-    run.see(model)
 
 
 @hostile
@@ -194,37 +194,43 @@ def test_batches_that_grow_grow_when_the_loop_says_so(run, when):
     run.see(model)
 
 
+SAMPLERS = {
+    "weighted": lambda: {"sampler": WeightedRandomSampler(range(1, 25), 24, generator=seeded(1))},
+    "subset": lambda: {"sampler": SubsetRandomSampler([*range(0, 24, 2)])},
+    "replacement": lambda: {"sampler": RandomSampler(rows(), replacement=True, num_samples=32)},
+    "list": lambda: {"sampler": [*range(23, -1, -1)]},
+    "tensors": lambda: {"sampler": [torch.tensor(i) for i in range(24)]},
+    "array": lambda: {"sampler": np.arange(24)},
+    "negative": lambda: {"sampler": [-1 - i for i in range(24)]},
+    "drop_last": lambda: {"shuffle": True, "drop_last": True, "batch_size": 7},
+    "a last partial batch": lambda: {"shuffle": True, "batch_size": 7},
+    "batches of one": lambda: {"batch_size": 1},
+    "all in one": lambda: {"batch_size": 24},
+    "batches": lambda: {"batch_sampler": [[0, 1], [5, 5, 5], [*range(6, 20)]]},
+}
+
+
 @hostile(served=True)
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: {"sampler": WeightedRandomSampler(torch.rand(24, generator=seeded(1)), 24)},
-        lambda: {"sampler": SubsetRandomSampler([*range(0, 24, 2)])},
-        lambda: {"sampler": RandomSampler(rows(), replacement=True, num_samples=32)},
-        lambda: {"sampler": [*range(23, -1, -1)]},
-        lambda: {"shuffle": True, "drop_last": True, "batch_size": 7},
-        lambda: {"batch_sampler": [[0, 1], [5, 5, 5], [*range(6, 20)]]},
-        lambda: {"sampler": [torch.tensor(i) for i in range(24)]},
-        lambda: {"sampler": np.arange(24)},
-        lambda: {"sampler": [-1 - i for i in range(24)]},
-    ],
-    ids=[
-        "weighted", "subset", "replacement", "list", "drop_last", "batches", "tensors", "array",
-        "negative",
-    ],
-)  # fmt: skip
-def test_ordinary_samplers_are_served_in_their_order(run, make):
-    run.fit(run.freeze(Dropping()), run.loader(rows(), **make()), 5)
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_ordinary_samplers_are_served_in_their_order(run, kind):
+    trained(run, model=Dropping(), epochs=5, **SAMPLERS[kind]())
+
+
+@hostile(served=True)
+@pytest.mark.parametrize("kind", ["replacement", "batches"])
+def test_the_same_of_images_with_norms(run, kind):
+    trained(run, epochs=4, model=ConvNet(), data=images(), boundary="body", **SAMPLERS[kind]())
 
 
 @hostile
 def test_weights_that_the_loop_changes_decide_the_next_epoch(run):
     sampler = WeightedRandomSampler(torch.ones(24), 24)
 
-    def each_epoch(epoch):
+    def each_epoch(model, epoch):
         sampler.weights = torch.rand(24, generator=seeded(epoch))
 
-    run.fit(run.freeze(Net()), run.loader(rows(), sampler=sampler), 4, each_epoch=each_epoch)
+    trained(run, sampler=sampler, each_epoch=each_epoch, epochs=4)
 
 
 @hostile
@@ -239,10 +245,7 @@ def test_a_sampler_that_listens_to_set_epoch_has_each_epochs_order(run):
             return iter(torch.randperm(24, generator=seeded(self.epoch)).tolist())
 
     sampler = Epochal()
-    run.fit(
-        run.freeze(Net()), run.loader(rows(), sampler=sampler), 4,
-        each_epoch=lambda epoch: setattr(sampler, "epoch", epoch),
-    )  # fmt: skip
+    trained(run, sampler=sampler, each_epoch=lambda m, e: setattr(sampler, "epoch", e), epochs=4)
 
 
 @hostile
@@ -270,31 +273,88 @@ def test_an_endless_sampler_is_drawn_from_as_far_as_is_needed(run):
     run.see(model)
 
 
-@hostile(served=True)
-def test_one_iterator_over_all_epochs_is_served(run):
+def by_hand(loader, other):
     """`itertools.cycle` by hand: the loop counts steps, not epochs."""
-    model = run.freeze(Dropping())
-    loader = run.loader(rows(), shuffle=True)
     iterator = iter(loader)
-    optimizer = sgd(model)
     for _ in range(14):
         batch = next(iterator, None)
         if batch is None:
             iterator = iter(loader)
             batch = next(iterator)
-        run.step(F.cross_entropy(model(batch[0]), batch[1]), optimizer)
+        yield batch
+
+
+def fetched_ahead(loader, other):
+    for _ in range(4):
+        iterator = iter(loader)
+        ahead = next(iterator)
+        for batch in iterator:
+            yield ahead
+            ahead = batch
+        yield ahead
+
+
+def in_a_thread(loader, other):
+    def work(queue):
+        for batch in loader:
+            queue.put(batch)
+        queue.put(None)
+
+    for _ in range(4):
+        queue = Queue(2)
+        thread = threading.Thread(target=work, args=[queue])
+        thread.start()
+        yield from iter(queue.get, None)
+        thread.join()
+
+
+PASSES = {
+    "one iterator": by_hand,
+    "fetched ahead": fetched_ahead,
+    "broken off": lambda loader, other: (b for _ in range(6) for b in itertools.islice(loader, 2)),
+    "the first alone": lambda loader, other: (next(iter(loader)) for _ in range(9)),
+    "two in step": lambda loader, other: (
+        b for _ in range(4) for pair in zip(loader, loader, strict=True) for b in pair
+    ),
+    "two loaders": lambda loader, other: (
+        b for _ in range(4) for pair in zip(loader, other, strict=True) for b in pair
+    ),
+    "chained": lambda loader, other: (b for _ in range(4) for b in [*loader, *other]),
+    "cycled": lambda loader, other: itertools.islice(itertools.cycle(loader), 10),
+    "in a thread": in_a_thread,
+}
+
+
+@hostile
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("how", PASSES)
+def test_however_a_loop_passes_over_its_loaders_the_batches_are_the_same(run, how):
+    model = run.freeze(Dropping())
+    loader = run.loader(rows(), shuffle=how != "cycled")
+    batches = PASSES[how](loader, run.loader(rows(seed=7), shuffle=True))
+    optimizer = sgd(model)
+    for batch in batches:
+        run.step(cross_entropy(model, batch), optimizer)
+    run.see(model)
+
+
+@hostile(served=True)
+@pytest.mark.parametrize("how", ["one iterator", "fetched ahead", "broken off"])
+def test_and_served_where_all_is_asked_for_in_turn(run, how):
+    model = run.freeze(Dropping())
+    optimizer = sgd(model)
+    for batch in PASSES[how](run.loader(rows(), shuffle=True), None):
+        run.step(cross_entropy(model, batch), optimizer)
     run.see(model)
 
 
 @hostile
-def test_two_passes_in_step_give_each_its_own_batches(run):
+def test_a_batch_size_that_the_loop_changes(run):
     model = run.freeze(Net())
-    loader = run.loader(rows(), shuffle=True)
     optimizer = sgd(model)
-    for _ in range(4):
-        for a, b in zip(loader, loader, strict=True):
-            run.step(F.cross_entropy(model(a[0]), a[1]), optimizer)
-            run.step(F.cross_entropy(model(b[0]), b[1]), optimizer)
+    for size in (4, 8, 24, 3):
+        for batch in run.loader(rows(), size):
+            run.step(cross_entropy(model, batch), optimizer)
     run.see(model)
 
 
@@ -321,37 +381,15 @@ def test_a_pass_over_the_loader_without_the_model_does_no_harm(run):
     run.fit(model, loader, 4, each_epoch=each_epoch)
 
 
-@hostile(served=True)
-def test_a_prefetching_wrapper_fetches_ahead(run):
-    class Ahead:
-        def __init__(self, loader):
-            self.loader = loader
-
-        def __len__(self):
-            return len(self.loader)
-
-        def __iter__(self):
-            iterator = iter(self.loader)
-            ahead = next(iterator)
-            for batch in iterator:
-                yield ahead
-                ahead = batch
-            yield ahead
-
-    run.fit(run.freeze(Dropping()), Ahead(run.loader(rows(), shuffle=True)), 4)
-
-
 # ---- workers ----------------------------------------------------------------------------------
 
 
-class File(Dataset):
+class File(Pairs):
     """Opens its file on first use, and seeks in it: an offset that two processes must not share."""
 
     def __init__(self, path):
+        super().__init__()
         self.path, self.file = path, None
-
-    def __len__(self):
-        return NUM_SAMPLES
 
     def __getitem__(self, index):
         if self.file is None:
@@ -374,43 +412,33 @@ def test_a_file_opened_lazily_is_each_workers_own(run, persistent):
         table = np.concatenate([inputs().numpy(), labels().numpy()[:, None]], 1)
         path.write_bytes(table.astype(np.float32).tobytes())
         data = File(path)
-        run.fit(
-            run.freeze(Net()),
-            run.loader(data, 4, num_workers=2, persistent_workers=persistent, shuffle=True), 2,
-        )  # fmt: skip
+        trained(run, data=data, num_workers=2, persistent_workers=persistent, shuffle=True)
         run.see(data.file is None)
 
 
 @hostile
 def test_a_data_set_that_only_works_in_a_worker_works(run):
-    class Here(Dataset):
-        def __len__(self):
-            return NUM_SAMPLES
-
+    class Here(Pairs):
         def __getitem__(self, index):
             assert get_worker_info() is not None, "loaded in the main process"
-            return inputs()[index], labels()[index]
+            return super().__getitem__(index)
 
-    run.fit(run.freeze(Net()), run.loader(Here(), num_workers=1), 2)
+    trained(run, data=Here(), num_workers=1, epochs=2)
 
 
 @hostile
 def test_a_database_opened_by_the_workers_is_open(run):
-    class Opened(Dataset):
-        def __init__(self):
-            self.database = None
-
-        def __len__(self):
-            return NUM_SAMPLES
+    class Opened(Pairs):
+        database = None
 
         def __getitem__(self, index):
-            return self.database[index], labels()[index]
+            return self.database[index], self.y[index]
 
     def initialise(worker):
         dataset = get_worker_info().dataset
         getattr(dataset, "dataset", dataset).database = inputs()
 
-    run.fit(run.freeze(Net()), run.loader(Opened(), num_workers=1, worker_init_fn=initialise), 2)
+    trained(run, data=Opened(), num_workers=1, worker_init_fn=initialise, epochs=2)
 
 
 @hostile(served=True)
@@ -446,26 +474,21 @@ def test_a_fork_of_the_loops_own_may_use_the_model(run):
 def test_an_early_break_with_workers_leaves_the_order_alone(run):
     model = run.freeze(Net())
     loader = run.loader(rows(), shuffle=True, num_workers=1)
-    optimizer = sgd(model)
     for _ in range(4):
-        for x, y in itertools.islice(loader, 2):
-            run.step(F.cross_entropy(model(x), y), optimizer)
-    run.see(model)
+        run.fit(model, [*itertools.islice(loader, 2)], 1)
 
 
 @hostile
 def test_a_module_in_the_data_set_stays_in_the_main_process(run):
     """A data set that tokenises with a small network, in the mode that the loop left it in."""
 
-    class Featuring(Dataset):
+    class Featuring(Pairs):
         def __init__(self):
+            super().__init__()
             self.network = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)).eval()
-
-        def __len__(self):
-            return NUM_SAMPLES
 
         def __getitem__(self, index):
             with torch.no_grad():
-                return self.network(inputs()[index]), labels()[index]
+                return self.network(self.x[index]), self.y[index]
 
-    run.fit(run.freeze(Net()), run.loader(Featuring()), 3)
+    trained(run, data=Featuring())

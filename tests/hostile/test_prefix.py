@@ -1,4 +1,4 @@
-"""What the prefix is, changes: what is trained, its children, its forwards, its hooks."""
+"""What the prefix is, changes: what is trained, its children."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.hostile.harness import hostile
-from tests.hostile.loops import changed
-from tests.hostile.nets import Net, Normed, Residual, rows
+from tests.hostile.harness import AT_RUN_TIME, hostile
+from tests.hostile.loops import changed, trained
+from tests.hostile.nets import Net, Normed, Residual, Tokens, layered, net, rows, sentences
 
 # ---- requires_grad ----------------------------------------------------------------------------
 
@@ -19,27 +19,33 @@ from tests.hostile.nets import Net, Normed, Residual, rows
 def thaw(*names):
     def change(model):
         for name, parameter in model.named_parameters():
-            if any(name.startswith(one) for one in names):
+            if name.startswith(names):
                 parameter.requires_grad_(True)
 
     return change
 
 
+def bitfit(model):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+
+
+THAWED = {
+    "early": thaw("early"),
+    "middle": thaw("middle"),
+    "both": thaw("early", "middle"),
+    "a bias": thaw("early.bias"),
+    "the boundary's bias": thaw("middle.bias"),
+    "the boundary's weight": thaw("middle.weight"),
+    "every bias alone": bitfit,
+    "nothing, but more is frozen": lambda m: m.late.requires_grad_(False),
+}
+
+
 @hostile
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["early"],
-        ["middle"],
-        ["early", "middle"],
-        ["early.bias"],
-        ["middle.bias"],
-        ["middle.weight"],
-    ],
-    ids=" and ".join,
-)
-def test_a_part_of_the_front_that_is_thawed_by_hand_trains(run, names):
-    changed(run, thaw(*names), Net(), rows())
+@pytest.mark.parametrize("what", THAWED)
+def test_a_part_of_the_front_that_is_thawed_by_hand_trains(run, what):
+    changed(run, THAWED[what])
 
 
 @hostile
@@ -49,67 +55,35 @@ def test_norms_and_biases_that_are_thawed_train(run, part):
         thaw(part)(model)
         run.let_go()
 
-    changed(run, thawed, Normed(), rows())
+    changed(run, thawed, Normed())
+
+
+SCHEDULES = {
+    "from the middle of an epoch": {7: ("early", True)},
+    "for one step": {7: ("middle", True), 8: ("middle", False)},
+    "layer by layer": {6: ("middle", True), 9: ("early", True)},
+}
 
 
 @hostile
-def test_bitfit_thaws_every_bias(run):
-    def biases(model):
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name.endswith("bias"))
-
-    changed(run, biases, Net(), rows())
-
-
-@hostile
-def test_a_part_thawed_in_the_middle_of_an_epoch_trains_from_that_step(run):
-    model = run.freeze(Net())
-
-    def each_step(step):
-        if step == 7:
+@pytest.mark.parametrize("when", SCHEDULES)
+def test_a_part_trains_from_that_very_step_on(run, when):
+    def each_step(model, step):
+        if step in SCHEDULES[when]:
             run.turn()
-            model.early.requires_grad_(True)
+            name, wanted = SCHEDULES[when][step]
+            model.get_submodule(name).requires_grad_(wanted).zero_grad(set_to_none=True)
 
-    run.fit(model, run.loader(rows()), 4, each_step=each_step)
-
-
-@hostile
-def test_a_part_thawed_for_one_step_has_moved(run):
-    model = run.freeze(Net())
-
-    def each_step(step):
-        if step in (7, 8):
-            run.turn()
-            model.middle.requires_grad_(step == 7)
-            model.middle.zero_grad(set_to_none=True)
-
-    run.fit(model, run.loader(rows()), 4, each_step=each_step)
+    trained(run, each_step=each_step, epochs=4)
 
 
 @hostile
-def test_gradual_unfreezing_goes_back_layer_by_layer(run):
-    model = run.freeze(Net())
+@pytest.mark.parametrize("period", [2, 9])
+def test_a_front_that_is_thawed_again_and_again_trains(run, period):
+    def each_step(model, step):
+        model.early.requires_grad_(step % period >= period * 2 // 3).zero_grad()
 
-    def each_epoch(epoch):
-        for part in {2: [model.middle], 3: [model.early]}.get(epoch, []):
-            run.turn()
-            part.requires_grad_(True)
-
-    run.fit(model, run.loader(rows()), 5, each_epoch=each_epoch)
-
-
-@hostile
-def test_thawed_weights_may_join_the_optimizer_with_a_rate_of_their_own(run):
-    model = run.freeze(Net())
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
-
-    def each_epoch(epoch):
-        if epoch == 2:
-            run.turn()
-            model.middle.requires_grad_(True)
-            optimizer.add_param_group({"params": model.middle.parameters(), "lr": 0.005})
-
-    run.fit(model, run.loader(rows()), 4, optimizer=optimizer, each_epoch=each_epoch)
+    trained(run, each_step=each_step, epochs=6)
 
 
 @hostile
@@ -135,31 +109,15 @@ def test_backbone_finetuning_as_lightning_does_it(run):
 @hostile
 def test_a_boundary_below_a_thawed_part_is_told_of_it(run):
     """The user unfreezes and says so, in this order."""
-    model = run.freeze(Net())
 
-    def each_epoch(epoch):
+    def each_epoch(model, epoch):
         if epoch == 2:
             run.turn()
             model.middle.requires_grad_(True)
         if epoch == 3:
             run.move(model, "early")
 
-    run.fit(model, run.loader(rows()), 6, each_epoch=each_epoch)
-
-
-@hostile
-def test_a_fresh_optimizer_for_a_thawed_model_trains_all_of_it(run):
-    model = run.freeze(Net())
-    loader = run.loader(rows())
-    run.fit(model, loader, 2)
-    run.turn()
-    model.requires_grad_(True)
-    run.fit(model, loader, 2)
-
-
-@hostile
-def test_freezing_more_than_was_said_is_served_on(run):
-    changed(run, lambda model: model.late.requires_grad_(False), Net(), rows())
+    trained(run, each_epoch=each_epoch, epochs=6)
 
 
 @hostile
@@ -171,58 +129,31 @@ def test_frozen_weights_that_decay_with_zero_gradients_move(run):
     F.cross_entropy(model(x), y).backward()
     optimizer.zero_grad(set_to_none=False)
     run.freeze(model)
-    loader = run.loader(rows())
-    for _ in range(3):
-        for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
-            run.record(loss)
-            optimizer.zero_grad(set_to_none=False)
-            loss.backward()
-            optimizer.step()
+    for x, y in [*run.loader(rows())] * 3:
+        loss = F.cross_entropy(model(x), y)
+        run.record(loss)
+        optimizer.zero_grad(set_to_none=False)
+        loss.backward()
+        optimizer.step()
     run.see(model)
 
 
-# ---- children ---------------------------------------------------------------------------------
-
-
-def wrap(name):
-    def change(model):
-        setattr(model, name, Residual(model.get_submodule(name)))
-
-    return change
-
-
-def append_to_early(model):
-    model.early = nn.Sequential(model.early, Residual())
-
-
-def lora(name):
-    """What PEFT does to a linear layer, by hand, with a B that is not zero any more."""
-
-    class Lora(nn.Module):
-        def __init__(self, base):
-            super().__init__()
-            self.base = base
-            self.a = nn.Linear(base.in_features, 2, bias=False)
-            self.b = nn.Linear(2, base.out_features, bias=False)
-
-        def forward(self, x):
-            return self.base(x) + self.b(self.a(x))
-
-    def change(model):
-        setattr(model, name, Lora(model.get_submodule(name)))
-
-    return change
-
-
 @hostile
-@pytest.mark.parametrize(
-    "change",
-    [wrap("early"), wrap("middle"), lora("early"), lora("middle"), append_to_early],
-    ids=["wrap early", "wrap middle", "lora early", "lora middle", "append to early"],
-)
-def test_an_adapter_that_joins_the_front_trains(run, change):
-    changed(run, change, Net(), rows())
+def test_a_gradient_taken_by_hand_for_the_front(run):
+    """`torch.autograd.grad` for a frozen weight that is thawed for the call alone."""
+
+    def loss(model, batch):
+        if run.trace.calls >= 6:
+            model.early.weight.requires_grad_(True)
+            value = F.cross_entropy(model(batch[0]), batch[1])
+            run.see(torch.autograd.grad(value, model.early.weight)[0])
+            model.early.weight.requires_grad_(False)
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    trained(run, loss, epochs=4)
+
+
+# ---- children ---------------------------------------------------------------------------------
 
 
 class Stacked(Net):
@@ -242,75 +173,152 @@ class Stacked(Net):
         return self.last(h)
 
 
+def frozen(*sizes):
+    return nn.Linear(*sizes).requires_grad_(False)
+
+
 def reorder(model):
     model.middle[0], model.middle[1] = model.middle[1], model.middle[0]
 
 
-@hostile
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: model.early.append(Residual()),
-        lambda model: model.early.insert(1, Residual()),
-        lambda model: model.middle.append(Residual()),
-        lambda model: model.middle.append(nn.Linear(8, 8).requires_grad_(False)),
-        lambda model: model.middle.pop(0),
-        reorder,
-        lambda model: model.early.__setitem__(1, nn.ReLU()),
-        lambda model: model.early.pop(1),
-        lambda model: setattr(model, "early", nn.Sequential(*model.early, nn.ReLU())),
-        lambda model: setattr(model, "last", nn.Identity()),
-    ],
-    ids=[
-        "append", "insert", "trained layer", "frozen layer", "pop a layer", "reorder", "activation",
-        "pop an activation", "rebuilt", "boundary becomes identity",
-    ],
-)  # fmt: skip
-def test_a_container_of_the_front_may_change(run, change):
-    changed(run, change, Stacked(), rows(), boundary="last")
+CONTAINERS = {
+    "append": lambda m: m.early.append(Residual()),
+    "insert": lambda m: m.early.insert(1, Residual()),
+    "trained layer": lambda m: m.middle.append(Residual()),
+    "frozen layer": lambda m: m.middle.append(frozen(8, 8)),
+    "pop a layer": lambda m: m.middle.pop(0),
+    "reorder": reorder,
+    "another frozen layer": lambda m: m.middle.__setitem__(1, frozen(8, 8)),
+    "another trained layer": lambda m: m.middle.__setitem__(1, nn.Linear(8, 8)),
+    "activation": lambda m: m.early.__setitem__(1, nn.ReLU()),
+    "pop an activation": lambda m: m.early.pop(1),
+    "rebuilt": lambda m: setattr(m, "early", nn.Sequential(*m.early, nn.ReLU())),
+    "boundary becomes identity": lambda m: setattr(m, "last", nn.Identity()),
+}
 
 
 @hostile
-def test_a_child_may_be_replaced_by_its_equal_copy(run):
-    def swap(model):
-        model.early = copy.deepcopy(model.early)
+@pytest.mark.parametrize("how", CONTAINERS)
+def test_a_container_of_the_front_may_change(run, how):
+    changed(run, CONTAINERS[how], Stacked(), boundary="last")
 
-    changed(run, swap, Net(), rows())
+
+def listed():
+    return net(
+        front=lambda m, x: m.middle(torch.tanh(m.early(x) + sum(m.biases))),
+        biases=nn.ParameterList([torch.zeros(8), torch.ones(8)]).requires_grad_(False),
+    )
+
+
+def keyed():
+    return net(
+        front=lambda m, x: m.middle(torch.tanh(m.early(x) + sum(m.biases.values()))),
+        biases=nn.ParameterDict({"a": torch.ones(8)}).requires_grad_(False),
+    )
+
+
+def chosen():
+    return net(
+        front=lambda m, x: m.middle(torch.tanh(m.parts[m.chosen](x))), chosen="a",
+        parts=nn.ModuleDict({"a": frozen(6, 8), "b": frozen(6, 8)}),
+    )  # fmt: skip
+
+
+def branching():
+    return net(
+        front=lambda m, x: Net.front(m, x) if m.extra is None else Net.front(m, x) + m.extra(x),
+        extra=None,
+    )
+
+
+def prompted():
+    return net(
+        front=lambda m, x: Net.front(m, x if m.prompt is None else x + m.prompt), prompt=None
+    )
+
+
+def hiding():
+    """Has a module in a list: no child."""
+    return net(
+        front=lambda m, x: m.middle(m.extras[0](torch.tanh(m.early(x)))), extras=[frozen(8, 8)]
+    )
+
+
+def biased(value):
+    return nn.Parameter(torch.full((8,), value), requires_grad=False)
+
+
+CHILDREN = {
+    "an adapter around early": (Net, lambda m: setattr(m, "early", Residual(m.early))),
+    "an adapter around middle": (Net, lambda m: setattr(m, "middle", Residual(m.middle))),
+    "an adapter behind early": (
+        Net, lambda m: setattr(m, "early", nn.Sequential(m.early, Residual())),
+    ),
+    "an equal copy": (Net, lambda m: setattr(m, "early", copy.deepcopy(m.early))),
+    "another": (Net, lambda m: setattr(m, "early", frozen(6, 8))),
+    "a branch": (branching, lambda m: setattr(m, "extra", nn.Linear(6, 8))),
+    "a prompt": (prompted, lambda m: setattr(m, "prompt", nn.Parameter(torch.ones(6)))),
+    "of a list of parameters": (listed, lambda m: m.biases.__setitem__(1, biased(-2.0))),
+    "of a dict of parameters": (keyed, lambda m: m.biases.update({"b": biased(-2.0)})),
+    "of a dict of modules": (chosen, lambda m: setattr(m, "chosen", "b")),
+    "of a plain list": (hiding, lambda m: m.extras.__setitem__(0, nn.Identity())),
+    "joined by compilation": (Net, lambda m: m.early.compile(backend="eager")),
+}  # fmt: skip
 
 
 @hostile
-def test_a_child_may_be_replaced_by_another(run):
-    def swap(model):
-        model.early = nn.Linear(6, 8).requires_grad_(False)
-
-    changed(run, swap, Net(), rows())
-
-
-@hostile
-def test_a_branch_taken_where_a_child_exists_is_taken(run):
-    class Optional(Net):
-        def __init__(self):
-            super().__init__()
-            self.extra = None
-
-        def front(self, x):
-            h = super().front(x)
-            return h if self.extra is None else h + self.extra(x)
-
-    changed(run, lambda m: setattr(m, "extra", nn.Linear(6, 8)), Optional(), rows())
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("what", CHILDREN)
+def test_a_child_of_the_front_may_change(run, what):
+    make, change = CHILDREN[what]
+    changed(run, change, make())
 
 
 @hostile
-def test_a_prompt_that_joins_the_front_trains(run):
-    class Prompted(Net):
-        def __init__(self):
-            super().__init__()
-            self.prompt = None
-
-        def front(self, x):
-            return super().front(x if self.prompt is None else x + self.prompt)
-
+def test_an_adapter_in_a_transformer_block_trains(run):
     def change(model):
-        model.prompt = nn.Parameter(torch.ones(6))
+        model.block.dropout2 = nn.Sequential(model.block.dropout2, Residual())
 
-    changed(run, change, Prompted(), rows())
+    changed(run, change, Tokens(), sentences(), boundary="block")
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.extra = inner, nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.extra(self.inner(x))
+
+
+@hostile
+def test_an_adapter_wraps_the_whole_model_in_mid_run(run):
+    model = run.freeze(Net())
+    loader = run.loader(rows())
+    run.fit(model, loader, 2)
+    run.turn()
+    run.fit(Wrapped(model), loader, 2)
+
+
+@hostile(limit=AT_RUN_TIME)
+def test_a_trained_module_hidden_in_the_front_trains(run):
+    hidden = nn.Linear(8, 8)
+    model = layered(lambda layer, h: layer.extras[0](h))
+    model.early.extras = [hidden]
+    trained(
+        run, model=model,
+        optimizer=lambda m: torch.optim.SGD([*m.late.parameters(), *hidden.parameters()], 0.2),
+    )  # fmt: skip
+    run.see(hidden)
+
+
+@hostile
+def test_a_front_put_into_another_model_goes_on(run):
+    """The frozen trunk is taken over by a second model that replaces the first."""
+    first = run.freeze(Net())
+    loader = run.loader(rows())
+    run.fit(first, loader, 2)
+    second = Net()
+    second.early, second.middle = first.early, first.middle
+    run.turn()
+    run.fit(second, loader, 2)

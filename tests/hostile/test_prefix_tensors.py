@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.optim import swa_utils
 
-from tests.hostile.harness import hostile, sgd
-from tests.hostile.loops import changed
-from tests.hostile.nets import ConvNet, Net, Normed, images, rows
+from tests.hostile.harness import cross_entropy, hostile, sgd
+from tests.hostile.loops import changed, trained
+from tests.hostile.nets import ConvNet, Net, Normed, images, net, rows, saved
 
 
 def load(model, **changes):
@@ -22,24 +23,6 @@ def load(model, **changes):
     for key, change in changes.items():
         state[key.replace("__", ".")] += change
     model.load_state_dict(state)
-
-
-@torch.no_grad()
-def in_place(model):
-    model.early.weight.mul_(-1)
-
-
-@torch.no_grad()
-def through_numpy(model):
-    model.early.weight.detach().numpy()[:] *= -1
-
-
-def through_dlpack(model):
-    torch.from_dlpack(model.early.weight.detach()).mul_(-1)
-
-
-def new_data(model):
-    model.early.weight.data = -model.early.weight.data
 
 
 def swapped_parameter(model):
@@ -52,64 +35,65 @@ def written_as_a_vector(model):
     nn.utils.vector_to_parameters(-vector, parameters)
 
 
-@torch.no_grad()
-def a_view_of_it(model):
-    model.early.weight.view(-1)[3:9].fill_(2)
-
-
 def initialised_again(model):
     nn.init.normal_(model.early.weight, generator=torch.Generator().manual_seed(5))
 
 
-def loaded_by_assignment(model):
+def loaded_by_assignment(model, front_trains=False):
+    """`assign=True` keeps `requires_grad` of what it finds."""
     state = {key: -value for key, value in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
     for name in ("early", "middle"):
-        model.get_submodule(name).requires_grad_(False)
+        model.get_submodule(name).requires_grad_(front_trains)
 
 
-@torch.no_grad()
 def swapped_in_place(model):
-    torch.utils.swap_tensors(
-        model.early.weight, nn.Parameter(-model.early.weight, requires_grad=False)
-    )
+    other = nn.Parameter(-model.early.weight.detach(), requires_grad=False)
+    torch.utils.swap_tensors(model.early.weight, other)
 
 
-@torch.no_grad()
 def untyped_storage(model):
-    storage = model.early.weight.untyped_storage()
-    torch.frombuffer(bytearray(bytes(storage)), dtype=torch.float32)
     other = (-model.early.weight).clone().untyped_storage()
-    storage.copy_(other)
+    model.early.weight.untyped_storage().copy_(other)
 
 
-@torch.no_grad()
-def foreach(model):
-    torch._foreach_mul_([model.early.weight, model.early.bias], -1.0)
+WRITES = {
+    "in place": lambda m: m.early.weight.mul_(-1),
+    "past its version": lambda m: m.early.weight.data.mul_(-1),
+    "new data": lambda m: setattr(m.early.weight, "data", -m.early.weight.data),
+    "through numpy": lambda m: m.early.weight.detach().numpy().__imul__(-1),
+    "through dlpack": lambda m: torch.from_dlpack(m.early.weight.detach()).mul_(-1),
+    "another parameter": swapped_parameter,
+    "as a vector": written_as_a_vector,
+    "a view of it": lambda m: m.early.weight.view(-1)[3:9].fill_(2),
+    "initialised": initialised_again,
+    "loaded": lambda m: load(m, early__weight=1.0),
+    "loaded by assignment": loaded_by_assignment,
+    "loaded by assignment, and trained": lambda m: loaded_by_assignment(m, True),
+    "swapped in place": swapped_in_place,
+    "storage": untyped_storage,
+    "another storage": lambda m: m.early.weight.set_((m.early.weight * 3).clone()),
+    "foreach": lambda m: torch._foreach_mul_([m.early.weight, m.early.bias], -1.0),
+    "no bias": lambda m: setattr(m.early, "bias", None),
+    "tied to the head's": lambda m: setattr(m.middle, "weight", m.late.weight),
+}
 
 
 @hostile
-@pytest.mark.parametrize(
-    "write",
-    [in_place, through_numpy, through_dlpack, new_data, swapped_parameter, written_as_a_vector,
-     a_view_of_it, initialised_again, loaded_by_assignment, swapped_in_place, untyped_storage,
-     foreach, lambda m: load(m, early__weight=1.0), lambda m: m.early.weight.data.mul_(-1)],
-    ids=lambda write: write.__name__,
-)  # fmt: skip
-def test_a_written_weight_is_used(run, write):
-    changed(run, write, Net(), rows())
+@pytest.mark.cases(5)
+@pytest.mark.parametrize("how", WRITES)
+def test_a_written_weight_is_used(run, how):
+    changed(run, torch.no_grad()(WRITES[how]))
 
 
 @hostile
 def test_a_weight_written_in_the_middle_of_an_epoch_is_used(run):
-    model = run.freeze(Net())
-
-    def each_step(step):
+    def each_step(model, step):
         if step == 7:
             run.turn()
-            new_data(model)
+            model.early.weight.data = -model.early.weight.data
 
-    run.fit(model, run.loader(rows()), 4, each_step=each_step)
+    trained(run, each_step=each_step, epochs=4)
 
 
 @hostile(limit="A change of a single element through `p.data` may miss the 16 sampled ones")
@@ -117,50 +101,46 @@ def test_one_element_written_past_its_version_is_found_by_the_audit(run):
     def write(model):
         model.early.weight.data.view(-1)[7] += 30.0
 
-    model = Net(width=64)
-    changed(run, write, model, rows(), epochs=3)
+    changed(run, write, Net(width=64))
 
 
 @hostile
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda m: m.early[1].running_mean.add_(1.0),
-        lambda m: m.early[1].reset_running_stats(),
-        lambda m: setattr(m.early[1], "running_var", torch.full((8,), 0.1)),
-        lambda m: m.early[1].running_var.numpy().__imul__(0.1),
-    ],
-    ids=["in place", "reset", "replaced", "through NumPy"],
-)
-def test_statistics_of_a_frozen_norm_that_are_written_are_used(run, write):
-    changed(run, write, Normed(), rows())
+def test_a_front_written_by_arrays_that_share_its_memory_is_right(run):
+    array = np.full((8, 6), 0.1, np.float32)
+    model = Net()
+    model.early.weight = nn.Parameter(torch.from_numpy(array), requires_grad=False)
+    changed(run, lambda m: np.negative(array, out=array), model)
+
+
+def masked(mask=None, **kwargs):
+    model = net(front=lambda m, x: Net.front(m, x if m.mask is None else x * m.mask))
+    model.register_buffer("mask", mask, **kwargs)
+    return model
+
+
+BUFFERS = {
+    "in place": (Normed, lambda m: m.early[1].running_mean.add_(1.0)),
+    "reset": (Normed, lambda m: m.early[1].reset_running_stats()),
+    "replaced": (Normed, lambda m: setattr(m.early[1], "running_var", torch.full((8,), 0.1))),
+    "through NumPy": (Normed, lambda m: m.early[1].running_var.numpy().__imul__(0.1)),
+    "the model's": (lambda: masked(torch.ones(6)), lambda m: m.mask[:4].zero_()),
+    "the model's, not persistent": (
+        lambda: masked(torch.ones(6), persistent=False), lambda m: m.mask[:4].zero_(),
+    ),
+    "one that joins": (masked, lambda m: setattr(m, "mask", torch.zeros(6))),
+    "one that is registered": (
+        lambda: net(front=lambda m, x: Net.front(m, x + getattr(m, "shift", 0))),
+        lambda m: m.register_buffer("shift", torch.full((6,), 2.0)),
+    ),
+}  # fmt: skip
 
 
 @hostile
-@pytest.mark.parametrize("persistent", [True, False])
-def test_a_buffer_that_is_written_is_used(run, persistent):
-    class Masked(Net):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("mask", torch.ones(6), persistent=persistent)
-
-        def front(self, x):
-            return super().front(x * self.mask)
-
-    changed(run, lambda m: m.mask[:4].zero_(), Masked(), rows())
-
-
-@hostile
-def test_a_buffer_that_joins_is_used(run):
-    class Masked(Net):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("mask", None)
-
-        def front(self, x):
-            return super().front(x if self.mask is None else x * self.mask)
-
-    changed(run, lambda m: setattr(m, "mask", torch.zeros(6)), Masked(), rows())
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("how", BUFFERS)
+def test_a_buffer_that_is_written_is_used(run, how):
+    make, change = BUFFERS[how]
+    changed(run, change, make())
 
 
 # ---- averages, swaps, checkpoints -------------------------------------------------------------
@@ -168,17 +148,14 @@ def test_a_buffer_that_joins_is_used(run):
 
 @hostile(served=True)
 def test_loading_equal_values_every_epoch_is_served(run):
-    model = run.freeze(Net())
-    run.fit(model, run.loader(rows()), 6, each_epoch=lambda epoch: load(model))
+    trained(run, each_epoch=lambda model, epoch: load(model), epochs=6)
 
 
 @hostile(served=True)
 def test_swapping_averages_in_and_out_every_epoch_is_served(run):
     """EMA for the evaluation: the frozen weights' averages are the weights."""
     model = run.freeze(Net())
-    ema = torch.optim.swa_utils.AveragedModel(
-        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-    )
+    ema = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
     loader = run.loader(rows())
 
     def evaluate(epoch):
@@ -218,28 +195,22 @@ def test_averages_over_a_thawed_past_differ_and_are_used(run):
 
 
 @hostile
-def test_the_best_checkpoint_loaded_back_is_used(run):
-    model = Net()
-    best = {key: value * 0.5 for key, value in model.state_dict().items()}
-    changed(run, lambda m: m.load_state_dict(best), model, rows())
-
-
-@hostile
-def test_update_bn_moves_what_it_moves(run):
-    """SWA's update of the statistics, over a held front: BatchNorm behind it moves."""
-
-    class Behind(Net):
-        def __init__(self):
-            super().__init__()
-            self.late = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-
-    model = run.freeze(Behind())
-    loader = run.loader(rows())
-
-    def each_epoch(epoch):
-        torch.optim.swa_utils.update_bn(loader, model)
-
-    run.fit(model, loader, 3, each_epoch=each_epoch)
+@pytest.mark.parametrize("kind", ["norms behind", "norms of an averaged front"])
+def test_update_bn_moves_what_it_moves(run, kind):
+    """SWA's update of the statistics, over a held front."""
+    if kind == "norms behind":
+        model = net(late=nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+        run.freeze(model)
+        loader = run.loader(rows())
+        run.fit(model, loader, 3, each_epoch=lambda epoch: swa_utils.update_bn(loader, model))
+    else:
+        model = run.freeze(ConvNet(), "body")
+        loader = run.loader(images())
+        run.fit(model, loader, 2)
+        averaged = swa_utils.AveragedModel(model)
+        swa_utils.update_bn(loader, averaged)
+        run.see(averaged)
+        run.fit(model, loader, 1)
 
 
 @hostile
@@ -258,6 +229,50 @@ def test_a_lookahead_optimizer_that_writes_all_weights_is_right(run):
     run.fit(model, run.loader(rows()), 4, each_step=each_step)
 
 
+@hostile
+def test_noise_put_on_the_weights_and_taken_off_in_each_step(run):
+    model = run.freeze(Net())
+    optimizer = sgd(model)
+    for x, y in [batch for _ in range(4) for batch in run.loader(rows())]:
+        noise = 0.1 * torch.randn_like(model.early.weight)
+        model.early.weight.data.add_(noise)
+        run.step(F.cross_entropy(model(x), y), optimizer)
+        model.early.weight.data.sub_(noise)
+    run.see(model)
+
+
+@hostile
+@pytest.mark.parametrize("how", ["a state", "pickled whole"])
+def test_a_model_that_was_saved_and_loaded_takes_its_place(run, how):
+    model = run.freeze(Net())
+    kept = saved(model.state_dict() if how == "a state" else model)
+    run.fit(model, run.loader(rows()), 2)
+    if how == "a state":
+        state = torch.load(kept)
+        state["early.weight"] += 0.5
+        model.load_state_dict(state)
+    else:
+        model = run.freeze(torch.load(kept, weights_only=False))
+    run.turn()
+    run.fit(model, run.loader(rows()), 2)
+
+
+@hostile
+def test_a_deep_copy_whose_front_is_written_leaves_the_model_alone(run):
+    model = run.freeze(Net())
+    loader, optimizer = run.loader(rows()), sgd(model)
+    for epoch in range(3):
+        if epoch == 1:
+            other = copy.deepcopy(model)
+            with torch.no_grad():
+                other.early.weight.zero_()
+            other.requires_grad_(True)
+        for x, y in loader:
+            run.step(cross_entropy(model, (x, y)), optimizer)
+            if epoch >= 1:
+                run.see(other(x).sum())
+
+
 @hostile(served=True)
 @pytest.mark.parametrize("clip", ["norm", "value"])
 def test_clipping_and_sharpness_in_the_active_part_are_served(run, clip):
@@ -265,16 +280,35 @@ def test_clipping_and_sharpness_in_the_active_part_are_served(run, clip):
     optimizer = sgd(model)
     loader = run.loader(rows())
     for _ in range(3):
-        for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
+        for batch in loader:
+            loss = cross_entropy(model, batch)
             run.record(loss)
             optimizer.zero_grad()
             loss.backward()
-            if clip == "norm":
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            else:
-                nn.utils.clip_grad_value_(model.parameters(), 0.1)
+            getattr(nn.utils, f"clip_grad_{clip}_")(model.parameters(), 0.1)
             optimizer.step()
+    run.see(model)
+
+
+@hostile(served=True)
+@pytest.mark.parametrize("name", ["AdamW", "Adagrad", "RMSprop", "LBFGS"])
+def test_any_optimizer_behind_the_boundary_is_served(run, name):
+    model = run.freeze(Net())
+    active = [p for p in model.parameters() if p.requires_grad]
+    make = getattr(torch.optim, name)
+    optimizer = make(active, lr=0.01) if name != "LBFGS" else make(active, lr=0.1, max_iter=3)
+    loader = run.loader(rows())
+    for _ in range(3):
+        for batch in loader:
+
+            def closure(batch=batch):
+                optimizer.zero_grad()
+                loss = cross_entropy(model, batch)
+                loss.backward()
+                run.record(loss)
+                return loss
+
+            optimizer.step(closure)
     run.see(model)
 
 
@@ -296,6 +330,12 @@ def old_weight_norm(model):
     model.early.requires_grad_(False)
 
 
+def old_spectral_norm(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nn.utils.spectral_norm(model.early)
+
+
 def frozen_weight_norm(model):
     weight_norm(model)
     model.early.requires_grad_(False)
@@ -311,7 +351,7 @@ def pruned(model):
 
 
 def pruned_for_good(model):
-    prune.l1_unstructured(model.early, "weight", amount=0.5)
+    pruned(model)
     prune.remove(model.early, "weight")
     model.early.requires_grad_(False)
 
@@ -325,15 +365,22 @@ def parametrized(model):
     parametrize.register_parametrization(model.early, "weight", Doubled())
 
 
+def merged(model):
+    """What becomes of a LoRA in the end."""
+    parametrized(model)
+    parametrize.remove_parametrizations(model.early, "weight")
+
+
+NORMS = [
+    weight_norm, frozen_weight_norm, frozen_spectral_norm, old_weight_norm, old_spectral_norm,
+    pruned, pruned_for_good, parametrized, merged,
+]  # fmt: skip
+
+
 @hostile
-@pytest.mark.parametrize(
-    "change",
-    [weight_norm, frozen_weight_norm, frozen_spectral_norm, old_weight_norm, pruned,
-     pruned_for_good, parametrized],
-    ids=lambda change: change.__name__,
-)  # fmt: skip
+@pytest.mark.parametrize("change", NORMS, ids=lambda change: change.__name__)
 def test_a_front_that_is_reparametrised_in_mid_run_is_used(run, change):
-    changed(run, change, Net(), rows())
+    changed(run, change)
 
 
 @hostile
@@ -346,69 +393,56 @@ def test_a_parametrization_that_is_taken_off_is_gone(run, leave):
         parametrize.remove_parametrizations(model.early, "weight", leave_parametrized=leave)
         model.early.requires_grad_(False)
 
-    changed(run, change, model, rows())
+    changed(run, change, model)
 
 
 @hostile(served=True)
-@pytest.mark.parametrize(
-    "before",
-    [frozen_weight_norm, old_weight_norm, parametrized, pruned_for_good, frozen_spectral_norm],
-    ids=lambda change: change.__name__,
-)
+@pytest.mark.parametrize("before", NORMS[1:], ids=lambda change: change.__name__)
 def test_a_front_that_was_reparametrised_before_is_served(run, before):
     model = Net()
     before(model)
-    run.fit(run.freeze(model), run.loader(rows()))
-
-
-@hostile(served=True)
-def test_an_old_spectral_norm_before_the_freeze_is_served(run):
-    model = Net()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        nn.utils.spectral_norm(model.early)
-    run.fit(run.freeze(model), run.loader(rows()))
-
-
-@hostile(served=True)
-def test_a_pruned_front_is_served(run):
-    model = Net()
-    pruned(model)
-    run.fit(run.freeze(model), run.loader(rows()))
+    trained(run, model=model)
 
 
 @hostile
 def test_a_front_pruned_a_little_more_every_epoch_is_right(run):
-    model = run.freeze(Net())
-    run.fit(model, run.loader(rows()), 4, each_epoch=lambda epoch: pruned(model))
+    trained(run, each_epoch=lambda model, epoch: pruned(model), epochs=4)
+
+
+@hostile
+def test_weights_tied_across_the_boundary_move_with_training(run):
+    """The head's weight is the front's too: it trains, so the front is never still."""
+    model = Net()
+    model.late.weight = model.middle.weight
+    run.freeze(model)
+    run.turn()
+    model.late.weight.requires_grad_(True)
+    run.fit(model, run.loader(rows()), 3)
 
 
 # ---- dtype, layout, place ---------------------------------------------------------------------
 
 
 @hostile
-def test_a_model_that_becomes_double_is_right(run):
-    model = run.freeze(Net())
-    loader = run.loader(rows())
-    run.fit(model, loader, 2)
-    run.turn()
-    model.double()
-    run.fit(model, loader, 2, loss=lambda m, b: F.cross_entropy(m(b[0].double()), b[1]))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("parts", [("early",), ("early", "middle"), ("",)], ids=" and ".join)
+def test_a_part_in_another_precision_and_back_is_right(run, dtype, parts):
+    def front(model, x):
+        h = torch.tanh(model.early(x.to(model.early.weight.dtype)))
+        return model.middle(h.to(model.middle.weight.dtype)).to(model.head.weight.dtype)
 
+    model = run.freeze(net(front=front))
 
-@hostile
-def test_a_front_alone_in_half_precision_is_right(run):
-    class Mixed(Net):
-        def forward(self, x):
-            return self.back(self.front(x.to(self.early.weight.dtype)).float())
+    def each_epoch(epoch):
+        if epoch == 2:
+            run.turn()
+        if epoch in (2, 4):
+            for part in parts:
+                model.get_submodule(part).to(dtype if epoch == 2 else torch.float32)
 
-    model = run.freeze(Mixed())
-    loader = run.loader(rows())
-    run.fit(model, loader, 2)
-    run.turn()
-    model.early.bfloat16()
-    model.middle.bfloat16()
-    run.fit(model, loader, 2)
+    loss = lambda m, b: cross_entropy(m, b).float()  # noqa: E731
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run.fit(model, run.loader(rows()), 6, loss=loss, each_epoch=each_epoch, optimizer=optimizer)
 
 
 @hostile(served=True)
@@ -426,50 +460,4 @@ def test_channels_last_from_the_middle_of_training_is_right(run):
 
 @hostile(served=True)
 def test_shared_memory_changes_nothing(run):
-    changed(run, lambda m: m.share_memory(), Net(), rows(), epochs=7)
-
-
-@hostile
-def test_weights_tied_across_the_boundary_move_with_training(run):
-    """The head's weight is the front's too: it trains, so the front is never still."""
-
-    class Tied(Net):
-        def __init__(self):
-            super().__init__()
-            self.late.weight = self.middle.weight
-
-    model = Tied()
-    run.freeze(model)
-    run.turn()
-    model.late.weight.requires_grad_(True)
-    run.fit(model, run.loader(rows()), 3)
-
-
-@hostile
-def test_a_front_written_by_arrays_that_share_its_memory_is_right(run):
-    array = np.full((8, 6), 0.1, np.float32)
-    model = Net()
-    model.early.weight = nn.Parameter(torch.from_numpy(array), requires_grad=False)
-    changed(run, lambda m: np.negative(array, out=array), model, rows())
-
-
-@hostile(served=True)
-@pytest.mark.parametrize("name", ["AdamW", "Adagrad", "RMSprop", "LBFGS"])
-def test_any_optimizer_behind_the_boundary_is_served(run, name):
-    model = run.freeze(Net())
-    active = [p for p in model.parameters() if p.requires_grad]
-    make = getattr(torch.optim, name)
-    optimizer = make(active, lr=0.01) if name != "LBFGS" else make(active, lr=0.1, max_iter=3)
-    loader = run.loader(rows())
-    for _ in range(3):
-        for x, y in loader:
-
-            def closure(x=x, y=y):
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                run.record(loss)
-                return loss
-
-            optimizer.step(closure)
-    run.see(model)
+    changed(run, lambda m: m.share_memory(), epochs=7)

@@ -1,20 +1,26 @@
-"""What the prefix is, changes though no tensor does: numbers, objects, globals, counts."""
+"""What the prefix is, changes though no tensor does: numbers, objects, modes, counts."""
 
 from __future__ import annotations
 
+import array
+import contextvars
+import ctypes
 import dataclasses
-import enum
+import functools
+import os
+import threading
 import types
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.ao.quantization import DeQuantStub, QuantStub
 from torch.nn import functional as F
 
-from tests.hostile.harness import AT_RUN_TIME, hostile
-from tests.hostile.loops import changed
-from tests.hostile.nets import ConvNet, Net, Tokens, images, rows, sentences
+from tests.hostile.harness import AT_RUN_TIME, cross_entropy, hostile
+from tests.hostile.loops import changed, numbered, trained
+from tests.hostile.nets import ConvNet, Net, Tokens, images, layered, net, rows, sentences
 
 # ---- plain attributes, of a module of the front and of the code around it ----------------------
 
@@ -27,11 +33,6 @@ class Config:
 class Nested:
     def __init__(self, inner):
         self.inner = inner
-
-
-class Size(enum.Enum):
-    SMALL = 1.0
-    LARGE = 2.0
 
 
 class Slotted:
@@ -52,10 +53,6 @@ def cell(value):
         value = new
 
     return read, write
-
-
-GLOBAL_SCALE = 1.0
-GLOBAL_TABLE = {"scale": 1.0}
 
 
 def put(**attributes):
@@ -133,113 +130,43 @@ def tuned(part, setting, read):
     return model
 
 
-@hostile
-@pytest.mark.parametrize("kind", [kind for kind in SETTINGS if kind != "iterator"])
-def test_a_setting_that_changes_is_obeyed(run, kind):
-    make, read, change = SETTINGS[kind]
-    changed(run, lambda m: change(m.early), tuned("early", make(), read), rows())
-
-
+KINDS = [kind for kind in SETTINGS if kind != "iterator"]
 FEW = ["float", "str", "dict", "array in place", "tensor in an object", "dataclass", "closure"]
 
 
 @hostile
-@pytest.mark.parametrize("kind", FEW)
-def test_a_setting_of_the_code_around_the_boundary_is_obeyed(run, kind):
+@pytest.mark.cases(6)
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        *(("early", kind) for kind in KINDS),
+        *(("the model", kind) for kind in FEW),
+        *(("middle", kind) for kind in ("float", "list", "object")),
+    ],
+)
+def test_a_setting_that_changes_is_obeyed(run, part, kind):
     make, read, change = SETTINGS[kind]
-    changed(run, change, tuned("the model", make(), read), rows())
-
-
-@hostile
-@pytest.mark.parametrize("kind", ["float", "list", "object"])
-def test_a_setting_of_the_boundary_itself_is_obeyed(run, kind):
-    make, read, change = SETTINGS[kind]
-    changed(run, lambda m: change(m.middle), tuned("middle", make(), read), rows())
+    at = (lambda m: m) if part == "the model" else (lambda m: m.get_submodule(part))
+    changed(run, lambda m: change(at(m)), tuned(part, make(), read))
 
 
 @hostile
 def test_an_attribute_that_is_not_read_does_no_harm(run):
     make, read, change = SETTINGS["iterator"]
-    changed(run, lambda m: change(m.early), tuned("early", make(), read), rows())
+    changed(run, lambda m: change(m.early), tuned("early", make(), read))
 
 
 @hostile(served=True)
 def test_an_attribute_set_to_what_it_was_is_served_on(run):
     make, read, _ = SETTINGS["dict"]
-    changed(run, lambda m: setattr(m.early, "setting", {"a": 1.0}), tuned("early", make(), read),
-            rows(), epochs=6)  # fmt: skip
+    model = tuned("early", make(), read)
+    changed(run, lambda m: setattr(m.early, "setting", {"a": 1.0}), model, epochs=6)
 
 
 @hostile(served=True)
 def test_settings_of_the_active_part_are_free(run):
     make, read, change = SETTINGS["float"]
-    changed(run, lambda m: change(m.late), tuned("late", make(), read), rows())
-
-
-# ---- globals, classes, and what other modules hold --------------------------------------------
-
-
-@hostile
-@pytest.mark.parametrize("part", ["early", "the model"])
-def test_a_global_that_forward_reads_is_obeyed(run, part):
-    global GLOBAL_SCALE
-    GLOBAL_SCALE = 1.0
-
-    def change(model):
-        global GLOBAL_SCALE
-        GLOBAL_SCALE = 2.0
-
-    changed(run, change, tuned(part, None, lambda s: GLOBAL_SCALE), rows())
-
-
-@hostile
-def test_a_global_table_that_forward_reads_is_obeyed(run):
-    GLOBAL_TABLE["scale"] = 1.0
-    changed(
-        run, lambda m: GLOBAL_TABLE.update(scale=2.0),
-        tuned("early", None, lambda s: GLOBAL_TABLE["scale"]), rows(),
-    )  # fmt: skip
-
-
-@hostile(limit=AT_RUN_TIME)
-def test_a_function_of_torch_that_is_patched_is_called(run, monkeypatch):
-    class Activated(Net):
-        def front(self, x):
-            return self.middle(F.gelu(self.early(x)))
-
-    with monkeypatch.context() as patched:
-        changed(run, lambda m: patched.setattr(F, "gelu", torch.relu), Activated(), rows())
-
-
-@hostile
-def test_an_attribute_of_the_class_is_obeyed(run):
-    class Classy(nn.Linear):
-        scale = 1.0
-
-        def forward(self, x):
-            return super().forward(x) * self.scale
-
-    model = Net()
-    model.early = Classy(6, 8)
-    changed(run, lambda m: setattr(Classy, "scale", 2.0), model, rows())
-
-
-@hostile
-def test_a_property_over_something_else_is_obeyed(run):
-    class Proper(nn.Linear):
-        where = Nested(1.0)
-
-        @property
-        def scale(self):
-            return self.where.inner
-
-        def forward(self, x):
-            return super().forward(x) * self.scale
-
-    Proper.where = Nested(1.0)
-    model = Net()
-    model.early = Proper(6, 8)
-    changed(run, lambda m: setattr(Proper.where, "inner", 2.0), model, rows())
+    changed(run, lambda m: change(m.late), tuned("late", make(), read))
 
 
 @hostile
@@ -247,16 +174,164 @@ def test_a_config_that_all_modules_share_is_obeyed(run):
     config = Config()
     model = tuned("early", config, lambda s: s.scale)
     model.config = config
-    changed(run, lambda m: setattr(m.config, "scale", 2.0), model, rows())
+    changed(run, lambda m: setattr(m.config, "scale", 2.0), model)
+
+
+# ---- what the front reads, wherever it lies ---------------------------------------------------
+
+GLOBAL_SCALE = 1.0
+GLOBAL_TABLE = {"scale": 1.0}
+SCALE = contextvars.ContextVar("scale", default=1.0)
+OBJECT = Nested(1.0)
+MODULE = types.ModuleType("user_settings")
+
+
+class Kept(threading.local):
+    scale = 1.0
+
+
+def scaled(h):
+    return h * scaled.by
+
+
+def set_global(at, k):
+    global GLOBAL_SCALE
+    GLOBAL_SCALE = k
+
+
+class One:
+    factor = 1.0
+
+    def __call__(self):
+        return 1.0
+
+
+class Other(One):
+    def __call__(self):
+        return 2.0
+
+
+class Elsewhere:
+    def __init__(self, table):
+        self.table = table
+
+    def __get__(self, instance, owner):
+        return self.table["scale"]
+
+
+PLACES = {
+    "global": (lambda: None, lambda at: GLOBAL_SCALE, set_global),
+    "global table": (
+        lambda: None, lambda at: GLOBAL_TABLE["scale"], lambda at, k: GLOBAL_TABLE.update(scale=k),
+    ),
+    "array": (lambda: array.array("d", [1.0]), lambda at: at[0],
+              lambda at, k: at.__setitem__(0, k)),
+    "ctypes": (lambda: ctypes.c_double(1), lambda at: at.value,
+               lambda at, k: setattr(at, "value", k)),
+    "bytes": (lambda: bytearray([10]), lambda at: at[0] / 10,
+              lambda at, k: at.__setitem__(0, int(10 * k))),
+    "thread-local": (Kept, lambda at: at.scale, lambda at, k: setattr(at, "scale", k)),
+    "function": (lambda: scaled, lambda at: scaled(1.0), lambda at, k: setattr(scaled, "by", k)),
+    "context": (lambda: None, lambda at: SCALE.get(), lambda at, k: SCALE.set(k)),
+    "environment": (lambda: None, lambda at: float(os.environ["HOSTILE_SCALE"]),
+                    lambda at, k: os.environ.update(HOSTILE_SCALE=str(k))),
+    "module": (lambda: None, lambda at: MODULE.scale,
+               lambda at, k: setattr(MODULE, "scale", k)),
+}  # fmt: skip
+
+
+@hostile
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("kind", PLACES)
+def test_a_number_that_the_front_reads_wherever_it_lies(run, kind):
+    make, read, write = PLACES[kind]
+    at = make()
+    write(at, 1.0)
+    changed(run, lambda m: write(at, 2.0), layered(lambda layer, h: h * read(at)))
+
+
+FOUND_LATE = {
+    "object in a global": (
+        lambda: OBJECT, lambda at: OBJECT.inner, lambda at, k: setattr(OBJECT, "inner", k),
+    ),
+    "object two deep in a closure": (
+        lambda: Nested(Nested(1.0)), lambda at: at.inner.inner,
+        lambda at, k: setattr(at.inner, "inner", k),
+    ),
+    "attribute of a class": (lambda: One, lambda at: at.factor,
+                             lambda at, k: setattr(One, "factor", k)),
+    "attribute of an object's class": (
+        One, lambda at: at.factor, lambda at, k: setattr(One, "factor", k),
+    ),
+    "class of an object": (
+        One, lambda at: at(), lambda at, k: setattr(at, "__class__", One if k == 1 else Other),
+    ),
+    "operator of a class": (
+        One, lambda at: at(), lambda at, k: setattr(One, "__call__", lambda self: k),
+    ),
+    "descriptor": (
+        lambda: type("Described", (), {"scale": Elsewhere(GLOBAL_TABLE)})(),
+        lambda at: at.scale, lambda at, k: GLOBAL_TABLE.update(scale=k),
+    ),
+    "function in a module": (
+        lambda: None, lambda at: MODULE.scale(), lambda at, k: setattr(MODULE, "scale", lambda: k),
+    ),
+    "list in a partial": (
+        lambda: functools.partial(lambda f: f[0], [1.0]), lambda at: at(),
+        lambda at, k: at.args[0].__setitem__(0, k),
+    ),
+    "weights that are no child's": (
+        lambda: nn.Linear(2, 2), lambda at: at.weight.detach().sum(),
+        lambda at, k: nn.init.constant_(at.weight, k),
+    ),
+    "flag of torch": (
+        lambda: None, lambda at: 2.0 if torch.are_deterministic_algorithms_enabled() else 1.0,
+        lambda at, k: torch.use_deterministic_algorithms(k == 2),
+    ),
+    "function of torch": (
+        lambda: None, lambda at: F.hardtanh(torch.tensor(5.0)),
+        lambda at, k: setattr(F, "hardtanh", HARDTANH if k == 1 else torch.relu),
+    ),
+}  # fmt: skip
+HARDTANH = F.hardtanh
 
 
 @hostile(limit=AT_RUN_TIME)
-def test_a_weight_of_the_head_that_the_front_looks_at_is_obeyed(run):
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("kind", FOUND_LATE)
+def test_what_is_found_at_run_time_only_is_found_by_the_audit(run, kind):
+    make, read, write = FOUND_LATE[kind]
+    at = make()
+    write(at, 1.0)
+    try:
+        changed(run, lambda m: write(at, 2.0), layered(lambda layer, h: h * read(at)))
+    finally:
+        write(at, 1.0)
+
+
+@hostile(limit=AT_RUN_TIME)
+def test_a_setting_of_the_head_that_the_front_looks_at_is_obeyed(run):
     """The first layer scales by an attribute of the last one."""
     model = Net()
     model.head.scale = 1.0
     model.early = Tuned([model.head], lambda s: s[0].scale)
-    changed(run, lambda m: setattr(m.head, "scale", 2.0), model, rows())
+    changed(run, lambda m: setattr(m.head, "scale", 2.0), model)
+
+
+@hostile
+@pytest.mark.parametrize("how", ["class", "property"])
+def test_an_attribute_of_the_layers_class_is_obeyed(run, how):
+    where = Nested(1.0)
+    if how == "class":
+        changed(
+            run, lambda m: setattr(type(m.early), "by", 2.0),
+            layered(lambda layer, h: h * layer.by, by=1.0),
+        )  # fmt: skip
+    else:
+        model = layered(
+            lambda layer, h: h * layer.by, where=where, by=property(lambda layer: layer.where.inner)
+        )
+        changed(run, lambda m: setattr(where, "inner", 2.0), model)
 
 
 # ---- settings of torch's own modules ----------------------------------------------------------
@@ -304,7 +379,7 @@ def test_a_stride_that_changes_is_obeyed(run):
     model.early = nn.Sequential(
         nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3, stride=1), nn.AdaptiveAvgPool1d(4), nn.Flatten()
     )
-    changed(run, lambda m: put(stride=(2,))(m.early[1]), model, rows())
+    changed(run, lambda m: put(stride=(2,))(m.early[1]), model)
 
 
 @hostile(served=True)
@@ -346,17 +421,23 @@ def test_an_attention_scale_that_changes_is_obeyed(run):
 # ---- modes ------------------------------------------------------------------------------------
 
 
-@hostile
-def test_code_that_asks_for_the_mode_gets_the_models_own(run):
-    class Moody(Net):
-        def front(self, x):
-            return self.middle(torch.tanh(self.early(x)) * (2.0 if self.training else 1.0))
+def asking(ask):
+    """Return a model whose front asks for a mode."""
+    return net(front=lambda m, x: m.middle(m.early(x) * (2.0 if ask(m) else 1.0)).float())
 
-    model = run.freeze(Moody())
+
+@hostile
+@pytest.mark.parametrize(
+    ("ask", "eval_"),
+    [(lambda m: m.training, True), (lambda m: torch.is_grad_enabled(), False)],
+    ids=["training", "gradients"],
+)
+def test_code_that_asks_for_a_mode_is_asked_again(run, ask, eval_):
+    model = run.freeze(asking(ask))
     loader = run.loader(rows())
 
     def evaluate(epoch):
-        model.eval()
+        model.train(not eval_)
         with torch.no_grad():
             for x, _ in loader:
                 run.record(model(x).square().sum())
@@ -364,43 +445,83 @@ def test_code_that_asks_for_the_mode_gets_the_models_own(run):
     run.fit(model, loader, 3, each_epoch=evaluate)
 
 
-@hostile
-def test_a_front_that_asks_whether_gradients_are_on_is_asked_again(run):
-    class Asking(Net):
-        def front(self, x):
-            return self.middle(self.early(x) * (1.0 if torch.is_grad_enabled() else 2.0))
+def in_autocast(switch, parts=1):
+    """Return a loss in autocast, where the switch is on."""
 
-    model = run.freeze(Asking())
-    loader = run.loader(rows())
+    def loss(model, batch):
+        with torch.autocast("cpu", torch.bfloat16, enabled=switch[0]):
+            out = torch.cat([model(x) for x in batch[0].chunk(parts)])
+        return F.cross_entropy(out.float(), batch[1])
 
-    def evaluate(epoch):
-        with torch.no_grad():
-            for x, _ in loader:
-                run.record(model(x).square().sum())
-
-    run.fit(model, loader, 3, each_epoch=evaluate)
+    return loss
 
 
 @hostile
 def test_a_front_that_asks_whether_autocast_is_on_is_asked_again(run):
-    class Asking(Net):
-        def front(self, x):
-            on = torch.is_autocast_enabled("cpu")
-            return self.middle(self.early(x) * (2.0 if on else 1.0)).float()
-
-    model = run.freeze(Asking())
     switch = [False]
 
-    def loss(model, batch):
-        with torch.autocast("cpu", torch.bfloat16, enabled=switch[0]):
-            return F.cross_entropy(model(batch[0]).float(), batch[1])
-
-    def each_epoch(epoch):
+    def each_epoch(model, epoch):
         if epoch == 2:
             run.turn()
         switch[0] = epoch >= 2
 
-    run.fit(model, run.loader(rows()), 4, loss=loss, each_epoch=each_epoch)
+    model = asking(lambda m: torch.is_autocast_enabled("cpu"))
+    trained(run, in_autocast(switch), model=model, each_epoch=each_epoch, epochs=4)
+
+
+@hostile(served=True)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_autocast_in_one_epoch_alone(run, parts):
+    switch = [False]
+    trained(
+        run, in_autocast(switch, parts), epochs=4,
+        each_epoch=lambda model, epoch: switch.__setitem__(0, epoch == 1),
+    )  # fmt: skip
+
+
+@hostile(served=True)
+def test_another_default_dtype_for_what_the_front_makes(run):
+    def front(model, x):
+        ones = torch.full((8,), 1 / 3).double() * 3e7
+        return model.middle(torch.tanh(model.early(x)) * (ones - 1e7 + 1).float())
+
+    def each_epoch(model, epoch):
+        torch.set_default_dtype(torch.float64 if epoch == 1 else torch.float32)
+
+    try:
+        trained(run, model=net(front=front), each_epoch=each_epoch, epochs=4)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def mixed(model, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        h = model.early(x)
+        with torch.autocast("cpu", enabled=False):
+            return model.middle(torch.tanh(h.float()))
+
+
+def with_a_compiled_head():
+    model = Net()
+    model.late.compile(backend="eager")
+    return model
+
+
+ODD = {
+    "autocast within autocast": lambda: net(front=mixed),
+    "no gradients": lambda: net(front=torch.no_grad()(Net.front)),
+    "a compiled head": with_a_compiled_head,
+    "stubs of quantisation": lambda: net(
+        forward=lambda m, x: m.dequant(Net.forward(m, m.quant(x))), quant=QuantStub(),
+        dequant=DeQuantStub(),
+    ),
+}  # fmt: skip
+
+
+@hostile
+@pytest.mark.parametrize("kind", ODD)
+def test_models_with_modes_of_their_own_are_right(run, kind):
+    trained(run, model=ODD[kind]())
 
 
 # ---- counts and schedules ---------------------------------------------------------------------
@@ -417,104 +538,81 @@ class Counting(nn.Linear):
 
 
 @hostile
-def test_a_counter_of_the_front_that_the_head_reads_counts(run):
-    class Warming(Net):
-        def __init__(self):
-            super().__init__()
-            self.early = Counting(6, 8)
-
-        def back(self, h):
-            return super().back(h) * min(1.0, self.early.calls / 10)
-
-    run.fit(run.freeze(Warming()), run.loader(rows()), 4)
-
-
-@hostile
-def test_a_counter_of_the_front_that_the_loop_reads_counts(run):
-    model = Net()
+@pytest.mark.parametrize("who", ["the head", "the loop"])
+def test_a_counter_of_the_front_that_others_read_counts(run, who):
+    warming = lambda m, h: Net.back(m, h) * min(1.0, m.early.calls / 10)  # noqa: E731
+    model = net(back=warming) if who == "the head" else Net()
     model.early = Counting(6, 8)
-    run.freeze(model)
-    run.fit(model, run.loader(rows()), 4, each_step=lambda step: run.see(model.early.calls))
+    trained(run, model=model, epochs=4, each_step=lambda m, step: run.see(m.early.calls))
+
+
+def counts(decide):
+    """Return a model that counts its calls: `decide(h, calls)` is what the first layer gives."""
+
+    def forward(self, x):
+        self.calls += 1
+        h = decide(self.early(x), self.calls)
+        return self.back(self.middle(torch.tanh(h))) * (1 + 0.001 * self.calls)
+
+    return net(forward=forward, calls=0)
+
+
+LATE = {
+    "mean": lambda h, calls: h - h.mean(0) if calls > 12 else h,
+    "scale": lambda h, calls: h / 2 if calls > 12 else h,
+    "by and by": lambda h, calls: h * 0.9**calls,
+}
 
 
 @hostile
-def test_a_counter_of_the_model_itself_counts(run):
-    class Own(Net):
-        calls = 0
+@pytest.mark.parametrize("what", LATE)
+def test_a_counter_of_the_models_own_that_decides_of_the_front(run, what):
+    trained(run, model=counts(LATE[what]), epochs=6)
 
-        def forward(self, x):
-            self.calls += 1
-            return super().forward(x) * min(1.0, self.calls / 10)
 
-    model = run.freeze(Own())
-    run.fit(model, run.loader(rows()), 4)
+@hostile(served=True)
+def test_a_counter_of_the_models_own_that_decides_nothing_of_the_front(run):
+    model = trained(run, model=counts(lambda h, calls: h), epochs=4)
     run.see(model.calls)
 
 
 @hostile
-def test_a_temperature_that_the_loop_lowers_each_step_is_obeyed(run):
-    model = run.freeze(tuned("early", 1.0, lambda s: s))
+@pytest.mark.parametrize("part", ["early", "the model"])
+@pytest.mark.parametrize("when", ["each_step", "each_epoch"])
+def test_a_temperature_that_the_loop_lowers_is_obeyed(run, part, when):
+    def lower(model, number):
+        put(setting=0.8**number)(model if part == "the model" else model.early)
 
-    def each_step(step):
-        model.early.setting = 0.9**step
-
-    run.fit(model, run.loader(rows()), 4, each_step=each_step)
-
-
-@hostile
-def test_a_temperature_that_the_loop_lowers_each_epoch_is_obeyed(run):
-    model = run.freeze(tuned("the model", 1.0, lambda s: s))
-    run.fit(model, run.loader(rows()), 4, each_epoch=lambda epoch: put(setting=0.5**epoch)(model))
-
-
-@hostile
-def test_a_temperature_that_the_front_lowers_itself_is_obeyed(run):
-    class Cooling(nn.Linear):
-        temperature = 1.0
-
-        def forward(self, x):
-            self.temperature *= 0.9
-            return super().forward(x) * self.temperature
-
-    model = Net()
-    model.early = Cooling(6, 8)
-    run.fit(run.freeze(model), run.loader(rows()), 4)
+    trained(run, model=tuned(part, 1.0, lambda s: s), epochs=4, **{when: lower})
 
 
 @hostile(served=True)
 def test_a_temperature_of_the_head_may_fall_each_step(run):
-    model = run.freeze(tuned("late", 1.0, lambda s: s))
-
-    def each_step(step):
-        model.late.setting = 0.9**step
-
-    run.fit(model, run.loader(rows()), 4, each_step=each_step)
+    trained(
+        run, model=tuned("late", 1.0, lambda s: s), epochs=4,
+        each_step=lambda model, step: setattr(model.late, "setting", 0.9**step),
+    )  # fmt: skip
 
 
 # ---- arguments --------------------------------------------------------------------------------
 
 
-class Given(Net):
-    """Takes more than the batch, and uses it before the boundary."""
-
-    def forward(self, x, given):
-        scale = given
-        if isinstance(given, Config):
-            scale = given.scale
-        elif isinstance(given, dict):
-            scale = given["scale"]
-        elif isinstance(given, np.ndarray):
-            scale = given[0].item()
-        elif isinstance(given, list):
-            scale = given[0]
-        return self.back(self.front(x * scale))
+def scale_of(given):
+    if isinstance(given, Config):
+        return given.scale
+    if isinstance(given, dict):
+        return given["scale"]
+    if isinstance(given, np.ndarray | list):
+        return float(given[0])
+    return given
 
 
-class GivenLate(Net):
-    """Uses what it is given after the boundary."""
+def given_early(model, x, given):
+    return model.back(model.front(x * scale_of(given)))
 
-    def forward(self, x, given):
-        return self.back(self.front(x) * given)
+
+def given_late(model, x, given):
+    return model.back(model.front(x) * given)
 
 
 ARGUMENTS = {
@@ -528,68 +626,48 @@ ARGUMENTS = {
 
 
 @hostile
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("kind", ARGUMENTS)
 def test_an_argument_that_changes_inside_is_read_again(run, kind):
     make, change = ARGUMENTS[kind]
     given = make()
-    model = run.freeze(Given())
 
-    def each_epoch(epoch):
+    def each_epoch(model, epoch):
         if epoch == 2:
             run.turn()
             change(given)
 
-    run.fit(
-        model, run.loader(rows()), 4, each_epoch=each_epoch,
-        loss=lambda m, b: F.cross_entropy(m(b[0], given), b[1]),
+    trained(
+        run, lambda m, b: F.cross_entropy(m(b[0], given), b[1]), model=net(forward=given_early),
+        epochs=4, each_epoch=each_epoch,
     )  # fmt: skip
 
 
+def given(values):
+    """Return a loss that gives the model one value in each step."""
+    return numbered(lambda m, x, y, step: cross_entropy(lambda x: m(x, values(step)), (x, y)))
+
+
 @hostile
-def test_a_new_argument_in_the_place_of_one_that_is_gone_is_another(run):
+@pytest.mark.parametrize(
+    "values",
+    [lambda step: Config(1.0 if step < 6 else 2.0), lambda step: 1.0 + 0.1 * step],
+    ids=["a new object in the place of one that is gone", "a schedule"],
+)
+def test_another_argument_of_the_front_is_another(run, values):
     """Objects are told apart by what they hold: a new one may have the old one's address."""
-    model = run.freeze(Given())
-    scale = [1.0]
-
-    def each_epoch(epoch):
-        if epoch == 2:
-            run.turn()
-            scale[0] = 2.0
-
-    run.fit(
-        model, run.loader(rows()), 4, each_epoch=each_epoch,
-        loss=lambda m, b: F.cross_entropy(m(b[0], Config(scale[0])), b[1]),
-    )  # fmt: skip
+    trained(run, given(values), model=net(forward=given_early), epochs=4)
 
 
 @hostile(served=True)
-@pytest.mark.parametrize("kind", ["float", "tensor"])
-def test_a_schedule_given_to_the_head_is_served(run, kind):
-    model = run.freeze(GivenLate())
-    steps = iter(range(1000))
-
-    def loss(model, batch):
-        given = 1.0 + 0.1 * next(steps)
-        return F.cross_entropy(
-            model(batch[0], torch.tensor(given) if kind == "tensor" else given), batch[1]
-        )
-
-    run.fit(model, run.loader(rows()), 5, loss=loss)
-
-
-@hostile
-def test_a_schedule_given_to_the_front_is_told(run):
-    steps = iter(range(1000))
-    run.fit(
-        run.freeze(Given()), run.loader(rows()), 4,
-        loss=lambda m, b: F.cross_entropy(m(b[0], 1.0 + 0.1 * next(steps)), b[1]),
-    )  # fmt: skip
-
-
-@hostile(served=True)
-def test_a_flag_that_alternates_has_a_cut_for_each(run):
-    steps = iter(range(1000))
-    run.fit(
-        run.freeze(Given()), run.loader(rows()), 4,
-        loss=lambda m, b: F.cross_entropy(m(b[0], float(1 + next(steps) % 2)), b[1]),
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("forward", "values"),
+    [
+        (given_late, lambda step: 1.0 + 0.1 * step),
+        (given_late, lambda step: torch.tensor(1.0 + 0.1 * step)),
+        (given_early, lambda step: float(1 + step % 2)),
+    ],
+    ids=["a schedule of the head", "as a tensor", "a flag of the front that alternates"],
+)
+def test_arguments_that_do_not_make_another_front_are_served(run, forward, values):
+    trained(run, given(values), model=net(forward=forward), epochs=5)

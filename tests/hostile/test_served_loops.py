@@ -1,44 +1,32 @@
-"""What can be served is served: ordinary loops, each with its own habit."""
+"""What can be served is served, and what is not is right: loops, each with its own habit."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Subset
 
 from tests.hostile.harness import cross_entropy, hostile, sgd
-from tests.hostile.loops import trained
-from tests.hostile.nets import (
-    NUM_SAMPLES,
-    Net,
-    labels,
-    rows,
-)
+from tests.hostile.loops import ce, numbered, trained
+from tests.hostile.nets import ConvNet, Net, Pairs, Tokens, images, net, rows, sentences
 
-# ---- what the loop does to its inputs ---------------------------------------------------------
-
-
-# ---- loops ------------------------------------------------------------------------------------
+# ---- loaders and evaluations ------------------------------------------------------------------
 
 
 @hostile(served=True)
-def test_a_loader_made_anew_every_epoch_is_served(run):
-    model = run.freeze(Net())
-    data = rows()
-    for _ in range(20):
-        run.fit(model, run.loader(data), 1)
-
-
-@hostile(served=True)
-def test_a_loader_and_a_data_set_made_anew_every_epoch_are_served(run):
-    model = run.freeze(Net())
-    for epoch in range(4):
-        run.fit(model, run.loader(Subset(rows(), [*range(24)]), shuffle=epoch > 1), 1)
+@pytest.mark.parametrize("data_too", [False, True])
+def test_a_loader_made_anew_every_epoch_is_served(run, data_too):
+    model, data = run.freeze(Net()), rows()
+    for epoch in range(8):
+        data = Subset(rows(), [*range(24)]) if data_too else data
+        run.fit(model, run.loader(data, shuffle=data_too and epoch > 1), 1)
 
 
 @hostile(served=True)
@@ -52,60 +40,119 @@ def test_two_loaders_of_one_model_are_both_served(run):
 
 @hostile(served=True)
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_evaluation_in_between_is_served(run, context):
+@pytest.mark.parametrize("when", ["each_epoch", "each_step"])
+def test_evaluation_in_between_is_served(run, context, when):
     model = run.freeze(Net())
     loader, other = run.loader(rows()), run.loader(rows(seed=7), 24, ours={"name": "val"})
 
-    def evaluate(epoch):
+    def evaluate(number):
         model.eval()
         with context():
-            for x, y in other:
-                run.record(F.cross_entropy(model(x), y))
+            for batch in other if number % 2 else ():
+                run.record(cross_entropy(model, batch))
+        model.train()
 
-    run.fit(model, loader, 5, each_epoch=evaluate)
-
-
-@hostile(served=True)
-def test_evaluation_in_the_middle_of_an_epoch_is_served(run):
-    model = run.freeze(Net())
-    other = run.loader(rows(seed=7), ours={"name": "val"})
-
-    def evaluate(step):
-        if step % 2 == 1:
-            model.eval()
-            with torch.no_grad():
-                for x, y in other:
-                    run.record(F.cross_entropy(model(x), y))
-            model.train()
-
-    run.fit(model, run.loader(rows()), 4, each_step=evaluate)
+    run.fit(model, loader, 5, **{when: evaluate})
 
 
-@hostile(served=True)
-def test_two_calls_a_step_are_served(run):
+@hostile
+def test_training_in_eval_mode(run):
+    model = run.freeze(ConvNet(), "body")
+    loader, optimizer = run.loader(images()), sgd(model, 0.05)
+    for epoch in range(4):
+        model.train(epoch % 2 == 0)
+        for batch in loader:
+            run.step(cross_entropy(model, batch), optimizer)
+    run.see(model)
+
+
+@hostile
+@pytest.mark.parametrize("kind", ["folds", "seeds"])
+def test_several_trainings_in_one_directory(run, kind):
+    data = Pairs()
+    for number in range(3):
+        torch.manual_seed(3 if kind == "folds" else number)
+        keep = [i for i in range(24) if kind == "seeds" or i % 3 != number]
+        trained(run, data=Subset(data, keep), epochs=2)
+        run.close()
+
+
+@hostile
+def test_two_models_with_one_loader(run):
+    model, other = run.freeze(Net()), Net()
+    loader, optimizer, second = run.loader(rows()), sgd(model), sgd(other)
+    for epoch in range(4):
+        for x, y in loader:
+            run.step(ce(model, x, y), optimizer)
+            loss = ce(other, x if epoch else x * 2, y)
+            run.see(loss)
+            second.zero_grad()
+            loss.backward()
+            second.step()
+    run.see(other)
+
+
+@hostile
+def test_seeds_set_anew_every_epoch(run):
+    trained(
+        run, model=Tokens(), boundary="block", data=sentences(), shuffle=True, epochs=4,
+        each_epoch=lambda model, epoch: torch.manual_seed(epoch % 2),
+    )  # fmt: skip
+
+
+# ---- steps ------------------------------------------------------------------------------------
+
+
+def dropping():
+    return net(back=lambda m, h: Net.back(m, F.dropout(h, 0.3, m.training)))
+
+
+def twice(m, x, y, n):
     """R-drop: the same batch twice, dropout behind the boundary makes the difference."""
+    a, b = m(x), m(x)
+    return F.cross_entropy(a, y) + F.cross_entropy(b, y) + F.mse_loss(a, b)
 
-    class Dropping(Net):
-        def back(self, h):
-            return super().back(F.dropout(h, 0.3, self.training))
 
-    def loss(model, batch):
-        x, y = batch
-        a, b = model(x), model(x)
-        return F.cross_entropy(a, y) + F.cross_entropy(b, y) + F.mse_loss(a, b)
-
-    trained(run, loss, model=Dropping())
+def loss_of_two_kinds(m, x, y, n):
+    return (F.cross_entropy if n % 2 else F.multi_margin_loss)(m(x), y)
 
 
 @hostile(served=True)
-def test_a_batch_used_for_several_steps_is_served(run):
+@pytest.mark.parametrize("loss", [twice, loss_of_two_kinds])
+def test_losses_of_any_kind_are_served(run, loss):
+    trained(run, numbered(loss), model=dropping())
+
+
+@hostile(served=True)
+@pytest.mark.parametrize("steps", [3, 0.5], ids=["several for a batch", "one for two batches"])
+def test_batches_and_steps_of_other_numbers_are_served(run, steps):
     model = run.freeze(Net())
-    loader = run.loader(rows())
+    loader = run.loader(rows(), 4)
     optimizer = sgd(model, 0.05)
     for _ in range(4):
-        for batch in loader:
-            for _ in range(3):
-                run.step(cross_entropy(model, batch), optimizer)
+        for number, batch in enumerate(loader):
+            for _ in range(max(1, int(steps))):
+                loss = cross_entropy(model, batch)
+                run.record(loss)
+                loss.backward()
+                if steps >= 1 or number % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    run.see(model)
+
+
+@hostile(served=True)
+def test_adversarial_features_in_turns(run):
+    """A critic on the head's output, trained in turns with the head."""
+    model, critic = run.freeze(Net()), nn.Linear(3, 1)
+    loader, one, two = run.loader(rows()), sgd(model), sgd(critic)
+    for _ in range(4):
+        for number, (x, y) in enumerate(loader):
+            out = model(x)
+            if number % 2:
+                run.step(critic(out.detach()).square().mean(), two)
+            else:
+                run.step(F.cross_entropy(out, y) + critic(out).mean(), one)
     run.see(model)
 
 
@@ -132,15 +179,12 @@ def test_sharpness_aware_steps_are_served(run):
 
 @hostile(served=True)
 def test_double_backward_is_served(run):
-    model = run.freeze(Net())
-    loader = run.loader(rows())
-    optimizer = sgd(model, 0.05)
-    for _ in range(4):
-        for batch in loader:
-            loss = cross_entropy(model, batch)
-            gradients = torch.autograd.grad(loss, [*model.head.parameters()], create_graph=True)
-            run.step(loss + sum(g.square().sum() for g in gradients), optimizer)
-    run.see(model)
+    def loss(model, batch):
+        value = cross_entropy(model, batch)
+        gradients = torch.autograd.grad(value, [*model.head.parameters()], create_graph=True)
+        return value + sum(g.square().sum() for g in gradients)
+
+    trained(run, loss, optimizer=lambda model: sgd(model, 0.05), epochs=4)
 
 
 @hostile(served=True)
@@ -148,7 +192,7 @@ def test_autocast_and_a_scaler_are_served(run):
     model = run.freeze(Net())
     loader = run.loader(rows())
     optimizer = sgd(model)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     for _ in range(4):
         for x, y in loader:
             with torch.autocast("cpu", torch.bfloat16):
@@ -156,37 +200,25 @@ def test_autocast_and_a_scaler_are_served(run):
             run.record(loss)
             optimizer.zero_grad()
             scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_value_(model.parameters(), 0.1)
             scaler.step(optimizer)
             scaler.update()
     run.see(model)
 
 
 @hostile(served=True)
-def test_a_teacher_by_deepcopy_is_right_beside_it(run):
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_teacher_by_deepcopy_is_right_beside_it(run, follows):
     model = run.freeze(Net())
-    teacher = copy.deepcopy(model).requires_grad_(False).eval()
+    teacher = copy.deepcopy(model).requires_grad_(False).train(follows)
 
     def loss(model, batch):
-        x, y = batch
         with torch.no_grad():
-            target = teacher(x)
-        return F.cross_entropy(model(x), y) + F.mse_loss(model(x), target)
-
-    run.fit(model, run.loader(rows()), 4, loss=loss)
-
-
-@hostile(served=True)
-def test_a_mean_teacher_follows_the_student(run):
-    model = run.freeze(Net())
-    teacher = copy.deepcopy(model).requires_grad_(False)
-
-    def loss(model, batch):
-        x, y = batch
-        with torch.no_grad():
-            target = teacher(x)
+            target = teacher(batch[0])
             for p, q in zip(teacher.parameters(), model.parameters(), strict=True):
-                p.lerp_(q, 0.1)
-        return F.cross_entropy(model(x), y) + F.mse_loss(model(x), target)
+                p.lerp_(q, 0.1 * follows)
+        return cross_entropy(model, batch) + F.mse_loss(model(batch[0]), target)
 
     run.fit(model, run.loader(rows()), 4, loss=loss)
 
@@ -195,86 +227,78 @@ def test_a_mean_teacher_follows_the_student(run):
 @pytest.mark.parametrize("region", ["behind", "ends at the boundary", "layers of the head"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_regions_are_served(run, region, reentrant):
-    class Checkpointed(Net):
-        def forward(self, x):
-            if region == "ends at the boundary":
-                h = checkpoint(self.front, x, use_reentrant=reentrant)
-                return self.back(h)
-            h = self.front(x)
-            if region == "behind":
-                return checkpoint(self.back, h, use_reentrant=reentrant)
-            h = checkpoint(self.late, torch.tanh(h), use_reentrant=reentrant)
-            return self.head(torch.tanh(h))
+    # The reentrant kind needs an input that asks for a gradient.
+    asks = reentrant and region != "ends at the boundary"
 
-    model = Checkpointed()
-    if reentrant and region != "ends at the boundary":
-        # The reentrant kind needs an input that asks for a gradient.
-        class Asking(Checkpointed):
-            def __init__(self):
-                super().__init__()
-                self.one = nn.Parameter(torch.ones(()))
+    def forward(model, x):
+        if region == "ends at the boundary":
+            return model.back(checkpoint(model.front, x, use_reentrant=reentrant))
+        h = model.front(x)
+        h = h * model.one if asks else h
+        if region == "behind":
+            return checkpoint(model.back, h, use_reentrant=reentrant)
+        h = checkpoint(model.late, torch.tanh(h), use_reentrant=reentrant)
+        return model.head(torch.tanh(h))
 
-            def front(self, x):
-                return super().front(x) * self.one
-
-        model = Asking()
-        model.one.requires_grad_(True)
-    with_warnings(run, model)
-
-
-def with_warnings(run, model):
-    import warnings
-
+    model = net(forward=forward, **({"one": nn.Parameter(torch.ones(()))} if asks else {}))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trained(run, model=model)
 
 
 @hostile(served=True)
-def test_a_last_partial_batch_is_served(run):
-    trained(run, data=rows(21), shuffle=True)
+def test_learning_rates_may_change_at_will(run):
+    model = run.freeze(Net())
+    optimizer = sgd(model)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=20)
+    each_step = lambda step: schedule.step() if step else None  # noqa: E731
+    run.fit(model, run.loader(rows()), 4, optimizer=optimizer, each_step=each_step)
+
+
+# ---- models -----------------------------------------------------------------------------------
+
+
+class Module(nn.Module):
+    """As Lightning's modules hold theirs: the cache is given the inner one."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch):
+        return cross_entropy(self.model, batch)
 
 
 @hostile(served=True)
 def test_a_model_inside_of_the_users_module_is_served(run):
-    """As Lightning's modules hold theirs: the cache is given the inner one."""
-
-    class Module(nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.model = model
-
-        def training_step(self, batch):
-            return cross_entropy(self.model, batch)
-
-    model = run.freeze(Net())
-    outer = Module(model)
+    outer = Module(run.freeze(Net()))
     run.fit(outer, run.loader(rows()), 4, loss=lambda outer, batch: outer.training_step(batch))
 
 
+def lossy(model, x, y=None):
+    out = Net.forward(model, x)
+    return out, None if y is None else F.cross_entropy(out, y)
+
+
+def returning(model, x):
+    early = torch.tanh(model.early(x))
+    h = model.middle(early)
+    return {"logits": model.back(h), "hidden": [early, h]}
+
+
+def hidden_loss(m, b):
+    out = m(b[0])
+    return F.cross_entropy(out["logits"], b[1]) + sum(h.mean() for h in out["hidden"])
+
+
 @hostile(served=True)
-def test_the_model_may_take_its_loss_along(run):
-    class Lossy(Net):
-        def forward(self, x, y=None):
-            out = super().forward(x)
-            return (out, None if y is None else F.cross_entropy(out, y))
-
-    trained(run, lambda m, b: m(b[0], y=b[1])[1], model=Lossy())
-
-
-@hostile(served=True)
-def test_hidden_states_of_the_front_that_the_model_returns_are_served(run):
-    class Returning(Net):
-        def forward(self, x):
-            early = torch.tanh(self.early(x))
-            h = self.middle(early)
-            return {"logits": self.back(h), "hidden": [early, h]}
-
-    def loss(model, batch):
-        out = model(batch[0])
-        return F.cross_entropy(out["logits"], batch[1]) + sum(h.mean() for h in out["hidden"])
-
-    trained(run, loss, model=Returning())
+@pytest.mark.parametrize(
+    ("forward", "loss"),
+    [(lossy, lambda m, b: m(b[0], y=b[1])[1]), (returning, hidden_loss)],
+    ids=["the loss", "hidden states"],
+)
+def test_what_the_model_returns_besides_is_served(run, forward, loss):
+    trained(run, loss, model=net(forward=forward))
 
 
 @hostile(served=True)
@@ -287,79 +311,151 @@ def test_a_boundary_that_moves_is_served_where_it_comes_to_rest(run, order):
         run.fit(model, loader, 3)
 
 
-@hostile(served=True)
-def test_learning_rates_and_losses_may_change_at_will(run):
+@hostile
+def test_a_boundary_moved_every_epoch(run):
     model = run.freeze(Net())
+    loader, optimizer = run.loader(rows()), torch.optim.SGD(model.parameters(), 0.1)
+    for epoch in range(4):
+        run.move(model, ["early", "middle"][epoch % 2])
+        for batch in loader:
+            run.step(cross_entropy(model, batch), optimizer)
+    run.see(model)
+
+
+def frozen_and_thawed(model, epoch):
+    model.late.requires_grad_(epoch % 2 == 0)
+
+
+def replaced_by_a_wider(model, epoch):
+    if epoch == 2:
+        model.head = nn.Linear(8, 5)
+
+
+def adapter_that_joins(model, epoch):
+    if epoch == 2:
+        model.late = nn.Sequential(model.late, nn.Tanh(), nn.Linear(8, 8))
+
+
+def loaded_from_a_checkpoint(model, epoch):
+    if epoch == 1:
+        model.kept = copy.deepcopy(model.state_dict())
+    if epoch == 2:
+        model.load_state_dict(model.kept)
+
+
+CHANGES = [frozen_and_thawed, replaced_by_a_wider, adapter_that_joins, loaded_from_a_checkpoint]
+
+
+@hostile(served=True)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_the_active_part_may_change_at_will(run, change):
+    """Its layers are frozen, classes are added, weights and optimizers loaded."""
+    model = run.freeze(Net())
+    loader = run.loader(rows())
+    for epoch in range(5):
+        change(model, epoch)
+        run.fit(model, loader, 1)
+
+
+@hostile(served=True)
+def test_a_moving_target_network_beside_the_front(run):
+    def forward(model, x):
+        h = model.front(x)
+        return model.back(h) + 0.1 * model.target(h)
+
+    def move(model, step):
+        with torch.no_grad():
+            for a, b in zip(model.target.parameters(), model.head.parameters(), strict=True):
+                a.mul_(0.9).add_(b, alpha=0.1)
+
+    model = net(forward=forward, target=nn.Linear(8, 3).requires_grad_(False))
+    trained(run, model=model, each_step=move, epochs=4)
+
+
+# ---- errors that are caught -------------------------------------------------------------------
+
+
+class Failing(Net):
+    """Fails now and then, in one place."""
+
+    where, calls = "back", 0
+
+    def fail_in(self, where, now):
+        if where == self.where and now:
+            raise ArithmeticError("again")
+
+    def front(self, x):
+        self.fail_in("front", len(x) == 5)
+        return super().front(x)
+
+    def back(self, h):
+        self.calls += 1
+        self.fail_in("back", self.calls % 4 == 2)
+        self.fail_in("memory", len(h) > 4)
+        return super().back(h)
+
+
+def halved(model, x, y, n):
+    try:
+        return ce(model, x, y)
+    except ArithmeticError:
+        return (ce(model, x[:4], y[:4]) + ce(model, x[4:], y[4:])) / 2
+
+
+@hostile
+@pytest.mark.parametrize("where", ["front", "back", "memory"])
+def test_an_error_of_the_model_is_the_models_own(run, where):
+    """The loop goes on with the next batch, or with halves of this one."""
+    model = run.freeze(net(Failing, where=where))
+    loader, optimizer = run.loader(rows(21)), sgd(model)
+    loss = numbered(halved if where == "memory" else lambda m, x, y, n: ce(m, x, y))
+    for _ in range(4):
+        for batch in loader:
+            with contextlib.suppress(ArithmeticError):
+                run.step(loss(model, batch), optimizer)
+    run.see(model)
+
+
+@hostile
+def test_an_error_of_the_data_set_is_the_data_sets_own(run):
+    class Raising(Pairs):
+        fails = False
+
+        def __getitem__(self, index):
+            if self.fails and index == 12:
+                raise OSError("not there for the moment")
+            return super().__getitem__(index)
+
+    data = Raising()
+    model = run.freeze(Net())
+    loader = run.loader(data)
     optimizer = sgd(model)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=20)
-    losses = [
-        lambda m, b: F.cross_entropy(m(b[0]), b[1]),
-        lambda m, b: F.multi_margin_loss(m(b[0]), b[1]),
-    ]
-
-    def each_step(step):
-        if step:
-            schedule.step()
-
-    steps = iter(range(100))
-    run.fit(
-        model, run.loader(rows()), 4, optimizer=optimizer, each_step=each_step,
-        loss=lambda m, b: losses[next(steps) % 2](m, b),
-    )  # fmt: skip
+    for epoch in range(4):
+        data.fails = epoch == 0
+        with contextlib.suppress(OSError):
+            for batch in loader:
+                run.step(cross_entropy(model, batch), optimizer)
+    run.see(model)
 
 
 @hostile(served=True)
-def test_active_layers_may_be_frozen_and_thawed_at_will(run):
+def test_an_error_of_the_loop_and_a_new_epoch(run):
     model = run.freeze(Net())
-
-    def each_epoch(epoch):
-        model.late.requires_grad_(epoch % 2 == 0)
-
-    run.fit(model, run.loader(rows()), 5, each_epoch=each_epoch)
-
-
-@hostile(served=True)
-def test_a_head_replaced_by_a_wider_one_is_served_on(run):
-    """Class-incremental training."""
-    model = run.freeze(Net())
-    loader = run.loader(rows())
-    run.fit(model, loader, 2)
-    model.head = nn.Linear(8, 5)
-    run.fit(model, loader, 2)
+    loader = run.loader(rows(), shuffle=True)
+    optimizer = sgd(model)
+    for _ in range(5):
+        with contextlib.suppress(ZeroDivisionError):
+            for number, batch in enumerate(loader):
+                run.step(cross_entropy(model, batch), optimizer)
+                if number == 1:
+                    raise ZeroDivisionError
+    run.see(model)
 
 
-@hostile(served=True)
-def test_a_head_with_an_adapter_that_joins_is_served_on(run):
-    model = run.freeze(Net())
-    loader = run.loader(rows())
-    run.fit(model, loader, 2)
-    model.late = nn.Sequential(model.late, nn.Tanh(), nn.Linear(8, 8))
-    run.fit(model, loader, 2)
+@hostile
+def test_closing_the_cache_in_the_middle_of_an_epoch(run):
+    def each_step(model, step):
+        if step == 7 and run.cache is not None:
+            run.cache.close()
 
-
-@hostile(served=True)
-def test_weights_and_optimizer_loaded_from_a_checkpoint_are_served_on(run):
-    model = run.freeze(Net())
-    loader = run.loader(rows())
-    optimizer = run.fit(model, loader, 2)
-    kept = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
-    run.fit(model, loader, 1, optimizer=optimizer)
-    model.load_state_dict(kept[0])
-    optimizer.load_state_dict(kept[1])
-    run.fit(model, loader, 4, optimizer=optimizer)
-
-
-class Noisy(Dataset):
-    """A data set that draws from a generator of its own per sample: the same every time."""
-
-    def __len__(self):
-        return NUM_SAMPLES
-
-    def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index)
-        return torch.randn(6, generator=generator), labels()[index]
-
-
-@hostile(served=True)
-def test_a_data_set_with_generators_of_its_own_is_served(run):
-    trained(run, data=Noisy())
+    trained(run, each_step=each_step)

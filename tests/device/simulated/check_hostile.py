@@ -12,7 +12,9 @@ from tests.hostile.test_prefix_tensors import *  # noqa: F403
 from tests.hostile.test_served_loops import *  # noqa: F403
 
 NOT_ON_A_DEVICE = (
-    "numpy", "NumPy", "dlpack", "a_buffer_that_joins", "replaced_by_a_wider", "adapter_that_joins",
+    "numpy", "NumPy", "dlpack", "arrays_that_share", "one that joins", "registered",
+    "replaced_by_a_wider", "adapter_that_joins", "moving_target", "saved_and_loaded",
+    "two_models_with_one_loader", "adversarial_features",
 )  # fmt: skip
 """Their scripts write through the host's memory, or make tensors on the host in mid-training."""
 

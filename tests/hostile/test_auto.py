@@ -1,0 +1,297 @@
+"""`boundary="auto"` follows what becomes of a model; what was filled is what training finds."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.hostile.harness import cross_entropy, hostile, sgd
+from tests.hostile.nets import (
+    ConvNet,
+    Net,
+    Pairs,
+    Residual,
+    Scale,
+    Tokens,
+    images,
+    inputs,
+    net,
+    rows,
+    sentences,
+)
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Dropout(0.1), nn.Linear(8, 8), nn.Tanh()) for _ in range(4)
+        )
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = self.stem(x)
+        for block in self.blocks:
+            h = h + block(h)
+        return self.head(h)
+
+
+class Quiet(Blocks):
+    """Nothing in the front that a mode changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+
+
+def front(model, number):
+    """Freeze the stem and so many blocks; thaw the others."""
+    model.stem.requires_grad_(number == 0)
+    for i, block in enumerate(model.blocks):
+        block.requires_grad_(i >= number)
+
+
+def frozen(run, model=None, start=2):
+    return run.freeze(model or Quiet(), "auto", ("stem", *(f"blocks.{i}" for i in range(start))))
+
+
+def automatic(run, change=lambda model, epoch: None, model=None, epochs=6, start=2):
+    model = frozen(run, model, start)
+
+    def each_epoch(epoch):
+        change(model, epoch)
+        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        new = [p for p in model.parameters() if id(p) not in known]
+        if new:
+            optimizer.add_param_group({"params": new})
+
+    optimizer = sgd(model, 0.05)
+    run.fit(model, run.loader(rows()), epochs, each_epoch=each_epoch, optimizer=optimizer)
+
+
+SCHEDULES = {
+    "still": (2,) * 8,
+    "forward": (1, 1, 2, 2, 3, 3, 4, 4),
+    "back": (4, 4, 3, 3, 2, 2, 1, 1),
+    "to and fro": (1, 4, 1, 4, 2, 2, 2, 2),
+    "thawed and frozen": (2, 2, 0, 0, 2, 2, 2, 2),
+    "nothing at first": (0, 0, 3, 3, 3, 3, 3, 3),
+}
+
+
+@hostile(served=True)
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_auto_follows_a_schedule(run, kind):
+    schedule = SCHEDULES[kind]
+    automatic(run, lambda m, e: front(m, schedule[e]), epochs=8)
+
+
+@hostile(served=True)
+def test_auto_with_norms_and_dropout(run):
+    automatic(run, model=Blocks())
+
+
+@hostile
+def test_auto_with_a_step_thawed_in_mid_epoch(run):
+    model = frozen(run)
+
+    def each_step(step):
+        front(model, {4: 1, 7: 3, 8: 2, 9: 3}.get(step, 2) if step < 12 else 3)
+
+    run.fit(model, run.loader(rows()), 7, each_step=each_step, optimizer=sgd(model, 0.05))
+
+
+def put(number, block):
+    """What puts a block, made of the one that is there, in the place of one."""
+    return lambda model: model.blocks.__setitem__(number, block(model.blocks[number]))
+
+
+def layer(*_):
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+
+def prompted(model):
+    model.stem.register_parameter("prompt", nn.Parameter(torch.zeros(8)))
+    model.stem.register_forward_hook(lambda m, a, out: out + m.prompt)
+
+
+def bitfit(model):
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.endswith("bias"))
+
+
+def new_parameters(number, trains):
+    def change(model):
+        for part in model.blocks[number]:
+            for name, p in list(part.named_parameters()):
+                setattr(part, name, nn.Parameter(p.detach().clone(), requires_grad=trains))
+
+    return change
+
+
+def lora_everywhere(model):
+    for i in range(4):
+        model.blocks[i] = Residual(model.blocks[i].requires_grad_(False))
+
+
+CHANGES = {
+    "an adapter": (2, put(0, Residual)),
+    "an adapter at once": (0, put(1, Residual)),
+    "adapters everywhere": (0, lora_everywhere),
+    "another frozen block": (2, put(1, lambda block: layer().requires_grad_(False))),
+    "another trained block": (2, put(0, layer)),
+    "a block less": (2, lambda m: m.blocks.__delitem__(0)),
+    "a block more": (2, lambda m: m.blocks.insert(0, nn.Linear(8, 8))),
+    "a prompt": (2, prompted),
+    "new weights that train": (2, new_parameters(0, True)),
+    "a further block frozen by new weights": (2, new_parameters(2, False)),
+    "biases alone": (2, bitfit),
+    "a weight written": (2, lambda m: m.blocks[0][0].weight.data.mul_(-1)),
+    "a weight shared": (2, lambda m: setattr(m.blocks[0][0], "weight", m.blocks[3][0].weight)),
+    "everything": (4, lambda m: m.requires_grad_(True)),
+}
+
+
+@hostile
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("what", CHANGES)
+def test_auto_when_the_model_becomes_another(run, what):
+    at, change = CHANGES[what]
+    automatic(run, lambda m, e: change(m) if e == at else None)
+
+
+@hostile
+@pytest.mark.parametrize("first", ["an evaluation", "other inputs"])
+def test_auto_with_other_calls_first(run, first):
+    model = frozen(run, start=1)
+    loader = run.loader(rows())
+    if first == "an evaluation":
+        with torch.no_grad():
+            for x, _ in loader:
+                run.record(model(x).sum())
+    else:
+        run.see(model(inputs()[:4]))
+    run.fit(model, loader, 4, optimizer=sgd(model, 0.05))
+
+
+@hostile
+def test_auto_then_a_deep_copy_that_trains_all(run):
+    model = frozen(run, start=1)
+    loader = run.loader(rows())
+    run.fit(model, loader, 2, optimizer=sgd(model, 0.05))
+    other = copy.deepcopy(model).requires_grad_(True)
+    optimizer = sgd(other, 0.05)
+    for batch in loader:
+        loss = cross_entropy(other, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    run.see(other)
+    run.fit(model, loader, 2, optimizer=sgd(model, 0.05))
+
+
+# ---- filling ----------------------------------------------------------------------------------
+
+
+def fill(run, loader, forward=None):
+    if run.cache is not None and run.way != "never":
+        run.cache.fill(loader, forward, progress=False)
+
+
+def filled_and_trained(run, model=None, boundary="middle", data=None, change=None, **kwargs):
+    model = frozen(run, model) if boundary == "auto" else run.freeze(model or Net(), boundary)
+    data = rows() if data is None else data
+    loader = run.loader(data, **kwargs)
+    fill(run, loader)
+    if change is not None:
+        run.turn()
+        change(model, data)
+    run.fit(model, loader, 4, optimizer=sgd(model, 0.05))
+
+
+FILLED = {
+    "plain": lambda: ((), {}),
+    "shuffled": lambda: ((), {"shuffle": True}),
+    "uneven": lambda: ((), {"batch_size": 7, "drop_last": True}),
+    "with norms and dropout": lambda: ((ConvNet(), "body", images()), {"shuffle": True}),
+    "with tokens": lambda: ((Tokens(), "block", sentences()), {}),
+    "under auto": lambda: ((Blocks(), "auto"), {}),
+}
+
+
+@hostile(served=True)
+@pytest.mark.parametrize("kind", FILLED)
+def test_filled_then_trained(run, kind):
+    args, kwargs = FILLED[kind]()
+    filled_and_trained(run, *args, **kwargs)
+
+
+def patched(model, data):
+    plain = model.early.forward
+    model.early.forward = lambda x: -plain(x)
+
+
+LATER = {
+    "weight": lambda model, data: model.early.weight.data.mul_(-1),
+    "thawed": lambda model, data: model.early.requires_grad_(True),
+    "data": lambda model, data: data.x.mul_(-1),
+    "transform": lambda model, data: setattr(data, "transform", Scale(2.0)),
+    "forward": patched,
+    "hook": lambda model, data: model.early.register_forward_hook(lambda m, a, out: -out),
+}
+
+
+@hostile
+@pytest.mark.parametrize("what", LATER)
+def test_filled_then_something_changes(run, what):
+    filled_and_trained(run, data=Pairs(), change=LATER[what])
+
+
+@hostile
+def test_filled_in_mid_run(run):
+    model = run.freeze(Net())
+    loader = run.loader(rows(), shuffle=True)
+    optimizer = run.fit(model, loader, 1)
+    fill(run, loader)
+    run.fit(model, loader, 2, optimizer=optimizer)
+
+
+@hostile
+def test_filled_leaves_a_counting_head_alone(run):
+    def back(model, h):
+        model.calls += 1
+        model.seen += len(h)
+        return Net.back(model, model.norm(h)) * (1 + 0.01 * model.calls)
+
+    model = net(back=back, calls=0, norm=nn.BatchNorm1d(8))
+    model.register_buffer("seen", torch.zeros(()))
+    filled_and_trained(run, model)
+
+
+@hostile
+def test_filled_by_a_loop_with_other_inputs(run):
+    """What was filled is another preparation than what training uses."""
+    model = run.freeze(Net())
+    loader = run.loader(rows())
+    fill(run, loader, lambda batch: model(batch[0] * 2))
+    run.fit(model, loader, 3)
+
+
+@hostile
+def test_filled_while_evaluating(run):
+    model = run.freeze(ConvNet(), "body")
+    model.eval()
+    loader = run.loader(images())
+    fill(run, loader)
+    run.see(model.training)
+    model.eval()
+    with torch.no_grad():
+        for x, y in run.loader(images(16)):
+            run.record(F.cross_entropy(model(x), y))
+    run.fit(model, loader, 3, optimizer=sgd(model, 0.05))
