@@ -505,7 +505,7 @@ class CacheHost:
 
     def is_idle(self) -> bool:
         """Whether a loader's batches come plain at present, for nothing is proved as yet."""
-        return self._policy.has_postponed
+        return bool(self._policy.idle)
 
     def is_refused(self) -> bool:
         """Whether what loaders give cannot be cached, and nothing was."""

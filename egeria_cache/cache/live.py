@@ -33,7 +33,7 @@ class LiveReport:
         self._file = LiveFile(directory)
         self._readers, self._stats = readers, stats
         self._process = os.getpid()
-        self._next = 0.0
+        self._next = time.monotonic() + EVERY_S  # a shorter training tells nothing
         self._is_closed = False
         self._running: Future[None] | None = None
 

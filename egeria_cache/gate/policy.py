@@ -58,14 +58,14 @@ class ServingPolicy:
         self._schedules: dict[str, Schedule] = {}
         self._postponed: dict[str, str] = {}
         """Why."""
-        self._idle: set[str] = set()
+        self.idle: set[str] = set()
         """Loaders whose batches are computed plainly for the rest of the epoch."""
 
     def moved(self) -> None:
         """The frozen boundary is another one: decide anew."""
         self.stopped.clear()
         self._postponed.clear()
-        self._idle.clear()
+        self.idle.clear()
         for loader, known in self._schedules.items():  # what was measured was of the other one
             self._schedules[loader] = Schedule(known.num_batches, known.epoch, hits=known.hits)
         self._earlier, self._has_chosen = None, False
@@ -85,7 +85,7 @@ class ServingPolicy:
         schedule = self._schedules.setdefault(loader, Schedule(num_batches))
         schedule.epoch = epoch
         if schedule.why_not(padded=False) is None:
-            self._idle.discard(loader)
+            self.idle.discard(loader)
 
     def wants_timing(self, loader: str) -> bool:
         """Whether a batch is to be computed plainly before anything is proved, to be timed."""
@@ -116,17 +116,12 @@ class ServingPolicy:
         why = schedule.why_not(padded=padded)
         if why is not None:
             self._postponed[loader] = why
-            self._idle.add(loader)
+            self.idle.add(loader)
         return why
-
-    @property
-    def has_postponed(self) -> bool:
-        """Whether any loader is computed plainly as yet."""
-        return bool(self._idle)
 
     def is_postponed(self, loader: str) -> bool:
         """Whether this loader is computed plainly as yet."""
-        return loader in self._idle
+        return loader in self.idle
 
     def proved(self, seconds: float) -> None:
         """A proof has taken so long."""

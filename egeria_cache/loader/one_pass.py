@@ -150,7 +150,7 @@ class Pass:
 
     def _next(self) -> Any:
         asked = self._note_step()
-        if self._loads_here and self._planner.is_idle and self._is_unfrozen():
+        if self._loads_here and self._is_unfrozen():
             return self._load_at_once()
         if self._loader._persistent is not None and self._loader._persistent[0].serves is not None:
             # Persistent workers serve the pass that began last; older ones go on with it, as they
@@ -190,7 +190,7 @@ class Pass:
         return None if task is None else self._source.load_planned(task)
 
     def _is_unfrozen(self) -> bool:
-        if torch.autograd._profiler_enabled():
+        if not self._planner.is_idle or torch.autograd._profiler_enabled():
             return False  # a profile is to show DataLoader's own events
         return self._cache is None or self._cache.is_plain(self._source.key)
 

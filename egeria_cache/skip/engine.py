@@ -236,6 +236,9 @@ class SkipEngine:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Stand in for `model.forward`."""
+        if self._is_loops_own(args, kwargs):
+            self._num_calls, self._has_run = self._num_calls + 1, True
+            return self._forward(*args, **kwargs)
         if (self._declared[0] is not None or self._auto is not None) and (
             threading.get_ident() == self._thread or self._is_of_the_loop(args, kwargs)
         ):
@@ -261,6 +264,22 @@ class SkipEngine:
                 return self._instead(ours, args, kwargs)
         # Nothing is frozen; or this is a call within a call, or of another thread.
         return self.computed(*args, **kwargs)
+
+    def _is_loops_own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether there is nothing to do beside a call: nothing is proved as yet, nothing of the
+        front has changed, and it comes with no batch that knows its samples.
+        """
+        if not (self._is_held and self.host.is_idle()) or self._declared[0] != self.boundary:
+            return False
+        for value in (*args, *kwargs.values()):
+            if type(value) is not Tensor:
+                return False
+        return (
+            threading.get_ident() == self._thread
+            and (self._auto is None or (self._features.is_trained and self._auto.is_still()))
+            and self._sharded is None
+            and not (self._held.is_disturbed() or self._thaw.is_due())
+        )
 
     def _is_of_the_loop(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call is the training's, and not one of a thread that is beside it: no such one
@@ -296,9 +315,6 @@ class SkipEngine:
         if self._sharded is not None and self.boundary is not None and not self._sharded.is_ready:
             self.host.note("called", 0.0, 0)
             return self.computed(*args, **kwargs)
-        is_idle = self._is_held and self.host.is_idle()
-        if is_idle and all(type(value) is Tensor for value in (*args, *kwargs.values())):
-            return self._once(*args, **kwargs)  # no batch that knows its samples
         # Shapes of tagged tensors are read often: not through their `__torch_function__`.
         with torch._C.DisableTorchFunctionSubclass():
             call = self._running["call"].call = Invocation.of(args, kwargs)

@@ -28,24 +28,25 @@ class Features:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._is_trained = not self._parameters
+        self.is_trained = not self._parameters
+        """Whether the model was trained here."""
         self._versions: list[int] | None = None
 
     def are_computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether this call is one, of a model that was never trained here: of a loader's batch, or
         one after such a call."""
-        if self._is_trained:
+        if self.is_trained:
             return False
         if torch.is_grad_enabled() or self._model.training:
-            self._is_trained |= torch.is_grad_enabled()
+            self.is_trained |= torch.is_grad_enabled()
             return False
         given = (*args, *kwargs.values())
         if self._versions is None and not any(isinstance(one, BatchTensor) for one in given):
             return False
         versions = [p._version for p in self._parameters]
-        self._is_trained = self._versions not in (None, versions)
+        self.is_trained = self._versions not in (None, versions)
         self._versions = versions
-        return not self._is_trained
+        return not self.is_trained
 
     @contextmanager
     def frozen(self) -> Iterator[None]:

@@ -121,9 +121,13 @@ class FrozenPrefix:
                 self._modules[id(module)] = module
         self.put_back()
 
+    def is_disturbed(self) -> bool:
+        """Whether a held module is in training mode: trainers set flags after a validation."""
+        return any(map(_is_training, self._modules.values()))
+
     def put_back(self) -> None:
         """Put every held module back into inference mode, whoever set its flag."""
-        if not any(map(_is_training, self._modules.values())):
+        if not self.is_disturbed():
             return
         for module in self._modules.values():
             held = _held(module)

@@ -68,6 +68,11 @@ class AutoBoundary:
         self._places = []
         self.found(None, "")
 
+    def is_still(self) -> bool:
+        """Whether the same trains as at the last call, and the boundary was looked for."""
+        self._num_still += 1
+        return not self._is_due and list(map(_requires_grad, self._parameters)) == self._seen
+
     def follow(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:

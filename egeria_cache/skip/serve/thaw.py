@@ -40,9 +40,13 @@ class ThawWatch:
         self._watched = {id(t): (name, t) for name, t in found if not t.requires_grad}
         self._tensors = [tensor for _, tensor in self._watched.values()]
 
+    def is_due(self) -> bool:
+        """Whether a tensor is to be trained from now on."""
+        return any(map(_requires_grad, self._tensors))
+
     def thawed(self) -> str | None:
         """Name a tensor that is to be trained from now on; it is no longer watched then."""
-        if not any(map(_requires_grad, self._tensors)):
+        if not self.is_due():
             return None
         moved = [tensor for tensor in self._tensors if tensor.requires_grad]
         name = self._watched[id(moved[0])][0]
