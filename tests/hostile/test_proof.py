@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import numpy as np
@@ -11,20 +12,25 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from tests.hostile.harness import hostile
-from tests.hostile.nets import ConvNet, Net, Tokens, images, inputs, labels, rows, sentences
+from tests.hostile.harness import cross_entropy, hostile
+from tests.hostile.loops import ce, trained
+from tests.hostile.nets import (
+    ConvNet,
+    Net,
+    Tokens,
+    images,
+    inputs,
+    labels,
+    net,
+    rows,
+    seeded,
+    sentences,
+)  # fmt: skip
 
 
-class Statistic(Net):
-    """Something about the whole batch goes into each of its rows."""
-
-    def __init__(self, statistic):
-        super().__init__()
-        self.statistic = statistic
-
-    def front(self, x):
-        h = torch.tanh(self.early(x))
-        return self.middle(self.statistic(h))
+def statistic(of):
+    """Return a model where something about the whole batch goes into each of its rows."""
+    return net(front=lambda m, x: m.middle(of(torch.tanh(m.early(x)))))
 
 
 def absmax_quantised(h):
@@ -40,83 +46,79 @@ def double_quantised(h):
 STATISTICS = {
     "mean": lambda h: h - h.mean(0),
     "maximum": lambda h: h / h.abs().max(),
-    "quantile": lambda h: h / h.abs().quantile(0.9),
-    "median": lambda h: h - h.median(),
     "absmax quantisation": absmax_quantised,
     "range quantisation": double_quantised,
     "number of rows": lambda h: h * (1 + 1 / len(h)),
-    "parity of the number of rows": lambda h: h if len(h) % 2 else -h,
-    "number of positive rows": lambda h: h * (h[:, 0] > 0).sum(),
     "parity of positive rows": lambda h: h if (h[:, 0] > 0).sum() % 2 else -h,
-    "sorted": lambda h: h.sort(0).values,
     "first row": lambda h: h + h[:1],
-    "largest row": lambda h: h + h[h.norm(dim=1).argmax()],
     "position in the batch": lambda h: h * torch.arange(1, len(h) + 1)[:, None].float(),
     "even positions": lambda h: torch.cat([h[::2] * 2, h[1::2]])[: len(h)],
     "any": lambda h: -h if (h > 0.999).any() else h,
     "contrast of pairs": lambda h: h + torch.cdist(h, h).mean(1, keepdim=True),
-    "duplicates": lambda h: (
-        h * torch.unique(h[:, 0].round(decimals=1), return_counts=True)[1].max()
-    ),
     "top k of the batch": lambda h: h * (h[:, :1] >= h[:, 0].topk(min(3, len(h))).values[-1]),
     "histogram": lambda h: h + torch.histc(h, 4, -1, 1).argmax(),
     "batch norm by function": lambda h: F.batch_norm(h, None, None, training=True),
+    "ghost batches": lambda h: torch.cat([part - part.mean(0) for part in h.split(4)]),
+}
+"""More of them, in first batches of any size: `skip/test_independence.py`."""
+
+
+def alike():
+    """One sample eight times in the first batch: no order of it differs from any other."""
+    x = inputs()
+    x[:8] = x[0]
+    return TensorDataset(x, labels())
+
+
+ONE_FIRST = [[0], *[[*range(i, i + 8)] for i in (0, 8, 16)], [23, 2, 4, 6]]
+BATCHES = {
+    "shuffled": (rows, {"shuffle": True}),
+    "one sample first": (rows, {"batch_sampler": ONE_FIRST}),
+    "a last partial batch": (lambda: rows(20), {"shuffle": True}),
+    "all alike": (alike, {}),
 }
 
 
 @hostile
-@pytest.mark.parametrize("kind", STATISTICS)
-def test_a_statistic_of_the_batch_is_seen(run, kind):
-    model = run.freeze(Statistic(STATISTICS[kind]))
-    run.fit(model, run.loader(rows(), shuffle=True))
+@pytest.mark.cases(8)
+@pytest.mark.parametrize(
+    ("kind", "batches"),
+    [
+        *((kind, "shuffled") for kind in STATISTICS),
+        *((kind, "one sample first") for kind in ("maximum", "number of rows", "mean", "any")),
+        *((kind, "a last partial batch") for kind in ("maximum", "number of rows", "first row")),
+        *((kind, "all alike") for kind in ("maximum", "mean", "position in the batch")),
+    ],
+)
+def test_a_statistic_of_the_batch_is_seen(run, kind, batches):
+    make, kwargs = BATCHES[batches]
+    trained(run, model=statistic(STATISTICS[kind]), data=make(), epochs=4, **kwargs)
 
 
-@hostile
-@pytest.mark.parametrize("kind", ["maximum", "number of rows", "mean", "any"])
-def test_a_statistic_is_seen_though_the_first_batch_has_one_sample(run, kind):
-    order = [[0], *[[*range(i, i + 8)] for i in (0, 8, 16)], [23, 2, 4, 6]]
-    model = run.freeze(Statistic(STATISTICS[kind]))
-    run.fit(model, run.loader(rows(), batch_sampler=order), 4)
-
-
-@hostile
-@pytest.mark.parametrize("kind", ["maximum", "number of rows", "first row"])
-def test_a_statistic_is_seen_in_the_last_partial_batch(run, kind):
-    model = run.freeze(Statistic(STATISTICS[kind]))
-    run.fit(model, run.loader(rows(20), shuffle=True))
-
-
-@hostile
-@pytest.mark.parametrize("kind", ["maximum", "mean", "position in the batch"])
-def test_a_statistic_is_seen_though_all_samples_are_alike(run, kind):
-    """The first batch holds one sample eight times: no order of it differs from any other."""
-    x = inputs()
-    x[:8] = x[0]
-    model = run.freeze(Statistic(STATISTICS[kind]))
-    run.fit(model, run.loader(TensorDataset(x, labels())), 4, each_epoch=lambda epoch: None)
+OTHERS = {
+    "first": lambda h: h[:1],
+    "last": lambda h: h[-1:],
+    "one before": lambda h: h.roll(1, 0),
+    "one after": lambda h: h.roll(-1, 0),
+}
 
 
 @hostile
 @pytest.mark.parametrize("row", range(8))
-@pytest.mark.parametrize("other", ["first", "last", "one before", "one after"])
+@pytest.mark.parametrize("other", OTHERS)
 def test_one_row_alone_that_reads_another_is_seen(run, row, other):
     """Whichever of the first batch it is, it has another company in some part of the proof."""
     x = inputs()
     x[:, 0] = 0
     x[row, 0] = 5
 
-    class Reading(Net):
-        def front(self, x):
-            h = torch.tanh(self.early(x))
-            others = {
-                "first": h[:1], "last": h[-1:], "one before": h.roll(1, 0),
-                "one after": h.roll(-1, 0),
-            }  # fmt: skip
-            return self.middle(h + (x[:, :1] > 4) * others[other])
+    def front(model, x):
+        h = torch.tanh(model.early(x))
+        return model.middle(h + (x[:, :1] > 4) * OTHERS[other](h))
 
-    run.fit(run.freeze(Reading()), run.loader(TensorDataset(x, labels()), shuffle=False), 1)
+    run.fit(run.freeze(net(front=front)), run.loader(TensorDataset(x, labels())), 1)
     run.turn()
-    model = run.freeze(Reading())
+    model = run.freeze(net(front=front))
     order = [[*range(8)], [*range(8, 16)], [9, 11, row, 13, 15, 17, 19, 2]]
     run.fit(model, run.loader(TensorDataset(x, labels()), batch_sampler=order), 1)
     shuffled = [[*range(12, 20)], [row + 8, *range(7), row], [20, 21]]
@@ -130,30 +132,35 @@ def test_a_statistic_behind_a_threshold_that_the_first_batch_does_not_reach(run)
     x[:8] *= 0.1
     x[9] *= 50
 
-    def statistic(h):
-        return h / h.abs().max().clamp(min=0.95)
-
     order = [[*range(8)], [*range(8, 16)], [*range(16, 24)]]
     shuffled = [[*range(0, 24, 3)], [*range(1, 24, 3)], [*range(2, 24, 3)]]
-    model = run.freeze(Statistic(statistic))
+    model = run.freeze(statistic(lambda h: h / h.abs().max().clamp(min=0.95)))
     for batches in (order, order, shuffled):
         run.fit(model, run.loader(TensorDataset(x, labels()), batch_sampler=batches), 1)
 
 
+def beside_a_huge_feature(more):
+    def front(model, x):
+        h = more(model.middle(torch.tanh(model.early(x))))
+        return torch.cat([h[:, :7], h[:, 7:] * 0 + 1e6], 1)
+
+    return net(front=front, back=lambda m, h: Net.back(m, h.clamp(max=5)))
+
+
+def seeded_loss(run):
+    def loss(model, batch):
+        torch.manual_seed(len(run.trace.values))
+        return cross_entropy(model, batch)
+
+    return loss
+
+
 @hostile
-def test_a_small_statistic_beside_one_huge_feature_is_seen(run):
+@pytest.mark.parametrize("kind", ["statistic", "noise"])
+def test_what_is_small_beside_one_huge_feature_is_seen(run, kind):
     """The tolerance must not be that of the largest value of the whole tensor."""
-
-    class Huge(Net):
-        def front(self, x):
-            h = self.middle(torch.tanh(self.early(x)))
-            h = h + 0.3 * h.mean(0)
-            return torch.cat([h[:, :7], h[:, 7:] * 0 + 1e6], 1)
-
-        def back(self, h):
-            return super().back(h.clamp(max=5))
-
-    run.fit(run.freeze(Huge()), run.loader(rows(), shuffle=True))
+    more = lambda h: h + 0.3 * (h.mean(0) if kind == "statistic" else torch.rand_like(h))  # noqa: E731
+    trained(run, seeded_loss(run), model=beside_a_huge_feature(more), shuffle=True)
 
 
 @hostile
@@ -161,30 +168,11 @@ def test_a_small_statistic_beside_one_huge_sample_is_seen(run):
     x = inputs()
     x[::8] *= 1e7
 
-    class Huge(Net):
-        def front(self, x):
-            h = self.early(x)
-            return self.middle(torch.sign(h) * h.abs().log1p() + 0.2 * torch.tanh(x).mean(0)[:1])
+    def front(model, x):
+        h = model.early(x)
+        return model.middle(torch.sign(h) * h.abs().log1p() + 0.2 * torch.tanh(x).mean(0)[:1])
 
-    run.fit(run.freeze(Huge()), run.loader(TensorDataset(x, labels()), shuffle=True))
-
-
-@hostile
-def test_a_small_noise_beside_one_huge_feature_is_seen(run):
-    class Huge(Net):
-        def front(self, x):
-            h = self.middle(torch.tanh(self.early(x)))
-            h = h + 0.3 * torch.rand_like(h)
-            return torch.cat([h[:, :7], h[:, 7:] * 0 + 1e6], 1)
-
-        def back(self, h):
-            return super().back(h.clamp(max=5))
-
-    def loss(model, batch):
-        torch.manual_seed(len(run.trace.values))
-        return F.cross_entropy(model(batch[0]), batch[1])
-
-    run.fit(run.freeze(Huge()), run.loader(rows()), loss=loss)
+    trained(run, model=net(front=front), data=TensorDataset(x, labels()), shuffle=True)
 
 
 # ---- constants that are none ------------------------------------------------------------------
@@ -224,110 +212,80 @@ def test_the_longest_of_the_batch_is_no_constant(run, inside):
     run.fit(model, run.loader(with_lengths(), shuffle=True), 4)
 
 
+NUMBERS = {
+    "item": lambda x: (x[:, 0] > 0).sum().item(),
+    "int": lambda x: int((x[:, 0] > 0).sum()),
+    "bool": lambda x: 2.0 if (x[:, 0] > 0).sum() > 4 else 1.0,
+    "list": lambda x: sum(x[:, 0].tolist()),
+    "shape": lambda x: (x[:, 0] > 0).nonzero().shape[0],
+    "rows": len,
+}
+
+
 @hostile
-@pytest.mark.parametrize("kind", ["item", "int", "bool", "list", "shape"])
+@pytest.mark.parametrize("kind", NUMBERS)
 def test_a_number_taken_from_the_batch_is_no_constant(run, kind):
-    class Taking(Net):
-        def forward(self, x):
-            positive = (x[:, 0] > 0).sum()
-            number = {
-                "item": lambda: positive.item(),
-                "int": lambda: int(positive),
-                "bool": lambda: 2.0 if positive > 4 else 1.0,
-                "list": lambda: sum(x[:, 0].tolist()),
-                "shape": lambda: (x[:, 0] > 0).nonzero().shape[0],
-            }[kind]()
-            return self.back(self.front(x) * (1 + 0.1 * number))
-
-    run.fit(run.freeze(Taking()), run.loader(rows(), shuffle=True), 4)
-
-
-@hostile
-def test_the_number_of_rows_read_by_the_head_may_change(run):
-    class Sized(Net):
-        def forward(self, x):
-            n = self.early(x).shape[0]
-            return self.back(self.front(x)) * n
-
-    run.fit(run.freeze(Sized()), run.loader(rows(20), shuffle=True), 4)
+    forward = lambda m, x: m.back(m.front(x) * (1 + 0.1 * NUMBERS[kind](x)))  # noqa: E731
+    trained(run, model=net(forward=forward), data=rows(20), shuffle=True, epochs=4)
 
 
 @hostile
 def test_a_mask_made_of_the_longest_sentence_is_right(run):
-    class Masked(Tokens):
-        def forward(self, tokens):
-            longest = int((tokens > 3).sum(1).max())
-            tokens = tokens[:, :longest]
-            return super().forward(tokens)
+    def forward(model, tokens):
+        return Tokens.forward(model, tokens[:, : int((tokens > 3).sum(1).max())])
 
-    run.fit(run.freeze(Masked(), "block"), run.loader(sentences(), shuffle=True), 4)
+    model = net(Tokens, forward=forward)
+    trained(run, model=model, boundary="block", data=sentences(), shuffle=True, epochs=4)
 
 
 # ---- writes that move no counter --------------------------------------------------------------
 
 
-@hostile
-@pytest.mark.parametrize("how", ["data", "numpy", "detach"])
-def test_a_feature_written_behind_the_boundary_is_not_stored_so(run, how):
-    """The head's own code writes into what the boundary returned."""
+def zeroed(h):
+    with torch.no_grad():
+        h.mul_(0)
 
-    class Writing(Net):
-        def back(self, h):
-            if how == "data":
-                h.data.mul_(2)
-            elif how == "numpy":
-                h.detach().numpy()[:] *= 2
-            else:
-                h.detach().mul_(2)
-            return super().back(h)
 
-    run.fit(run.freeze(Writing()), run.loader(rows()), 4)
+PAST = {
+    "data": lambda h: h.data.mul_(2),
+    "numpy": lambda h: h.detach().numpy().__imul__(2),
+    "detach": lambda h: h.detach().mul_(2),
+}
 
 
 @hostile
-@pytest.mark.parametrize("how", ["mul_", "data", "numpy"])
-def test_a_returned_feature_written_by_the_loop_is_not_stored_so(run, how):
-    class Returning(Net):
-        def forward(self, x):
-            h = self.front(x)
-            return self.back(h), h
+@pytest.mark.parametrize("how", PAST)
+@pytest.mark.parametrize("who", ["the head", "a hook"])
+def test_a_feature_written_behind_the_boundary_is_not_stored_so(run, how, who):
+    """Code of the head, or a hook, writes into what the boundary returned."""
+
+    def back(model, h):
+        PAST[how](h)
+        return Net.back(model, h)
+
+    def hook(module, args):
+        PAST[how](args[0])
+
+    model = net(back=back) if who == "the head" else Net()
+    if who == "a hook":
+        model.late.register_forward_pre_hook(hook)
+    trained(run, model=model, epochs=4)
+
+
+@hostile
+@pytest.mark.parametrize("write", [zeroed, *PAST.values()], ids=["mul_", *PAST])
+def test_a_returned_feature_written_by_the_loop_is_not_stored_so(run, write):
+    def forward(model, x):
+        h = model.front(x)
+        return model.back(h), h
 
     def loss(model, batch):
         out, h = model(batch[0])
         value = F.cross_entropy(out, batch[1]) + h.square().mean()
-        with torch.no_grad():
-            if how == "mul_":
-                h.mul_(0)
-            elif how == "data":
-                h.data.mul_(0)
-            else:
-                h.detach().numpy()[:] = 0
+        write(h)
         return value
 
-    run.fit(run.freeze(Returning()), run.loader(rows()), 4, loss=loss)
-
-
-@hostile
-def test_a_cached_feature_written_by_a_hook_of_the_head_is_not_stored_so(run):
-    model = run.freeze(Net())
-    model.late.register_forward_pre_hook(lambda m, args: (args[0].data.mul_(1.5),))
-    run.fit(model, run.loader(rows()), 4)
-
-
-@hostile
-def test_an_input_written_by_the_front_is_right(run):
-    class Normalising(Net):
-        def front(self, x):
-            x.data.div_(x.data.norm(dim=1, keepdim=True))
-            return super().front(x)
-
-    def loss(model, batch):
-        x, y = batch
-        value = F.cross_entropy(model(x), y)
-        run.see(x.sum())
-        return value
-
-    run.fit(run.freeze(Normalising()), run.loader(rows()), 4, loss=loss)
+    trained(run, loss, model=net(forward=forward), epochs=4)
 
 
 # ---- randomness -------------------------------------------------------------------------------
@@ -337,149 +295,70 @@ def test_an_input_written_by_the_front_is_right(run):
 @pytest.mark.parametrize("rare", [1, 3, 10])
 def test_rare_randomness_around_the_boundary_is_seen_or_found(run, rare):
     """Every so often a number of Python's generator decides."""
+    front = lambda m, x: Net.front(m, x if random.randrange(rare) else x * 2)  # noqa: E731
+    trained(run, model=net(front=front), epochs=6)
 
-    class Rare(Net):
-        def front(self, x):
-            if random.randrange(rare) == 0:
-                x = x * 2
-            return super().front(x)
 
-    run.fit(run.freeze(Rare()), run.loader(rows()), 6)
+OWN = {
+    "torch": lambda: functools.partial(torch.rand, (), generator=seeded(3)),
+    "numpy": lambda: np.random.default_rng(3).random,
+    "python": lambda: random.Random(3).random,
+}
 
 
 @hostile
-@pytest.mark.parametrize("own", ["torch", "numpy", "python"])
-def test_a_generator_of_the_fronts_own_goes_on(run, own):
-    class Own(Net):
-        def __init__(self):
-            super().__init__()
-            self.torch = torch.Generator().manual_seed(3)
-            self.numpy = np.random.default_rng(3)
-            self.python = random.Random(3)
-
-        def front(self, x):
-            noise = {
-                "torch": lambda: torch.rand((), generator=self.torch),
-                "numpy": self.numpy.random,
-                "python": self.python.random,
-            }[own]()
-            return super().front(x * (1 + float(noise)))
-
-    run.fit(run.freeze(Own()), run.loader(rows()), 4)
+@pytest.mark.parametrize("kind", OWN)
+def test_a_generator_of_the_fronts_own_goes_on(run, kind):
+    front = lambda m, x: Net.front(m, x * (1 + float(m.draw())))  # noqa: E731
+    trained(run, model=net(front=front, draw=OWN[kind]()), epochs=4)
 
 
 @hostile
 def test_dropout_by_function_that_is_always_on_is_seen(run):
-    class Dropping(Net):
-        def front(self, x):
-            return self.middle(F.dropout(torch.tanh(self.early(x)), 0.3, training=True))
-
-    def loss(model, batch):
-        torch.manual_seed(len(run.trace.values))
-        return F.cross_entropy(model(batch[0]), batch[1])
-
-    run.fit(run.freeze(Dropping()), run.loader(rows()), loss=loss)
-
-
-@hostile(served=True)
-def test_one_dropout_before_and_behind_the_boundary_drops_behind_it(run):
-    """The module is the front's and the head's: held in one place, and active in the other."""
-
-    class Shared(Net):
-        def __init__(self):
-            super().__init__()
-            self.drop = nn.Dropout(0.4)
-
-        def forward(self, x):
-            h = self.middle(torch.tanh(self.early(x)))
-            return self.head(self.drop(torch.tanh(self.late(h))))
-
-    def loss(model, batch):
-        torch.manual_seed(len(run.trace.values))
-        return F.cross_entropy(model(batch[0]), batch[1])
-
-    run.fit(run.freeze(Shared()), run.loader(rows()), 4, loss=loss)
+    front = lambda m, x: m.middle(F.dropout(torch.tanh(m.early(x)), 0.3, training=True))  # noqa: E731
+    trained(run, seeded_loss(run), model=net(front=front))
 
 
 @hostile
-def test_norms_of_the_front_stand_still_in_a_loop_whose_batches_are_not_known(run):
-    """Mixup makes another batch; BatchNorm of the frozen front must not learn from it."""
-
-    def loss(model, batch):
-        x, y = batch
-        x = 0.7 * x + 0.3 * x.flip(0)
-        return F.cross_entropy(model(x), y)
-
-    run.fit(run.freeze(ConvNet(), "body"), run.loader(images()), 3, loss=loss)
-
-
-@hostile
-def test_norms_of_the_front_stand_still_under_plain_tensors(run):
-    """The loop brings its own batches: no loader of ours."""
+@pytest.mark.parametrize("kind", ["mixed", "plain tensors"])
+def test_norms_of_the_front_stand_still_over_batches_that_are_not_known(run, kind):
+    """Mixup makes another batch, or the loop brings its own."""
     model = run.freeze(ConvNet(), "body")
     x, y = images().tensors
-    run.fit(model, [(x[:8], y[:8]), (x[8:16], y[8:16])], 3)
+    batches = [(x[:8], y[:8]), (x[8:16], y[8:16])]
+    loss = lambda m, b: ce(m, 0.7 * b[0] + 0.3 * b[0].flip(0), b[1])  # noqa: E731
+    run.fit(model, run.loader(images()) if kind == "mixed" else batches, 3, loss=loss)
 
 
 @hostile
 def test_a_front_with_batch_statistics_as_such_is_right(run):
     """`track_running_stats=False`: also in inference mode a mean over the batch."""
-    model = Net()
-    model.early = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, track_running_stats=False))
-    run.fit(run.freeze(model), run.loader(rows(), shuffle=True))
-
-
-@hostile
-def test_ghost_batches_of_the_front_are_seen(run):
-    class Ghost(nn.Module):
-        def forward(self, x):
-            return torch.cat([part - part.mean(0) for part in x.split(4)])
-
-    model = Net()
-    model.early = nn.Sequential(nn.Linear(6, 8), Ghost())
-    run.fit(run.freeze(model), run.loader(rows(), shuffle=True))
+    norm = nn.BatchNorm1d(8, track_running_stats=False)
+    trained(run, model=net(early=nn.Sequential(nn.Linear(6, 8), norm)), shuffle=True)
 
 
 @hostile
 def test_a_memory_bank_that_the_front_reads_is_read(run):
-    class Bank(Net):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("bank", torch.zeros(6))
+    def forward(model, x):
+        out = Net.forward(model, x)
+        model.bank.lerp_(x.mean(0), 0.1)
+        return out
 
-        def front(self, x):
-            return super().front(x + self.bank)
-
-        def forward(self, x):
-            out = super().forward(x)
-            self.bank.lerp_(x.mean(0), 0.1)
-            return out
-
-    run.fit(run.freeze(Bank()), run.loader(rows()), 4)
+    model = net(forward=forward, front=lambda m, x: Net.front(m, x + m.bank))
+    model.register_buffer("bank", torch.zeros(6))
+    trained(run, model=model, epochs=4)
 
 
 @hostile
-def test_a_branch_that_the_first_batch_does_not_take_is_taken(run):
+@pytest.mark.parametrize("kind", ["a branch", "other modules"])
+def test_a_front_that_takes_another_way_for_other_batches_is_right(run, kind):
     x = inputs()
     x[:8, 0] = -1
-
-    class Branching(Net):
-        def front(self, x):
-            return super().front(x if x[:, 0].sum() < 0 else -x)
-
-    model = run.freeze(Branching())
-    run.fit(model, run.loader(TensorDataset(x, labels())), 4)
-
-
-@hostile
-def test_a_front_that_runs_other_modules_for_other_batches_is_right(run):
-    class Routed(Net):
-        def __init__(self):
-            super().__init__()
-            self.other = nn.Linear(6, 8).requires_grad_(False)
-
-        def front(self, x):
-            early = self.early if x[0, 0] > 0 else self.other
-            return self.middle(torch.tanh(early(x)))
-
-    run.fit(run.freeze(Routed()), run.loader(rows(), shuffle=True), 4)
+    routed = lambda m, x: m.middle(torch.tanh((m.early if x[0, 0] > 0 else m.other)(x)))  # noqa: E731
+    branch = lambda m, x: Net.front(m, x if x[:, 0].sum() < 0 else -x)  # noqa: E731
+    model = net(
+        front=branch if kind == "a branch" else routed,
+        other=nn.Linear(6, 8).requires_grad_(False),
+    )
+    data = TensorDataset(x, labels())
+    trained(run, model=model, data=data, shuffle=kind != "a branch", epochs=4)
