@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from egeria_cache import ActivationCache, EgeriaLoader, FrozenPrefix
+from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.samples import Clock
 
 
@@ -134,15 +134,6 @@ def test_epochs_that_pass_unfrozen_keep_their_versions_when_resumed(directory):
         assert resumed._progress.clock == Clock(2, since=2)
 
 
-def test_models_without_blocks_are_cut_too(directory):
-    model = Plain()
-    freeze(model, "early")
-    expected, ours, boundaries, stats = both(directory, model, 3)
-    assert boundaries[-1] == "early"
-    assert ours == pytest.approx(expected, abs=1e-6)
-    assert stats.hits == 64
-
-
 def test_it_follows_what_is_frozen_and_what_is_thawed(directory):
     def each_epoch(model, epoch):
         frozen = {0: 1, 2: 3, 4: 2, 6: 0, 8: 4}.get(epoch)
@@ -153,19 +144,6 @@ def test_it_follows_what_is_frozen_and_what_is_thawed(directory):
     assert boundaries[2::2] == ["blocks.0", "blocks.2", "blocks.1", None, "blocks.3"]
     assert ours == pytest.approx(expected, abs=1e-5)
     assert stats.hits > 96
-
-
-def test_gradual_unfreezing_trains_from_that_very_step(directory):
-    """One block more is thawed in every epoch, as in ULMFiT."""
-
-    def each_epoch(model, epoch):
-        names = ["stem", *(f"blocks.{i}" for i in range(4))]
-        freeze(model, *names[: max(0, 5 - epoch)])
-
-    model = Blocks()
-    expected, ours, boundaries, _ = both(directory, model, 7, each_epoch)
-    assert boundaries[1:] == ["blocks.3", "blocks.2", "blocks.1", "blocks.0", "stem", None, None]
-    assert ours == pytest.approx(expected, abs=1e-5)
 
 
 def test_who_thaws_and_freezes_in_turns_is_right_and_does_not_search_at_every_step(directory):
@@ -244,21 +222,3 @@ def test_a_name_given_by_hand_ends_the_search(directory):
         cache.set_boundary("auto")
         train(model, EgeriaLoader(data(), batch_size=8, cache=cache), 1)
         assert cache.boundary == "blocks.1"
-
-
-def test_batch_norm_in_the_frozen_front_is_held(directory):
-    class Norms(Plain):
-        def __init__(self):
-            super().__init__()
-            self.early = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
-
-    model = Norms()
-    freeze(model, "early")
-    plain = copy.deepcopy(model)
-    FrozenPrefix([plain.early])
-    expected = train(plain, EgeriaLoader(data(), batch_size=8), 3)
-    with ActivationCache(model, directory, "auto", gate="always") as cache:
-        loader = EgeriaLoader(data(), batch_size=8, cache=cache)
-        ours = train(model, loader, 3, lambda epoch: cache.flush())
-        assert cache.stats().hits == 64
-    assert ours == pytest.approx(expected, abs=1e-6)

@@ -100,49 +100,6 @@ def activations_of(model, loader):
     return torch.cat(seen)
 
 
-@torch.no_grad()
-def prefix_of(model, images):
-    return model.layer1(torch.relu(model.stem(images)))
-
-
-def test_two_iterators_of_one_loader_alive_at_once_are_both_right(tmp_path, frozen):
-    data = Images(noise=0)
-    with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(data, 8, cache=cache, reuse=None)
-        fill(frozen, cache, loader)
-        expected = activations_of(frozen, loader)
-        layer1 = torch.cat([torch.relu(prefix_of(frozen, x)) for x in data.images.split(8)])
-        assert torch.equal(expected, layer1)
-        seen = []
-        handle = frozen.layer2.register_forward_pre_hook(
-            lambda module, args: seen.append(args[0].detach().clone())
-        )
-        for (left, _), (right, _) in zip(loader, loader, strict=True):
-            frozen(left)
-            frozen(right)
-        handle.remove()
-        assert torch.equal(torch.cat(seen[::2]), expected)
-        assert torch.equal(torch.cat(seen[1::2]), expected)
-        assert cache.stats().hits == 3 * 48
-
-
-def test_validation_skips_too_and_shares_nothing_with_training(tmp_path, frozen):
-    train_set, val_set = Images(48), Images(24, noise=0)
-    with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
-        train = EgeriaLoader(train_set, 8, shuffle=True, cache=cache, reuse=None)
-        val = EgeriaLoader(val_set, 8, cache=cache, reuse=None, name="val")
-        optimizer = sgd(frozen)
-        for _ in range(3):
-            train_steps(frozen, train, optimizer)
-            frozen.eval()
-            with torch.no_grad():
-                outputs = torch.cat([frozen(images) for images, _ in val])
-                expected = torch.cat([frozen(images) for images in val_set.images.split(8)])
-            assert torch.equal(outputs, expected)
-            cache.flush()
-        assert cache.stats().hits >= 2 * 48 + 2 * 24 - 16
-
-
 def test_a_loss_may_look_at_the_input_again(tmp_path, frozen):
     """The image of a hit is loaded when the loop itself asks for it."""
     data = Images(noise=0)
@@ -170,39 +127,6 @@ def test_targets_of_hits_are_plain_tensors_of_the_same_type(tmp_path, frozen):
             assert type(targets) is torch.Tensor
             assert targets.dtype == torch.int64
             assert targets.tolist() == values
-
-
-def test_targets_changed_in_place_are_not_stored_with_the_change(tmp_path, frozen):
-    data = Images(noise=0)
-    with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(data, 8, cache=cache, reuse=None)
-        for _ in range(3):
-            seen = []
-            for images, targets in loader:
-                targets += 1  # before the model sees the batch
-                frozen(images)
-                seen.append(targets)
-            cache.flush()
-            assert torch.equal(torch.cat(seen), data.targets + 1)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_cache_closed_in_mid_epoch_leaves_an_ordinary_loader(tmp_path, frozen, workers):
-    data = Images(noise=0)
-    cache = ActivationCache(frozen, tmp_path, "layer1", gate="always")
-    loader = EgeriaLoader(data, 8, cache=cache, reuse=None, num_workers=workers)
-    fill(frozen, cache, loader)
-    frozen.eval()
-    outputs = []
-    for step, (images, _) in enumerate(loader):
-        if step == 2:
-            cache.close()
-        with torch.no_grad():
-            outputs.append(frozen(images))
-    with torch.no_grad():
-        expected = torch.cat([frozen(images) for images in data.images.split(8)])
-    torch.testing.assert_close(torch.cat(outputs), expected)
-    assert "forward" not in vars(frozen)
 
 
 def open_files():
@@ -363,22 +287,6 @@ def test_padding_to_the_longest_of_the_batch_is_never_wrong(tmp_path, period, ca
     assert "padded batches are not cached at .layer1." in caplog.text.replace(chr(39), ".")
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_validation_in_inference_mode_skips_too(tmp_path, frozen, workers):
-    data = Images(24, noise=0)
-    frozen.eval()
-    with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(data, 8, cache=cache, reuse=None, name="val", num_workers=workers)
-        with torch.no_grad():
-            expected = torch.cat([frozen(images) for images in data.images.split(8)])
-        for _ in range(3):
-            with torch.inference_mode():
-                outputs = torch.cat([frozen(images.float() * 1.0) for images, _ in loader])
-            assert torch.equal(outputs, expected)
-            cache.flush()
-        assert cache.stats().hits >= 48 - 8
-
-
 @pytest.mark.parametrize("num_scales", [4, 5])
 def test_a_loop_that_scales_every_batch_differently_is_left_uncached(tmp_path, num_scales, caplog):
     """Each scale is another activation; a few are kept apart, many never come back."""
@@ -402,16 +310,3 @@ def test_a_loop_that_scales_every_batch_differently_is_left_uncached(tmp_path, n
         assert "in more than 4 ways" in why
         assert "mul(5.0,)" in why
         assert caplog.text.count("in more than 4 ways") == 1
-
-
-def test_a_model_compiled_as_a_whole_is_pointed_out_at_its_first_batch(tmp_path, caplog):
-    torch._dynamo.reset()
-    model = make_net()
-    freeze(model, "layer1")
-    with ActivationCache(model, tmp_path, "layer1") as cache:
-        compiled = torch.compile(model, backend="eager")
-        for images, _ in EgeriaLoader(Images(16), 8, cache=cache, reuse=None):
-            compiled(images)
-            assert "compile its blocks instead" in cache.stats().why_not
-    assert caplog.text.count("compile its blocks instead") == 1
-    torch._dynamo.reset()

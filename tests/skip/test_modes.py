@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from egeria_cache.skip.model.frozen import FrozenPrefix
 from tests.helpers.skip_harness import (
@@ -47,18 +46,10 @@ class ConvNet(nn.Module):
         self.layer2 = Residual(8)
         self.layer3 = Residual(8)
         self.head = nn.Linear(8, 3)
-        self.checkpointed = ""
-
-    def part(self, name, x):
-        module = getattr(self, name)
-        if name in self.checkpointed:
-            return checkpoint(module, x, use_reentrant=False)
-        return module(x)
 
     def forward(self, x):
         x = self.stem(x)
-        for name in ("layer1", "layer2", "layer3"):
-            x = self.part(name, x)
+        x = self.layer3(self.layer2(self.layer1(x)))
         return self.head(F.dropout(x.mean((2, 3)), 0.1, self.training))
 
 
@@ -186,44 +177,6 @@ def test_gradient_accumulation():
     assert_skipped(harness)
 
 
-def test_checkpointing_after_the_boundary():
-    harness = make()
-    harness.model.checkpointed = "layer2 layer3"
-    assert_same_run(harness, call, BATCHES * 3)
-    assert_skipped(harness)
-
-
-class AcrossNet(ConvNet):
-    def forward(self, x):
-        x = checkpoint(lambda z: self.layer2(self.layer1(self.stem(z))), x, use_reentrant=False)
-        return self.head(self.layer3(x).mean((2, 3)))
-
-
-def test_a_checkpointed_region_that_spans_the_boundary_is_refused():
-    torch.manual_seed(0)
-    model = AcrossNet()
-    freeze(model, "stem", "layer1")
-    harness = Harness(model, IMAGES)
-    harness.engine.set_boundary("layer1")
-    assert_same_run(harness, call, BATCHES * 2)
-    (error,) = harness.host.refusals
-    assert "checkpointed" in str(error)
-
-
-def test_an_exponential_moving_average_is_a_plain_model():
-    harness = make()
-    average = copy.deepcopy(harness.model)
-    for n, ids in enumerate(BATCHES * 2):
-        step(harness.model, call, harness.batch(ids), n)
-        with torch.no_grad():
-            for mine, theirs in zip(average.parameters(), harness.model.parameters(), strict=True):
-                mine.lerp_(theirs, 0.1)
-    average.eval()
-    x = harness.plain(range(8))["x"]
-    assert torch.equal(average(x), ConvNet.forward(average, x))
-    assert_skipped(harness, 3)
-
-
 def test_hooks_on_the_boundary_and_after_it_see_and_change_real_tensors():
     harness = make()
     harness.model.layer1.register_forward_hook(lambda m, i, o: o * 2)
@@ -234,52 +187,6 @@ def test_hooks_on_the_boundary_and_after_it_see_and_change_real_tensors():
     harness.model.layer3.register_full_backward_hook(lambda m, i, o: seen.append(float(o[0].sum())))
     assert_same_run(harness, call, BATCHES * 3)
     assert_skipped(harness)
-
-
-def test_a_hook_that_reads_a_skipped_output_is_refused():
-    harness = make()
-    harness.model.stem.register_forward_hook(lambda m, i, o: float(o.mean()) and None)
-    assert_same_run(harness, call, BATCHES * 2)
-    assert harness.host.num_loads == 0 or harness.host.refusals == []
-
-
-def test_a_feature_extractor_holds_this_batchs_features_on_hits_too():
-    harness = make()
-    plain = copy.deepcopy(harness.model)
-    features = []
-    harness.model.stem.register_forward_hook(lambda m, i, o: features.append(o))
-    for n, ids in enumerate(BATCHES * 2):
-        features.clear()
-        step(harness.model, call, harness.batch(ids), n)
-        with torch.no_grad():
-            expected = plain.stem.eval()(harness.plain(ids)["x"])
-        assert torch.equal(features[-1], expected)
-    assert harness.host.num_loads
-
-
-def test_double_backward_and_retained_graphs():
-    harness = make()
-    plain = copy.deepcopy(harness.model)
-    for _ in range(2):
-        for ids in BATCHES[:1]:
-            results = []
-            for model, batch in ((harness.model, harness.batch(ids)), (plain, harness.plain(ids))):
-                torch.manual_seed(0)
-                loss = call(model, batch)
-                weight = model.layer2.two.weight
-                (grad,) = torch.autograd.grad(loss, weight, create_graph=True)
-                results.append(torch.autograd.grad(grad.square().sum(), weight)[0])
-            assert torch.equal(*results)
-
-
-def test_two_forwards_of_one_batch_before_one_backward():
-    harness = make()
-
-    def twice(model, batch):
-        return call(model, batch) + call(model, batch)
-
-    assert_same_run(harness, twice, BATCHES * 2)
-    assert harness.host.refusals == []
 
 
 def test_a_sequence_first_transformer_stores_one_row_per_sample():
@@ -309,31 +216,6 @@ def test_a_last_batch_of_another_size_uses_the_same_cut():
     assert_same_run(harness, call, batches * 3)
     assert_skipped(harness, 8)
     assert len(harness.host.stored) == 1
-
-
-@pytest.mark.parametrize("first", [range(0, 1), range(0, 2)], ids=["one", "two"])
-def test_a_tiny_first_batch_is_enough(first):
-    harness = make()
-    harness.model.head.weight.requires_grad_(True)
-    assert_same_run(harness, call, [first, *BATCHES, *BATCHES], exact=False)
-    assert harness.host.refusals == []
-
-
-class RunningMean(ConvNet):
-    def forward(self, x):
-        x = self.layer1(self.stem(x - x.mean(0)))
-        return self.head(self.layer2(x).mean((2, 3)))
-
-
-def test_a_batch_of_one_does_not_hide_that_samples_mix():
-    torch.manual_seed(0)
-    model = RunningMean()
-    freeze(model, "stem", "layer1")
-    harness = Harness(model, IMAGES)
-    harness.engine.set_boundary("layer1")
-    model.eval()
-    harness.model(harness.batch(range(1))["x"])
-    assert harness.host.refusals
 
 
 def test_half_precision_models():

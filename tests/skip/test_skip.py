@@ -261,31 +261,12 @@ def scale(model):
         model.stem[0].weight.mul_(1.5)
 
 
-def scale_data(model):
-    model.stem[0].weight.data.mul_(1.5)
-
-
 def replace_data(model):
     model.stem[0].weight.data = model.stem[0].weight.data * 1.5
 
 
-def replace_parameter(model):
-    model.stem[0].weight = nn.Parameter(model.stem[0].weight.detach() * 1.5, requires_grad=False)
-
-
 def move_statistics(model):
     model.stem[1].running_mean.add_(0.5)
-
-
-def load(model):
-    state = {name: value * 1.01 for name, value in model.state_dict().items()}
-    model.load_state_dict({k: v.long() if "num_batches" in k else v for k, v in state.items()})
-
-
-def optimize(model):
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1).step()
 
 
 def replace_module(model):
@@ -295,9 +276,8 @@ def replace_module(model):
 
 @pytest.mark.parametrize(
     "change",
-    [scale, scale_data, replace_data, replace_parameter, move_statistics, load, optimize,
-     replace_module],
-)  # fmt: skip
+    [scale, replace_data, move_statistics, replace_module],
+)
 def test_a_changed_prefix_is_noticed_before_anything_stale_is_served(change):
     harness = make()
     assert_same_run(harness, call, BATCHES * 2)
@@ -353,34 +333,11 @@ def test_weights_that_keep_moving_are_given_up_with_growing_patience():
 # ---- refusals ---------------------------------------------------------------------------------
 
 
-def test_a_trainable_parameter_in_the_prefix_is_named():
-    harness = make(frozen=("block1",))
-    step(harness.model, call, harness.batch(range(8)))
-    (error,) = harness.host.refusals
-    assert "'stem." in str(error)
-    assert "trainable" in str(error)
-
-
 def test_a_refusal_that_the_host_raises_leaves_the_model_usable():
     harness = make(frozen=("block1",), raise_refusals=True)
     with pytest.raises(BoundaryError):
         harness.model(harness.batch(range(8))["x"])
     harness.model(harness.batch(range(8))["x"])
-
-
-class Mean(Net):
-    def forward(self, x):
-        x = self.stem(x)
-        x = self.block1(x - x.mean(0))
-        return self.head(self.dropout(self.block3(self.block2(x))).mean((2, 3)))
-
-
-def test_a_prefix_that_mixes_samples_is_refused():
-    harness = make(cls=Mean)
-    assert_same_run(harness, call, BATCHES)
-    (error,) = harness.host.refusals
-    assert "mixes the samples" in str(error)
-    assert "block1" in str(error)
 
 
 class Concat(nn.Module):
