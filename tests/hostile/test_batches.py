@@ -81,35 +81,6 @@ def test_a_batch_written_in_every_epoch_is_what_the_model_sees(run, how):
     trained(run, numbered(loss))
 
 
-ALIASES = {
-    "numpy": lambda x: x.numpy(),
-    "data": lambda x: x.data,
-    "detached": lambda x: x.detach(),
-    "view": lambda x: x.view(len(x), 2, 3),
-    "dlpack": torch.from_dlpack,
-    "memoryview": lambda x: np.asarray(memoryview(x.numpy())),
-    "expanded": lambda x: x.expand(1, -1, -1),
-    "row": lambda x: x[3],
-}
-
-
-@hostile
-@pytest.mark.parametrize("how", ALIASES)
-def test_an_alias_that_is_written_later_writes_the_batch(run, how):
-    """The alias is taken of every batch, and written only from the second epoch on."""
-
-    def loss(model, x, y, step):
-        alias = ALIASES[how](x)
-        x = x.to(torch.float32)
-        if step == 3:
-            run.turn()
-        if step >= 3:
-            alias *= 2.0
-        return ce(model, x, y)
-
-    trained(run, numbered(loss))
-
-
 # ---- loops that are right, and served where they can be ---------------------------------------
 
 
