@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from egeria_cache.batch.batch import Batch
-from egeria_cache.batch.chain import Op, outside_inference_mode
+from egeria_cache.batch.chain import Join, Op, derived, outside_inference_mode
+from egeria_cache.batch.fold import Fold
 from egeria_cache.batch.structure import Beside, Rows, merge_rows
 from egeria_cache.batch.tensor import BatchTensor, unwrap
 from egeria_cache.batch.vouch import Vouched
@@ -57,13 +58,10 @@ class AbsentTensor(BatchTensor):
             self._full = op.run(other.full() if isinstance(other, BatchTensor) else other)
             self._vouched = Vouched(self._full)
         elif self._full is None:
-            absent = self.batch.load_absent(self.leaf)
-            assert isinstance(absent, Tensor)
-            absent = uploaded(absent, self.device)
-            for op in self.chain:
-                absent = op.run(absent)
+            absent = derived(self.leaf, self.chain, self.batch.load_absent(), self.device)
             mask = self.batch.absent
             assert mask is not None
+            mask = self.fold.mask(mask)
             merged = absent if self._misses is None else merge_rows(mask, absent, self._misses)
             assert isinstance(merged, Tensor)
             self._full = _with_layout(merged, self._meta)
@@ -95,12 +93,7 @@ class AbsentTensor(BatchTensor):
         """Return the plain masked rows, after `chain`, without loading the others."""
         if self._full is not None:
             return super().rows(mask, loaded)
-        rows = loaded[self.leaf]
-        assert isinstance(rows, Tensor)
-        rows = uploaded(rows, self.device)
-        for op in self.chain:
-            rows = op.run(rows)
-        return rows
+        return derived(self.leaf, self.chain, loaded, self.device)
 
     def _apply(self, op: Op) -> BatchTensor | None:
         if self._full is not None:
@@ -120,10 +113,21 @@ class AbsentTensor(BatchTensor):
             self._is_shared = True
         return self._followed(op, result)
 
+    def _join(self, op: Join, parts: Sequence[BatchTensor]) -> BatchTensor | None:
+        absent = [p for p in parts if isinstance(p, AbsentTensor) and p._full is None]
+        if len(absent) < len(parts):
+            return super()._join(op, parts)
+        if not all(part._holds for part in absent):
+            return None
+        own = [part._misses for part in absent if part._misses is not None]
+        misses = op.joined(own) if own else None
+        meta = op.joined([part._meta for part in absent])
+        return _absent(meta, self.batch, self.leaf, (*self.chain, op), misses, self.device)
+
     def _select(self, rows: np.ndarray, part: Callable[[Tensor], Tensor]) -> BatchTensor | None:
         if self._full is not None:
             return super()._select(rows, part)
-        if not self.intact:
+        if not self.intact or self.fold != Fold():
             return None
         batch, mask = self.batch.select(rows), self.batch.absent
         assert mask is not None

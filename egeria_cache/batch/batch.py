@@ -165,12 +165,12 @@ class Batch:
         """Load the masked rows of all leaves from the dataset, as they were loaded before."""
         return self._load_rows(rows)
 
-    def load_absent(self, leaf: str) -> Rows:
-        """Return the raw rows of `leaf` that were not loaded with the batch (loads them once)."""
+    def load_absent(self) -> Mapping[str, Rows]:
+        """Return the raw rows that were not loaded with the batch, by leaf (loads them once)."""
         assert self.absent is not None, "every row was loaded with the batch"
         if self._loaded is None:
             self._loaded = self._load_rows(self.absent)
-        return self._loaded[leaf]
+        return self._loaded
 
     def rows_of(self, leaf: str, rows: np.ndarray | None) -> Rows | None:
         """Return `leaf` for the masked rows (None: all), as it was yielded.

@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
+from egeria_cache.batch.fold import Fold
 from egeria_cache.batch.structure import is_dense
 from egeria_cache.batch.vouch import SMALL_BYTES, content_print
-from egeria_cache.device import moved_to
+from egeria_cache.device import moved_to, uploaded
 
-__all__ = ["IN_PLACE", "Op", "outside_inference_mode"]
+__all__ = ["IN_PLACE", "JOINS", "Join", "Op", "derived", "leaves_of", "outside_inference_mode"]
 
 
 def outside_inference_mode() -> AbstractContextManager[None]:
@@ -81,6 +82,10 @@ IN_PLACE: dict[Callable[..., Any], Callable[..., Any]] = {
 """Operations that write to their tensor, and those that give the same values without."""
 
 
+JOINS = _named("cat concat concatenate stack")
+"""Functions that put tensors together."""
+
+
 class _Rows:
     """Stands for the number of rows among an operation's arguments."""
 
@@ -94,7 +99,7 @@ ROWS = _Rows()
 class Op:
     """One recorded operation on a leaf: row by row, and the same for all rows."""
 
-    __slots__ = ("args", "at", "device", "func", "key", "kwargs", "opens")
+    __slots__ = ("args", "at", "device", "fold", "func", "key", "kwargs", "leaves", "opens")
 
     def __init__(
         self,
@@ -110,6 +115,10 @@ class Op:
         self.key, self.device, self.at = key, device, at
         self.opens = False
         """Whether rows no longer stand in the first dimension, so that another has to follow."""
+        self.fold = Fold()
+        """Which rows belong to a sample after it."""
+        self.leaves: tuple[str, ...] = ()
+        """Of the batch, which it puts beside the one that it is done to."""
 
     @classmethod
     def record(
@@ -118,8 +127,9 @@ class Op:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         leaf: Tensor,
+        fold: Fold,
         at: int = 0,
-        before: tuple[Tensor, Sequence[Op]] | None = None,
+        before: tuple[Tensor, Sequence[Op], Fold] | None = None,
     ) -> Op | None:
         """Return the operation, or None if it is not one that may be repeated on other rows.
 
@@ -128,23 +138,28 @@ class Op:
             args: Its arguments but the leaf.
             kwargs: Its keyword arguments.
             leaf: The leaf; only its shape, dtype and device are looked at.
+            fold: Which of its rows belong to a sample.
             at: The leaf's place among the arguments.
-            before: The leaf as it was when its rows stood in the first dimension last, and what was
-                done to it since; None if they stand there.
+            before: The leaf as it was when its rows stood apart last, what was done to it since,
+                and its fold then; None if they do.
         """
-        if before is not None and func not in _VIEWS:
+        is_open = before is not None and before[1][-1].opens
+        if is_open and func not in _VIEWS:
             return None
         if at == 0 and func is Tensor.type and args and isinstance(args[0], torch.dtype):
-            return cls._move(Tensor.to, args[:1], {})
+            func, args, kwargs = Tensor.to, args[:1], {}
         if at == 0 and (func in _MOVES or moved_to(func)):
-            return cls._move(func, args, kwargs)
+            moved = cls._move(func, args, kwargs)
+            if moved is not None:
+                moved.fold = fold
+            return moved
         if func not in _BY_ROW or not leaf.dim() or kwargs.get("out") is not None:
             return None
         if func in _TAKES_SIZES and args:
             args = _with_rows(args, leaf.shape[0])
         texts = [_text(value, leaf) for value in args]
         named = {name: _text(value, leaf) for name, value in sorted(kwargs.items())}
-        is_mixed = before is not None or _may_mix_rows(func, args, kwargs, leaf.dim())
+        is_mixed = is_open or _may_mix_rows(func, args, kwargs, leaf.dim())
         if None in (*texts, *named.values()) or (is_mixed and func not in _VIEWS):
             return None
         inside = ", ".join(map(str, texts)) + ("," if len(texts) == 1 else "")
@@ -156,9 +171,13 @@ class Op:
             key=key if at == 0 else f"{key}@{at}",
             at=at,
         )
-        base, others = before or (leaf, ())
-        if (before is not None or not is_mixed) and op._keeps_rows_apart(base, others):
-            return op
+        tries = [before] if before is not None and func in _VIEWS else []
+        tries += [] if is_mixed else [(leaf, (), fold)]
+        for base, others, folded in tries:
+            of_each = op._rows_of_each(base, others)
+            if of_each:
+                op.fold = Fold(folded.outer, folded.inner * of_each)
+                return op
         op.opens = func in _VIEWS and op._is_another_view(leaf)
         return op if op.opens else None
 
@@ -220,8 +239,11 @@ class Op:
             after.stride(),
         )
 
-    def run(self, data: Tensor) -> Tensor:
-        """Apply the operation to some rows (or, without moving it, to a meta tensor)."""
+    def run(self, data: Tensor, loaded: Mapping[str, Any] | None = None) -> Tensor:
+        """Apply the operation to some rows (or, without moving it, to a meta tensor).
+
+        `loaded` has the same rows of the batch's leaves, as they were loaded.
+        """
         if data.is_meta and self.func in _MOVES:
             return self._run_meta(data)
         if self.func in _MOVES:  # `to(other)` goes where the other one is
@@ -247,22 +269,90 @@ class Op:
         meta = meta if dtype is None else meta.to(dtype)
         return meta if memory_format is None else meta.to(memory_format=memory_format)
 
-    def _keeps_rows_apart(self, leaf: Tensor, others: Sequence[Op] = ()) -> bool:
-        """Whether a row comes out the same alone and among others, at two sizes of batches, where
-        the others were done before."""
+    def _rows_of_each(self, leaf: Tensor, others: Sequence[Op] = ()) -> int:
+        """Return how many rows come out of one, the same alone and among others, at two sizes of
+        batches, where `others` were done before; 0 if they are not kept apart."""
         ops = (*others, self)
         known = (*((op.func, op.key) for op in ops), tuple(leaf.shape[1:]), leaf.dtype)
         if known not in _TRIED:
             if len(_TRIED) > 4096:
                 _TRIED.clear()
-            _TRIED[known] = all(_tried(ops, leaf, num_rows) for num_rows in (5, 7))
+            found = {_tried(ops, leaf, num_rows) for num_rows in (5, 7)}
+            _TRIED[known] = found.pop() if len(found) == 1 else 0
         return _TRIED[known]
 
 
-_TRIED: dict[Any, bool] = {}
+class Join(Op):
+    """Several leaves of one batch put one behind the other, or side by side."""
+
+    __slots__ = ("_others",)
+
+    _others: Sequence[tuple[str, Sequence[Op]]]
+
+    @classmethod
+    def of(
+        cls,
+        func: Callable[..., Any],
+        parts: Sequence[tuple[str, Sequence[Op], str]],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        num_dims: int,
+        fold: Fold,
+    ) -> Join | None:
+        """Return the operation; None if it is not one, or mixes rows.
+
+        Args:
+            func: What is called.
+            parts: What is put together: the leaf, what was done to it, and that as text.
+            args: The arguments behind the parts.
+            kwargs: Keyword arguments.
+            num_dims: How many dimensions each has.
+            fold: Which rows of each belong to a sample.
+        """
+        dim = args[0] if args else kwargs.get("dim", kwargs.get("axis", 0))
+        if func not in JOINS or len(args) > 1 or kwargs.keys() - {"dim", "axis"}:
+            return None
+        if type(dim) is not int or (func is torch.stack and dim in (0, -num_dims - 1)):
+            return None
+        text = ", ".join(f"{leaf}:{chain}" for leaf, _, chain in parts[1:])
+        op = cls(func, (dim,), {}, key=f"{func.__name__}({text}, dim={dim})")
+        op._others = [(leaf, chain) for leaf, chain, _ in parts[1:]]
+        op.leaves = tuple(name for leaf, chain in op._others for name in (leaf, *leaves_of(chain)))
+        is_along = func is not torch.stack and dim in (0, -num_dims)
+        op.fold = Fold(len(parts), fold.inner) if is_along else fold
+        return op
+
+    def run(self, data: Tensor, loaded: Mapping[str, Any] | None = None) -> Tensor:
+        """Put the same rows of the other leaves beside these."""
+        assert loaded is not None, "the others are needed"
+        others = [derived(leaf, chain, loaded, data.device) for leaf, chain in self._others]
+        return self.joined([data, *others])
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Put these together."""
+        result: Tensor = self.func(list(parts), *self.args)
+        return result
 
 
-def _tried(ops: Sequence[Op], leaf: Tensor, num_rows: int) -> bool:
+def derived(
+    leaf: str, chain: Sequence[Op], loaded: Mapping[str, Any], device: torch.device
+) -> Tensor:
+    """Return rows of a leaf after all that was done to it, from what was loaded of them."""
+    rows: Tensor = uploaded(loaded[leaf], device)
+    for op in chain:
+        rows = op.run(rows, loaded)
+    return rows
+
+
+def leaves_of(chain: Sequence[Op]) -> list[str]:
+    """Return the further leaves that operations bring in."""
+    return [leaf for op in chain for leaf in op.leaves]
+
+
+_TRIED: dict[Any, int] = {}
+
+
+def _tried(ops: Sequence[Op], leaf: Tensor, num_rows: int) -> int:
     shape = (num_rows, *leaf.shape[1:])
     numbers = torch.arange(int(np.prod(shape)), dtype=torch.float64).mul(0.618).remainder(1)
     rows = (numbers if leaf.dtype.is_floating_point else numbers * 5).to(leaf.dtype).view(shape)
@@ -270,11 +360,13 @@ def _tried(ops: Sequence[Op], leaf: Tensor, num_rows: int) -> bool:
         reduce(lambda data, op: op.run(data), ops, part)
         for part in (rows, *(rows[i : i + 1] for i in range(num_rows)))
     )
-    return (
-        whole.shape[:1] == (num_rows,)
-        and all(one.shape == (1, *whole.shape[1:]) for one in single)
-        and torch.equal(whole.nan_to_num(), torch.cat(single).nan_to_num())
+    if not whole.dim() or any(one.shape != single[0].shape for one in single):
+        return 0
+    together = torch.cat(single)
+    is_same = together.shape == whole.shape and torch.equal(
+        whole.nan_to_num(), together.nan_to_num()
     )
+    return len(single[0]) if is_same else 0
 
 
 def _with_rows(args: Sequence[Any], num_rows: int) -> tuple[Any, ...]:

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from egeria_cache.attempt import is_beside
 from egeria_cache.batch.batch import Batch
-from egeria_cache.batch.chain import IN_PLACE, Op, outside_inference_mode
+from egeria_cache.batch.chain import IN_PLACE, JOINS, Join, Op, leaves_of, outside_inference_mode
+from egeria_cache.batch.fold import Fold
 from egeria_cache.batch.lost import note_lost
 from egeria_cache.batch.selection import selected_rows
 from egeria_cache.batch.structure import Rows, own_containers, take_rows
@@ -38,9 +39,9 @@ class BatchTensor(Tensor):
     leaf: str
     chain: tuple[Op, ...]
     _vouched: Vouched
-    _before: tuple[Tensor, int] | None = None
-    """A meta of the leaf when its rows stood in the first dimension last, and how long the chain
-    was then; None where they stand there."""
+    _before: tuple[Tensor, int, Fold] | None = None
+    """A meta of the leaf when each row was a sample's last, how long the chain was, and the fold
+    then; None where it is."""
 
     @staticmethod
     def wrap(data: Tensor, batch: Batch, leaf: str) -> BatchTensor:
@@ -53,18 +54,28 @@ class BatchTensor(Tensor):
         return ";".join([op.key for op in self.chain if op.key]) if self.chain else ""
 
     @property
+    def leaves(self) -> set[str]:
+        """The leaves of the batch that it is made of."""
+        return {self.leaf, *leaves_of(self.chain)}
+
+    @property
+    def fold(self) -> Fold:
+        """Which of its rows belong to a sample."""
+        return self.chain[-1].fold if self.chain else _PLAIN
+
+    @property
     def intact(self) -> bool:
         """Whether the values are still exactly what samples and `chain` say, by content.
 
         False after the user changed the data; such a tensor is an ordinary one. So is one whose
         rows do not stand in the first dimension.
         """
-        return self._before is None and self._holds
+        return self.has_rows_first and self._holds
 
     @property
     def has_rows_first(self) -> bool:
         """Whether samples stand in the first dimension; a view may have put them elsewhere."""
-        return self._before is None
+        return not self.chain or not self.chain[-1].opens
 
     @property
     def _holds(self) -> bool:
@@ -79,7 +90,7 @@ class BatchTensor(Tensor):
         """Return the plain rows that were not planned as hits, after `chain`."""
         entry = self.batch.entry
         assert entry is not None, "a batch without an entry has no hits to leave out"
-        rows = take_rows(self.full(), ~entry.hit)
+        rows = take_rows(self.full(), self.fold.mask(~entry.hit))
         assert isinstance(rows, Tensor)
         return rows
 
@@ -90,7 +101,7 @@ class BatchTensor(Tensor):
             mask: Bool, shape (B,).
             loaded: What `batch.load_rows(mask)` gave; used if this leaf's own rows are absent.
         """
-        rows = take_rows(self.full(), mask)
+        rows = take_rows(self.full(), self.fold.mask(mask))
         assert isinstance(rows, Tensor)
         return rows
 
@@ -105,11 +116,19 @@ class BatchTensor(Tensor):
         applied = loaded_tensor(result, self.batch, self.leaf, (*self.chain, op), self._vouched)
         return self._followed(op, applied)
 
+    def _join(self, op: Join, parts: Sequence[BatchTensor]) -> BatchTensor | None:
+        """Return this and other leaves put together; None if they are not what they should be."""
+        data = [part.full() for part in parts]
+        if not all(part._vouched.holds(own) for part, own in zip(parts, data, strict=True)):
+            return None
+        return loaded_tensor(op.joined(data), self.batch, self.leaf, (*self.chain, op))
+
     def _followed(self, op: Op, result: BatchTensor) -> BatchTensor:
-        if op.opens:
+        known = self.fold if self._before is None else self._before[2]
+        if op.opens or op.fold != known:
             shape, stride = self.shape, self.stride()
             meta = torch.empty_strided(shape, stride, dtype=self.dtype, device="meta")
-            result._before = self._before or (meta, len(self.chain))
+            result._before = self._before or (meta, len(self.chain), known)
         return result
 
     def _apply_in_place(self, op: Op) -> bool:
@@ -144,11 +163,14 @@ class BatchTensor(Tensor):
                 return func(*args, **kwargs)
             at = next((i for i, arg in enumerate(args) if isinstance(arg, BatchTensor)), None)
             leaf = ""
-            if at is not None:
-                tagged = args[at]
-                leaf = tagged.leaf
+            if at is not None or func in JOINS:
+                tagged = args[at or 0]
+                leaf = "" if at is None else tagged.leaf
                 try:
-                    result = tagged._recorded(func, [*args[:at], *args[at + 1 :]], kwargs, at)
+                    if at is None:
+                        result = _joined(func, tagged, args[1:], kwargs)
+                    else:
+                        result = tagged._recorded(func, [*args[:at], *args[at + 1 :]], kwargs, at)
                 except Exception as error:
                     if not is_beside(error):
                         raise
@@ -171,8 +193,11 @@ class BatchTensor(Tensor):
             self._vouched.let_go()  # what is written to it elsewhere, nobody sees
         if not self._looks_intact:
             return None
-        before = None if self._before is None else (self._before[0], self.chain[self._before[1] :])
-        rows_first = at == 0 and before is None
+        before = None
+        if self._before is not None:
+            meta, done, fold = self._before
+            before = meta, self.chain[done:], fold
+        rows_first = at == 0 and self.has_rows_first
         chosen = selected_rows(func, args, kwargs, self) if rows_first else None
         if chosen is not None:
             parts = [self._select(rows, part) for rows, part in chosen.parts]
@@ -181,7 +206,7 @@ class BatchTensor(Tensor):
             if chosen.rest is not None:
                 return parts[0]._recorded(func, [chosen.rest], {}, 0)  # type: ignore[union-attr]
             return tuple(parts) if chosen.is_tuple else parts[0]
-        op = Op.record(IN_PLACE.get(func, func), args, kwargs, self, at, before)
+        op = Op.record(IN_PLACE.get(func, func), args, kwargs, self, self.fold, at, before)
         if op is None or func not in IN_PLACE:
             return None if op is None else self._apply(op)
         is_done = op.keeps_dtype(self) and self._apply_in_place(op)
@@ -190,7 +215,7 @@ class BatchTensor(Tensor):
     def _select(self, rows: np.ndarray, part: Callable[[Tensor], Tensor]) -> BatchTensor | None:
         """Return these rows as a batch of their own; `part` takes them from a tensor."""
         data = self.full()
-        if not self._vouched.holds(data):
+        if not self._vouched.holds(data) or self.fold != _PLAIN:
             return None
         return loaded_tensor(part(data), self.batch.select(rows), self.leaf, self.chain)
 
@@ -203,6 +228,28 @@ class BatchTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.full().clone()
+
+
+def _joined(
+    func: Callable[..., Any], parts: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> BatchTensor | None:
+    """Return leaves of one batch put together; None if it is something else that is."""
+    if not isinstance(parts, list | tuple) or not all(map(_is_batch_tensor, parts)):
+        return None
+    first = parts[0]
+    if first.batch.lengths is not None:
+        return None  # padding would have to be told of each
+    for part in parts:
+        if part.batch is not first.batch or part.fold.outer > 1 or part.fold != first.fold:
+            return None
+        if not part.has_rows_first or not part._looks_intact:
+            return None
+    named = [(part.leaf, part.chain, part.chain_key) for part in parts]
+    op = Join.of(func, named, args, kwargs, first.dim(), first.fold)
+    return None if op is None else first._join(op, parts)
+
+
+_PLAIN = Fold()
 
 
 def loaded_tensor(

@@ -891,8 +891,9 @@ class SkipEngine:
         recipe.guard = guard = PrefixGuard(
             tensors, skipped, around, code, written, self._hashes, recipe.objects
         )
-        dropped = {call.tagged[i].leaf for i in call.tagged if i not in recipe.kept}
-        kept = {call.tagged[i].leaf for i in recipe.kept}
+        leaves = {i: tagged.leaves for i, tagged in call.tagged.items()}
+        kept = {leaf for i in recipe.kept for leaf in leaves[i]}
+        dropped = {leaf for i in leaves.keys() - recipe.kept for leaf in leaves[i]}
         fields = address(recipe, call, tensors, self._hashes, code)
         if self._dropout is not None:
             fields |= self._dropout.fields(skipped)
@@ -902,7 +903,7 @@ class SkipEngine:
             devices={n: recipe.tensor_spec(slot).device for n, slot in recipe.slots().items()},
             dropped=frozenset(dropped - kept),
             tagged=frozenset(dropped | kept),
-            read=frozenset(dropped | {call.tagged[i].leaf for i in recipe.entered}),
+            read=frozenset(dropped.union(*(leaves[i] for i in recipe.entered))),
             fields=self._addresses.of(fields),
             growth=recipe.row_growth(),
             profile=recipe.profile,

@@ -120,7 +120,10 @@ def test_recorded_operations_keep_the_samples_and_give_the_same_values(hit, op, 
     [
         lambda x: x + torch.ones(4, 3, 2),
         lambda x: x.mean(),
-        lambda x: torch.cat([x, x]),
+        lambda x: torch.cat([x, RAW]),
+        lambda x: torch.cat([torch.cat([x, x]), x]),
+        lambda x: torch.stack([x, x]),
+        lambda x: torch.cat([x, x])[:4],
         lambda x: x[1],
         lambda x: x[x > 3],
         lambda x: x.roll(1),
@@ -216,6 +219,42 @@ def test_what_is_done_row_by_row_is_recorded(hit, how):
     mask = np.array([True, False, False, True])
     assert torch.equal(y.rows(mask, {"x": RAW[[0, 3]]}), expected[[0, 3]])
     assert torch.equal(y.full(), expected)
+
+
+TOGETHER = {
+    "one behind the other": (lambda x: torch.cat([x, 2 * x.flip(-1), x]), (3, 1)),
+    "side by side": (lambda x: torch.concat([x, x + 1], dim=-1), (1, 1)),
+    "stacked": (lambda x: torch.stack([x, -x], 1), (1, 1)),
+    "stacked and flattened": (lambda x: torch.stack([x, -x], dim=1).flatten(0, 1), (1, 2)),
+    "of views of their own": (lambda x: x.reshape(-1, 2), (1, 3)),
+    "both": (lambda x: torch.cat([x.view(-1, 2), 3 * x.view(-1, 2)]).float() / 2, (2, 3)),
+}
+
+
+@KINDS
+@pytest.mark.parametrize("how", TOGETHER)
+def test_several_rows_of_a_sample_stay_its_own(hit, how):
+    op, fold = TOGETHER[how]
+    (x, loads), expected = make_batch(hit), op(RAW)
+    y = op(x)
+    assert isinstance(y, BatchTensor)
+    assert y.intact
+    assert (y.fold, loads) == (fold, [])
+    assert (y.shape, y.dtype, y.stride()) == (expected.shape, expected.dtype, expected.stride())
+    for rows in ([True, False, False, True], [False, True, True, False]):
+        mask = np.array(rows)
+        assert torch.equal(y.rows(mask, {"x": RAW[mask]}), op(RAW[mask]))
+    if hit == SOME:
+        assert torch.equal(y.misses(), op(RAW[[1, 2]]))
+    assert torch.equal(y.full(), expected)
+
+
+def test_what_is_put_together_is_what_its_parts_were_then():
+    (x, _), (other, _) = make_batch(ALL), make_batch(ALL)
+    y = torch.cat([x, x + 1])
+    x *= 3
+    assert torch.equal(y.full(), torch.cat([RAW, RAW + 1]))
+    assert type(torch.cat([x, other])) is Tensor
 
 
 def test_constants_are_told_apart_by_content_and_kept_from_changes():

@@ -363,6 +363,9 @@ def test_none_replaced_by_a_good_sample_of_the_batch(run, collate, workers):
 
 JOINED = {
     "cat of two views": lambda m, x: sum(m(torch.cat([x, x.flip(-1)])).chunk(2)),
+    "cat and arithmetic": lambda m, x: sum(m((torch.cat([x, 2 * x, -x]) - 1) / 2).chunk(3)),
+    "views of a sample": lambda m, x: m(torch.stack([x, x.flip(-1)], 1).view(-1, 6))[::2],
+    "side by side": lambda m, x: m(torch.cat([x[:, :3], x[:, 3:] * 2], dim=1)),
     "pad": lambda m, x: m(F.pad(x[:, :4], (1, 1))),
     "flipud": lambda m, x: m(torch.flipud(x)),
     "squeeze": lambda m, x: m(x[None].squeeze(0)),

@@ -109,7 +109,7 @@ def test_rows_come_back_with_the_values_and_strides_they_had(batch_dim, num_per_
     spec = TensorSpec.of(a, 4, b, 3)
     assert spec is not None
     assert spec.batch_dim == batch_dim
-    rows = spec.to_rows(a, 4).contiguous()
+    rows = spec.to_rows(a).contiguous()
     assert rows.shape[0] == 4
     assert tuple(rows.shape[1:]) == spec.row.shape
     back = spec.from_rows(rows)

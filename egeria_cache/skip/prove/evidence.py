@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from egeria_cache.batch import Fold
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model import dropout
 from egeria_cache.skip.model.calls import CallRecord
@@ -181,7 +182,11 @@ def arguments(
     def swap(position: int, leaf: Any) -> Any:
         if position not in tagged and (leaf.dim() == 0 or leaf.shape[0] != size):
             return leaf
-        taken = take(leaf, rows, size)
+        fold = tagged[position].fold if position in tagged else Fold()
+        if fold == Fold():
+            taken = take(leaf, rows, size)
+        else:
+            taken = fold.together(take(fold.apart(leaf), rows, size))
         return taken if resize is None or position not in tagged else resize(position, taken)
 
     return call.rebuild(swap)

@@ -101,7 +101,7 @@ def _pairs(
 ) -> Iterator[tuple[Recomputed, list[int], Tensor, Tensor]]:
     """Yield (part, rows that were seen before, as they were first seen, the same in this part)."""
     for part in parts:
-        rows = spec.to_rows(part.leaves[slot[0]][slot[1]], len(part.rows))
+        rows = spec.to_rows(part.leaves[slot[0]][slot[1]])
         seen = [k for k, row in enumerate(part.rows) if row in known]
         if seen:
             again = [part.rows[k] for k in seen]
@@ -184,6 +184,6 @@ def _differences(
         for part in parts:
             yield difference(evidence.leaf(*slot), part.leaves[slot[0]][slot[1]])
         return
-    known = dict(enumerate(spec.to_rows(evidence.leaf(*slot), evidence.size)))
+    known = dict(enumerate(spec.to_rows(evidence.leaf(*slot))))
     for _, _, a, b in _pairs(known, spec, slot, parts):
         yield difference(a, b)

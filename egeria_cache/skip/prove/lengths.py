@@ -260,8 +260,8 @@ def _check_samples(
         there = spec.grown(recipe.growth.rules.get(slot, {}), whole)
         if there is None:
             raise _odd(recipe, recipe.steps[slot[0]].name)
-        a = spec.to_rows(evidence.leaf(*slot), evidence.size)[torch.tensor(part.rows)]
-        b = there.to_rows(part.leaves[slot[0]][slot[1]], len(part.rows))
+        a = spec.to_rows(evidence.leaf(*slot))[torch.tensor(part.rows)]
+        b = there.to_rows(part.leaves[slot[0]][slot[1]])
         growth = recipe.growth.of_rows(recipe.tensor_spec(slot), slot)
         if growth is not None:
             sizes = [[rule.least(tuple(o)) for rule in growth.rules] for o in of_these.own.tolist()]
@@ -315,7 +315,7 @@ def _fill(evidence: Evidence, recipe: Recipe, slot: Slot, lengths: Lengths) -> A
     growth = recipe.growth.of_rows(recipe.tensor_spec(slot), slot)
     if growth is None:
         return 0
-    rows = recipe.tensor_spec(slot).to_rows(evidence.leaf(*slot), evidence.size)
+    rows = recipe.tensor_spec(slot).to_rows(evidence.leaf(*slot))
     seen: set[Any] = set()
     for row, own in zip(rows, lengths.own.tolist(), strict=True):
         for (dim, left), rule in zip(growth.dims, growth.rules, strict=True):

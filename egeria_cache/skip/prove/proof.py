@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -170,7 +171,7 @@ def _draft(evidence: Evidence, parts: Sequence[Recomputed]) -> Recipe:
                 evidence.boundary, f"{name!r} returns another structure for another batch"
             )
         described = [
-            _describe(evidence, name, a, [(part.leaves[i][j], len(part.rows)) for part in parts])
+            _describe(evidence, name, a, [(part.leaves[i][j], part.rows) for part in parts])
             for j, a in enumerate(leaves_a)
         ]
         real = has_user_hooks_inside(record.module)
@@ -183,18 +184,18 @@ def _draft(evidence: Evidence, parts: Sequence[Recomputed]) -> Recipe:
     return Recipe(evidence.boundary, steps, evidence.ancestors, evidence.names, copies=True)
 
 
-def _describe(evidence: Evidence, name: str, a: Any, parts: Sequence[tuple[Any, int]]) -> Any:
-    other, other_size = parts[0]
+def _describe(evidence: Evidence, name: str, a: Any, parts: Sequence[tuple[Any, list[int]]]) -> Any:
+    other, other_rows = parts[0]
     if isinstance(a, Tensor) and isinstance(other, Tensor):
-        spec = TensorSpec.of(a, evidence.size, other, other_size)
-        for b, size in parts:
-            if spec is None or not spec.matches(b, size):
+        spec = TensorSpec.of(a, evidence.size, other, len(other_rows))
+        for b, rows in parts:
+            if spec is None or not spec.matches(b, len(rows)):
                 raise BoundaryError.impure(
                     evidence.boundary,
                     f"{name!r} returns a tensor of shape {tuple(a.shape)} for {evidence.size} "
-                    f"samples and {tuple(b.shape)} for {size}",
+                    f"samples and {tuple(b.shape)} for {len(rows)}",
                 )
-        return spec
+        return spec and _in_blocks(evidence, spec, a, parts)
     if isinstance(a, int | float | str | bool | type(None)):
         for b, _ in parts:
             if a != b:
@@ -203,6 +204,30 @@ def _describe(evidence: Evidence, name: str, a: Any, parts: Sequence[tuple[Any, 
                 )
         return a
     return Unavailable(frozenset({Source("step", name)}))
+
+
+def _in_blocks(
+    evidence: Evidence, spec: TensorSpec, a: Tensor, parts: Sequence[tuple[Any, list[int]]]
+) -> TensorSpec:
+    """Return the spec with samples where the parts have them: several rows of one may stand
+    together, or in as many blocks as the batch's (views that were put one behind the other).
+    """
+    rows = 1 if spec.batch_dim is None else spec.shape[spec.batch_dim]
+    joined = [leaf.fold.outer for leaf in evidence.call.tagged.values()]
+    for blocks in sorted({1, rows, *joined}) if rows > 1 else ():
+        here = replace(spec, blocks=blocks)
+        if rows % blocks == 0 and all(_same_samples(evidence, here, a, *part) for part in parts):
+            return here
+    return spec
+
+
+def _same_samples(
+    evidence: Evidence, spec: TensorSpec, a: Tensor, b: Tensor, rows: list[int]
+) -> bool:
+    """Whether `b` holds these rows of the batch as `a` does."""
+    at = [k for k, row in enumerate(rows) if row < evidence.size]
+    known, seen = spec.to_rows(a)[[rows[k] for k in at]], spec.to_rows(b)[at]
+    return difference(known, seen) <= tolerance(a)
 
 
 def _check_trained(evidence: Evidence, recipe: Recipe, trace: PrefixTrace | None) -> None:
@@ -318,7 +343,7 @@ def _check_replay(evidence: Evidence, prober: Prober, recipe: Recipe) -> dict[st
     rows: dict[str, Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():
         for name, slot in recipe.slots().items():
-            view = recipe.tensor_spec(slot).to_rows(evidence.leaf(*slot), evidence.size)
+            view = recipe.tensor_spec(slot).to_rows(evidence.leaf(*slot))
             rows[name] = view.clone(memory_format=torch.contiguous_format)
         filled, outputs = fillings(evidence, recipe, rows), []
     for stored in filled:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egeria_cache.batch import Lengths
+from egeria_cache.batch import Fold, Lengths
 from egeria_cache.ragged import PaddedRows
 from egeria_cache.skip.serve.padded import RowGrowth
 from egeria_cache.skip.serve.rule import Rule
@@ -103,6 +103,8 @@ class TensorSpec:
     """Dimensions from the outermost to the innermost in memory."""
     dense: bool
     """False for expanded or sliced tensors; they are restored without the gaps."""
+    blocks: int = 1
+    """How often the batch stands one behind the other along its dimension."""
 
     @classmethod
     def of(cls, a: Tensor, size_a: int, b: Tensor, size_b: int) -> TensorSpec | None:
@@ -153,6 +155,12 @@ class TensorSpec:
         )
 
     @property
+    def fold(self) -> Fold:
+        """Which rows of the model's tensor belong to a sample."""
+        assert self.batch_dim is not None
+        return Fold(self.blocks, self.shape[self.batch_dim] // self.blocks)
+
+    @property
     def row(self) -> RowSpec:
         """One sample's part, in memory order."""
         return RowSpec(tuple(self.shape[i] for i in self.row_dims), self.dtype)
@@ -170,20 +178,14 @@ class TensorSpec:
             and tuple(tensor.shape) == self.shape_at(batch_size)
         )
 
-    def to_rows(self, tensor: Tensor, batch_size: int) -> Tensor:
+    def to_rows(self, tensor: Tensor) -> Tensor:
         """Return a view, shape (B, ...), whose rows are the samples, in memory order."""
         dim = self.batch_dim
         assert dim is not None
         rows = tensor.detach()
         if self.shape[dim] == 1:
             return rows.permute(dim, *self.row_dims)
-        # (..., B * k, ...) -> (B, ..., k, ...): k rows of the model's tensor belong to a sample.
-        shape = (*rows.shape[:dim], batch_size, self.shape[dim], *rows.shape[dim + 1 :])
-        strides = rows.stride()
-        step = strides[dim]
-        split = (*strides[:dim], step * self.shape[dim], step, *strides[dim + 1 :])
-        rows = rows.as_strided(shape, split, rows.storage_offset()).movedim(dim, 0)
-        return rows.permute(0, *(i + 1 for i in self.row_dims))
+        return self.fold.apart(rows, dim).permute(0, *(i + 1 for i in self.row_dims))
 
     def from_rows(self, rows: Tensor) -> Tensor:
         """Restore the tensor with the strides it had; copies only where memory order differs."""
@@ -192,7 +194,7 @@ class TensorSpec:
         dims, shape, strides = _restored(self.shape, self.order, dim, rows.shape[0])
         view = rows.permute(dims)
         if self.shape[dim] != 1:
-            view = view.movedim(0, dim).flatten(dim, dim + 1)
+            view = self.fold.together(view, dim)
         if view.stride() == strides:
             return view
         if _same_memory(view, strides):

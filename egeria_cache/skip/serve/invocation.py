@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from egeria_cache.batch import Batch, BatchTensor, Lengths, lost_by, take_rows
+from egeria_cache.batch import Batch, BatchTensor, Fold, Lengths, lost_by, take_rows
 from egeria_cache.device import autocast_kinds
 from egeria_cache.skip.serve.arguments import (
     PLAIN,
@@ -163,9 +163,11 @@ class Invocation:
         """
         leaf = self.leaves[position]
         shape: tuple[Any, ...] = tuple(leaf.shape)
+        lengths, tagged = self.batch.lengths, self.tagged.get(position)
+        if tagged is not None and tagged.fold != Fold():
+            return (tagged.fold, *shape[1:])
         if not shape or shape[0] != self.batch.size:
             return shape
-        lengths, tagged = self.batch.lengths, self.tagged.get(position)
         if lengths is None or tagged is None:
             return ("B", *shape[1:])
         follows = following(tagged, lengths)

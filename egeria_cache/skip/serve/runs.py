@@ -106,7 +106,7 @@ class CaptureRun:
         for name, slot in self.recipe.slots().items():
             tensor = self._taken[slot]
             with torch.inference_mode(False), torch.no_grad():
-                view = self.recipe.tensor_spec(slot).to_rows(tensor, self.batch_size)
+                view = self.recipe.tensor_spec(slot).to_rows(tensor)
                 rows[name] = view.clone(memory_format=torch.contiguous_format)
         return rows
 
