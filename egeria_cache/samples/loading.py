@@ -367,13 +367,14 @@ class CollateLoaded:
         rows = company.choose(len(samples), axes) if is_known else list(range(len(samples)))
         lists = self._find_lists(samples) if rows and loaded.company and places is None else ()
         alone = self._alone(samples, rows, lists or ()) if axes or lists is not None else {}
+        turned = self._turned(samples, [*alone], lists or ()) if places is None else None
         compared = time.thread_time()
         data = self.collate(list(samples))
         collated = time.thread_time()
         found = loaded._replace(data=data, places=None)
         if alone or axes:
             with Attempt():  # one that cannot be collated alone is not measured
-                found = self._compared(loaded, data, alone, lists or (), company, told)
+                found = self._compared(loaded, data, alone, turned, lists or (), company, told)
         company.loaded_s += collated - compared
         if rows:
             company.compared(len(rows), time.thread_time() - collated + compared - began)
@@ -402,11 +403,22 @@ class CollateLoaded:
                 found[row] = {path: _own(leaf) for path, leaf in leaves.items()}
         return found if tried.error is None else {}
 
+    def _turned(
+        self, samples: list[Any], rows: Sequence[int], lists: Collection[str]
+    ) -> dict[str, Any] | None:
+        """Return the leaves of some samples collated in reverse, so that others are the first."""
+        turned = None
+        with Attempt(), preserved():
+            some = [copy.deepcopy(samples[row]) for row in reversed(rows)]
+            turned = flatten(apart(self.collate)(some), len(some), lists)[1] if some else None
+        return turned and {path: _own(leaf) for path, leaf in turned.items()}
+
     def _compared(
         self,
         loaded: Loaded,
         data: Any,
         alone: dict[int, dict[str, Any]],
+        turned: dict[str, Any] | None,
         lists: Collection[str],
         company: Company,
         told: Told | None,
@@ -426,6 +438,9 @@ class CollateLoaded:
             alone = {row: alone[i] for row, i in enumerate(places.order)}
         else:
             differs = differing_leaf(axes, together, alone, size)
+            if differs is None and turned is not None:
+                backwards = dict(enumerate(reversed(alone.values())))
+                differs = differing_leaf(axes, turned, backwards, len(alone))
         own = {row: own_lengths(axes, one) for row, one in alone.items()}
         if axes and places is None and told is not None:
             told = told | company.ask_masks(axes, leaves)

@@ -199,6 +199,38 @@ def test_a_collate_function_that_looks_at_company_in_a_late_batch_alone(run, col
     trained(run, data=data, collate_fn=collate, num_workers=workers, epochs=5)
 
 
+def dimmed_if_large_and_first(samples):
+    x, y = default_collate(samples)
+    x[0] *= 0.1 if float(x[0].max()) > 3.0 else 1.0
+    return x, y
+
+
+class Turned:
+    """Begins each pass at another sample."""
+
+    def __init__(self, *starts):
+        self.starts = iter(starts)
+
+    def __len__(self):
+        return 96
+
+    def __iter__(self):
+        start = next(self.starts)
+        return iter([*range(start, 96), *range(start)])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@hostile(told="is not what it is alone")
+def test_a_collate_function_that_changes_a_sample_where_it_stands_first(run, workers):
+    """As it does alone: only in another company is it what it would be in later passes."""
+    data = rows(96)
+    data.tensors[0].clamp_(-2, 2)[24, 1] = 3.5
+    trained(
+        run, data=data, collate_fn=dimmed_if_large_and_first, sampler=Turned(0, 22, 5, 6, 2),
+        num_workers=workers, epochs=5, each_epoch=lambda _, e: run.turn() if e == 1 else None,
+    )  # fmt: skip
+
+
 @hostile(served=True)
 def test_samples_are_compared_under_a_collate_function_that_uses_its_memory_again(run):
     memory = torch.zeros(8, 6)

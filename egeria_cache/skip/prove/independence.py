@@ -51,7 +51,7 @@ def check_rows(
     odd: list[int] = []
     for slot in recipe.slots().values():
         spec, value = recipe.tensor_spec(slot), evidence.leaf(*slot)
-        known = dict(enumerate(spec.to_rows(value, evidence.size)))
+        known = dict(enumerate(spec.to_rows(value)))
         for part, rows, a, b in _pairs(known, spec, slot, parts):
             error = difference(a, b)
             if error > tolerance(value):
@@ -148,16 +148,12 @@ def _is_farther(
     row = exact.rows[0]
     for i, j in recipe.slots().values():
         spec, value = recipe.tensor_spec((i, j)), evidence.leaf(i, j)
-        results = [(value, evidence.size, row)] if row < evidence.size else []
+        results = [(value, row)] if row < evidence.size else []
         results += [
-            (part.leaves[i][j], len(part.rows), part.rows.index(row))
-            for part in suspects
-            if row in part.rows
+            (part.leaves[i][j], part.rows.index(row)) for part in suspects if row in part.rows
         ]
-        own = spec.to_rows(exact.leaves[i][j], 2)[:1]
-        errors = [
-            slice_difference(own, spec.to_rows(leaf, size)[k : k + 1]) for leaf, size, k in results
-        ]
+        own = spec.to_rows(exact.leaves[i][j])[:1]
+        errors = [slice_difference(own, spec.to_rows(leaf)[k : k + 1]) for leaf, k in results]
         if max(errors) > max(_FARTHER * min(errors), tolerance(value, as_stored=True)):
             return True
     return False
