@@ -345,6 +345,8 @@ class CacheHost:
             self._counts.why_not = None
         number = batch.context.task.number
         chosen = self._audits.choose(batch.loader_name, id(entry.cut), number, entry.hit)
+        if chosen is not None and self._has_new_data(batch):
+            return None  # it is what it was when it was given out, and cannot be made again
         self._counts.audited += 0 if chosen is None else int(chosen[0].sum())
         return chosen
 
@@ -364,12 +366,7 @@ class CacheHost:
         return path is None
 
     def audit_failed(self, batch: Batch, rows: np.ndarray, finding: str) -> None:
-        """What is stored is not what the prefix computes: void it, and cache nothing more.
-
-        Unless the samples are others by now, and what was stored of them is right.
-        """
-        if self._has_new_data(batch):
-            return
+        """What is stored is not what the prefix computes: void it, and cache nothing more."""
         ids = _chosen(batch.ids, rows)
         self._counts.audit_failures += 1
         log.error(
