@@ -26,12 +26,14 @@ __all__ = [
     "is_long",
     "long_print",
     "plain_print",
+    "quick_print",
     "row_prints",
     "same_bytes",
     "same_values",
     "tensor_print",
 ]
 
+_OF_NUMPY = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, torch.uint8})
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), type(Ellipsis)})
 LONG = 1 << 20
 """Bytes of an array, or elements of a list, above which a quick look does not read all of it."""
@@ -117,6 +119,13 @@ def tensor_print(tensor: Tensor, limit: int = THOROUGH_BYTES) -> int:
     if flat.numel() > limit and not flat.is_cpu:
         flat = flat[:: max(1, flat.numel() // (NUM_CHUNKS * CHUNK_BYTES))]
     return _bytes_print(what, flat.cpu().numpy(), limit)
+
+
+def quick_print(tensor: Tensor) -> int:
+    """Return the print of a small tensor on the host: of its bytes alone, where that is quick."""
+    if tensor.is_contiguous() and tensor.dtype in _OF_NUMPY and not tensor.requires_grad:
+        return xxhash.xxh3_64_intdigest(tensor.numpy().data)
+    return tensor_print(tensor)
 
 
 def array_print(array: np.ndarray, limit: int = THOROUGH_BYTES) -> int:

@@ -101,8 +101,9 @@ class Fingerprint:
         self._seen: tuple[list[int], Look] | None = None
         """Samples that are asked again where something has moved that may decide them."""
         self._turn = 0
-        self._next_full = self.next_look = 0.0
-        """When all is to be read again, and when it is worth looking in the middle of a pass."""
+        self._next_full = self._next_quick = self.next_look = 0.0
+        """When all is to be read again, and all but long arrays, and when it is worth looking in
+        the middle of a pass."""
         self._free_s = FREE_S
         self._glance: Glance | None = None
         """Of the data as they were when they were looked at last."""
@@ -125,9 +126,9 @@ class Fingerprint:
     def changed(self, *, midway: bool = False) -> str | None:
         """Say what is not as it was when the text was taken; None if nothing is.
 
-        The text is then another one. Costs about a millisecond, and for long arrays and samples
-        `MAX_SHARE` of the time at most. `midway`, in a pass, no sample is loaded, and all of it
-        costs that share at most, but for the first `FREE_S`.
+        The text is then another one. Beyond the first `FREE_S`, what takes longer than a glance
+        costs `MAX_SHARE` of the time at most, and `midway`, in a pass, all of it does; no sample
+        is loaded there.
         """
         if self._text is None:
             return None
@@ -145,8 +146,7 @@ class Fingerprint:
         """Look without asking samples: what only may decide them waits for the end of the pass."""
         if time.perf_counter() < self._next_full and self._glance and self._glance.is_same():
             return None
-        quick, left_out = portrait(self._roots, thorough=False), self._left_out
-        self._glance = Glance(quick.objects)
+        quick, left_out = self._quick(), self._left_out
         started, (seen, before) = time.perf_counter(), self._portraits
         if not seen.differences(quick, left_out) and started < self._next_full:
             return None
@@ -158,8 +158,19 @@ class Fingerprint:
             self._next_full = now + (now - started) / MAX_SHARE
         return surely[0] if surely else None
 
+    def _quick(self) -> Portrait:
+        started = time.perf_counter()
+        quick = portrait(self._roots, thorough=False)
+        self._glance = Glance(quick.objects)
+        now = time.perf_counter()
+        self._next_quick = 0.0 if self._free_s > 0 else now + (now - started) / MAX_SHARE
+        return quick
+
     def _changed(self) -> str | None:
-        quick, left_out = portrait(self._roots, thorough=False), self._left_out
+        is_early = time.perf_counter() < min(self._next_quick, self._next_full)
+        if is_early and self._glance and self._glance.is_same():
+            return None
+        quick, left_out = self._quick(), self._left_out
         if (
             not self._portraits[0].differences(quick, left_out)
             and time.perf_counter() < self._next_full

@@ -130,7 +130,7 @@ def _glance(value: Any) -> tuple[Sequence[Any], Any]:
     if kind is Tensor:
         small = value.nbytes <= _SMALL_BYTES and value.is_cpu and value.layout == torch.strided
         version = 0 if value.is_inference() else value._version
-        seen = content.tensor_print(value) if small else None
+        seen = content.quick_print(value) if small else None
         return (), (version, value.data_ptr() if small else 0, value.shape, seen)
     if kind is np.ndarray and not value.dtype.hasobject:
         return (), (value.shape, value.tobytes() if value.nbytes <= _SMALL_BYTES else 0)
@@ -139,12 +139,12 @@ def _glance(value: Any) -> tuple[Sequence[Any], Any]:
         held = [value.__code__, value.__defaults__, *(scope.get(name) for name in names)]
         held += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
         return held, None
-    if isinstance(value, dict | list | tuple | deque | np.ndarray):
+    if isinstance(value, dict | list | tuple | set | frozenset | deque | np.ndarray):
         if content.is_long(value) and isinstance(value, list | tuple | np.ndarray):
             return list(value[:: len(value) // 256]), len(value)
-        items = value.values() if isinstance(value, dict) else value
+        parts = (value, value.values()) if isinstance(value, dict) else (value,)
         number = None if content.is_long(value) else content.plain_print(value)
-        return list(islice(items, MAX_ITEMS)), (len(value), number)
+        return [item for part in parts for item in islice(part, MAX_ITEMS)], (len(value), number)
     if isinstance(value, type):
         return list(vars(value).values()), None
     return [part for _, part in _attributes(value)], None

@@ -127,7 +127,7 @@ class FrozenPrefix:
 
     def put_back(self) -> None:
         """Put every held module back into inference mode, whoever set its flag."""
-        if not self.is_disturbed():
+        if not any(map(_is_training, self._modules.values())):  # on each call: no call of it
             return
         for module in self._modules.values():
             held = _held(module)

@@ -46,7 +46,7 @@ class ThawWatch:
 
     def thawed(self) -> str | None:
         """Name a tensor that is to be trained from now on; it is no longer watched then."""
-        if not self.is_due():
+        if not any(map(_requires_grad, self._tensors)):
             return None
         moved = [tensor for tensor in self._tensors if tensor.requires_grad]
         name = self._watched[id(moved[0])][0]
