@@ -1,9 +1,15 @@
-"""What a data set may count its loads in: whole numbers, lists by their length, dictionaries."""
+"""What a data set may count its loads in: whole numbers, lists by their length, dictionaries.
+
+They may be its own, or those of what it holds: a data set that it wraps, its transforms.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from egeria_cache.attempt import Attempt
 
@@ -12,6 +18,11 @@ __all__ = ["counts", "deciding"]
 _AHEAD = 10, 1_000, 1_000_000
 _MAX_ITEMS = 4096
 """Of a dictionary; a larger one is data."""
+_MAX_HELD, _MAX_OBJECTS = 64, 256
+"""Of a list of objects, transforms say, and in all."""
+
+
+_NO_HOLDERS = type, ModuleType, Tensor
 
 
 class Count(NamedTuple):
@@ -57,13 +68,21 @@ def _number(value: Any) -> int | None:
 
 
 def counts(dataset: Any) -> Iterator[Count]:
-    """Yield what may count in a data set, and in those that it wraps."""
-    while type(attributes := getattr(dataset, "__dict__", None)) is dict:
+    """Yield what may count in a data set, and in what it holds."""
+    objects, seen = [dataset], set[int]()
+    while objects and len(seen) < _MAX_OBJECTS:
+        node = objects.pop(0)
+        attributes = getattr(node, "__dict__", None)
+        if type(attributes) is not dict or id(node) in seen or isinstance(node, _NO_HOLDERS):
+            continue
+        seen.add(id(node))
         for name, value in attributes.items():
             if (number := _number(value)) is not None:
                 items = dict(value) if isinstance(value, dict) else {}
                 yield Count(attributes, name, number, items)
-        dataset = attributes.get("dataset")
+            inner = value.values() if isinstance(value, dict) else value
+            is_short = isinstance(value, list | tuple | dict) and len(value) <= _MAX_HELD
+            objects += inner if is_short else [value]
 
 
 def deciding(dataset: Any, load: Callable[[], Sequence[Any]]) -> str | None:

@@ -150,8 +150,9 @@ class SampleLoader:
         """Return the task's samples in order, described if the task says so; None for no task."""
         if task.looks:
             roots = {"data set": self.dataset, "collate_fn": apart(self.collate)}
+            before = list(counts(self.dataset))
             seen = look(roots, lambda: self.load(task), roots["collate_fn"])
-            if any(path.startswith("data set.") for path in seen.moved):
+            if any(count.moved for count in before):
                 some = task.at(range(0, len(task.ids), 4))
                 with self.out_of_turn():
                     name = deciding(

@@ -640,5 +640,7 @@ def _wrapped(text: str) -> str:
 
 
 if __name__ == "__main__":
+    os.environ["EGERIA_POSTPONE"] = "0"  # as in tests: what is short is stored, too
+    torch.set_num_threads(1)  # one makes a mistake in a child, to which OpenMP's threads do not go
     DOCUMENT.write_text(document())
     sys.exit(0)

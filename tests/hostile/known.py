@@ -29,13 +29,6 @@ KNOWN: dict[str, tuple[type[Finding], str]] = {
         "test_a_setting_that_changes_is_obeyed[early-closure]",
         "test_a_setting_that_changes_is_obeyed[the model-closure]",
     ),
-    # test_data.py
-    **because(
-        SilentlyWrong,
-        "the batch behind the change is served as it was; labels in a list are seen",
-        "test_data_that_change_in_the_middle_of_a_pass[several-tensor]",
-        "test_data_that_change_in_the_middle_of_a_pass[several-transform]",
-    ),
     # test_seams.py
     **because(
         NeedlesslyUncached,

@@ -364,14 +364,47 @@ class CountingLate(CountingLoads):
         return self.x[index] * (so_far.get(self.kind, self.times[index]) < 4), self.y[index]
 
 
+class Transformed(Pairs):
+    """Whose transforms count, by its side or within each other."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.transforms = [abs, CountingLate(kind)]
+
+    def __getitem__(self, index):
+        return self.transforms[-1][index][0], self.y[index]
+
+
+def fading(x):
+    fading.calls += 1
+    return x * (fading.calls < 100)
+
+
+class Mapped(Pairs):
+    """Whose transform counts in an attribute of its own."""
+
+    def __init__(self, kind):
+        super().__init__()
+        fading.calls, self.transform = 0, fading
+
+    def __getitem__(self, index):
+        return self.transform(self.x[index]), self.y[index]
+
+
+COUNTING = {
+    "itself": CountingLate,
+    "wrapped": lambda kind: Subset(CountingLate(kind), range(24)),
+    "transforms": Transformed,
+    "function": Mapped,
+}
+
+
 @pytest.mark.parametrize("kind", ["number", "list", "dictionary"])
-@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.parametrize("where", list(COUNTING))
 @pytest.mark.parametrize("workers", [0, 1])
 @hostile(told="decides what a sample is")
-def test_a_data_set_that_decides_by_a_count_of_its_loads(run, kind, wrap, workers):
-    data = CountingLate(kind)
-    data = Subset(data, range(24)) if wrap else data
-    trained(run, data=data, num_workers=workers, epochs=6)
+def test_a_data_set_that_decides_by_a_count_of_its_loads(run, kind, where, workers):
+    trained(run, data=COUNTING[where](kind), num_workers=workers, epochs=6)
 
 
 class CountingForNothing(CountingLoads):
