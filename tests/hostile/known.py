@@ -21,14 +21,6 @@ def because(outcome: type[Finding], why: str, *names: str) -> dict[str, tuple[ty
 
 
 KNOWN: dict[str, tuple[type[Finding], str]] = {
-    # test_prefix_values.py
-    **because(
-        SilentlyWrong,
-        "objects with slots, and functions in a tuple that share a closure, are not compared",
-        "test_a_setting_that_changes_is_obeyed[early-slots]",
-        "test_a_setting_that_changes_is_obeyed[early-closure]",
-        "test_a_setting_that_changes_is_obeyed[the model-closure]",
-    ),
     # test_seams.py
     **because(
         NeedlesslyUncached,

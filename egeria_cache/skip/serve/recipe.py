@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
@@ -27,6 +27,8 @@ from egeria_cache.skip.state.surroundings import Surroundings
 __all__ = ["Recipe", "Slot", "StepPlan", "Unavailable"]
 
 _is_training = attrgetter("training")
+_MAX_HELD = 256
+"""Items of a container that is searched for functions."""
 
 
 @dataclass(slots=True, eq=False)
@@ -182,7 +184,7 @@ class Recipe:
         kept = [value for _, module in self.skipped_modules() for value in vars(module).values()]
         for _, module, names in self.around():
             kept += [vars(module)[name] for name in names if name in vars(module)]
-        return [one for one in kept if isinstance(one, FunctionType | MethodType | partial)]
+        return [one for value in kept for one in _functions_in(value)]
 
     def surrounds(self, module: nn.Module) -> bool:
         """Whether the boundary is called from within `module`, which may be a step as well."""
@@ -334,3 +336,12 @@ class Recipe:
                 for step in self.steps
             ]  # fmt: skip
         return metas
+
+
+def _functions_in(value: Any, depth: int = 3) -> Iterator[Any]:
+    """Yield the functions that stand in an attribute, or in containers there."""
+    if isinstance(value, FunctionType | MethodType | partial):
+        yield value
+    elif depth and isinstance(value, list | tuple | dict) and len(value) <= _MAX_HELD:
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _functions_in(one, depth - 1)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from egeria_cache.device import Answers, copies_beside, runs_late
 from egeria_cache.kinds import kind_name
-from egeria_cache.skip.state.foreign import outside_state
+from egeria_cache.skip.state.foreign import outside_state, own_slots
 
 __all__ = ["ContentHash", "ContentProbe", "describe", "digest", "is_content"]
 
@@ -68,7 +68,7 @@ def describe(value: Any, depth: int = 6) -> bytes:
     if isinstance(value, list | tuple):
         return kind + b"[" + b",".join(describe(v, depth - 1) for v in value) + b"]"
     inside = getattr(value, "__dict__", None)
-    inside = inside if isinstance(inside, dict) else outside_state(value)
+    inside = inside if isinstance(inside, dict) else outside_state(value) or own_slots(value)
     return kind + (b"" if inside is None else describe(inside, depth - 1))
 
 

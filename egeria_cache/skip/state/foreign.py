@@ -27,7 +27,7 @@ from egeria_cache.device import FOREIGN_PACKAGES
 
 __all__ = [
     "ATOMS", "MEMORY", "is_foreign", "is_library", "is_outside", "is_settings", "outside_state",
-    "own_dict", "slot_names",
+    "own_dict", "own_slots", "slot_names",
 ]  # fmt: skip
 
 ATOMS: frozenset[type] = frozenset(
@@ -145,6 +145,13 @@ def own_dict(value: Any) -> dict[str, Any] | None:
     except AttributeError:
         return None
     return found if type(found) is dict else None
+
+
+def own_slots(value: Any) -> dict[str, Any]:
+    """Return what an object of a user's class holds in slots."""
+    if is_foreign(value) or type(value).__module__.partition(".")[0] in sys.stdlib_module_names:
+        return {}  # those of the library keep there what they have worked out
+    return {name: getattr(value, name, None) for name in slot_names(type(value))}
 
 
 def slot_names(cls: type) -> list[str]:

@@ -25,7 +25,7 @@ from egeria_cache.skip.model.front import ForwardSlot
 from egeria_cache.skip.model.fsdp import marks
 from egeria_cache.skip.state.code import Code, bases_of, in_class, reached
 from egeria_cache.skip.state.content import describe, digest
-from egeria_cache.skip.state.foreign import outside_state
+from egeria_cache.skip.state.foreign import outside_state, own_slots
 
 __all__ = ["StateWatch", "hooks_of", "watched_attributes", "written_by_hooks"]
 
@@ -129,6 +129,10 @@ class _Layout:
             for key in sorted(keys or ()):
                 self.looks.append((f"{where}.{key}", _item(own, key)))
                 self.look_into(f"{where}.{key}", own.get(key), depth - 1)
+        else:
+            for key, held in own_slots(value).items():
+                self.looks.append((f"{where}.{key}", partial(getattr, value, key, None)))
+                self.look_into(f"{where}.{key}", held, depth - 1)
 
     def spaces(self, kind: type) -> list[Any]:
         """Return what a class and its bases hold, each as one object for all who ask."""
@@ -332,7 +336,7 @@ def _has_content(value: Any) -> bool:
     """Whether `describe` says more of it than its class."""
     return isinstance(
         value, Tensor | np.ndarray | dict | list | tuple | set | frozenset | np.generic
-    ) or isinstance(getattr(value, "__dict__", None), dict)
+    ) or bool(isinstance(getattr(value, "__dict__", None), dict) or own_slots(value))
 
 
 def hooks_of(modules: Iterable[nn.Module]) -> list[Any]:
