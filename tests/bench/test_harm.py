@@ -11,13 +11,7 @@ from benchmarks.harm.branch import Trainer, run_plain
 from benchmarks.harm.models import Muon, VisionTransformer
 from benchmarks.harm.plots import plot
 from benchmarks.harm.policy import VARIANTS, run_policy
-from benchmarks.harm.summary import (
-    area,
-    correlation,
-    points_of,
-    summarise,
-    summarise_policy,
-)
+from benchmarks.harm.summary import area, correlation, points_of, summarise, summarise_policy
 from benchmarks.harm.tasks import RUNS, TASKS, make_data, make_optimizer
 from benchmarks.report.sections import section_of
 

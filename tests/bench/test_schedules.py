@@ -12,14 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import FORWARD, ScheduleInterleaved1F1B
 
-from benchmarks.schedules import (
-    LAYOUTS,
-    Bubbles,
-    Task,
-    count_bubbles,
-    count_plan,
-    rank_order,
-)
+from benchmarks.schedules import LAYOUTS, Bubbles, Task, count_bubbles, count_plan, rank_order
 from benchmarks.schedules.drawing import main
 from egeria_core.pipeline import PipelinePlan, check_schedule
 

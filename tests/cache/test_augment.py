@@ -7,16 +7,7 @@ import torch
 from torch import nn
 
 from egeria_cache import ActivationCache, EgeriaError, EgeriaLoader, FeatureAugment
-from egeria_cache.augment import (
-    Crop,
-    CutMix,
-    Dropout,
-    Flip,
-    Jitter,
-    Mixup,
-    Noise,
-    Translate,
-)
+from egeria_cache.augment import Crop, CutMix, Dropout, Flip, Jitter, Mixup, Noise, Translate
 from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
 
 OPERATIONS = [Flip(), Translate(2), Dropout(), Noise(), Jitter(), Mixup(), CutMix()]

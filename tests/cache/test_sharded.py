@@ -295,8 +295,7 @@ def resumed(rank: int, directory: Path) -> dict[str, Any]:
             if part == "before":
                 weights, moments = get_state_dict(model, optimizer)
                 dcp.save(
-                    {"model": weights, "optimizer": moments},
-                    checkpoint_id=directory / "checkpoint",
+                    {"model": weights, "optimizer": moments}, checkpoint_id=directory / "checkpoint"
                 )
                 saved = {"loader": loader.state_dict(), "controller": controller.state_dict()}
             controller.close()
@@ -368,9 +367,7 @@ def test_distributed_checkpoints_are_whole_in_each_state(ranks: Any) -> None:
     assert all(max(rank["checkpoints"]) == 0 for rank in ranks)
 
 
-def test_a_run_that_was_stopped_in_mid_epoch_goes_on_as_if_nothing_had_happened(
-    ranks: Any,
-) -> None:
+def test_a_run_that_was_stopped_in_mid_epoch_goes_on_as_if_nothing_had_happened(ranks: Any) -> None:
     model = Blocks()
     sampler = ShardAffineSampler(dataset(), 1, 0, num_shards=4, seed=1)
     loader = DataLoader(dataset(), 8, sampler=sampler)

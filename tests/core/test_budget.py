@@ -14,13 +14,7 @@ import torch.nn.functional as F
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from egeria_core import FreezeController
-from egeria_core.policies import (
-    BudgetPolicy,
-    Movement,
-    PlasticityPolicy,
-    Prospect,
-    Reading,
-)
+from egeria_core.policies import BudgetPolicy, Movement, PlasticityPolicy, Prospect, Reading
 from tests.helpers.core_nets import batch, mlp
 
 TOTAL = 160

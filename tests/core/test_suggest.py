@@ -85,9 +85,7 @@ def test_the_trainings_own_optimizer_is_copied_with_its_full_rate() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
 
 
-def test_model_optimizer_and_generators_stay_as_they_are(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_model_optimizer_and_generators_stay_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "egeria")
     torch.manual_seed(0)
     model = ResNet()

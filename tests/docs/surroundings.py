@@ -324,6 +324,6 @@ AROUND[("docs/extending.md", "A data source", 0)] = Around(
 )
 EXCERPTS = {
     ("docs/cluster.md", "Ray Train", 0): "Ray Train is no package of the tests; where it is "
-    "installed, tests/examples/test_launchers.py trains so",
+    "installed, tests/examples/test_launchers.py trains so"
 }
 """Blocks that are not run, and why; they are compiled."""

@@ -6,12 +6,7 @@ import os
 from pathlib import Path
 
 import torch
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 from egeria_cache import ActivationCache
 from egeria_cache.integrations.transformers import EgeriaTrainer

@@ -357,8 +357,7 @@ def test_a_front_that_takes_another_way_for_other_batches_is_right(run, kind):
     routed = lambda m, x: m.middle(torch.tanh((m.early if x[0, 0] > 0 else m.other)(x)))  # noqa: E731
     branch = lambda m, x: Net.front(m, x if x[:, 0].sum() < 0 else -x)  # noqa: E731
     model = net(
-        front=branch if kind == "a branch" else routed,
-        other=nn.Linear(6, 8).requires_grad_(False),
+        front=branch if kind == "a branch" else routed, other=nn.Linear(6, 8).requires_grad_(False)
     )
     data = TensorDataset(x, labels())
     trained(run, model=model, data=data, shuffle=kind != "a branch", epochs=4)

@@ -208,14 +208,7 @@ def test_the_part_of_the_set_that_fits_is_told(capsys):
     assert outlook(one, limit_bytes=500).fits(one) == 0.5
     assert outlook(one, limit_bytes=5000).fits(one) == 1.0
     code, shown = ask(
-        capsys,
-        f"{ZOO}:cnn",
-        "--data",
-        f"{ZOO}:Images",
-        "--boundaries",
-        "pool",
-        "--limit",
-        "1kB",
+        capsys, f"{ZOO}:cnn", "--data", f"{ZOO}:Images", "--boundaries", "pool", "--limit", "1kB"
     )
     assert code == 0
     assert "% fits)" in shown.out

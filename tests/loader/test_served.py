@@ -17,13 +17,7 @@ import weakref
 
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    RandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, WeightedRandomSampler
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from egeria_cache import ActivationCache, EgeriaLoader

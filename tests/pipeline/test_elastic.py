@@ -27,7 +27,7 @@ ONE = [Case("1F1B", "repartition", "sgd", stop_at=14)]
 FEW = {
     2: [
         # Frozen from the first step on, with a boundary inside a stage.
-        Case("GPipe", "stay", "adamw", False, moves=((0, "1"), (5, "4"), (10, None)), epochs=3),
+        Case("GPipe", "stay", "adamw", False, moves=((0, "1"), (5, "4"), (10, None)), epochs=3)
     ],
     4: [
         Case("GPipe", "repartition", "adamw", stop_at=10),

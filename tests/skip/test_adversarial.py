@@ -123,8 +123,7 @@ class BranchOnBatch(Base):
 
 
 @pytest.mark.parametrize(
-    "cls",
-    [InBatchPrefix, Noise, PythonNoise, Recurrent, Counter, BranchOnBatch],
+    "cls", [InBatchPrefix, Noise, PythonNoise, Recurrent, Counter, BranchOnBatch]
 )
 def test_a_prefix_that_is_no_function_of_the_sample_is_refused(cls):
     refused(cls, "middle")

@@ -274,10 +274,7 @@ def replace_module(model):
     model.stem[0] = nn.Conv2d(3, 8, 3, padding=1).requires_grad_(False)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [scale, replace_data, move_statistics, replace_module],
-)
+@pytest.mark.parametrize("change", [scale, replace_data, move_statistics, replace_module])
 def test_a_changed_prefix_is_noticed_before_anything_stale_is_served(change):
     harness = make()
     assert_same_run(harness, call, BATCHES * 2)

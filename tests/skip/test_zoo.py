@@ -118,8 +118,7 @@ def run(name, boundary):
 
 @pytest.mark.cases(len(FIRST))
 @pytest.mark.parametrize(
-    ("name", "boundary"),
-    [*FIRST, *(pytest.param(*one, marks=pytest.mark.long) for one in OTHERS)],
+    ("name", "boundary"), [*FIRST, *(pytest.param(*one, marks=pytest.mark.long) for one in OTHERS)]
 )
 def test_losses_and_gradients_are_those_of_the_frozen_model(name, boundary):
     harness = run(name, boundary)

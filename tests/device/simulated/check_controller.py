@@ -61,10 +61,7 @@ def on_device():
     return readings(DEVICE, **STILL)
 
 
-@pytest.mark.parametrize(
-    ("evaluator", "reference"),
-    [("inline", "fp32"), ("process", "fp32")],
-)
+@pytest.mark.parametrize(("evaluator", "reference"), [("inline", "fp32"), ("process", "fp32")])
 def test_every_evaluator_reads_on_the_device_what_is_read_on_the_host(
     on_device, on_host, evaluator, reference
 ):
