@@ -14,6 +14,7 @@ from benchmarks.harm.policy import VARIANTS, run_policy
 from benchmarks.harm.summary import area, correlation, points_of, summarise, summarise_policy
 from benchmarks.harm.tasks import RUNS, TASKS, make_data, make_optimizer
 from benchmarks.report.sections import section_of
+from tests.helpers.steps import take_step
 
 torch.set_num_threads(1)
 TINY = replace(TASKS["mlp-onecycle"], steps=60, batch_size=8)
@@ -83,10 +84,7 @@ def test_muon_makes_matrices_orthogonal_and_trains() -> None:
     images, targets = torch.randn(8, 1, 16, 16), torch.randint(0, 10, (8,))
     losses = []
     for _ in range(6):
-        optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(images), targets)
-        loss.backward()
-        optimizer.step()
+        loss = take_step(torch.nn.functional.cross_entropy(model(images), targets), optimizer)
         losses.append(loss.item())
         if len(losses) == 1:
             values = torch.linalg.svdvals(before - weight.detach())

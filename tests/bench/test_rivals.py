@@ -24,6 +24,7 @@ from benchmarks.rivals import (
 from egeria_core import FreezeController, Policy, PolicyError, StaticPolicy
 from egeria_core.policies import Reading
 from tests.helpers.core_nets import batch, mlp
+from tests.helpers.steps import take_step
 
 LAYERS = ["0", "2", "4", "6"]
 STEPS = 24
@@ -50,10 +51,7 @@ def run(
     options = {"move_cost": 1e-9} | options
     controller = FreezeController(net, optimizer, policy=policy, **options)
     for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_at(net, step)
-        loss.backward()
-        optimizer.step()
+        loss = take_step(loss_at(net, step), optimizer)
         if scheduler is not None:
             scheduler.step()
         controller.step(loss if told is None else told)

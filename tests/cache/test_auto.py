@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.samples import Clock
+from tests.helpers.steps import take_step
 
 
 class Block(nn.Module):
@@ -70,10 +71,7 @@ def train(model, loader, epochs, each_epoch=lambda epoch: None):
         each_epoch(epoch)
         model.train()
         for x, y in loader:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
+            loss = take_step(F.cross_entropy(model(x), y), optimizer)
             losses.append(loss.item())
     return losses
 
@@ -156,10 +154,7 @@ def test_who_thaws_and_freezes_in_turns_is_right_and_does_not_search_at_every_st
         for epoch in range(3):
             for number, (x, y) in enumerate(loader):
                 model.blocks[1].requires_grad_((epoch + number) % 2 == 0)
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
+                loss = take_step(F.cross_entropy(model(x), y), optimizer)
                 losses.append(loss.item())
         return losses
 

@@ -18,6 +18,7 @@ from egeria_cache.samples import Clock, Draws
 from tests.helpers.gloo import run_ranks
 from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
 from tests.helpers.runs import run
+from tests.helpers.steps import take_step
 from tests.loader.test_resume_served import state_of
 
 
@@ -49,10 +50,7 @@ def scheduled(draws, *, epochs, boundary="layer1", since=0):
         for module in front if boundary else ():
             module.eval()
         for images, targets in DataLoader(data, 8, shuffle=True):
-            loss = F.cross_entropy(model(images), targets)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            loss = take_step(F.cross_entropy(model(images), targets), optimizer)
             losses.append(loss.item())
     return losses
 
@@ -101,10 +99,7 @@ def ranked(rank, directory, gate):
             sampler.set_epoch(epoch)
             wrapped.train()
             for images, targets in loader:
-                loss = F.cross_entropy(wrapped(images), targets)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+                loss = take_step(F.cross_entropy(wrapped(images), targets), optimizer)
                 losses.append(loss.item())
             cache.flush()
             dist.barrier()
@@ -138,10 +133,7 @@ def interrupted(directory, *, until=None, state=None, workers=0, epochs=6):
         while step < epochs * 6:
             model.train()
             for images, targets in loader:
-                loss = F.cross_entropy(model(images), targets)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+                loss = take_step(F.cross_entropy(model(images), targets), optimizer)
                 losses.append(loss.item())
                 step += 1
                 cache.flush()

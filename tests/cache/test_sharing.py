@@ -11,6 +11,7 @@ from egeria_cache import ActivationCache, EgeriaLoader
 from tests.cache.test_auto import data, train
 from tests.cache.test_filling import frozen_blocks
 from tests.helpers.forked import started
+from tests.helpers.steps import take_step
 
 
 @torch.no_grad()
@@ -66,10 +67,7 @@ def test_a_training_loader_made_anew_every_epoch_goes_on_with_hits(directory):
         for _ in range(3):
             model.train()
             for x, y in EgeriaLoader(data(), batch_size=8, cache=cache):
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
+                loss = take_step(F.cross_entropy(model(x), y), optimizer)
                 ours.append(loss.item())
             cache.flush()
         assert cache.stats().hits == 64

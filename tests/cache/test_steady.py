@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from egeria_cache import ActivationCache, EgeriaLoader
+from tests.helpers.steps import take_step
 
 SIZE = 48
 
@@ -71,10 +72,7 @@ def train(data, where, *, epochs=4, mixes=False, state=None, stop=None, **option
         model.load_state_dict(state["model"])
     for _ in range(epochs):
         for images, prompts, labels in loader:
-            loss = F.cross_entropy(model(images, prompts), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            loss = take_step(F.cross_entropy(model(images, prompts), labels), optimizer)
             losses.append(loss.item())
             if len(losses) == stop:
                 weights = {name: value.clone() for name, value in model.state_dict().items()}

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
 from tests.helpers.gloo import run_ranks
+from tests.helpers.steps import take_step
 
 NUM_SAMPLES, NUM_HEADS = 24, 4
 
@@ -127,10 +128,9 @@ def run(rank: int, directory: Path, num_ranks: int, how: str, gate: str, first_c
         loader = EgeriaLoader(data, 6, shuffle=True, generator=order, cache=cache, seed=3)
         for _ in range(3):
             for tokens in loader:
-                loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+                loss = take_step(
+                    F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()), optimizer
+                )
                 losses.append(loss.item())
                 cache.flush()
         return losses, cache.stats().hits, cache.stats().why_not

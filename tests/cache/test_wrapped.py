@@ -14,6 +14,7 @@ from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
 from egeria_core import FreezeController
 from egeria_core.policies import StaticPolicy
 from tests.cache.test_auto import Blocks, data, freeze, train
+from tests.helpers.steps import take_step
 
 
 @pytest.fixture
@@ -109,10 +110,7 @@ def test_a_controller_of_a_distributed_model_tells_its_cache(process_group, dire
         for _ in range(5):
             wrapped.train()
             for x, y in loader:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(wrapped(x), y)
-                loss.backward()
-                optimizer.step()
+                loss = take_step(F.cross_entropy(wrapped(x), y), optimizer)
                 controller.step(loss)
                 losses.append(loss.item())
             if cache is not None:

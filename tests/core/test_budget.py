@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from egeria_core import FreezeController
 from egeria_core.policies import BudgetPolicy, Movement, PlasticityPolicy, Prospect, Reading
 from tests.helpers.core_nets import batch, mlp
+from tests.helpers.steps import take_step
 
 TOTAL = 160
 
@@ -274,10 +275,7 @@ def test_watching_leaves_the_losses_untouched() -> None:
     losses = []
     for step in range(60):
         x, y = batch(step % 8, 16)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x.flatten(1)), y)
-        loss.backward()
-        optimizer.step()
+        loss = take_step(F.cross_entropy(model(x.flatten(1)), y), optimizer)
         scheduler.step()
         losses.append(loss.item())
     assert losses == run.losses

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_core import BoundaryMoved, FreezeController, StaticPolicy
 from tests.helpers.core_nets import ResNet, batch
+from tests.helpers.steps import take_step
 
 
 def train(
@@ -28,10 +29,7 @@ def train(
                 group["lr"] = lr[step]
         model.train()
         x, y = batch(step)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
+        loss = take_step(F.cross_entropy(model(x), y), optimizer)
         if controller is not None:
             controller.step(loss)
         losses.append(loss.item())
@@ -93,10 +91,7 @@ def test_a_cache_that_is_cut_in_the_first_forward_does_not_blur_the_layers(tmp_p
         model.train()
         for _ in range(2):
             for images, targets in loader:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(images), targets)
-                loss.backward()
-                optimizer.step()
+                loss = take_step(F.cross_entropy(model(images), targets), optimizer)
                 controller.step(loss)
         trainable = {n.split(".")[0] for n, p in model.named_parameters() if p.requires_grad}
         assert trainable == {"layer3", "fc"}
@@ -177,10 +172,7 @@ def test_a_head_tied_to_the_frozen_embedding_is_named_once_and_something_still_t
         assert controller.layers == ["embed", "head"]  # "block" and "head" together
         for _ in range(4):
             x = torch.randint(0, 11, (4, 5))
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x).flatten(0, 1), x.flatten())
-            loss.backward()
-            optimizer.step()
+            loss = take_step(F.cross_entropy(model(x).flatten(0, 1), x.flatten()), optimizer)
             controller.step(loss)
     said = [record.message for record in caplog.records if "same tensor" in record.message]
     assert len(said) == 1
@@ -222,10 +214,7 @@ def test_references_leave_the_generators_of_the_training_alone(make, reference) 
         states.append([])
         for step in range(5):
             x, y = batch(step)
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
+            loss = take_step(F.cross_entropy(model(x), y), optimizer)
             if controller is not None:
                 controller.step(loss)
             states[-1].append(torch.get_rng_state())

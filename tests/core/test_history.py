@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from egeria_core import FreezeController, History, StaticPolicy
 from egeria_core.plot import main as egeria_plot
 from tests.helpers.core_nets import ResNet, batch
+from tests.helpers.steps import take_step
 
 
 def run(**options: Any) -> FreezeController:
@@ -24,10 +25,7 @@ def run(**options: Any) -> FreezeController:
             for group in optimizer.param_groups:
                 group["lr"] = 0.1 if step < 20 else 0.01
             x, y = batch(step)
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
+            loss = take_step(F.cross_entropy(model(x), y), optimizer)
             controller.step(loss)
     return controller
 

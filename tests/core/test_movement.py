@@ -18,6 +18,7 @@ from egeria_core.learning_rate import MeanRate
 from egeria_core.watch import Watched
 from egeria_core.watch.forward import LayerMap
 from egeria_core.watch.movement import MovementMeter, bare_optimizer
+from tests.helpers.steps import take_step
 
 
 class Tokens(nn.Module):
@@ -244,10 +245,7 @@ def test_reading_changes_no_bit_of_the_training() -> None:
         meter = watch(model, optimizer, layers, 3) if watched else None
         for step in range(12):
             x, y = batch(step)
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-            loss.backward()
-            optimizer.step()
+            loss = take_step(F.cross_entropy(model(x).flatten(0, 1), y.flatten()), optimizer)
             if meter is not None:
                 meter.note(loss)
                 meter.measure(step, 0)
@@ -321,10 +319,7 @@ def test_a_resumed_reader_reads_the_same(cut: int) -> None:
         values = []
         for step in steps:
             x, y = batch(step)
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-            loss.backward()
-            optimizer.step()
+            loss = take_step(F.cross_entropy(model(x).flatten(0, 1), y.flatten()), optimizer)
             meter.note(loss)
             if step % 4 == 3:
                 meter.measure(step, 0)

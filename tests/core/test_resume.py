@@ -26,6 +26,7 @@ from egeria_core import (
 from egeria_core.learning_rate import WarmRestart
 from egeria_core.reference.runner import ReferenceRunner
 from tests.helpers.core_nets import FAMILIES, ResNet, family_batch
+from tests.helpers.steps import take_step
 
 torch.set_num_threads(1)
 
@@ -279,10 +280,7 @@ def test_short_batches_give_no_reading_until_they_are_the_rule(
     )
     for step, size in enumerate([8] * 5 + [4] + [8] * 3 + [4] * 8):
         x, y = family_batch("image", step, size)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
+        loss = take_step(F.cross_entropy(model(x), y), optimizer)
         controller.step(loss)
     steps = [record["step"] for record in controller.history.of("reading")]
     assert 6 not in steps
@@ -355,10 +353,7 @@ def test_warm_restarts_unfreeze_under_a_cosine_schedule() -> None:
     )
     for step in range(50):
         x, y = family_batch("image", step)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
+        loss = take_step(F.cross_entropy(model(x), y), optimizer)
         controller.step(loss)
         scheduler.step()
     unfrozen = [step for step, boundary in controller.schedule() if boundary is None]

@@ -15,6 +15,7 @@ from egeria_core.policies import Measure, Reading
 from egeria_core.savings.savings import BACKWARD_SHARE, saved_parts
 from egeria_core.watch.forward import ForwardTrace, LayerMap
 from tests.helpers.core_nets import ResNet, batch, mlp
+from tests.helpers.steps import take_step
 
 
 def test_the_count_is_that_of_the_products() -> None:
@@ -97,10 +98,7 @@ def run(policy: Policy, steps: int = 20, **options: Any) -> FreezeController:
     controller = FreezeController(model, optimizer, policy=policy, **settings)
     for step in range(steps):
         x, y = batch(step, 8)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
+        loss = take_step(F.cross_entropy(model(x), y), optimizer)
         controller.step(loss)
     controller.close()
     return controller

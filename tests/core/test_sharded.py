@@ -17,6 +17,7 @@ from egeria_core import FreezeController
 from egeria_core.policies import BudgetPolicy
 from tests.helpers.gloo import run_ranks
 from tests.helpers.sharded import Blocks, shard
+from tests.helpers.steps import take_step
 
 POLICIES = ("plasticity", "budget", "skipconv", "autofreeze")
 MEASURED = ("autofreeze", "budget")
@@ -57,10 +58,7 @@ def train(model: Any, policy: str, rows: slice, steps: int, state: Any = None) -
         for group in optimizer.param_groups:
             group["lr"] = 0.1 if step < 30 else 0.01
         x, y = batch(step, rows)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
+        loss = take_step(F.cross_entropy(model(x), y), optimizer)
         controller.step(loss)
     saved = controller.state_dict()
     controller.close()

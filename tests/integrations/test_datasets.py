@@ -13,6 +13,7 @@ pytest.importorskip("datasets")
 import datasets as hf
 
 from egeria_cache import ActivationCache, EgeriaLoader
+from tests.helpers.steps import take_step
 
 N = 24
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -86,10 +87,7 @@ def train(loader, cache=None, model=None, epochs=2):
     optimizer, losses = torch.optim.SGD(model[2].parameters(), 0.1), []
     for _ in range(epochs):
         for batch in loader:
-            loss = F.cross_entropy(model(batch["features"]), batch["label"])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            loss = take_step(F.cross_entropy(model(batch["features"]), batch["label"]), optimizer)
             losses.append(loss.item())
         if cache is not None:
             cache.flush()

@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
+from tests.helpers.steps import take_step
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning:transformers.*", "ignore::DeprecationWarning",
@@ -84,10 +85,7 @@ def train(model, loader, *, epochs=3, events=None, flush=lambda: None):
     for _ in range(epochs):
         for batch in loader:
             (events or {}).get(len(losses), lambda model: None)(model)
-            loss = model(**batch).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            loss = take_step(model(**batch).loss, optimizer)
             losses.append(loss.item())
         flush()
     return losses

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from tests.helpers.nets import Images, freeze, make_net, sgd
+from tests.helpers.steps import take_step
 
 BATCHES, EPOCHS = 6, 5
 
@@ -51,10 +52,7 @@ def train(directory, *, until=None, state=None, moves=None, gate="always", varia
         while step < EPOCHS * BATCHES:
             model.train()
             for images, targets in loader:
-                loss = F.cross_entropy(model(images), targets)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+                loss = take_step(F.cross_entropy(model(images), targets), optimizer)
                 losses.append(loss.item())
                 step += 1
                 if step in moves:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from egeria_core import Bootstrap, FreezeController
 from tests.device.simulated.runs import DEVICE
 from tests.helpers.core_nets import FAMILIES, family_batch
+from tests.helpers.steps import take_step
 
 
 def readings(device, family="resnet", steps=24, **options):
@@ -30,10 +31,7 @@ def readings(device, family="resnet", steps=24, **options):
             model.train()
             torch.manual_seed(step)
             x, y = (part.to(device) for part in family_batch(kind, step))
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
+            loss = take_step(F.cross_entropy(model(x), y), optimizer)
             controller.step(loss)
             losses.append(loss.item())
             controller.state_dict()  # which waits for the verdicts that are under way

@@ -16,6 +16,7 @@ from tests.device.simulated.runs import DEVICE, assert_same, moved, plain, run
 from tests.helpers.core_nets import FAMILIES, family_batch
 from tests.helpers.nets import Images, freeze, make_net, sgd
 from tests.helpers.sentences import Encoder, Sentences, pad_left, pad_right
+from tests.helpers.steps import take_step
 from tests.skip import test_dropout as dropout
 
 FRONTS = {
@@ -261,10 +262,7 @@ def _resumable(directory, gate, *, until=None, state=None, num_steps=24):
             model.train()
             for batch in loader:
                 images, targets = moved(batch)
-                loss = F.cross_entropy(model(images), targets)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+                loss = take_step(F.cross_entropy(model(images), targets), optimizer)
                 losses.append(loss.item())
                 step += 1
                 cache.flush()
