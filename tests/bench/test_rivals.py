@@ -21,7 +21,7 @@ from benchmarks.rivals import (
     SkipConvPolicy,
     SmartPipePolicy,
 )
-from egeria_core import FreezeController, Policy, PolicyError, StaticPolicy
+from egeria_core import FreezeController, Policy, StaticPolicy
 from egeria_core.policies import Reading
 from tests.helpers.core_nets import batch, mlp
 from tests.helpers.steps import take_step
@@ -275,24 +275,6 @@ def test_pipetransformer_in_training_reads_its_gradients() -> None:
     assert controller.schedule() == moves
 
 
-def gradients(policy: Policy, *rows: tuple[float | None, ...]) -> list[int]:
-    return [
-        policy.observe(Reading(step=i, num_layers=len(row), lr=(0.1,), values=row))
-        for i, row in enumerate(rows)
-    ]
-
-
-def test_autofreeze_freezes_in_front_of_the_first_layer_that_changes_more_than_most() -> None:
-    answers = gradients(
-        AutoFreezePolicy(),
-        (10.0, 10.0, 10.0, 10.0),  # the first interval only records
-        (9.9, 9.0, 5.0, 5.0),  # changes 0.01, 0.1, 0.5, 0.5: median 0.3, layer 2 reaches it
-        (None, None, 4.9, 2.0),  # of the active ones: 0.02, 0.6: median 0.31, layer 3
-        (None, None, None, 0.1),
-    )
-    assert answers == [0, 2, 3, 3]
-
-
 def test_autofreeze_percentile_is_numpys() -> None:
     from benchmarks.rivals.autofreeze import percentile_of
 
@@ -303,41 +285,11 @@ def test_autofreeze_percentile_is_numpys() -> None:
         )
 
 
-def test_smartpipe_freezes_quiet_layers_from_the_front_a_share_at_a_time() -> None:
-    policy = SmartPipePolicy(tau=0.5, relative=False, share=0.5)
-    quiet = (0.1, 0.1, 0.1, 0.1, 0.1, 0.1)
-    assert gradients(policy, quiet) == [3]
-    assert gradients(policy, (None, None, None, 0.1, 0.9, 0.1)) == [4]
-    assert gradients(policy, (None, None, None, None, 0.9, 0.1)) == [4], "layer 4 blocks layer 5"
-
-
-def test_smartpipe_measures_a_layer_against_its_own_first_reading() -> None:
-    policy = SmartPipePolicy(tau=0.9)
-    assert gradients(policy, (1.4, 1.4, 1.4), (1.3, 1.3, 1.3), (1.2, 1.3, 1.0)) == [0, 0, 1]
-
-
 def scheduled(policy: Policy, steps: Iterable[int], num_layers: int, total: int) -> list[int]:
     return [
         policy.observe(Reading(step=s, num_layers=num_layers, lr=(0.1,), total_steps=total))
         for s in steps
     ]
-
-
-def test_freezeout_freezes_when_each_layers_cosine_ends() -> None:
-    policy = FreezeOutPolicy()
-    ends = [(0.8 + 0.2 * i / 5) ** 3 for i in range(5)]
-    steps = [int(end * 1000) for end in ends]
-    assert scheduled(policy, [steps[0] - 1, steps[0] + 1, steps[2] + 1, 1000], 5, 1000) == [
-        0,
-        1,
-        3,
-        4,
-    ]
-    assert policy.learning_rate(1, 5, ends[1], 0.1) == 0
-    assert policy.learning_rate(1, 5, 0.0, 0.1) == pytest.approx(0.1 / ends[1])
-    assert FreezeOutPolicy(scaled=False).learning_rate(1, 5, ends[1] / 2, 0.1) == pytest.approx(
-        0.05
-    )
 
 
 def test_pipetransformer_follows_its_formula() -> None:
@@ -349,11 +301,6 @@ def test_pipetransformer_follows_its_formula() -> None:
 def test_linear_follows_composer() -> None:
     policy = LinearPolicy(steps_per_epoch=10, start=0.5, level=1.0)
     assert scheduled(policy, [0, 49, 50, 60, 79, 90, 100], 6, 100) == [0, 0, 0, 1, 2, 4, 5]
-
-
-def test_a_schedule_without_a_length_is_refused() -> None:
-    with pytest.raises(PolicyError, match="total_steps"):
-        FreezeOutPolicy().observe(Reading(step=1, num_layers=3, lr=(0.1,)))
 
 
 POLICIES: list[Any] = [

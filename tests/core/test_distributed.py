@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
@@ -23,6 +20,7 @@ from egeria_core import Bootstrap, FreezeController, StaticPolicy
 from egeria_core.ranks import Ranks, rebuild, unwrap
 from egeria_core.verdict import Verdict
 from tests.helpers.core_nets import batch, mlp
+from tests.helpers.gloo import run_ranks
 
 SCHEDULE = {3: "1", 6: "3", 9: None, 12: "1"}
 NUM_STEPS = 15
@@ -74,11 +72,8 @@ def train(
     return gradients, controller
 
 
-def worker(rank: int, port: int, directory: str) -> None:
-    """One rank: every scenario in turn, results saved for the test to compare."""
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def worker(rank: int) -> dict[str, Any]:
+    """One rank: every scenario in turn, for the test to compare."""
     rows = slice(rank * 8, rank * 8 + 8)
     found: dict[str, Any] = {}
     for name, options in OPTIONS.items():
@@ -117,18 +112,12 @@ def worker(rank: int, port: int, directory: str) -> None:
         ranks.share([], rank)
     except EgeriaError as error:
         found["disagreement"] = str(error)
-    torch.save(found, Path(directory) / f"{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    directory = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(worker, (port, str(directory)), nprocs=2)  # type: ignore[no-untyped-call]
-    return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    return run_ranks(worker, 2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.cases(1)

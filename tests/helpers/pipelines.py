@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -13,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
@@ -22,6 +18,7 @@ from torch.utils.data import BatchSampler, Dataset
 from egeria_cache import EgeriaLoader, ShardAffineSampler
 from egeria_core import StaticPolicy
 from egeria_core.pipeline import ElasticPipeline, PipelineController
+from tests.helpers.gloo import run_ranks
 
 WIDTH, NUM_BLOCKS, NUM_SAMPLES = 8, 8, 60
 GLOBAL_BATCH, MICROBATCHES = 16, 8
@@ -234,40 +231,20 @@ def train(case: Case, directory: Path) -> dict[str, Any]:
     return found
 
 
-def _worker(rank: int, world: int, port: int, directory: str, work: Any, cases: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+def _worker(rank: int, directory: Path, work: Any, cases: Any) -> list[Any]:
+    found = []
     for number, case in enumerate(cases):
-        found = work(case, Path(directory) / f"cache-{number}")
-        torch.save(found, Path(directory) / f"found-{number}-{rank}.pt")
+        found.append(work(case, directory / f"cache-{number}"))
         dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 def spawn(
     world: int, directory: Path, cases: Sequence[Any], work: Callable[..., Any] = train
 ) -> list[list[Any]]:
     """Run all cases in one set of processes; return what each rank found, by case."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = (world, port, str(directory), work, list(cases))
-    context = mp.spawn(_worker, args=arguments, nprocs=world, join=False)
-    assert context is not None
-    try:
-        until = time.monotonic() + TIMEOUT_S * len(cases)
-        while not context.join(timeout=5):
-            if time.monotonic() > until:
-                raise TimeoutError("the ranks are stuck")
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
-    return [
-        [
-            torch.load(directory / f"found-{number}-{rank}.pt", weights_only=False)
-            for rank in range(world)
-        ]
-        for number in range(len(cases))
-    ]
+    ranks = run_ranks(
+        _worker, world, directory / "ranks", directory, work, list(cases),
+        timeout_s=TIMEOUT_S * len(cases),
+    )  # fmt: skip
+    return [list(found) for found in zip(*ranks, strict=True)]
