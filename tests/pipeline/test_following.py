@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.rivals import SmartPipePolicy
+from egeria_core.pipeline import PipelineController
 from egeria_core.policies import BudgetPolicy, HarmEstimate, PlasticityPolicy
 from tests.helpers.pipelines import Case, alone, spawn
 
@@ -69,19 +70,11 @@ def test_all_ranks_decide_alike_by_any_policy(tmp_path: Path) -> None:
         torch.testing.assert_close(ranks[0]["losses"], losses, rtol=1e-5, atol=1e-5)
         for key, weight in weights.items():
             torch.testing.assert_close(ranks[0]["weights"][key], weight, rtol=1e-5, atol=1e-5)
-    plasticity = [r for r in ranks_history(tmp_path, 0) if r["kind"] == "reading"]
-    # Both ranks have had the first active block, and measured it.
-    assert {int(r["boundary"]) for r in plasticity} & {0, 1, 2, 3}
-
-
-def ranks_history(directory: Path, case: int) -> list[dict[str, Any]]:
-    found = torch.load(directory / f"found-{case}-0.pt", weights_only=False)
-    history: list[dict[str, Any]] = found["history"]
-    return history
+        if name == "plasticity":
+            # Both ranks have had the first active block, and measured it.
+            assert {int(r["boundary"]) for r in readings[0]} & {0, 1, 2, 3}
 
 
 def test_the_layers_of_a_pipeline_are_its_blocks() -> None:
-    from egeria_core.pipeline import PipelineController
-
     with pytest.raises(ValueError, match="layers of a pipeline are its blocks"):
         PipelineController(None, layers="1|2")  # type: ignore[arg-type]
