@@ -128,7 +128,7 @@ class CacheHost:
                 constants=context.constants,
                 counts=frozenset(context.source.counts),
                 padding=None if batch.lengths is None else batch.lengths.padding,
-                is_checked=found.raw_bytes == 0
+                is_checked=found.totals.raw_bytes == 0
                 # Made since: what is in it are rows of other ranks of this run.
                 or found.created >= status.since
                 or any(v.generation is found and v.is_checked for v in self._views.everywhere()),

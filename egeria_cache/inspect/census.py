@@ -25,7 +25,6 @@ from egeria_cache.store import (
     Codec,
     Coder,
     DamagedError,
-    GoneError,
     Manifest,
     Record,
     RecordError,
@@ -242,7 +241,7 @@ def _glance(path: Path) -> GenerationReport:
                 num_samples, totals = view.num_records, view.totals()
     except DamagedError as error:
         damage = damage or (None if is_unfinished(path) else str(error))
-    except (StoreError, GoneError, OSError) as error:  # of now, or not ours
+    except (StoreError, OSError) as error:  # of now, or not ours
         note = str(error)
     boundary = manifest.fields.get("boundary") if manifest is not None else None
     return GenerationReport(

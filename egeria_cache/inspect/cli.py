@@ -22,7 +22,7 @@ from egeria_cache.inspect.fill import fill
 from egeria_cache.inspect.plan import plan
 from egeria_cache.inspect.report import BAD_ARGUMENTS, DAMAGED, HEALTHY
 from egeria_cache.inspect.words import plain
-from egeria_cache.store import BudgetBusyError, DamagedError
+from egeria_cache.store import DamagedError
 from egeria_cache.version import __version__
 
 __all__ = ["main"]
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (DamagedError, RecursionError) as error:
         print(f"cache-inspect: {plain(error)}", file=sys.stderr)
         return DAMAGED
-    except (EgeriaError, ValueError, OSError, BudgetBusyError) as error:
+    except (EgeriaError, ValueError, OSError) as error:
         print(f"cache-inspect: {plain(error)}", file=sys.stderr)
         return BAD_ARGUMENTS
 

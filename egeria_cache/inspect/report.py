@@ -15,7 +15,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,15 +37,14 @@ from egeria_cache.inspect.census import (
     find_generation,
     survey,
 )
+from egeria_cache.inspect.checking import verify
 from egeria_cache.inspect.words import age, console, fitting, plain, print_json, progress_bar, share
 from egeria_cache.prefetch import LENGTHS
 from egeria_cache.store import (
     ActivationStore,
     Manifest,
     Parcelled,
-    differing_fields,
     remove_generations,
-    verify,
 )
 from egeria_cache.store import pack as pack_generation
 from egeria_cache.store import unpack as unpack_generation
@@ -216,6 +215,24 @@ def diff(options: argparse.Namespace, report: CacheReport) -> int:
     return HEALTHY
 
 
+def differing_fields(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Return, per field that differs, (our value, their value); None where it is absent.
+
+    Of fields that hold fields, only those inside that differ: "tensors.layer1.shape".
+    """
+    differing: dict[str, tuple[Any, Any]] = {}
+    for name in sorted({*ours, *theirs}):
+        one, other = ours.get(name), theirs.get(name)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            inside = differing_fields(one, other)
+            differing.update({f"{name}.{inner}": pair for inner, pair in inside.items()})
+        elif (name in ours) != (name in theirs) or one != other:
+            differing[name] = one, other
+    return differing
+
+
 def prune(options: argparse.Namespace, report: CacheReport) -> int:
     """Remove what is chosen of what no live process uses, or tell what that would be."""
     chosen = (options.unused, options.damaged, options.older_than, options.to_size)
@@ -248,7 +265,11 @@ def _remove(
 ) -> int:
     """Remove the generations, or only list them; one that a live process uses always stays."""
     names = [one.name for one in doomed]
-    outcome = remove_generations(report.directory, names, only_look=not options.yes)
+    gone = remove_generations(report.directory, names) if options.yes else ()
+    outcome = {name: "removed" if name in gone else "not ours, stays" for name in names}
+    if not options.yes:
+        outcome = dict.fromkeys(names, "would be removed")
+    outcome |= {one.name: "in use, stays" for one in doomed if one.in_use and one.name not in gone}
     sizes = {one.name: one.bytes_on_disk for one in doomed}
     if options.json:
         print_json(

@@ -227,7 +227,8 @@ class Views:
         self._let_go(view)
         raw, stored = self.retired_bytes
         generation = view.generation
-        self.retired_bytes = raw + generation.raw_bytes, stored + generation.stored_bytes
+        totals = generation.totals
+        self.retired_bytes = raw + totals.raw_bytes, stored + totals.stored_bytes
 
 
 def record(

@@ -8,26 +8,23 @@ A generation is one LMDB environment. The way of a read: `store` > `generation` 
 of `disk/files` > one call of the compiled `kernel.c` (through `native`), or without it > `records`
 > `codecs`; of a write: `generation` > `writer` > `records` > a commit of `disk/files`. `disk` has
 the files: whose they are (`own`, `place`, `claims`), what they may take (`budget`), LMDB itself
-(`environment`), and what lies in it (`files`). What `cache-inspect` checks and copies: `checking`,
-`parcel`.
+(`environment`), and what lies in it (`files`). What `cache-inspect` copies: `parcel`.
 """
 
-from egeria_cache.store.checking import verify
 from egeria_cache.store.codecs.codec import Codec, Coder
 from egeria_cache.store.disk.budget import (
-    BudgetBusyError,
     directory_bytes,
     generation_directories,
     last_use,
     remove_generations,
 )
 from egeria_cache.store.disk.claims import SET_ASIDE, in_use_elsewhere
-from egeria_cache.store.disk.files import GoneError, inspected, is_unfinished
+from egeria_cache.store.disk.files import GoneError, Totals, inspected, is_unfinished
 from egeria_cache.store.disk.manifest import (
+    FORMAT,
     ROOT_FORMAT,
     DamagedError,
     Manifest,
-    differing_fields,
     read_json,
     write_json,
 )
@@ -39,14 +36,12 @@ from egeria_cache.store.reader import NotInMemoryError
 from egeria_cache.store.records.keys import decode_key
 from egeria_cache.store.records.layout import RecordError
 from egeria_cache.store.records.record import Record
-from egeria_cache.store.stats import Totals
 from egeria_cache.store.store import ActivationStore
 
 __all__ = [
-    "ROOT_FORMAT", "ROOT_NAME", "SET_ASIDE", "ActivationStore", "BudgetBusyError", "Codec", "Coder",
-    "DamagedError", "Generation", "GoneError", "Located", "Manifest",
-    "NotInMemoryError", "Parcelled", "Record", "RecordError", "Totals", "decode_key",
-    "differing_fields", "directory_bytes", "generation_directories", "has_kernel",
-    "in_use_elsewhere", "inspected", "is_unfinished", "last_use", "pack", "read_json",
-    "remove_generations", "unpack", "verify", "write_json",
+    "FORMAT", "ROOT_FORMAT", "ROOT_NAME", "SET_ASIDE", "ActivationStore", "Codec", "Coder",
+    "DamagedError", "Generation", "GoneError", "Located", "Manifest", "NotInMemoryError",
+    "Parcelled", "Record", "RecordError", "Totals", "decode_key", "directory_bytes",
+    "generation_directories", "has_kernel", "in_use_elsewhere", "inspected", "is_unfinished",
+    "last_use", "pack", "read_json", "remove_generations", "unpack", "write_json",
 ]  # fmt: skip

@@ -20,31 +20,30 @@ import numpy.typing as npt
 import psutil
 from torch import Tensor
 
+from egeria_cache.config import StoreConfig
 from egeria_cache.device import batch_to_host
 from egeria_cache.errors import StoreError
 from egeria_cache.store.codecs.codec import Codec, Coder
-from egeria_cache.store.codecs.lossy import LossyError, Storage
-from egeria_cache.store.disk.budget import Budget, BudgetBusyError
-from egeria_cache.store.disk.files import ENTRY, Entries, GenerationFiles, GoneError
+from egeria_cache.store.codecs.lossy import LossyError
+from egeria_cache.store.disk.budget import Budget
+from egeria_cache.store.disk.files import (
+    ENTRY,
+    Entries,
+    GenerationFiles,
+    GoneError,
+    Totals,
+    salvaged,
+)
 from egeria_cache.store.disk.manifest import Manifest
 from egeria_cache.store.disk.place import FULL
-from egeria_cache.store.disk.salvage import salvaged
-from egeria_cache.store.reader import BatchReader, Fetched
-from egeria_cache.store.records.choice import choose_codec
-from egeria_cache.store.records.keys import (
-    SampleId,
-    Variants,
-    each_variant,
-    encode_keys,
-    of_variant,
-)
+from egeria_cache.store.reader import read
+from egeria_cache.store.records.keys import SampleId, Variants, encode_keys, superseded
 from egeria_cache.store.records.layout import Value
-from egeria_cache.store.records.record import Encoded, Rows, encode_rows
-from egeria_cache.store.stats import Counts, Totals
+from egeria_cache.store.records.record import Encoded, Rows, choose_codec, encode_rows
 from egeria_cache.store.writer import Job, Writer
 from egeria_cache.threads import without_modes
 
-__all__ = ["Generation", "Located"]
+__all__ = ["Counts", "Generation", "Located"]
 
 logger = logging.getLogger("egeria_cache.store")
 
@@ -54,40 +53,48 @@ SMALL_PART = 8
 """A generation that takes no more than this part, an eighth, of the limit and of the machine's
 memory is not worth compressing: it stays in the page cache, and is read in a fraction of the time
 that decoding takes."""
-NO_DRAW = (1 << 32) - 1
-"""Stands for a draw where there is none to be superseded."""
 BARE = "value"
 """Name under which a bare tensor is stored."""
+
+
+class Counts:
+    """What happened in this process, in all generations of a store, by its name in `StoreStats`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.numbers = dict.fromkeys(("hits", "misses", "writes", "dropped_writes", "corrupt"), 0)
+
+    def add(self, **changes: int) -> None:
+        """Count some more."""
+        with self._lock:
+            for name, change in changes.items():
+                self.numbers[name] += change
 
 
 class Located(NamedTuple):
     """Where the records of B samples are."""
 
     keys: list[bytes]
-    entries: Entries | None
-    """Shape (B,), of size 0 where there is none; None: they are looked up when they are read."""
+    entries: Entries
+    """Shape (B,), of size 0 where there is none."""
 
     @property
     def found(self) -> npt.NDArray[np.bool_]:
         """Which of them there are; bool (B,)."""
-        assert self.entries is not None
         found: npt.NDArray[np.bool_] = self.entries["size"] > 0
         return found
 
     @property
     def num_bytes(self) -> int:
         """Of all of them, as they are stored."""
-        assert self.entries is not None
         return int(self.entries["size"].sum(dtype=np.int64))
 
     def rows(self, start: int, stop: int) -> Located:
         """Return those of some of the samples."""
-        assert self.entries is not None
         return Located(self.keys[start:stop], self.entries[start:stop])
 
     def only(self, found: npt.NDArray[np.bool_]) -> Located:
         """Return those of the masked samples."""
-        assert self.entries is not None
         return Located(list(compress(self.keys, found)), self.entries[found])
 
 
@@ -99,12 +106,10 @@ class Generation:
         manifest: Manifest,
         files: GenerationFiles | str,
         *,
-        reader: BatchReader,
         writer: Writer,
         budget: Budget,
         counts: Counts,
-        codec: str,
-        storage: Storage = None,
+        config: StoreConfig,
         num_expected: int = 0,
     ) -> None:
         self.name: str = manifest.name
@@ -116,10 +121,10 @@ class Generation:
         self._held = None if isinstance(files, str) else files
         self._stopped = files if isinstance(files, str) else None
         """Why it serves and takes nothing."""
-        self._reader, self._writer, self._budget = reader, writer, budget
-        self._codec: Codec | None = None if codec == "auto" else Codec.named(codec)
+        self._writer, self._budget = writer, budget
+        self._codec: Codec | None = None if config.codec == "auto" else Codec.named(config.codec)
         self._coder = Coder()
-        self._storage = storage
+        self._storage = config.storage_dtype
         self.num_expected = num_expected
         """Records that it will hold when all are stored; 0 if nobody said."""
         self._lock = threading.Lock()
@@ -127,8 +132,8 @@ class Generation:
         self._num_queued = 0
         self._write_again_at = 0.0
         self._said: set[str] = set()
-        self._totals = Totals()
-        """As of the last look."""
+        self.totals = Totals()
+        """Sums over its records, as of the last look at `num_samples`, or commit."""
         self.counts = counts
         """Of the store."""
         self._look()
@@ -156,24 +161,9 @@ class Generation:
 
     def _look(self) -> int:
         with self._trouble(), self._files.reading() as view:
-            self._totals = view.totals()
+            self.totals = view.totals()
             return view.num_records
         return 0
-
-    @property
-    def raw_bytes(self) -> int:
-        """Bytes of all records, decoded, as of the last look at `num_samples`, or commit."""
-        return self._totals.raw_bytes
-
-    @property
-    def stored_bytes(self) -> int:
-        """The same, encoded."""
-        return self._totals.stored_bytes
-
-    @property
-    def lossy_error(self) -> LossyError:
-        """What lossy storage changed; all zero without it."""
-        return self._totals.error
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -222,9 +212,8 @@ class Generation:
         Raises:
             NotInMemoryError: `in_memory`, and not all of it is.
         """
-        located = Located(encode_keys(ids, variant), None)
         with without_modes():
-            return self.get_located(located, pin_memory=pin_memory, in_memory=in_memory)
+            return self._get(encode_keys(ids, variant), None, pin_memory, in_memory)
 
     def get_located(
         self, located: Located, *, pin_memory: bool = False, in_memory: bool = False
@@ -232,19 +221,20 @@ class Generation:
         """Read samples that were located before, as `get_batch` does, under no mode of the loop's.
         What has been superseded since then is not found.
         """
-        num_samples = len(located.keys)
-        fetched = Fetched(False, {}, np.zeros(num_samples, np.bool_))
+        return self._get(*located, pin_memory, in_memory)
+
+    def _get(
+        self, keys: list[bytes], entries: Entries | None, pin_memory: bool, in_memory: bool
+    ) -> tuple[Any, npt.NDArray[np.bool_]]:
+        num_hits, num_samples, fetched = 0, len(keys), None
         with self._trouble():
-            fetched = self._reader.read(self._files, *located, pin_memory, in_memory)
-        if self._stopped is not None:  # became void while it was read
-            fetched = Fetched(False, {}, np.zeros(num_samples, np.bool_))
-        self.counts.add(
-            hits=fetched.num_hits,
-            misses=num_samples - fetched.num_hits,
-            corrupt=fetched.num_corrupt,
-        )
-        if not fetched.num_hits:
-            return {}, fetched.hit
+            fetched = read(self._files, keys, entries, pin_memory, in_memory)
+            self.counts.add(corrupt=fetched.num_corrupt)
+        if fetched is not None and self._stopped is None:  # else it became void meanwhile
+            num_hits = int(fetched.hit.sum())
+        self.counts.add(hits=num_hits, misses=num_samples - num_hits)
+        if fetched is None or not num_hits:
+            return {}, np.zeros(num_samples, np.bool_)
         return fetched.fields[BARE] if fetched.bare else fetched.fields, fetched.hit
 
     # -- writing ----------------------------------------------------------------------------
@@ -281,7 +271,7 @@ class Generation:
         keys = encode_keys(ids, variant)
         if not self._takes_more or not self._writer.alive or self._writer.is_full:
             return self._refuse(keys)
-        replaced = None if replaces is None else _superseded(keys, replaces)
+        replaced = None if replaces is None else superseded(keys, replaces)
         with without_modes():
             fields, ready = batch_to_host(fields)
         job = Job(self, keys, range(len(ids)), Rows(bare, fields), ready, replaced)
@@ -300,7 +290,7 @@ class Generation:
             return self.alive
         self.counts.add(dropped_writes=num_new)
         if not self._writer.alive and self.alive:
-            self._warn(self._writer.why_dead)
+            self._warn(self._writer.why_dead or "the cache's writer thread is gone")
         return False
 
     @property
@@ -309,15 +299,17 @@ class Generation:
         return held and time.monotonic() >= self._write_again_at
 
     def commit(self, jobs: Sequence[Job]) -> None:
-        """Encode and store batches in one commit; called by the writer thread alone."""
+        """Encode and store batches in one commit, or what is intact in a damaged file; called by
+        the writer thread alone.
+        """
         num_rows, num_written = sum(len(job.picked) for job in jobs), 0
         try:
+            if jobs[0].aside is not None:
+                self._take_from(jobs[0].aside)
             num_rows = sum(job.pick(self._files.locate(job.keys)["size"] > 0) for job in jobs)
             num_written = self._commit([job for job in jobs if job.picked])
         except GoneError as gone:
             self._end(str(gone))
-        except BudgetBusyError as busy:
-            self._warn(f"a batch was not stored: {busy}")
         except (OSError, MemoryError, StoreError) as error:
             self._pause(error)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -385,12 +377,12 @@ class Generation:
 
         Raises:
             GoneError: Void, closed, or removed under us.
-            BudgetBusyError: Another process holds the directory's lock.
+            StoreError: Another process holds the directory's lock.
             ValueError: Others have stored records of another layout.
             OSError: The disk is full, or fails.
         """
         with self._budget.locked():
-            num_new, num_stored, self._totals = self._files.store(
+            num_new, num_stored, self.totals = self._files.store(
                 records, raw_bytes, codec, error, self._budget.make_room
             )
         return num_new, num_stored
@@ -398,21 +390,18 @@ class Generation:
     def salvage(self, aside: Path) -> None:
         """Have the writer take in, bit by bit, what is intact in a file whose tree is damaged."""
         self._queued(1)
-        if not self._writer.submit(Job(Salvage(self, aside), [], [], Rows(False, {}))):
+        if not self._writer.submit(Job(self, [], [], Rows(False, {}), aside=aside)):
             self._queued(-1)
 
-    def take_from(self, aside: Path) -> None:
-        """Take it in now; called by the writer thread alone."""
+    def _take_from(self, aside: Path) -> None:
         num_found = 0
         try:
             for records in salvaged(aside, self._files.identity):
-                num_found += self.take(records, int(records.sizes.sum()), None, LossyError())[1]
+                num_found += self.take(records, sum(records.sizes()), None, LossyError())[1]
                 if not self._takes_more or not self._writer.alive:
                     break
-        except (OSError, GoneError, ValueError, StoreError, BudgetBusyError) as error:
+        except (OSError, ValueError, StoreError) as error:
             logger.info("%s: salvaging ended: %s", self.name, error)
-        finally:
-            self._queued(-1)
         logger.info("%s: %d records of %s were intact", self.name, num_found, aside.name)
 
     def _choose_codec(self, job: Job) -> Codec:
@@ -439,7 +428,7 @@ class Generation:
             logger.info("%s is void: %s", self.name, reason)
         discarded = self._writer.discard(lambda job: job.target is self)
         if self._held is not None:
-            self._held.destroy()
+            self._held.close(removes=True)
         self._queued(-discarded)
         self.release()
 
@@ -470,7 +459,7 @@ class Generation:
         """Store nothing for a while after a failed write; reads go on: what is stored is intact."""
         try:
             self._files.check_present()
-        except (GoneError, StoreError) as gone:
+        except StoreError as gone:
             self._end(str(gone))
             return
         self._write_again_at = time.monotonic() + RETRY_S
@@ -488,23 +477,3 @@ class Generation:
             self._said.add("warning")
         if not warned:
             logger.warning("cache generation %s: %s; training goes on", self.name, message)
-
-
-def _superseded(keys: Sequence[bytes], last: Variants) -> list[bytes | None]:
-    """Return, per sample, the key of the last draw that goes."""
-    return [
-        None if draw == NO_DRAW else of_variant(key, draw)
-        for key, draw in zip(keys, each_variant(last, len(keys)), strict=True)
-    ]
-
-
-class Salvage(NamedTuple):
-    """Stands for a generation before the writer thread."""
-
-    generation: Generation
-    aside: Path
-
-    def commit(self, jobs: Sequence[Job]) -> None:
-        """Do it, once for each."""
-        for _ in jobs:
-            self.generation.take_from(self.aside)

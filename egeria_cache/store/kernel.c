@@ -25,9 +25,9 @@
 #define VECTORISED
 #endif
 
-enum { CHECKSUM_BYTES = 8, SIZE_AT = 8, KEY_BYTES_AT = 12, HEAD_BYTES = 16 };
+enum { CHECKSUM_BYTES = 8, HEAD_BYTES = 16 };
 enum { RAW, ZSTD, SPLIT, BITMAP };
-enum { BITMAP_HEAD_BYTES = 16, MOST_PLANES = 4, MOST_HEAD_BYTES = 4096 };
+enum { BITMAP_HEAD_BYTES = 16, MOST_PLANES = 3, MOST_HEAD_BYTES = 4096 };
 enum { LONG_NS = 4000 }; /* no byte from memory takes so long */
 enum { ABSENT, INTACT, DAMAGED, UNREADABLE }; /* as in native.py */
 
@@ -47,7 +47,6 @@ static uint64_t word(const uint8_t *at) {
 
 typedef uint16_t __attribute__((aligned(1), may_alias)) u16;
 typedef uint32_t __attribute__((aligned(1), may_alias)) u32;
-typedef uint64_t __attribute__((aligned(1), may_alias)) u64;
 
 /* Undo the cutting into planes, and the rotation that brought the sign to the lowest bit. */
 #define JOIN(TYPE, BITS, ...)                                                            \
@@ -58,13 +57,9 @@ typedef uint64_t __attribute__((aligned(1), may_alias)) u64;
 
 VECTORISED static void join(const uint8_t *const *plane, int64_t n, int width, int floating,
                             uint8_t *out) {
-    const uint8_t *a = plane[0], *b = plane[1], *c = plane[2], *d = plane[3];
-    if (width == 1) JOIN(uint8_t, 8, a[i])
+    const uint8_t *a = plane[0], *b = plane[1], *c = plane[2];
     if (width == 2) JOIN(u16, 16, a[i] | (uint16_t)b[i] << 8)
     if (width == 4) JOIN(u32, 32, ((const u16 *)a)[i] | (uint32_t)b[i] << 16 | (uint32_t)c[i] << 24)
-    if (width == 8)
-        JOIN(u64, 64, ((const u32 *)a)[i] | (uint64_t)((const u16 *)b)[i] << 32
-                          | (uint64_t)c[i] << 48 | (uint64_t)d[i] << 56)
 }
 
 /* Per byte of a bitmap, for each of its bits, the highest first: how many are set before it; UNSET
@@ -84,13 +79,6 @@ typedef uint32_t longs8 __attribute__((vector_size(32)));
 
 /* Fill `out` with the values where a bit is set (the highest of a byte first), else with zeros. Up
    to VALUES_BEYOND values more than the bits mark are read, never used. */
-#define EXPAND_ONE_BY_ONE(TYPE)                                            \
-    for (; i < n; i++) {                                                   \
-        const TYPE bit = (TYPE)(bits[i >> 3] >> (7 - (i & 7)) & 1);        \
-        ((TYPE *)out)[i] = ((const TYPE *)values)[k] & (TYPE)(0 - bit);    \
-        k += (int64_t)bit;                                                 \
-    }
-
 #define EXPAND(VECTOR, TYPE)                                               \
     for (; i + 8 <= n; i += 8) {                                           \
         bytes8 narrow;                                                     \
@@ -102,15 +90,17 @@ typedef uint32_t longs8 __attribute__((vector_size(32)));
         memcpy(out + i * (int64_t)sizeof(TYPE), &some, sizeof some);       \
         k += __builtin_popcount(bits[i >> 3]);                             \
     }                                                                      \
-    EXPAND_ONE_BY_ONE(TYPE)
+    for (; i < n; i++) {                                                   \
+        const TYPE bit = (TYPE)(bits[i >> 3] >> (7 - (i & 7)) & 1);        \
+        ((TYPE *)out)[i] = ((const TYPE *)values)[k] & (TYPE)(0 - bit);    \
+        k += (int64_t)bit;                                                 \
+    }
 
 VECTORISED static void expand(const uint8_t *bits, const uint8_t *values, int64_t n, int width,
                               uint8_t *out) {
     int64_t i = 0, k = 0;
-    if (width == 1) EXPAND_ONE_BY_ONE(uint8_t)
     if (width == 2) { EXPAND(words8, u16) }
     if (width == 4) { EXPAND(longs8, u32) }
-    if (width == 8) EXPAND_ONE_BY_ONE(u64)
 }
 
 VECTORISED static uint64_t count_bits(const uint8_t *bits, int64_t n) {
@@ -139,7 +129,7 @@ static const uint8_t *unpacked(const struct decoder *with, const uint8_t *from, 
 
 /* Numbers of bytes in a plane, lowest first. */
 static const int PLANES[9][MOST_PLANES] = {
-    [1] = {1}, [2] = {1, 1}, [4] = {2, 1, 1}, [8] = {4, 2, 1, 1}};
+    [2] = {1, 1}, [4] = {2, 1, 1}};
 
 /* Join `n` elements from planes. room: n * width bytes. */
 static int decode_planes(const struct decoder *with, const uint8_t *from, uint64_t size, int64_t n,
@@ -148,7 +138,7 @@ static int decode_planes(const struct decoder *with, const uint8_t *from, uint64
     const uint8_t *plane[MOST_PLANES] = {0};
     uint64_t num_planes = 0, at, left;
     while (num_planes < MOST_PLANES && bytes[num_planes]) num_planes++;
-    if (size < 8 * num_planes) return 0;
+    if (!num_planes || size < 8 * num_planes) return 0;
     at = 8 * num_planes, left = size - at;
     for (uint64_t i = 0; i < num_planes; i++) {
         const uint64_t head = word(from + 8 * i), stored = head >> 1;
@@ -281,13 +271,11 @@ static int read_one(const struct batch *of, int64_t i, uint64_t place, const uin
     const uint64_t start = fields + 8 * (uint64_t)of->num_fields;
     const uint8_t *const record = of->map + place;
     uint8_t head[MOST_HEAD_BYTES], *const room = of->room + of->decode_bytes;
-    uint32_t its_size, its_key_bytes;
+    const uint32_t sizes[] = {(uint32_t)size, (uint32_t)key_bytes};
     if (start > sizeof head || size < start || size > of->room_bytes - of->decode_bytes)
         return DAMAGED;
     if (!copied(head, record, start)) return UNREADABLE;
-    memcpy(&its_size, head + SIZE_AT, sizeof its_size);
-    memcpy(&its_key_bytes, head + KEY_BYTES_AT, sizeof its_key_bytes);
-    if (its_size != size || its_key_bytes != key_bytes) return DAMAGED;
+    if (memcmp(head + CHECKSUM_BYTES, sizes, sizeof sizes)) return DAMAGED;
     if (memcmp(head + HEAD_BYTES, key, key_bytes)) return DAMAGED;
     uint64_t at = start, sum = of->hash(head + CHECKSUM_BYTES, start - CHECKSUM_BYTES, of->seed);
     for (int64_t j = 0; j < of->num_fields; j++) {
@@ -333,14 +321,6 @@ static uint64_t place_of(const struct batch *of, int64_t i, uint64_t map_bytes) 
     return place && place <= map_bytes && size <= map_bytes - place ? place : map_bytes;
 }
 
-/* Whether to wait for the disk: it is asked at once for all records from `i` on. */
-static void ask_for_all(const struct batch *of, int64_t i, int64_t count, uint64_t map_bytes) {
-    for (; i < count; i++)
-        if (place_of(of, i, map_bytes) != map_bytes)
-            (void)posix_fadvise((int)of->descriptor, (off_t)place_of(of, i, map_bytes),
-                                of->entries[i].size, POSIX_FADV_WILLNEED);
-}
-
 /* Whether the beginning of a record had to be waited for; it is in memory then. */
 static int was_waited_for(const uint8_t *record, int64_t waits_before) {
     const int64_t before_ns = now_ns();
@@ -367,7 +347,10 @@ static int64_t read_all(const struct batch *of, int64_t count, uint64_t map_byte
                 of->found[i] = ABSENT;
                 break;
             }
-            ask_for_all(of, i, count, map_bytes);
+            for (const struct entry *one = of->entries + i; one < of->entries + count; one++)
+                if (one->size)
+                    (void)posix_fadvise((int)of->descriptor, (off_t)one->place, one->size,
+                                        POSIX_FADV_WILLNEED);
         }
         of->found[i] = (uint8_t)read_one(of, i, place, key);
         num_intact += of->found[i] == INTACT;
@@ -391,4 +374,4 @@ int64_t egeria_read(const struct batch *of, int64_t count) {
 }
 
 /* See SHAPE in native.py. */
-const uint64_t egeria_shape[] = {12, sizeof(struct batch) / sizeof(uint64_t)};
+const uint64_t egeria_shape[] = {13, sizeof(struct batch) / sizeof(uint64_t)};

@@ -23,24 +23,13 @@ import numpy.typing as npt
 from torch import Tensor
 
 __all__ = [
-    "ABSENT",
-    "DAMAGED",
-    "INTACT",
-    "LIBRARY_NAME",
-    "SWITCH",
-    "UNREADABLE",
-    "Kernel",
-    "Unpacker",
-    "has_kernel",
-    "kernel",
-]
+    "ABSENT", "DAMAGED", "INTACT", "LIBRARY_NAME", "SWITCH", "UNREADABLE", "Kernel", "Unpacker",
+    "has_kernel", "kernel",
+]  # fmt: skip
 
 LIBRARY_NAME = "_kernel.so"
 SWITCH = "EGERIA_NATIVE"
 """Environment variable: "0" leaves the library aside."""
-
-KEPT_BYTES = 16 * 2**20
-"""Memory beyond this is given back."""
 
 ABSENT, INTACT, DAMAGED, UNREADABLE = range(4)
 """How a record was read: not, since it is not in memory; as it should be; not as it should be; not,
@@ -55,14 +44,10 @@ class Kernel:
     def __init__(self, library: ctypes.CDLL, xxh3: Any, zstd: ctypes.CDLL) -> None:
         self._hash = ctypes.cast(xxh3, c_void_p).value or 0
         self._unzstd = ctypes.cast(zstd.ZSTD_decompressDCtx, c_void_p).value or 0
-        self._zstd = zstd
+        self.zstd = zstd
         p, n = c_void_p, c_int64
         self._read = _declared(library.egeria_read, n, p, n)
         self._decode = _declared(library.egeria_decode, c_int, p, c_int, p, n, p, p, n)
-
-    def unpacker(self) -> Unpacker:
-        """Return zstd's state for the calling thread."""
-        return Unpacker(self._zstd)
 
     def read(
         self,
@@ -93,10 +78,11 @@ class Kernel:
         whole = sum(num_bytes for _, num_bytes, _ in columns)
         decode_bytes = _room_bytes(max((num_bytes for _, num_bytes, _ in columns), default=0))
         room_bytes = decode_bytes + whole + _MOST_HEAD_BYTES  # more is none of these records
+        room = np.empty(room_bytes, np.uint8)
         key_bytes, each_key = array("H", map(len, keys)), array("B", b"".join(keys))
         batch = array("Q", [
             *file, seed, _at(described), len(columns), _address(entries), _at(each_key),
-            _at(key_bytes), _address(found), unpacker.room(room_bytes), unpacker.context,
+            _at(key_bytes), _address(found), _address(room), unpacker.context,
             decode_bytes, room_bytes, self._hash, self._unzstd, waits,
         ])  # fmt: skip
         return self._read(_at(batch), len(found)), found
@@ -116,31 +102,21 @@ class Kernel:
         if len(out) % elements[0]:
             return False
         decoder = array("Q", [self._unzstd, unpacker.context, *elements])
-        source, room = np.frombuffer(stored, np.uint8), unpacker.room(_room_bytes(len(out)))
-        done = self._decode(
-            _at(decoder), codec, _address(source), len(source), room, _address(out), len(out)
-        )
-        return bool(done)
+        source, room = np.frombuffer(stored, np.uint8), np.empty(_room_bytes(len(out)), np.uint8)
+        places = _address(source), len(source), _address(room), _address(out), len(out)
+        return bool(self._decode(_at(decoder), codec, *places))
 
 
 class Unpacker:
-    """zstd's state, and memory to work in, for one thread."""
+    """zstd's state for one thread."""
 
-    def __init__(self, zstd: ctypes.CDLL) -> None:
-        self.context = _declared(zstd.ZSTD_createDCtx, c_void_p)()
+    def __init__(self, native: Kernel) -> None:
+        self.context = _declared(native.zstd.ZSTD_createDCtx, c_void_p)()
         if not self.context:
             raise MemoryError("zstd has no memory for its state")
-        free = _declared(zstd.ZSTD_freeDCtx, ctypes.c_size_t, c_void_p)
+        free = _declared(native.zstd.ZSTD_freeDCtx, ctypes.c_size_t, c_void_p)
         # Not when the interpreter ends: daemon threads may still use it then.
         weakref.finalize(self, free, self.context).atexit = False
-        self._room, self._room_at = np.empty(0, np.uint8), 0
-
-    def room(self, num_bytes: int) -> int:
-        """Return where so many bytes are free; the next call returns the same memory."""
-        if not num_bytes <= len(self._room) <= max(num_bytes, KEPT_BYTES):
-            self._room = np.empty(num_bytes, np.uint8)
-            self._room_at = self._room.ctypes.data
-        return self._room_at
 
 
 @functools.cache
@@ -176,7 +152,7 @@ def _room_bytes(num_bytes: int) -> int:
     return (3 * num_bytes + 87) & ~7
 
 
-SHAPE = [12, 17]
+SHAPE = [13, 17]
 """What the library says of itself: a number that is counted up in both when a function takes
 something else, and the words of a batch. One that was left beside newer sources would write where
 it should not."""

@@ -7,7 +7,6 @@ arrives is what was stored, or is refused. Bytes: docs/format.md.
 from __future__ import annotations
 
 import contextlib
-import json
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,34 +16,26 @@ from typing import Any, BinaryIO
 import xxhash
 
 from egeria_cache.store.codecs.lossy import LossyError
-from egeria_cache.store.disk.files import GoneError, inspected
+from egeria_cache.store.disk.files import GoneError, Totals, inspected
 from egeria_cache.store.disk.manifest import (
     FORMAT,
     MAX_JSON_BYTES,
     DamagedError,
     Manifest,
+    dumped,
     generation_name,
+    parsed,
 )
 from egeria_cache.store.generation import Generation
 from egeria_cache.store.records.layout import Layout, RecordError
-from egeria_cache.store.records.record import (
-    HEAD,
-    HEAD_BYTES,
-    Encoded,
-    key_of,
-    open_record,
-)
-from egeria_cache.store.stats import Totals
+from egeria_cache.store.records.record import HEAD, HEAD_BYTES, Encoded, key_of, open_record
 from egeria_cache.store.store import ActivationStore
 
 __all__ = ["Parcelled", "pack", "unpack"]
 
-MAGIC, VERSION = b"EGPK", 4
 BLOCK_BYTES = 16 * 2**20
 """Of records that are stored together."""
 _PIECE_BYTES = 8 * 2**20
-_BEGIN = struct.Struct("<4sIIQ")
-"""Magic, version, bytes of the description and its checksum."""
 
 
 @dataclass(slots=True)
@@ -85,9 +76,8 @@ def pack(path: Path, out: BinaryIO) -> Parcelled:
     with inspected(path) as view:
         about = {"format": FORMAT, "fields": dict(Manifest.read(path).fields)}
         about["totals"] = view.totals().pack().hex()
-        about["layout"] = view.layout.packed.hex() if view.layout is not None else ""
-        text = json.dumps(about).encode()
-        write(_BEGIN.pack(MAGIC, VERSION, len(text), xxhash.xxh3_64_intdigest(text)) + text)
+        about["layout"] = view.layout.packed.decode() if view.layout is not None else None
+        write(dumped(about, indent=None).encode() + b"\n")
         for _, found in view.records():
             if isinstance(found, RecordError):
                 done.num_damaged += 1
@@ -108,26 +98,24 @@ def unpack(stream: BinaryIO, store: ActivationStore) -> Parcelled:
         StoreError: It is of another format, or the directory cannot be used.
         OSError: The stream cannot be read, or the disk not be written.
     """
-    source = _Source(stream)
-    fields, totals, layout = _description(source)
-    done, records, num_bytes = Parcelled(generation_name(fields)), list[tuple[bytes, Any]](), 0
+    fields, totals, layout = _description(stream.readline(MAX_JSON_BYTES))
+    done, records, num_taken = Parcelled(generation_name(fields)), list[memoryview](), 0
     generation = store.open_generation(fields)
     try:
-        for record in _records(source, layout, done.name):
-            records.append((key_of(record), record))
-            num_bytes += len(record)
-            if num_bytes >= BLOCK_BYTES:
+        for record in _records(stream, layout, done.name):
+            records.append(record)
+            done.num_bytes += len(record)
+            if done.num_bytes >= num_taken + BLOCK_BYTES:
                 _take(generation, Encoded.of(layout, records), totals, done)
-                records, num_bytes = [], 0
+                records, num_taken = [], done.num_bytes
     finally:
         _take(generation, Encoded.of(layout, records), totals, done)
-    done.num_bytes = source.num_bytes
     return done
 
 
 def _take(generation: Generation, records: Encoded, totals: Totals, done: Parcelled) -> None:
     """Store records, with their part of the totals."""
-    num_bytes = int(records.sizes.sum())
+    num_bytes = sum(records.sizes())
     raw_bytes = round(num_bytes * totals.raw_bytes / max(totals.stored_bytes, 1))
     num_new, num_stored = len(records), 0
     with contextlib.suppress(GoneError):  # the limit has no room even for an empty one
@@ -138,62 +126,44 @@ def _take(generation: Generation, records: Encoded, totals: Totals, done: Parcel
     done.num_left += num_new - num_stored
 
 
-class _Source:
-    """A stream that is read once."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self.stream, self.num_bytes = stream, 0
-
-    def read(self, size: int) -> bytes:
-        """Read so many bytes; no more memory is taken than there are bytes."""
-        pieces, left = [], size
-        while left > 0:
-            piece = self.stream.read(min(left, _PIECE_BYTES))
-            if not piece:
-                raise DamagedError("the stream was cut short")
-            pieces.append(piece)
-            left -= len(piece)
-        self.num_bytes += size
-        return b"".join(pieces)
-
-
-def _description(source: _Source) -> tuple[dict[str, Any], Totals, Layout]:
+def _description(line: bytes) -> tuple[dict[str, Any], Totals, Layout]:
     """Read what comes before the records."""
-    magic, version, length, checksum = _BEGIN.unpack(source.read(_BEGIN.size))
-    if magic != MAGIC:
-        raise DamagedError("this is no packed generation")
-    if version != VERSION or length > MAX_JSON_BYTES:
-        raise DamagedError(f"version {version} of a packed generation; this reads {VERSION}")
-    text = source.read(length)
+    about = parsed(line, FORMAT, "the description of the packed generation")
     try:
-        if xxhash.xxh3_64_intdigest(text) != checksum:
-            raise ValueError
-        about = json.loads(text)
-        fields, found = dict(about["fields"]), about["format"]
-        totals = Totals.parse(bytes.fromhex(about["totals"]))
-        packed = bytes.fromhex(about["layout"])
-        layout = Layout.parse(packed) if packed else Layout(False, ())
-    except (ValueError, KeyError, TypeError, RecursionError, struct.error):
-        raise DamagedError("the description of the packed generation is damaged") from None
-    if found != FORMAT:
-        raise DamagedError(f"a generation of format {found}; this release reads {FORMAT}")
-    return fields, totals, layout
+        totals, text = Totals.parse(bytes.fromhex(about["totals"])), about["layout"]
+        layout = Layout(False, ()) if text is None else Layout.parse(text.encode())
+        if about["format"] == FORMAT and dumped(about, indent=None).encode() + b"\n" == line:
+            return dict(about["fields"]), totals, layout
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error):
+        pass
+    raise DamagedError("this is no packed generation that this release reads")
 
 
-def _records(source: _Source, layout: Layout, name: str) -> Iterator[memoryview]:
+def _records(stream: BinaryIO, layout: Layout, name: str) -> Iterator[memoryview]:
     """Yield the records, each verified, to the end of the stream."""
     identity, num_records = xxhash.xxh3_64_intdigest(name.encode()), 0
     while True:
-        head = source.read(HEAD_BYTES)
+        head = _read(stream, HEAD_BYTES)
         _, size, _ = HEAD.unpack(head)
         if not size:
-            if head != HEAD.pack(num_records, 0, 0) or source.stream.read(1):
+            if head != HEAD.pack(num_records, 0, 0) or stream.read(1):
                 raise DamagedError("the stream does not end where it should")
             return
-        record = memoryview(head + source.read(size - HEAD_BYTES))
+        record = memoryview(head + _read(stream, size - HEAD_BYTES))
         try:
             open_record(key_of(record), record, layout, identity)
         except RecordError as problem:
             raise DamagedError(f"a record of the stream is damaged: {problem}") from None
         num_records += 1
         yield record
+
+
+def _read(stream: BinaryIO, size: int) -> bytes:
+    """Read so many bytes; no more memory is taken than there are bytes."""
+    pieces = []
+    while size > 0:
+        pieces.append(stream.read(min(size, _PIECE_BYTES)))
+        if not pieces[-1]:
+            raise DamagedError("the stream was cut short")
+        size -= len(pieces[-1])
+    return b"".join(pieces)

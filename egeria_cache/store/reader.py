@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,108 +25,76 @@ from egeria_cache.store.native import ABSENT, INTACT, UNREADABLE, Kernel, kernel
 from egeria_cache.store.records.keys import decode_key
 from egeria_cache.store.records.layout import FieldLayout, Layout, RecordError
 
-__all__ = ["BatchReader", "Fetched", "NotInMemoryError"]
+__all__ = ["Fetched", "NotInMemoryError", "read"]
 
 logger = logging.getLogger("egeria_cache.store")
 
-PLACEHOLDERS = {1: np.uint8, 2: np.int16, 4: np.float32, 8: np.int64, 16: np.complex128}
-"""By their bytes: what may lie where something else will."""
-Places = npt.NDArray[np.int64]
-Rows = npt.NDArray[np.bool_]
-"""Of a batch, shape (B,)."""
+Mask = npt.NDArray[np.bool_]
 Column = Tensor | list[Any]
+_local = threading.local()
+"""A coder for each thread."""
 
 
 class NotInMemoryError(Exception):
     """A batch was to be read without waiting for a disk."""
 
 
-@dataclass(slots=True)
+def read(
+    files: GenerationFiles,
+    keys: Sequence[bytes],
+    entries: Entries | None,
+    pin_memory: bool,
+    in_memory: bool,
+) -> Fetched:
+    """Return the samples that are stored and intact; never raises for a bad record.
+
+    Args:
+        files: Of the generation.
+        keys: Of B samples.
+        entries: Where they were located, shape (B,); None if they were not as yet.
+        pin_memory: Decode into page-locked memory.
+        in_memory: Wait for no disk.
+
+    Raises:
+        NotInMemoryError: `in_memory`, and not all of it is.
+        GoneError: Void or closed.
+        OSError: Nothing can be read now.
+    """
+    with files.reading() as view:
+        if entries is None:
+            entries = view.locate(keys)
+        fetched = Fetched(view, keys, entries, pin_memory, waits=not in_memory)
+        fetched.read()
+    for row, (message, replaceable) in fetched.failed.items():
+        if message and keys[row] not in files.hidden:
+            fetched.num_corrupt += 1
+            if not files.has_warned:
+                files.has_warned = True
+                logger.warning(
+                    "%s: the record of sample %r is damaged (%s); it is computed again. Further "
+                    "damaged records are counted in stats().corrupt; run cache-inspect verify",
+                    files.directory, decode_key(keys[row])[0], message,
+                )  # fmt: skip
+        files.hidden[keys[row]] = replaceable
+    return fetched
+
+
 class Fetched:
-    """What was read for one batch of B samples."""
-
-    bare: bool
-    fields: dict[str, Column]
-    """Full B rows each; empty if nothing at all was found."""
-    hit: npt.NDArray[np.bool_]
-    """Shape (B,)."""
-    num_hits: int = 0
-    num_corrupt: int = 0
-
-
-class BatchReader:
-    """Reads for any number of threads."""
-
-    def __init__(self) -> None:
-        self._local = threading.local()
-        self._warned: set[str] = set()
-
-    def read(
-        self,
-        files: GenerationFiles,
-        keys: Sequence[bytes],
-        entries: Entries | None,
-        pin_memory: bool,
-        in_memory: bool,
-    ) -> Fetched:
-        """Return the samples that are stored and intact; never raises for a bad record.
-
-        Args:
-            files: Of the generation.
-            keys: Of B samples.
-            entries: Where they were located, shape (B,); None if they were not as yet.
-            pin_memory: Decode into page-locked memory.
-            in_memory: Wait for no disk.
-
-        Raises:
-            NotInMemoryError: `in_memory`, and not all of it is.
-            GoneError: Void or closed.
-            OSError: Nothing can be read now.
-        """
-        with files.reading() as view:
-            if entries is None:
-                entries = view.locate(keys)
-            batch = _Batch(view, keys, entries, self._coder, pin_memory, waits=not in_memory)
-            batch.read()
-        num_corrupt = 0
-        for row, (message, replaceable) in batch.failed.items():
-            if message and keys[row] not in files.hidden:
-                num_corrupt += 1
-                self._report(files, keys[row], message)
-            files.hidden[keys[row]] = replaceable
-        num_hits = int(batch.hit.sum())
-        return Fetched(batch.bare, batch.fields, batch.hit, num_hits, num_corrupt)
-
-    @property
-    def _coder(self) -> Coder:
-        coder: Coder | None = getattr(self._local, "coder", None)
-        if coder is None:
-            coder = self._local.coder = Coder()
-        return coder
-
-    def _report(self, files: GenerationFiles, key: bytes, message: str) -> None:
-        place = str(files.directory)
-        if place not in self._warned:
-            self._warned.add(place)
-            logger.warning(
-                "%s: the record of sample %r is damaged (%s); it is computed again. Further "
-                "damaged records are counted in stats().corrupt; run cache-inspect verify",
-                place, decode_key(key)[0], message,
-            )  # fmt: skip
-
-
-class _Batch:
-    """The batch that is being read, while its view lasts."""
+    """What is read for one batch of B samples."""
 
     def __init__(
-        self, view: View, keys: Sequence[bytes], entries: Entries, coder: Coder, pin_memory: bool,
-        *, waits: bool,
-    ) -> None:  # fmt: skip
-        self._view, self._keys, self._entries, self._coder = view, keys, entries, coder
+        self, view: View, keys: Sequence[bytes], entries: Entries, pin_memory: bool, *, waits: bool
+    ) -> None:
+        if not hasattr(_local, "coder"):
+            _local.coder = Coder()
+        self._view, self._keys, self._entries = view, keys, entries
+        self._coder: Coder = _local.coder
         self._pin_memory, self._waits = pin_memory, waits
         self.hit = np.zeros(len(keys), np.bool_)
         self.bare = False
         self.fields: dict[str, Column] = {}
+        """Full B rows each; empty if nothing at all was found."""
+        self.num_corrupt = 0
         self.failed: dict[int, tuple[str, bool]] = {}
         """Rows that are there and cannot be read: why (nothing if nothing is wrong with them), and
         whether they may be stored again."""
@@ -159,7 +126,7 @@ class _Batch:
             else:
                 self.fields[name] = [one if self.hit[at] else None for at, one in enumerate(column)]
 
-    def _read_together(self, native: Kernel, layout: Layout, rows: Rows) -> list[Tensor]:
+    def _read_together(self, native: Kernel, layout: Layout, rows: Mask) -> list[Tensor]:
         """Read rows of tensors of fixed size in one call."""
         view, fields = self._view, layout.fields
         columns = [_allocate(field, len(self._keys), self._pin_memory) for field in fields]
@@ -193,7 +160,7 @@ class _Batch:
                 column[row] = value
         return columns
 
-    def _read_one_by_one(self, layout: Layout, rows: Places) -> list[Column]:
+    def _read_one_by_one(self, layout: Layout, rows: npt.NDArray[np.int64]) -> list[Column]:
         descriptor = self._view.descriptor
         for place, size, _ in self._entries[rows].tolist():
             if self._waits:
@@ -224,7 +191,7 @@ class _Batch:
             return values
         return None
 
-    def _column(self, values: list[Any], rows: Places) -> Column:
+    def _column(self, values: list[Any], rows: npt.NDArray[np.int64]) -> Column:
         """Return one tensor if all of these rows are alike, with zeros where there are none."""
         there = [values[row] for row in rows.tolist()]
         tensors = [one for one in there if isinstance(one, Tensor)]
@@ -252,5 +219,5 @@ def _allocate(field: FieldLayout, count: int, pin_memory: bool) -> Tensor:
         shape, dtype = (count, field.num_bytes), torch.uint8
     if pin_memory:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
-    room = torch.from_numpy(np.empty(shape, PLACEHOLDERS[dtype.itemsize]))
-    return room if room.dtype is dtype else room.view(dtype)
+    room = torch.from_numpy(np.empty(count * field.num_bytes, np.uint8))
+    return room.view(dtype).view(shape)

@@ -6,6 +6,7 @@ disk: docs/format.md.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -13,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +23,17 @@ import numpy.typing as npt
 from torch import Tensor
 
 from egeria_cache.config import PAGE_BYTES, StoreConfig, parse_size
-from egeria_cache.errors import StoreError
-from egeria_cache.store.disk.budget import Budget, BudgetBusyError, generation_directories
-from egeria_cache.store.disk.claims import BeingRemovedError, in_use_elsewhere, set_aside
+from egeria_cache.errors import ForeignError, StoreError
+from egeria_cache.store.disk.budget import Budget, directory_bytes
+from egeria_cache.store.disk.claims import in_use_elsewhere, set_aside
 from egeria_cache.store.disk.environment import walk_ahead
 from egeria_cache.store.disk.files import GenerationFiles, is_unfinished
-from egeria_cache.store.disk.manifest import (
-    DamagedError,
-    Manifest,
-    canonical,
-    differing_fields,
-    generation_name,
-)
-from egeria_cache.store.disk.own import check_own
+from egeria_cache.store.disk.manifest import DamagedError, Manifest, canonical, generation_name
+from egeria_cache.store.disk.own import is_own_directory
 from egeria_cache.store.disk.place import claim_directory
-from egeria_cache.store.generation import Generation
-from egeria_cache.store.reader import BatchReader
+from egeria_cache.store.generation import Counts, Generation
 from egeria_cache.store.records.keys import SampleId
 from egeria_cache.store.records.layout import Value
-from egeria_cache.store.stats import Counts, StoreStats
 from egeria_cache.store.writer import Writer
 
 __all__ = ["ActivationStore", "Generation", "StoreStats"]
@@ -51,6 +45,34 @@ EMPTY_GENERATION_BYTES = 12 * PAGE_BYTES
 """What a new generation takes before its first record, except for its manifest."""
 ALONE = {"use": "alone"}
 """Fields of the generation behind the store's own put_batch and get_batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreStats:
+    """Counts of this process since the store was opened, and sizes on disk now."""
+
+    hits: int
+    """Rows read and intact."""
+    misses: int
+    """Rows asked for and not served."""
+    writes: int
+    """Rows committed."""
+    dropped_writes: int
+    """Rows handed over and not stored: queue full, limit, disk trouble, changed tensors."""
+    corrupt: int
+    """Records that failed their check."""
+    num_samples: int
+    """Records in the generations open here."""
+    raw_bytes: int
+    """Their size decoded."""
+    stored_bytes: int
+    """Their size encoded."""
+    lossy_error: float
+    """Root mean square of what lossy storage changed, over that of the values; 0 if lossless."""
+    bytes_on_disk: int
+    """Of the whole directory, in whole pages."""
+    limit_bytes: int
+    """Never exceeded by `bytes_on_disk`."""
 
 
 class ActivationStore:
@@ -100,7 +122,6 @@ class ActivationStore:
         self._counts = Counts()
         self._alone: Generation | None = None
         self._budget = Budget(config.directory, config.limit_bytes)
-        self._reader = BatchReader()
         self._writer = Writer()
         self._closed = False
         # Dropped without close(), or at the interpreter's exit: the queue is still written.
@@ -142,16 +163,9 @@ class ActivationStore:
         while True:
             try:
                 return self._open(self.config.directory / name, fields, num_expected)
-            except BeingRemovedError as error:
-                # Its rename is imminent; no lock is shared with the remover, who must not wait.
-                if time.monotonic() > deadline:
-                    raise StoreError(f"{error} is held by a process that removes it") from None
-            except BudgetBusyError as error:
-                raise StoreError(
-                    f"{name} cannot be opened: {error} by another process for too long; is one "
-                    "stopped (SIGSTOP, a debugger)?"
-                ) from None
             except OSError as error:
+                # It is just being removed, or looked at in this process: no lock is shared with
+                # who does that, and must not wait.
                 passes = error.errno == errno.EBUSY or (
                     error.errno == errno.ENOENT and self.config.directory.is_dir()
                 )
@@ -180,9 +194,8 @@ class ActivationStore:
                     opened = self._open_files(directory, fields)
                 self._budget.make_room(0)  # the limit may be lower than it was
         generation = Generation(
-            *opened, reader=self._reader, writer=self._writer, budget=self._budget,
-            counts=self._counts, codec=self.config.codec, storage=self.config.storage_dtype,
-            num_expected=num_expected,
+            *opened, writer=self._writer, budget=self._budget, counts=self._counts,
+            config=self.config, num_expected=num_expected,
         )  # fmt: skip
         if aside is not None:
             generation.salvage(aside)
@@ -191,21 +204,17 @@ class ActivationStore:
     def _open_files(
         self, directory: Path, fields: Mapping[str, Any]
     ) -> tuple[Manifest, GenerationFiles | str]:
-        if os.path.lexists(directory):
-            check_own(directory)
+        if os.path.lexists(directory) and not is_own_directory(directory):
+            raise ForeignError(f"{directory} is no directory of this user's; it is left alone")
         if not is_unfinished(directory):
             manifest = self._read_manifest(directory, fields)
             return manifest, GenerationFiles(directory, writes=self.writable)
-        self._log_nearest(directory.name, fields)
         manifest, why = Manifest.new(fields), "the directory is read-only"
         if self.writable:
             needed = EMPTY_GENERATION_BYTES + -(-manifest.num_bytes() // PAGE_BYTES) * PAGE_BYTES
             if self._budget.make_room(needed) >= needed:
                 directory.mkdir(mode=0o700, exist_ok=True)
-                try:
-                    manifest.write(directory)
-                except FileNotFoundError:
-                    raise BeingRemovedError(str(directory)) from None
+                manifest.write(directory)
                 return manifest, GenerationFiles(directory, writes=True)
             why = f"the limit of {self.config.limit_bytes} bytes has no room for another one"
             logger.warning("%s is not made, nothing is stored in it: %s", directory.name, why)
@@ -213,37 +222,15 @@ class ActivationStore:
 
     def _read_manifest(self, directory: Path, fields: Mapping[str, Any]) -> Manifest:
         """Read what it says of itself; where that is damaged, it is what its name says."""
-        problem = f"{directory} holds other fields than its name says"
-        try:
+        with contextlib.suppress(DamagedError):
             manifest = Manifest.read(directory)
             if manifest.fields == fields:
                 return manifest
-        except DamagedError as damage:
-            problem = str(damage)
-        logger.warning("%s; it is written anew", problem)
+        logger.warning("the description of %s is damaged; it is written anew", directory)
         manifest = Manifest.new(fields)
         if self.writable:
             manifest.write(directory)
         return manifest
-
-    def _log_nearest(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Say in one line why nothing stored can be reused."""
-        others = []
-        for path in generation_directories(self.config.directory):
-            try:
-                other = Manifest.read(path)
-            except (StoreError, RecursionError):
-                continue
-            others.append((differing_fields(fields, other.fields), -other.created, other.name))
-        if not others:
-            logger.info("new cache generation %s; the directory held none", name)
-            return
-        differing, _, nearest = min(others, key=lambda item: (len(item[0]), item[1]))
-        words = "; ".join(
-            f"{field!r}: {theirs!r:.80} -> {ours!r:.80}"
-            for field, (ours, theirs) in differing.items()
-        )
-        logger.info("new cache generation %s; differs from %s in %s", name, nearest, words)
 
     # -- alone ------------------------------------------------------------------------------
 
@@ -292,18 +279,13 @@ class ActivationStore:
         """Return counts and sizes."""
         with self._lock:
             alive = [one for one in self._generations.values() if one.alive]
-        counts = self._counts
         return StoreStats(
-            hits=counts.hits,
-            misses=counts.misses,
-            writes=counts.writes,
-            dropped_writes=counts.dropped_writes,
-            corrupt=counts.corrupt,
+            **self._counts.numbers,
             num_samples=sum(generation.num_samples for generation in alive),
-            raw_bytes=sum(generation.raw_bytes for generation in alive),
-            stored_bytes=sum(generation.stored_bytes for generation in alive),
-            lossy_error=max((one.lossy_error.relative_rms for one in alive), default=0.0),
-            bytes_on_disk=self._budget.used_bytes(),
+            raw_bytes=sum(generation.totals.raw_bytes for generation in alive),
+            stored_bytes=sum(generation.totals.stored_bytes for generation in alive),
+            lossy_error=max((one.totals.error.relative_rms for one in alive), default=0.0),
+            bytes_on_disk=directory_bytes(self.config.directory),
             limit_bytes=self.config.limit_bytes,
         )
 

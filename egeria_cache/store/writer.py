@@ -9,10 +9,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
-import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,19 +46,21 @@ class Job:
         rows: The batch.
         ready: Points after the copies from the device; none where the rows are there.
         replaced: Per row the last draw that it supersedes, as a key.
+        aside: No rows: a damaged generation, of which the target takes what is intact.
     """
 
     def __init__(
         self, target: Any, keys: Sequence[bytes], picked: Sequence[int], rows: Rows,
         ready: Sequence[Event] = (), replaced: Sequence[bytes | None] | None = None,
+        aside: Path | None = None,
     ) -> None:  # fmt: skip
         self.target, self.keys, self.picked, self.rows = target, keys, picked, rows
-        self.ready, self.replaced = ready, replaced
+        self.ready, self.replaced, self.aside = ready, replaced, aside
         # Inference tensors have no version counter.
         self._versions = [(one, one._version) for one in rows.tensors() if not one.is_inference()]
-        self.held_bytes = rows.held_bytes()
+        self.held_bytes = sum(one.nbytes for one in rows.tensors())
         """Of the memory that the rows lie in, which the queue bounds."""
-        self.num_bytes = rows.num_bytes() if rows.padded else self.held_bytes
+        self.num_bytes = rows.num_bytes()
         """Of the rows, without padding."""
 
     def pick(self, known: npt.NDArray[np.bool_]) -> int:
@@ -70,8 +71,8 @@ class Job:
 
     def is_like(self, other: Job) -> bool:
         """They may be committed together."""
-        kinds = {one.replaced is None for one in (self, other)}
-        return self.target is other.target and len(kinds) == 1
+        kinds = {(one.target, one.replaced is None, one.aside) for one in (self, other)}
+        return len(kinds) == 1
 
     def unchanged(self) -> bool:
         """No tensor was written to since it was handed over."""
@@ -90,22 +91,16 @@ class Writer:
         """Whether what waits is to be committed now."""
         self.gathers = False
         """Whether batches wait for a group: those to come soon are more than those to be read."""
-        self._died = False
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        """Told by the writer thread; who waits for it is in no hurry."""
-        self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """What the writer thread sleeps on. To wake it by a condition would take the training
-        thread twice the time."""
-        self._asleep = False
-        self.why_dead = "the cache's writer thread is dead"
+        self.why_dead = ""
+        """Why nothing is stored any more, if that is so."""
+        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     @property
     def alive(self) -> bool:
         """It runs, or will with the first batch."""
         thread = self._thread
-        return not self._stopping and not self._died and (thread is None or thread.is_alive())
+        return not (self._stopping or self.why_dead) and (thread is None or thread.is_alive())
 
     @property
     def is_full(self) -> bool:
@@ -114,19 +109,20 @@ class Writer:
 
     def submit(self, job: Job) -> bool:
         """Queue a batch without waiting; False if it was dropped."""
-        with self._lock:
+        with self._changed:
             full = self.is_full or self._waiting_bytes + job.held_bytes > QUEUE_BYTES
-            if full or not self.alive:
-                self._hurries = True
-                self._wake()
-                return False
-            if self._thread is None and not self._start():
-                return False
-            self._jobs.append(job)
-            self._waiting_bytes += job.held_bytes
+            self._hurries |= full
+            taken = not full and self.alive and self._starts()
+            if taken:
+                self._jobs.append(job)
+                self._waiting_bytes += job.held_bytes
             if self._is_ripe:
-                self._wake()
-            return True
+                self._changed.notify_all()
+            return taken
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._jobs) or self._busy
 
     @property
     def _is_ripe(self) -> bool:
@@ -141,37 +137,29 @@ class Writer:
 
     def hurry(self) -> None:
         """Wait for no group any more: what is queued is committed now, in its turn."""
-        with self._lock:
+        with self._changed:
             self.gathers, self._hurries = False, True
-            self._wake()
+            self._changed.notify_all()
 
-    def _start(self) -> bool:
-        thread = threading.Thread(target=self._run, name="egeria-writer", daemon=True)
-        try:
-            thread.start()
-        except (RuntimeError, MemoryError) as error:  # of processes that may have no more threads
-            self._died, self.why_dead = True, f"nothing is stored: no writer thread: {error}"
-            return False
-        self._thread = thread
+    def _starts(self) -> bool:
+        """Start the thread with the first batch; whether there is one."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="egeria-writer", daemon=True)
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError) as error:  # of processes that may have no more
+                self.why_dead = f"nothing is stored: no writer thread: {error}"
+                return False
+            self._thread = thread
         return True
-
-    def _wake(self) -> None:
-        if self._asleep:
-            self._asleep = False
-            self._woken.put(None)
 
     def flush(self, timeout_s: float | None) -> bool:
         """Wait until everything queued is on disk; False on timeout or if the thread died."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             self._hurries = True
-            self._wake()
-            while self._jobs or self._busy:
-                left = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
-                if left <= 0 or self._thread is None or not self._thread.is_alive():
-                    return False
-                self._changed.wait(left)
-            return not self._died
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not (self.alive and self._has_work), timeout_s)
+            return not self._has_work and not self.why_dead
 
     def discard(self, should_go: Callable[[Job], bool]) -> int:
         """Drop queued batches; return how many."""
@@ -188,7 +176,7 @@ class Writer:
         self.flush(timeout_s)
         with self._changed:
             self._stopping = True
-            self._wake()
+            self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
@@ -199,28 +187,26 @@ class Writer:
             compute_on_one_core()
         try:
             while jobs := self._next():
-                try:
-                    jobs[0].target.commit(jobs)
-                finally:
-                    del jobs
-                    with self._changed:
-                        self._busy = False
-                        self._changed.notify_all()
+                jobs[0].target.commit(jobs)
+                del jobs
         except BaseException:
-            self._died = True
+            self.why_dead = "the cache's writer thread is dead"
             logger.exception("the cache's writer thread died; nothing more is stored in this run")
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
 
     def _next(self) -> list[Job]:
         """Return what waits for one generation, in order; nothing when it is time to stop."""
-        while True:
-            with self._lock:
-                if self._jobs and self._is_ripe:
-                    return self._group()
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+            while not (self._jobs and self._is_ripe):
                 if self._stopping:
                     return []
                 self._hurries = False
-                self._asleep = True
-            self._woken.get()
+                self._changed.wait()
+            return self._group()
 
     def _group(self) -> list[Job]:
         jobs = [self._jobs.popleft()]

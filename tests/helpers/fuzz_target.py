@@ -46,8 +46,7 @@ def check(blob: bytes) -> str:
     _check_field(blob)
     size = int.from_bytes(blob[:2], "little")
     try:
-        text = blob[2 : 2 + size]
-        layout = Layout.parse(xxhash.xxh3_64_intdigest(text).to_bytes(8, "little") + text)
+        layout = Layout.parse(blob[2 : 2 + size])
     except RecordError:
         return "no layout"
     record = blob[2 + size :]
@@ -138,6 +137,6 @@ def fields() -> Iterator[bytes]:
 
 def _records(fields, codec, storage=None) -> Iterator[bytes]:
     records = encode_rows([KEY], [0], Rows(False, fields), codec, CODER, storage)
-    layout = records.layout.packed[8:]
+    layout = records.layout.packed
     for _, record in records:
         yield len(layout).to_bytes(2, "little") + layout + bytes(record)

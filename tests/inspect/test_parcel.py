@@ -57,8 +57,8 @@ def test_what_is_unpacked_is_what_was_packed(tmp_path, codec, block_bytes, monke
         assert generation.contains([3], variant=2).all()
         with ActivationStore(tmp_path / "one") as first:
             before = first.open_generation(FIELDS)
-            assert generation.raw_bytes == pytest.approx(before.raw_bytes, rel=0.01)
-            assert generation.stored_bytes == before.stored_bytes
+            assert generation.totals.raw_bytes == pytest.approx(before.totals.raw_bytes, rel=0.01)
+            assert generation.totals.stored_bytes == before.totals.stored_bytes
 
 
 @pytest.fixture(scope="module")

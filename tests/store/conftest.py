@@ -57,3 +57,8 @@ def damage(store: ActivationStore, ids: list[Any], at: int = 60) -> None:
             assert place
             (byte,) = os.pread(file.fileno(), 1, place + at)
             os.pwrite(file.fileno(), bytes([byte ^ 16]), place + at)
+
+
+def counted(generation: Any) -> tuple[int, int]:
+    """Rows written and dropped."""
+    return generation.counts.numbers["writes"], generation.counts.numbers["dropped_writes"]

@@ -38,6 +38,7 @@ def test_a_forged_record_decodes_or_is_refused_by_a_record_error(seed, bytes_at,
     fuzz_target.check(bytes(blob[: len(blob) - cut]))
 
 
+@pytest.mark.usefixtures("compiled")
 def test_every_seed_is_intact_and_decodes():
     for seed in SEEDS:
         assert fuzz_target.check(seed) == "intact"

@@ -22,10 +22,11 @@ import pytest
 import torch
 
 import egeria_cache.store.disk.budget as budget_module
+import egeria_cache.store.generation as generation_module
 from egeria_cache.errors import StoreError
 from egeria_cache.inspect.census import survey
+from egeria_cache.inspect.checking import verify
 from egeria_cache.inspect.cli import main
-from egeria_cache.store.checking import verify
 from egeria_cache.store.disk.budget import Budget
 from egeria_cache.store.disk.manifest import generation_name
 from egeria_cache.store.records.keys import encode_keys
@@ -141,6 +142,7 @@ def test_a_lock_held_too_long_costs_the_batch_and_not_the_training(
     store, directory, monkeypatch, caplog
 ):
     monkeypatch.setattr(budget_module, "LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr(generation_module, "RETRY_S", 0.0)
     store.put_batch([1], rows([1]))
     store.flush(FLUSH_S)
     with Budget(directory, 1).locked():

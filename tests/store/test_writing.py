@@ -12,6 +12,7 @@ from egeria_cache.store.records.layout import Layout
 from egeria_cache.store.records.record import Encoded, Rows
 from egeria_cache.store.store import ActivationStore
 from egeria_cache.store.writer import Job
+from tests.store.conftest import counted
 
 FLUSH_S = 30
 DEADLINE_S = 60
@@ -32,17 +33,23 @@ def assert_stored(generation, ids, width=300):
 @pytest.mark.parametrize("most", [1, 8, 24, 64, 1000])
 def test_blocks_hold_every_record_once_in_order_at_multiples_of_8(most):
     contents = [bytes([number]) * size for number, size in enumerate((1, 8, 9, 16, 23), 1)]
-    pairs = [(bytes([65 + at]), one) for at, one in enumerate(contents)]
-    records = Encoded.of(Layout(False, ()), pairs)
-    chosen = records.only(np.array([True, False, True, True, True]))
-    for one, expected in ((records, pairs), (chosen, [pairs[0], *pairs[2:]])):
-        assert [(key, bytes(record)) for key, record in one] == expected
-        blocks = list(one.blocks(most))
-        assert [row for rows, _ in blocks for row in range(len(one))[rows]] == [*range(len(one))]
-        for rows, content in blocks:
-            padded = [record + bytes(-len(record) % 8) for _, record in expected[rows]]
-            assert bytes(content) == b"".join(padded)
-            assert len(content) <= most or len(padded) == 1
+    keys = [bytes([65 + at]) for at in range(5)]
+    records = Encoded(Layout(False, ()), keys, [(one[:1], one[1:]) for one in contents])
+    chosen = records.only([True, False, True, True, True])
+    joined = Encoded.joined([records.only([True, False, False, False, False]), chosen])
+    for one, rows in ((records, range(5)), (chosen, [0, 2, 3, 4]), (joined, [0, 0, 2, 3, 4])):
+        assert list(one) == [(keys[row], contents[row]) for row in rows]
+        left = [contents[row] for row in rows]
+        for starts, content in one.blocks(most):
+            assert content == b"".join(
+                record + bytes(-len(record) % 8) for record in left[: len(starts)]
+            )
+            assert len(content) <= most + 7 or len(starts) == 1
+            for start, record in zip(starts, left, strict=False):
+                assert content[start:].startswith(record)
+                assert start % 8 == 0
+            left = left[len(starts) :]
+        assert not left
 
 
 def test_the_ids_of_a_put_may_be_changed_after_it(store, monkeypatch):
@@ -69,11 +76,11 @@ def write_twice(store: ActivationStore) -> None:
         assert generation.put_batch([1, 2], rows([1, 2]))
         assert store.flush(FLUSH_S)
     (path,) = store.config.directory.glob(f"gen-*/{DATA_NAME}")
-    size = generation.stored_bytes
+    size = generation.totals.stored_bytes
     assert generation.put_batch([1, 2, 3], rows([1, 2, 3]))
     assert store.flush(FLUSH_S)
-    assert (generation.counts.writes, generation.counts.dropped_writes) == (3, 0)
-    assert 1200 <= generation.stored_bytes - size < 2 * 1200  # one record
+    assert counted(generation) == (3, 0)
+    assert 1200 <= generation.totals.stored_bytes - size < 2 * 1200  # one record
     assert path.stat().st_size < 100_000
     assert_stored(generation, [1, 2, 3])
 
@@ -88,7 +95,7 @@ def test_a_batch_that_was_changed_does_not_take_those_it_waited_with_along(store
     batches[2].zero_()
     generation.commit(jobs)
     assert generation.contains(range(4)).tolist() == [True, True, False, True]
-    assert (generation.counts.writes, generation.counts.dropped_writes) == (3, 1)
+    assert counted(generation) == (3, 1)
     assert "changed after put_batch" in caplog.text
     assert_stored(generation, [0, 1, 3])
 

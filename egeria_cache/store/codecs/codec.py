@@ -23,12 +23,11 @@ Elements = tuple[int, bool]
 """Width of one element in bytes, and whether it is a floating-point number."""
 
 GROUPS: dict[int, tuple[tuple[int, int], ...]] = {
-    1: ((1, 0),),
     2: ((1, 0), (1, 8)),
     4: ((2, 0), (1, 16), (1, 24)),
-    8: ((4, 0), (2, 32), (1, 48), (1, 56)),
 }
-"""Per element width: (bytes, bit position) of the planes, lowest first."""
+"""Per element width: (bytes, bit position) of the planes, lowest first. Of other widths there is
+nothing to be had by planes."""
 
 SMALL_BYTES = 256
 """Fields below this stay raw: a label gains nothing from a codec."""
@@ -97,7 +96,7 @@ class Coder:
     def unpacker(self, native: Kernel) -> Unpacker:
         """Return zstd's state for the kernel."""
         if self._unpacker is None:
-            self._unpacker = native.unpacker()
+            self._unpacker = Unpacker(native)
         return self._unpacker
 
     def encode(self, data: Bytes, codec: Codec, elements: Elements) -> tuple[Codec, Any]:

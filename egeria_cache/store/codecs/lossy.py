@@ -30,7 +30,6 @@ class LossyError:
 
     squared_error: float = 0.0
     squared_value: float = 0.0
-    largest: float = 0.0
 
     @property
     def relative_rms(self) -> float:
@@ -42,14 +41,12 @@ class LossyError:
         """Account for what another one has seen."""
         self.squared_error += other.squared_error
         self.squared_value += other.squared_value
-        self.largest = max(self.largest, other.largest)
 
     def add(self, exact: Tensor, stored: Tensor) -> None:
         """Account for one batch."""
         difference = exact.double() - stored.double()
         self.squared_error += float(difference.square().sum())
         self.squared_value += float(exact.double().square().sum())
-        self.largest = max(self.largest, float(difference.abs().max()) if exact.numel() else 0.0)
 
 
 def channel_dim(shape: tuple[int, ...]) -> int:

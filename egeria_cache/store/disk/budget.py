@@ -7,7 +7,6 @@ last free megabyte.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import time
@@ -15,22 +14,22 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from egeria_cache.config import PAGE_BYTES
+from egeria_cache.errors import StoreError
 from egeria_cache.store.disk.claims import (
     IN_USE_NAME,
     SET_ASIDE,
     clear_graves,
     in_use_elsewhere,
+    lock_alone,
     remove_directory,
+    unlock,
 )
 from egeria_cache.store.disk.own import is_own_directory, open_own
 
 __all__ = [
-    "Budget",
-    "BudgetBusyError",
-    "directory_bytes",
-    "generation_directories",
+    "Budget", "BudgetBusyError", "directory_bytes", "generation_directories",
     "remove_generations",
-]
+]  # fmt: skip
 
 logger = logging.getLogger("egeria_cache.store")
 
@@ -38,7 +37,7 @@ LOCK_NAME = "cache.lock"
 LOCK_WAIT_S = 10.0
 
 
-class BudgetBusyError(Exception):
+class BudgetBusyError(StoreError):
     """Another process held the directory's lock for too long (it may be stopped)."""
 
 
@@ -86,44 +85,36 @@ class Budget:
         descriptor = open_own(self.directory / LOCK_NAME, os.O_RDWR | os.O_CREAT)
         try:
             deadline = time.monotonic() + LOCK_WAIT_S
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise BudgetBusyError(f"{self.directory / LOCK_NAME} is held") from None
-                    time.sleep(0.002)  # flock has no timed wait
+            while not lock_alone(descriptor):
+                if time.monotonic() > deadline:
+                    raise BudgetBusyError(
+                        f"{self.directory / LOCK_NAME} is held for too long by another process: is "
+                        "that one stopped (SIGSTOP, a debugger)?"
+                    )
+                time.sleep(0.002)  # flock has no timed wait
             yield
         finally:
-            # Closing is not enough: a worker forked meanwhile has a duplicate that keeps the lock.
-            with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
-
-    def used_bytes(self) -> int:
-        """Return what the whole directory takes on disk now."""
-        return directory_bytes(self.directory)
+            unlock(descriptor, os.getpid())
 
     def make_room(self, needed_bytes: int) -> int:
         """Return how many bytes may be added; call with the lock held.
 
         Removes unused generations, oldest use first, while less than `needed_bytes` is free.
         """
-        free = self.limit_bytes - self.used_bytes()
+        free = self._free_bytes()
         if free < needed_bytes:
             clear_graves(self.directory)
-            free = self.limit_bytes - self.used_bytes()
-        if free < needed_bytes:
             paths = generation_directories(self.directory, damaged=True)
             for path in sorted(paths, key=last_use):
-                if in_use_elsewhere(path) or not remove_directory(path):
-                    continue
-                free = self.limit_bytes - self.used_bytes()
-                logger.info("%s removed: unused, and the limit was reached", path)
-                if free >= needed_bytes:
+                if self._free_bytes() >= needed_bytes:
                     break
+                if not in_use_elsewhere(path) and remove_directory(path):
+                    logger.info("%s removed: unused, and the limit was reached", path)
+            free = self._free_bytes()
         return max(free, 0)
+
+    def _free_bytes(self) -> int:
+        return self.limit_bytes - directory_bytes(self.directory)
 
 
 def last_use(directory: Path) -> float:
@@ -134,35 +125,15 @@ def last_use(directory: Path) -> float:
         return 0.0
 
 
-def remove_generations(
-    directory: Path, names: Iterable[str], *, only_look: bool = False
-) -> dict[str, str]:
-    """Remove these generations of a cache; one that a live process uses always stays.
-
-    Args:
-        directory: The cache.
-        names: Its generations.
-        only_look: Change nothing, and say what would happen.
-
-    Returns:
-        Per name what became of it: "removed", "would be removed", "in use, stays", "not ours,
-        stays".
+def remove_generations(directory: Path, names: Iterable[str]) -> list[str]:
+    """Remove generations of a cache that no live process uses; return the names of those that are
+    gone.
 
     Raises:
         BudgetBusyError: Another process holds the directory's lock.
     """
-    outcome = {}
-    # The lock keeps a run from opening what is being removed; looking needs none.
-    budget = Budget(directory, 0)
-    with contextlib.nullcontext() if only_look else budget.locked():
-        for name in names:
-            path = directory / name
-            if in_use_elsewhere(path):
-                outcome[name] = "in use, stays"
-            elif only_look:
-                outcome[name] = "would be removed"
-            else:
-                outcome[name] = "removed" if remove_directory(path) else "not ours, stays"
-        if not only_look:
-            clear_graves(directory)
-    return outcome
+    with Budget(directory, 0).locked():  # no run opens what is being removed
+        unused = [name for name in names if not in_use_elsewhere(directory / name)]
+        gone = [name for name in unused if remove_directory(directory / name)]
+        clear_graves(directory)
+    return gone

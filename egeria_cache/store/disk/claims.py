@@ -5,6 +5,7 @@ any death drops them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import time
@@ -14,15 +15,9 @@ from pathlib import Path
 from egeria_cache.store.disk.own import is_own_directory, open_own
 
 __all__ = [
-    "IN_USE_NAME",
-    "SET_ASIDE",
-    "BeingRemovedError",
-    "Claim",
-    "clear_graves",
-    "in_use_elsewhere",
-    "remove_directory",
-    "set_aside",
-]
+    "IN_USE_NAME", "SET_ASIDE", "BeingRemovedError", "Claim", "clear_graves", "in_use_elsewhere",
+    "lock_alone", "remove_directory", "set_aside", "unlock",
+]  # fmt: skip
 
 IN_USE_NAME = "in-use"
 GRAVE, SET_ASIDE = ".gone-", "damaged-"
@@ -30,14 +25,17 @@ GRAVE, SET_ASIDE = ".gone-", "damaged-"
 opened for damage, which no run removes for that."""
 MANIFEST_NAME = "manifest.json"
 OUR_FILES = (
-    "records.bin", "index.bin", "data.mdb", "lock.mdb", "closed.json", IN_USE_NAME, MANIFEST_NAME,
+    "records.bin", "index.bin", "data.mdb", "lock.mdb", IN_USE_NAME, MANIFEST_NAME,
 )  # fmt: skip
 """In the order of their removal: what carries no manifest any more holds nothing else of ours.
 Those of earlier formats are among them."""
 
 
-class BeingRemovedError(Exception):
+class BeingRemovedError(OSError):
     """Another thread or process is just removing the generation; it can be made anew."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(errno.EBUSY, "it is being removed", str(directory))
 
 
 def remove_directory(directory: Path) -> bool:
@@ -106,8 +104,8 @@ class Claim:
         try:
             self._descriptor = open_own(path, os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT)
         except FileNotFoundError as error:
-            raise BeingRemovedError(str(directory)) from error
-        self.release = weakref.finalize(self, _unlock, self._descriptor, os.getpid())
+            raise BeingRemovedError(directory) from error
+        self.release = weakref.finalize(self, unlock, self._descriptor, os.getpid())
         """May be called twice; happens by itself to a claim that is dropped."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -117,15 +115,15 @@ class Claim:
                 os.utime(self._descriptor)
         except BlockingIOError as error:
             self.release()
-            raise BeingRemovedError(str(directory)) from error
+            raise BeingRemovedError(directory) from error
 
     def alone(self) -> bool:
         """Try to turn the shared lock into the only one."""
         return self.release.alive and lock_alone(self._descriptor)
 
 
-def _unlock(descriptor: int, process: int) -> None:
-    """Closing is not enough: a child forked meanwhile has a duplicate that keeps the lock."""
+def unlock(descriptor: int, process: int) -> None:
+    """Give a lock up. Closing is not enough: a child forked meanwhile has a duplicate of it."""
     if os.getpid() == process:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)

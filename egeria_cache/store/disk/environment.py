@@ -2,7 +2,7 @@
 
 LMDB must not have a file open twice in a process, nor across a fork, and some damage of its pages
 aborts the process that meets it. So environments are kept by device and inode, and a file is handed
-to LMDB if a note says that it was closed as it is, if another process has it open, or after its
+to LMDB if its time says that it was closed as it is, if another process has it open, or after its
 tree was walked by plain reads.
 """
 
@@ -25,7 +25,7 @@ from lmdb.verify import VerifyError, verify
 
 from egeria_cache.config import PAGE_BYTES
 from egeria_cache.errors import StoreError
-from egeria_cache.store.disk.manifest import DamagedError, read_json, write_json
+from egeria_cache.store.disk.manifest import DamagedError
 from egeria_cache.store.disk.own import open_own
 
 try:
@@ -33,17 +33,9 @@ try:
 except ImportError:  # of another release: there a child is refused what its parent has open
     _envid = None  # type: ignore[assignment]
 
-__all__ = [
-    "CLOSED_NAME",
-    "DATA_NAME",
-    "LOCK_NAME",
-    "Environment",
-    "GoneError",
-    "problem_of",
-    "walk_ahead",
-]
+__all__ = ["DATA_NAME", "LOCK_NAME", "Environment", "GoneError", "problem_of", "walk_ahead"]
 
-DATA_NAME, LOCK_NAME, CLOSED_NAME = "data.mdb", "lock.mdb", "closed.json"
+DATA_NAME, LOCK_NAME = "data.mdb", "lock.mdb"
 TABLES = (b"about", b"blocks", b"samples")
 MAP_BYTES = 1 << 40
 """Of address space, which costs nothing: a generation is never mapped anew."""
@@ -52,11 +44,12 @@ LOCK_BYTES = 8192
 """Room for 126 threads that read at a time, of all processes."""
 FEW_BLOCKS = 16
 """Of a disk: fewer are left once it was full."""
-CLOSED_FORMAT = 1
+CLOSED_NS = 123_456_789
+"""Of a second: what the time of a file that was closed whole ends in."""
 
 
-class GoneError(Exception):
-    """The generation is void, closed, or its files are no longer there."""
+class GoneError(StoreError):
+    """The generation is void, closed, or its files are not there, no more or not yet."""
 
 
 _opened: dict[tuple[int, int], Environment] = {}
@@ -86,7 +79,6 @@ class Environment:
             self._env.reader_check()
             self.page_bytes: int = self._env.stat()["psize"]
             self.tables = self._open_tables()
-            """None until whoever writes has made them."""
         except BaseException:
             self._env.close()
             raise
@@ -113,10 +105,10 @@ class Environment:
                 identity = found.st_dev, found.st_ino
                 one = _opened.get(identity)
                 if one is None:
-                    if not vetted and (problem := problem_of(directory, descriptor)):
+                    if not vetted and (problem := problem_of(descriptor)):
                         raise DamagedError(f"{directory / DATA_NAME} is damaged: {problem}")
-                    if writes:  # a note would not hold any more
-                        (directory / CLOSED_NAME).unlink(missing_ok=True)
+                    if writes:  # the mark would not hold any more
+                        os.utime(descriptor)
                     one = _opened[identity] = cls(
                         directory, descriptor, identity=identity, writes=writes, is_shared=vetted
                     )
@@ -149,7 +141,7 @@ class Environment:
             del _opened[self._identity]
             self._env.close()
             if self.writes:
-                _note_closed(self._directory, self.descriptor)
+                _mark_closed(self.descriptor)
             with contextlib.suppress(OSError):  # it is closed whatever close() says
                 os.close(self.descriptor)
 
@@ -173,8 +165,6 @@ class Environment:
                 raise GoneError("closed")
             self._num_users += 1
         try:
-            if self.tables is None:
-                self.tables = self._open_tables()
             with self._env.begin(write=writes, buffers=True) as transaction:
                 yield transaction
         except lmdb.Error as error:
@@ -185,16 +175,14 @@ class Environment:
         finally:
             self.close()
 
-    def _open_tables(self) -> dict[bytes, Any] | None:
-        """Return the tables; None where nobody has made them yet."""
-        with self._counting:
-            if self.writes:  # in one commit
-                with self._env.begin(write=True) as transaction:
-                    return {name: self._env.open_db(name, transaction) for name in TABLES}
-            try:
-                return {name: self._env.open_db(name, create=False) for name in TABLES}
-            except lmdb.NotFoundError:
-                return None
+    def _open_tables(self) -> dict[bytes, Any]:
+        if self.writes:  # in one commit
+            with self._env.begin(write=True) as transaction:
+                return {name: self._env.open_db(name, transaction) for name in TABLES}
+        try:
+            return {name: self._env.open_db(name, create=False) for name in TABLES}
+        except lmdb.NotFoundError:
+            raise GoneError("nothing is stored in it as yet") from None
 
     def place_of(self, view: memoryview) -> int:
         """Return where in the file a value of more than half a page lies, which never moves: LMDB
@@ -232,19 +220,17 @@ _DAMAGE = (
 )  # fmt: skip
 
 
-def problem_of(directory: Path, descriptor: int, *, believes_note: bool = True) -> str | None:
-    """Return what is wrong with a file, if anything: by the note, or by a walk over its tree.
+def problem_of(descriptor: int, *, believes_mark: bool = True) -> str | None:
+    """Return what is wrong with a file, if anything: by its mark, or by a walk over its tree.
 
     Raises:
         OSError: The disk cannot read it now.
     """
-    state = _state(descriptor)
-    if not state[0] or (believes_note and tuple(state) in _walked):
+    found = os.fstat(descriptor)
+    state = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    is_known = state in _walked or found.st_mtime_ns % 10**9 == CLOSED_NS
+    if not found.st_size or (believes_mark and is_known):
         return None
-    with contextlib.suppress(StoreError, OSError, KeyError):
-        note = read_json(directory / CLOSED_NAME, CLOSED_FORMAT) if believes_note else {}
-        if note["state"] == state:
-            return None
     try:
         problems = verify(f"/proc/self/fd/{descriptor}", subdir=False)  # type: ignore[no-untyped-call]
     except OSError:
@@ -254,7 +240,7 @@ def problem_of(directory: Path, descriptor: int, *, believes_note: bool = True) 
     except Exception as error:  # of the walker's, on pages that it did not foresee
         return repr(error)
     if not problems:
-        _walked.add(tuple(state))
+        _walked.add(state)
     return str(problems[0]) if problems else None
 
 
@@ -265,24 +251,17 @@ def walk_ahead(directory: Path) -> None:
     with contextlib.suppress(OSError, StoreError):
         descriptor = open_own(directory / DATA_NAME, os.O_RDONLY)
         try:
-            problem_of(directory, descriptor)
+            problem_of(descriptor)
         finally:
             os.close(descriptor)
 
 
-def _state(descriptor: int) -> list[int]:
-    found = os.fstat(descriptor)
-    return [found.st_size, found.st_mtime_ns, found.st_ino]
-
-
-def _note_closed(directory: Path, descriptor: int) -> None:
-    """Vouch for the file as it is, unless another one lies in its place."""
-    with contextlib.suppress(OSError, StoreError):
-        if os.fstat(descriptor).st_size and os.path.samestat(
-            os.fstat(descriptor), (directory / DATA_NAME).lstat()
-        ):
-            content = {"format": CLOSED_FORMAT, "state": _state(descriptor)}
-            write_json(directory / CLOSED_NAME, content)
+def _mark_closed(descriptor: int) -> None:
+    """Vouch for the file as it is: whatever is written to it takes the mark away."""
+    with contextlib.suppress(OSError):
+        found = os.fstat(descriptor)
+        seconds_ns = found.st_mtime_ns // 10**9 * 10**9
+        os.utime(descriptor, ns=(found.st_atime_ns, seconds_ns + CLOSED_NS))
 
 
 def _open_lmdb(directory: Path, *, writes: bool, is_shared: bool) -> lmdb.Environment:

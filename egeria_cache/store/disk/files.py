@@ -7,10 +7,12 @@ processes have committed is seen by the next look.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,16 @@ import xxhash
 from egeria_cache.store.codecs.codec import Codec
 from egeria_cache.store.codecs.lossy import LossyError
 from egeria_cache.store.disk.claims import Claim, in_use_elsewhere, remove_directory
-from egeria_cache.store.disk.environment import DATA_NAME, Environment, GoneError
+from egeria_cache.store.disk.environment import DATA_NAME, Environment, GoneError, problem_of
 from egeria_cache.store.disk.manifest import DamagedError, Manifest
+from egeria_cache.store.disk.own import open_own
 from egeria_cache.store.records.layout import Layout, RecordError
 from egeria_cache.store.records.record import Encoded, Record, key_of, open_record, split_block
-from egeria_cache.store.stats import Totals
 
-__all__ = ["ENTRY", "Entries", "GenerationFiles", "GoneError", "View", "inspected", "is_unfinished"]
+__all__ = [
+    "ENTRY", "Entries", "GenerationFiles", "GoneError", "View", "inspected", "is_unfinished",
+    "salvaged",
+]  # fmt: skip
 
 ENTRY = np.dtype([("place", "<u8"), ("size", "<u4"), ("block", "<u4")])
 """Of a sample: where in the file its record lies, 0 where only its block says so; the record's
@@ -40,12 +45,42 @@ ENTRY_BYTES = 8 + 2 + ENTRY.itemsize
 """Of a page of LMDB, without the key."""
 _BLOCK_KEY, _ENTRY = struct.Struct(">Q"), struct.Struct("<QII")
 TOTALS, LAYOUT = b"totals", b"layout"
+_TOTALS = struct.Struct("<QQddQ")
+_NO_CODEC = 255
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over a generation's records, written in the same commit as these."""
+
+    raw_bytes: int = 0
+    """Decoded."""
+    stored_bytes: int = 0
+    """Encoded, with headers."""
+    error: LossyError = field(default_factory=LossyError)
+    """What lossy storage changed."""
+    codec: Codec | None = None
+    """What records were last written with; each field of each record names its own."""
+
+    @classmethod
+    def parse(cls, stored: Any) -> Totals:
+        """Undo `pack`."""
+        raw_bytes, stored_bytes, *error, code = _TOTALS.unpack(stored)
+        codec = Codec(code) if code in Codec._value2member_map_ else None
+        return cls(raw_bytes, stored_bytes, LossyError(*error), codec)
+
+    def pack(self) -> bytes:
+        """Return the bytes of a commit's head."""
+        error, codec = self.error, self.codec
+        changed = error.squared_error, error.squared_value
+        code = _NO_CODEC if codec is None else codec
+        return _TOTALS.pack(self.raw_bytes, self.stored_bytes, *changed, code)
 
 
 def is_unfinished(directory: Path) -> bool:
     """Whether a generation's making was cut short before it could hold anything."""
     try:
-        return not (directory / DATA_NAME).lstat().st_size
+        return (directory / DATA_NAME).lstat().st_size <= 2 * mmap.PAGESIZE  # no table as yet
     except (FileNotFoundError, NotADirectoryError):
         return True
 
@@ -86,6 +121,8 @@ class GenerationFiles:
         self.hidden: dict[bytes, bool] = {}
         """Records that could not be read and count as absent; whether they may be stored again, or
         else something else may be wrong, and pass."""
+        self.has_warned = False
+        """Of a damaged record."""
         self._is_open = threading.Lock()
         """Taken for good by whoever closes them."""
         vetted = in_use_elsewhere(directory)
@@ -98,20 +135,19 @@ class GenerationFiles:
                 raise DamagedError(f"{directory / DATA_NAME} is missing") from None
             raise
 
-    def close(self) -> None:
-        """Give the lock up; the files are closed when nobody reads them. May be called twice."""
+    def close(self, *, removes: bool = False) -> None:
+        """Give the lock up; the files are closed when nobody reads them, and unlinked, if that is
+        wanted, unless another process uses them. Only the first call does anything.
+        """
         if self._is_open.acquire(blocking=False):
+            if removes and self.writes and self._claim is not None and self._claim.alone():
+                remove_directory(self.directory)
             self._environment.close()
             self._unclaim()
 
     def _unclaim(self) -> None:
         if self._claim is not None:
             self._claim.release()
-
-    def destroy(self) -> None:
-        """Unlink the files unless another process uses them."""
-        if self.writes and self._claim is not None and self._claim.alone():
-            remove_directory(self.directory)
 
     def check_present(self) -> None:
         """Raise `GoneError` if the files were removed or replaced under us."""
@@ -159,7 +195,8 @@ class GenerationFiles:
             commit = _Commit(View(self, self._environment, transaction), transaction)
             new = records.only(commit.new_among(records))
             growth = commit.growth_bytes(new)
-            fitting = new.only(growth[1:] <= room(int(growth[-1])))
+            free = room(growth[-1]) if len(new) else 0
+            fitting = new.only([size <= free for size in growth])
             if len(fitting):
                 commit.add(fitting, raw_bytes * len(fitting) // len(records), codec, error)
         for key in fitting.keys:
@@ -176,8 +213,6 @@ class View:
 
     def get(self, table: bytes, key: bytes) -> memoryview | None:
         """Return a value; it is good while the transaction lasts."""
-        if self.tables is None:
-            return None
         found: memoryview | None = self._transaction.get(key, db=self.tables[table])
         return found
 
@@ -190,8 +225,6 @@ class View:
 
     def located(self, keys: Sequence[bytes]) -> Entries:
         """Return where records are, whatever was remembered of them."""
-        if self.tables is None:
-            return np.zeros(len(keys), ENTRY)
         get, table = self._transaction.get, self.tables[b"samples"]
         # A plain loop: `getmulti` takes three times as long.
         values = [get(key, _NO_ENTRY, table) for key in keys]
@@ -200,12 +233,17 @@ class View:
             whole = b"".join(one if len(one) == ENTRY.itemsize else _NO_ENTRY for one in values)
         return np.frombuffer(bytearray(whole), ENTRY)
 
+    def tree_problem(self) -> str | None:
+        """Walk over the whole tree; return what is wrong with it, if anything."""
+        problem = problem_of(self.descriptor, believes_mark=False)
+        return problem and f"{DATA_NAME}: {problem}"
+
     @property
     def layout(self) -> Layout | None:
         """What records hold; None where there are none, or where that is lost."""
         if self.files.layout is None and (stored := self.get(b"about", LAYOUT)) is not None:
             with contextlib.suppress(RecordError):
-                self.files.layout = Layout.parse(bytes(stored))
+                self.files.layout = Layout.unsealed(bytes(stored), self.files.identity)
         return self.files.layout
 
     def mapped(self) -> tuple[int, int, int]:
@@ -224,14 +262,10 @@ class View:
     @property
     def num_records(self) -> int:
         """Of all samples and variants."""
-        if self.tables is None:
-            return 0
         return int(self._transaction.stat(self.tables[b"samples"])["entries"])
 
     def entries(self) -> Iterator[tuple[bytes, Entries]]:
         """Yield all keys, each with its entry, shape (1,)."""
-        if self.tables is None:
-            return
         for key, value in self._transaction.cursor(self.tables[b"samples"]):
             whole = bytes(value) if len(value) == ENTRY.itemsize else _NO_ENTRY
             yield bytes(key), np.frombuffer(whole, ENTRY)
@@ -273,38 +307,36 @@ class _Commit:
     """What is added to a generation in one transaction."""
 
     def __init__(self, view: View, transaction: Any) -> None:
-        assert view.tables is not None
         self._view, self._transaction, self._tables = view, transaction, view.tables
         self.totals = view.totals()
 
-    def new_among(self, records: Encoded) -> npt.NDArray[np.bool_]:
+    def new_among(self, records: Encoded) -> list[bool]:
         """Return which of the records nobody has stored by now, each key once. What another process
         stored is the same; what proved damaged is new.
         """
-        known, hidden = self._view.located(records.keys)["size"] > 0, self._view.files.hidden
+        hidden, known = self._view.files.hidden, self._view.located(records.keys)["size"].tolist()
         first = {key: row for row, key in reversed([*enumerate(records.keys)])}
-        fresh = [
-            first[key] == row and (not there or hidden.get(key, False))
-            for row, (key, there) in enumerate(zip(records.keys, known.tolist(), strict=True))
+        return [
+            first[key] == row and (not known[row] or hidden.get(key, False))
+            for row, key in enumerate(records.keys)
         ]
-        return np.array(fresh, np.bool_)
 
-    def growth_bytes(self, records: Encoded) -> npt.NDArray[np.int64]:
-        """Return, shape (N + 1,), by how much the file grows at most by the first n of these: their
-        blocks, and copies of all pages of the index that are touched, some of which split.
+    def growth_bytes(self, records: Encoded) -> list[int]:
+        """Return, shape (N,), by how much the file grows at most by the first 1 to N of these:
+        their blocks, and copies of all pages of the index that are touched, some of which split.
         """
-        page, numbers = self._view.environment.page_bytes, np.arange(len(records) + 1)
+        page, sizes = self._view.environment.page_bytes, np.array(records.sizes(), np.int64)
         stat = self._transaction.stat(self._tables[b"samples"])
-        key_bytes = np.cumsum([0, *(len(key) + ENTRY_BYTES for key in records.keys)])
+        entries = np.cumsum(np.array([len(key) + ENTRY_BYTES for key in records.keys], np.int64))
         if records.replaced is None:
-            blocks = records.starts + (records.starts // (BLOCK_BYTES // 2) + 1) * 2 * page
+            whole = np.cumsum((sizes + 7) & -8)
+            blocks = whole + (whole // (BLOCK_BYTES // 2) + 1) * 2 * page
         else:
-            blocks = np.cumsum([0, *((records.sizes // page + 2) * page)])
-        touched = np.minimum(numbers, stat["leaf_pages"]) + 2 * (2 * key_bytes // page + 1)
-        growth = blocks + (touched + stat["branch_pages"] // 8 + 32) * page
-        growth[0] = 0
-        whole: npt.NDArray[np.int64] = growth
-        return whole
+            blocks = np.cumsum((sizes // page + 2) * page)
+        touched = np.minimum(np.arange(1, len(sizes) + 1), stat["leaf_pages"])
+        touched += 2 * (2 * entries // page + 1) + stat["branch_pages"] // 8 + 32
+        growth: list[int] = (blocks + touched * page).tolist()
+        return growth
 
     def add(self, records: Encoded, raw_bytes: int, codec: Codec | None, error: LossyError) -> None:
         """Write records that are new.
@@ -314,7 +346,7 @@ class _Commit:
         """
         known = self._view.layout
         if known is None:
-            self._put(b"about", LAYOUT, records.layout.packed)
+            self._put(b"about", LAYOUT, records.layout.sealed(self._view.files.identity))
         elif known != records.layout:
             raise ValueError("another process has stored records of another layout")
         self._remove_superseded(records.replaced or ())
@@ -322,7 +354,7 @@ class _Commit:
         entries = self._add_blocks(records, BLOCK_BYTES if records.replaced is None else 0)
         self._transaction.cursor(self._tables[b"samples"]).putmulti(sorted(entries))
         self.totals.raw_bytes += raw_bytes
-        self.totals.stored_bytes += int(records.sizes.sum())
+        self.totals.stored_bytes += sum(records.sizes())
         self.totals.codec = codec
         self.totals.error.join(error)
         self._put(b"about", TOTALS, self.totals.pack())
@@ -332,15 +364,14 @@ class _Commit:
         put, get, blocks = self._transaction.put, self._transaction.get, self._tables[b"blocks"]
         cursor = self._transaction.cursor(blocks)
         number = _BLOCK_KEY.unpack(cursor.key())[0] if cursor.last() else 0
-        starts, sizes = records.starts.tolist(), records.sizes.tolist()
-        for rows, content in records.blocks(most_bytes):
+        rows = zip(records.keys, records.sizes(), strict=True)
+        for starts, content in records.blocks(most_bytes):
             number += 1
             key = _BLOCK_KEY.pack(number)
             put(key, content, db=blocks)
-            begin = self._view.environment.place_of(get(key, db=blocks))
-            for row in range(rows.start, rows.stop):
-                place = begin and begin + starts[row] - starts[rows.start]
-                yield records.keys[row], _ENTRY.pack(place, sizes[row], number)
+            place = self._view.environment.place_of(get(key, db=blocks))
+            for start, (name, size) in zip(starts, rows, strict=False):
+                yield name, _ENTRY.pack(place and place + start, size, number)
 
     def _remove_superseded(self, replaced: Sequence[bytes | None]) -> None:
         """Remove what is stored of each sample up to this variant; each record of it lies alone."""
@@ -365,3 +396,62 @@ class _Commit:
 
     def _put(self, table: bytes, key: bytes, value: Any) -> None:
         self._transaction.put(key, value, db=self._tables[table])
+
+
+# -- of a damaged tree: found without it, by plain reads; nothing is handed to LMDB ---------------
+
+PAGE_BYTES = 4096
+_PAGE = struct.Struct("<QHHI")
+"""Its number, nothing, flags; how many pages a large value has."""
+_LEAF, _LARGE = 2, 4
+_NODE = struct.Struct("<HHHH")
+"""Bytes of the value, low and high; flags; bytes of the key."""
+
+
+def salvaged(directory: Path, identity: int) -> Iterator[Encoded]:
+    """Yield the intact records of each block of more than half a page.
+
+    Args:
+        directory: The generation's, wherever it lies now.
+        identity: Of the generation, as it was named.
+
+    Raises:
+        OSError: The file cannot be opened.
+    """
+    with open(open_own(directory / DATA_NAME, os.O_RDONLY), "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        layouts = {*_layouts(file.fileno(), size, identity)}
+        for page, flags, count in _pages(file.fileno(), size):
+            if flags & _LARGE and 0 < count <= size // PAGE_BYTES - page:
+                with contextlib.suppress(OSError):
+                    block = os.pread(file.fileno(), count * PAGE_BYTES - 16, page * PAGE_BYTES + 16)
+                    for layout in layouts:
+                        if found := [*_intact(memoryview(block), layout, identity)]:
+                            yield Encoded.of(layout, found)
+
+
+def _pages(descriptor: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Yield number, flags and count of the pages that begin with their own number."""
+    for page in range(2, size // PAGE_BYTES):
+        with contextlib.suppress(OSError):
+            number, _, flags, count = _PAGE.unpack(os.pread(descriptor, 16, page * PAGE_BYTES))
+            if number == page:
+                yield page, flags, count
+
+
+def _layouts(descriptor: int, size: int, identity: int) -> Iterator[Layout]:
+    """Yield what is a layout, by its hash, in any leaf of the tree."""
+    for page, flags, _ in _pages(descriptor, size):
+        with contextlib.suppress(OSError, RecordError, struct.error):
+            content = os.pread(descriptor, PAGE_BYTES, page * PAGE_BYTES) if flags & _LEAF else b""
+            if (at := content.find(LAYOUT, 24)) >= 0:
+                low, high, _, _ = _NODE.unpack_from(content, at - _NODE.size)
+                begin = at + len(LAYOUT)
+                yield Layout.unsealed(content[begin : begin + (low | high << 16)], identity)
+
+
+def _intact(block: memoryview, layout: Layout, identity: int) -> Iterator[memoryview]:
+    for record in split_block(block):
+        with contextlib.suppress(RecordError):
+            open_record(key_of(record), record, layout, identity)
+            yield record

@@ -18,17 +18,9 @@ from egeria_cache.errors import StoreError
 from egeria_cache.store.disk.own import open_own
 
 __all__ = [
-    "FORMAT",
-    "MANIFEST_NAME",
-    "ROOT_FORMAT",
-    "DamagedError",
-    "Manifest",
-    "canonical",
-    "differing_fields",
-    "generation_name",
-    "read_json",
-    "write_json",
-]
+    "FORMAT", "MANIFEST_NAME", "ROOT_FORMAT", "DamagedError", "Manifest", "canonical", "dumped",
+    "generation_name", "parsed", "read_json", "write_json",
+]  # fmt: skip
 
 FORMAT, ROOT_FORMAT = 3, 1
 """Version of a generation, and of the directory around it; what has a higher one is refused, never
@@ -73,14 +65,9 @@ class Manifest:
             raise DamagedError(f"{path} is damaged") from None
         return cls(directory.name, fields, created, content["format"])
 
-    @property
-    def is_old(self) -> bool:
-        """It is of an earlier release, whose generations this one does not read."""
-        return self.format < FORMAT
-
     def check_current(self) -> None:
         """Raise `StoreError` if its records are not for this release to read."""
-        if self.is_old:
+        if self.format < FORMAT:
             raise StoreError(
                 f"{self.name} is of an earlier release (format {self.format}): not read by this one"
             )
@@ -118,24 +105,6 @@ def generation_name(fields: Mapping[str, Any]) -> str:
     return "gen-" + hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def differing_fields(
-    ours: Mapping[str, Any], theirs: Mapping[str, Any]
-) -> dict[str, tuple[Any, Any]]:
-    """Return, per field that differs, (our value, their value); None where it is absent.
-
-    Of fields that hold fields, only those inside that differ: "tensors.layer1.shape".
-    """
-    differing: dict[str, tuple[Any, Any]] = {}
-    for name in sorted({*ours, *theirs}):
-        one, other = ours.get(name), theirs.get(name)
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            inside = differing_fields(one, other)
-            differing.update({f"{name}.{inner}": pair for inner, pair in inside.items()})
-        elif (name in ours) != (name in theirs) or one != other:
-            differing[name] = one, other
-    return differing
-
-
 def read_json(path: Path, newest: int) -> dict[str, Any]:
     """Read one of our JSON files.
 
@@ -148,32 +117,40 @@ def read_json(path: Path, newest: int) -> dict[str, Any]:
     """
     try:
         with open(open_own(path, os.O_RDONLY), "rb") as file:
-            content = json.loads(file.read(MAX_JSON_BYTES), parse_constant=_no_number)
+            text = file.read(MAX_JSON_BYTES)
     except FileNotFoundError:
         raise DamagedError(f"{path} is missing") from None
     except OSError as error:  # of now: nothing is wrong with it
         raise StoreError(f"cannot read {path}: {error.strerror}") from error
+    return parsed(text, newest, path)
+
+
+def parsed(text: bytes, newest: int, name: object) -> dict[str, Any]:
+    """Undo `dumped`; raises as `read_json`, of what has this name."""
+    try:
+        content = json.loads(text)
     except (ValueError, RecursionError):
-        raise DamagedError(f"{path} is damaged: it is not JSON") from None
+        raise DamagedError(f"{name} is damaged: it is not JSON") from None
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
-        raise DamagedError(f"{path} was not written by Egeria")
+        raise DamagedError(f"{name} was not written by Egeria")
     if content.pop("sum", (known := _sum_of(content))) != known:  # others may leave it out
-        raise DamagedError(f"{path} is damaged: its checksum does not match")
+        raise DamagedError(f"{name} is damaged: its checksum does not match")
     if content["format"] > newest:
         raise StoreError(
-            f"{path} has format {content['format']}, this release knows up to {newest}; use the "
+            f"{name} has format {content['format']}, this release knows up to {newest}; use the "
             "release that wrote it, or another directory"
         )
     return content
 
 
+def dumped(content: Mapping[str, Any], indent: int | None = 2) -> str:
+    """Return a description as JSON, with a checksum."""
+    return json.dumps({**content, "sum": _sum_of(content)}, indent=indent, sort_keys=True)
+
+
 def _sum_of(content: Mapping[str, Any]) -> str:
     content = {name: value for name, value in content.items() if name != "sum"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no JSON")
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -183,7 +160,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         with open(open_own(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
-            file.write(json.dumps({**content, "sum": _sum_of(content)}, indent=2, sort_keys=True))
+            file.write(dumped(content))
         beside.replace(path)
     except OSError:
         with contextlib.suppress(OSError):

@@ -14,12 +14,7 @@ from pathlib import Path
 
 from egeria_cache.errors import ForeignError
 
-__all__ = [
-    "check_own",
-    "check_private",
-    "is_own_directory",
-    "open_own",
-]
+__all__ = ["check_private", "is_own_directory", "open_own"]
 
 
 def open_own(path: Path, flags: int) -> int:
@@ -64,18 +59,6 @@ def check_private(directory: Path) -> None:
     if found.st_mode & 0o077 and found.st_uid == os.geteuid():
         with contextlib.suppress(OSError):  # a read-only disk
             directory.chmod(0o700)
-
-
-def check_own(directory: Path) -> None:
-    """Refuse what is no real directory of ours.
-
-    Raises:
-        ForeignError: A link, a file, or another user's.
-        FileNotFoundError: There is none (any more).
-    """
-    if not is_own_directory(directory):
-        directory.lstat()
-        raise ForeignError(f"{directory} is no directory of this user's; it is left alone")
 
 
 def is_own_directory(path: Path) -> bool:

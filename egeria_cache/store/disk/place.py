@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,14 +28,12 @@ OURS = (
 """What a cache's files begin with: where nothing else is, a root that was lost is written anew."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-BEGUN_S = 600.0
-"""A description takes milliseconds to be written."""
 
 NETWORK_TYPES = frozenset(
     {
         "9p", "afs", "beegfs", "ceph", "cifs", "davfs", "fuse.gcsfuse", "fuse.glusterfs",
         "fuse.rclone", "fuse.s3fs", "fuse.sshfs", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs",
-        "nfs3", "nfs4", "smb3", "smbfs", "wekafs",
+        "nfs3", "nfs4", "smb3", "smbfs", "wekafs"
     }
 )  # fmt: skip
 """Where hosts see different contents of a file, or file locks are not reliable."""
@@ -64,7 +60,6 @@ def claim_directory(directory: Path, limit_bytes: int, *, force_network: bool) -
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not force_network:  # a server may give files to another user
             check_private(directory)
-        _clear_beginnings(directory)
         # A beginning by another process, or by one that was killed, is not foreign.
         names = sorted(path.name for path in directory.iterdir())
         if ROOT_NAME in names:
@@ -93,14 +88,10 @@ def filesystem_type(path: Path) -> str | None:
     except OSError:
         return None
     real = os.path.realpath(path)
-    best: tuple[int, str | None] = (-1, None)
-    for mount in mounts:
-        if os.path.commonpath((real, mount.mountpoint)) == mount.mountpoint:
-            # Of two mounts at one place, the later one covers the earlier.
-            best = max(best, (len(mount.mountpoint), mount.fstype), key=lambda one: one[0])
-            if best[0] == len(mount.mountpoint):
-                best = (best[0], mount.fstype)
-    return best[1]
+    above = [one for one in mounts if os.path.commonpath((real, one.mountpoint)) == one.mountpoint]
+    # Of two mounts at one place, the later one covers the earlier.
+    above.sort(key=lambda one: len(one.mountpoint))
+    return above[-1].fstype if above else None
 
 
 def _join(root: Path, limit_bytes: int) -> bool:
@@ -124,14 +115,6 @@ def _join(root: Path, limit_bytes: int) -> bool:
         logger.warning(f"%s {why}", root.parent, error.strerror)
         return False
     return True
-
-
-def _clear_beginnings(directory: Path) -> None:
-    """Remove what processes that were killed, or met a full disk, had begun to write long ago."""
-    for path in directory.glob(".*.json.*"):
-        with contextlib.suppress(OSError):
-            if time.time() - path.lstat().st_mtime > BEGUN_S:
-                path.unlink()
 
 
 def _write_root(root: Path, limit_bytes: int, known: Mapping[str, Any] | None = None) -> None:

@@ -7,6 +7,7 @@ variants of a sample are neighbours. Layout: docs/format.md.
 from __future__ import annotations
 
 import hashlib
+import json
 import operator
 import struct
 from collections.abc import Sequence
@@ -16,25 +17,23 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "SampleId",
-    "Variants",
-    "decode_key",
-    "each_variant",
-    "encode_key",
-    "encode_keys",
-    "of_variant",
-]
+    "SampleId", "Variants", "decode_key", "each_variant", "encode_key", "encode_keys",
+    "superseded",
+]  # fmt: skip
 
 SampleId = int | str | tuple[Any, ...]
 """Hashable name of a sample: an integer, a text, or a tuple of these."""
 Variants = int | npt.NDArray[np.int64]
 """Of a batch's samples: one number for all of them, or one each, shape (B,)."""
 
+NO_DRAW = (1 << 32) - 1
+"""Stands for a draw where there is none to be superseded."""
 MAX_KEY_BYTES = 511
 """As LMDB takes them."""
 _SIGN = 1 << 63
 _INT, _TEXT, _TUPLE, _HASHED = b"i", b"s", b"t", b"h"
 _INT_KEY = struct.Struct(">cQI")
+_UTF8 = "utf-8", "surrogatepass"
 
 
 def encode_keys(ids: Sequence[SampleId], variant: Variants = 0) -> list[bytes]:
@@ -68,14 +67,15 @@ def encode_key(sample_id: SampleId, variant: int = 0) -> bytes:
         raise ValueError(f"variant must be from 0 to {(1 << 32) - 1}, got {variant}")
     tail = struct.pack(">I", variant)
     if isinstance(sample_id, str):
-        key = _TEXT + sample_id.encode("utf-8", "surrogatepass") + tail
+        key = _TEXT + sample_id.encode(*_UTF8) + tail
     elif isinstance(sample_id, tuple):
-        key = _TUPLE + b"".join(map(_element, sample_id)) + tail
+        names = [one if isinstance(one, str) else _integer(one) for one in sample_id]
+        key = _TUPLE + json.dumps(names, ensure_ascii=False).encode(*_UTF8) + tail
     else:
         number = _integer(sample_id)
         if -_SIGN <= number < _SIGN:
             return _INT + struct.pack(">Q", number + _SIGN) + tail
-        key = _TUPLE + _element(number) + tail
+        key = _TUPLE + json.dumps([number]).encode() + tail
     if len(key) > MAX_KEY_BYTES:
         # The whole key is hashed, not its tail: two long keys then differ by 256 bits.
         key = _HASHED + hashlib.blake2b(key[: -len(tail)], digest_size=32).digest() + tail
@@ -93,13 +93,10 @@ def each_variant(variant: Variants, count: int) -> list[int]:
     return found
 
 
-def of_variant(key: bytes, variant: int) -> bytes:
-    """Return the key of the same sample in another variant.
-
-    Raises:
-        struct.error: No variant has this number.
-    """
-    return key[:-4] + struct.pack(">I", variant)
+def superseded(keys: Sequence[bytes], last: Variants) -> list[bytes | None]:
+    """Return, per sample, the key of the last of its draws that goes; None for `NO_DRAW`."""
+    draws = zip(keys, each_variant(last, len(keys)), strict=True)
+    return [None if draw == NO_DRAW else key[:-4] + struct.pack(">I", draw) for key, draw in draws]
 
 
 def decode_key(key: bytes) -> tuple[SampleId | None, int]:
@@ -113,31 +110,14 @@ def decode_key(key: bytes) -> tuple[SampleId | None, int]:
         if kind == _INT and len(key) == _INT_KEY.size:
             return struct.unpack(">Q", body)[0] - _SIGN, variant
         if kind == _TEXT:
-            return body.decode("utf-8", "surrogatepass"), variant
+            return body.decode(*_UTF8), variant
         if kind == _TUPLE:
-            elements: list[Any] = []
-            while body:
-                size = struct.unpack(">I", body[1:5])[0]
-                content, kind_of = body[5 : 5 + size], body[:1]
-                if len(content) != size or kind_of not in (b"i", b"s"):
-                    raise ValueError
-                text = content.decode("utf-8", "surrogatepass")
-                elements.append(int(text) if kind_of == b"i" else text)
-                body = body[5 + size :]
-            return tuple(elements), variant
+            return tuple(json.loads(body.decode(*_UTF8))), variant
         if kind == _HASHED and len(body) == 32:
             return None, variant
-    except (struct.error, ValueError, IndexError):
+    except (struct.error, ValueError, TypeError, RecursionError):
         pass
     raise ValueError(f"not the key of a sample: {key[:32]!r}")
-
-
-def _element(value: Any) -> bytes:
-    if isinstance(value, str):
-        content, kind = value.encode("utf-8", "surrogatepass"), b"s"
-    else:
-        content, kind = str(_integer(value)).encode(), b"i"
-    return kind + struct.pack(">I", len(content)) + content
 
 
 def _integer(value: Any) -> int:

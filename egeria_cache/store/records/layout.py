@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from egeria_cache.store.codecs.codec import GROUPS, Elements
+from egeria_cache.store.codecs.codec import Elements
 from egeria_cache.store.codecs.lossy import CODES, Storage, storage_bytes
 
 __all__ = [
@@ -91,9 +91,8 @@ class FieldLayout:
     def check(self) -> None:
         """Raise `RecordError` if there are no such tensors."""
         known = type(self.name) is str and self.storage in CODES.values()
-        if not (known and all(type(n) is int and 0 <= n <= MAX_FIELD_BYTES for n in self.shape)):
-            raise RecordError(f"a tensor of shape {self.shape}")
-        if math.prod(self.shape) > MAX_FIELD_BYTES:
+        known = known and all(type(n) is int and 0 <= n <= MAX_FIELD_BYTES for n in self.shape)
+        if not known or math.prod(self.shape) > MAX_FIELD_BYTES:
             raise RecordError(f"a tensor of shape {self.shape}")
 
 
@@ -107,25 +106,35 @@ class Layout:
 
     @cached_property
     def is_plain(self) -> bool:
-        """All fields are tensors of one size, of numbers that the kernel knows."""
-        known = all(one.num_bytes >= 0 and one.elements[0] in GROUPS for one in self.fields)
-        return known and len(self.fields) <= MAX_FIELDS
+        """All fields are tensors of one size, and no more than the kernel knows."""
+        return all(one.dtype for one in self.fields) and len(self.fields) <= MAX_FIELDS
 
     @cached_property
     def seed(self) -> int:
         """Part of every record's checksum, so that none is read by another layout."""
-        return int.from_bytes(self.packed[:8], "little")
+        return xxhash.xxh3_64_intdigest(self.packed)
 
     @cached_property
     def packed(self) -> bytes:
-        """The bytes that stand for it: JSON behind its hash.
+        """The bytes that stand for it: JSON.
 
         Raises:
             ValueError: A dtype that has no code.
         """
         fields = [[one.name, code_of(one.dtype), one.shape, one.storage] for one in self.fields]
-        text = json.dumps([self.bare, fields], separators=(",", ":")).encode()
-        return xxhash.xxh3_64_intdigest(text).to_bytes(8, "little") + text
+        return json.dumps([self.bare, fields], separators=(",", ":")).encode()
+
+    def sealed(self, identity: int) -> bytes:
+        """Return the same behind its hash, which no other generation's has."""
+        return xxhash.xxh3_64_intdigest(self.packed, identity).to_bytes(8, "little") + self.packed
+
+    @classmethod
+    def unsealed(cls, stored: bytes, identity: int) -> Layout:
+        """Undo `sealed`; `RecordError` where it is another generation's, or damaged."""
+        found = cls.parse(stored[8:])
+        if found.sealed(identity) != stored:
+            raise RecordError("another generation's layout")
+        return found
 
     @classmethod
     def parse(cls, stored: bytes) -> Layout:
@@ -135,7 +144,7 @@ class Layout:
             RecordError: It is none.
         """
         try:
-            bare, fields = json.loads(stored[8:])
+            bare, fields = json.loads(stored)
             found = cls(
                 bare,
                 tuple(

@@ -6,15 +6,13 @@ covers both, the layout of all records, and which generation it is of.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor
@@ -22,6 +20,7 @@ from torch import Tensor
 from egeria_cache.ragged import PaddedRows
 from egeria_cache.store.codecs.codec import Bytes, Codec, CodecError, Coder, NeedsKernelError
 from egeria_cache.store.codecs.lossy import CODES, LossyError, Storage, pack, unpack
+from egeria_cache.store.native import kernel
 from egeria_cache.store.records.layout import (
     DTYPES,
     FieldLayout,
@@ -34,7 +33,8 @@ from egeria_cache.store.records.layout import (
 )
 
 __all__ = [
-    "Encoded", "Record", "Rows", "aligned", "encode_rows", "key_of", "open_record", "split_block",
+    "Encoded", "Record", "Rows", "aligned", "choose_codec", "encode_rows", "key_of",
+    "open_record", "split_block",
 ]  # fmt: skip
 
 ALIGNMENT = 8
@@ -46,6 +46,13 @@ MAX_RATIO_BITS = 22
 """zstd stores a block of 128 KiB in four bytes at best, a byte of a bitmap stands for 64 bytes of
 zeros at most: 2^21 together. A field that claims twice that is refused before room is made."""
 LENGTH_MASK = (1 << 56) - 1
+NUM_RECORDS = 16
+MIN_SAVING = 0.05
+"""A codec that saves less than this part of the raw bytes is not worth its decoding."""
+SAME_BYTES = 0.03
+"""Within this margin of the smallest, the codec that decodes fastest is taken."""
+FASTEST = (Codec.SPLIT, Codec.BITMAP, Codec.ZSTD)
+"""To decode. What the clock said of a few records beside a training changed from run to run."""
 FREE_HEAD = struct.Struct("<cBBB")
 """Of a tensor that tells itself: "t", dtype, storage, number of dimensions."""
 
@@ -73,11 +80,6 @@ class Rows:
     bare: bool
     fields: Mapping[str, Tensor | Sequence[Value]]
 
-    @property
-    def padded(self) -> bool:
-        """Some rows lie in a larger tensor."""
-        return any(isinstance(value, PaddedRows) for value in self.fields.values())
-
     def num_bytes(self) -> int:
         """Bytes of the rows, without padding."""
         return sum(
@@ -86,10 +88,6 @@ class Rows:
             else sum(item.nbytes for item in value if isinstance(item, Tensor))
             for value in self.fields.values()
         )
-
-    def held_bytes(self) -> int:
-        """Bytes that the tensors hold in memory, padding included."""
-        return sum(one.nbytes for one in self.tensors())
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield what holds memory: of padded rows the tensor that they lie in."""
@@ -101,15 +99,12 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """Records of one layout, one behind the other in one buffer, each at a multiple of 8."""
+    """Records of one layout, each as the pieces that it is put together from when it is written."""
 
     layout: Layout
     keys: Sequence[bytes]
-    buffer: memoryview
-    starts: npt.NDArray[np.int64]
-    """Where each begins, and where the last one ends; shape (N + 1,)."""
-    sizes: npt.NDArray[np.int64]
-    """Without the zeros behind each, shape (N,)."""
+    pieces: Sequence[Sequence[Any]]
+    """Per record: buffers."""
     replaced: Sequence[bytes | None] | None = None
     """Per record the last variant that it supersedes, as a key, if any; None: nothing ever will be.
     What is superseded goes with the same commit."""
@@ -117,63 +112,53 @@ class Encoded:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def __iter__(self) -> Iterator[tuple[bytes, memoryview]]:
+    def __iter__(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield key and record."""
-        for key, at, size in zip(
-            self.keys, self.starts.tolist(), self.sizes.tolist(), strict=False
-        ):
-            yield key, self.buffer[at : at + size]
+        yield from zip(self.keys, map(b"".join, self.pieces), strict=True)
+
+    def sizes(self) -> list[int]:
+        """Return the bytes of each record."""
+        return [sum(map(len, one)) for one in self.pieces]
 
     @classmethod
-    def of(
-        cls,
-        layout: Layout,
-        pairs: Sequence[tuple[bytes, Any]],
-        replaced: Sequence[bytes | None] | None = None,
-    ) -> Encoded:
-        """Copy records into one buffer."""
-        sizes = np.array([len(record) for _, record in pairs], np.int64)
-        pieces = [piece for _, one in pairs for piece in (one, bytes(-len(one) % ALIGNMENT))]
-        buffer, keys = memoryview(b"".join(pieces)), [key for key, _ in pairs]
-        return cls(layout, keys, buffer, _starts(sizes), sizes, replaced)
+    def of(cls, layout: Layout, records: Sequence[Any]) -> Encoded:
+        """Return whole records, each of which tells its key."""
+        return cls(layout, [key_of(one) for one in records], [(one,) for one in records])
 
     @classmethod
     def joined(cls, parts: Sequence[Encoded]) -> Encoded:
         """Return all records in one; of all parts or of none something is superseded."""
-        if len(parts) == 1:
-            return parts[0]
-        sizes = np.concatenate([one.sizes for one in parts])
+        replaces = parts[0].replaced is not None
         return cls(
             parts[0].layout,
             [key for one in parts for key in one.keys],
-            memoryview(b"".join(one.buffer for one in parts)),
-            _starts(sizes),
-            sizes,
-            None if parts[0].replaced is None else [k for one in parts for k in one.replaced or ()],
+            [pieces for one in parts for pieces in one.pieces],
+            [last for one in parts for last in one.replaced or ()] if replaces else None,
         )
 
-    def only(self, wanted: npt.NDArray[np.bool_]) -> Encoded:
+    def only(self, wanted: Sequence[bool]) -> Encoded:
         """Return some of the records."""
-        if wanted.all():
-            return self
-        chosen = wanted.tolist()
-        replaced = None if self.replaced is None else [*itertools.compress(self.replaced, chosen)]
-        return Encoded.of(self.layout, [*itertools.compress(self, chosen)], replaced)
+        replaced = None if self.replaced is None else [*itertools.compress(self.replaced, wanted)]
+        keys, pieces = (
+            itertools.compress(self.keys, wanted),
+            itertools.compress(self.pieces, wanted),
+        )
+        return Encoded(self.layout, [*keys], [*pieces], replaced)
 
-    def blocks(self, most_bytes: int) -> Iterator[tuple[slice, memoryview]]:
-        """Yield neighbours that are at most so many bytes together, or one that is more."""
-        starts, first = self.starts.tolist(), 0
-        while first < len(self):
-            most = starts[first] + most_bytes
-            last = max(bisect.bisect_right(starts, most) - 1, first + 1)
-            yield slice(first, last), self.buffer[starts[first] : starts[last]]
-            first = last
-
-
-def _starts(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    starts = np.zeros(len(sizes) + 1, np.int64)
-    np.cumsum((sizes + (ALIGNMENT - 1)) & -ALIGNMENT, out=starts[1:])
-    return starts
+    def blocks(self, most_bytes: int) -> Iterator[tuple[list[int], bytes]]:
+        """Yield where each of some neighbours begins, and their bytes, each record at a multiple of
+        8: so many bytes together at most, or one record that is more.
+        """
+        starts, pieces, end = list[int](), list[Any](), 0
+        for size, own in zip(self.sizes(), self.pieces, strict=True):
+            if starts and end + aligned(size) > most_bytes:
+                yield starts, b"".join(pieces)
+                starts, pieces, end = [], [], 0
+            starts.append(end)
+            pieces += (*own, bytes(-size % ALIGNMENT))
+            end += aligned(size)
+        if starts:
+            yield starts, b"".join(pieces)
 
 
 def encode_rows(
@@ -217,13 +202,8 @@ def encode_rows(
             f"records here hold ({', '.join(map(str, known.fields))}), and it holds "
             f"({', '.join(map(str, layout.fields))})"
         )
-    chosen, seed = [keys[row] for row in picked], identity ^ layout.seed
-    superseded = None if replaced is None else [replaced[row] for row in picked]
-    fixed = [data for _, data in columns if isinstance(data, np.ndarray)]
-    if codec is Codec.RAW and len(fixed) == len(columns) and len({*map(len, chosen)}) == 1:
-        return replace(_encode_raw(layout, chosen, picked, fixed, seed), replaced=superseded)
     records = []
-    for key, row in zip(chosen, picked, strict=True):
+    for row in picked:
         words, payload = [], []
         for field, data in columns:
             if isinstance(data, np.ndarray):
@@ -232,46 +212,35 @@ def encode_rows(
                 used, stored = _encode_free(data[row], codec, coder, storage, error)
             words.append(used << 56 | len(stored))
             payload.append(stored)
-        records.append((key, _record(key, words, payload, seed)))
-    return Encoded.of(layout, records, superseded)
+        records.append(_record(keys[row], words, payload, identity ^ layout.seed))
+    superseded = None if replaced is None else [replaced[row] for row in picked]
+    return Encoded(layout, [keys[row] for row in picked], records, superseded)
 
 
-def _record(key: bytes, words: Sequence[int], payload: Sequence[Any], seed: int) -> bytes:
-    begin = HEAD_BYTES + aligned(len(key)) + 8 * len(words)
-    first = _begin(key, words, begin + sum(map(len, payload)))[CHECKSUM_BYTES:]
-    checksum = checksum_of(first, payload, seed)
-    return b"".join((struct.pack("<Q", checksum), first, *payload))
+def choose_codec(
+    keys: Sequence[bytes], picked: Sequence[int], rows: Rows, coder: Coder, storage: Storage = None
+) -> tuple[Codec, str]:
+    """Return the codec for these records, and what each made of them in words.
+
+    Smallest wins; among equals the fastest to decode; raw unless something is saved.
+    """
+    sizes = {}
+    for codec in Codec if kernel() is not None else (Codec.RAW, Codec.ZSTD):
+        records = encode_rows(keys, picked[:NUM_RECORDS], rows, codec, coder, storage)
+        sizes[codec] = sum(records.sizes())
+    best, least = Codec.RAW, min(sizes.values())
+    if least <= (1 - MIN_SAVING) * sizes[best]:
+        small = [codec for codec, size in sizes.items() if size <= (1 + SAME_BYTES) * least]
+        best = next((codec for codec in FASTEST if codec in small), small[0])
+    return best, ", ".join(f"{codec.label} {size} B" for codec, size in sizes.items())
 
 
-def _begin(key: bytes, words: Sequence[int], size: int) -> bytes:
-    """Return all before the stored fields, but for the checksum."""
+def _record(key: bytes, words: Sequence[int], payload: Sequence[Any], seed: int) -> Sequence[Any]:
+    size = HEAD_BYTES + aligned(len(key)) + 8 * len(words) + sum(map(len, payload))
     if size > MAX_RECORD_BYTES:
         raise ValueError(f"a record of {size} bytes; {MAX_RECORD_BYTES} are stored at most")
-    padded = key + bytes(-len(key) % ALIGNMENT)
-    return HEAD.pack(0, size, len(key)) + padded + struct.pack(f"<{len(words)}Q", *words)
-
-
-def _encode_raw(
-    layout: Layout, keys: list[bytes], picked: Sequence[int], columns: Sequence[Bytes], seed: int
-) -> Encoded:
-    """Records of tensors as they lie in memory, with keys of one length: put together at once."""
-    words = [data.shape[1] for data in columns]
-    start = HEAD_BYTES + aligned(len(keys[0])) + 8 * len(words)
-    size = start + sum(words)
-    whole = np.empty((len(keys), aligned(size)), np.uint8)
-    whole[:, :start] = np.frombuffer(_begin(keys[0], words, size), np.uint8)
-    joined = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)
-    whole[:, HEAD_BYTES : HEAD_BYTES + joined.shape[1]] = joined
-    whole[:, size:] = 0
-    ends = [*itertools.accumulate(words, initial=start)]
-    for begin, end, data in zip(ends, ends[1:], columns, strict=False):
-        whole[:, begin:end] = data if picked == range(len(data)) else data[picked]
-    for record in whole:
-        fields = (record[begin:end] for begin, end in itertools.pairwise(ends))
-        checksum = checksum_of(record[CHECKSUM_BYTES:start], fields, seed)
-        record[:CHECKSUM_BYTES].view("<u8")[0] = checksum
-    sizes = np.full(len(keys), size, np.int64)
-    return Encoded(layout, keys, whole.reshape(-1).data, _starts(sizes), sizes)
+    first = struct.pack(f"<II{aligned(len(key))}s{len(words)}Q", size, len(key), key, *words)
+    return struct.pack("<Q", checksum_of(first, payload, seed)), first, *payload
 
 
 def _column(

@@ -7,14 +7,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from egeria_cache.store.codecs.codec import Coder
-from egeria_cache.store.disk.claims import in_use_elsewhere
-from egeria_cache.store.disk.environment import DATA_NAME, problem_of
-from egeria_cache.store.disk.files import GoneError, inspected, is_unfinished
-from egeria_cache.store.disk.manifest import DamagedError, Manifest
-from egeria_cache.store.records.keys import decode_key
-from egeria_cache.store.records.layout import RecordError
-from egeria_cache.store.records.record import Record
+from egeria_cache.store import (
+    FORMAT,
+    Coder,
+    DamagedError,
+    GoneError,
+    Manifest,
+    Record,
+    RecordError,
+    decode_key,
+    in_use_elsewhere,
+    inspected,
+    is_unfinished,
+)
 
 __all__ = ["Damage", "verify"]
 
@@ -45,13 +50,13 @@ def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> It
     """
     coder, done = Coder(), 0
     try:
-        if is_unfinished(path) or Manifest.read(path).is_old:
+        if is_unfinished(path) or Manifest.read(path).format < FORMAT:
             return
         with inspected(path) as view:
             # What another process writes to, it has looked at, and is not at rest.
             looks = not in_use_elsewhere(path)
-            if looks and (problem := problem_of(path, view.descriptor, believes_note=False)):
-                yield Damage(path.name, "?", f"{DATA_NAME}: {problem}")
+            if looks and (problem := view.tree_problem()):
+                yield Damage(path.name, "?", problem)
                 return
             for key, found in view.records():
                 done += 1
@@ -61,7 +66,9 @@ def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> It
                     yield Damage(path.name, _sample(key), str(error))
                 if progress is not None and done % PROGRESS_EVERY == 0:
                     progress(done, view.num_records)
-    except (DamagedError, GoneError, OSError) as error:
+    except GoneError:
+        return
+    except (DamagedError, OSError) as error:
         if os.path.lexists(path):  # else it was removed just now
             yield Damage(path.name, "?", str(error))
     finally:
