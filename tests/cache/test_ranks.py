@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
@@ -81,42 +79,3 @@ def one_process(directory: Path) -> int:
         train(model, EgeriaLoader(data(), batch_size=4, cache=cache, seed=0), 1)
         cache.flush()
         return stored_bytes(directory)
-
-
-def pipelining(x: torch.Tensor, y: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    parts, _ = split_args_kwargs_into_chunks((x, y), {}, 4)
-    return [(a, b) for a, b in parts]
-
-
-SPLITS: dict[str, Any] = {
-    "chunk": lambda x, y: zip(x.chunk(4), y.chunk(4), strict=True),
-    "split": lambda x, y: zip(torch.split(x, 3), y.split(3), strict=True),
-    "tensor_split": lambda x, y: zip(x.tensor_split(4), y.tensor_split([2, 4, 6]), strict=True),
-    "slices": lambda x, y: [(x[i : i + 2], y[i : i + 2]) for i in range(0, 8, 2)],
-    "pipelining": pipelining,
-}
-
-
-@pytest.mark.parametrize("how", SPLITS)
-def test_micro_batches_are_served_however_they_are_cut(directory: Path, how: str) -> None:
-    def run(model: torch.nn.Module, loader: EgeriaLoader, cache: Any = None) -> list[float]:
-        optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
-        model.train()
-        for _ in range(3):
-            for x, y in loader:
-                optimizer.zero_grad()
-                for a, b in SPLITS[how](x, y):
-                    loss = F.cross_entropy(model(a), b)
-                    loss.backward()
-                    losses.append(loss.item())
-                optimizer.step()
-            if cache is not None:
-                cache.flush()
-        return losses
-
-    expected = run(frozen_blocks(), EgeriaLoader(data(), batch_size=8))
-    model = frozen_blocks()
-    with ActivationCache(model, directory, "blocks.1", gate="always") as cache:
-        ours = run(model, EgeriaLoader(data(), batch_size=8, cache=cache), cache)
-        assert cache.stats().hits == 64
-    assert ours == pytest.approx(expected, abs=1e-6)

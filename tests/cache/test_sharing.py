@@ -8,10 +8,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from egeria_cache import ActivationCache, EgeriaLoader
-from tests.cache.test_auto import data, train
+from tests.cache.test_auto import data
 from tests.cache.test_filling import frozen_blocks
 from tests.helpers.forked import started
-from tests.helpers.steps import take_step
 
 
 @torch.no_grad()
@@ -57,21 +56,6 @@ def test_other_data_other_seeds_and_corrected_labels_are_not_shared(directory):
                 ]
             assert evaluate(model, cache, dataset, **options) == pytest.approx(expected, abs=1e-6)
             assert cache.stats().hits == before
-
-
-def test_a_training_loader_made_anew_every_epoch_goes_on_with_hits(directory):
-    expected = train(frozen_blocks(), EgeriaLoader(data(), batch_size=8), 3)
-    model, ours = frozen_blocks(), []
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with ActivationCache(model, directory, "auto", gate="always", audit_rate=0) as cache:
-        for _ in range(3):
-            model.train()
-            for x, y in EgeriaLoader(data(), batch_size=8, cache=cache):
-                loss = take_step(F.cross_entropy(model(x), y), optimizer)
-                ours.append(loss.item())
-            cache.flush()
-        assert cache.stats().hits == 64
-    assert ours == pytest.approx(expected, abs=1e-6)
 
 
 def test_two_processes_see_each_others_records_while_they_run(directory):

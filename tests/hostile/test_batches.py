@@ -7,6 +7,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
@@ -348,7 +349,13 @@ def test_an_operation_that_cannot_be_followed_is_named(name):
 
 # ---- micro-batches, kept batches, joined ones -------------------------------------------------
 
+
+def pipelining(x, y):
+    return split_args_kwargs_into_chunks((x, y), {}, 4)[0]
+
+
 SPLITS = {
+    "pipelining": pipelining,
     "slices": lambda x, y: [(x[i : i + 3], y[i : i + 3]) for i in range(0, len(x), 3)],
     "chunk": lambda x, y: zip(x.chunk(2), y.chunk(2), strict=True),
     "split": lambda x, y: zip(x.split(4), y.split(4), strict=True),

@@ -1,4 +1,7 @@
-"""A data set that becomes another one, in mid-run or between runs, is never served from the old."""
+"""A data set that becomes another one, in mid-run or between runs, is never served from the old.
+
+In which ways it may become another: `hostile/test_data.py`, `samples/test_fingerprint.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import copy
 
 import pytest
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from tests.helpers.nets import freeze, make_net, sgd, train_steps
@@ -21,7 +24,6 @@ class Scaled(Dataset):
         generator = torch.Generator().manual_seed(3)
         self.images = torch.randn(N, 1, 10, 10, generator=generator)
         self.targets = torch.arange(N) % 5
-        self.order = list(range(N))
         self.transform = Scale(1.0)
         self.epoch = 0
         self.num_loaded = 0
@@ -31,8 +33,7 @@ class Scaled(Dataset):
 
     def __getitem__(self, index):
         self.num_loaded += 1
-        at = self.order[index]
-        return self.transform(self.images[at]) + self.epoch, self.targets[at]
+        return self.transform(self.images[index]) + self.epoch, self.targets[index]
 
 
 class Scale:
@@ -47,27 +48,11 @@ def relabel(data, loader):
     data.targets[::2] = 4
 
 
-def reshuffle(data, loader):
-    data.order.reverse()
-
-
-def set_epoch(data, loader):
-    data.epoch = 1
-
-
-def other_transform(data, loader):
-    data.transform = Scale(2.0)
-
-
 def other_number(data, loader):
     data.transform.by = 3.0
 
 
-def edit_images(data, loader):
-    data.images[5] += 1
-
-
-CHANGES = [relabel, reshuffle, set_epoch, other_transform, other_number, edit_images]
+CHANGES = [relabel, other_number]
 
 
 def train(directory, change=None, *, gate="always", epochs=4, at=2, data=None, **kwargs):
@@ -168,20 +153,3 @@ def test_a_data_set_that_changes_in_every_epoch_is_left_uncached_and_named(tmp_p
         assert cache.stats().hits == 0
         assert "changes again and again (data set.epoch)" in cache.stats().why_not
     assert caplog.text.count("is another one") == 1
-
-
-class Padding:
-    def __init__(self, value):
-        self.value = value
-
-    def __call__(self, samples):
-        return default_collate([(x + self.value, y) for x, y in samples])
-
-
-def test_a_collate_object_that_changes_is_seen(tmp_path):
-    def change(data, loader):
-        loader.collate_fn.value = 2.0
-
-    losses, stats = train(tmp_path / "a", change, collate_fn=Padding(0.0))
-    assert losses == train(tmp_path / "b", change, gate="never", collate_fn=Padding(0.0))[0]
-    assert stats.hits == 2 * N
