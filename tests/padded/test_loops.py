@@ -114,14 +114,21 @@ def assert_same(plain: Run, served: Run) -> None:
     torch.testing.assert_close(served.losses, plain.losses, rtol=1e-5, atol=1e-5)
 
 
+def compared(directory: Path, *args: Any, epochs: int = 3, **kwargs: Any) -> Run:
+    """Train both ways; return the served run, its cache closed, when its losses are the same."""
+    with both(directory, *args, **kwargs) as stack:
+        plain, served = (run.epochs(epochs) for run in stack.runs)  # type: ignore[attr-defined]
+        assert_same(plain, served)
+        served.stats = served.cache.stats()
+    return served  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("collate", [pad_right, pad_left, pad_by_eights])
 def test_padded_batches_are_served(directory, collate, workers):
     data = Sentences(40)
-    with both(directory, Encoder, data, collate, workers=workers) as stack:
-        plain, served = (run.epochs(3) for run in stack.runs)
-        assert_same(plain, served)
-        assert served.hits == [0, 40, 40]
+    served = compared(directory, Encoder, data, collate, workers=workers)
+    assert served.hits == [0, 40, 40]
 
 
 def test_a_hit_batch_is_what_the_collate_function_would_have_given(directory):
@@ -155,10 +162,8 @@ def test_a_hit_batch_is_what_the_collate_function_would_have_given(directory):
 def test_batches_of_one_sample(directory):
     """None of them shows padding; two samples together do."""
     batches = {"batch_sampler": [[i] for i in range(30)]}
-    with both(directory, Encoder, Sentences(30), pad_right, batches=batches) as stack:
-        plain, served = (run.epochs(3) for run in stack.runs)
-        assert_same(plain, served)
-        assert served.hits[2] == 30
+    served = compared(directory, Encoder, Sentences(30), pad_right, batches=batches)
+    assert served.hits[2] == 30
 
 
 def test_batches_of_the_same_samples_are_equal_to_the_bit(directory):
@@ -249,21 +254,19 @@ def test_resume_in_mid_epoch(directory, workers):
 
 def test_a_second_run_starts_with_hits(directory):
     Run(Encoder, Sentences(40), pad_right, directory).epochs(1).cache.close()
-    with both(directory, Encoder, Sentences(40), pad_right) as stack:
-        plain, served = (run.epochs(2) for run in stack.runs)
-        assert_same(plain, served)
-        assert served.hits[0] >= 40 - 4 * 8
-        assert served.hits[1] == 40
+    served = compared(directory, Encoder, Sentences(40), pad_right, epochs=2)
+    assert served.hits[0] >= 40 - 4 * 8
+    assert served.hits[1] == 40
 
 
 def test_audits_compare_samples_without_their_padding(directory):
-    with both(directory, Encoder, Sentences(40), pad_right, options={"audit_rate": 0.5}) as stack:
-        plain, served = (run.epochs(4) for run in stack.runs)
-        assert_same(plain, served)
-        stats = served.cache.stats()
-        assert stats.audited >= 30
-        assert stats.audit_failures == 0
-        assert served.hits[1:] == [40, 40, 40]
+    served = compared(
+        directory, Encoder, Sentences(40), pad_right, options={"audit_rate": 0.5}, epochs=4
+    )
+    stats = served.stats
+    assert stats.audited >= 30
+    assert stats.audit_failures == 0
+    assert served.hits[1:] == [40, 40, 40]
 
 
 def test_a_sample_that_changed_is_found_by_an_audit(directory):
@@ -328,17 +331,13 @@ def test_micro_batches_of_a_padded_batch(directory):
         parts = zip(tokens.chunk(2), labels.chunk(2), strict=True)
         return sum(F.cross_entropy(model(rows), targets) for rows, targets in parts)
 
-    with both(directory, Encoder, Sentences(48), pad_right, step=step) as stack:
-        plain, served = (run.epochs(3) for run in stack.runs)
-        assert_same(plain, served)
-        assert served.hits[1:] == [48, 48]
+    served = compared(directory, Encoder, Sentences(48), pad_right, step=step)
+    assert served.hits[1:] == [48, 48]
 
 
 def test_lengths_behind_strided_convolutions(directory):
-    with both(directory, Listener, Waves(48), pad_waves, front=("convs",)) as stack:
-        plain, served = (run.epochs(3) for run in stack.runs)
-        assert_same(plain, served)
-        assert served.hits == [0, 48, 48]
+    served = compared(directory, Listener, Waves(48), pad_waves, front=("convs",))
+    assert served.hits == [0, 48, 48]
 
 
 def test_bfloat16(directory):
@@ -362,10 +361,8 @@ def loop_pools(how: Callable[..., Any]) -> Callable[..., Any]:
 
 def test_a_loss_of_the_loop_that_respects_the_mask(directory):
     kwargs = {"step": loop_pools(masked_mean)}
-    with both(directory, lambda: Encoder(pool="none"), Sentences(40), pad_right, **kwargs) as stack:
-        plain, served = (run.epochs(3) for run in stack.runs)
-        assert_same(plain, served)
-        assert served.hits == [0, 40, 40]
+    served = compared(directory, lambda: Encoder(pool="none"), Sentences(40), pad_right, **kwargs)
+    assert served.hits == [0, 40, 40]
 
 
 def over_tokens(form: str, *, padding: bool) -> Callable[..., Any]:
@@ -386,10 +383,8 @@ def test_outputs_of_other_forms(directory, form):
     for padding, hits in ((False, [0, 40, 40]), (True, [0, 0, 0])):
         kwargs = {"step": over_tokens(form, padding=padding)}
         place, data = directory / str(padding), Sentences(40)
-        with both(place, lambda: Encoder(pool=form), data, pad_right, **kwargs) as stack:
-            plain, served = (run.epochs(3) for run in stack.runs)
-            assert_same(plain, served)
-            assert served.hits == hits
+        served = compared(place, lambda: Encoder(pool=form), data, pad_right, **kwargs)
+        assert served.hits == hits
 
 
 REFUSED = {
@@ -413,12 +408,10 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_reads_padding_is_refused_by_name(directory, what, caplog):
     model, step, told = REFUSED[what]
-    with both(directory, model, Sentences(40), pad_right, step=step) as stack:
-        plain, served = (run.epochs(3) for run in stack.runs)
-        assert_same(plain, served)
-        assert served.hits == [0, 0, 0]
-        assert told in served.cache.stats().why_not
-        assert caplog.text.count("padded batches are not cached") == 1
+    served = compared(directory, model, Sentences(40), pad_right, step=step)
+    assert served.hits == [0, 0, 0]
+    assert told in served.stats.why_not
+    assert caplog.text.count("padded batches are not cached") == 1
 
 
 def test_a_frozen_model_whose_output_a_head_of_the_loop_averages(directory):
@@ -458,11 +451,9 @@ def test_a_collate_function_that_sorts_is_refused_when_it_shows(directory, caplo
     for i in range(16):
         data.tokens[i] = torch.arange(1, 24 - i)
     batches = {"batch_sampler": [list(range(i, i + 4)) for i in range(0, 40, 4)]}
-    with both(directory, Encoder, data, longest_first, batches=batches) as stack:
-        plain, served = (run.epochs(3) for run in stack.runs)
-        assert_same(plain, served)
-        assert served.hits == [0, 0, 0]
-        assert "the collate_fn sorts or mixes samples" in served.cache.stats().why_not
+    served = compared(directory, Encoder, data, longest_first, batches=batches)
+    assert served.hits == [0, 0, 0]
+    assert "the collate_fn sorts or mixes samples" in served.stats.why_not
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -480,12 +471,10 @@ def test_an_output_that_no_gradient_comes_back_through_waits_for_a_word(director
         kwargs = {"step": step, "front": ("embed", "layers", "head", "layers.2"),
                   "options": {"padding": padding}}  # fmt: skip
         place = directory / padding
-        with both(place, lambda: Encoder(pool="none"), Sentences(40), pad_right, **kwargs) as stack:
-            plain, served = (run.epochs(3) for run in stack.runs)
-            assert_same(plain, served)
-            assert served.hits == hits
-            told = served.cache.stats().why_not or ""
-            assert ("padding='unread'" in told) is (padding == "proved")
+        served = compared(place, lambda: Encoder(pool="none"), Sentences(40), pad_right, **kwargs)
+        assert served.hits == hits
+        told = served.stats.why_not or ""
+        assert ("padding='unread'" in told) is (padding == "proved")
     assert caplog.text.count("are not served at 'layers.2' yet") == 1
 
 
@@ -552,21 +541,17 @@ def test_slices_of_the_loop_that_move_with_the_length_of_the_batch(directory, wh
         return F.cross_entropy(model(take(batch[0]).clamp(min=1)), batch[1])
 
     data = Sentences(40)
-    with both(directory, Encoder, data, collate, step=step) as stack:
-        plain, served = (run.epochs(3) for run in stack.runs)
-        assert_same(plain, served)
-        assert served.hits == [0, 0, 0]
-        assert "padded batches are not cached" in served.cache.stats().why_not
+    served = compared(directory, Encoder, data, collate, step=step)
+    assert served.hits == [0, 0, 0]
+    assert "padded batches are not cached" in served.stats.why_not
 
 
 def test_slices_that_keep_the_samples_in_place_are_served(directory):
     def step(model, batch):
         return F.cross_entropy(model(batch[0][:, :8]), batch[1])
 
-    with both(directory, Encoder, Sentences(40), pad_right, step=step) as stack:
-        plain, served = (run.epochs(3) for run in stack.runs)
-        assert_same(plain, served)
-        assert served.hits == [0, 40, 40]
+    served = compared(directory, Encoder, Sentences(40), pad_right, step=step)
+    assert served.hits == [0, 40, 40]
 
 
 class Switching(Encoder):
@@ -634,10 +619,8 @@ def test_padding_that_shows_late_voids_what_was_stored_with_it(directory):
     data = Sentences(48)
     data.tokens[:16] = [row[:1].expand(12).clone() for row in data.tokens[:16]]
     batches = {"batch_sampler": [list(range(i, i + 8)) for i in range(0, 48, 8)]}
-    with both(directory, Encoder, data, pad_right, batches=batches) as stack:
-        plain, served = (run.epochs(4) for run in stack.runs)
-        assert_same(plain, served)
-        assert served.hits[-1] == 48
+    served = compared(directory, Encoder, data, pad_right, batches=batches, epochs=4)
+    assert served.hits[-1] == 48
 
 
 def test_disk_holds_no_padding(directory):
