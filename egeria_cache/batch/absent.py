@@ -46,15 +46,16 @@ class AbsentTensor(BatchTensor):
     _full: Tensor | None
     _is_shared: bool
     """Whether another tensor would share the memory of this one."""
-    _alias: tuple[Tensor, Op] | None
-    """The tensor whose memory this one would share, and the operation that leads from it to here.
+    _alias: tuple[Tensor, Op, tuple[Op, ...]] | None
+    """The tensor whose memory this one would share, the operation that leads from it to here, and
+    what had been done to that.
 
     What is written to one then shows in the other, as it does where data is."""
 
     def full(self) -> Tensor:
         """Return the plain tensor with all rows, loaded now if need be."""
         if self._full is None and self._alias is not None:
-            other, op = self._alias
+            other, op, _ = self._alias
             self._full = op.run(other.full() if isinstance(other, BatchTensor) else other)
             self._vouched = Vouched(self._full)
         elif self._full is None:
@@ -71,7 +72,7 @@ class AbsentTensor(BatchTensor):
     @property
     def _holds(self) -> bool:
         """Whether the values, those that are there, are what samples and `chain` say."""
-        if self._alias is not None and not _is_intact(self._alias[0]):
+        if self._alias is not None and not _is_intact(self._alias[0], self._alias[2]):
             return False
         data = self._misses if self._full is None else self._full
         with torch._C.DisableTorchFunctionSubclass(), outside_inference_mode():
@@ -79,7 +80,7 @@ class AbsentTensor(BatchTensor):
 
     @property
     def _looks_intact(self) -> bool:
-        if self._alias is not None and not _is_intact(self._alias[0]):
+        if self._alias is not None and not _is_intact(self._alias[0], self._alias[2]):
             return False
         return self._full is None or self._vouched.unchanged(self._full)
 
@@ -109,7 +110,7 @@ class AbsentTensor(BatchTensor):
             return self
         result = _absent(meta, self.batch, self.leaf, (*self.chain, op), misses, device)
         if device == self.device and op.aliases(self._meta, meta):
-            result._alias = self, op
+            result._alias = self, op, self.chain
             self._is_shared = True
         return self._followed(op, result)
 
@@ -141,7 +142,7 @@ class AbsentTensor(BatchTensor):
             misses = self._misses[uploaded(torch.from_numpy(at), self._misses.device)]
         result = _absent(meta, batch, self.leaf, self.chain, misses, self.device)
         if meta._is_view():
-            result._alias = self, Op(part, (), {}, key="")
+            result._alias = self, Op(part, (), {}, key=""), self.chain
             self._is_shared = True
         return result
 
@@ -240,5 +241,6 @@ def _with_layout(tensor: Tensor, like: Tensor) -> Tensor:
     return out.copy_(tensor)
 
 
-def _is_intact(tensor: Tensor) -> bool:
-    return isinstance(tensor, BatchTensor) and tensor._holds
+def _is_intact(tensor: Tensor, chain: tuple[Op, ...]) -> bool:
+    """Whether nothing was done to a tensor since a view of it was made."""
+    return isinstance(tensor, BatchTensor) and tensor.chain is chain and tensor._holds

@@ -82,7 +82,8 @@ IN_PLACE: dict[Callable[..., Any], Callable[..., Any]] = {
 """Operations that write to their tensor, and those that give the same values without."""
 
 
-JOINS = _named("cat concat concatenate stack")
+_STACKED = {torch.vstack: 0, torch.hstack: 1}
+JOINS = _named("cat concat concatenate stack") | _STACKED.keys()
 """Functions that put tensors together."""
 
 
@@ -226,7 +227,7 @@ class Op:
     def is_nothing(self, before: Tensor, after: Tensor) -> bool:
         """Whether PyTorch would give back the very tensor: a cast to what it is (metas of both)."""
         copies = self.kwargs.get("copy") or any(value is True for value in self.args[2:])
-        return after is before and self.func in _RETURNS_ITSELF and not copies
+        return after is before and self.func in _RETURNS_ITSELF | _VIEWS and not copies
 
     def aliases(self, before: Tensor, after: Tensor) -> bool:
         """Whether the result may share the memory of what it is made from (metas of both)."""
@@ -312,6 +313,8 @@ class Join(Op):
         dim = args[0] if args else kwargs.get("dim", kwargs.get("axis", 0))
         if func not in JOINS or len(args) > 1 or kwargs.keys() - {"dim", "axis"}:
             return None
+        if func in _STACKED:
+            func, dim = torch.cat, _STACKED[func] if num_dims > 1 else None
         if type(dim) is not int or (func is torch.stack and dim in (0, -num_dims - 1)):
             return None
         text = ", ".join(f"{leaf}:{chain}" for leaf, _, chain in parts[1:])

@@ -224,6 +224,8 @@ def test_what_is_done_row_by_row_is_recorded(hit, how):
 TOGETHER = {
     "one behind the other": (lambda x: torch.cat([x, 2 * x.flip(-1), x]), (3, 1)),
     "side by side": (lambda x: torch.concat([x, x + 1], dim=-1), (1, 1)),
+    "vertically": (lambda x: torch.vstack([x, x + 1]), (2, 1)),
+    "horizontally": (lambda x: torch.hstack([x, x + 1]), (1, 1)),
     "stacked": (lambda x: torch.stack([x, -x], 1), (1, 1)),
     "stacked and flattened": (lambda x: torch.stack([x, -x], dim=1).flatten(0, 1), (1, 2)),
     "of views of their own": (lambda x: x.reshape(-1, 2), (1, 3)),
@@ -255,6 +257,19 @@ def test_what_is_put_together_is_what_its_parts_were_then():
     x *= 3
     assert torch.equal(y.full(), torch.cat([RAW, RAW + 1]))
     assert type(torch.cat([x, other])) is Tensor
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "view", [lambda x: x.view(4, -1), lambda x: x[:, 1:], lambda x: x[1:3], lambda x: x.flatten(2)]
+)
+def test_a_view_is_not_its_samples_once_its_base_was_written_to(hit, view):
+    (x, _), raw = make_batch(hit), RAW.clone()
+    seen, expected = view(x), view(raw)
+    x.mul_(2)
+    raw.mul_(2)
+    assert not getattr(seen, "intact", False) or seen is x
+    assert torch.equal(seen + 0, expected)
 
 
 def test_constants_are_told_apart_by_content_and_kept_from_changes():
