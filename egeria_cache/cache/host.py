@@ -222,6 +222,8 @@ class CacheHost:
         self, batch: Batch, cut: Cut, rows: np.ndarray | None, tensors: dict[str, Tensor]
     ) -> None:
         """Store fresh activations of the masked rows (None: all)."""
+        if batch.context.is_outdated:
+            return  # it was loaded from data that are others by now
         view = self._view_at(cut, batch)
         if view is None or not self._fits(view, batch) or not self._is_told(batch, cut):
             return
@@ -356,7 +358,7 @@ class CacheHost:
         what = source.fingerprint.changed(midway=True) if source.aside is None else None
         if what is not None:
             self.data_changed(source.key, what, unlink=True)
-        return what is not None
+        return bool(batch.context.is_outdated)
 
     def audit_leaves(self, batch: Batch, rows: np.ndarray, loaded: Mapping[str, Any]) -> bool:
         """Compare stored labels and the like with what was loaded again."""
@@ -383,6 +385,9 @@ class CacheHost:
         """The loader's data set is another one; see `LoaderPort.data_changed`."""
         if loader_name in self._status.uncached:
             return
+        self._views.void(
+            lambda view: view.loader_name == loader_name, unlink=unlink, is_outdated=True
+        )
         if give_up:
             reason = f"its data set changes again and again ({what})"
             self.leave_uncached(loader_name, reason, unlink=unlink)
@@ -392,7 +397,6 @@ class CacheHost:
         level = logging.WARNING if self._counts.why_not is None else logging.INFO
         self._counts.why_not = text
         log.log(level, "loader %r: %s", shown_name(loader_name), text)
-        self._views.void(lambda view: view.loader_name == loader_name, unlink=unlink)
         self.open_again(loader_name)
 
     # ---- what ends caching ----------------------------------------------------------------------

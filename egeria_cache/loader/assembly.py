@@ -369,7 +369,10 @@ class Assembly:
             if isinstance(leaf, Tensor) and not (is_read and path in rows):
                 padding = None if lengths is None else lengths.padding
                 metas[path] = row_meta(leaf) if padding is None else padding.row_meta(path, leaf)
-        context = BatchContext(source, structure, task, metas, kinds, constants)
+        age = source.fingerprint.age
+        context = BatchContext(source, structure, task, metas, kinds, constants, age)
+        if plan.entry is not None:
+            plan.entry.is_given = True
         return Batch(
             ids=plan.ids,
             draws=plan.draws,

@@ -116,7 +116,9 @@ def together(
         leaves=found.own,
         load_rows=partial(_load_own, source, task, lengths, tuple(found.own)),
         entry=PartEntry(SharedRows(entry), np.array(order)) if entry and is_moved else entry,
-        context=BatchContext(source, found.structure, task, metas, kinds, {}),
+        context=BatchContext(
+            source, found.structure, task, metas, kinds, {}, source.fingerprint.age
+        ),
         may_be_stored=not is_plain and (entry is None or entry.num_misses > 0),
         lengths=lengths,
         mixed=found.mixed,

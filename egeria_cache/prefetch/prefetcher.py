@@ -77,6 +77,8 @@ class PlannedEntry:
         """Of the batch that they are given out in."""
         self.on_load: Callable[[], None] | None = None
         """Called when the rows are used for the first time."""
+        self.is_given = False
+        """Whether the batch was given out."""
         self.was_used = False
         self.read_s, self.num_read, self.waited_s = 0.0, 0, 0.0
         """What reading cost the thread that read, for how many samples; and for how long training
@@ -90,7 +92,8 @@ class PlannedEntry:
     @property
     def alive(self) -> bool:
         """False once the activations became stale, and in a forked child, which cannot read."""
-        return not self.view.is_void and self._process == os.getpid()
+        is_right = not self.view.is_void or (self.is_given and self.view.is_outdated)
+        return is_right and self._process == os.getpid()
 
     def ready(self) -> bool:
         """Wait until the rows are there. False if they could not be read, or became stale."""

@@ -75,6 +75,9 @@ class View:
     """How the loader pads its samples; stored rows have none of it."""
     _metas: dict[tuple[str, int], Tensor] = field(default_factory=dict, init=False)
     is_void: bool = False
+    is_outdated: bool = False
+    """Whether it is void only because the data are others by now: batches that were given out
+    before are what they were."""
     is_checked: bool = False
     """Whether rows that were found in it have been compared with computed ones."""
 
@@ -189,18 +192,22 @@ class Views:
         if view in views:
             self._live[view.loader_name] = [view, *(one for one in views if one is not view)]
 
-    def void(self, stale: Callable[[View], bool], *, unlink: bool) -> None:
+    def void(
+        self, stale: Callable[[View], bool], *, unlink: bool, is_outdated: bool = False
+    ) -> None:
         """Serve nothing from these any more, wherever their batches are by now.
 
         Args:
             stale: Which.
             unlink: Also forget what is on disk: it is wrong, and not only of another boundary.
+            is_outdated: Their data are others by now; batches that were given out go on.
         """
         for name, views in self._live.items():
             for view in filter(stale, views):
                 for same in [one for one in self._made if one.generation is view.generation]:
                     same.is_void |= same.loader_name == view.loader_name or unlink
-                view.is_void = True
+                    same.is_outdated = is_outdated
+                view.is_void, view.is_outdated = True, is_outdated
                 self.num_voided += 1
                 if os.getpid() != self._process:
                     continue  # a forked child: its files' locks may be held for ever

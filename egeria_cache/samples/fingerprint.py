@@ -91,6 +91,8 @@ class Fingerprint:
         self._roots = roots
         self._look_at = look_at
         self._text: str | None = None
+        self.age = 0
+        """How often the data were seen to be others than before."""
         nothing = Portrait({}, frozenset())
         self._portraits: tuple[Portrait, Portrait] = nothing, nothing
         self._shown = Look([], None, frozenset())
@@ -139,7 +141,7 @@ class Fingerprint:
         self._free_s -= now - started
         self.next_look = 0.0 if self._free_s > 0 else now + (now - started) / MAX_SHARE
         if what is not None:
-            self._text = None
+            self._text, self.age = None, self.age + 1
         return what
 
     def _surely_changed(self) -> str | None:

@@ -64,6 +64,13 @@ class BatchContext:
     """Type of each leaf that has rows."""
     constants: Mapping[str, Any]
     """The other leaves."""
+    age: int
+    """Of the data (`Fingerprint.age`) when the batch was given out."""
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the data are others by now."""
+        return self.age != self.source.fingerprint.age
 
     def select(self, rows: np.ndarray) -> BatchContext:
         """Return the context of some of the samples, given by their positions."""
