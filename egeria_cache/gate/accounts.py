@@ -37,6 +37,8 @@ class Accounts:
         self.counts = CacheStats()
         self._given: list[weakref.ref[Any]] = []
         """Batches that were given out since the model was called last."""
+        self._was_called = False
+        """Whether the model was seen to be called with a batch."""
         self._told_unseen = ""
         self._next_look = 16
 
@@ -66,10 +68,13 @@ class Accounts:
                 setattr(self.counts, name, value)
 
     def yielded(self, batch: Any) -> None:
-        """Note that a batch was yielded which the model should see.
+        """Note that a batch was yielded which the model should see, until it has seen one: an
+        average of it may be evaluated later.
 
         Trainers collect batches before they use any: what counts is those that are gone.
         """
+        if self._was_called:
+            return
         self._given.append(weakref.ref(batch))
         if len(self._given) == self._next_look:  # a cycle's parts are there until it is looked for
             self._next_look *= 2
@@ -94,7 +99,9 @@ class Accounts:
 
     def model_called(self) -> None:
         """Note that the model was called with a batch."""
-        self._given.clear()
+        if not self._was_called:
+            self._was_called = True
+            self._given.clear()
         if self._told_unseen and self.counts.why_not == self._told_unseen:
             self.counts.why_not = None
 
