@@ -96,6 +96,15 @@ class BoundaryError(EgeriaError):
         )
 
     @classmethod
+    def moves(cls, boundary: str, parameter: str) -> BoundaryError:
+        """A parameter is written to where a dry run or an audit would do that once more."""
+        return cls(
+            f"an activation at {boundary!r} cannot be reused: the forward writes to the parameter "
+            f"{parameter!r}, before the boundary or for what runs before it; do that in the "
+            "training loop, or behind the boundary"
+        )
+
+    @classmethod
     def shares_memory(cls, boundary: str, module: str, other: str) -> BoundaryError:
         """Two tensors that cross the cut lie in the same memory, in a way that cannot be stored."""
         return cls(

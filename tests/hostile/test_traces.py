@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import itertools
 import random
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from tests.hostile.harness import cross_entropy, hostile
+from tests.hostile.harness import cross_entropy, hostile, judge
 from tests.hostile.loops import trained
 from tests.hostile.nets import ConvNet, Net, images, layered, net, rows
 
@@ -61,6 +62,67 @@ def with_codes():
     return model
 
 
+def with_average(forward=None):
+    """A second head that follows the first one; nobody trains it."""
+    model = net(back=following) if forward is None else net(forward=forward)
+    model.second = copy.deepcopy(model.head).requires_grad_(False)
+    return model
+
+
+def follow(model):
+    for average, parameter in zip(model.second.parameters(), model.head.parameters(), strict=True):
+        average.data = average.data * 0.9 + parameter.data * 0.1
+    with torch.no_grad():
+        model.second.weight.mul_(0.99).add_(model.head.weight, alpha=0.01)
+
+
+def following(model, h):
+    follow(model)
+    return Net.back(model, h) + 0.1 * model.second(h).detach()
+
+
+def following_first(model, x):
+    follow(model)
+    return model.back(model.front(x))
+
+
+def normalising(model, h):
+    model.head.weight.data = F.normalize(model.head.weight.data)
+    return h
+
+
+def noisy(model, h):
+    with torch.no_grad():
+        model.late.weight.add_(0.01 * torch.randn_like(model.late.weight))
+    return h
+
+
+def penalising(model, h):
+    if model.training:
+        (0.05 * model.head.weight.square().sum()).backward()
+    return h
+
+
+def shrinking(layer, h):
+    layer.weight.data.mul_(0.999)
+    return h
+
+
+class Probing(Net):
+    """Trains a layer beside the head within its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.beside = nn.Linear(8, 8)
+        self.kept = [torch.optim.Adam(self.beside.parameters(), lr=0.1)]
+
+    def back(self, h):
+        self.kept[0].zero_grad()
+        self.beside(h.detach()).square().mean().backward()
+        self.kept[0].step()
+        return super().back(h)
+
+
 def with_spectral_norm():
     model = Net()
     parametrizations.spectral_norm(model.late)
@@ -73,6 +135,10 @@ HEADS = {
     "an average in place": lambda: headed(averaging_in_place, bank=torch.zeros(8)),
     "buffers": with_codes,
     "spectral norm": with_spectral_norm,
+    "an average of weights": with_average,
+    "weights that are normalised": lambda: headed(normalising),
+    "weights with noise": lambda: headed(noisy),
+    "gradients": lambda: headed(penalising),
 }
 
 
@@ -81,6 +147,27 @@ HEADS = {
 @pytest.mark.parametrize("kind", HEADS)
 def test_what_a_head_remembers_moves_once_a_step(run, kind):
     trained(run, model=HEADS[kind]())
+
+
+MOVING = {
+    "an average before the front": (
+        lambda: with_average(following_first), "writes to the parameter 'second"
+    ),
+    "what the front reads": (
+        lambda: headed(lambda m, h: shrinking(m.early, h)), "writes to the parameter 'early.weight'"
+    ),
+    "what the front writes": (
+        lambda: layered(shrinking), "writes to the parameter 'early.weight'"
+    ),
+    "an optimizer": (Probing, "steps an optimizer (Adam)"),
+}  # fmt: skip
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("kind", MOVING)
+def test_weights_that_a_front_moves_are_refused_by_name(kind):
+    make, why = MOVING[kind]
+    judge(lambda run: trained(run, model=make()), told=why)
 
 
 @hostile

@@ -21,6 +21,7 @@ from egeria_cache.skip.prove.rehearsal import FEW_ROWS, patchable, rows_of
 from egeria_cache.skip.prove.twin import Twins, shared_modules
 from egeria_cache.skip.serve.invocation import Invocation
 from egeria_cache.skip.state.surroundings import Surroundings
+from egeria_cache.skip.state.weights import Weights
 
 __all__ = ["AutoBoundary"]
 
@@ -112,7 +113,7 @@ class AutoBoundary:
         world = surroundings.now()
         try:
             with Attempt() as tried:  # the model's own error comes again, from the user's call
-                twin = Twins(self._model, forward, call, parts=parts).fresh()
+                twin = Twins(self._model, forward, call, Weights(), parts=parts).fresh()
                 given = arguments(twin.call, rows) if rows else twin.call.plain()
                 # A gradient that is asked of an input trains nothing before the boundary.
                 args, kwargs = tree_map_only(Tensor, Tensor.detach, given)

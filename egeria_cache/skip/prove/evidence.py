@@ -57,6 +57,8 @@ class Evidence:
     """Copies of the model and its inputs as they were before the plain run."""
     before: World
     """What the copies share with the model, at that time."""
+    moved: dict[int, str]
+    """Id -> name of the parameters that the plain run has written to."""
     after: World
     surroundings: Surroundings
     grad: bool
@@ -168,6 +170,8 @@ def recompute(
         except PrefixDone:
             pass
     drew = not RandomState.now().equals(generators)
+    for name in twin.moved.values():
+        raise BoundaryError.moves(evidence.boundary, name)
     if is_common:
         evidence.common = twin
     return Recomputed(rows, [tree_leaves(output) for output in run.outputs], drew, run.given)

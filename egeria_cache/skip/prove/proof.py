@@ -74,6 +74,7 @@ def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
     recipe.grad_mode = None if same_parts(recipe, repeated, other_mode) else evidence.grad
     _check_trained(evidence, recipe, trace)
     recipe.reads = _reads(evidence, recipe, trace)
+    _check_moved(evidence, recipe)
     recipe.surroundings = evidence.surroundings if evidence.surroundings else None
     recipe.moving = [pair for pair in repeats.moving if recipe.surrounds(pair[0])]
     recipe.draws = any(part.drew for part in parts)
@@ -89,6 +90,14 @@ def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
     recipe.profile = _profile(evidence, recipe)
     recipe.growth = study_lengths(evidence, recipe)
     return recipe, _check_replay(evidence, prober, recipe)
+
+
+def _check_moved(evidence: Evidence, recipe: Recipe) -> None:
+    """A parameter that the forward writes to is the active part's alone."""
+    read = [p for _, module in recipe.skipped_modules() for p in module.parameters(recurse=False)]
+    for tensor in (*read, *(named[2] for named in recipe.reads)):
+        if id(tensor) in evidence.moved:
+            raise BoundaryError.moves(recipe.boundary, evidence.moved[id(tensor)])
 
 
 def _check_company(evidence: Evidence, recipe: Recipe) -> None:

@@ -40,6 +40,7 @@ from egeria_cache.skip.serve.runs import wants_grad
 from egeria_cache.skip.state.hooks import hook_of_training
 from egeria_cache.skip.state.remembered import RandomState
 from egeria_cache.skip.state.surroundings import Surroundings, World
+from egeria_cache.skip.state.weights import Weights
 
 __all__ = ["FEW_ROWS", "Outcome", "Rehearsal", "patchable", "rows_of"]
 
@@ -94,6 +95,7 @@ class Rehearsal:
         """Whether what tensor parallelism cuts has the shape of this rank's part in a copy."""
         self.names = {id(module): name for name, module in model.named_modules()}
         self._surroundings = Surroundings(model, shared_modules(model))
+        self._weights = Weights()
 
     def run(self) -> Outcome:
         """Return the recipe, or the reason why there is none; the model is as it was before."""
@@ -120,6 +122,7 @@ class Rehearsal:
             return Outcome(error=self._refusal(tried.error))
         finally:
             before.restore()
+            self._weights.put_back(wholly=True)
 
     def _run(self, before: World) -> Outcome:
         recorder = self._discover()
@@ -147,6 +150,7 @@ class Rehearsal:
             ancestors=ancestors,
             outputs=plain_run.outputs,
             seconds=plain_run.seconds,
+            moved=twin.moved,
             result=result,
             given=twin.call.leaves,
             twins=twins,
@@ -180,7 +184,7 @@ class Rehearsal:
         return modules, distinct([self.model, *(call.module for call in around)])
 
     def _twins(self) -> Twins:
-        return Twins(self.model, self.forward, self.call, parts=self._parts)
+        return Twins(self.model, self.forward, self.call, self._weights, parts=self._parts)
 
     def _refusal(self, error: Exception) -> BoundaryError:
         if isinstance(error, BoundaryError):

@@ -1,28 +1,31 @@
 """Run a copy of the model: what a rehearsal changes is a copy's, by construction.
 
-A twin has the model's parameters and copies of everything else: buffers, attributes, queues, hooks
-with what they append to, private generators, and the inputs of the call (`copier.py`). All twins of
-one rehearsal are copies of the model as it was before the user's own forward, so that no run sees
-what another has left. Making one takes about 30 us per module: runs that only differ in their rows
-share one, as batches share a model.
+A twin has the model's parameters, which are put back behind each run (`weights.py`), and copies
+of everything else: buffers, attributes, queues, hooks with what they append to, private generators,
+and the inputs of the call (`copier.py`). All twins of one rehearsal are copies of the model as it
+was before the user's own forward, so that no run sees what another has left. Making one takes about
+30 us per module: runs that only differ in their rows share one, as batches share a model.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import copy_context
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model.calls import intercept
 from egeria_cache.skip.model.fsdp import is_sharded, make_local
 from egeria_cache.skip.serve.invocation import Invocation, plain
 from egeria_cache.skip.state.copier import Copier, is_shared
+from egeria_cache.skip.state.weights import Weights
 
 __all__ = ["Twin", "Twins", "shared_modules"]
 
@@ -31,9 +34,14 @@ class Twin:
     """One copy of the model and its call, to be run and thrown away."""
 
     def __init__(
-        self, pairs: Mapping[int, Any], root: tuple[nn.Module, Callable[..., Any], Invocation]
+        self,
+        pairs: Mapping[int, Any],
+        root: tuple[nn.Module, Callable[..., Any], Invocation],
+        weights: Weights,
     ) -> None:
-        self._pairs = pairs
+        self._pairs, self._weights = pairs, weights
+        self.moved: dict[int, str] = {}
+        """Id -> name of the parameters that the last run has written to."""
         self.model, self._forward, self.call = root
         self._real = {
             id(copy): module for module, copy in pairs.values() if isinstance(module, nn.Module)
@@ -41,7 +49,11 @@ class Twin:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run it; context variables that it sets are its own."""
-        return copy_context().run(self._forward, *args, **kwargs)
+        try:
+            with _no_step():
+                return copy_context().run(self._forward, *args, **kwargs)
+        finally:
+            self.moved = self._weights.put_back()
 
     def of(self, value: Any) -> Any:
         """Return the copy of one of the model's modules or tensors; itself if it is shared."""
@@ -80,6 +92,7 @@ class Twins:
         model: The model.
         forward: Its own forward, a method of it or what wraps one.
         call: Its inputs.
+        weights: Keeps the parameters.
         parts: See `make_local`.
     """
 
@@ -88,10 +101,11 @@ class Twins:
         model: nn.Module,
         forward: Callable[..., Any],
         call: Invocation,
+        weights: Weights,
         *,
         parts: bool = False,
     ) -> None:
-        self._model = model
+        self._model, self._weights = model, weights
         with torch.inference_mode(False):
             leaves = [plain(leaf) for leaf in call.leaves]
         self._copier = Copier(model)
@@ -100,6 +114,7 @@ class Twins:
             (model, forward, leaves, call.given)
         )
         self._call = call
+        weights.keep(self._copier.weights)
         make_local(self._copier.modules(), parts=parts)
         if any(is_sharded(p) for m in shared_modules(model) for p in m._parameters.values()):
             raise BoundaryError(
@@ -128,7 +143,7 @@ class Twins:
         """Return the one twin that is needed; no other may be asked for."""
         model, forward, leaves, given = self._root
         call = dataclasses.replace(self._call, leaves=leaves, given=given, lent=[])
-        return Twin(self._copier.pairs, (model, forward, call))
+        return Twin(self._copier.pairs, (model, forward, call), self._weights)
 
     def fresh(self, change: Callable[[Tensor], Tensor] | None = None) -> Twin:
         """Return a new twin.
@@ -144,7 +159,26 @@ class Twins:
             for i, (original, first) in self._copier.pairs.items()
             if isinstance(original, nn.Module | Tensor)
         }
-        return Twin(pairs, (model, forward, call))
+        return Twin(pairs, (model, forward, call), self._weights)
+
+
+@contextmanager
+def _no_step() -> Iterator[None]:
+    """Refuse steps of an optimizer in this thread: it would count them, and be ahead."""
+    thread = get_ident()
+
+    def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if get_ident() == thread:
+            raise BoundaryError(
+                f"the forward steps an optimizer ({type(optimizer).__name__}), and a rehearsal "
+                "would do that again; step it in the training loop"
+            )
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def shared_modules(model: nn.Module) -> list[nn.Module]:

@@ -92,6 +92,8 @@ class Copier:
         self, *models: nn.Module, change: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         self._change = change
+        self.weights: list[tuple[str, Tensor]] = []
+        """(name, parameter) of those that the copies share with the originals."""
         self.pairs: dict[int, tuple[Any, Any]] = {}
         """Id of an original -> (it, which keeps the id its own; its copy)."""
         self._storages: dict[Any, Any] = {}
@@ -163,6 +165,8 @@ class Copier:
 
     def _module(self, value: nn.Module) -> Any:
         if is_shared(value):
+            path = self._path()
+            self.weights += [(f"{path}.{name}", p) for name, p in value.named_parameters()]
             return self._keep(value, value)
         return self._object(value)
 
@@ -172,7 +176,10 @@ class Copier:
             like = {"device": value.device, "dtype": value.dtype}
             return self._keep(value, make(requires_grad=value.requires_grad, **like))
         if isinstance(value, nn.Parameter) or (value.requires_grad and value.is_leaf):
-            return self._keep(value, value if self._change is None else self._change(value))
+            if self._change is not None:
+                return self._keep(value, self._change(value))
+            self.weights.append((self._path(), value))
+            return self._keep(value, value)
         if type(value) is not Tensor or value.is_meta:
             return self._keep(value, value)
         if value.layout != torch.strided or value.is_quantized:
