@@ -43,6 +43,9 @@ class BatchTensor(Tensor):
     """A meta of the leaf when each row was a sample's last, how long the chain was, and the fold
     then; None where it is."""
 
+    _source: BatchTensor | None = None
+    """What it was detached from."""
+
     @staticmethod
     def wrap(data: Tensor, batch: Batch, leaf: str) -> BatchTensor:
         """Tag a fully loaded leaf. The data is shared, not copied."""
@@ -124,6 +127,8 @@ class BatchTensor(Tensor):
         return loaded_tensor(op.joined(data), self.batch, self.leaf, (*self.chain, op))
 
     def _followed(self, op: Op, result: BatchTensor) -> BatchTensor:
+        if op.func is Tensor.detach:
+            result._source = self
         known = self.fold if self._before is None else self._before[2]
         if op.opens or op.fold != known:
             shape, stride = self.shape, self.stride()
@@ -178,6 +183,8 @@ class BatchTensor(Tensor):
                 if result is not None:
                     return result
                 if at == 0 and _is_in_place(func):
+                    if func is Tensor.requires_grad_ and tagged._source is not None:
+                        tagged._source._become_plain()  # it is trained: a `Parameter`, say
                     tagged._become_plain()
             args, kwargs = unwrap(args), unwrap(kwargs)
         with torch._C.DisableTorchFunctionSubclass():

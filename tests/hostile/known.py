@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from tests.hostile.harness import (
     Finding,
-    ForeignError,
     NeedlesslyUncached,
     SilentlyWrong,
     WithoutAWord,
@@ -28,11 +27,6 @@ KNOWN: dict[str, tuple[type[Finding], str]] = {
         "test_joined_and_shaped_inputs_are_served[Variable]",
     ),
     # test_batches_structures.py
-    **because(
-        ForeignError,
-        "a batch's clone is a tensor of a class of its own, which a Parameter does not take",
-        "test_a_parameter_can_be_made_of_a_batch",
-    ),
     **because(
         NeedlesslyUncached,
         "samples are looked for in the first dimension alone",

@@ -705,7 +705,11 @@ def test_a_batch_is_of_a_type_of_its_own(run):
 
 @hostile
 def test_a_parameter_can_be_made_of_a_batch(run):
-    trained(run, lambda m, b: ce(m, *b) + nn.Parameter(b[0].clone()).sum())
+    def loss(model, batch):
+        added = nn.Parameter(batch[0].clone()).sum() + nn.Parameter(2 * batch[0]).mean()
+        return ce(model, *batch) + added * nn.Parameter(batch[0]).abs().sum()
+
+    trained(run, loss)
 
 
 @hostile

@@ -309,13 +309,18 @@ def _quoted(where: str) -> str:
     return where if " " in where else repr(where)
 
 
+_THEMSELVES = (
+    nn.Module, FunctionType, MethodType, type, ModuleType, staticmethod, classmethod, property
+)  # fmt: skip
+
+
 def _same(now: Any, then: Any) -> bool:
     """Whether two objects hold the same. Modules, functions and hooks are themselves alone."""
     if type(now) is not type(then):
         return False
     if type(now).__module__.startswith("egeria_cache."):  # what holds a module in inference mode
         return True
-    if isinstance(now, nn.Module | FunctionType | MethodType | type | ModuleType):
+    if isinstance(now, _THEMSELVES):
         return bool(now == then)
     if isinstance(now, tuple):
         both = zip(now, then, strict=False)
