@@ -49,7 +49,7 @@ class Look(NamedTuple):
     moved: frozenset[str]
     """Paths of the portrait that loading itself changes: counters, caches, files that are open."""
     decides: str | None = None
-    """An attribute of the data set that counts loads, and decides what it gives."""
+    """What counts loads, and decides what they give."""
 
 
 def look(
@@ -121,8 +121,8 @@ class Fingerprint:
         """Say so if what a sample is depends on how much was loaded before."""
         name = self._shown.decides if str(self) else None
         return name and (
-            f"the data set's attribute {name!r} counts what is loaded, and decides what a sample "
-            "is; set it in the loop, before an epoch"
+            f"{name!r} counts what is loaded, and decides what a sample is; set it in the loop, "
+            "before an epoch"
         )
 
     def changed(self, *, midway: bool = False) -> str | None:

@@ -8,11 +8,9 @@ plain DataLoader; only the global random generators that are drawn from are seed
 from __future__ import annotations
 
 import copy
-import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import FunctionType, MethodType
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +28,7 @@ from egeria_cache.samples.collation import (
     own_lengths,
 )
 from egeria_cache.samples.company import Company, Told
-from egeria_cache.samples.counters import counts, deciding
+from egeria_cache.samples.counters import Kept, deciding, unmoved
 from egeria_cache.samples.fingerprint import Look, look, sample_print
 from egeria_cache.samples.generators import GENERATORS, preserved
 
@@ -41,7 +39,6 @@ __all__ = [
     "SeededDataset",
     "SeededWorkerInit",
     "Task",
-    "apart",
 ]
 
 
@@ -105,13 +102,6 @@ class Loaded(NamedTuple):
     """Whether samples are compared with what they are alone, and what that has taken."""
 
 
-def apart(function: Any) -> Any:
-    """Return a function whose calls move nothing that it, or its object, counts in attributes."""
-    if isinstance(function, MethodType):
-        return MethodType(function.__func__, _stand_in(function.__self__))
-    return function if isinstance(function, FunctionType) else _stand_in(function)
-
-
 class SampleLoader:
     """Loads a dataset's samples, each under its own stateless seed.
 
@@ -134,33 +124,29 @@ class SampleLoader:
         self._num_undrawn = 0
         self.company = Company()
 
-    @contextmanager
-    def out_of_turn(self) -> Iterator[None]:
-        """Load what training does not ask for now: what the data set counts does not move on."""
-        dataset, before = self.dataset, list(counts(self.dataset))
-        self.dataset = _stand_in(dataset)
-        try:
-            yield
-        finally:
-            self.dataset = dataset
-            for count in before:
-                count.put_back()
+    def out_of_turn(self) -> AbstractContextManager[Kept]:
+        """Load what training does not ask for now: what loading moves is put back."""
+        return unmoved({"data set": self.dataset, "collate_fn": self.collate})
 
     def answer(self, task: Task) -> Any:
         """Return the task's samples in order, described if the task says so; None for no task."""
         if task.looks:
-            roots = {"data set": self.dataset, "collate_fn": apart(self.collate)}
-            before = list(counts(self.dataset))
-            seen = look(roots, lambda: self.load(task), roots["collate_fn"])
-            if any(count.moved for count in before):
+            roots = {"data set": self.dataset, "collate_fn": self.collate}
+            kept = Kept(roots)
+            seen = look(roots, lambda: self.load(task), self.collate)
+            if kept.has_moved():
                 some = task.at(range(0, len(task.ids), 4))
-                with self.out_of_turn():
-                    name = deciding(
-                        self.dataset, lambda: [sample_print(one) for one in self.load(some)]
-                    )
-                seen = seen._replace(decides=name)
+                seen = seen._replace(decides=deciding(roots, lambda: self._prints(some)))
             return seen
         return None if task.indices is None else self.load(task)
+
+    def _prints(self, task: Task) -> list[int | None]:
+        with preserved():  # the collate function may draw
+            samples = self.load(task)
+            prints = [sample_print(sample) for sample in samples]
+            with Attempt():
+                prints.append(sample_print(self.collate(samples)))
+            return prints
 
     def load(self, task: Task) -> Any:
         """Return the task's samples in order: a list, or what `__getitems__` gives instead."""
@@ -282,29 +268,6 @@ def _seedable(dataset: Any) -> Iterator[Any]:
 
 _SURELY, _SELDOM = 64, 8
 """Batches without a draw that are watched, and how seldom others are: 10 us each."""
-_GENERATORS = random.Random, np.random.Generator, np.random.RandomState
-
-
-def _stand_in(dataset: Any) -> Any:
-    """Return an object like a data set, and those that it wraps, with attributes of its own.
-
-    What they hold is shared, except for generators of random numbers: only what is assigned to an
-    attribute, a count say, or drawn is not seen.
-    """
-    attributes = getattr(dataset, "__dict__", None)
-    if type(attributes) is not dict or hasattr(type(dataset), "__del__"):
-        return dataset  # what closes files when it goes would close those of the data set
-    try:
-        found = object.__new__(type(dataset))
-    except TypeError:  # made in C
-        return dataset
-    found.__dict__.update(
-        (key, copy.deepcopy(value) if isinstance(value, _GENERATORS) else value)
-        for key, value in attributes.items()
-    )
-    if "dataset" in attributes:
-        found.__dict__["dataset"] = _stand_in(attributes["dataset"])
-    return found
 
 
 def _get_batch(dataset: Any, indices: Sequence[Any]) -> Any:
@@ -384,10 +347,10 @@ class CollateLoaded:
     def _find_lists(self, samples: list[Any]) -> frozenset[str] | None:
         """Return the lists with an item per sample in its batches; None if that cannot be tried."""
         if self._lists is None:
-            with Attempt(), preserved():
-                collate, one = apart(self.collate), samples[:1]
-                twice = collate(copy.deepcopy(one) + copy.deepcopy(one))
-                self._lists = find_lists(collate(copy.deepcopy(one)), twice)
+            with Attempt(), preserved(), unmoved({"collate_fn": self.collate}):
+                one = samples[:1]
+                twice = self.collate(copy.deepcopy(one) + copy.deepcopy(one))
+                self._lists = find_lists(self.collate(copy.deepcopy(one)), twice)
         return self._lists
 
     def _alone(
@@ -397,10 +360,9 @@ class CollateLoaded:
         found: dict[int, dict[str, Any]] = {}
         if not rows:
             return found
-        with Attempt() as tried, preserved():
-            collate = apart(self.collate)
+        with Attempt() as tried, preserved(), unmoved({"collate_fn": self.collate}):
             for row in rows:
-                leaves = flatten(collate([copy.deepcopy(samples[row])]), 1, lists)[1]
+                leaves = flatten(self.collate([copy.deepcopy(samples[row])]), 1, lists)[1]
                 found[row] = {path: _own(leaf) for path, leaf in leaves.items()}
         return found if tried.error is None else {}
 
@@ -408,11 +370,13 @@ class CollateLoaded:
         self, samples: list[Any], rows: Sequence[int], lists: Collection[str]
     ) -> dict[str, Any] | None:
         """Return the leaves of some samples collated in reverse, so that others are the first."""
-        turned = None
-        with Attempt(), preserved():
+        if not rows:
+            return None
+        with Attempt(), preserved(), unmoved({"collate_fn": self.collate}):
             some = [copy.deepcopy(samples[row]) for row in reversed(rows)]
-            turned = flatten(apart(self.collate)(some), len(some), lists)[1] if some else None
-        return turned and {path: _own(leaf) for path, leaf in turned.items()}
+            leaves = flatten(self.collate(some), len(some), lists)[1]
+            return {path: _own(leaf) for path, leaf in leaves.items()}
+        return None
 
     def _compared(
         self,

@@ -49,7 +49,18 @@ from egeria_cache.bytecode import names_in
 from egeria_cache.kinds import home, kind_name
 from egeria_cache.samples import content
 
-__all__ = ["Glance", "Portrait", "is_below", "portrait"]
+__all__ = [
+    "Glance",
+    "Portrait",
+    "attributes",
+    "globals_of",
+    "is_below",
+    "is_filled",
+    "is_opaque",
+    "is_training",
+    "is_users",
+    "portrait",
+]
 
 MAX_NODES = 20_000
 """Objects that are looked at; what lies beyond is left out."""
@@ -127,7 +138,7 @@ class Glance:
 def _glance(value: Any) -> tuple[Sequence[Any], Any]:
     """Return what an object holds, and what tells it from itself at another time."""
     kind = type(value)
-    if kind is Tensor:
+    if kind in (Tensor, nn.Parameter):
         small = value.nbytes <= _SMALL_BYTES and value.is_cpu and value.layout == torch.strided
         version = 0 if value.is_inference() else value._version
         seen = content.quick_print(value) if small else None
@@ -137,7 +148,7 @@ def _glance(value: Any) -> tuple[Sequence[Any], Any]:
     if kind is FunctionType:
         names, scope = _look_at_code(value.__code__)[1], value.__globals__
         held = [value.__code__, value.__defaults__, *(scope.get(name) for name in names)]
-        held += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        held += [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
         return held, None
     if isinstance(value, dict | list | tuple | set | frozenset | deque | np.ndarray):
         if content.is_long(value) and isinstance(value, list | tuple | np.ndarray):
@@ -147,10 +158,11 @@ def _glance(value: Any) -> tuple[Sequence[Any], Any]:
         return [item for part in parts for item in islice(part, MAX_ITEMS)], (len(value), number)
     if isinstance(value, type):
         return list(vars(value).values()), None
-    return [part for _, part in _attributes(value)], None
+    return [part for _, part in attributes(value)], None
 
 
-def _is_filled(cell: CellType) -> bool:
+def is_filled(cell: CellType) -> bool:
+    """Whether a variable of a closure was assigned."""
     try:
         return cell.cell_contents is not cell
     except ValueError:
@@ -303,7 +315,7 @@ class _Walk:
         """Add a class: its name, and the code and plain values of all that it inherits from."""
         self._note(path, kind_name(kind))
         for base in kind.__mro__[:-1]:
-            if _is_standard(base) or _is_opaque(base):
+            if _is_standard(base) or is_opaque(base):
                 continue
             for name, part in vars(base).items():
                 inner = part.__func__ if isinstance(part, staticmethod | classmethod) else part
@@ -317,9 +329,9 @@ class _Walk:
 
     def _object(self, path: str, value: Any, depth: int) -> None:
         kind = type(value)
-        if _is_opaque(kind):
+        if is_opaque(kind):
             return
-        if _is_training(value) and (self._is_within_reach or not _is_frozen(value)):
+        if is_training(value) and (self._is_within_reach or not _is_frozen(value)):
             return
         if _is_data_set(value):
             with self.within_reach(False):
@@ -353,7 +365,7 @@ class _Walk:
         Of an object with a fingerprint of its own only code, other data sets and indices count.
         """
         found = False
-        for name, part in _attributes(value):
+        for name, part in attributes(value):
             found = True
             if not vouched or name == "indices" or (name not in _OWN and _is_active(part)):
                 self.visit(f"{path}.{name}", part, depth + 1)
@@ -374,7 +386,8 @@ class _Walk:
             self._note(path, str(id(value)))
 
 
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+def attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of an object by name, and those in its slots."""
     yield from list(getattr(value, "__dict__", {}).items())
     for base in type(value).__mro__:
         slots = base.__dict__.get("__slots__", ())
@@ -403,7 +416,7 @@ def _is_data_set(value: Any) -> bool:
     return isinstance(value, Dataset) or (hasattr(kind, "__getitem__") and hasattr(kind, "__len__"))
 
 
-def _is_training(value: Any) -> bool:
+def is_training(value: Any) -> bool:
     """Whether an object trains, or tells of it; or holds what does, as trainers and their helpers.
 
     A module without parameters is a transform, and a data set or a transform that holds a model
@@ -413,7 +426,7 @@ def _is_training(value: Any) -> bool:
         return True
     if callable(value) or _is_data_set(value):
         return False
-    held = [part for _, part in _attributes(value)]
+    held = [part for _, part in attributes(value)]
     lists = [part for part in held if type(part) in (list, tuple)]
     return any(map(_is_one_of_training, chain(held, *lists)))
 
@@ -440,7 +453,13 @@ def _is_value(value: Any) -> bool:
     return type(value) in content.PLAIN or isinstance(value, list | tuple | dict | np.ndarray)
 
 
-def _is_opaque(kind: type) -> bool:
+def is_users(kind: type) -> bool:
+    """Whether a class belongs neither to Python nor to a library."""
+    return not (_is_standard(kind) or is_opaque(kind) or _is_librarys(kind))
+
+
+def is_opaque(kind: type) -> bool:
+    """Whether objects of a class say nothing about a sample."""
     return f"{kind.__module__}.".startswith(_OPAQUE)
 
 
@@ -467,7 +486,7 @@ def _look_at_code(code: CodeType) -> tuple[int, tuple[str, ...]]:
     if known is None:
         digest = xxhash.xxh3_64()
         _add_code(digest, code)
-        known = _CODE[id(code)] = code, digest.intdigest(), _globals_of(code)
+        known = _CODE[id(code)] = code, digest.intdigest(), globals_of(code)
     return known[1:]
 
 
@@ -483,7 +502,7 @@ def _add_code(digest: Any, code: CodeType) -> None:
             digest.update(repr(constant).encode("utf-8", "replace"))
 
 
-def _globals_of(code: CodeType) -> tuple[str, ...]:
+def globals_of(code: CodeType) -> tuple[str, ...]:
     """Return the globals that code reads, as far as it is none of a library's."""
     is_library = code.co_filename.startswith((*_LIBRARIES, "<frozen"))
     return () if is_library else names_in(code).loaded

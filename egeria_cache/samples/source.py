@@ -39,7 +39,6 @@ from egeria_cache.samples.loading import (
     SampleLoader,
     SeededDataset,
     Task,
-    apart,
 )
 from egeria_cache.samples.study import Study
 
@@ -291,9 +290,11 @@ class LoaderSource:
         return loaded
 
     def _answer_here(self, task: Task) -> Loaded:
-        with self.samples.out_of_turn():
-            loaded = SeededDataset(self.samples).__getitems__(task)
-            return CollateLoaded(apart(self.collate))(loaded)
+        with self.samples.out_of_turn() as kept:
+            loaded = self.load_planned(task)
+            if kept.has_moved(names=False):  # it may lie in what is put back
+                loaded = loaded._replace(data=copy.deepcopy(loaded.data))
+            return loaded
 
     def yields(self, tensors: Iterable[Any]) -> None:
         """Note the tensors of the batch that was collated last, as the loop gets them."""
@@ -354,6 +355,12 @@ class LoaderSource:
         kind = (batch.context.task.seeds_all, shapes)
         if kind in self._proven:
             return None
+        with self.samples.out_of_turn() as kept:
+            if kept.used_up:
+                return (
+                    f"{kept.used_up!r} is a generator, which loading once more would use up; hold "
+                    "what it gives in a list"
+                )
         ends = sorted({0, batch.size - 1})
         with preserved():  # the collate function may draw
             for rows in [[i] for i in range(batch.size)] if alone else [ends]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
+from itertools import count, cycle
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -415,6 +419,156 @@ COUNTING = {
 @hostile(told="decides what a sample is")
 def test_a_data_set_that_decides_by_a_count_of_its_loads(run, kind, where, workers):
     trained(run, data=COUNTING[where](kind), num_workers=workers, epochs=6)
+
+
+class Ticking:
+    """Counts what it is asked, in one of many ways."""
+
+    shared = 0
+
+    def __init__(self, kind):
+        Ticking.shared = 0
+        self.kind, self.number, self.text = kind, np.int64(0), ""
+        self.held = HELD[kind]() if kind in HELD else None
+        self.tick = {
+            "number": self._number, "text": self._text, "class": self._shared,
+            "closure": closed(), "global": in_a_global, **COUNTED,
+        }[kind]  # fmt: skip
+        in_a_global(back=True)
+
+    def _number(self, _):
+        self.number = self.number + 1
+        return self.number
+
+    def _text(self, _):
+        self.text += "x"
+        return len(self.text)
+
+    def _shared(self, _):
+        Ticking.shared += 1
+        return Ticking.shared
+
+
+HELD = {
+    "iterator": lambda: count(1),
+    "array": lambda: np.zeros(1),
+    "tensor": lambda: torch.zeros(1),
+    "deque": deque,
+    "set": set,
+    "bytes": bytearray,
+    "list of one": lambda: [0],
+    "nested": lambda: {"a": [{"n": 0}]},
+    "slots": lambda: Slotted(0.0),
+}
+COUNTED = {
+    "iterator": next,
+    "array": lambda held: held.__iadd__(1).item(),
+    "tensor": lambda held: held.add_(1).item(),
+    "deque": lambda held: held.append(0) or len(held),
+    "set": lambda held: held.add(len(held)) or len(held),
+    "bytes": lambda held: held.append(0) or len(held),
+    "list of one": lambda held: held.append(held.pop() + 1) or held[0],
+    "nested": lambda held: held["a"][0].update(n=held["a"][0]["n"] + 1) or held["a"][0]["n"],
+    "slots": lambda held: setattr(held, "n", held.n + 1.0) or held.n,
+}
+
+
+class Slotted:
+    __slots__ = ("n",)
+
+    def __init__(self, n):
+        self.n = n
+
+
+TICKS = 0
+
+
+def in_a_global(_=None, *, back=False):
+    global TICKS
+    TICKS = 0 if back else TICKS + 1
+    return TICKS
+
+
+def closed():
+    ticks = 0
+
+    def tick(_):
+        nonlocal ticks
+        ticks += 1
+        return ticks
+
+    return tick
+
+
+class TickingData(Pairs):
+    """The same in two epochs, and other samples in the third."""
+
+    def __init__(self, kind, to=1.5):
+        super().__init__()
+        self.ticking, self.to = Ticking(kind), to
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x * (1.0 if self.ticking.tick(self.ticking.held) <= 48 else self.to), y
+
+
+def ticking(kind, to=1.5):
+    """A collate function that counts its batches."""
+    ticks = Ticking(kind)
+
+    def collate(samples):
+        x, y = default_collate(samples)
+        return x * (1.0 if ticks.tick(ticks.held) <= 6 else to), y
+
+    return collate
+
+
+TICKING = ["number", "text", "class", "closure", "global", *HELD]
+
+
+@pytest.mark.parametrize("kind", TICKING)
+@hostile(told="decides what a sample is")
+def test_what_counts_loads_in_any_way_and_decides(run, kind):
+    trained(run, data=TickingData(kind), epochs=5)
+
+
+@pytest.mark.parametrize("kind", TICKING)
+@hostile(told="decides what a sample is")
+def test_a_collate_function_that_counts_in_any_way_and_decides(run, kind):
+    trained(run, collate_fn=ticking(kind), epochs=5)
+
+
+@pytest.mark.parametrize("kind", TICKING)
+@hostile(served=True)
+def test_what_counts_loads_in_any_way_and_decides_nothing_is_served(run, kind):
+    data, collate = TickingData(kind, 1.0), ticking(kind, 1.0)
+    trained(run, data=data, collate_fn=collate, epochs=4)
+
+
+class Generated(Pairs):
+    """Takes a number for each sample from a generator that runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = (1.0 + (i >= 48) for i in range(1000))
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x * next(self.numbers), y
+
+
+class Alternating(Generated):
+    """Every other sample of all that were loaded is another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = cycle([1.0, 1.5])
+
+
+@pytest.mark.parametrize("make", [Generated, Alternating])
+@hostile(told="data set.numbers")
+def test_a_data_set_that_uses_up_what_it_holds(run, make):
+    trained(run, data=make(), epochs=5)
 
 
 class CountingForNothing(CountingLoads):

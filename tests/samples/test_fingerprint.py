@@ -409,14 +409,14 @@ def test_a_copy_is_the_same_data_set():
         lambda d: d.labels.__setitem__(0, 9), lambda d: setattr(d.inner, "by", 2),
         lambda d: setattr(d, "x", d.x.clone()), lambda d: d.labels.append(1),
         lambda d: d.kinds.add(7), lambda d: d.named.update(b=d.named.pop("a")),
-        lambda d: d.named["a"].neg_(),
+        lambda d: d.named["a"].neg_(), lambda d: d.weight.data.fill_(2.0),
     ],
 )  # fmt: skip
 def test_a_glance_sees_what_was_written_or_replaced(write):
     data = SimpleNamespace(
         x=torch.zeros(3), rows=np.zeros(3), scale=1.0, deep=[[float(i), 0.5] for i in range(4)],
         labels=list(range(5)), inner=SimpleNamespace(by=1), kinds={1, 2},
-        named={"a": torch.ones(2, dtype=torch.bfloat16)},
+        named={"a": torch.ones(2, dtype=torch.bfloat16)}, weight=torch.nn.Parameter(torch.ones(2)),
     )  # fmt: skip
     glance = Glance(portrait({"data set": data}, thorough=False).objects)
     assert glance.is_same()

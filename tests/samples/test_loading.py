@@ -1,5 +1,10 @@
 """What is loaded beside the samples themselves, and how often."""
 
+import itertools
+from collections import OrderedDict, deque
+from queue import SimpleQueue
+
+import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -7,7 +12,9 @@ from torch.nn.utils.rnn import pad_sequence
 from egeria_cache.batch import Axis
 from egeria_cache.samples import company as module
 from egeria_cache.samples.company import FREE_S, MAX_SHARE, Company
+from egeria_cache.samples.draws import Draws
 from egeria_cache.samples.loading import CollateLoaded, SampleLoader, SeededDataset, Task
+from egeria_cache.samples.source import LoaderSource
 
 SIZE = 8
 
@@ -68,17 +75,18 @@ class Alone:
     def __init__(self, form, collate, monkeypatch):
         monkeypatch.setattr(module, "MAX_SHARE", 0.0)
         monkeypatch.setattr(module, "FREE_S", 0.0)
-        self.alone = []  # shared with the object's stand-in
+        self.alone = SimpleQueue()  # which is not put back
         self.samples = SampleLoader(Texts(form), self.counted)
         self.collate, self.wrapped = collate, CollateLoaded(self.counted)
 
     def counted(self, items):
-        self.alone += items if len(items) == 1 else []
+        if len(items) == 1:
+            self.alone.put(items)
         return self.collate(items)
 
     @property
     def num_alone(self):
-        return len(self.alone)
+        return self.alone.qsize()
 
     def load(self, start, leaves=("x", "mask"), rows=SIZE):
         indices = list(range(start, start + rows))
@@ -141,25 +149,80 @@ def test_a_sample_that_is_longer_than_was_told_is_told(monkeypatch):
     assert alone.load(SIZE).differs == "['x']"
 
 
+LOADS = 0
+
+
 class Logging:
     """Counts its loads in several ways, and is wrapped."""
 
+    shared = 0
+
     def __init__(self):
         self.dataset, self.number, self.log, self.times = Texts(list), 0, [], {}
+        self.ticks, self.order = itertools.count(), OrderedDict.fromkeys(range(9))
+        self.sum, self.last, self.recent = torch.zeros(1), np.zeros(1), deque(maxlen=2)
+        self.seen, self.many = set(), [0] * 5000
+        self.rng, self.drawn = np.random.default_rng(0), torch.Generator()
+        total = 0
+
+        def count():
+            nonlocal total
+            total += 1
+            return total
+
+        self.count = count
 
     def __getitem__(self, i):
+        global LOADS
+        LOADS += 1
+        Logging.shared += 1
         self.number, self.times[i] = self.number + 1, self.times.get(i, 0) + 1
         self.log.append(i)
+        self.order.move_to_end(i)
+        self.sum += i
+        self.last[0] = i
+        self.recent.append(i)
+        self.seen.add(i)
+        self.many.append(i)
+        self.opened = object()
         return self.dataset[i]
 
+    def state(self):
+        """What it is like, which moves it on."""
+        own = self.number, [*self.log], {**self.times}, [*self.order], self.sum.item(), [*self.last]
+        held = [*self.recent], {*self.seen}, len(self.many), hasattr(self, "opened")
+        drawn = self.rng.random(), torch.rand(1, generator=self.drawn).item()
+        return own, held, drawn, next(self.ticks), self.count(), LOADS, Logging.shared
 
-def test_what_a_data_set_counts_is_put_back_when_samples_are_loaded_out_of_turn():
+
+def test_what_loading_moves_is_put_back_when_samples_are_loaded_out_of_turn():
     data = Logging()
     loader = SampleLoader(data, joined)
-    log, task = data.log, Task(0, [3, 4, 3], [3, 4, 3], [0] * 3, None)
+    log, ticks, task = data.log, data.ticks, Task(0, [3, 4, 3], [3, 4, 3], [0] * 3, None)
     loader.load(task)
+    with loader.out_of_turn():
+        before = data.state()
     with loader.out_of_turn():
         loader.load(task)
         assert len(log) == 6
-    assert (data.number, data.log, data.times) == (3, [3, 4, 3], {3: 2, 4: 1})
+        data.state()
     assert data.log is log
+    assert data.ticks is ticks
+    assert data.state() == before
+
+
+class Reusing:
+    """Collates to memory of its own."""
+
+    def __init__(self):
+        self.memory = torch.zeros(2)
+
+    def __call__(self, samples):
+        return self.memory.copy_(torch.tensor(samples))
+
+
+def test_what_is_loaded_out_of_turn_stays_what_it_is_in_memory_that_is_put_back():
+    options = {"sample_id": None, "sample_version": None, "name": "train", "seed": 0}
+    source = LoaderSource([1.0, 2.0, 3.0], collate := Reusing(), draws=Draws(0, None), **options)
+    loaded = source.load(Task(0, [1, 2], [1, 2], [0, 0], 0))
+    assert (loaded.tolist(), collate.memory.tolist()) == ([2.0, 3.0], [0.0, 0.0])
