@@ -440,8 +440,14 @@ class SkipEngine:
             self.host.failed(error, call.batch)
             raise
         while outcome.recipe is None:
-            self._book.refuse(key)
             assert outcome.error is not None
+            if outcome.has_raised and self._auto is None:
+                self._num_new -= 1
+                output = self._plainly(call)  # its own error is the loop's: the next call is tried
+                self._book.refuse(key)
+                self._refused_first(outcome.error)
+                return output
+            self._book.refuse(key)
             if not self._refused_first(outcome.error) or not self._book.may_rehearse(key):
                 return self._plainly(call)
             outcome = self._rehearsed(call, [])

@@ -35,6 +35,26 @@ def test_a_learned_perturbation_of_the_input_trains(run):
     run.see(delta)
 
 
+@hostile(served=True)
+@pytest.mark.parametrize("fails", [lambda n: n < 3, lambda n: n % 5 == 1], ids=["first", "turns"])
+def test_errors_of_a_head_are_the_loops(run, fails):
+    def back(model, h):
+        model.num_calls += 1
+        if fails(model.num_calls):
+            raise FloatingPointError("not a number")
+        return Net.back(model, h)
+
+    model = run.freeze(net(back=back, num_calls=0))
+    optimizer = sgd(model)
+    for _ in range(4):
+        for batch in run.loader(rows()):
+            try:
+                run.step(cross_entropy(model, batch), optimizer)
+            except FloatingPointError:
+                run.see("an error")
+    run.see(model.num_calls)
+
+
 @hostile
 @pytest.mark.parametrize("name", ["early", "middle"])
 @pytest.mark.parametrize("kind", ["forward", "pre", "later"])

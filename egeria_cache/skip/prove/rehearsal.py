@@ -59,6 +59,8 @@ class Outcome:
     """A known recipe whose rows are the same: the cut can be shared."""
     error: BoundaryError | None = None
     """Why there is no recipe."""
+    has_raised: bool = False
+    """Whether a copy raised as it was run plainly: so may the model itself."""
 
 
 class Rehearsal:
@@ -91,6 +93,8 @@ class Rehearsal:
         self.held = held
         self.frozen = frozen or boundary
         self.known = known
+        self._is_plain = False
+        """Whether what runs is the whole model on what it is given."""
         self._parts = False
         """Whether what tensor parallelism cuts has the shape of this rank's part in a copy."""
         self.names = {id(module): name for name, module in model.named_modules()}
@@ -119,12 +123,14 @@ class Rehearsal:
             with Attempt() as tried:
                 return self._run(before)
             assert tried.error is not None
-            return Outcome(error=self._refusal(tried.error))
+            error = self._refusal(tried.error)
+            return Outcome(error=error, has_raised=self._is_plain and error is not tried.error)
         finally:
             before.restore()
             self._weights.put_back(wholly=True)
 
     def _run(self, before: World) -> Outcome:
+        self._is_plain = True
         recorder = self._discover()
         steps, around = recorder.before(self._boundary_call(recorder))
         name = cut_otherwise(self.model, [step.module for step in steps])
@@ -140,6 +146,7 @@ class Rehearsal:
         with twin.intercept(distinct(step.module for step in steps), plain_run):
             plain_run.begin()
             result = twin.call.result(twin.forward(*args, **kwargs))
+        self._is_plain = False
         plain_run.finish()
         evidence = Evidence(
             model=self.model,
