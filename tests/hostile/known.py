@@ -35,12 +35,6 @@ KNOWN: dict[str, tuple[type[Finding], str]] = {
         "test_batches_with_time_first_are_served[rnn-collate]",
         "test_batches_with_time_first_are_served[rnn-loop]",
     ),
-    # test_traces.py
-    **because(
-        SilentlyWrong,
-        "a number of a counter that is an attribute is used up beside the loop, once an epoch",
-        "test_what_a_front_does_besides_it_does_once_a_step[counts for the head]",
-    ),
     # test_lookahead.py
     **because(
         WithoutAWord,

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
+import dataclasses
 import functools
+import io
 import itertools
+import logging
 import random
+import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -108,6 +114,11 @@ def shrinking(layer, h):
     return h
 
 
+def moved(setting):
+    setting.calls += 1
+    return min(1.0, setting.calls / 6)
+
+
 class Probing(Net):
     """Trains a layer beside the head within its forward."""
 
@@ -139,6 +150,12 @@ HEADS = {
     "weights that are normalised": lambda: headed(normalising),
     "weights with noise": lambda: headed(noisy),
     "gradients": lambda: headed(penalising),
+    "slots of a setting": lambda: headed(
+        lambda m, h: h * m.setting.moved(),
+        setting=dataclasses.make_dataclass(
+            "Setting", [("calls", int, 0)], slots=True, namespace={"moved": moved}
+        )(),
+    ),
 }
 
 
@@ -205,6 +222,33 @@ def idle(model, x):
 @functools.cache
 def positions(n):
     return torch.arange(n)[:, None] * 0.0 + 1.0
+
+
+def speaking(model, x):
+    print("called")
+    print("called", file=sys.stderr)
+    warnings.warn("called", stacklevel=1)
+    logging.getLogger("mine").warning("called")
+    return model.back(model.front(x))
+
+
+@hostile(served=True)
+def test_what_a_forward_says_is_said_once_a_step(run):
+    out, err, records = io.StringIO(), io.StringIO(), []
+    logger, handler = logging.getLogger("mine"), logging.Handler()
+    handler.emit = records.append
+    logger.addHandler(handler)
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        warnings.catch_warnings(record=True) as warned,
+    ):
+        warnings.simplefilter("always")
+        trained(run, model=net(forward=speaking), epochs=4)
+    logger.removeHandler(handler)
+    said = [out.getvalue(), err.getvalue(), *(record.getMessage() for record in records)]
+    run.see("".join(said).count("called"))
+    run.see(sum(str(one.message) == "called" for one in warned))
 
 
 FRONTS = {

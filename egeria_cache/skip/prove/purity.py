@@ -21,7 +21,7 @@ from egeria_cache.skip.prove.evidence import Evidence, recompute
 from egeria_cache.skip.prove.parts import rest
 from egeria_cache.skip.serve.recipe import Recipe
 from egeria_cache.skip.state.copier import Copier
-from egeria_cache.skip.state.foreign import is_foreign, outside_state, own_dict
+from egeria_cache.skip.state.foreign import is_foreign, outside_state, own_dict, own_slots
 
 __all__ = ["Repeats"]
 
@@ -177,8 +177,8 @@ class _Comparison:
             return self(outside_state(a), state, depth)
         if isinstance(b, nn.Module) or callable(b) or is_foreign(b):
             return True
-        own = own_dict(b)
-        return own is None or self._same_dicts(own_dict(a) or {}, own, depth)
+        before, now = ({**(own_dict(one) or {}), **own_slots(one)} for one in (a, b))
+        return self._same_dicts(before, now, depth)
 
 
 def _same_tensor(a: Tensor, b: Tensor) -> bool:

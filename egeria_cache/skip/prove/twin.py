@@ -10,21 +10,19 @@ was before the user's own forward, so that no run sees what another has left. Ma
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import copy_context
-from threading import get_ident
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model.calls import intercept
 from egeria_cache.skip.model.fsdp import is_sharded, make_local
 from egeria_cache.skip.serve.invocation import Invocation, plain
 from egeria_cache.skip.state.copier import Copier, is_shared
+from egeria_cache.skip.state.quiet import quietly
 from egeria_cache.skip.state.weights import Weights
 
 __all__ = ["Twin", "Twins", "shared_modules"]
@@ -50,8 +48,7 @@ class Twin:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run it; context variables that it sets are its own."""
         try:
-            with _no_step():
-                return copy_context().run(self._forward, *args, **kwargs)
+            return quietly(self._forward, *args, **kwargs)
         finally:
             self.moved = self._weights.put_back()
 
@@ -160,25 +157,6 @@ class Twins:
             if isinstance(original, nn.Module | Tensor)
         }
         return Twin(pairs, (model, forward, call), self._weights)
-
-
-@contextmanager
-def _no_step() -> Iterator[None]:
-    """Refuse steps of an optimizer in this thread: it would count them, and be ahead."""
-    thread = get_ident()
-
-    def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if get_ident() == thread:
-            raise BoundaryError(
-                f"the forward steps an optimizer ({type(optimizer).__name__}), and a rehearsal "
-                "would do that again; step it in the training loop"
-            )
-
-    handle = register_optimizer_step_pre_hook(refuse)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def shared_modules(model: nn.Module) -> list[nn.Module]:

@@ -21,6 +21,7 @@ from egeria_cache.skip.serve.invocation import Invocation, plain
 from egeria_cache.skip.serve.placeholder import Source
 from egeria_cache.skip.serve.recipe import Recipe, Unavailable
 from egeria_cache.skip.serve.runs import CaptureRun, PrefixDone, ReplayRun, capturing
+from egeria_cache.skip.state.quiet import quietly
 from egeria_cache.skip.state.remembered import RandomState, Remembered
 
 __all__ = ["alike", "full", "prefix", "replay", "timed"]
@@ -88,9 +89,10 @@ def prefix(
     if outside is not None:
         outside.restore(for_a_copy=True)
     state = Remembered(slots=[(module.__dict__, key) for module, key in source.moving])
+    state.restore(for_a_copy=True)
     try:
         with intercept(source.modules, capture), dropout.only(np.flatnonzero(rows).tolist()):
-            forward(*args, **kwargs)
+            quietly(forward, *args, **kwargs)
     except PrefixDone:
         pass
     finally:

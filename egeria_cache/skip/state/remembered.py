@@ -35,6 +35,7 @@ from egeria_cache.skip.state.foreign import (
     is_library,
     is_outside,
     own_dict,
+    own_slots,
 )
 
 __all__ = ["RandomState", "Remembered", "stashed"]
@@ -199,8 +200,10 @@ class Remembered:
             return value
         if is_foreign(value) and not isinstance(value, ForwardSlot):
             return ()
-        own = own_dict(value)
-        return () if own is None else (own,)
+        own, slots = own_dict(value), own_slots(value)
+        if slots:
+            self._contents.append((_Slots(value), slots))
+        return [*slots.values()] if own is None else [own, *slots.values()]
 
     def _note_outside(self, where: types.CellType | dict[str, Any], key: str, value: Any) -> None:
         if is_outside(value) and not isinstance(value, (*MEMORY, threading.local)):
@@ -225,6 +228,11 @@ def _data(cls: type) -> dict[str, Any]:
         for key, value in vars(cls).items()
         if not isinstance(value, code) and not (key.startswith("__") and key.endswith("__"))
     }
+
+
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    of: Any
 
 
 class _Missing:
@@ -283,6 +291,10 @@ def _put_back(value: Any, content: Any) -> None:
         memoryview(value).cast("B")[:] = content
     elif isinstance(value, types.CellType):
         value.cell_contents = content
+    elif isinstance(value, _Slots):
+        for name, item in content.items():
+            if getattr(value.of, name, None) is not item:
+                object.__setattr__(value.of, name, item)
     elif isinstance(value, dict):
         _put_back_dict(value, content)
     elif isinstance(value, set):

@@ -1,0 +1,109 @@
+"""What runs beside the loop may not be heard, nor step an optimizer.
+
+Streams, filters and hooks are the whole process's. Each of these asks whether the code that calls
+it runs beside the loop, which a context variable says: other threads do not notice, and what an
+interrupt leaves behind does nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from contextvars import ContextVar, copy_context
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from egeria_cache.errors import BoundaryError
+from egeria_cache.skip.state.foreign import is_library
+
+__all__ = ["quietly"]
+
+_IS_BESIDE: ContextVar[bool] = ContextVar("egeria_beside", default=False)
+
+
+def quietly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function; context variables that it sets are its own.
+
+    What it prints, warns of and logs is dropped: the loop's own call says it. Loggers of libraries
+    are left: some say a thing once only.
+
+    Raises:
+        BoundaryError: An optimizer steps: it would count that.
+    """
+    return copy_context().run(_run, function, args, kwargs)
+
+
+def _run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    _IS_BESIDE.set(True)
+    with ExitStack() as stack:
+        stack.callback(register_optimizer_step_pre_hook(_refuse).remove)
+        for name in ("stdout", "stderr"):
+            _mute(name, stack)
+        for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+            if isinstance(logger, logging.Logger) and not is_library(logger.name):
+                logger.addFilter(_is_heard)
+                stack.callback(logger.removeFilter, _is_heard)
+        # In place: `catch_warnings` would forget what was said once.
+        filters: list[Any] = warnings.filters  # type: ignore[assignment]
+        filters.insert(0, _IGNORE)
+        stack.callback(_no_more, filters)
+        return function(*args, **kwargs)
+
+
+def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _IS_BESIDE.get():
+        raise BoundaryError(
+            f"the forward steps an optimizer ({type(optimizer).__name__}), and a rehearsal "
+            "would do that again; step it in the training loop"
+        )
+
+
+def _is_heard(record: logging.LogRecord) -> bool:
+    return not _IS_BESIDE.get()
+
+
+class _Beside:
+    """Stands for the pattern of a filter of warnings."""
+
+    def match(self, module: str) -> bool:
+        return _IS_BESIDE.get()
+
+
+_IGNORE: Any = ("ignore", None, Warning, _Beside(), 0)
+
+
+def _no_more(filters: list[Any]) -> None:
+    while _IGNORE in filters:
+        filters.remove(_IGNORE)
+
+
+class _Muted:
+    """Stands for a stream."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> Any:
+        return len(text) if _IS_BESIDE.get() else self._stream.write(text)
+
+
+def _mute(name: str, stack: ExitStack) -> None:
+    stream = getattr(sys, name)
+    if stream is None or isinstance(stream, _Muted):
+        return
+    muted = _Muted(stream)
+
+    def put_back() -> None:
+        if getattr(sys, name) is muted:
+            setattr(sys, name, stream)
+
+    stack.callback(put_back)
+    setattr(sys, name, muted)
