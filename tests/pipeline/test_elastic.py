@@ -137,8 +137,8 @@ def check_served(world: int, ranks: list[dict[str, Any]]) -> None:
         # Frozen in epochs 1 and 2 up to one block, in 3 and 4 up to another.
         for epoch in (2, 4):
             assert (found["hits"][epoch], found["misses"][epoch]) == (own, 0)
-            # But for the few that are loaded to be compared with what is served.
-            assert found["audited"][epoch] <= 2
-            assert found["loaded"][epoch] == found["audited"][epoch]
+            # But for the few that are loaded to be compared with what is served, which a data set
+            # that counts its loads need not see.
+            assert found["loaded"][epoch] <= found["audited"][epoch] <= 2
         assert found["loaded"][0] == own
         assert len(found["losses"]) == 6 * STEPS_PER_EPOCH
