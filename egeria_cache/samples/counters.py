@@ -216,7 +216,8 @@ def _is_let_be(value: Any) -> bool:
 def _parts(path: str, value: Any) -> list[tuple[str, Any]]:
     """Return what something consists of, but for what has a name in it."""
     if isinstance(value, dict | list | tuple | set | deque):
-        if len(value) > _MAX_ITEMS:
+        items = value.values() if isinstance(value, dict) else value
+        if len(value) > _MAX_ITEMS or PLAIN.issuperset(map(type, items)):
             return []
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         held = ((f"{path}[{key!r:.40}]", item) for key, item in pairs if type(item) not in PLAIN)

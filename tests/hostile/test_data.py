@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from itertools import count, cycle
+from queue import SimpleQueue
+from time import perf_counter, sleep
 
 import numpy as np
 import pytest
@@ -609,10 +612,52 @@ class Closing(Pairs):
         self.open[0] = False
 
 
+class Ringed(Pairs):
+    """Gives out memory of its own in turns, times its loads, and throws dice for nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.ring, self.turn, self.log = torch.zeros(8, 6), 0, []
+        self.dice = np.random.default_rng(0)
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        self.turn += 1
+        self.log.append((index, perf_counter(), self.dice.random()))
+        return self.ring[self.turn % 8].copy_(x), y
+
+
+class Threaded(Pairs):
+    """A thread of its own reads ahead."""
+
+    def __init__(self):
+        super().__init__()
+        self.ready, self.asked, self.thread = {}, SimpleQueue(), None
+
+    def read(self):
+        while True:
+            index = self.asked.get()
+            self.ready[index] = super().__getitem__(index)
+
+    def __getitem__(self, index):
+        if self.thread is None:
+            self.thread = threading.Thread(target=self.read, daemon=True)
+            self.thread.start()
+        for ahead in range(index, min(index + 3, 24)):
+            if ahead not in self.ready:
+                self.asked.put(ahead)
+        while index not in self.ready:
+            sleep(1e-4)
+        return self.ready[index]
+
+
 @pytest.mark.parametrize(
     ("make", "workers"),
-    [(CountingForNothing, 0), (CountingForNothing, 1), (Noisy, 0), (Closing, 0)],
-)
+    [
+        (CountingForNothing, 0), (CountingForNothing, 1), (Noisy, 0), (Closing, 0), (Ringed, 0),
+        (Threaded, 0),
+    ],
+)  # fmt: skip
 @hostile(served=True)
 def test_a_data_set_with_a_state_that_decides_nothing_is_served(run, make, workers):
     trained(run, data=make(), num_workers=workers, epochs=4)
