@@ -12,6 +12,7 @@ import itertools
 import logging
 import random
 import sys
+import types
 import warnings
 
 import numpy as np
@@ -119,6 +120,30 @@ def moved(setting):
     return min(1.0, setting.calls / 6)
 
 
+num_counted = 0
+
+
+def counted(h):
+    global num_counted
+    num_counted += 1
+    return h * min(1.0, num_counted / 6)
+
+
+COUNTED = {
+    "a table": ({"counted": counted}, lambda held: held["counted"]),
+    "a list": ([counted], lambda held: held[0]),
+    "a namespace": (types.SimpleNamespace(counted=counted), lambda held: held.counted),
+}
+
+
+def calling(kind):
+    """A head that calls a function which counts in its globals; it is found in another global."""
+    global num_counted, held
+    num_counted = 0
+    held, take = COUNTED[kind]
+    return net(back=lambda m, h: Net.back(m, take(held)(h)))
+
+
 class Probing(Net):
     """Trains a layer beside the head within its forward."""
 
@@ -150,6 +175,7 @@ HEADS = {
     "weights that are normalised": lambda: headed(normalising),
     "weights with noise": lambda: headed(noisy),
     "gradients": lambda: headed(penalising),
+    **{f"a function in {kind}": functools.partial(calling, kind) for kind in COUNTED},
     "slots of a setting": lambda: headed(
         lambda m, h: h * m.setting.moved(),
         setting=dataclasses.make_dataclass(

@@ -18,7 +18,7 @@ from torch import nn
 
 from egeria_cache.bytecode import names_in
 from egeria_cache.skip.model.front import entries
-from egeria_cache.skip.state.foreign import is_library
+from egeria_cache.skip.state.foreign import is_library, own_dict
 from egeria_cache.skip.state.remembered import RandomState, Remembered
 from egeria_cache.skip.state.watch import watched_attributes
 
@@ -155,6 +155,9 @@ class Surroundings:
         else:
             self._slots[id(where), name] = where, name
             yield type(value)
+            yield from _callables(value)  # a table of functions, a namespace, what a decorator made
+            if not isinstance(value, functools._lru_cache_wrapper):  # which remembers its results
+                yield from _callables(own_dict(value))
 
 
 def _callables(value: Any) -> list[Any]:
