@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from egeria_cache.gate.policy import ServingPolicy
 from egeria_cache.gate.stats import CacheStats
@@ -68,12 +69,12 @@ class Accounts:
                 setattr(self.counts, name, value)
 
     def yielded(self, batch: Any) -> None:
-        """Note that a batch was yielded which the model should see, until it has seen one: an
-        average of it may be evaluated later.
+        """Note that a batch was yielded which the model should see.
 
+        An evaluation may well be one of another model, an average of this one say.
         Trainers collect batches before they use any: what counts is those that are gone.
         """
-        if self._was_called:
+        if self._was_called and not torch.is_grad_enabled():
             return
         self._given.append(weakref.ref(batch))
         if len(self._given) == self._next_look:  # a cycle's parts are there until it is looked for
@@ -99,9 +100,8 @@ class Accounts:
 
     def model_called(self) -> None:
         """Note that the model was called with a batch."""
-        if not self._was_called:
-            self._was_called = True
-            self._given.clear()
+        self._was_called = True
+        self._given.clear()
         if self._told_unseen and self.counts.why_not == self._told_unseen:
             self.counts.why_not = None
 

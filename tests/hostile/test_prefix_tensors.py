@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim import swa_utils
 
-from tests.hostile.harness import cross_entropy, hostile, sgd
+from tests.hostile.harness import Run, cross_entropy, hostile, sgd
 from tests.hostile.loops import changed, trained
 from tests.hostile.nets import ConvNet, Net, Normed, images, net, rows, saved
 
@@ -169,6 +169,23 @@ def test_swapping_averages_in_and_out_every_epoch_is_served(run):
         model.load_state_dict(kept)
 
     run.fit(model, loader, 5, each_epoch=evaluate)
+
+
+def test_an_average_is_evaluated_over_loaders_of_its_own_without_a_word(tmp_path):
+    def script(run):
+        model = run.freeze(Net())
+        averaged, optimizer, loader = swa_utils.AveragedModel(model), sgd(model), run.loader(rows())
+        for _ in range(3):
+            for batch in loader:
+                run.step(cross_entropy(model, batch), optimizer)
+                averaged.update_parameters(model)
+            with torch.no_grad():
+                for x, _ in run.loader(rows(48, seed=5)):
+                    run.see(averaged(x).sum())
+
+    trace = Run("always", tmp_path / "cache").run(script)
+    assert trace.hits
+    assert not trace.words
 
 
 @hostile
