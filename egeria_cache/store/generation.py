@@ -231,7 +231,7 @@ class Generation:
             fetched = read(self._files, keys, entries, pin_memory, in_memory)
             self.counts.add(corrupt=fetched.num_corrupt)
         if fetched is not None and self._stopped is None:  # else it became void meanwhile
-            num_hits = int(fetched.hit.sum())
+            num_hits = int(np.count_nonzero(fetched.hit))
         self.counts.add(hits=num_hits, misses=num_samples - num_hits)
         if fetched is None or not num_hits:
             return {}, np.zeros(num_samples, np.bool_)

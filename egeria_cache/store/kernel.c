@@ -28,6 +28,7 @@
 enum { CHECKSUM_BYTES = 8, HEAD_BYTES = 16 };
 enum { RAW, ZSTD, SPLIT, BITMAP };
 enum { BITMAP_HEAD_BYTES = 16, MOST_PLANES = 3, MOST_HEAD_BYTES = 4096 };
+enum { LINE_BYTES = 64, AHEAD_BYTES = 4096 };
 enum { LONG_NS = 4000 }; /* no byte from memory takes so long */
 enum { ABSENT, INTACT, DAMAGED, UNREADABLE }; /* as in native.py */
 
@@ -264,8 +265,10 @@ static __attribute__((noinline)) int copied(uint8_t *to, const uint8_t *from, ui
     return !failed;
 }
 
-/* Copy a record, what is raw to its row and the rest to the room; verify it; decode it. */
-static int read_one(const struct batch *of, int64_t i, uint64_t place, const uint8_t *key) {
+/* Copy a record, what is raw to its row and the rest to the room; verify it, while the beginning of
+   the next one is fetched to the processor's caches; decode it. */
+static int read_one(const struct batch *of, int64_t i, uint64_t place, const uint8_t *key,
+                    const uint8_t *next) {
     const uint64_t size = of->entries[i].size, key_bytes = of->key_bytes[i];
     const uint64_t fields = HEAD_BYTES + aligned(key_bytes);
     const uint64_t start = fields + 8 * (uint64_t)of->num_fields;
@@ -285,6 +288,7 @@ static int read_one(const struct batch *of, int64_t i, uint64_t place, const uin
         uint8_t *const to = is_raw ? column->out + i * column->num_bytes : room + at;
         if (stored > size - at) return DAMAGED;
         if (!copied(to, record + at, stored)) return UNREADABLE;
+        for (int k = 0; k < AHEAD_BYTES; k += LINE_BYTES) __builtin_prefetch(next + k, 0, 2);
         sum = of->hash(to, stored, sum);
         at += stored;
     }
@@ -352,7 +356,8 @@ static int64_t read_all(const struct batch *of, int64_t count, uint64_t map_byte
                     (void)posix_fadvise((int)of->descriptor, (off_t)one->place, one->size,
                                         POSIX_FADV_WILLNEED);
         }
-        of->found[i] = (uint8_t)read_one(of, i, place, key);
+        const uint8_t *next = of->map + place_of(of, i + 1 < count ? i + 1 : i, map_bytes);
+        of->found[i] = (uint8_t)read_one(of, i, place, key, next);
         num_intact += of->found[i] == INTACT;
     }
     return num_intact;

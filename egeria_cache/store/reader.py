@@ -7,6 +7,7 @@ or there is no kernel: a plain loop. No state but zstd's, one for each thread.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -29,10 +30,12 @@ __all__ = ["Fetched", "NotInMemoryError", "read"]
 
 logger = logging.getLogger("egeria_cache.store")
 
-Mask = npt.NDArray[np.bool_]
 Column = Tensor | list[Any]
 _local = threading.local()
 """A coder for each thread."""
+KEPT_BYTES = 1 << 25
+"""Less, in one piece, malloc keeps for the next who asks. More comes from the system, which costs
+three times the copy where pages are not huge; NumPy asks for huge ones."""
 
 
 class NotInMemoryError(Exception):
@@ -101,23 +104,23 @@ class Fetched:
 
     def read(self) -> None:
         """Read all rows that are there."""
-        rows, layout = self._entries["size"] > 0, self._view.layout
-        if not (self._waits or rows.all()):
+        layout, sizes = self._view.layout, self._entries["size"]
+        if not (self._waits or sizes.all()):
             raise NotInMemoryError
-        if not rows.any():
-            return
         if layout is None:
             lost = "what records hold is lost", True
-            self.failed = dict.fromkeys(np.flatnonzero(rows).tolist(), lost)
+            self.failed = dict.fromkeys(np.flatnonzero(sizes).tolist(), lost)
             return
         native, self.bare = kernel() if layout.is_plain else None, layout.bare
         columns: Sequence[Column] = (
-            self._read_one_by_one(layout, np.flatnonzero(rows))
+            self._read_one_by_one(layout, np.flatnonzero(sizes))
             if native is None
-            else self._read_together(native, layout, rows)
+            else self._read_together(native, layout)
         )
-        self.fields = dict(zip((one.name for one in layout.fields), columns, strict=True))
-        if self.hit.all():
+        num_hits = np.count_nonzero(self.hit)
+        if num_hits:
+            self.fields = dict(zip((one.name for one in layout.fields), columns, strict=True))
+        if num_hits == len(self.hit):
             return
         missing = np.flatnonzero(~self.hit)
         for name, column in self.fields.items():
@@ -126,13 +129,13 @@ class Fetched:
             else:
                 self.fields[name] = [one if self.hit[at] else None for at, one in enumerate(column)]
 
-    def _read_together(self, native: Kernel, layout: Layout, rows: Mask) -> list[Tensor]:
+    def _read_together(self, native: Kernel, layout: Layout) -> list[Tensor]:
         """Read rows of tensors of fixed size in one call."""
         view, fields = self._view, layout.fields
         columns = [_allocate(field, len(self._keys), self._pin_memory) for field in fields]
         num_intact, found = native.read(
             self._coder.unpacker(native),
-            view.mapped(),
+            view.environment.map,
             view.files.identity ^ layout.seed,
             [
                 (rows, one.num_bytes, one.elements)
@@ -145,10 +148,10 @@ class Fetched:
         for at, one in enumerate(fields):
             if one.storage is not None and one.dtype is not None:
                 columns[at] = unpack(columns[at], one.shape, one.dtype, one.storage)
-        intact = found == INTACT
-        self.hit |= intact
-        failed = [] if num_intact == len(found) else np.flatnonzero(rows & ~intact).tolist()
-        for row in failed:
+        self.hit = found == INTACT
+        if num_intact == len(found):
+            return columns
+        for row in np.flatnonzero((self._entries["size"] > 0) & ~self.hit).tolist():
             if found[row] == ABSENT:
                 raise NotInMemoryError
             if found[row] == UNREADABLE:
@@ -164,7 +167,8 @@ class Fetched:
         descriptor = self._view.descriptor
         for place, size, _ in self._entries[rows].tolist():
             if self._waits:
-                os.posix_fadvise(descriptor, place, size, os.POSIX_FADV_WILLNEED)
+                with contextlib.suppress(OSError, OverflowError):  # a damaged place
+                    os.posix_fadvise(descriptor, place, size, os.POSIX_FADV_WILLNEED)
             elif place and not _is_in_memory(descriptor, place, size):
                 raise NotInMemoryError
         values: list[list[Any]] = [[None] * len(self._keys) for _ in layout.fields]
@@ -211,13 +215,11 @@ def _is_in_memory(descriptor: int, place: int, size: int) -> bool:
 
 
 def _allocate(field: FieldLayout, count: int, pin_memory: bool) -> Tensor:
-    """Return uninitialised room for rows as they are stored. NumPy asks for huge pages where there
-    are many, and torch does not: first-touch faults of small pages cost as much as the copy itself.
-    """
+    """Return uninitialised room for rows as they are stored."""
     shape, dtype = (count, *field.shape), field.dtype
     if field.storage is not None or dtype is None:
         shape, dtype = (count, field.num_bytes), torch.uint8
-    if pin_memory:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    if pin_memory or count * field.num_bytes < KEPT_BYTES:
+        return torch.empty(shape, dtype=dtype, pin_memory=pin_memory)
     room = torch.from_numpy(np.empty(count * field.num_bytes, np.uint8))
     return room.view(dtype).view(shape)

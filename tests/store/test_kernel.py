@@ -249,10 +249,17 @@ def forget(path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
-@pytest.mark.parametrize("place", [2**40, 2**50 - 8, 16], ids="at {}".format)
-def test_a_record_that_is_not_where_its_entry_says_is_found_by_its_block(directory, codec, place):
+@pytest.mark.parametrize("place", [2**40, 2**64 - 8, 16], ids="at {}".format)
+@pytest.mark.parametrize("way", ["together", "one by one"])
+@pytest.mark.cases(12)
+def test_a_record_that_is_not_where_its_entry_says_is_found_by_its_block(
+    directory, codec, place, way
+):
     rows = some(64, 3000)
-    with stored(directory, rows, codec) as store:
+    fields = {"x": rows} if way == "together" else {"x": rows, "name": ["of its own"] * 64}
+    with ActivationStore(directory, codec=codec) as store:
+        store.put_batch(range(64), fields)
+        assert store.flush(FLUSH_S)
         entries = entries_of(store, list(range(64))).copy()
         environment = store._own()._files._environment
         entries["place"][7] = place
@@ -261,7 +268,7 @@ def test_a_record_that_is_not_where_its_entry_says_is_found_by_its_block(directo
             transaction.put(key, entries[7].tobytes(), db=environment.tables[b"samples"])
         found, hit = store.get_batch(range(64))
         assert hit.all()
-        assert torch.equal(found, rows)
+        assert torch.equal(found["x"], rows)
 
 
 class Halved(TorchFunctionMode):

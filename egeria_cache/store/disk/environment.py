@@ -72,13 +72,14 @@ class Environment:
         self._num_users = 0
         """Who opened it, and transactions."""
         self._counting = threading.Lock()
-        self.map: tuple[int, int, int] | None = None
-        """See `mapped`; None until it is known."""
         self._env = _open_lmdb(directory, writes=writes, is_shared=is_shared)
         try:
             self._env.reader_check()
             self.page_bytes: int = self._env.stat()["psize"]
             self.tables = self._open_tables()
+            with self._env.begin(buffers=True) as transaction:
+                self.map = self._map_of(transaction.get(TABLES[-1]))
+            """Where LMDB has mapped the file, how many bytes at most, and its descriptor."""
         except BaseException:
             self._env.close()
             raise
@@ -147,8 +148,8 @@ class Environment:
 
     @contextlib.contextmanager
     def transaction(self, *, writes: bool = False) -> Iterator[lmdb.Transaction]:
-        """A view of what is committed now. One that writes is committed at the end, durably, or not
-        at all if anything is raised.
+        """A view of what is committed now; values are copies. One that writes is committed at the
+        end, durably, or not at all if anything is raised; values lie where LMDB has mapped them.
 
         Raises:
             GoneError: Closed.
@@ -165,7 +166,8 @@ class Environment:
                 raise GoneError("closed")
             self._num_users += 1
         try:
-            with self._env.begin(write=writes, buffers=True) as transaction:
+            begin: Any = self._env.begin
+            with begin(write=writes, buffers=writes) as transaction:
                 yield transaction
         except lmdb.Error as error:
             # To LMDB, a write that was cut short is an input/output error.
@@ -195,22 +197,14 @@ class Environment:
         flags = ctypes.c_uint16.from_address(begin - 6).value
         return int(number) * self.page_bytes + 16 if flags & 4 else 0
 
-    def mapped(self, view: memoryview) -> tuple[int, int, int] | None:
-        """Return where LMDB has mapped the file, how many bytes at most, and the file; None where
-        the page of a value does not tell.
-
-        Args:
-            view: Any small value, as a transaction that reads has it.
-
-        Raises:
-            OSError: The disk cannot read it.
-        """
+    def _map_of(self, view: Any) -> tuple[int, int, int]:
+        """Return `map` as the page of a value tells; of no bytes where its number is damaged."""
         page = np.frombuffer(view, np.uint8).ctypes.data & -self.page_bytes
         place = ctypes.c_uint64.from_address(page).value * self.page_bytes
         size = os.fstat(self.descriptor).st_size
         there = os.pread(self.descriptor, self.page_bytes, place) if place < size else b""
-        if there != ctypes.string_at(page, self.page_bytes):  # its number is damaged
-            return None
+        if there != ctypes.string_at(page, self.page_bytes):
+            return 0, 0, self.descriptor
         return page - place, self._env.info()["map_size"], self.descriptor
 
 

@@ -211,9 +211,9 @@ class View:
         self.files, self.environment, self._transaction = files, environment, transaction
         self.descriptor, self.tables = environment.descriptor, environment.tables
 
-    def get(self, table: bytes, key: bytes) -> memoryview | None:
+    def get(self, table: bytes, key: bytes) -> bytes | memoryview | None:
         """Return a value; it is good while the transaction lasts."""
-        found: memoryview | None = self._transaction.get(key, db=self.tables[table])
+        found: bytes | memoryview | None = self._transaction.get(key, db=self.tables[table])
         return found
 
     def locate(self, keys: Sequence[bytes]) -> Entries:
@@ -245,13 +245,6 @@ class View:
             with contextlib.suppress(RecordError):
                 self.files.layout = Layout.unsealed(bytes(stored), self.files.identity)
         return self.files.layout
-
-    def mapped(self) -> tuple[int, int, int]:
-        """Return where the file is mapped, how many bytes at most, and its descriptor."""
-        totals, known = None, self.environment.map
-        if known is None and (totals := self.get(b"about", TOTALS)) is not None:
-            known = self.environment.map = self.environment.mapped(totals)
-        return known or (0, 0, self.descriptor)
 
     def totals(self) -> Totals:
         """Return the sums over all records."""
@@ -286,7 +279,7 @@ class View:
             with contextlib.suppress(RecordError):
                 found = os.pread(self.descriptor, there, place)
                 return open_record(key, found, self.layout, self.files.identity)
-        records = split_block(self.get(b"blocks", _BLOCK_KEY.pack(block)) or memoryview(b""))
+        records = split_block(memoryview(self.get(b"blocks", _BLOCK_KEY.pack(block)) or b""))
         found = next((bytes(one) for one in records if key_of(one) == key), b"")
         return open_record(key, found, self.layout, self.files.identity)
 
