@@ -118,16 +118,18 @@ class Rehearsal:
         return outcome
 
     def _tried(self) -> Outcome:
-        before = self._surroundings.now()
+        before, outcome = self._surroundings.now(), Outcome()
+        self._weights.looks_closely = True
         try:
             with Attempt() as tried:
-                return self._run(before)
-            assert tried.error is not None
-            error = self._refusal(tried.error)
-            return Outcome(error=error, has_raised=self._is_plain and error is not tried.error)
+                outcome = self._run(before)
         finally:
             before.restore()
-            self._weights.put_back(wholly=True)
+            moved = list(self._weights.put_back(wholly=True).values())
+        if tried.error is None and not moved:
+            return outcome
+        error = self._refusal(tried.error or BoundaryError.moves(self.boundary, moved[0]))
+        return Outcome(error=error, has_raised=self._is_plain and error is not tried.error)
 
     def _run(self, before: World) -> Outcome:
         self._is_plain = True
@@ -146,7 +148,7 @@ class Rehearsal:
         with twin.intercept(distinct(step.module for step in steps), plain_run):
             plain_run.begin()
             result = twin.call.result(twin.forward(*args, **kwargs))
-        self._is_plain = False
+        self._is_plain = self._weights.looks_closely = False
         plain_run.finish()
         evidence = Evidence(
             model=self.model,

@@ -60,17 +60,19 @@ class Surroundings:
         self._module_hooks: list[Any] = []
         for hooks in self._hooks:
             self._visit_all(hooks.values())
+        classes = set[type]()
         for module in model.modules():
-            self._visit(type(module))
             own = module.__dict__
+            classes.add(type(module))
+            classes.update(map(type, own.values()))
             for name in entries(module):
                 self._visit(own.get(name))
             for value in own.values():
-                self._visit(type(value))
                 self._visit_all(_callables(value))
             for name in _HOOKS:
                 self._visit_all(own.get(name, {}).values())
                 self._module_hooks += own.get(name, {}).values()
+        self._visit_all(classes)
 
     def now(self) -> World:
         """Remember what they hold at present, and the random generators."""

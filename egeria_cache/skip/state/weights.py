@@ -28,6 +28,9 @@ class Weights:
     """What some parameters hold now. Takes as much memory as they do, for as long as it lives."""
 
     def __init__(self) -> None:
+        self.looks_closely = True
+        """Whether contents are compared where no version counter has moved (`p.data.mul_()`): in
+        the first runs; later of what was written so in one of them."""
         self._kept: dict[int, tuple[str, _Held, _Held | None]] = {}
         self._room: dict[torch.device, int] = {}
 
@@ -44,7 +47,7 @@ class Weights:
         """Put back what differs; return id -> name of what did.
 
         Args:
-            wholly: Whether to look at the contents of what a device had no room to keep, too.
+            wholly: Whether to compare all contents, those that a device had no room to keep, too.
         """
         moved = {}
         # Whoever watches the run (`trace.py`) or computes in float64 has no part in this.
@@ -56,7 +59,7 @@ class Weights:
         ):
             for key, (name, held, grad) in self._kept.items():
                 tensor = held.tensor
-                if held.put_back(wholly):
+                if held.put_back(wholly, self.looks_closely):
                     moved[key] = name
                 if tensor.requires_grad is not held.requires_grad:
                     tensor.requires_grad_(held.requires_grad)
@@ -64,7 +67,7 @@ class Weights:
                 if now is not (None if grad is None else grad.tensor):
                     tensor.grad = None if grad is None else grad.tensor
                     moved.setdefault(key, f"{name}.grad")
-                if grad is not None and grad.put_back(wholly):
+                if grad is not None and grad.put_back(wholly, self.looks_closely):
                     moved.setdefault(key, f"{name}.grad")
         return moved
 
@@ -77,23 +80,26 @@ class _Held:
         self._data = tensor.data
         self._place = _place(self._data)
         self._copy = _copied(self._data, rooms) if _is_plain(tensor) else None
+        self._is_copied_in_place = self._copy is not None and self._copy.device == tensor.device
+        self._is_written_unseen = False
         self._version = tensor._version
         self._preserved: Any = torch.autograd._unsafe_preserve_version_counter(tensor)
 
-    def put_back(self, wholly: bool) -> bool:
+    def put_back(self, wholly: bool, closely: bool) -> bool:
         """Put it back; return whether it was moved."""
-        was_replaced = _place(self.tensor.data) != self._place
+        was_replaced = _place(self.tensor) != self._place
         was_written = self.tensor._version != self._version
         if was_replaced:
             self.tensor.data = self._data
-        if self._copy is not None and (
-            was_written or wholly or self._copy.device == self._data.device
-        ):
-            copy = self._copy.to(self._data.device)
+        looks = (closely or self._is_written_unseen) and self._is_copied_in_place
+        if self._copy is not None and (was_written or wholly or looks):
+            copy, had_version = self._copy.to(self._data.device), was_written
             was_written = not torch.equal(_bits(self._data), _bits(copy))
             if was_written:
                 self._data.copy_(copy)
-        self._preserved.__exit__(None, None, None)
+                self._is_written_unseen |= not had_version
+        if self.tensor._version != self._version:
+            self._preserved.__exit__(None, None, None)
         return was_replaced or was_written
 
 
