@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 from pathlib import Path
 
-__all__ = ["home", "kind_name"]
+__all__ = ["LIBRARIES", "home", "is_installed", "kind_name"]
+
+LIBRARIES = tuple({sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")})
+"""Folders of what is installed."""
 
 _MAIN = ("__main__", "__mp_main__")
 """The script that runs, and the same in a process that it has spawned."""
@@ -30,3 +34,9 @@ def kind_name(kind: type) -> str:
     if kind.__module__.startswith("torch.distributed.fsdp") and len(kind.__bases__) == 2:
         kind = kind.__bases__[1]
     return f"{home(kind.__module__)}.{kind.__qualname__}"
+
+
+def is_installed(kind: type) -> bool:
+    """Whether a class comes with Python or a library."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return file.startswith(LIBRARIES)

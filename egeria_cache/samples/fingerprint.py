@@ -129,36 +129,20 @@ class Fingerprint:
         """Say what is not as it was when the text was taken; None if nothing is.
 
         The text is then another one. Beyond the first `FREE_S`, what takes longer than a glance
-        costs `MAX_SHARE` of the time at most, and `midway`, in a pass, all of it does; no sample
-        is loaded there.
+        costs `MAX_SHARE` of the time at most, and `midway`, in a pass, all of it does; samples are
+        loaded there only where something has moved that may decide them.
         """
         if self._text is None:
             return None
         started = time.perf_counter()
         with without_modes():  # the loop's may be on in the middle of a pass
-            what = self._surely_changed() if midway else self._changed()
+            what = self._changed(midway)
         now = time.perf_counter()
         self._free_s -= now - started
         self.next_look = 0.0 if self._free_s > 0 else now + (now - started) / MAX_SHARE
         if what is not None:
             self._text, self.age = None, self.age + 1
         return what
-
-    def _surely_changed(self) -> str | None:
-        """Look without asking samples: what only may decide them waits for the end of the pass."""
-        if time.perf_counter() < self._next_full and self._glance and self._glance.is_same():
-            return None
-        quick, left_out = self._quick(), self._left_out
-        started, (seen, before) = time.perf_counter(), self._portraits
-        if not seen.differences(quick, left_out) and started < self._next_full:
-            return None
-        full = portrait(self._roots)
-        now = time.perf_counter()
-        surely = before.differences(full, left_out | before.doubtful | full.doubtful)
-        if not before.differences(full, left_out):
-            self._portraits = quick, full
-            self._next_full = now + (now - started) / MAX_SHARE
-        return surely[0] if surely else None
 
     def _quick(self) -> Portrait:
         started = time.perf_counter()
@@ -168,25 +152,26 @@ class Fingerprint:
         self._next_quick = 0.0 if self._free_s > 0 else now + (now - started) / MAX_SHARE
         return quick
 
-    def _changed(self) -> str | None:
-        is_early = time.perf_counter() < min(self._next_quick, self._next_full)
-        if is_early and self._glance and self._glance.is_same():
+    def _changed(self, midway: bool) -> str | None:
+        until = self._next_full if midway else min(self._next_quick, self._next_full)
+        if time.perf_counter() < until and self._glance and self._glance.is_same():
             return None
         quick, left_out = self._quick(), self._left_out
-        if (
-            not self._portraits[0].differences(quick, left_out)
-            and time.perf_counter() < self._next_full
-        ):
+        started, (seen, before) = time.perf_counter(), self._portraits
+        if not seen.differences(quick, left_out) and started < self._next_full:
             return None
-        started = time.perf_counter()
-        full, before = portrait(self._roots), self._portraits[1]
+        full = portrait(self._roots)
         surely = before.differences(full, left_out | before.doubtful | full.doubtful)
         if surely:
             return surely[0]
         moved = before.differences(full, left_out)
         self._portraits = quick, full
         self._asked.update(moved)
-        what = self._other_samples() if not moved else moved[0] if self._gives_others() else None
+        what = None
+        if moved:
+            what = moved[0] if self._gives_others() else None
+        elif not midway:
+            what = self._other_samples()
         now = time.perf_counter()
         self._next_full = now + (now - started) / MAX_SHARE
         return what

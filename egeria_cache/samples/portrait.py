@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
-import sysconfig
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import chain, islice
 from operator import is_
 from types import (
@@ -46,7 +48,7 @@ from torch.utils.hooks import RemovableHandle
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.bytecode import names_in
-from egeria_cache.kinds import home, kind_name
+from egeria_cache.kinds import LIBRARIES, home, is_installed, kind_name
 from egeria_cache.samples import content
 
 __all__ = [
@@ -79,7 +81,8 @@ _TRAINING = (Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader)
 _OWN = ("fingerprint", "_fingerprint")
 """What a data set says of itself."""
 _TELLING = (RemovableHandle, logging.Logger, logging.LoggerAdapter, logging.Handler)
-_LIBRARIES = tuple({sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")})
+_LEADS = ContextVar, weakref.ref
+"""Lead to something else."""
 
 
 class Portrait(NamedTuple):
@@ -146,10 +149,13 @@ def _glance(value: Any) -> tuple[Sequence[Any], Any]:
     if kind is np.ndarray and not value.dtype.hasobject:
         return (), (value.shape, value.tobytes() if value.nbytes <= _SMALL_BYTES else 0)
     if kind is FunctionType:
-        names, scope = _look_at_code(value.__code__)[1], value.__globals__
+        _, names, settings = _look_at_code(value.__code__)
+        scope = value.__globals__
         held = [value.__code__, value.__defaults__, *(scope.get(name) for name in names)]
         held += [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
-        return held, None
+        return held, [os.environ.get(name) for name in settings]
+    if isinstance(value, _LEADS):
+        return [_behind(value)], None
     if isinstance(value, dict | list | tuple | set | frozenset | deque | np.ndarray):
         if content.is_long(value) and isinstance(value, list | tuple | np.ndarray):
             return list(value[:: len(value) // 256]), len(value)
@@ -159,6 +165,11 @@ def _glance(value: Any) -> tuple[Sequence[Any], Any]:
     if isinstance(value, type):
         return list(vars(value).values()), None
     return [part for _, part in attributes(value)], None
+
+
+def _behind(value: Any) -> Any:
+    """Return what a context variable or a weak reference leads to now."""
+    return value.get(None) if isinstance(value, ContextVar) else value()
 
 
 def is_filled(cell: CellType) -> bool:
@@ -222,6 +233,8 @@ class _Walk:
             self.prints[path] = content.tensor_print(value, self._spend(value.nbytes))
         elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
             self._array(path, np.asanyarray(value))
+        elif isinstance(value, _LEADS):
+            self.visit(f"{path}.<value>", _behind(value), depth + 1)
         elif isinstance(value, type):
             self._class(path, value, depth)
         elif isinstance(value, ModuleType):
@@ -293,7 +306,7 @@ class _Walk:
 
     def _python_function(self, path: str, function: FunctionType, depth: int) -> None:
         code = function.__code__
-        self.prints[path], names = _look_at_code(code)
+        self.prints[path], names, settings = _look_at_code(code)
         for name, part in (
             ("defaults", function.__defaults__),
             ("kwdefaults", function.__kwdefaults__),
@@ -308,8 +321,11 @@ class _Walk:
                 self._note(f"{path}.<{name}>", "empty")
         for name in names:
             value = function.__globals__.get(name, function)
-            if value is not function and not isinstance(value, ModuleType):
+            if not (value is function or value is os.environ or isinstance(value, ModuleType)):
                 self.visit(f"{home(function.__module__)}.{name}", value, depth + 1)
+        for name in settings:
+            if name in os.environ:
+                self._note(f"the environment[{name!r}]", os.environ[name])
 
     def _class(self, path: str, kind: type, depth: int) -> None:
         """Add a class: its name, and the code and plain values of all that it inherits from."""
@@ -321,7 +337,7 @@ class _Walk:
                 inner = part.__func__ if isinstance(part, staticmethod | classmethod) else part
                 inner = inner.fget if isinstance(inner, property) else inner
                 if isinstance(inner, FunctionType) or (
-                    not name.startswith("__") and _is_value(inner) and not _is_librarys(base)
+                    not name.startswith("__") and _is_value(inner) and not is_installed(base)
                 ):
                     self.visit(f"{kind_name(base)}.{name}", inner, depth + 1)
 
@@ -455,17 +471,12 @@ def _is_value(value: Any) -> bool:
 
 def is_users(kind: type) -> bool:
     """Whether a class belongs neither to Python nor to a library."""
-    return not (_is_standard(kind) or is_opaque(kind) or _is_librarys(kind))
+    return not (_is_standard(kind) or is_opaque(kind) or is_installed(kind))
 
 
 def is_opaque(kind: type) -> bool:
     """Whether objects of a class say nothing about a sample."""
     return f"{kind.__module__}.".startswith(_OPAQUE)
-
-
-def _is_librarys(kind: type) -> bool:
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return file.startswith(_LIBRARIES)
 
 
 def _is_standard(kind: type) -> bool:
@@ -477,17 +488,24 @@ def _text(value: Any) -> str:
     return kind_name(type(value)) if " at 0x" in text else text
 
 
-_CODE: dict[int, tuple[CodeType, int, tuple[str, ...]]] = {}
-"""Code by its identity, which keeping it here makes last: its print, and what globals it reads."""
+_CODE: dict[int, tuple[CodeType, int, tuple[str, ...], tuple[str, ...]]] = {}
+"""Code by its identity, which keeping it here makes last: its print, what globals it reads, and
+what may be variables of the environment."""
 
 
-def _look_at_code(code: CodeType) -> tuple[int, tuple[str, ...]]:
+def _look_at_code(code: CodeType) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
     known = _CODE.get(id(code))
     if known is None:
         digest = xxhash.xxh3_64()
         _add_code(digest, code)
-        known = _CODE[id(code)] = code, digest.intdigest(), globals_of(code)
+        settings = () if {"environ", "getenv"}.isdisjoint(names_in(code).all) else _texts(code)
+        known = _CODE[id(code)] = code, digest.intdigest(), globals_of(code), settings
     return known[1:]
+
+
+def _texts(code: CodeType) -> tuple[str, ...]:
+    inner = (_texts(one) for one in code.co_consts if isinstance(one, CodeType))
+    return *(one for one in code.co_consts if type(one) is str), *chain.from_iterable(inner)
 
 
 def _add_code(digest: Any, code: CodeType) -> None:
@@ -504,5 +522,5 @@ def _add_code(digest: Any, code: CodeType) -> None:
 
 def globals_of(code: CodeType) -> tuple[str, ...]:
     """Return the globals that code reads, as far as it is none of a library's."""
-    is_library = code.co_filename.startswith((*_LIBRARIES, "<frozen"))
+    is_library = code.co_filename.startswith((*LIBRARIES, "<frozen"))
     return () if is_library else names_in(code).loaded

@@ -237,20 +237,6 @@ PLACES = {
                     lambda at, k: os.environ.update(HOSTILE_SCALE=str(k))),
     "module": (lambda: None, lambda at: MODULE.scale,
                lambda at, k: setattr(MODULE, "scale", k)),
-}  # fmt: skip
-
-
-@hostile
-@pytest.mark.cases(4)
-@pytest.mark.parametrize("kind", PLACES)
-def test_a_number_that_the_front_reads_wherever_it_lies(run, kind):
-    make, read, write = PLACES[kind]
-    at = make()
-    write(at, 1.0)
-    changed(run, lambda m: write(at, 2.0), layered(lambda layer, h: h * read(at)))
-
-
-FOUND_LATE = {
     "object in a global": (
         lambda: OBJECT, lambda at: OBJECT.inner, lambda at, k: setattr(OBJECT, "inner", k),
     ),
@@ -269,6 +255,20 @@ FOUND_LATE = {
     "operator of a class": (
         One, lambda at: at(), lambda at, k: setattr(One, "__call__", lambda self: k),
     ),
+}  # fmt: skip
+
+
+@hostile
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("kind", PLACES)
+def test_a_number_that_the_front_reads_wherever_it_lies(run, kind):
+    make, read, write = PLACES[kind]
+    at = make()
+    write(at, 1.0)
+    changed(run, lambda m: write(at, 2.0), layered(lambda layer, h: h * read(at)))
+
+
+FOUND_LATE = {
     "descriptor": (
         lambda: type("Described", (), {"scale": Elsewhere(GLOBAL_TABLE)})(),
         lambda at: at.scale, lambda at, k: GLOBAL_TABLE.update(scale=k),

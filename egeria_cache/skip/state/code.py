@@ -2,16 +2,18 @@
 
 From a class's `forward` the functions that it names are followed: methods of the same class, and
 functions of the same globals, but not into PyTorch itself (its version is in the address). Globals
-and closures that they read are watched, as far as they are plain values.
+and closures that they read are watched: plain values, and what the code names of objects and
+classes of the user's own.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,14 +21,23 @@ import xxhash
 from torch import Tensor, nn
 
 from egeria_cache.bytecode import Names, names_in
+from egeria_cache.kinds import is_installed
 from egeria_cache.skip.model.front import entries
 from egeria_cache.skip.state.content import describe
-from egeria_cache.skip.state.foreign import outside_state
+from egeria_cache.skip.state.foreign import (
+    is_foreign,
+    is_library,
+    outside_state,
+    own_dict,
+    own_slots,
+)
 
-__all__ = ["Code", "bases_of", "in_class", "reached"]
+__all__ = ["Code", "bases_of", "has_settings", "held", "in_class", "in_its_class", "reached"]
 
 _MAX_FUNCTIONS = 512
 _LIBRARIES = ("torch", "numpy", "builtins", "typing", "functools", "egeria_cache", "egeria_core")
+_READS = ("__getattr__", "__getitem__")
+"""What an object that has them runs when it is read, under whatever name."""
 _PLAIN = (bool, int, float, str, bytes, tuple, list, Mapping, set, np.ndarray, Tensor)
 
 
@@ -37,11 +48,13 @@ class Code:
     functions: dict[int, FunctionType] = field(default_factory=dict)
     """By id, in the order in which they were found."""
     globals: list[tuple[dict[str, Any], str]] = field(default_factory=list)
-    """(globals of a function, name in it) of plain values and functions."""
+    """(globals of a function, name in it) of plain values, functions, settings."""
     named: list[tuple[type, str]] = field(default_factory=list)
     """(class of a module, name that its code finds in it)."""
     cells: list[Any] = field(default_factory=list)
-    """Closure cells that hold plain values."""
+    """Closure cells that hold plain values or settings."""
+    names: frozenset[str] = frozenset()
+    """All names in it, those of attributes as well."""
 
     def digest(self) -> str:
         """Return a hash of all code, with defaults and the values that it names."""
@@ -51,14 +64,21 @@ class Code:
             total.update(describe((function.__defaults__, function.__kwdefaults__)))
             total.update(describe(vars(function)) if vars(function) else b"")
         for scope, name in self.globals:
-            total.update(name.encode() + describe(scope.get(name)))
+            total.update(name.encode() + self._describe(scope.get(name)))
         for owner, name in self.named:
             value = in_class(owner, name)
             if _is_value(value):
                 total.update(f"{owner.__qualname__}.{name}".encode() + describe(value))
         for cell in self.cells:
-            total.update(describe(cell.cell_contents))
+            total.update(self._describe(cell.cell_contents))
         return total.hexdigest()
+
+    def _describe(self, value: Any) -> bytes:
+        if not has_settings(value):
+            return describe(value)
+        kind = value if isinstance(value, type) else type(value)
+        found = {name: in_class(kind, name) for name in in_its_class(value, self.names)}
+        return describe((kind, found, held(value, self.names)))
 
 
 def reached(modules: Iterable[nn.Module], functions: Iterable[Any] = ()) -> Code:
@@ -81,6 +101,7 @@ def reached(modules: Iterable[nn.Module], functions: Iterable[Any] = ()) -> Code
         code.functions.setdefault(id(function), function)
         pending += _named(function, owner, code)
     used = {name for one in code.functions.values() for name in names_in(one.__code__).all}
+    code.names = frozenset(used)
     for kind in dict.fromkeys(map(type, modules)):  # code around a module may read what it has
         plain = (name for name in sorted(used) if _is_value(in_class(kind, name)))
         code.named += [(kind, name) for name in plain if (kind, name) not in code.named]
@@ -100,12 +121,10 @@ def _named(
             yield found, owner
     for space, name in _globals(scope, names):
         value = space.get(name)
-        if _is_value(value):
+        is_code = isinstance(value, FunctionType | MethodType | functools.partial)
+        if is_code or has_settings(value) or _is_value(value):
             code.globals.append((space, name))
-        elif isinstance(value, FunctionType | functools.partial):
-            code.globals.append((space, name))
-            for found in _functions(value):
-                yield found, None
+            yield from _run_by(value, names)
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     for name, cell in cells:
         try:
@@ -114,10 +133,51 @@ def _named(
             continue
         if name not in names.free:
             continue
-        if _is_value(value):
+        if _is_value(value) or has_settings(value):
             code.cells.append(cell)
+        for found, kind in _run_by(value, names):
+            yield found, kind or owner
+
+
+def _run_by(value: Any, names: Names) -> Iterator[tuple[FunctionType, type | None]]:
+    """Yield the functions that some code may run of what it names."""
+    if not has_settings(value):
         for found in _functions(value):
-            yield found, owner
+            yield found, None
+        return
+    kind = value if isinstance(value, type) else type(value)
+    for name in in_its_class(value, frozenset(names.all)):
+        for found in _functions(in_class(kind, name)):
+            yield found, kind
+
+
+def has_settings(value: Any) -> bool:
+    """Whether it is an object, or a class, of the user's own that may hold settings."""
+    kind = value if isinstance(value, type) else type(value)
+    if issubclass(kind, nn.Module | Tensor) or (
+        is_library(kind.__module__) and kind not in (SimpleNamespace, Namespace)
+    ):
+        return False
+    return isinstance(value, type) or not (is_foreign(value) or _is_value(value))
+
+
+def held(value: Any, names: frozenset[str]) -> dict[str, Any]:
+    """Return what an object itself holds under some names; all, if code of its own reads it."""
+    if isinstance(value, type):
+        return {}
+    own = {**own_slots(value), **(own_dict(value) or {})}
+    if any(hasattr(type(value), name) for name in _READS):
+        return own
+    return {name: own[name] for name in sorted(names & own.keys())}
+
+
+def in_its_class(value: Any, names: frozenset[str]) -> list[str]:
+    """Return those of some names, and of what Python asks for, that an object's class, or a class,
+    has, unless it is installed.
+    """
+    kind = value if isinstance(value, type) else type(value)
+    asked = () if is_installed(kind) else sorted({*names, *_READS, "__call__"})
+    return [name for name in asked if in_class(kind, name) is not None]
 
 
 def _globals(scope: dict[str, Any], names: Names) -> Iterator[tuple[dict[str, Any], str]]:
@@ -140,8 +200,9 @@ def in_class(owner: type, name: str) -> Any:
 
 
 def bases_of(owner: type) -> list[type]:
-    """Return a module's class and its bases, up to PyTorch's own."""
-    return list(itertools.takewhile(lambda base: base is not nn.Module, owner.__mro__))
+    """Return a class and its bases, up to PyTorch's own, or Python's."""
+    ends = (nn.Module, object)
+    return list(itertools.takewhile(lambda base: base not in ends, owner.__mro__))
 
 
 def _functions(value: Any) -> Iterator[FunctionType]:

@@ -23,9 +23,17 @@ from torch import Tensor, nn
 from egeria_cache.attempt import Attempt, is_beside
 from egeria_cache.skip.model.front import ForwardSlot
 from egeria_cache.skip.model.fsdp import marks
-from egeria_cache.skip.state.code import Code, bases_of, in_class, reached
+from egeria_cache.skip.state.code import (
+    Code,
+    bases_of,
+    has_settings,
+    held,
+    in_class,
+    in_its_class,
+    reached,
+)
 from egeria_cache.skip.state.content import describe, digest
-from egeria_cache.skip.state.foreign import outside_state, own_slots
+from egeria_cache.skip.state.foreign import outside_state, own_dict, own_slots
 
 __all__ = ["StateWatch", "hooks_of", "watched_attributes", "written_by_hooks"]
 
@@ -90,14 +98,33 @@ class _Layout:
         for scope, key in code.globals:
             if (id(scope), key) not in self._apart:
                 self.looks.append((f"the global {key!r}", _item(scope, key)))
-                self.look_into(f"the global {key!r}", scope.get(key))
+                self._look_at_named(f"the global {key!r}", scope.get(key), code.names)
         for kind, key in code.named:
             self.look_up(f"{kind.__qualname__}.{key}", key, self.spaces(kind))
             self.look_into(f"{kind.__qualname__}.{key}", in_class(kind, key))
         for cell in code.cells:
             if id(cell) not in self._apart:
                 self.looks.append(("a closure", _cell(cell)))
-                self.look_into("a closure", _cell(cell)())
+                self._look_at_named("a closure", _cell(cell)(), code.names)
+
+    def _look_at_named(self, where: str, value: Any, names: frozenset[str]) -> None:
+        """Look into what some code names; of the user's own objects and classes, at what it names
+        of them.
+        """
+        if not has_settings(value):
+            self.look_into(where, value)
+            return
+        if id(value) in self._apart:
+            return
+        kind = value if isinstance(value, type) else type(value)
+        if kind is not value:
+            self.looks.append((where, partial(type, value)))
+        for key in in_its_class(value, names):
+            self.look_up(f"{kind.__qualname__}.{key}", key, self.spaces(kind))
+            self.look_into(f"{kind.__qualname__}.{key}", in_class(kind, key))
+        for key, part in held(value, names).items():
+            self.looks.append((f"{where}.{key}", partial(_attribute, value, key)))
+            self.look_into(f"{where}.{key}", part)
 
     def look_into(self, where: str, value: Any, depth: int = _MAX_DEPTH) -> None:
         """Lay out what a value holds, if it can change in place."""
@@ -395,6 +422,11 @@ def _places(module: nn.Module, layout: _Layout) -> list[Any]:
 
 def _first(places: Sequence[Any], key: str) -> Any:
     return next((place[key] for place in places if key in place), None)
+
+
+def _attribute(value: Any, key: str) -> Any:
+    own = own_dict(value) or {}
+    return own[key] if key in own else own_slots(value).get(key)
 
 
 def _item(scope: dict[str, Any], key: str) -> Callable[[], Any]:
