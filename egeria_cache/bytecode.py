@@ -12,7 +12,7 @@ from itertools import chain
 from types import CodeType
 from typing import NamedTuple
 
-__all__ = ["Names", "attributes_of", "names_in"]
+__all__ = ["Names", "attributes_of", "names_in", "texts_in"]
 
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _STORES = ("STORE_GLOBAL", "DELETE_GLOBAL")
@@ -56,3 +56,10 @@ def names_in(code: CodeType) -> Names:
     )
     inner = [names_in(one) for one in code.co_consts if isinstance(one, CodeType)]
     return Names(*(tuple(dict.fromkeys(chain(*parts))) for parts in zip(own, *inner, strict=True)))
+
+
+@functools.lru_cache(maxsize=4096)
+def texts_in(code: CodeType) -> tuple[str, ...]:
+    """Return the texts in `code`: what it asks for by name, of the environment, say."""
+    inner = (texts_in(one) for one in code.co_consts if isinstance(one, CodeType))
+    return *(one for one in code.co_consts if type(one) is str), *chain.from_iterable(inner)

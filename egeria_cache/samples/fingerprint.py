@@ -147,7 +147,7 @@ class Fingerprint:
     def _quick(self) -> Portrait:
         started = time.perf_counter()
         quick = portrait(self._roots, thorough=False)
-        self._glance = Glance(quick.objects)
+        self._glance = Glance([self._roots, *quick.objects])
         now = time.perf_counter()
         self._next_quick = 0.0 if self._free_s > 0 else now + (now - started) / MAX_SHARE
         return quick

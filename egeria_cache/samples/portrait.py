@@ -47,7 +47,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.hooks import RemovableHandle
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.bytecode import names_in
+from egeria_cache.bytecode import names_in, texts_in
 from egeria_cache.kinds import LIBRARIES, home, is_installed, kind_name
 from egeria_cache.samples import content
 
@@ -127,13 +127,15 @@ class Glance:
     """
 
     def __init__(self, objects: Sequence[Any]) -> None:
-        self._seen = [(value, *_glance(value)) for value in objects]
+        self._seen = [(value, type(value), *_glance(value)) for value in objects]
 
     def is_same(self) -> bool:
         """Whether they show the same now."""
-        for value, held, number in self._seen:
+        for value, kind, held, number in self._seen:
             now, other = _glance(value)
-            if number != other or len(now) != len(held) or not all(map(is_, now, held)):
+            if type(value) is not kind or number != other or len(now) != len(held):
+                return False
+            if not all(map(is_, now, held)):
                 return False
         return True
 
@@ -498,14 +500,9 @@ def _look_at_code(code: CodeType) -> tuple[int, tuple[str, ...], tuple[str, ...]
     if known is None:
         digest = xxhash.xxh3_64()
         _add_code(digest, code)
-        settings = () if {"environ", "getenv"}.isdisjoint(names_in(code).all) else _texts(code)
+        settings = () if {"environ", "getenv"}.isdisjoint(names_in(code).all) else texts_in(code)
         known = _CODE[id(code)] = code, digest.intdigest(), globals_of(code), settings
     return known[1:]
-
-
-def _texts(code: CodeType) -> tuple[str, ...]:
-    inner = (_texts(one) for one in code.co_consts if isinstance(one, CodeType))
-    return *(one for one in code.co_consts if type(one) is str), *chain.from_iterable(inner)
 
 
 def _add_code(digest: Any, code: CodeType) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextvars
+import math
+import os
 import threading
+import types
+import weakref
 from collections import deque
 from itertools import count, cycle
 from queue import SimpleQueue
@@ -288,7 +293,26 @@ MIDWAY = {
     "another list": lambda data: setattr(data, "y", [(y + 1) % 3 for y in data.y]),
     "tensor": lambda data: data.x.add_(0.5),
     "transform": lambda data: setattr(data, "transform", Scale(2.0)),
+    "what a function closes over": lambda data: setattr(data.strength, "factor", 2.0),
+    "environment": lambda data: os.environ.update(HOSTILE_STRENGTH="2"),
+    "context": lambda data: STRENGTH.set(2.0),
+    "weak reference": lambda data: setattr(data.kept, "factor", 2.0),
 }
+STRENGTH = contextvars.ContextVar("strength")
+
+
+def strengths(data):
+    """Have a transform of each kind of setting."""
+    data.strength, data.kept = strength, kept = types.SimpleNamespace(factor=1.0), Scale(1.0)
+    STRENGTH.set(1.0)
+    os.environ["HOSTILE_STRENGTH"] = "1"
+    weak = weakref.ref(kept)
+    factors = [
+        lambda: strength.factor, lambda: float(os.environ["HOSTILE_STRENGTH"]), STRENGTH.get,
+        lambda: weak().factor,
+    ]  # fmt: skip
+    data.transform = lambda x: x * math.prod(factor() for factor in factors)
+    return data
 
 
 @pytest.fixture
@@ -311,7 +335,7 @@ def one_ahead(loader):
 @pytest.mark.parametrize("passes", ["several", "several, one ahead", "one that is endless"])
 @hostile
 def test_data_that_change_in_the_middle_of_a_pass(run, kind, passes):
-    data, model, step = Listed(), run.freeze(Net()), 0
+    data, model, step = strengths(Listed()), run.freeze(Net()), 0
     endless = RandomSampler(data, replacement=True, num_samples=160, generator=seeded(3))
     optimizer = sgd(model)
     for _ in range(1 if passes == "one that is endless" else 6):

@@ -561,13 +561,15 @@ LATE = {
     "mean": lambda h, calls: h - h.mean(0) if calls > 12 else h,
     "scale": lambda h, calls: h / 2 if calls > 12 else h,
     "by and by": lambda h, calls: h * 0.9**calls,
+    "in every 20th call": lambda h, calls: h if calls % 20 else -h,
+    "in turns of 25 calls": lambda h, calls: -h if calls // 25 % 2 else h,
 }
 
 
 @hostile
 @pytest.mark.parametrize("what", LATE)
 def test_a_counter_of_the_models_own_that_decides_of_the_front(run, what):
-    trained(run, model=counts(LATE[what]), epochs=6)
+    trained(run, model=counts(LATE[what]), epochs=10)
 
 
 @hostile(served=True)

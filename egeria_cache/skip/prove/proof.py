@@ -39,8 +39,9 @@ __all__ = ["prove", "same_rows"]
 
 _MAX_ALONE = 8
 """Samples that are run alone where the prefix branches on values."""
-_AHEAD = 10, 1_000, 1_000_000
-"""Calls that a counter is put ahead by, to see whether anything comes of it."""
+_AHEAD = *range(1, 64), *(1 << k for k in range(6, 21))
+"""Calls that a counter is put ahead by, to see whether anything comes of it: what it does in every
+n-th call, or in turns of n, or from the n-th on."""
 _MORE_DRAWS = 40
 """Further runs where random numbers are drawn to no effect so far: what they decide may be rare."""
 
@@ -285,19 +286,31 @@ def _check_repeats(evidence: Evidence, repeats: Repeats, recipe: Recipe) -> None
                 "it gives other results when it is called again"
                 + (f" ({what!r} moves with every call)" if what else ""),
             )
-    counters = [key for module, key in repeats.moving if _count(evidence, module, key) is not None]
-    for ahead in _AHEAD if counters else ():
-        twin = evidence.twins.fresh()
-        for module, key in repeats.moving:
-            count = _count(evidence, module, key)
-            if count is not None and twin.of(module) is not module:
+    _check_counters(evidence, repeats, recipe)
+
+
+def _check_counters(evidence: Evidence, repeats: Repeats, recipe: Recipe) -> None:
+    """Put ahead what counts the calls: nothing that is cached may notice, now or later."""
+    counted = [(m, key, _count(evidence, m, key)) for m, key in repeats.moving]
+    counted = [one for one in counted if one[2] is not None]
+    if not counted:
+        return
+    twin, few = evidence.twins.fresh(), repeats.first.rows[:2]
+
+    def later(ahead: int) -> list[Tensor]:
+        for module, key, count in counted:
+            if twin.of(module) is not module:
                 setattr(twin.of(module), key, count + ahead)
-        later = recompute(evidence, first.rows, twin=twin)
-        for i, j in recipe.slots().values():
-            if difference(first.leaves[i][j], later.leaves[i][j]) > tolerance(first.leaves[i][j]):
+        leaves = recompute(evidence, few, twin=twin).leaves
+        return [leaves[i][j] for i, j in recipe.slots().values()]
+
+    now = later(0)
+    for ahead in _AHEAD:
+        for leaf, then in zip(now, later(ahead), strict=True):
+            if difference(leaf, then) > tolerance(leaf):
                 raise BoundaryError.impure(
                     recipe.boundary,
-                    f"the attribute {counters[0]!r} moves with every call, and decides what it "
+                    f"the attribute {counted[0][1]!r} moves with every call, and decides what it "
                     "computes later",
                 )
 

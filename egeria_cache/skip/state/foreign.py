@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from egeria_cache.device import FOREIGN_PACKAGES
 
 __all__ = [
-    "ATOMS", "MEMORY", "is_foreign", "is_library", "is_outside", "is_settings", "outside_state",
-    "own_dict", "own_slots", "slot_names",
+    "ATOMS", "MEMORY", "is_foreign", "is_library", "is_outside", "is_put_back", "is_settings",
+    "outside_state", "own_dict", "own_slots", "slot_names",
 ]  # fmt: skip
 
 ATOMS: frozenset[type] = frozenset(
@@ -100,6 +100,20 @@ def is_foreign(value: Any) -> bool:
     name = cls.__module__
     if name.partition(".")[0] in _ROOTS or name.startswith(_PACKAGES):
         return cls.__name__ != "Generator"
+    return _has_finaliser(cls)
+
+
+def is_put_back(value: Any) -> bool:
+    """Whether an object that is not copied only has attributes, which can be put back."""
+    cls = type(value)
+    if isinstance(value, Dataset | Sampler | BaseException | enum.Enum):
+        return True
+    return (
+        _has_finaliser(cls) and not isinstance(value, _CLASSES) and not is_library(cls.__module__)
+    )
+
+
+def _has_finaliser(cls: type) -> bool:
     return any("__del__" in vars(base) for base in cls.__mro__)
 
 

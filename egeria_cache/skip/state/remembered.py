@@ -34,6 +34,7 @@ from egeria_cache.skip.state.foreign import (
     is_foreign,
     is_library,
     is_outside,
+    is_put_back,
     own_dict,
     own_slots,
 )
@@ -198,7 +199,7 @@ class Remembered:
             return value
         if isinstance(value, tuple | frozenset):
             return value
-        if is_foreign(value) and not isinstance(value, ForwardSlot):
+        if is_foreign(value) and not (isinstance(value, ForwardSlot) or is_put_back(value)):
             return ()
         own, slots = own_dict(value), own_slots(value)
         if slots:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -16,9 +16,9 @@ from typing import Any
 import torch.nn.modules.module as registry
 from torch import nn
 
-from egeria_cache.bytecode import names_in
+from egeria_cache.bytecode import names_in, texts_in
 from egeria_cache.skip.model.front import entries
-from egeria_cache.skip.state.foreign import is_library, own_dict
+from egeria_cache.skip.state.foreign import is_library, is_put_back, own_dict
 from egeria_cache.skip.state.remembered import RandomState, Remembered
 from egeria_cache.skip.state.watch import watched_attributes
 
@@ -26,6 +26,8 @@ __all__ = ["Surroundings", "World", "what_code_keeps"]
 
 _MAX_FUNCTIONS = 4000
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_BY_TEXT = "globals", "getattr", "setattr", "vars"
+"""With these, code finds by a text what it names."""
 _CODE = (FunctionType, MethodType, functools.partial)
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
@@ -57,7 +59,8 @@ class Surroundings:
         self._classes: dict[int, type] = {}
         self._slots: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         self._hooks = [getattr(registry, name) for name in _GLOBAL_HOOKS]
-        self._module_hooks: list[Any] = []
+        self._of_modules: list[Any] = []
+        """Their hooks, and what they hold that is not copied with them."""
         for hooks in self._hooks:
             self._visit_all(hooks.values())
         classes = set[type]()
@@ -67,28 +70,32 @@ class Surroundings:
             classes.update(map(type, own.values()))
             for name in entries(module):
                 self._visit(own.get(name))
+            self._of_modules += filter(is_put_back, own.values())
             for value in own.values():
                 self._visit_all(_callables(value))
             for name in _HOOKS:
                 self._visit_all(own.get(name, {}).values())
-                self._module_hooks += own.get(name, {}).values()
+                self._of_modules += own.get(name, {}).values()
         self._visit_all(classes)
 
     def now(self) -> World:
         """Remember what they hold at present, and the random generators."""
-        roots = [os.environ, *self._shared, *self._functions_with_state(), *self._global_hooks()]
+        roots = [os.environ, *self._shared, *self._roots()]
         outside = Remembered(roots, self._slots.values(), self._classes.values())
         return World(RandomState.now(), outside)
 
     def __bool__(self) -> bool:
         """Whether there is anything beside modules to remember."""
-        roots = (*self._functions_with_state(), *self._global_hooks(), *self._module_hooks)
-        return bool(roots or self._slots or self._classes)
+        return bool(self._roots() or self._slots or self._classes)
 
     def but_modules(self) -> Remembered:
         """Remember what code of the model may touch outside of it, and what its hooks hold."""
-        roots = [*self._functions_with_state(), *self._global_hooks(), *self._module_hooks]
-        return Remembered(roots, self._slots.values(), self._classes.values(), modules=False)
+        return Remembered(
+            self._roots(), self._slots.values(), self._classes.values(), modules=False
+        )
+
+    def _roots(self) -> list[Any]:
+        return [*self._functions_with_state(), *self._global_hooks(), *self._of_modules]
 
     def _functions_with_state(self) -> list[FunctionType]:
         return [
@@ -140,9 +147,12 @@ class Surroundings:
                 yield cell.cell_contents
             except ValueError:
                 continue
-        names = names_in(function.__code__)
-        for name in (*names.loaded, *names.stored):
-            yield from self._behind_name(function.__globals__, name, set(names.all))
+        yield from _callables(vars(function).get("registry"))  # of a single dispatch
+        names, scope = names_in(function.__code__), function.__globals__
+        by_text = not set(names.all).isdisjoint(_BY_TEXT)
+        texts = set(texts_in(function.__code__)) if by_text else set[str]()
+        for name in (*names.loaded, *names.stored, *(texts & scope.keys())):
+            yield from self._behind_name(scope, name, texts.union(names.all))
 
     def _behind_name(self, where: dict[str, Any], name: str, names: set[str]) -> Iterator[Any]:
         value = where.get(name)
@@ -164,7 +174,7 @@ class Surroundings:
 
 def _callables(value: Any) -> list[Any]:
     """Return a function kept as an attribute, or those in a container."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         value = list(value.values())
     found = value if isinstance(value, list | tuple) else [value]
     return [item for item in found if isinstance(item, _CODE)]
