@@ -141,13 +141,14 @@ class Kept:
 
 
 @contextmanager
-def unmoved(roots: Mapping[str, Any]) -> Iterator[Kept]:
-    """Have what loading moves be what it was when this ends."""
-    kept = Kept(roots)
+def unmoved(roots: Mapping[str, Any], kept: Kept | None = None) -> Iterator[Kept]:
+    """Have what loading moves be what it was when this ends; `kept` is that, if it is known."""
+    made = {"made": _copied} if kept is not None else {}
+    kept = kept or Kept(roots)
     try:
         yield kept
     finally:
-        kept.put_back()
+        kept.put_back(**made)
 
 
 def deciding(roots: Mapping[str, Any], load: Callable[[], Any]) -> str | None:

@@ -124,9 +124,9 @@ class SampleLoader:
         self._num_undrawn = 0
         self.company = Company()
 
-    def out_of_turn(self) -> AbstractContextManager[Kept]:
-        """Load what training does not ask for now: what loading moves is put back."""
-        return unmoved({"data set": self.dataset, "collate_fn": self.collate})
+    def out_of_turn(self, kept: Kept | None = None) -> AbstractContextManager[Kept]:
+        """Load what training does not ask for now: what loading moves is put back, as `kept`."""
+        return unmoved({"data set": self.dataset, "collate_fn": self.collate}, kept)
 
     def answer(self, task: Task) -> Any:
         """Return the task's samples in order, described if the task says so; None for no task."""

@@ -30,6 +30,7 @@ from egeria_cache.batch import (
 )
 from egeria_cache.samples.aside import Aside
 from egeria_cache.samples.content import same_values
+from egeria_cache.samples.counters import Kept
 from egeria_cache.samples.draws import Clock, Draws
 from egeria_cache.samples.fingerprint import Fingerprint, Look
 from egeria_cache.samples.generators import preserved
@@ -252,6 +253,13 @@ class LoaderSource:
         """Load and collate samples, each under its own seed, wherever samples are loaded."""
         return self._answer(task).data
 
+    def load_each(self, tasks: Iterable[Task]) -> list[Any]:
+        """Load several tasks, each as if it were the only one."""
+        if self.aside is not None:
+            return [self.load(task) for task in tasks]
+        with self.samples.out_of_turn() as kept:
+            return [self._answer(task, kept).data for task in tasks]
+
     def load_planned(self, task: Task) -> Loaded:
         """Load what a batch misses, in this process and in its turn."""
         return CollateLoaded(self.collate)(SeededDataset(self.samples).__getitems__(task))
@@ -269,18 +277,18 @@ class LoaderSource:
         if self.aside is not None:
             self.aside.close()
 
-    def _answer(self, task: Task) -> Loaded:
+    def _answer(self, task: Task, kept: Kept | None = None) -> Loaded:
         task = task._replace(compares=False)
         if self.aside is not None:
             loaded = self.aside.ask(task)
             self.samples.drawn |= loaded.drawn
             return loaded
         if self.collate is default_collate:
-            return self._answer_here(task)
+            return self._answer_here(task, kept)
         live = [tensor for ref in self._live if (tensor := ref()) is not None and tensor.is_cpu]
         with torch.no_grad():
             before = [unwrap(tensor).clone() for tensor in live]
-            loaded = self._answer_here(task)
+            loaded = self._answer_here(task, kept)
             if all(map(torch.equal, map(unwrap, live), before)):
                 return loaded
             # The collate function uses its memory again, and the batch under way lies in it.
@@ -289,8 +297,8 @@ class LoaderSource:
                 unwrap(tensor).copy_(held)
         return loaded
 
-    def _answer_here(self, task: Task) -> Loaded:
-        with self.samples.out_of_turn() as kept:
+    def _answer_here(self, task: Task, kept: Kept | None) -> Loaded:
+        with self.samples.out_of_turn(kept) as kept:
             loaded = self.load_planned(task)
             if kept.has_moved(names=False):  # it may lie in what is put back
                 loaded = loaded._replace(data=copy.deepcopy(loaded.data))
@@ -303,8 +311,8 @@ class LoaderSource:
         self._live = [weakref.ref(one) for one in tensors if isinstance(one, Tensor)]
 
     def _new_study(self) -> Study:
-        load = weakref.WeakMethod(self.load)  # no cycle
-        return Study(lambda task: load()(task), self._ragged)  # type: ignore[misc]
+        load = weakref.WeakMethod(self.load_each)  # no cycle
+        return Study(lambda tasks: load()(tasks), self._ragged)  # type: ignore[misc]
 
     @property
     def has_own_collate(self) -> bool:

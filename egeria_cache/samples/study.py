@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,13 @@ class Study:
     """What is known of one collate function so far.
 
     Args:
-        load: Loads and collates samples.
+        load: Loads and collates the samples of each task, as if there were no other.
         ragged: What the user says it pads leaves with.
     """
 
-    def __init__(self, load: Callable[[Task], Any], ragged: Mapping[Any, Any] | None) -> None:
+    def __init__(
+        self, load: Callable[[Sequence[Task]], list[Any]], ragged: Mapping[Any, Any] | None
+    ) -> None:
         self.padding: Padding | None = None
         """How it pads, as far as has been seen."""
         self.lists: frozenset[str] = frozenset()
@@ -53,7 +55,7 @@ class Study:
 
     def leaves(self, task: Task, rows: np.ndarray) -> dict[str, Any]:
         """Return the leaves of a batch of some samples of a task: bool, shape (B,)."""
-        return flatten(self._load(task.take(rows)), int(rows.sum()), self.lists)[1]
+        return flatten(self._load([task.take(rows)])[0], int(rows.sum()), self.lists)[1]
 
     def alone(self, task: Task, row: int) -> dict[str, Any]:
         """Return the leaves of one sample, collated alone."""
@@ -72,8 +74,8 @@ class Study:
     def each_alone(self, task: Task) -> list[dict[str, Any]]:
         """Return the leaves of each sample of a task, collated alone."""
         with preserved():  # the collate function may draw
-            size = len(task.ids)
-            return [self.leaves(task, np.arange(size) == row) for row in range(size)]
+            each = [task.take(np.arange(len(task.ids)) == row) for row in range(len(task.ids))]
+            return [flatten(loaded, 1, self.lists)[1] for loaded in self._load(each)]
 
     def forget_samples(self) -> None:
         """Keep what was found out, and not the samples."""
@@ -88,9 +90,8 @@ class Study:
         if task.indices is None or self._looked_for_lists:
             return
         self._looked_for_lists = True
-        one, twice = task.at([0]), task.at([0, 0])
         with preserved():
-            self.lists = find_lists(self._load(one), self._load(twice))
+            self.lists = find_lists(*self._load([task.at([0]), task.at([0, 0])]))
 
     def look_for_padding(self, task: Task, leaves: Leaves) -> bool:
         """Find out how a loaded batch was padded, if batches of its shape are new.
@@ -123,9 +124,8 @@ class Study:
                         draws=[draw, *task.draws],
                     )  # fmt: skip
                     leaves = self.leaves(task, np.ones(2, bool))
-                size = len(task.ids)
                 self._before = task.indices[0], task.ids[0], task.draws[0]  # type: ignore[index]
-                alone = [self.leaves(task, np.arange(size) == row) for row in range(size)]
+                alone = self.each_alone(task)
             if self.company is not None:
                 alone = [alone[i] for i in find_places(leaves, alone).order]
             self._alone = _samples(task), alone
