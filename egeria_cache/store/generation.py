@@ -397,7 +397,7 @@ class Generation:
         num_found = 0
         try:
             for records in salvaged(aside, self._files.identity):
-                num_found += self.take(records, sum(records.sizes()), None, LossyError())[1]
+                num_found += self.take(records, sum(records.sizes), None, LossyError())[1]
                 if not self._takes_more or not self._writer.alive:
                     break
         except (OSError, ValueError, StoreError) as error:

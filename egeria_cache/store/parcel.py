@@ -115,7 +115,7 @@ def unpack(stream: BinaryIO, store: ActivationStore) -> Parcelled:
 
 def _take(generation: Generation, records: Encoded, totals: Totals, done: Parcelled) -> None:
     """Store records, with their part of the totals."""
-    num_bytes = sum(records.sizes())
+    num_bytes = sum(records.sizes)
     raw_bytes = round(num_bytes * totals.raw_bytes / max(totals.stored_bytes, 1))
     num_new, num_stored = len(records), 0
     with contextlib.suppress(GoneError):  # the limit has no room even for an empty one

@@ -122,10 +122,9 @@ class Fetched:
             self.fields = dict(zip((one.name for one in layout.fields), columns, strict=True))
         if num_hits == len(self.hit):
             return
-        missing = np.flatnonzero(~self.hit)
         for name, column in self.fields.items():
             if isinstance(column, Tensor):
-                column[torch.from_numpy(missing)] = torch.zeros((), dtype=column.dtype)
+                column[torch.from_numpy(~self.hit)] = torch.zeros((), dtype=column.dtype)
             else:
                 self.fields[name] = [one if self.hit[at] else None for at, one in enumerate(column)]
 
@@ -221,5 +220,4 @@ def _allocate(field: FieldLayout, count: int, pin_memory: bool) -> Tensor:
         shape, dtype = (count, field.num_bytes), torch.uint8
     if pin_memory or count * field.num_bytes < KEPT_BYTES:
         return torch.empty(shape, dtype=dtype, pin_memory=pin_memory)
-    room = torch.from_numpy(np.empty(count * field.num_bytes, np.uint8))
-    return room.view(dtype).view(shape)
+    return torch.from_numpy(np.empty(count * field.num_bytes, np.uint8)).view(dtype).view(shape)

@@ -138,5 +138,5 @@ def fields() -> Iterator[bytes]:
 def _records(fields, codec, storage=None) -> Iterator[bytes]:
     records = encode_rows([KEY], [0], Rows(False, fields), codec, CODER, storage)
     layout = records.layout.packed
-    for _, record in records:
-        yield len(layout).to_bytes(2, "little") + layout + bytes(record)
+    for pieces in records.pieces:
+        yield len(layout).to_bytes(2, "little") + layout + b"".join(pieces)

@@ -43,7 +43,10 @@ def decode(key, record, layout):
 def encode(keys, picked, rows, codec, **options):
     """Key, record and layout of each row."""
     records = encode_rows(keys, picked, rows, codec, CODER, **options)
-    return [(key, bytes(record), Layout.parse(records.layout.packed)) for key, record in records]
+    layout = Layout.parse(records.layout.packed)
+    return [
+        (key, b"".join(one), layout) for key, one in zip(records.keys, records.pieces, strict=True)
+    ]
 
 
 def random_tensor(dtype, shape, seed=0, zeros=False):

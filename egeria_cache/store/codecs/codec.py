@@ -38,7 +38,6 @@ _WORTH = 0.95
 _BITMAP_WORTH = 0.5
 """The same for a bitmap: it is a thirty-second part of what it stands for, or a sixteenth."""
 
-_BITMAP_HEAD_BYTES = 16
 _AS_THEY_ARE = 1 << 63
 """Set in a bitmap's number of elements where those are not rotated."""
 

@@ -166,8 +166,7 @@ class Environment:
                 raise GoneError("closed")
             self._num_users += 1
         try:
-            begin: Any = self._env.begin
-            with begin(write=writes, buffers=writes) as transaction:
+            with self._env.begin(None, None, writes, writes) as transaction:  # type: ignore[call-overload]
                 yield transaction
         except lmdb.Error as error:
             # To LMDB, a write that was cut short is an input/output error.

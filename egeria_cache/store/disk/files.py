@@ -318,7 +318,7 @@ class _Commit:
         """Return, shape (N,), by how much the file grows at most by the first 1 to N of these:
         their blocks, and copies of all pages of the index that are touched, some of which split.
         """
-        page, sizes = self._view.environment.page_bytes, np.array(records.sizes(), np.int64)
+        page, sizes = self._view.environment.page_bytes, np.array(records.sizes, np.int64)
         stat = self._transaction.stat(self._tables[b"samples"])
         entries = np.cumsum(np.array([len(key) + ENTRY_BYTES for key in records.keys], np.int64))
         if records.replaced is None:
@@ -347,7 +347,7 @@ class _Commit:
         entries = self._add_blocks(records, BLOCK_BYTES if records.replaced is None else 0)
         self._transaction.cursor(self._tables[b"samples"]).putmulti(sorted(entries))
         self.totals.raw_bytes += raw_bytes
-        self.totals.stored_bytes += sum(records.sizes())
+        self.totals.stored_bytes += sum(records.sizes)
         self.totals.codec = codec
         self.totals.error.join(error)
         self._put(b"about", TOTALS, self.totals.pack())
@@ -357,7 +357,7 @@ class _Commit:
         put, get, blocks = self._transaction.put, self._transaction.get, self._tables[b"blocks"]
         cursor = self._transaction.cursor(blocks)
         number = _BLOCK_KEY.unpack(cursor.key())[0] if cursor.last() else 0
-        rows = zip(records.keys, records.sizes(), strict=True)
+        rows = zip(records.keys, records.sizes, strict=True)
         for starts, content in records.blocks(most_bytes):
             number += 1
             key = _BLOCK_KEY.pack(number)

@@ -10,6 +10,8 @@ import itertools
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -97,7 +99,7 @@ class Rows:
             yield from (item for item in many if isinstance(item, Tensor))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Encoded:
     """Records of one layout, each as the pieces that it is put together from when it is written."""
 
@@ -112,12 +114,9 @@ class Encoded:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def __iter__(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield key and record."""
-        yield from zip(self.keys, map(b"".join, self.pieces), strict=True)
-
-    def sizes(self) -> list[int]:
-        """Return the bytes of each record."""
+    @cached_property
+    def sizes(self) -> Sequence[int]:
+        """Bytes of each record."""
         return [sum(map(len, one)) for one in self.pieces]
 
     @classmethod
@@ -138,25 +137,27 @@ class Encoded:
 
     def only(self, wanted: Sequence[bool]) -> Encoded:
         """Return some of the records."""
-        replaced = None if self.replaced is None else [*itertools.compress(self.replaced, wanted)]
-        keys, pieces = (
-            itertools.compress(self.keys, wanted),
-            itertools.compress(self.pieces, wanted),
-        )
-        return Encoded(self.layout, [*keys], [*pieces], replaced)
+        if all(wanted):
+            return self
+        columns = self.keys, self.pieces, self.replaced
+        chosen: list[Any] = [one and [*compress(one, wanted)] for one in columns]
+        return Encoded(self.layout, *chosen)
 
     def blocks(self, most_bytes: int) -> Iterator[tuple[list[int], bytes]]:
         """Yield where each of some neighbours begins, and their bytes, each record at a multiple of
         8: so many bytes together at most, or one record that is more.
         """
         starts, pieces, end = list[int](), list[Any](), 0
-        for size, own in zip(self.sizes(), self.pieces, strict=True):
-            if starts and end + aligned(size) > most_bytes:
+        for size, own in zip(self.sizes, self.pieces, strict=True):
+            padding = -size % ALIGNMENT
+            if starts and end + size + padding > most_bytes:
                 yield starts, b"".join(pieces)
                 starts, pieces, end = [], [], 0
             starts.append(end)
-            pieces += (*own, bytes(-size % ALIGNMENT))
-            end += aligned(size)
+            pieces += own
+            if padding:
+                pieces.append(bytes(padding))
+            end += size + padding
         if starts:
             yield starts, b"".join(pieces)
 
@@ -227,7 +228,7 @@ def choose_codec(
     sizes = {}
     for codec in Codec if kernel() is not None else (Codec.RAW, Codec.ZSTD):
         records = encode_rows(keys, picked[:NUM_RECORDS], rows, codec, coder, storage)
-        sizes[codec] = sum(records.sizes())
+        sizes[codec] = sum(records.sizes)
     best, least = Codec.RAW, min(sizes.values())
     if least <= (1 - MIN_SAVING) * sizes[best]:
         small = [codec for codec, size in sizes.items() if size <= (1 + SAME_BYTES) * least]
@@ -236,11 +237,18 @@ def choose_codec(
 
 
 def _record(key: bytes, words: Sequence[int], payload: Sequence[Any], seed: int) -> Sequence[Any]:
-    size = HEAD_BYTES + aligned(len(key)) + 8 * len(words) + sum(map(len, payload))
+    head = _first(len(key), len(words))
+    size = CHECKSUM_BYTES + head.size + sum(map(len, payload))
     if size > MAX_RECORD_BYTES:
         raise ValueError(f"a record of {size} bytes; {MAX_RECORD_BYTES} are stored at most")
-    first = struct.pack(f"<II{aligned(len(key))}s{len(words)}Q", size, len(key), key, *words)
-    return struct.pack("<Q", checksum_of(first, payload, seed)), first, *payload
+    first = head.pack(size, len(key), key, *words)
+    return checksum_of(first, payload, seed).to_bytes(8, "little"), first, *payload
+
+
+@cache
+def _first(key_bytes: int, num_fields: int) -> struct.Struct:
+    """What of a record stands between its checksum and its fields."""
+    return struct.Struct(f"<II{aligned(key_bytes)}s{num_fields}Q")
 
 
 def _column(
