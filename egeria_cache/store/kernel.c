@@ -129,8 +129,7 @@ static const uint8_t *unpacked(const struct decoder *with, const uint8_t *from, 
 }
 
 /* Numbers of bytes in a plane, lowest first. */
-static const int PLANES[9][MOST_PLANES] = {
-    [2] = {1, 1}, [4] = {2, 1, 1}};
+static const int PLANES[9][MOST_PLANES] = {[2] = {1, 1}, [4] = {2, 1, 1}};
 
 /* Join `n` elements from planes. room: n * width bytes. */
 static int decode_planes(const struct decoder *with, const uint8_t *from, uint64_t size, int64_t n,

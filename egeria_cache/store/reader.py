@@ -122,9 +122,11 @@ class Fetched:
             self.fields = dict(zip((one.name for one in layout.fields), columns, strict=True))
         if num_hits == len(self.hit):
             return
+        missing = np.flatnonzero(~self.hit).tolist()
         for name, column in self.fields.items():
             if isinstance(column, Tensor):
-                column[torch.from_numpy(~self.hit)] = torch.zeros((), dtype=column.dtype)
+                for row in missing:  # indices are not taken for every dtype
+                    column[row].zero_()
             else:
                 self.fields[name] = [one if self.hit[at] else None for at, one in enumerate(column)]
 

@@ -12,6 +12,7 @@ import torch
 from egeria_cache.errors import StoreError
 from egeria_cache.store import writer as writer_module
 from egeria_cache.store.records.keys import NO_DRAW, encode_keys
+from egeria_cache.store.records.layout import DTYPES
 from egeria_cache.store.records.record import Rows
 from egeria_cache.store.store import ActivationStore
 from egeria_cache.store.writer import Job, Writer
@@ -32,6 +33,24 @@ def test_a_bare_tensor_comes_back_bare_in_the_order_asked(store):
     assert hit.tolist() == [True, True, False, True, True]
     assert torch.equal(got[torch.from_numpy(hit)], rows([7, 3, 39, 3]))
     assert not got[2].any()
+
+
+@pytest.mark.parametrize("way", ["together", "one by one"])
+def test_what_is_not_stored_is_zeros_in_every_dtype(store, way):
+    for dtype in {*DTYPES.values()} - {torch.complex32}:  # which torch warns of
+        values = (torch.arange(48).remainder(5) % 2).byte().view(dtype).view(3, -1)
+        batch = {"x": values, "flat": values[:, 0].clone()}
+        batch |= {"text": ["a", "b", "c"]} if way == "one by one" else {}
+        generation = store.open_generation({"dtype": str(dtype)})
+        generation.put_batch(range(3), batch)
+        assert store.flush(FLUSH_S)
+        got, hit = generation.get_batch([1, 9, 0])
+        assert hit.tolist() == [True, False, True]
+        for name in ("x", "flat"):
+            assert got[name].dtype == dtype
+            found = got[name].view(torch.uint8).view(3, -1)
+            assert torch.equal(found[[0, 2]], batch[name].view(torch.uint8).view(3, -1)[[1, 0]])
+            assert not found[1].any()
 
 
 def test_several_named_values_of_one_sample_come_back_together(store):

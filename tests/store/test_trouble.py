@@ -28,7 +28,8 @@ from egeria_cache.inspect.census import survey
 from egeria_cache.inspect.checking import verify
 from egeria_cache.inspect.cli import main
 from egeria_cache.store.disk.budget import Budget
-from egeria_cache.store.disk.manifest import generation_name
+from egeria_cache.store.disk.files import GoneError, inspected
+from egeria_cache.store.disk.manifest import DamagedError, generation_name
 from egeria_cache.store.records.keys import encode_keys
 from egeria_cache.store.store import ActivationStore
 from tests.store.conftest import damage
@@ -402,6 +403,9 @@ def test_a_generation_whose_files_are_still_empty_is_not_damaged(directory, made
         if name in made:
             (generation / name).touch()
     assert survey(directory).generations[0].damage is None
+    # As who looks just before, and opens it when it was removed and is made anew.
+    with pytest.raises(GoneError if "data.mdb" in made else DamagedError), inspected(generation):
+        pass
     assert_nothing_is_damaged(directory)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import lmdb
 import numpy as np
 import psutil
-from lmdb.verify import VerifyError, verify
+from lmdb.verify import verify
 
 from egeria_cache.config import PAGE_BYTES
 from egeria_cache.errors import StoreError
@@ -120,6 +120,8 @@ class Environment:
                     one._num_users += 1
                 return one
             except lmdb.Error as error:
+                if getattr(error, "code", 0) == errno.EBADF:  # empty, and only read here
+                    raise GoneError("nothing is stored in it as yet") from None
                 if isinstance(error, _DAMAGE):
                     raise DamagedError(f"{directory / DATA_NAME} is damaged: {error}") from None
                 full = isinstance(error, lmdb.DiskError | lmdb.MapFullError)
@@ -228,10 +230,8 @@ def problem_of(descriptor: int, *, believes_mark: bool = True) -> str | None:
         problems = verify(f"/proc/self/fd/{descriptor}", subdir=False)  # type: ignore[no-untyped-call]
     except OSError:
         raise
-    except VerifyError as error:
-        return str(error)
-    except Exception as error:  # of the walker's, on pages that it did not foresee
-        return repr(error)
+    except Exception as error:  # also of pages that the walker did not foresee
+        return f"{type(error).__name__}: {error}"
     if not problems:
         _walked.add(state)
     return str(problems[0]) if problems else None
