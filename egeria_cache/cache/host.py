@@ -503,6 +503,7 @@ class CacheHost:
     def timed(self, batch: Batch, front_s: float, forward_s: float) -> None:
         """A batch was computed plainly: its frozen front, and all of the model, took so long."""
         self._policy.timed(batch.loader_name, front_s, forward_s)
+        self.postpones(batch)  # the next one comes plain, if so
 
     def is_idle(self) -> bool:
         """Whether a loader's batches come plain at present, for nothing is proved as yet."""

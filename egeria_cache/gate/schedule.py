@@ -21,8 +21,8 @@ _HIT_S = 1e-3
 _MIXED_S = 4e-3
 """What one costs where some of its samples are new each time, and stored (docs/augmentation.md)."""
 _MIN_EPOCHS = 2
-_NUM_TIMED = 3
-"""The least of these counts: the first warms up, and a busy machine may slow any."""
+_NUM_TIMED = 2
+"""The least of these counts: the first warms up. What is timed is not stored."""
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ that, with some rows that were read."""
 _COMPUTED: tuple[Kind, ...] = ("computed", "captured")
 _RECENT = 64
 _MIN_SERVED = 16
-_FIRST_CONTROL = 4
+_FIRST_CONTROL = 16
 _BETWEEN_VERDICTS = 8
 """Served batches; a verdict takes longer than any other part of the gate."""
 _OUTLIER = 8.0
@@ -78,7 +78,8 @@ class StepTimer:
     def wants_control(self) -> bool:
         """Whether the batch that is planned now, and would be served, should be computed."""
         self._num_planned += 1
-        return self._num_planned >= _FIRST_CONTROL and self._num_planned.bit_count() == 1
+        planned = self._num_planned  # the 16th, 64th, 256th, ...
+        return planned >= _FIRST_CONTROL and planned.bit_count() == planned.bit_length() % 2 == 1
 
     @property
     def saved_s(self) -> float:

@@ -71,7 +71,7 @@ def test_controls_tell_what_a_computed_step_costs_without_capture():
 def test_controls_become_ever_rarer():
     timer = StepTimer()
     planned = [timer.wants_control() for _ in range(300)]
-    assert [at for at, wants in enumerate(planned, 1) if wants] == [4, 8, 16, 32, 64, 128, 256]
+    assert [at for at, wants in enumerate(planned, 1) if wants] == [16, 64, 256]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_controls_are_computed_and_change_nothing(tmp_path, monkeypatch, workers
             misses.append(cache.stats().misses)
     assert losses[0] == losses[1] == losses[2]
     assert misses[0] == 96
-    assert misses[1] == 96 + 4 * 8  # of 48 batches that were planned from the cache
+    assert misses[1] == 96 + 8  # of 48 batches that were planned from the cache
 
 
 def test_batches_of_which_most_is_read_are_judged_and_compared_with_controls(tmp_path, monkeypatch):
@@ -139,7 +139,7 @@ def test_batches_of_which_most_is_read_are_judged_and_compared_with_controls(tmp
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
     first = told[: 6 * 12]
     assert first.count("served") > 40
-    assert first.count("computed") >= 3
+    assert first.count("computed") >= 2
 
 
 def test_a_mixed_batch_that_does_not_pay_stops_skipping(tmp_path, monkeypatch):
