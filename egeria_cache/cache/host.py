@@ -520,6 +520,8 @@ class CacheHost:
             self._audits.cost_s += seconds
         elif kind == "proof":
             self._policy.proved(seconds)
+        elif kind == "stored":
+            self._policy.stored(seconds)
         elif kind != "compiled":
             self._model_called()
             self._called()

@@ -211,6 +211,10 @@ class LoaderPort:
         if self._status.boundary is not None:
             self._policy.beside_s += seconds
 
+    def took_looking(self, seconds: float) -> None:
+        """To look at the samples of a batch that was loaded, and mark them, took so long."""
+        self._policy.proved(seconds)
+
     def is_plain(self, loader_name: str) -> bool:
         """Whether batches come as DataLoader's: nothing is frozen, or nothing proved as yet."""
         return self.boundary is None or self._policy.is_postponed(loader_name)

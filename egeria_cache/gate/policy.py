@@ -124,8 +124,12 @@ class ServingPolicy:
         return loader in self.idle
 
     def proved(self, seconds: float) -> None:
-        """A proof has taken so long."""
+        """A proof has taken so long, or a look at samples."""
         self.proof_s += seconds
+        self.stored(seconds)
+
+    def stored(self, seconds: float) -> None:
+        """Handing fresh rows to the store has taken so long: nothing that computing costs."""
         self._unnoted_s += seconds
 
     # ---- whole steps --------------------------------------------------------------------------

@@ -60,7 +60,7 @@ class CacheStats:
     """Training time saved so far: what the same steps would have taken if they had been computed,
     less what they took, proofs, writes, audits and comparisons included; negative if lost."""
     proof_s: float = 0.0
-    """What proofs have taken of it."""
+    """What proofs, and looks at samples, have taken of it."""
     gate: str = ""
     """Whether skipping goes on, and why, per loader."""
     why_not: str | None = None

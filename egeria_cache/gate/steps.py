@@ -56,12 +56,14 @@ class StepTimer:
             kind: What became of its batch.
             seconds: How long it took.
             num_samples: In the batch.
-            proof_s: Part of the seconds that went into a proof, and will not come again.
+            proof_s: Part of the seconds that went into proofs and storing: none of it is what a
+                computed step costs.
         """
         is_first, self._is_first = self._is_first, False
         if is_first:  # it warms up what the others find warm
             self._spent_s += proof_s
             return
+        proof_s = proof_s if kind in _COMPUTED else 0.0  # what serves is paid for by what is served
         per_sample = max(seconds - proof_s, 0.0) / num_samples
         recent = self._recent.get(kind)
         if recent is None:

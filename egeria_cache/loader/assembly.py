@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from functools import partial
 from itertools import combinations
@@ -84,7 +85,10 @@ class Assembly:
         assert self.cache is not None
         entry, missing = plan.entry, loaded.data
         if entry is None or plan.loads_hits:
-            return self._tag(plan, loaded)
+            began = time.perf_counter()
+            batch = self._tag(plan, loaded)
+            self.cache.took_looking(time.perf_counter() - began)
+            return batch
         view, num_misses, misses = entry.view, entry.num_misses, dict[str, Any]()
         if num_misses:
             misses = flatten(missing, num_misses, self._source.study.lists)[1]

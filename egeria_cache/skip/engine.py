@@ -156,7 +156,8 @@ class SkipHost(Protocol):
         """Whether the loaders that have given batches can all not be cached."""
 
     def note(self, kind: str, seconds: float, rows: int) -> None:
-        """Time of a "proof" or of an "audit"; "called": once a call of the model.
+        """Time of a "proof", of an "audit", or until rows were "stored" as far as training waits;
+        "called": once a call of the model.
 
         "compiled": the whole model is compiled, and what is compiled runs without being cached.
         """
@@ -451,16 +452,17 @@ class SkipEngine:
             if not self._refused_first(outcome.error) or not self._book.may_rehearse(key):
                 return self._plainly(call)
             outcome = self._rehearsed(call, [])
-        seconds, recipe = time.perf_counter() - started, outcome.recipe
+        recipe, plainly = outcome.recipe, time.perf_counter()
         with written_by_hooks(self.model) as written:
             output, capture = passes.full(self._once, recipe, call)
+        started += time.perf_counter() - plainly
         if recipe.free:
             self._free[call.layout] = self._free.get(call.layout, recipe.free) & recipe.free
             key = call.key(self._free[call.layout])
             key = key if self._dropout is None else (*key, self._dropout.key())
         recipe.settle(key)
         self._adopt(recipe, outcome.twin, call) or self._publish(recipe, call, written)
-        self.host.note("proof", seconds, call.batch.size)
+        self.host.note("proof", time.perf_counter() - started, call.batch.size)
         if self._num_new == _MAX_BARE:
             self.host.uncached("no call came with the arguments of one before it", _AS_THEY_COME)
         rows = capture.rows()
@@ -649,7 +651,9 @@ class SkipEngine:
         rows: dict[str, Tensor] | None,
     ) -> None:
         if rows is not None and recipe.cut is not None:
+            started = time.perf_counter()
             self.host.captured(call.batch, recipe.cut, mask, rows)
+            self.host.note("stored", time.perf_counter() - started, 0)
 
     def _hold(self, call: Invocation) -> None:
         """Take all that runs before the boundary into inference mode, once."""

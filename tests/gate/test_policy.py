@@ -139,7 +139,7 @@ def test_batches_of_which_most_is_read_are_judged_and_compared_with_controls(tmp
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
     first = told[: 6 * 12]
     assert first.count("served") > 40
-    assert first.count("computed") >= 2
+    assert first.count("computed") >= 1
 
 
 def test_a_mixed_batch_that_does_not_pay_stops_skipping(tmp_path, monkeypatch):

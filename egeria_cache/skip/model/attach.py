@@ -60,7 +60,7 @@ class AttachedForward(ForwardSlot):
         if torch.compiler.is_compiling():
             _report(self._number)
             return self.__wrapped__(*args, **kwargs)
-        if torch.jit.is_tracing():  # TensorBoard's `add_graph`: every value would be noted
+        if torch._C._is_tracing():  # TensorBoard's `add_graph`: every value would be noted
             return self.__wrapped__(*_traced(args), **_traced(kwargs))
         if callable(_compiler_of_frames()):
             # The whole model is being compiled, and its graph broke here: go on with plain tensors.
@@ -77,7 +77,7 @@ class AttachedForward(ForwardSlot):
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward."""
-        return self.__wrapped__(*args, **kwargs)
+        return (self.before or self._own)(*args, **kwargs)
 
     def attach(self) -> Callable[..., Any]:
         """Take the place of the model's method, and return it."""
