@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import logging
 import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,3 +66,28 @@ def damage(store: ActivationStore, ids: list[Any], at: int = 60) -> None:
 def counted(generation: Any) -> tuple[int, int]:
     """Rows written and dropped."""
     return generation.counts.numbers["writes"], generation.counts.numbers["dropped_writes"]
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was warned of, or worse."""
+    return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+def run_python(code: str, *argv: object, **options: Any) -> subprocess.Popen[str]:
+    """Start a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, argv)],
+        stdout=subprocess.PIPE, text=True, **options,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 3 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", place]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)

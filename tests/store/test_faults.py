@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import io
-import logging
 import os
 import random
 import resource
@@ -13,8 +12,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
-import textwrap
 import threading
 import time
 
@@ -34,7 +31,7 @@ from egeria_cache.store.disk.manifest import ROOT_FORMAT, read_json, write_json
 from egeria_cache.store.native import SWITCH, kernel
 from egeria_cache.store.parcel import pack
 from egeria_cache.store.store import ActivationStore
-from tests.store.conftest import entries_of
+from tests.store.conftest import entries_of, run_python, warnings_of
 
 FLUSH_S = 60
 FIELDS = ({"boundary": "a"}, {"boundary": "b"})
@@ -88,10 +85,6 @@ def original(tmp_path_factory):
     return directory
 
 
-def log_level_records(caplog, level=logging.WARNING):
-    return [one.getMessage() for one in caplog.records if one.levelno >= level]
-
-
 # -- damage ----------------------------------------------------------------------------------
 
 
@@ -136,26 +129,17 @@ def test_a_mutated_file_kills_nobody_and_serves_nothing_wrong(original, tmp_path
         shutil.rmtree(copy)
 
 
-@pytest.mark.parametrize("kind", ["data.mdb", "manifest.json", "cache.json"])
-@pytest.mark.cases(3)
-def test_every_bit_of_a_small_file_may_flip(original, tmp_path, kind):
-    """In a JSON file, nothing that is stored is lost by it."""
+@pytest.mark.parametrize("kind", ["manifest.json", "cache.json"])
+def test_a_bit_that_flips_in_a_description_loses_nothing_that_is_stored(original, tmp_path, kind):
     copy, rng = tmp_path / "cache", random.Random(0)
     shutil.copytree(original, copy)
     path = copy / kind if kind == "cache.json" else generation_directories(copy)[0] / kind
     content = path.read_bytes()
-    bits = (
-        range(8 * len(content)) if path.suffix == ".json" else rng.sample(range(2 * 8 * 4096), 40)
-    )
-    for bit in rng.sample(bits, 60) if len(bits) > 60 else bits:
+    for bit in rng.sample(range(8 * len(content)), 60):
         changed = bytearray(content)
         changed[bit // 8] ^= 1 << bit % 8
         path.write_bytes(changed)
-        hits = use(copy)
-        if path.suffix == ".json":
-            assert hits == [COUNT] * 4
-        else:
-            assert hits[1] == hits[3] == COUNT
+        assert use(copy) == [COUNT] * 4
         shutil.rmtree(copy)
         shutil.copytree(original, copy)
 
@@ -211,7 +195,7 @@ def test_a_tree_that_was_damaged_is_set_aside_counted_shown_and_not_deleted(
     assert sorted(use(copy)) == [0, COUNT, COUNT, COUNT]
     (aside,) = copy.glob("damaged-*")
     assert (aside / "data.mdb").read_bytes() == before
-    assert len(log_level_records(caplog)) == 1
+    assert len(warnings_of(caplog)) == 1
     report = survey(copy)
     assert not report.healthy
     assert [one.name for one in report.generations if one.damage] == [aside.name]
@@ -367,7 +351,7 @@ def test_where_no_thread_can_be_started_training_goes_on_uncached(tmp_path, monk
             assert not store.put_batch([1], torch.ones(1, 10))
             assert not store.get_batch([1])[1].any()
         assert store.stats().dropped_writes == 2
-    (warning,) = log_level_records(caplog)
+    (warning,) = warnings_of(caplog)
     assert "can't start new thread" in warning
 
 
@@ -428,11 +412,8 @@ def test_under_a_limit_of_address_space_training_goes_on(original, tmp_path):
             assert generation.get_batch(range(24))[1].all()
             print("trained on")
     """
-    child = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), copy], capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert child.stdout == "trained on\n", child.stderr
+    out, err = run_python(code, copy, stderr=subprocess.PIPE).communicate()
+    assert out == "trained on\n", err
 
 
 # -- what is no damage -----------------------------------------------------------------------
@@ -506,19 +487,6 @@ def test_statistics_and_sizes_never_raise(original, tmp_path, monkeypatch):
 # -- limits and disks ------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
-
-
 @pytest.mark.parametrize("count", [12, pytest.param(500, marks=pytest.mark.long)])
 @pytest.mark.timeout(3600)
 def test_a_nearly_full_disk_kills_nobody_and_loses_nothing(small_disk, count):
@@ -587,15 +555,6 @@ def test_a_lowered_limit_is_applied_when_a_generation_is_opened(tmp_path):
         assert kept.num_samples == 20
         assert [path.name for path in generation_directories(directory)] == [kept.name]
         assert store.stats().bytes_on_disk <= 500_000
-
-
-@pytest.mark.parametrize("limit", [40_000, 300_000, 700_000])
-def test_large_fields_are_within_the_limit(tmp_path, limit):
-    with ActivationStore(tmp_path / "cache", limit, codec="raw") as store:
-        generation = store.open_generation({"text": "x" * 300_000})
-        generation.put_batch(range(4), torch.zeros(4, 1000))
-        assert store.flush(FLUSH_S)
-        assert directory_bytes(tmp_path / "cache") <= limit
 
 
 # -- leaks -----------------------------------------------------------------------------------
@@ -670,7 +629,7 @@ def test_what_waits_when_a_generation_is_released_is_stored_without_a_word(tmp_p
         for number in range(12):
             assert store.open_generation({"boundary": number}).num_samples == 8
         assert store.stats().dropped_writes == 0
-    assert log_level_records(caplog) == []
+    assert warnings_of(caplog) == []
 
 
 def test_an_interrupted_close_is_finished_by_the_next(tmp_path, monkeypatch):
@@ -818,7 +777,7 @@ def test_a_lock_that_becomes_a_link_ends_the_writing_and_not_the_writer(tmp_path
         store.put_batch([1], torch.zeros(1, 100))
         assert store.flush(FLUSH_S)
         assert store.get_batch([0, 1])[1].tolist() == [True, False]
-    assert len(log_level_records(caplog)) == 1
+    assert len(warnings_of(caplog)) == 1
     assert not (tmp_path / "outside").exists()
 
 

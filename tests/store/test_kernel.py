@@ -25,7 +25,7 @@ from egeria_cache.store import ActivationStore, NotInMemoryError, native
 from egeria_cache.store.codecs.codec import Codec, CodecError, Coder
 from egeria_cache.store.native import SWITCH, kernel
 from egeria_cache.store.records.keys import encode_keys
-from tests.store.conftest import damage, entries_of
+from tests.store.conftest import entries_of
 
 FLUSH_S = 30
 
@@ -175,20 +175,6 @@ def test_whatever_it_is_given_it_fills_or_refuses(codec, elements, changes, cut,
         assert changes
     assert (around[0] == 7).all()
     assert (around[2] == 7).all()
-
-
-@pytest.mark.parametrize("codec", ["raw", "zstd", "bitmap+split"])
-def test_every_read_is_verified(directory, codec):
-    if codec == "bitmap+split" and kernel() is None:
-        pytest.skip("nothing was compiled here")
-    rows = some(40, 2000).relu()
-    with stored(directory, rows, codec) as store:
-        for _ in range(3):
-            assert store.get_batch(range(40))[1].all()
-        damage(store, [17])
-        found, hit = store.get_batch(range(40))
-        assert hit.tolist() == [one != 17 for one in range(40)]
-        assert torch.equal(found[torch.from_numpy(hit)], rows[torch.from_numpy(hit)])
 
 
 def test_verify_is_accepted_for_a_release_and_does_nothing(directory, caplog):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import threading
@@ -14,6 +13,7 @@ from egeria_cache import ActivationCache
 from egeria_cache.errors import StoreError
 from egeria_cache.store.disk.place import filesystem_type
 from egeria_cache.store.store import ActivationStore
+from tests.store.conftest import warnings_of
 
 
 def mounts(*pairs):
@@ -104,9 +104,8 @@ def test_a_read_only_cache_is_served_and_not_written(read_only, caplog):
         assert not new.get_batch([1])[1].any()
         new.void("test")
         new.release()
-    warnings = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
-    assert len(warnings) == 1
-    assert "nothing is stored" in warnings[0]
+    (warning,) = warnings_of(caplog)
+    assert "nothing is stored" in warning
 
 
 def test_a_cache_without_write_permission_is_served(directory, monkeypatch):

@@ -129,14 +129,6 @@ def test_any_scalar_or_text_round_trips_with_its_type(value):
     assert type(decoded) is type(value)
 
 
-@given(st.binary(max_size=30))
-def test_arbitrary_bytes_are_a_value_or_a_record_error(blob):
-    try:
-        decode_value(blob)
-    except RecordError:
-        return
-
-
 def test_an_object_of_another_type_is_refused():
     with pytest.raises(TypeError, match="dict"):
         encode_value({})
@@ -181,40 +173,6 @@ def test_a_record_under_another_key_layout_or_generation_is_refused():
         open_record(key, record, Layout(False, (other, *layout.fields[1:])))
     with pytest.raises(RecordError, match="checksum"):
         open_record(key, record, layout, identity=1)
-
-
-@given(st.binary(max_size=200))
-@settings(max_examples=300)
-def test_fuzzed_layouts_are_layouts_or_a_record_error(blob):
-    try:
-        layout = Layout.parse(blob)
-    except RecordError:
-        return
-    assert Layout.parse(layout.packed) == layout
-
-
-@given(
-    st.sampled_from([Codec.ZSTD, Codec.SPLIT, Codec.BITMAP, 77]),
-    st.sampled_from([1, 2, 4, 8]),
-    st.booleans(),
-    st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), max_size=6),
-    st.integers(0, 200),
-)
-@settings(max_examples=300, deadline=None)
-def test_a_decoder_fed_damaged_bytes_fills_its_target_or_raises_codec_error(
-    codec, width, floating, changes, cut
-):
-    data = np.random.default_rng(0).integers(0, 3, 1024).astype(np.uint8)
-    wanted = Codec(codec) if codec != 77 else Codec.ZSTD
-    _, stored = CODER.encode(data, wanted, (width, floating))
-    damaged = bytearray(stored)
-    for at, value in changes:
-        damaged[at % len(damaged)] = value
-    target = np.empty(1024, np.uint8)
-    try:
-        CODER.decode_into(bytes(damaged[: len(damaged) - cut]), codec, target, (width, floating))
-    except CodecError:
-        return
 
 
 def test_a_zstd_frame_that_claims_gigabytes_is_refused_before_anything_is_allocated():
@@ -265,9 +223,3 @@ def test_auto_is_never_larger_than_zstd(dtype, sparse):
         for one in (codec, Codec.ZSTD)
     ]
     assert sizes[0] <= sizes[1], trials
-
-
-@pytest.mark.usefixtures("compiled")
-def test_auto_takes_the_faster_of_two_that_are_equally_small():
-    keys, rows = encode_keys(range(64)), Rows(True, {"x": torch.randn(64, 4096).bfloat16()})
-    assert choose_codec(keys, range(64), rows, CODER)[0] is Codec.SPLIT
