@@ -28,8 +28,7 @@
 enum { CHECKSUM_BYTES = 8, HEAD_BYTES = 16 };
 enum { RAW, ZSTD, SPLIT, BITMAP };
 enum { BITMAP_HEAD_BYTES = 16, MOST_PLANES = 3, MOST_HEAD_BYTES = 4096 };
-enum { LINE_BYTES = 64, AHEAD_BYTES = 4096 };
-enum { LONG_NS = 4000 }; /* no byte from memory takes so long */
+enum { LINE_BYTES = 64, AHEAD_BYTES = 4096, LONG_NS = 4000 }; /* no byte of memory takes so long */
 enum { ABSENT, INTACT, DAMAGED, UNREADABLE }; /* as in native.py */
 
 static const uint64_t AS_THEY_ARE = 1ull << 63;

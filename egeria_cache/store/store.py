@@ -204,7 +204,7 @@ class ActivationStore:
     def _open_files(
         self, directory: Path, fields: Mapping[str, Any]
     ) -> tuple[Manifest, GenerationFiles | str]:
-        if os.path.lexists(directory) and not is_own_directory(directory):
+        if not is_own_directory(directory) and os.path.lexists(directory):  # else it went just now
             raise ForeignError(f"{directory} is no directory of this user's; it is left alone")
         if not is_unfinished(directory):
             manifest = self._read_manifest(directory, fields)

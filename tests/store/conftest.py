@@ -91,3 +91,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("mounting a tmpfs needs root")
     yield place
     subprocess.run(["umount", "-l", place], check=True)
+
+
+def keep(store: ActivationStore, *batch: Any, into: Any = None, **options: Any) -> bool:
+    """Hand a batch to a store, or into a generation of it, and wait until it is on disk."""
+    taken: bool = (into or store).put_batch(*batch, **options)
+    assert store.flush(60)
+    return taken

@@ -31,7 +31,7 @@ from egeria_cache.store.disk.manifest import ROOT_FORMAT, read_json, write_json
 from egeria_cache.store.native import SWITCH, kernel
 from egeria_cache.store.parcel import pack
 from egeria_cache.store.store import ActivationStore
-from tests.store.conftest import entries_of, run_python, warnings_of
+from tests.store.conftest import entries_of, keep, run_python, warnings_of
 
 FLUSH_S = 60
 FIELDS = ({"boundary": "a"}, {"boundary": "b"})
@@ -58,8 +58,7 @@ def fill(directory, limit="50MB"):
             generation = store.open_generation(fields)
             for start in range(0, COUNT, 6):
                 ids = range(start, start + 6)
-                assert generation.put_batch(ids, batch(values[start : start + 6]))
-                assert store.flush(FLUSH_S)
+                keep(store, ids, batch(values[start : start + 6]), into=generation)
 
 
 def use(directory, limit="50MB"):
@@ -73,8 +72,7 @@ def use(directory, limit="50MB"):
                 for row in hit.nonzero()[0].tolist():
                     assert torch.equal(got["x"][row], values[row])
                 hits.append(int(hit.sum()))
-                generation.put_batch(range(COUNT), batch(values))
-                assert store.flush(FLUSH_S)
+                keep(store, range(COUNT), batch(values), into=generation)
     return hits
 
 
@@ -259,8 +257,7 @@ def test_a_sector_that_cannot_be_read_is_one_damaged_record_named_and_walked_on(
         return real(descriptor, size, place)
 
     with ActivationStore(tmp_path / "cache", codec="raw") as store:
-        store.put_batch(range(COUNT), values)
-        assert store.flush(FLUSH_S)
+        keep(store, range(COUNT), values)
         bad = int(entries_of(store, [5])["place"][0])
         path = tmp_path / "cache" / store._own().name
     monkeypatch.setattr(os, "pread", pread)
@@ -273,8 +270,7 @@ def test_a_sector_that_cannot_be_read_is_one_damaged_record_named_and_walked_on(
         assert store.stats().corrupt == 1
         # It is computed again, and what is on disk stays as it is: the disk may find it again.
         before = store.stats().stored_bytes
-        store.put_batch(range(COUNT), values)
-        assert store.flush(FLUSH_S)
+        keep(store, range(COUNT), values)
         assert store.stats().stored_bytes == before
     (damage,) = verify(path)
     assert damage.sample == "5"
@@ -494,8 +490,7 @@ def test_a_nearly_full_disk_kills_nobody_and_loses_nothing(small_disk, count):
     for number in range(count):
         pages_left, said = number % 40, "disk full"
         with ActivationStore(small_disk / "cache", "50MB", codec="raw") as store:
-            store.open_generation(FIELDS[0]).put_batch(range(COUNT), {"x": TRUTH[0]})
-            assert store.flush(FLUSH_S)
+            keep(store, range(COUNT), {"x": TRUTH[0]}, into=store.open_generation(FIELDS[0]))
         with ballast.open("wb", buffering=0) as file:
             free = shutil.disk_usage(small_disk).free // 4096
             file.write(bytes(4096 * max(free - pages_left, 0)))
@@ -504,8 +499,7 @@ def test_a_nearly_full_disk_kills_nobody_and_loses_nothing(small_disk, count):
                 generation = store.open_generation(FIELDS[0])
                 assert generation.get_batch(range(COUNT))[1].all()
                 other = store.open_generation(FIELDS[1])
-                other.put_batch(range(COUNT), {"x": TRUTH[1]})
-                assert store.flush(FLUSH_S)
+                keep(store, range(COUNT), {"x": TRUTH[1]}, into=other)
                 got, hit = other.get_batch(range(COUNT))
                 for row in hit.nonzero()[0].tolist():
                     assert torch.equal(got["x"][row], TRUTH[1][row])
@@ -520,16 +514,13 @@ def test_a_nearly_full_disk_kills_nobody_and_loses_nothing(small_disk, count):
 def test_space_that_is_freed_is_used_again(small_disk, monkeypatch):
     monkeypatch.setattr(generation_module, "RETRY_S", 0.0)
     with ActivationStore(small_disk / "cache", "50MB", codec="raw") as store:
-        store.put_batch([0], torch.zeros(1, 20_000))
-        assert store.flush(FLUSH_S)
+        keep(store, [0], torch.zeros(1, 20_000))
         with (small_disk / "ballast").open("wb", buffering=0) as file:
             file.write(bytes(shutil.disk_usage(small_disk).free))
-        store.put_batch([1], torch.zeros(1, 20_000))
-        assert store.flush(FLUSH_S)
+        keep(store, [1], torch.zeros(1, 20_000))
         assert store.contains([0, 1]).tolist() == [True, False]
         (small_disk / "ballast").unlink()
-        assert store.put_batch([1], torch.ones(1, 20_000))
-        assert store.flush(FLUSH_S)
+        keep(store, [1], torch.ones(1, 20_000))
         assert store.contains([0, 1]).all()
 
 
@@ -548,8 +539,7 @@ def test_a_lowered_limit_is_applied_when_a_generation_is_opened(tmp_path):
     directory = tmp_path / "cache"
     with ActivationStore(directory, "10MB", codec="raw") as store:
         for fields in FIELDS:
-            store.open_generation(fields).put_batch(range(20), torch.zeros(20, 5000))
-            assert store.flush(FLUSH_S)
+            keep(store, range(20), torch.zeros(20, 5000), into=store.open_generation(fields))
     with ActivationStore(directory, "500kB", codec="raw") as store:
         kept = store.open_generation(FIELDS[1])
         assert kept.num_samples == 20
@@ -582,8 +572,7 @@ def test_a_hundred_stores_dropped_without_close_leave_nothing(tmp_path):
 
 def test_a_released_generation_is_unlocked_though_a_forked_child_lives(tmp_path):
     with ActivationStore(tmp_path / "cache") as store:
-        store.put_batch([1], torch.zeros(1, 10))
-        assert store.flush(FLUSH_S)
+        keep(store, [1], torch.zeros(1, 10))
         child = os.fork()
         if child == 0:
             time.sleep(60)
@@ -598,8 +587,7 @@ def test_a_released_generation_is_unlocked_though_a_forked_child_lives(tmp_path)
 
 def test_a_forked_child_opens_what_its_parent_has_open_and_leaves_it_alone(tmp_path):
     with ActivationStore(tmp_path / "cache", codec="raw") as store:
-        store.put_batch([1], torch.ones(1, 10))
-        assert store.flush(FLUSH_S)
+        keep(store, [1], torch.ones(1, 10))
         child = os.fork()
         if child == 0:
             status = 1
@@ -614,8 +602,7 @@ def test_a_forked_child_opens_what_its_parent_has_open_and_leaves_it_alone(tmp_p
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert in_use_elsewhere(generation_directories(tmp_path / "cache")[0])
         assert store.get_batch([1])[1].all()
-        store.put_batch([2], torch.ones(1, 10))
-        assert store.flush(FLUSH_S)
+        keep(store, [2], torch.ones(1, 10))
         assert store.get_batch([1, 2, 3])[1].all()
 
 
@@ -744,15 +731,13 @@ def test_a_path_of_any_bytes_is_as_good_as_any(tmp_path, name):
     for expected in (False, True):
         with ActivationStore(directory, codec="raw") as store:
             assert store.contains([1]).all() == expected
-            store.put_batch([1], torch.zeros(1, 10))
-            assert store.flush(FLUSH_S)
+            keep(store, [1], torch.zeros(1, 10))
 
 
 def test_a_reader_that_may_not_lock_sees_only_whole_records(tmp_path, monkeypatch):
     directory = tmp_path / "cache"
     with ActivationStore(directory, codec="raw") as writer:
-        writer.put_batch([0], torch.zeros(1, 100))
-        assert writer.flush(FLUSH_S)
+        keep(writer, [0], torch.zeros(1, 100))
         monkeypatch.setattr("egeria_cache.store.disk.place.os.access", lambda *args: False)
         with ActivationStore(directory) as reader:
             for one in range(1, 200):
@@ -770,12 +755,10 @@ def test_a_reader_that_may_not_lock_sees_only_whole_records(tmp_path, monkeypatc
 def test_a_lock_that_becomes_a_link_ends_the_writing_and_not_the_writer(tmp_path, caplog):
     directory = tmp_path / "cache"
     with ActivationStore(directory, codec="raw") as store:
-        store.put_batch([0], torch.zeros(1, 100))
-        assert store.flush(FLUSH_S)
+        keep(store, [0], torch.zeros(1, 100))
         (directory / "cache.lock").unlink()
         (directory / "cache.lock").symlink_to(tmp_path / "outside")
-        store.put_batch([1], torch.zeros(1, 100))
-        assert store.flush(FLUSH_S)
+        keep(store, [1], torch.zeros(1, 100))
         assert store.get_batch([0, 1])[1].tolist() == [True, False]
     assert len(warnings_of(caplog)) == 1
     assert not (tmp_path / "outside").exists()
@@ -794,8 +777,7 @@ def test_generations_of_an_earlier_release_are_listed_and_make_room(tmp_path):
     assert "earlier release" in report.note
     assert not list(verify(old))
     with ActivationStore(directory, "1MB", codec="raw") as store:
-        assert store.open_generation(FIELDS[0]).put_batch(range(40), torch.zeros(40, 4000))
-        assert store.flush(FLUSH_S)
+        keep(store, range(40), torch.zeros(40, 4000), into=store.open_generation(FIELDS[0]))
         assert store.stats().num_samples == 40
     assert not old.exists()
 
@@ -807,8 +789,7 @@ def test_of_a_damaged_tree_every_record_that_is_intact_is_salvaged(tmp_path, cod
     with ActivationStore(tmp_path / "cache", codec=codec) as store:
         for start in range(0, 200, 20):
             batch = {name: rows[start : start + 20] for name, rows in values.items()}
-            store.put_batch(range(start, start + 20), batch)
-            assert store.flush(FLUSH_S)
+            keep(store, range(start, start + 20), batch)
         places = entries_of(store, [7])["place"]
         path = tmp_path / "cache" / store._own().name
     spoil_tree(path)

@@ -25,7 +25,7 @@ from egeria_cache.store import ActivationStore, NotInMemoryError, native
 from egeria_cache.store.codecs.codec import Codec, CodecError, Coder
 from egeria_cache.store.native import SWITCH, kernel
 from egeria_cache.store.records.keys import encode_keys
-from tests.store.conftest import entries_of
+from tests.store.conftest import entries_of, keep
 
 FLUSH_S = 30
 
@@ -44,8 +44,7 @@ def stored(
     directory: Path, rows: Tensor, codec: str = "raw", **options: str
 ) -> Iterator[ActivationStore]:
     with ActivationStore(directory, codec=codec, **options) as store:
-        store.put_batch(range(len(rows)), rows)
-        assert store.flush(FLUSH_S)
+        keep(store, range(len(rows)), rows)
         yield store
 
 
@@ -122,8 +121,7 @@ def test_it_gives_what_python_gives(
     directory = tmp_path_factory.mktemp("kernel")
     asked = [*sample_ids[::-1], *sample_ids[:2], sample_ids[0] * 2]
     with ActivationStore(directory, codec=codec.label) as store:
-        store.put_batch(sample_ids, fields, variant=variant)
-        assert store.flush(FLUSH_S)
+        keep(store, sample_ids, fields, variant=variant)
         first = store.get_batch(asked, variant=variant)
         again = store.get_batch(asked, variant=variant)
     with without_kernel(), ActivationStore(directory, codec="zstd") as store:
@@ -131,8 +129,7 @@ def test_it_gives_what_python_gives(
         if not plain[1][:-1].all():  # it needs the kernel, and is computed and stored again
             assert codec in (Codec.SPLIT, Codec.BITMAP)
             assert store.stats().corrupt == 0
-            store.put_batch(sample_ids, fields, variant=variant)
-            assert store.flush(FLUSH_S)
+            keep(store, sample_ids, fields, variant=variant)
             plain = store.get_batch(asked, variant=variant)
     for found, hit in (first, again):
         assert hit.tolist() == plain[1].tolist()
@@ -202,8 +199,7 @@ def test_what_is_asked_for_from_memory_waits_for_no_disk(directory, codec, ids):
     rows = {"x": some(64, 2000), "name": [str(one) for one in ids]}
     rows = {"x": rows["x"]} if isinstance(ids, range) else rows  # one by one
     with ActivationStore(directory, codec=codec) as store:
-        store.put_batch(ids, rows)
-        assert store.flush(FLUSH_S)
+        keep(store, ids, rows)
         generation = store._own()
         some_ids = [ids[3], ids[30], ids[3]]  # asking for another page reads ahead of it
         got, found = generation.get_batch(some_ids, in_memory=True)
@@ -244,8 +240,7 @@ def test_a_record_that_is_not_where_its_entry_says_is_found_by_its_block(
     rows = some(64, 3000)
     fields = {"x": rows} if way == "together" else {"x": rows, "name": ["of its own"] * 64}
     with ActivationStore(directory, codec=codec) as store:
-        store.put_batch(range(64), fields)
-        assert store.flush(FLUSH_S)
+        keep(store, range(64), fields)
         entries = entries_of(store, list(range(64))).copy()
         environment = store._own()._files._environment
         entries["place"][7] = place
@@ -295,8 +290,7 @@ def test_many_threads_read_while_one_writes(directory):
 
         futures = [pool.submit(read, seed) for seed in range(4)]
         for start in range(40, 400, 40):
-            store.put_batch(range(start, start + 40), rows[start : start + 40])
-            assert store.flush(FLUSH_S)
+            keep(store, range(start, start + 40), rows[start : start + 40])
         assert all(future.result() > 0 for future in futures)
         assert not store.get_batch([])[1].any()
 

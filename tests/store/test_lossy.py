@@ -5,6 +5,7 @@ import torch
 
 from egeria_cache.store.codecs.lossy import LossyError, pack, storage_bytes, unpack
 from egeria_cache.store.store import ActivationStore
+from tests.store.conftest import keep
 
 FLUSH_S = 30
 SHAPES = [(5,), (6, 7), (3, 4, 5), (2, 3, 4, 5), ()]
@@ -81,8 +82,7 @@ def test_a_lossy_generation_has_its_own_address_and_states_its_error(directory, 
         generation = store.open_generation({"a": 1})
         assert generation.name != exact
         assert generation.fields["storage_dtype"] == storage
-        generation.put_batch(range(20), batch)
-        store.flush(FLUSH_S)
+        keep(store, range(20), batch, into=generation)
         got, hit = generation.get_batch([3, 50, 4])
         assert hit.tolist() == [True, False, True]
         assert got["act"].dtype == torch.float32

@@ -10,7 +10,7 @@ import torch
 
 from egeria_cache.store import ActivationStore
 from egeria_cache.store.disk.environment import DATA_NAME
-from tests.store.conftest import entries_of
+from tests.store.conftest import entries_of, keep
 
 LENGTHS = [5, 3, 900, 3, 1, 40, 0, 700, 5, 9]
 
@@ -32,8 +32,7 @@ def stored(request, tmp_path, way_to_read):
         request.getfixturevalue("compiled")
     rows = rows_of(LENGTHS)
     with ActivationStore(tmp_path, codec=request.param) as store:
-        store.put_batch(range(len(LENGTHS)), rows)
-        assert store.flush(30)
+        keep(store, range(len(LENGTHS)), rows)
         yield store, rows
 
 
@@ -102,8 +101,7 @@ def test_a_damaged_record_is_no_hit_and_the_others_are(stored, tmp_path):
 def test_lossy_numbers_of_differing_shapes_are_unpacked(tmp_path):
     rows = rows_of(LENGTHS)["states"]
     with ActivationStore(tmp_path, storage_dtype="bfloat16") as store:
-        store.put_batch(range(len(rows)), {"x": rows})
-        assert store.flush(30)
+        keep(store, range(len(rows)), {"x": rows})
         for order in itertools.permutations([0, 2, 7]):
             found, _ = store.get_batch(list(order))
             for one, row in zip(order, found["x"], strict=True):
@@ -117,8 +115,7 @@ def test_a_batch_of_another_layout_is_refused_by_name(tmp_path, caplog, together
         store.gather(together)
         store.put_batch(range(len(rows)), {"x": rows})
         assert together or store.flush(30)
-        store.put_batch([50], {"y": torch.ones(1, 3)})
-        assert store.flush(30)
+        keep(store, [50], {"y": torch.ones(1, 3)})
         assert "records here hold (" in caplog.text
         assert "it holds (y: float32 [3])" in caplog.text
         assert store.stats().dropped_writes == 1
@@ -132,9 +129,7 @@ def test_a_batch_of_another_layout_is_refused_by_name(tmp_path, caplog, together
 def test_what_a_lossy_storage_cannot_hold_is_refused_by_name(tmp_path, caplog):
     rows = torch.ones(4, 5)
     with ActivationStore(tmp_path, storage_dtype="float16") as store:
-        store.put_batch([0, 1], rows[:2])
-        assert store.flush(30)
-        store.put_batch([2, 3], rows[2:] * 1e9)
-        assert store.flush(30)
+        keep(store, [0, 1], rows[:2])
+        keep(store, [2, 3], rows[2:] * 1e9)
         assert "float32 [5] as float16" in caplog.text
         assert store.get_batch(range(4))[1].tolist() == [True, True, False, False]

@@ -15,6 +15,7 @@ import torch
 
 from egeria_cache.inspect.cli import main
 from egeria_cache.store import ActivationStore
+from tests.store.conftest import keep
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,8 +55,7 @@ def test_generations_that_are_over_are_let_go_and_their_counts_are_kept(tmp_path
         past = []
         for number in range(20):
             generation = store.open_generation({"boundary": number % 2})
-            generation.put_batch([1, 2], torch.ones(2, 4))
-            assert store.flush(60)
+            keep(store, [1, 2], torch.ones(2, 4), into=generation)
             generation.get_batch([1, 2, 3])
             generation.void("unfrozen")
             past.append(weakref.ref(generation))

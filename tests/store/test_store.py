@@ -15,7 +15,7 @@ from egeria_cache.store.records.layout import DTYPES
 from egeria_cache.store.records.record import Rows
 from egeria_cache.store.store import ActivationStore
 from egeria_cache.store.writer import Job, Writer
-from tests.store.conftest import counted
+from tests.store.conftest import counted, keep
 
 FLUSH_S = 30
 
@@ -26,8 +26,7 @@ def rows(ids, width=16):
 
 def test_a_bare_tensor_comes_back_bare_in_the_order_asked(store):
     ids = list(range(40))
-    assert store.put_batch(ids, rows(ids))
-    assert store.flush(FLUSH_S)
+    keep(store, ids, rows(ids))
     got, hit = store.get_batch([7, 3, 99, 39, 3])
     assert hit.tolist() == [True, True, False, True, True]
     assert torch.equal(got[torch.from_numpy(hit)], rows([7, 3, 39, 3]))
@@ -41,8 +40,7 @@ def test_what_is_not_stored_is_zeros_in_every_dtype(store, way):
         batch = {"x": values, "flat": values[:, 0].clone()}
         batch |= {"text": ["a", "b", "c"]} if way == "one by one" else {}
         generation = store.open_generation({"dtype": str(dtype)})
-        generation.put_batch(range(3), batch)
-        assert store.flush(FLUSH_S)
+        keep(store, range(3), batch, into=generation)
         got, hit = generation.get_batch([1, 9, 0])
         assert hit.tolist() == [True, False, True]
         for name in ("x", "flat"):
@@ -62,8 +60,7 @@ def test_several_named_values_of_one_sample_come_back_together(store):
         "ragged": [torch.ones(2), torch.ones(3), torch.ones(0, 4)],
         "mixed": [None, 2.5, b"x"],
     }
-    generation.put_batch(["x", ("y", 1), 7], batch)
-    store.flush(FLUSH_S)
+    keep(store, ["x", ("y", 1), 7], batch, into=generation)
     got, hit = generation.get_batch([7, "x", ("y", 1)])
     assert hit.all()
     order = [2, 0, 1]
@@ -78,8 +75,7 @@ def test_several_named_values_of_one_sample_come_back_together(store):
 
 def test_a_sample_absent_from_a_list_is_none(store):
     generation = store.open_generation({})
-    generation.put_batch([1], {"text": ["one"]})
-    store.flush(FLUSH_S)
+    keep(store, [1], {"text": ["one"]}, into=generation)
     got, hit = generation.get_batch([2, 1])
     assert got["text"] == [None, "one"]
     assert hit.tolist() == [False, True]
@@ -113,8 +109,7 @@ def test_the_same_fields_name_the_same_generation_in_any_order(store):
 
 def test_a_void_generation_serves_nothing_gives_its_space_back_and_may_begin_anew(store, directory):
     generation = store.open_generation({"a": 1})
-    generation.put_batch([1], torch.zeros(1, 100_000))
-    store.flush(FLUSH_S)
+    keep(store, [1], torch.zeros(1, 100_000), into=generation)
     generation.void("the weights moved")
     assert not generation.alive
     assert not generation.contains([1]).any()
@@ -124,15 +119,13 @@ def test_a_void_generation_serves_nothing_gives_its_space_back_and_may_begin_ane
     again = store.open_generation({"a": 1})
     assert again.alive
     assert not again.contains([1]).any()
-    assert again.put_batch([1], torch.ones(1, 4))
-    store.flush(FLUSH_S)
+    keep(store, [1], torch.ones(1, 4), into=again)
     assert torch.equal(again.get_batch([1])[0], torch.ones(1, 4))
 
 
 def test_a_released_generation_keeps_its_records(store):
     generation = store.open_generation({"a": 1})
-    generation.put_batch([1], torch.zeros(1, 4))
-    store.flush(FLUSH_S)
+    keep(store, [1], torch.zeros(1, 4), into=generation)
     generation.release()
     assert not generation.alive
     assert store.open_generation({"a": 1}).contains([1]).all()
@@ -140,8 +133,7 @@ def test_a_released_generation_keeps_its_records(store):
 
 def test_two_stores_of_one_process_share_a_directory(directory):
     with ActivationStore(directory) as one, ActivationStore(directory) as two:
-        one.put_batch([1], rows([1]))
-        one.flush(FLUSH_S)
+        keep(one, [1], rows([1]))
         assert two.contains([1]).all()
         two.put_batch([2], rows([2]))
         two.flush(FLUSH_S)
@@ -158,8 +150,7 @@ def test_a_tensor_changed_after_it_was_handed_over_is_not_stored(store, monkeypa
         return submit(job)
 
     monkeypatch.setattr(store._writer, "submit", change_then_submit)
-    store.put_batch([1, 2], batch)
-    store.flush(FLUSH_S)
+    keep(store, [1, 2], batch)
     assert not store.contains([1, 2]).any()
     assert store.stats().dropped_writes == 2
 
@@ -167,8 +158,7 @@ def test_a_tensor_changed_after_it_was_handed_over_is_not_stored(store, monkeypa
 def test_inference_tensors_are_stored(store):
     with torch.inference_mode():
         batch = rows([1, 2]) * 1
-    assert store.put_batch([1, 2], batch)
-    store.flush(FLUSH_S)
+    keep(store, [1, 2], batch)
     assert store.contains([1, 2]).all()
 
 
@@ -179,8 +169,7 @@ def test_a_full_queue_drops_the_batch_instead_of_waiting(store, monkeypatch):
 
 
 def test_stats_count_what_happened(store):
-    store.put_batch([1, 2], rows([1, 2]))
-    store.flush(FLUSH_S)
+    keep(store, [1, 2], rows([1, 2]))
     store.get_batch([1, 2, 3])
     stats = store.stats()
     assert (stats.hits, stats.misses, stats.writes, stats.num_samples) == (2, 1, 2, 2)
@@ -214,8 +203,7 @@ def test_auto_does_not_compress_what_will_be_small(directory, num_expected, limi
     batch = torch.zeros(8, 1024)
     with ActivationStore(directory, limit) as store:
         generation = store.open_generation({"a": 1}, num_expected=num_expected)
-        generation.put_batch(range(8), batch)
-        store.flush(FLUSH_S)
+        keep(store, range(8), batch, into=generation)
         assert (generation.totals.stored_bytes > batch.nbytes) == is_raw
         assert torch.equal(generation.get_batch(range(8))[0], batch)
 
@@ -266,8 +254,7 @@ def test_the_limit_is_never_exceeded_and_is_filled_well(directory, num_bytes):
         for start in range(0, 4 * limit // num_bytes, 500):
             ids = rng.permutation(10**6)[:500]
             del start
-            store.put_batch(ids, torch.zeros(500, num_bytes, dtype=torch.uint8))
-            store.flush(FLUSH_S)
+            keep(store, ids, torch.zeros(500, num_bytes, dtype=torch.uint8))
             assert store.stats().bytes_on_disk <= limit
         on_disk = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
         assert 0.5 * limit < on_disk <= limit
@@ -344,8 +331,7 @@ def test_what_is_gathered_is_written_before_a_batch_is_dropped_for_its_sake(monk
 
 def test_batches_that_wait_together_are_stored_as_one_each_sample_once(store):
     generation = store.open_generation({"use": "joined"})
-    generation.put_batch([0], rows([0]))
-    assert store.flush()
+    keep(store, [0], rows([0]), into=generation)
     store._writer.gathers = True
     for ids, values in (([0, 1], rows([9, 1])), ([2, 1], rows([2, 1])), ([3, 4], rows([3, 4]))):
         assert generation.put_batch(ids, values)
@@ -376,8 +362,7 @@ def test_what_another_store_has_committed_is_served_by_the_next_look(directory, 
     with ActivationStore(directory) as ours, ActivationStore(directory) as theirs:
         mine, other = (one.open_generation({"use": "shared"}) for one in (ours, theirs))
         assert not mine.contains(ids).any()
-        other.put_batch(ids[:2], torch.ones(2, 3))
-        assert theirs.flush(FLUSH_S)
+        keep(theirs, ids[:2], torch.ones(2, 3), into=other)
         assert mine.contains(ids).tolist() == [True, True, False, False]
         assert mine.get_batch(ids)[1].tolist() == [True, True, False, False]
         mine.release()
@@ -394,8 +379,7 @@ def test_a_draw_that_supersedes_another_takes_its_place_on_disk(directory, width
             for ids in rng.permutation(48).reshape(-1, 8):
                 last = np.full(8, draw - 1 if draw else NO_DRAW)
                 batch = torch.stack([torch.full((width,), 100.0 * draw + one) for one in ids])
-                generation.put_batch(ids, batch, variant=np.full(8, draw), replaces=last)
-                assert store.flush(FLUSH_S)
+                keep(store, ids, batch, variant=np.full(8, draw), replaces=last, into=generation)
             found, hit = generation.get_batch(range(48), variant=draw)
             assert hit.all()
             assert torch.equal(found[:, 0], 100.0 * draw + torch.arange(48))
@@ -418,8 +402,7 @@ def test_a_draw_supersedes_all_before_it_and_nothing_of_other_samples(store):
             values = torch.full((2, 600), float(draw))
             generation.put_batch(name, values, variant=draw, replaces=none)
         assert store.flush(FLUSH_S)
-        generation.put_batch(name[:1], torch.ones(1, 600), variant=6, replaces=3)
-        assert store.flush(FLUSH_S)
+        keep(store, name[:1], torch.ones(1, 600), variant=6, replaces=3, into=generation)
         kept = {
             one: [draw for draw in range(8) if generation.contains([one], variant=draw).all()]
             for one in name

@@ -21,6 +21,7 @@ import torch
 
 import egeria_cache.store.disk.budget as budget_module
 import egeria_cache.store.generation as generation_module
+import egeria_cache.store.store as store_module
 from egeria_cache.errors import StoreError
 from egeria_cache.inspect.census import survey
 from egeria_cache.inspect.checking import verify
@@ -29,7 +30,7 @@ from egeria_cache.store.disk.files import GoneError, inspected
 from egeria_cache.store.disk.manifest import DamagedError, generation_name
 from egeria_cache.store.records.keys import encode_keys
 from egeria_cache.store.store import ActivationStore
-from tests.store.conftest import damage, run_python, warnings_of
+from tests.store.conftest import damage, keep, run_python, warnings_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FLUSH_S = 30
@@ -54,8 +55,7 @@ def test_a_full_disk_costs_one_warning_and_keeps_what_was_stored(small_disk, cap
     with ActivationStore(small_disk / "cache", codec="raw") as store:
         for start in range(0, 400, 20):
             ids = range(start, start + 20)
-            store.put_batch(ids, rows(ids))
-            store.flush(FLUSH_S)
+            keep(store, ids, rows(ids))
         hit = assert_right(store, range(400))
         assert 0 < hit.sum() < 400
         assert store.stats().dropped_writes == 400 - hit.sum()
@@ -87,12 +87,10 @@ def test_a_file_that_may_not_grow_is_a_full_disk(directory):
 
 
 def test_a_directory_removed_under_us_ends_in_misses(store, directory, caplog):
-    store.put_batch([1], rows([1]))
-    store.flush(FLUSH_S)
+    keep(store, [1], rows([1]))
     shutil.rmtree(directory)
     assert_right(store, [1, 2])
-    store.put_batch([2], rows([2]))
-    store.flush(FLUSH_S)
+    keep(store, [2], rows([2]))
     assert not store.put_batch([3], rows([3]))
     assert not store.get_batch([1, 2, 3])[1].any()
     assert store.stats().dropped_writes == 2
@@ -101,8 +99,7 @@ def test_a_directory_removed_under_us_ends_in_misses(store, directory, caplog):
 
 
 def test_opening_in_a_directory_that_was_removed_is_a_store_error(store, directory):
-    store.put_batch([1], rows([1]))
-    store.flush(FLUSH_S)
+    keep(store, [1], rows([1]))
     shutil.rmtree(directory)
     with pytest.raises(StoreError, match="was the directory removed"):
         store.open_generation({"another": "boundary"})
@@ -121,18 +118,15 @@ def test_a_lock_held_too_long_costs_the_batch_and_not_the_training(
 ):
     monkeypatch.setattr(budget_module, "LOCK_WAIT_S", 0.05)
     monkeypatch.setattr(generation_module, "RETRY_S", 0.0)
-    store.put_batch([1], rows([1]))
-    store.flush(FLUSH_S)
+    keep(store, [1], rows([1]))
     with Budget(directory, 1).locked():
         for one in (2, 3):
-            store.put_batch([one], rows([one]))
-            assert store.flush(FLUSH_S)
+            keep(store, [one], rows([one]))
         assert assert_right(store, [1, 2, 3]).tolist() == [True, False, False]
     assert store.stats().dropped_writes == 2
     (warning,) = warnings_of(caplog)
     assert "cache.lock is held" in warning
-    store.put_batch([2], rows([2]))
-    assert store.flush(FLUSH_S)
+    keep(store, [2], rows([2]))
     assert assert_right(store, [2]).all()
 
 
@@ -150,22 +144,19 @@ def test_a_disk_that_was_full_leaves_a_directory_that_works_once_there_is_room(s
     with contextlib.suppress(StoreError), ActivationStore(place) as store:
         with contextlib.suppress(StoreError):
             store.open_generation({"a": 1})
-        store.put_batch([1], rows([1]))
-        store.flush(FLUSH_S)
+        keep(store, [1], rows([1]))
         assert_right(store, [1, 7])
     ballast.unlink()
     for path in place.glob("gen-*"):
         assert list(verify(path)) == []
     with ActivationStore(place) as store:
         assert store.open_generation({"a": 1}).alive
-        assert store.put_batch([2], rows([2]))
-        assert store.flush(FLUSH_S)
+        keep(store, [2], rows([2]))
         assert assert_right(store, [2, 7]).tolist() == [True, stage == "generation"]
 
 
 def test_a_dead_writer_drops_writes_and_still_reads(store, monkeypatch, caplog):
-    store.put_batch([1], rows([1]))
-    store.flush(FLUSH_S)
+    keep(store, [1], rows([1]))
 
     def die(job):
         raise SystemError("the thread is killed")
@@ -181,8 +172,7 @@ def test_a_dead_writer_drops_writes_and_still_reads(store, monkeypatch, caplog):
 
 def test_a_damaged_record_is_a_miss_counted_and_named_once(directory, caplog):
     with ActivationStore(directory, codec="raw") as store:
-        store.put_batch([1, 2, 3], rows([1, 2, 3]))
-        store.flush(FLUSH_S)
+        keep(store, [1, 2, 3], rows([1, 2, 3]))
         damage(store, [2, 3], 1000)
     with ActivationStore(directory) as store:
         for _ in range(2):
@@ -198,8 +188,7 @@ def test_a_damaged_record_is_a_miss_counted_and_named_once(directory, caplog):
 def test_wherever_a_record_is_damaged_it_is_a_miss_and_stored_anew(directory, codec, at):
     ids = list(range(5))
     with ActivationStore(directory, codec=codec) as store:
-        store.put_batch(ids, rows(ids).relu())
-        store.flush(FLUSH_S)
+        keep(store, ids, rows(ids).relu())
         assert store.get_batch(ids)[1].all()
         damage(store, ids[1:], at)
         found, hit = store.get_batch(ids)
@@ -208,15 +197,13 @@ def test_wherever_a_record_is_damaged_it_is_a_miss_and_stored_anew(directory, co
         assert not found[1:].any()
         assert store.stats().corrupt == 4
         assert store.contains(ids).tolist() == [True] + 4 * [False]
-        store.put_batch(ids, rows(ids).relu())
-        store.flush(FLUSH_S)
+        keep(store, ids, rows(ids).relu())
         assert torch.equal(store.get_batch(ids)[0], rows(ids).relu())
 
 
 def test_a_record_moved_to_another_samples_key_is_not_served(store):
     for one in (1, 2):
-        store.put_batch([one], rows([one]))
-        store.flush(FLUSH_S)
+        keep(store, [one], rows([one]))
     environment = store._own()._files._environment
     with environment.transaction(writes=True) as transaction:
         table, (one, two) = environment.tables[b"samples"], encode_keys([1, 2])
@@ -230,8 +217,7 @@ def test_an_unwritable_place_is_a_clear_error(tmp_path):
 
 
 def test_a_store_used_across_fork_says_what_to_do(store):
-    store.put_batch([1], rows([1]))
-    store.flush(FLUSH_S)
+    keep(store, [1], rows([1]))
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -328,8 +314,7 @@ def test_kill_9_loses_nothing_that_was_flushed_and_needs_no_repair(tmp_path, num
         with ActivationStore(directory) as store:
             hit = assert_right(store, range(committed + 64))
             assert hit[:committed].all()
-            assert store.put_batch([10**6], rows([10**6]))
-            assert store.flush(FLUSH_S)
+            keep(store, [10**6], rows([10**6]))
             assert assert_right(store, [10**6]).all()
         shutil.rmtree(directory)
     nursery.communicate(timeout=DEADLINE_S)
@@ -373,8 +358,7 @@ def test_a_kill_at_each_file_that_is_made_leaves_nothing_damaged(tmp_path):
 @pytest.mark.parametrize("made", [[], ["data.mdb"], ["data.mdb", "lock.mdb"], ["lock.mdb"]])
 def test_a_generation_whose_files_are_still_empty_is_not_damaged(directory, made):
     with ActivationStore(directory) as store:
-        store.put_batch([0], rows([0]))
-        assert store.flush(FLUSH_S)
+        keep(store, [0], rows([0]))
     (generation,) = directory.glob("gen-*")
     for name in ("data.mdb", "lock.mdb"):
         (generation / name).unlink()
@@ -391,8 +375,7 @@ def assert_nothing_is_damaged(directory):
     for path in directory.glob("gen-*"):
         assert list(verify(path)) == []
     with ActivationStore(directory) as store:
-        assert store.put_batch([1], rows([1]))
-        assert store.flush(FLUSH_S)
+        keep(store, [1], rows([1]))
         assert assert_right(store, [1]).all()
 
 
@@ -431,8 +414,7 @@ def test_a_process_with_a_smaller_limit_reads_on_when_another_grows_the_index(di
                 assert store.flush(30)
     """
     with ActivationStore(directory, "1MB", codec="raw") as store:
-        store.put_batch(range(10), rows(range(10), 20))
-        store.flush(FLUSH_S)
+        keep(store, range(10), rows(range(10), 20))
         run_python(code, directory).communicate(timeout=DEADLINE_S)
         (data,) = directory.glob("gen-*/data.mdb")
         assert data.stat().st_size > 1_000_000  # beyond this process's limit
@@ -460,8 +442,7 @@ def test_a_generation_of_another_live_process_stays_and_goes_when_that_is_killed
     assert holder.stdout.readline() == "holding\n"
     with ActivationStore(directory, limit="2MB", codec="raw") as store:
         generation = store.open_generation({"name": "new"})
-        generation.put_batch(range(80), torch.ones(80, 5000))
-        store.flush(FLUSH_S)
+        keep(store, range(80), torch.ones(80, 5000), into=generation)
         before = generation.num_samples
         assert 30 < before < 75
         holder.kill()
@@ -469,8 +450,7 @@ def test_a_generation_of_another_live_process_stays_and_goes_when_that_is_killed
         assert (directory / generation_name({"name": "held"})).exists()
     with ActivationStore(directory, limit="2MB", codec="raw") as store:
         generation = store.open_generation({"name": "new"})
-        generation.put_batch(range(80), torch.ones(80, 5000))
-        store.flush(FLUSH_S)
+        keep(store, range(80), torch.ones(80, 5000), into=generation)
         assert generation.num_samples == 80
         assert not (directory / generation_name({"name": "held"})).exists()
         assert store.stats().bytes_on_disk <= 2_000_000
@@ -483,8 +463,7 @@ def test_an_interrupted_removal_does_not_eat_the_limit_for_ever(directory):
     (directory / generation.name).rename(directory / f".gone-{generation.name}-1")
     with ActivationStore(directory, limit="2MB", codec="raw") as store:
         generation = store.open_generation({"b": 1})
-        generation.put_batch(range(60), torch.zeros(60, 5000))
-        store.flush(FLUSH_S)
+        keep(store, range(60), torch.zeros(60, 5000), into=generation)
         assert generation.num_samples == 60
 
 
@@ -500,8 +479,7 @@ def test_a_limit_for_a_part_of_the_samples_gives_that_part_of_hits(directory, pa
             for ids in rng.permutation(num_samples).reshape(-1, 20):
                 hit = store.contains(ids)
                 num_hits += int(hit.sum())
-                store.put_batch(ids, torch.zeros(len(ids), row_bytes, dtype=torch.uint8))
-                store.flush(FLUSH_S)
+                keep(store, ids, torch.zeros(len(ids), row_bytes, dtype=torch.uint8))
             if epoch:
                 assert part - 0.02 <= num_hits / num_samples <= part + 0.05
 
@@ -532,8 +510,7 @@ def test_a_generation_nobody_uses_makes_room_and_one_in_use_stays(directory):
     with ActivationStore(directory, limit="2MB", codec="raw") as store:
         for name in ("old", "older"):
             generation = store.open_generation({"name": name})
-            generation.put_batch(range(30), torch.zeros(30, 5000))
-            store.flush(FLUSH_S)
+            keep(store, range(30), torch.zeros(30, 5000), into=generation)
             assert generation.contains(range(30)).all()
         names = {name: store.open_generation({"name": name}) for name in ("old", "older")}
     os.utime(directory / names["older"].name / "in-use", (1, 1))
@@ -541,8 +518,7 @@ def test_a_generation_nobody_uses_makes_room_and_one_in_use_stays(directory):
         old = store.open_generation({"name": "old"})
         new = store.open_generation({"name": "new"})
         for start in range(0, 200, 10):
-            new.put_batch(range(start, start + 10), torch.ones(10, 5000))
-            store.flush(FLUSH_S)
+            keep(store, range(start, start + 10), torch.ones(10, 5000), into=new)
         assert not (directory / names["older"].name).exists()
         assert old.contains(range(30)).all()
         assert new.num_samples > 30
@@ -566,6 +542,16 @@ def test_a_flipped_bit_anywhere_gives_no_wrong_tensor_and_no_crash(num_flips, se
     assert report["outcomes"]["missed"] > num_flips / 10  # the flips did hit something
 
 
+def test_a_generation_that_is_removed_while_it_is_looked_at_is_not_a_strangers(store, monkeypatch):
+    keep(store, [1], rows([1]), into=(generation := store.open_generation({"a": 1})))
+    generation.release()
+    look = store_module.is_own_directory
+    monkeypatch.setattr(
+        store_module, "is_own_directory", lambda path: shutil.rmtree(path, True) or look(path)
+    )
+    assert store.open_generation({"a": 1}).alive
+
+
 def test_readers_and_voids_race_without_wrong_rows_or_errors(directory):
     stop = threading.Event()
     errors = []
@@ -586,8 +572,7 @@ def test_readers_and_voids_race_without_wrong_rows_or_errors(directory):
             thread.start()
         for _ in range(30):
             generation = store.open_generation({"a": 1})
-            generation.put_batch(range(20), rows(range(20)))
-            store.flush(FLUSH_S)
+            keep(store, range(20), rows(range(20)), into=generation)
             generation.void("test")
         stop.set()
         for thread in threads:
@@ -596,8 +581,7 @@ def test_readers_and_voids_race_without_wrong_rows_or_errors(directory):
 
 
 def test_a_spawned_process_gets_its_own_handle_by_pickle(store):
-    store.put_batch([1], rows([1]))
-    store.flush(FLUSH_S)
+    keep(store, [1], rows([1]))
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     child = context.Process(target=_answer, args=(store, answers))
@@ -618,7 +602,6 @@ def test_a_limit_however_small_is_never_exceeded(tmp_path, limit):
         for number in range(3):
             generation = store.open_generation({"text": number * 150_000 * "x"})
             for start in range(0, 64, 8):
-                generation.put_batch(range(start, start + 8), torch.randn(8, 500))
-                store.flush(timeout_s=30)
+                keep(store, range(start, start + 8), torch.randn(8, 500), into=generation)
                 used = store.stats().bytes_on_disk
                 assert used <= max(limit, 16_384)  # the directory and its description

@@ -12,7 +12,7 @@ from egeria_cache.store.records.layout import Layout
 from egeria_cache.store.records.record import Encoded, Rows
 from egeria_cache.store.store import ActivationStore
 from egeria_cache.store.writer import Job
-from tests.store.conftest import counted
+from tests.store.conftest import counted, keep
 
 FLUSH_S = 30
 DEADLINE_S = 60
@@ -69,12 +69,10 @@ def test_the_ids_of_a_put_may_be_changed_after_it(store, monkeypatch):
 def test_what_is_stored_by_now_is_neither_written_again_nor_counted(store, directory):
     generation = store.open_generation({"use": "twice"})
     for _ in range(2):
-        assert generation.put_batch([1, 2], rows([1, 2]))
-        assert store.flush(FLUSH_S)
+        keep(store, [1, 2], rows([1, 2]), into=generation)
     (path,) = directory.glob(f"gen-*/{DATA_NAME}")
     size = generation.totals.stored_bytes
-    assert generation.put_batch([1, 2, 3], rows([1, 2, 3]))
-    assert store.flush(FLUSH_S)
+    keep(store, [1, 2, 3], rows([1, 2, 3]), into=generation)
     assert counted(generation) == (3, 0)
     assert generation.totals.stored_bytes - size == pytest.approx(size / 2, rel=0.1)  # one record
     assert path.stat().st_size < 100_000
@@ -102,8 +100,7 @@ def test_a_variant_that_no_key_can_name_is_told_to_the_caller(store, variant):
         store.put_batch([1], torch.ones(1, 3), variant=variant)
     with pytest.raises(ValueError, match=f"got {variant}"):
         store.get_batch([1], variant=variant)
-    assert store.put_batch([1], torch.ones(1, 3), variant=2**32 - 1)
-    assert store.flush(FLUSH_S)
+    keep(store, [1], torch.ones(1, 3), variant=2**32 - 1)
     assert store.get_batch([1], variant=2**32 - 1)[1].all()
 
 
@@ -117,8 +114,7 @@ def test_a_variant_that_no_key_can_name_is_told_to_the_caller(store, variant):
 )  # fmt: skip
 def test_whatever_tensors_there_are_is_stored(directory, codec, fields):
     with ActivationStore(directory, codec=codec) as store:
-        store.put_batch([1] if fields else [], fields)
-        assert store.flush(FLUSH_S)
+        keep(store, [1] if fields else [], fields)
         found, hit = store.get_batch([1])
         assert hit.all() == bool(fields)
         assert set(found) == set(fields)
@@ -126,11 +122,9 @@ def test_whatever_tensors_there_are_is_stored(directory, codec, fields):
 
 
 def test_what_no_record_can_tell_of_is_left_out_and_others_are_stored(store, caplog):
-    store.put_batch([1], {"f": torch.ones(1, 3, dtype=torch.uint8).view(torch.bits8)})
-    assert store.flush(FLUSH_S)
+    keep(store, [1], {"f": torch.ones(1, 3, dtype=torch.uint8).view(torch.bits8)})
     assert "no record holds tensors of torch.bits8" in caplog.text
     assert not store.get_batch([1])[1].any()
-    assert store.put_batch([2], torch.ones(1, 3))
-    assert store.flush(FLUSH_S)
+    keep(store, [2], torch.ones(1, 3))
     assert store.get_batch([2])[1].all()
     assert store.stats().corrupt == 0
