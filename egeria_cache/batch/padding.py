@@ -6,6 +6,7 @@ along an axis as the longest of its samples.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +84,7 @@ class Padding:
         return {
             axis.leaf or "batch": {
                 "dims": [[dim, "left" if left else "right"] for dim, left in self.dims(axis.leaf)],
-                "value": self.values[axis.leaf],
+                "value": value if math.isfinite(value := self.values[axis.leaf]) else str(value),
             }
             for axis in self.axes
         }

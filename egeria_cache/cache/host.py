@@ -80,6 +80,8 @@ class CacheHost:
         self._model_called = accounts.model_called
         self._called = called
         self._told_chains = self._told_unproved = self._told_bare = ""
+        self._chained: dict[Any, Any] = {}
+        """What the loop does to batches -> the samples of the one with which it began."""
         self._told_failures: set[Any] = set()
         """Kinds of errors of what is done beside the loop, and where they were raised."""
         self._told_random: set[str] = set()
@@ -188,7 +190,7 @@ class CacheHost:
     def _open(self, batch: Batch, cut: Cut) -> Generation | str:
         """Return the generation of this cut and loader, or why there is none."""
         source = batch.context.source
-        reason: str | None = self._restless(batch.loader_name, cut)
+        reason: str | None = self._restless(batch, cut)
         reason = reason or source.why_not_cacheable(batch)
         if reason is None:
             self._look_at_draws(batch, cut)
@@ -200,14 +202,16 @@ class CacheHost:
             num_expected=len(source.dataset) * (source.draws.kept if source.is_random else 1),
         )
 
-    def _restless(self, loader_name: str, cut: Cut) -> str | None:
+    def _restless(self, batch: Batch, cut: Cut) -> str | None:
         """Say so if the loop does something else to every batch: nothing stored would come back."""
-        views = self._views.of(loader_name)
+        views = self._views.of(batch.loader_name)
         cuts = [cut, *(view.cut for view in views if view.cut.boundary == cut.boundary)]
         chains = list(dict.fromkeys(_operations(one) for one in cuts))
         shown = ", ".join(repr("; ".join(chain)) for chain in chains[:3])
+        self._chained.setdefault(chains[0], batch.ids)
         if len(chains) <= MAX_CHAINS:
-            if len(chains) == TOLD_CHAINS and not self._counts.hits:
+            is_each = len({id(self._chained.get(chain)) for chain in chains}) == len(chains)
+            if len(chains) == TOLD_CHAINS and is_each and not self._counts.hits:
                 told = f"every batch so far was changed in another way ({shown})"
                 self.uncached(told, "Do it after the boundary, or in the data set")
                 self._told_chains = told
@@ -440,9 +444,9 @@ class CacheHost:
 
     def _leave_together(self) -> bool:
         """What the front reads is not the samples' own: cache such loaders no more, if any."""
-        left = self._status.together.items() - self._status.uncached.items()
-        for name, why in left:
-            self.leave_uncached(name, why)
+        left = self._status.together.keys() - self._status.uncached.keys()
+        for name in left:
+            self.leave_uncached(name, self._status.together[name].company or "")
         return bool(left)
 
     def unproved(self, reason: str) -> None:

@@ -221,6 +221,8 @@ class SkipEngine:
         self._sharded: ShardedFront | None = None
         self._fills = False
         self._num_bare = self._num_new = self._num_even = 0
+        self._new_ids: Any = None
+        """The samples of the batch whose call was proved last."""
         self._was_served = False
         self._why_bare = ""
         """Why the first of the calls that come plain could not be served."""
@@ -432,7 +434,8 @@ class SkipEngine:
 
     def _prove(self, key: tuple[Any, ...], call: Invocation, alike: list[Recipe]) -> Any:
         """Look for a place where the model can be cut, and compute the batch."""
-        self._num_new += 1
+        self._num_new += call.batch.ids is not self._new_ids
+        self._new_ids = call.batch.ids
         started = time.perf_counter()
         try:
             outcome = self._rehearsed(call, alike)
@@ -442,8 +445,8 @@ class SkipEngine:
             raise
         while outcome.recipe is None:
             assert outcome.error is not None
-            if outcome.has_raised and self._auto is None:
-                self._num_new -= 1
+            if outcome.has_raised and (self._auto is None or self._has_run):
+                self._num_new, self._new_ids = self._num_new - 1, None
                 output = self._plainly(call)  # its own error is the loop's: the next call is tried
                 self._book.refuse(key)
                 self._refused_first(outcome.error)
@@ -463,7 +466,7 @@ class SkipEngine:
         recipe.settle(key)
         self._adopt(recipe, outcome.twin, call) or self._publish(recipe, call, written)
         self.host.note("proof", time.perf_counter() - started, call.batch.size)
-        if self._num_new == _MAX_BARE:
+        if self._num_new == _MAX_BARE and not recipe.pinned:  # whose reason comes
             self.host.uncached("no call came with the arguments of one before it", _AS_THEY_COME)
         rows = capture.rows()
         why = capture.deviation

@@ -77,13 +77,17 @@ class NeedlesslyUncached(Finding):
     """Left uncached, though it can be served."""
 
 
+class FalseAlarm(Finding):
+    """Served, and something was said all the same."""
+
+
 class NotFound(Finding):
     """A documented limit that the default audit did not find within an epoch."""
 
 
 AT_RUN_TIME = "nor through objects that are found at run time only"
 """The documented limit of what guards follow; what lies beyond it is found by an audit."""
-SEVERITY = (ForeignError, SilentlyWrong, NotFound, WithoutAWord, NeedlesslyUncached)
+SEVERITY = (ForeignError, SilentlyWrong, NotFound, WithoutAWord, NeedlesslyUncached, FalseAlarm)
 
 
 @dataclass
@@ -320,6 +324,7 @@ def hostile(
     limit: str | None = None,
     error: str | None = None,
     told: str | None = None,
+    silent: bool = False,
 ) -> Any:
     """Make a pytest test of a script; its name is a claim.
 
@@ -331,8 +336,9 @@ def hostile(
             The script ends an epoch after its `turn()`.
         error: The sentence of `docs/correctness.md` that says why this is not as in plain PyTorch.
         told: It is served, or what is said must name this; and it is said once, not every time.
+        silent: It is served, and nothing is said.
     """
-    claims = {"served": served, "limit": limit, "error": error, "told": told}
+    claims = {"served": served, "limit": limit, "error": error, "told": told, "silent": silent}
     if script is None:
         return functools.partial(hostile, **claims)
 
@@ -356,6 +362,7 @@ def judge(
     limit: str | None = None,
     error: str | None = None,
     told: str | None = None,
+    silent: bool = False,
 ) -> None:
     """Run a script in all ways, and raise the worst of what was found."""
     __tracebackhide__ = True
@@ -396,7 +403,9 @@ def judge(
     if error is not None:
         assert findings, f"it is as in plain PyTorch by now: {error!r} need not be documented"
         return
-    findings += _account(traces["always"], served, told)
+    findings += _account(traces["always"], served or silent, told)
+    if silent and traces["always"].words:
+        findings.append(FalseAlarm(f"always: said {traces['always'].words}"))
     if findings:
         findings.sort(key=lambda finding: SEVERITY.index(type(finding)))
         raise type(findings[0])("\n".join(map(str, findings)))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Subset
+from torch.utils.data import Subset, TensorDataset
 
 from tests.hostile.harness import cross_entropy, hostile, sgd
 from tests.hostile.loops import ce, numbered, trained
@@ -53,6 +53,51 @@ def test_evaluation_in_between_is_served(run, context, when):
         model.train()
 
     run.fit(model, loader, 5, **{when: evaluate})
+
+
+@hostile(silent=True)
+def test_augmentation_in_an_evaluation_is_no_habit_of_the_loop(run):
+    model = run.freeze(Net())
+    loader, other = run.loader(rows()), run.loader(rows(seed=7), 24, ours={"name": "val"})
+
+    def evaluate(_):
+        with torch.no_grad():
+            for x, _ in other:
+                run.record(model(x) + model(x.flip(-1)) + model(x.roll(1, -1)))
+
+    run.fit(model, loader, 4, each_step=evaluate)
+
+
+@hostile(silent=True)
+def test_three_leaves_of_a_batch_are_three_calls_of_one(run):
+    """As for a triplet's loss."""
+    data = TensorDataset(*(rows(seed=seed).tensors[0] for seed in (1, 2, 3)))
+    trained(run, lambda m, b: F.triplet_margin_loss(*map(m, b)), data=data, epochs=4)
+
+
+@hostile(silent=True)
+@pytest.mark.parametrize("boundary", ["auto", "middle"])
+@pytest.mark.parametrize("failing", [(0,), (0, 1), (2,)])
+def test_calls_that_raise_and_are_caught_are_none(run, boundary, failing):
+    where = "middle" if run.is_plain else boundary
+    model = run.freeze(Net(), where, ("early", "middle"))
+    optimizer, step = sgd(model), 0
+    for _ in range(4):
+        for x, y in run.loader(rows()):
+            with contextlib.suppress(RuntimeError):
+                run.step(F.cross_entropy(model(x[:, :5] if step in failing else x), y), optimizer)
+            step += 1
+    run.see(model)
+
+
+@hostile(served=True)
+@pytest.mark.parametrize("parts", ["stem", "body", "stem body head"])
+def test_compiled_blocks_whose_norms_train_are_served(run, parts):
+    torch.manual_seed(1)
+    model = ConvNet()
+    for part in parts.split():
+        model.get_submodule(part).compile(backend="eager")
+    run.fit(run.freeze(model, "body"), run.loader(images()), 3)
 
 
 @hostile

@@ -30,6 +30,8 @@ _STILL, _MAX_WAIT = 4, 64
 """Calls between two changes of `requires_grad` that are waited for where it goes back and forth."""
 _MAX_TRIED = 4
 """Modules that are tried, deepest first, until the model can be cut."""
+_MAX_RAISED = 8
+"""Calls whose copies raise, after which it is not looked for any more."""
 
 
 class AutoBoundary:
@@ -53,7 +55,7 @@ class AutoBoundary:
         """The model is another one: adapters have joined it, say."""
         self._parameters = list(self._model.parameters())
         self._seen: list[bool] = []
-        self._is_due, self._num_still = True, 0
+        self._is_due, self._num_still, self._num_raised = True, 0, 0
 
     def refuse(self) -> bool:
         """The model cannot be cut where it was tried last; return whether there is another place,
@@ -95,7 +97,11 @@ class AutoBoundary:
         self._is_due = False
         self._why = ""
         places = [] if all(flags) else self._look(forward, Invocation.of(args, kwargs))
-        self._places = places[:_MAX_TRIED]
+        if places is None and self._num_raised < _MAX_RAISED:
+            self._num_raised += 1
+            self._is_due = True  # the call will raise, too, and the next one is another
+            return
+        self._places = (places or [])[:_MAX_TRIED]
         self.found(self._places[0] if self._places else None, self._why)
 
     def _look(
@@ -105,8 +111,12 @@ class AutoBoundary:
         most: int | None = FEW_ROWS,
         *,
         parts: bool = False,
-    ) -> list[str]:
-        """Run a copy on a few rows; on all of them if it does not take so few."""
+    ) -> list[str] | None:
+        """Run a copy on a few rows; on all of them if it does not take so few.
+
+        Returns:
+            Where the model might be cut; None if its own code has raised.
+        """
         rows = rows_of(call, most)
         recorder = Recorder(keep_outputs=True)
         surroundings = Surroundings(self._model, shared_modules(self._model))
@@ -129,8 +139,11 @@ class AutoBoundary:
             world.restore()
         if tried.error is None:
             return frozen_places(self._model, recorder, tree_leaves((args, kwargs)))
-        self._why = str(tried.error) if isinstance(tried.error, BoundaryError) else ""
+        is_ours = isinstance(tried.error, BoundaryError)
+        self._why = str(tried.error) if is_ours else ""
         if most is not None:
             return self._look(forward, call, None, parts=parts)
         again = not parts and cut_otherwise(self._model, [self._model]) is not None
-        return self._look(forward, call, parts=True) if again else []
+        if again:
+            return self._look(forward, call, parts=True)
+        return [] if is_ours else None

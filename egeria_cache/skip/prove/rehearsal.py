@@ -199,7 +199,10 @@ class Rehearsal:
         if isinstance(error, BoundaryError):
             return error
         # Any other error comes from the model's code meeting a placeholder, or other rows.
-        refusal = BoundaryError.not_proved(self.boundary, f"{type(error).__name__}: {error}")
+        what = f"{type(error).__name__}: {error}"
+        if "use_reentrant=True" in what:
+            what = "what it checkpoints with use_reentrant=True shows no gradients; take False"
+        refusal = BoundaryError.not_proved(self.boundary, what)
         refusal.__cause__ = error
         return refusal
 

@@ -256,7 +256,10 @@ def _untagged(leaves: list[Any]) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
     lost = f"the rows were lost in {lost_by()}"
     if not lost_by():
-        lost = "it is not from an EgeriaLoader, or it is `torch.autograd.Variable(x)`: give `x`"
+        lost = (
+            "it is not from an EgeriaLoader, has no row for each sample, or was made by "
+            "`torch.autograd.Variable(x)`: give `x`"
+        )
     return (
         f"it was called with a {type(tensor).__name__} ({dtype}, {list(tensor.shape)}) that does "
         f"not know its samples: {lost}"

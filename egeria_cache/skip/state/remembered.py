@@ -41,6 +41,8 @@ from egeria_cache.skip.state.foreign import (
 
 __all__ = ["RandomState", "Remembered", "stashed"]
 
+_OURS = ("forward", "train")
+"""What stands on a module that is held in inference mode, or attached."""
 _MAX_OBJECTS = 100_000
 _MAX_BYTES = 256 << 20
 
@@ -169,8 +171,12 @@ class Remembered:
             return (value.cell_contents,)
         if isinstance(value, functools.partial):
             return (value.func, *value.args, *value.keywords.values())
-        if isinstance(value, nn.Module) and not self._modules:
-            return ()
+        if isinstance(value, nn.Module):
+            if not self._modules:
+                return ()
+            content = {key: part for key, part in vars(value).items() if key not in _OURS}
+            self._contents.append((value, content))
+            return content.values()
         if isinstance(value, types.MethodType | types.BuiltinMethodType | types.MethodWrapperType):
             return (value.__self__,)
         if isinstance(value, AttachedForward):
@@ -296,6 +302,10 @@ def _put_back(value: Any, content: Any) -> None:
         for name, item in content.items():
             if getattr(value.of, name, None) is not item:
                 object.__setattr__(value.of, name, item)
+    elif isinstance(value, nn.Module):
+        own = vars(value)
+        ours = {key: own[key] for key in (*_OURS, *("training",) * ("train" in own)) if key in own}
+        _put_back_dict(own, content | ours)
     elif isinstance(value, dict):
         _put_back_dict(value, content)
     elif isinstance(value, set):
