@@ -178,13 +178,13 @@ class Assembly:
         if not self._is_understood(structure, data, leaves, len(plan.ids)):
             return data
         if studies:
-            if (shared := _shared(leaves)) is not None:
-                raise EgeriaError(_SHARED.format(shared))
             if self._source.study.look_for_padding(plan.whole(self._seed), leaves):
                 self.cache.padding_found(self._source.key)
             # Before padding was found, a sample that is padded was not what it is alone.
             if loaded.differs is not None and self._source.study.padding is None:
                 raise EgeriaError(_MOVED.format(loaded.differs))
+            if (shared := _shared(leaves)) is not None:
+                raise EgeriaError(_SHARED.format(shared))
             lengths = self._own_lengths(plan, leaves, loaded)
         plan.entry = self._still_true(entry, leaves)
         batch = self._batch(plan, leaves, structure, {}, lengths)

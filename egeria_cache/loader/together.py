@@ -56,12 +56,6 @@ class Found:
     """Whether less is known of such batches than was believed: what is stored is void."""
 
 
-_COMPANY = (
-    "leaf {!r} of a batch is another one in company than of its samples alone: join, shift and cut "
-    "samples in the model, the loss or the data set, not in the collate_fn"
-)
-
-
 def find(
     source: LoaderSource, task: Task, loaded: Loaded, structure: Structure, leaves: dict[str, Any]
 ) -> Found:
@@ -77,8 +71,6 @@ def find(
         places = find_places(leaves, alone)
     is_new = not places.mixed <= study.mixed
     study.mixed, study.made = study.mixed | places.mixed, study.made | places.made
-    if study.mixed:
-        study.company = _COMPANY.format(min(study.mixed))
     own = {
         path: leaf
         for path, leaf in leaves.items()

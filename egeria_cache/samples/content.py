@@ -110,15 +110,29 @@ def _brief(value: Any) -> Any:
 
 def tensor_print(tensor: Tensor, limit: int = THOROUGH_BYTES) -> int:
     """Return the print of a tensor of any kind; above `limit` bytes, of parts of it."""
-    tensor = tensor.detach().as_subclass(Tensor)
     what = f"{tensor.dtype}{tuple(tensor.shape)}{tensor.layout}"
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
-        return xxhash.xxh3_64_intdigest(what.encode())
+        parts = [tensor_print(part, limit) for part in _parts_of(tensor)]
+        return xxhash.xxh3_64_intdigest(f"{what}{parts}".encode())
+    tensor = tensor.detach().as_subclass(Tensor)
     data = tensor if tensor.is_contiguous() else tensor.contiguous()
     flat = data.reshape(-1).view(torch.uint8)
     if flat.numel() > limit and not flat.is_cpu:
         flat = flat[:: max(1, flat.numel() // (NUM_CHUNKS * CHUNK_BYTES))]
     return _bytes_print(what, flat.cpu().numpy(), limit)
+
+
+def _parts_of(tensor: Tensor) -> list[Tensor]:
+    """Return the dense tensors that a sparse one consists of; none of what has no data."""
+    if tensor.is_meta or tensor.is_nested:
+        return []
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
 
 
 def quick_print(tensor: Tensor) -> int:

@@ -78,6 +78,8 @@ _OPAQUE = tuple(f"{name}." for name in (
 ))  # fmt: skip
 """Modules of the interpreter, and ours, whose objects say nothing about a sample."""
 _TRAINING = (Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader)
+_BY_VALUE = content.PLAIN.union({slice})
+"""Made anew whenever an object says what it is made of."""
 _OWN = ("fingerprint", "_fingerprint")
 """What a data set says of itself."""
 _TELLING = (RemovableHandle, logging.Logger, logging.LoggerAdapter, logging.Handler)
@@ -144,7 +146,7 @@ def _glance(value: Any) -> tuple[Sequence[Any], Any]:
     """Return what an object holds, and what tells it from itself at another time."""
     kind = type(value)
     if kind in (Tensor, nn.Parameter):
-        small = value.nbytes <= _SMALL_BYTES and value.is_cpu and value.layout == torch.strided
+        small = value.layout == torch.strided and value.nbytes <= _SMALL_BYTES and value.is_cpu
         version = 0 if value.is_inference() else value._version
         seen = content.quick_print(value) if small else None
         return (), (version, value.data_ptr() if small else 0, value.shape, seen)
@@ -166,6 +168,11 @@ def _glance(value: Any) -> tuple[Sequence[Any], Any]:
         return [item for part in parts for item in islice(part, MAX_ITEMS)], (len(value), number)
     if isinstance(value, type):
         return list(vars(value).values()), None
+    if not isinstance(value, nn.Module) and _is_pickled_otherwise(kind):
+        with Attempt():
+            made_of = _state_of(value)
+            plain = [part for part in made_of if type(part) in _BY_VALUE]
+            return [part for part in made_of if type(part) not in _BY_VALUE], plain
     return [part for _, part in attributes(value)], None
 
 
@@ -232,7 +239,8 @@ class _Walk:
         if not self._thorough and content.is_long(value):
             self.prints[path] = content.long_print(value)
         elif isinstance(value, Tensor):
-            self.prints[path] = content.tensor_print(value, self._spend(value.nbytes))
+            num_bytes = value.nbytes if value.layout == torch.strided else 0
+            self.prints[path] = content.tensor_print(value, self._spend(num_bytes))
         elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
             self._array(path, np.asanyarray(value))
         elif isinstance(value, _LEADS):
@@ -330,16 +338,22 @@ class _Walk:
                 self._note(f"the environment[{name!r}]", os.environ[name])
 
     def _class(self, path: str, kind: type, depth: int) -> None:
-        """Add a class: its name, and the code and plain values of all that it inherits from."""
+        """Add a class: its name, and the code and plain values of all that it inherits from; the
+        version of what is installed.
+        """
         self._note(path, kind_name(kind))
         for base in kind.__mro__[:-1]:
             if _is_standard(base) or is_opaque(base):
+                continue
+            if is_installed(base):
+                top = base.__module__.partition(".")[0]
+                self._note(top, f"{getattr(sys.modules[top], '__version__', '')}")
                 continue
             for name, part in vars(base).items():
                 inner = part.__func__ if isinstance(part, staticmethod | classmethod) else part
                 inner = inner.fget if isinstance(inner, property) else inner
                 if isinstance(inner, FunctionType) or (
-                    not name.startswith("__") and _is_value(inner) and not is_installed(base)
+                    not name.startswith("__") and _is_value(inner)
                 ):
                     self.visit(f"{kind_name(base)}.{name}", inner, depth + 1)
 
@@ -374,7 +388,10 @@ class _Walk:
         own = _own_fingerprint(value)
         if own is not None:
             self.visit(f"{path}.fingerprint", own, depth + 1)
-        if not self._attributes(path, value, depth, vouched=own is not None):
+        if own is None and _is_pickled_otherwise(kind):
+            for i, part in enumerate(_state_of(value)):
+                self.visit(f"{path}.<{i}>", part, depth + 1)
+        elif not self._attributes(path, value, depth, vouched=own is not None):
             self._foreign(path, value, depth)
 
     def _attributes(self, path: str, value: Any, depth: int, *, vouched: bool = False) -> bool:
@@ -398,8 +415,8 @@ class _Walk:
         if view is not None and view.contiguous:
             self._array(path, np.frombuffer(view, np.uint8))
         elif self._thorough:
-            parts = value.__reduce_ex__(5)
-            self.visit(f"{path}.<state>", parts[1:3] if isinstance(parts, tuple) else parts, depth)
+            for i, part in enumerate(_state_of(value)):
+                self.visit(f"{path}.<{i}>", part, depth)
         else:
             self._note(path, str(id(value)))
 
@@ -465,6 +482,22 @@ def _is_active(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(map(_is_active, value[:8]))
     return callable(value) or isinstance(value, Dataset)
+
+
+def _is_pickled_otherwise(kind: type) -> bool:
+    """Whether objects of a library's class say themselves what they are made of: tables, say."""
+    names = ("__reduce__", "__reduce_ex__", "__getstate__")
+    own = any(getattr(kind, name, None) is not getattr(object, name, None) for name in names)
+    return own and is_installed(kind) and not _is_standard(kind)
+
+
+def _state_of(value: Any) -> list[Any]:
+    """Return what pickling would keep of an object, and not what it has worked out since."""
+    parts = value.__reduce_ex__(5)
+    if not isinstance(parts, tuple):
+        return [parts]
+    args, state = (*parts[1:3], None)[:2]
+    return [*args, *(state.values() if isinstance(state, dict) else [state])]
 
 
 def _is_value(value: Any) -> bool:

@@ -108,6 +108,26 @@ class Listed(Pairs):
         self.y = self.y.tolist()
 
 
+class Tabular(Pairs):
+    """Labels that stand in a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = pytest.importorskip("pandas").DataFrame({"y": self.y.numpy()})
+
+    def __getitem__(self, i):
+        return self.x[i], int(self.table.y.iloc[i])
+
+
+class Sparse(Pairs):
+    def __init__(self):
+        super().__init__()
+        self.sparse = self.x.relu().to_sparse()
+
+    def __getitem__(self, i):
+        return self.sparse[i].to_dense(), self.y[i]
+
+
 class Words(Pairs):
     """Tokens by a vocabulary."""
 
@@ -182,6 +202,9 @@ DATA = {
         lambda d: setattr(type(d), "__getitem__", lambda self, i: (-self.x[i], self.y[i])),
     ),
     "all of it": (Pairs, lambda d: d.__dict__.update(vars(Pairs(transform=Scale(2.0))))),
+    "a column of a table": (Tabular, lambda d: d.table.__setitem__("y", (d.table.y + 1) % 3)),
+    "a cell of a table": (Tabular, lambda d: d.table.iloc.__setitem__((9, 0), 2)),
+    "a sparse tensor": (Sparse, lambda d: d.sparse._values().neg_()),
 }  # fmt: skip
 
 
