@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from egeria_cache.gate.policy import ServingPolicy
 from egeria_cache.gate.stats import CacheStats
@@ -36,10 +38,14 @@ class Accounts:
     def __init__(self) -> None:
         """Start at zero."""
         self.counts = CacheStats()
-        self._given: list[weakref.ref[Any]] = []
-        """Batches that were given out since the model was called last."""
+        self._given: deque[weakref.ref[Any]] = deque(maxlen=16)
+        """Batches that were given out last, and the model was not called yet."""
+        self._num_given = 0
         self._was_called = False
         """Whether the model was seen to be called with a batch."""
+        self._stepped: list[bool] = []
+        """Not empty if an optimizer has stepped: this is no pass for statistics of the data."""
+        self._steps: RemovableHandle | None = None
         self._told_unseen = ""
         self._next_look = 16
 
@@ -69,21 +75,24 @@ class Accounts:
                 setattr(self.counts, name, value)
 
     def yielded(self, batch: Any) -> None:
-        """Note that a batch was yielded which the model should see.
+        """Note that a batch was yielded which the model should see, if something is trained.
 
-        An evaluation may well be one of another model, an average of this one say.
-        Trainers collect batches before they use any: what counts is those that are gone.
+        Once it has seen one, the loop knows how: others are for an average of it, or to be looked
+        at. Trainers collect batches before they use any: what counts is those that are gone.
         """
-        if self._was_called and not torch.is_grad_enabled():
+        if self._was_called:
             return
+        if self._steps is None:
+            self._steps = register_optimizer_step_post_hook(_noting_steps(self._stepped))
         self._given.append(weakref.ref(batch))
-        if len(self._given) == self._next_look:  # a cycle's parts are there until it is looked for
+        self._num_given += 1
+        if self._num_given == self._next_look:  # a cycle's parts are there until it is looked for
             self._next_look *= 2
             gc.collect()
         if len(self._given) < MAX_UNSEEN:
             return
         num_gone = sum(one() is None for one in self._given)
-        if num_gone >= MAX_UNSEEN and self.counts.why_not is None:
+        if num_gone >= MAX_UNSEEN and self._stepped and self.counts.why_not is None:
             self.counts.why_not = self._told_unseen = (
                 f"{num_gone} batches were yielded and the model was not called with any of them, "
                 "so nothing is cached. Does the loop call a part of it (`self.net(x)`)? Make the "
@@ -102,6 +111,9 @@ class Accounts:
         """Note that the model was called with a batch."""
         self._was_called = True
         self._given.clear()
+        if self._steps is not None:
+            self._steps.remove()
+            self._steps = None
         if self._told_unseen and self.counts.why_not == self._told_unseen:
             self.counts.why_not = None
 
@@ -132,3 +144,10 @@ class Accounts:
             proof_s=policy.proof_s,
             gate=policy.sentence(boundary),
         )
+
+
+def _noting_steps(noted: list[bool]) -> Callable[..., None]:
+    def note(*_: Any) -> None:
+        noted[:] = [True]
+
+    return note
