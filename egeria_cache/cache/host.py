@@ -444,9 +444,9 @@ class CacheHost:
 
     def _leave_together(self) -> bool:
         """What the front reads is not the samples' own: cache such loaders no more, if any."""
-        left = self._status.together.keys() - self._status.uncached.keys()
-        for name in left:
-            self.leave_uncached(name, self._status.together[name].company or "")
+        left = self._status.together.items() - self._status.uncached.items()
+        for name, why in left:
+            self.leave_uncached(name, why)
         return bool(left)
 
     def unproved(self, reason: str) -> None:

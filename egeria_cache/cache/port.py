@@ -169,7 +169,7 @@ class LoaderPort:
             why: What is said if it turns out that the front reads the others.
         """
         source.study.load_together(why)
-        self._status.together[source.key] = source.study
+        self._status.together[source.key] = why
         self.padding_found(source.key)
         self._host.open_again(source.key)
 

@@ -6,8 +6,6 @@ import os
 import time
 from dataclasses import dataclass, field
 
-from egeria_cache.samples.study import Study
-
 __all__ = ["Status", "shown_name"]
 
 
@@ -30,8 +28,8 @@ class Status:
     """How often the boundary, or the cut before it, has moved."""
     uncached: dict[str, str] = field(default_factory=dict)
     """Loaders whose samples cannot be cached, and why."""
-    together: dict[str, Study] = field(default_factory=dict)
-    """Loaders in whose batches not every leaf is the samples' own: what is known of them."""
+    together: dict[str, str] = field(default_factory=dict)
+    """Loaders in whose batches not every leaf is the samples' own, and why."""
     is_closed: bool = False
     is_filling: bool = False
     """Whether samples are stored ahead of training: no step is measured then."""
