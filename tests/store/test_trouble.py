@@ -201,6 +201,22 @@ def test_wherever_a_record_is_damaged_it_is_a_miss_and_stored_anew(directory, co
         assert torch.equal(store.get_batch(ids)[0], rows(ids).relu())
 
 
+def test_more_readers_than_lmdb_has_places_for_are_misses_and_one_warning(store, caplog):
+    keep(store, [1], rows([1]))
+    environment = store._own()._files._environment
+    with contextlib.ExitStack() as readers:
+        with contextlib.suppress(OSError):
+            for _ in range(200):
+                readers.enter_context(environment.transaction())
+        for _ in range(2):
+            assert not store.get_batch([1])[1].any()
+            assert not store.contains([1]).any()
+    assert assert_right(store, [1]).all()
+    (warning,) = warnings_of(caplog)
+    assert "cannot be read now" in warning
+    assert "READERS_FULL" in warning
+
+
 def test_a_record_moved_to_another_samples_key_is_not_served(store):
     for one in (1, 2):
         keep(store, [one], rows([one]))
