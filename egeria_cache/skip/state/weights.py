@@ -6,10 +6,10 @@ normalised, `loss.backward()`. A rehearsal runs it many times, and the loop once
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -20,8 +20,6 @@ from egeria_cache.device import room
 __all__ = ["Weights"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_HOST_BYTES = 2 << 30
-"""May be taken of a host that does not say how much is free."""
 
 
 class Weights:
@@ -80,7 +78,6 @@ class _Held:
         self._data = tensor.data
         self._place = _place(self._data)
         self._copy = _copied(self._data, rooms) if _is_plain(tensor) else None
-        self._is_copied_in_place = self._copy is not None and self._copy.device == tensor.device
         self._is_written_unseen = False
         self._version = tensor._version
         self._preserved: Any = torch.autograd._unsafe_preserve_version_counter(tensor)
@@ -91,9 +88,11 @@ class _Held:
         was_written = self.tensor._version != self._version
         if was_replaced:
             self.tensor.data = self._data
-        looks = (closely or self._is_written_unseen) and self._is_copied_in_place
-        if self._copy is not None and (was_written or wholly or looks):
-            copy, had_version = self._copy.to(self._data.device), was_written
+        looks, place = closely or self._is_written_unseen, self._data.device
+        if self._copy is not None and (
+            was_written or wholly or (looks and self._copy.device == place)
+        ):
+            copy, had_version = self._copy.to(place), was_written
             was_written = not torch.equal(_bits(self._data), _bits(copy))
             if was_written:
                 self._data.copy_(copy)
@@ -135,9 +134,5 @@ def _copied(data: Tensor, rooms: dict[torch.device, int]) -> Tensor | None:
 
 
 def _room(device: torch.device) -> int:
-    if device.type != "cpu":
-        return room(device) or 0
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    except (AttributeError, OSError, ValueError):
-        return _HOST_BYTES
+    available: int = psutil.virtual_memory().available
+    return available // 2 if device.type == "cpu" else room(device) or 0
