@@ -44,10 +44,7 @@ def _run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         stack.callback(register_optimizer_step_pre_hook(_refuse).remove)
         for name in ("stdout", "stderr"):
             _mute(name, stack)
-        for logger in (logging.root, *logging.root.manager.loggerDict.values()):
-            if isinstance(logger, logging.Logger) and not is_library(logger.name):
-                logger.addFilter(_is_heard)
-                stack.callback(logger.removeFilter, _is_heard)
+        _mute_loggers(stack)
         # In place: `catch_warnings` would forget what was said once.
         filters: list[Any] = warnings.filters  # type: ignore[assignment]
         filters.insert(0, _IGNORE)
@@ -63,8 +60,17 @@ def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         )
 
 
-def _is_heard(record: logging.LogRecord) -> bool:
-    return not _IS_BESIDE.get()
+def _mute_loggers(stack: ExitStack) -> None:
+    heard = logging.Logger.handle  # not a filter of each: there are hundreds
+    if heard.__module__ == __name__:
+        return
+
+    def handle(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if not _IS_BESIDE.get() or is_library(logger.name):
+            heard(logger, record)
+
+    stack.callback(setattr, logging.Logger, "handle", heard)
+    logging.Logger.handle = handle  # type: ignore[assignment,method-assign]
 
 
 class _Beside:
