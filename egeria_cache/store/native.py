@@ -79,7 +79,7 @@ class Kernel:
         decode_bytes = _room_bytes(max((num_bytes for _, num_bytes, _ in columns), default=0))
         room_bytes = decode_bytes + whole + _MOST_HEAD_BYTES  # more is none of these records
         room = np.empty(room_bytes, np.uint8)
-        key_bytes, each_key = array("H", map(len, keys)), array("B", b"".join(keys))
+        key_bytes, each_key = array("H", [len(one) for one in keys]), array("B", b"".join(keys))
         batch = array("Q", [
             *file, seed, _at(described), len(columns), _address(entries), _at(each_key),
             _at(key_bytes), _address(found), _address(room), unpacker.context,
