@@ -56,15 +56,12 @@ class ServingPolicy:
         self._has_chosen = False
         self._timers: dict[tuple[str, str], StepTimer] = {}
         self._schedules: dict[str, Schedule] = {}
-        self._postponed: dict[str, str] = {}
-        """Why."""
-        self.idle: set[str] = set()
-        """Loaders whose batches are computed plainly for the rest of the epoch."""
+        self.idle: dict[str, str] = {}
+        """Loaders whose batches are computed plainly for the rest of the epoch, and why."""
 
     def moved(self) -> None:
         """The frozen boundary is another one: decide anew."""
         self.stopped.clear()
-        self._postponed.clear()
         self.idle.clear()
         for loader, known in self._schedules.items():  # what was measured was of the other one
             self._schedules[loader] = Schedule(known.num_batches, known.epoch, hits=known.hits)
@@ -85,7 +82,7 @@ class ServingPolicy:
         schedule = self._schedules.setdefault(loader, Schedule(num_batches))
         schedule.epoch = epoch
         if schedule.why_not(padded=False) is None:
-            self.idle.discard(loader)
+            self.idle.pop(loader, None)
 
     def wants_timing(self, loader: str) -> bool:
         """Whether a batch is to be computed plainly before anything is proved, to be timed."""
@@ -115,8 +112,7 @@ class ServingPolicy:
         schedule.hits = hits
         why = schedule.why_not(padded=padded)
         if why is not None:
-            self._postponed[loader] = why
-            self.idle.add(loader)
+            self.idle[loader] = why
         return why
 
     def is_postponed(self, loader: str) -> bool:
@@ -204,9 +200,8 @@ class ServingPolicy:
         return "; ".join([*said, self._earlier] if self._earlier else said)
 
     def _decisions(self, boundary: str | None) -> Iterator[tuple[str, str]]:
-        for loader, why in self._postponed.items():
-            if self.is_postponed(loader):
-                yield loader.rpartition("#")[0], f"postponed: {why}"
+        for loader, why in self.idle.items():
+            yield loader.rpartition("#")[0], f"postponed: {why}"
         for (loader, at), timer in self._timers.items():
             if at == boundary and not self.is_postponed(loader):
                 how = "off" if loader in self.stopped else "on"

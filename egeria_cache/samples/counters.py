@@ -143,12 +143,11 @@ class Kept:
 @contextmanager
 def unmoved(roots: Mapping[str, Any], kept: Kept | None = None) -> Iterator[Kept]:
     """Have what loading moves be what it was when this ends; `kept` is that, if it is known."""
-    made = {"made": _copied} if kept is not None else {}
-    kept = kept or Kept(roots)
+    now = kept or Kept(roots)
     try:
-        yield kept
+        yield now
     finally:
-        kept.put_back(**made)
+        now.put_back(_copied) if kept else now.put_back()
 
 
 def deciding(roots: Mapping[str, Any], load: Callable[[], Any]) -> str | None:

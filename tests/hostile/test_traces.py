@@ -202,6 +202,10 @@ MOVING = {
     "what the front writes": (
         lambda: layered(shrinking), "writes to the parameter 'early.weight'"
     ),
+    "what the front writes for a sample alone": (
+        lambda: layered(lambda layer, h: shrinking(layer, h) if len(h) == 1 else h),
+        "writes to the parameter 'early.weight'",
+    ),
     "an optimizer": (Probing, "steps an optimizer (Adam)"),
 }  # fmt: skip
 
