@@ -141,6 +141,7 @@ class Assembly:
         assert self.cache is not None
         key, source = self._source.key, self._source
         if self.cache.is_plain(key) or self.cache.is_refused(key):
+            self.cache.count_batch(source, len(plan.ids), None)
             return loaded.data
         studies = source.has_own_collate and self._may_store and not self._is_plain(plan)
         if source.study.company is None or not studies:

@@ -180,6 +180,18 @@ def test_auto_with_other_calls_first(run, first):
     run.fit(model, loader, 4, optimizer=sgd(model, 0.05))
 
 
+@hostile(served=True)
+def test_auto_with_a_side_network_that_trains_and_is_called_first(run):
+    def forward(self, x):
+        side = self.side(x)
+        return self.back(self.front(x)) + side
+
+    torch.manual_seed(3)
+    model = net(forward=forward, side=nn.Linear(6, 3))
+    run.fit(run.freeze(model, "middle" if run.is_plain else "auto", ("early", "middle")),
+            run.loader(rows()), 4)  # fmt: skip
+
+
 @hostile
 def test_auto_then_a_deep_copy_that_trains_all(run):
     model = frozen(run, start=1)

@@ -87,7 +87,8 @@ def candidates(
 
 
 def frozen_places(model: nn.Module, recorder: Recorder, given: Iterable[Tensor] = ()) -> list[str]:
-    """Return where the model might be cut now, deepest first: before none of them anything trains.
+    """Return where the model might be cut now, deepest first: into none of them anything that
+    trains leads, as autograd shows.
 
     Args:
         model: The model.
@@ -102,8 +103,10 @@ def frozen_places(model: nn.Module, recorder: Recorder, given: Iterable[Tensor] 
         if call.end < 0 or id(call.module) not in names:
             continue
         steps, _ = recorder.before(i)
-        parameters = [p for step in steps for p in step.module.parameters()]
-        if not parameters or any(p.requires_grad for p in parameters) or ends_in_training(steps):
+        has_frozen = any(not p.requires_grad for step in steps for p in step.module.parameters())
+        if not has_frozen or any(p.requires_grad for p in call.module.parameters()):
+            continue
+        if ends_in_training(steps):
             continue
         # A hook may ask for a gradient of an output (`enable_input_require_grads`): nothing trains.
         if all(id(leaf) in made_here for leaf in _behind(call.output)):

@@ -257,8 +257,8 @@ def _untagged(leaves: list[Any]) -> str:
     lost = f"the rows were lost in {lost_by()}"
     if not lost_by():
         lost = (
-            "it is not from an EgeriaLoader, has no row for each sample, or was made by "
-            "`torch.autograd.Variable(x)`: give `x`"
+            "it is no tensor with a row for each sample out of an EgeriaLoader's batch (stack "
+            "samples in the collate_fn; instead of `torch.autograd.Variable(x)` give `x`)"
         )
     return (
         f"it was called with a {type(tensor).__name__} ({dtype}, {list(tensor.shape)}) that does "
