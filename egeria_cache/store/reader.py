@@ -33,9 +33,8 @@ logger = logging.getLogger("egeria_cache.store")
 Column = Tensor | list[Any]
 _local = threading.local()
 """A coder for each thread."""
-KEPT_BYTES = 1 << 25
-"""Less, in one piece, malloc keeps for the next who asks. More comes from the system, which costs
-three times the copy where pages are not huge; NumPy asks for huge ones."""
+HUGE_BYTES = 1 << 22
+"""From here on NumPy asks for huge pages: first touches of small ones cost three times the copy."""
 
 
 class NotInMemoryError(Exception):
@@ -220,6 +219,6 @@ def _allocate(field: FieldLayout, count: int, pin_memory: bool) -> Tensor:
     shape, dtype = (count, *field.shape), field.dtype
     if field.storage is not None or dtype is None:
         shape, dtype = (count, field.num_bytes), torch.uint8
-    if pin_memory or count * field.num_bytes < KEPT_BYTES:
+    if pin_memory or count * field.num_bytes < HUGE_BYTES:
         return torch.empty(shape, dtype=dtype, pin_memory=pin_memory)
     return torch.from_numpy(np.empty(count * field.num_bytes, np.uint8)).view(dtype).view(shape)
