@@ -107,7 +107,7 @@ MUTATIONS = {
     "rows of a prefix that has changed are kept": Mutation(
         file="egeria_cache/cache/host.py",
         old="""        log.log(level, "%s: cached activations are void", self._restless_since)
-        self._views.void(lambda view: True, unlink=False)
+        self._views.void(lambda view: True, unlink=unlink)
 """,
         new="""        log.log(level, "%s: cached activations are void", self._restless_since)
 """,

@@ -56,7 +56,7 @@ class MemoryHost:
     def audit_failed(self, batch: Batch, rows: np.ndarray, finding: str) -> None:
         """Not called: nothing is audited."""
 
-    def prefix_changed(self, reason: str) -> None:
+    def prefix_changed(self, reason: str, *, unlink: bool = False) -> None:
         """Cannot happen here."""
         raise RuntimeError(reason)
 

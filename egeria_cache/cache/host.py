@@ -411,17 +411,18 @@ class CacheHost:
         log.warning("loader %r is not cached: %s", shown_name(loader_name), reason)
         self._views.void(lambda view: view.loader_name == loader_name, unlink=unlink)
 
-    def prefix_changed(self, reason: str) -> None:
+    def prefix_changed(self, reason: str, *, unlink: bool = False) -> None:
         """A weight of the prefix moved behind our back: nothing stored may be served any more.
 
-        What is on disk stays, under the address of the weights it was computed with.
+        What is on disk stays, under the address of the weights it was computed with, unless that
+        was seen late (`unlink`).
         """
         self._restless_since = f"the frozen prefix changed ({reason})"
         self._counts.why_not = self._restless_since
         level = logging.INFO if self._status.is_told else logging.WARNING
         self._status.is_told = True  # a prefix that goes on changing is not news
         log.log(level, "%s: cached activations are void", self._restless_since)
-        self._views.void(lambda view: True, unlink=False)
+        self._views.void(lambda view: True, unlink=unlink)
 
     def thawed(self, name: str, cut: str | None) -> None:
         """A part of the prefix is trained from now on; from there on nothing is served."""

@@ -41,10 +41,8 @@ class Accounts:
         self._given: deque[weakref.ref[Any]] = deque(maxlen=16)
         """Batches that were given out last, and the model was not called yet."""
         self._num_given = 0
-        self._was_called = False
-        """Whether the model was seen to be called with a batch."""
         self._stepped: list[bool] = []
-        """Not empty if an optimizer has stepped: this is no pass for statistics of the data."""
+        """Not empty if an optimizer has stepped since: this is no pass for statistics."""
         self._steps: RemovableHandle | None = None
         self._told_unseen = ""
         self._next_look = 16
@@ -77,13 +75,14 @@ class Accounts:
     def yielded(self, batch: Any) -> None:
         """Note that a batch was yielded which the model should see, if something is trained.
 
-        Once it has seen one, the loop knows how: others are for an average of it, or to be looked
-        at. Trainers collect batches before they use any: what counts is those that are gone.
+        Others are for an average of it, or to be looked at: no optimizer steps between them.
+        Trainers collect batches before they use any: what counts is those that are gone.
         """
-        if self._was_called:
-            return
         if self._steps is None:
             self._steps = register_optimizer_step_post_hook(_noting_steps(self._stepped))
+            weakref.finalize(self, self._steps.remove)
+        if not self._given:
+            self._stepped.clear()
         self._given.append(weakref.ref(batch))
         self._num_given += 1
         if self._num_given == self._next_look:  # a cycle's parts are there until it is looked for
@@ -109,11 +108,7 @@ class Accounts:
 
     def model_called(self) -> None:
         """Note that the model was called with a batch."""
-        self._was_called = True
         self._given.clear()
-        if self._steps is not None:
-            self._steps.remove()
-            self._steps = None
         if self._told_unseen and self.counts.why_not == self._told_unseen:
             self.counts.why_not = None
 

@@ -45,7 +45,7 @@ from egeria_cache.skip.serve.thaw import ThawWatch
 from egeria_cache.skip.serve.unread import MAX_WATCHED, awaits_proof, watched
 from egeria_cache.skip.state.code import reached
 from egeria_cache.skip.state.content import ContentHash
-from egeria_cache.skip.state.guards import PrefixGuard
+from egeria_cache.skip.state.guards import SEEN_LATE, PrefixGuard
 from egeria_cache.skip.state.hooks import hook_of_training
 from egeria_cache.skip.state.watch import hooks_of, written_by_hooks
 
@@ -122,7 +122,7 @@ class SkipHost(Protocol):
     def audit_failed(self, batch: Batch, rows: np.ndarray, finding: str) -> None:
         """A stored activation is not what the prefix computes; nothing of it was served."""
 
-    def prefix_changed(self, reason: str) -> None:
+    def prefix_changed(self, reason: str, *, unlink: bool = False) -> None:
         """The prefix is not what it was: everything stored is void. Nothing stale was served."""
 
     def thawed(self, name: str, cut: str | None) -> None:
@@ -734,7 +734,7 @@ class SkipEngine:
 
     def _void(self, reason: str, guard: PrefixGuard) -> None:
         """What is stored is of another prefix; it may return, or another one be known."""
-        self.host.prefix_changed(reason)
+        self.host.prefix_changed(reason, unlink=reason == SEEN_LATE)
         if any(map(hook_of_training, self._held)):  # it has joined, and is refused in a moment
             self._held.release()
             self._is_held = False

@@ -71,7 +71,7 @@ class FakeHost:
     def audit_failed(self, batch, rows, finding):
         raise AssertionError(finding)
 
-    def prefix_changed(self, reason):
+    def prefix_changed(self, reason, *, unlink=False):
         self.changes.append(reason)
         self.stored.clear()
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tests.hostile.harness import cross_entropy, hostile, sgd
 from tests.hostile.nets import (
@@ -190,6 +191,15 @@ def test_auto_with_a_side_network_that_trains_and_is_called_first(run):
     model = net(forward=forward, side=nn.Linear(6, 3))
     run.fit(run.freeze(model, "middle" if run.is_plain else "auto", ("early", "middle")),
             run.loader(rows()), 4)  # fmt: skip
+
+
+@hostile(served=True)
+def test_auto_under_a_checkpoint_of_the_whole_model(run):
+    model = run.freeze(Net(), "middle" if run.is_plain else "auto", ("early", "middle"))
+    run.fit(
+        model, run.loader(rows()), 4,
+        loss=lambda m, b: F.cross_entropy(checkpoint(m, b[0], use_reentrant=False), b[1]),
+    )  # fmt: skip
 
 
 @hostile

@@ -47,3 +47,13 @@ def test_a_write_through_data_is_noticed_among_tensors_of_all_kinds(dtype):
     assert not probe.changed()
     tensors[3 * KINDS.index(dtype) + 1].data.fill_(1)
     assert probe.changed()
+
+
+def test_a_single_element_is_seen_within_a_round_and_never_believed_to_be_as_before():
+    weight = torch.zeros(256, 256)  # eight pieces
+    probe = ContentProbe([weight])
+    weight.numpy()[100, 7] = 1.0
+    assert any(probe.changed() for _ in range(8))
+    assert all(probe.whole_changed() for _ in range(9))
+    weight.numpy()[100, 7] = 0.0
+    assert not any(probe.changed() or probe.whole_changed() for _ in range(8))

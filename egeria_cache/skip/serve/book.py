@@ -114,7 +114,7 @@ class RecipeBook:
         """Go back to recipes that were proved for what the prefix is now, if there are any."""
         for parked in self._parked:
             guards = [r.guard for recipes in parked.values() for r in recipes if r.guard]
-            if guards and all(guard.changed() is None for guard in guards):
+            if guards and all(guard.is_same() for guard in guards):
                 self._parked.remove(parked)
                 self._recipes, self._watch = parked, None
                 return True

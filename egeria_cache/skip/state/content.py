@@ -170,7 +170,7 @@ class ContentProbe:
                 apart.setdefault(view.device, {}).setdefault(view.dtype, []).append(view)
         self._host = [_Scattered(views) for views in host.values()]
         self._bytes = [elements.tobytes() for elements in self._host]
-        self._hashes: list[int | None] = [None] * len(self._pieces)
+        self._hashes = list(map(_hash_of, self._pieces))
         self._turn = 0
         self._device = [(views, _joined(views)) for views in apart.values()]
         self._verdicts, self._looked_at = Answers(), -LOOK_EVERY_S
@@ -184,12 +184,14 @@ class ContentProbe:
             return True
         return bool(self._device) and self._device_changed(wait)
 
+    def whole_changed(self) -> bool:
+        """Whether any element on the host looks different."""
+        return list(map(_hash_of, self._pieces)) != self._hashes
+
     def _piece_changed(self) -> bool:
         """Read one piece of one tensor in full: every element is looked at once in a round."""
         turn = self._turn = (self._turn + 1) % len(self._pieces)
-        now, before = xxhash.xxh3_64_intdigest(self._pieces[turn].data), self._hashes[turn]
-        self._hashes[turn] = now
-        return before is not None and now != before
+        return _hash_of(self._pieces[turn]) != self._hashes[turn]
 
     def _device_changed(self, wait: bool) -> bool:
         if wait:
@@ -264,6 +266,10 @@ def _some_elements(tensor: Tensor) -> Tensor | None:
     step = max(1, extent // _SAMPLED)
     view = plain.as_strided((min(_SAMPLED, extent),), (step,), plain.storage_offset())
     return view.view(integer)
+
+
+def _hash_of(piece: np.ndarray) -> int:
+    return xxhash.xxh3_64_intdigest(piece.data)
 
 
 def _pieces(tensor: Tensor) -> list[np.ndarray]:

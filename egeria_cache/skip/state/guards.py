@@ -21,7 +21,10 @@ from egeria_cache.skip.state.code import Code
 from egeria_cache.skip.state.content import ContentHash, ContentProbe, pointer, version
 from egeria_cache.skip.state.watch import StateWatch
 
-__all__ = ["PrefixGuard"]
+__all__ = ["SEEN_LATE", "PrefixGuard"]
+
+SEEN_LATE = "the content of a parameter or buffer of the prefix was changed"
+"""Perhaps some batches ago: what was stored since is of neither state."""
 
 Named = tuple[str, nn.Module | None, Tensor]
 _requires_grad, _version = attrgetter("requires_grad"), attrgetter("_version")
@@ -114,8 +117,12 @@ class PrefixGuard:
             self._state.rebound = False
             reason = self._explain()
         if reason is None and self._probe.changed(wait=wait):
-            return "the content of a parameter or buffer of the prefix was changed"
+            return SEEN_LATE
         return reason
+
+    def is_same(self) -> bool:
+        """Whether all is as it was, to the last element that can be read at once."""
+        return self.changed() is None and not self._probe.whole_changed()
 
     def settle(self) -> None:
         """Take over what the prefix's own run has left on its modules (memoised tables)."""

@@ -30,7 +30,8 @@ def quietly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function; context variables that it sets are its own.
 
     What it prints, warns of and logs is dropped: the loop's own call says it. Loggers of libraries
-    are left: some say a thing once only.
+    are left: some say a thing once only. What it saves for a gradient is seen by no hook of the
+    loop's.
 
     Raises:
         BoundaryError: An optimizer steps: it would count that.
@@ -45,6 +46,7 @@ def _run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         for name in ("stdout", "stderr"):
             _mute(name, stack)
         _mute_loggers(stack)
+        _unhook_saving(stack)
         # In place: `catch_warnings` would forget what was said once.
         filters: list[Any] = warnings.filters  # type: ignore[assignment]
         filters.insert(0, _IGNORE)
@@ -71,6 +73,13 @@ def _mute_loggers(stack: ExitStack) -> None:
 
     stack.callback(setattr, logging.Logger, "handle", heard)
     logging.Logger.handle = handle  # type: ignore[assignment,method-assign]
+
+
+def _unhook_saving(stack: ExitStack) -> None:
+    """Let no region that the loop checkpoints count what is saved for a gradient here."""
+    while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        stack.callback(torch._C._autograd._push_saved_tensors_default_hooks, *hooks)
 
 
 class _Beside:
