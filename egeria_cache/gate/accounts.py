@@ -6,7 +6,7 @@ import gc
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -41,7 +41,7 @@ class Accounts:
         self._given: deque[weakref.ref[Any]] = deque(maxlen=16)
         """Batches that were given out last, and the model was not called yet."""
         self._num_given = 0
-        self._stepped: list[bool] = []
+        self._stepped: deque[bool] = deque(maxlen=1)
         """Not empty if an optimizer has stepped since: this is no pass for statistics."""
         self._steps: RemovableHandle | None = None
         self._told_unseen = ""
@@ -79,7 +79,8 @@ class Accounts:
         Trainers collect batches before they use any: what counts is those that are gone.
         """
         if self._steps is None:
-            self._steps = register_optimizer_step_post_hook(_noting_steps(self._stepped))
+            stepped = self._stepped  # and not `self`: the hook is the process's
+            self._steps = register_optimizer_step_post_hook(lambda *_: stepped.append(True))
             weakref.finalize(self, self._steps.remove)
         if not self._given:
             self._stepped.clear()
@@ -139,10 +140,3 @@ class Accounts:
             proof_s=policy.proof_s,
             gate=policy.sentence(boundary),
         )
-
-
-def _noting_steps(noted: list[bool]) -> Callable[..., None]:
-    def note(*_: Any) -> None:
-        noted[:] = [True]
-
-    return note
