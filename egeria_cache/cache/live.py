@@ -1,4 +1,4 @@
-"""Tell other processes what this cache is doing: `cache-inspect watch` shows it."""
+"""Tell other processes what this cache is doing: `cache-inspect` shows it."""
 
 from __future__ import annotations
 

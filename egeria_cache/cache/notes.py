@@ -1,7 +1,7 @@
 """Small files beside a cache, none of which is needed: whatever goes wrong with one is ignored.
 
 `note-NAME.json` is what one run leaves for the next; `live-PID-N.json` what a process says of a
-cache that it has open, for `cache-inspect watch` in another one, removed at the end.
+cache that it has open, for `cache-inspect` in another one, removed at the end.
 """
 
 from __future__ import annotations

@@ -6,16 +6,11 @@ Looks at a cache that a live run is writing without disturbing it.
 from __future__ import annotations
 
 import collections
-import contextlib
 import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
-import torch
 
 from egeria_cache.errors import StoreError
 from egeria_cache.store import (
@@ -23,7 +18,6 @@ from egeria_cache.store import (
     ROOT_NAME,
     SET_ASIDE,
     Codec,
-    Coder,
     DamagedError,
     Manifest,
     Record,
@@ -39,14 +33,10 @@ from egeria_cache.store import (
     read_json,
 )
 
-Largest = tuple[tuple[int, ...], int]
-"""A tensor's shape and bytes of an element."""
-
 __all__ = [
     "CacheReport",
     "Contents",
     "GenerationReport",
-    "Spread",
     "contents",
     "find_generation",
     "survey",
@@ -103,24 +93,6 @@ class CacheReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """How many numbers are distributed."""
-
-    least: int
-    median: float
-    p90: float
-    most: int
-    total: int
-
-    @classmethod
-    def of(cls, numbers: npt.ArrayLike) -> Spread:
-        """Describe some numbers, at least one."""
-        found = np.asarray(numbers, np.int64)
-        median, p90 = np.percentile(found, (50, 90)).tolist()
-        return cls(int(found.min()), median, p90, int(found.max()), int(found.sum()))
-
-
-@dataclass(frozen=True, slots=True)
 class Contents:
     """What the records of one generation hold."""
 
@@ -132,12 +104,6 @@ class Contents:
     """Records per variant."""
     histogram: tuple[tuple[int, int, int], ...]
     """(from, to, records) by size of the record in bytes; powers of two."""
-    tensor_bytes: Spread | None = None
-    """Per record, decoded; None if there are no records."""
-    largest_bytes: int = 0
-    """Of all records' tensors, if each were as large as the largest of its name in any record."""
-    numbers: tuple[Spread, ...] = ()
-    """Per element of the field that was asked for, where all records have it."""
 
 
 def survey(directory: Path) -> CacheReport:
@@ -175,12 +141,8 @@ def find_generation(report: CacheReport, text: str) -> GenerationReport:
     return found[0]
 
 
-def contents(path: Path, *, numbers_of: str | None = None) -> Contents:
+def contents(path: Path) -> Contents:
     """Read the heads of all records of a generation.
-
-    Args:
-        path: The generation's directory.
-        numbers_of: A field of integers, one row of them per record, that is read as well.
 
     Raises:
         StoreError: It cannot be opened.
@@ -189,10 +151,6 @@ def contents(path: Path, *, numbers_of: str | None = None) -> Contents:
     codecs: collections.Counter[str] = collections.Counter()
     variants: collections.Counter[int] = collections.Counter()
     sizes: collections.Counter[int] = collections.Counter()
-    largest: dict[str, Largest] = {}
-    tensor_bytes: list[int] = []
-    numbers: list[list[int]] = []
-    coder = Coder()
     if is_unfinished(path):
         return Contents(shapes, {}, {}, ())
     for key, record in _records(path):
@@ -206,28 +164,13 @@ def contents(path: Path, *, numbers_of: str | None = None) -> Contents:
         variants[variant] += 1
         sizes[max(len(record.whole) - 1, 0).bit_length()] += 1
         codecs[_codec_name(record)] += 1
-        tensor_bytes.append(0)
         for position in range(len(record.payload)):
             field, _ = record.field(position)
             text = str(field).removeprefix(f"{field.name}: ")
             shapes[field.name] = text if shapes.get(field.name, text) == text else "varies"
-            if field.dtype is not None:
-                tensor_bytes[-1] += field.num_bytes
-                size = field.dtype.itemsize
-                largest[field.name] = _larger((field.shape, size), largest.get(field.name))
-        numbers += _numbers(record, numbers_of, coder)
     bins = range(min(sizes), max(sizes) + 1) if sizes else ()
     histogram = tuple((2 ** (one - 1) if one else 0, 2**one, sizes[one]) for one in bins)
-    columns = zip(*numbers, strict=True) if len({len(row) for row in numbers}) == 1 else ()
-    return Contents(
-        shapes,
-        dict(codecs),
-        dict(sorted(variants.items())),
-        histogram,
-        Spread.of(tensor_bytes) if tensor_bytes else None,
-        len(tensor_bytes) * sum(math.prod(shape) * size for shape, size in largest.values()),
-        tuple(map(Spread.of, columns)) if len(numbers) == len(tensor_bytes) else (),
-    )
+    return Contents(shapes, dict(codecs), dict(sorted(variants.items())), histogram)
 
 
 def _glance(path: Path) -> GenerationReport:
@@ -267,23 +210,6 @@ def _records(path: Path) -> Iterator[tuple[bytes, Record | RecordError]]:
             yield from view.records()
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error}") from error
-
-
-def _larger(one: Largest, known: Largest | None) -> Largest:
-    """Return what a field's tensor takes if it is as large as both in every dimension."""
-    if known is None or len(known[0]) != len(one[0]):
-        return one
-    return tuple(map(max, known[0], one[0])), max(one[1], known[1])
-
-
-def _numbers(record: Record, name: str | None, coder: Coder) -> Iterator[list[int]]:
-    """Yield the row of integers that a record has under this name, if it has one."""
-    for position in range(len(record.payload)):
-        field, _ = record.field(position)
-        is_row = len(field.shape) == 1 and field.dtype in (torch.int32, torch.int64)
-        if field.name == name and is_row:
-            with contextlib.suppress(RecordError):
-                yield record.value(position, coder).tolist()  # type: ignore[union-attr]
 
 
 def _codec_name(record: Record) -> str:

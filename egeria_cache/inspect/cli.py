@@ -10,7 +10,7 @@ import argparse
 import io
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from egeria_cache.version import __version__
 
 __all__ = ["main"]
 
-COMMANDS = ("ls", "show", "verify", "diff", "watch", "prune", "pack", "unpack", "clear")
+COMMANDS = ("ls", "show", "verify", "diff", "prune", "pack", "unpack", "clear")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,13 +88,6 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
-    look = command("watch", report.watch, "what running caches are doing, live; Ctrl-C ends it")
-    look.add_argument(
-        "--every", metavar="SECONDS", type=_at_least(0.05, "seconds"), default=1.0, help="default 1"
-    )
-    look.add_argument(
-        "--times", metavar="N", type=_at_least(1, "looks", int), help="look so often, and end"
-    )
     command("ls", report.ls, "list the generations (the default)")
     show = command("show", report.show, "one generation: contents, sizes, what it was made from")
     show.add_argument("generation", metavar="GEN")
@@ -104,9 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("generation", metavar="GEN")
     diff.add_argument("other", metavar="GEN")
     prune = command("prune", report.prune, "remove unused ones; only shows them without --yes")
-    prune.add_argument(
-        "--older-than", metavar="DAYS", type=_at_least(0, "days"), help="last used before then"
-    )
+    prune.add_argument("--older-than", metavar="DAYS", type=_days, help="last used before then")
     prune.add_argument("--to-size", metavar="SIZE", help="oldest use first, until it fits ('50GB')")
     prune.add_argument("--unused", action="store_true", help="all that no live process holds")
     prune.add_argument(
@@ -147,16 +138,9 @@ def _check_order(arguments: Sequence[str]) -> None:
         )
 
 
-def _at_least(least: float, what: str, kind: Callable[[str], float] = float) -> Any:
-    """Return what reads a finite number from an argument."""
-
-    def read(text: str) -> float:
-        try:
-            number = kind(text)
-        except ValueError:
-            number = math.nan
-        if not least <= number < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number of {what} from {least:g} on")
-        return number
-
-    return read
+def _days(text: str) -> float:
+    """Read a finite number, at least nought."""
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise ValueError
+    return number

@@ -3,8 +3,7 @@
 The engine itself is asked. At each candidate the model is frozen up to there and a cache is
 attached in a scratch directory; a few batches of the real data are computed, stored and served, and
 trained on without the cache in between. What is refused here would be refused in training, and is
-refused with the same words. What freezing costs is asked of `egeria_core.suggest_boundary`, found
-by its name: a cache knows nothing of that.
+refused with the same words.
 """
 
 from __future__ import annotations
@@ -18,12 +17,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from rich.console import JustifyMethod
 from rich.text import Text
@@ -48,8 +45,7 @@ from egeria_cache.inspect.fill import (
 )
 from egeria_cache.inspect.words import console, fitting, print_json, progress_bar, share
 from egeria_cache.loader import EgeriaLoader
-from egeria_cache.prefetch import LENGTHS
-from egeria_cache.samples import DEFAULT_REUSE, Task
+from egeria_cache.samples import DEFAULT_REUSE
 from egeria_cache.skip import CallError, Candidate, candidates, ordinary_arguments
 from egeria_cache.store import ActivationStore, Generation
 from egeria_cache.tables import size
@@ -119,26 +115,6 @@ class Share:
         if low < 0 or high >= count:
             return cls(value, math.inf if count < 6 else (quotients[-1] - quotients[0]) / 2)
         return cls(value, (quotients[high] - quotients[low]) / 2)
-
-
-def scale(rows: Mapping[str, Any], lengths: npt.ArrayLike, mean: npt.ArrayLike) -> float:
-    """Return how many times as large the mean sample of a data set is as that of some records.
-
-    Their bytes are taken as a fixed part and one for each unit of length, found by least squares.
-
-    Args:
-        rows: Per name, the values of N records: a tensor, or a list.
-        lengths: Of these samples, shape (N, axes).
-        mean: Of the data set's, shape (axes,).
-    """
-    own = np.asarray(lengths, float)
-    sizes = np.zeros(len(own))
-    for values in rows.values():
-        sizes += [value.nbytes if isinstance(value, Tensor) else 0 for value in values]
-    known = np.concatenate([np.ones((len(own), 1)), own], 1)
-    parts, *_ = np.linalg.lstsq(known, sizes, rcond=None)
-    typical = float(np.concatenate([[1.0], np.asarray(mean, float)]) @ parts)
-    return max(typical, 0.0) / float(sizes.mean()) if sizes.any() else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,9 +192,6 @@ class Forecast:
     reuse: int | None = None
     """For how many epochs a random draw of a sample would be used; None: for ever, or samples draw
     nothing."""
-    mean_lengths: tuple[float, ...] | None = None
-    """Of the data set's samples, where they are padded: bytes are given for samples of such
-    lengths."""
 
     def set_bytes(self, one: Prospect) -> float:
         """Bytes on disk of all samples in all variants."""
@@ -293,8 +266,6 @@ CLOSE_ENOUGH, ENOUGH_S, AT_MOST_S = 0.03, 1.0, 8.0
 """The batches are trained on, with and without the cache in turn, for `ENOUGH_S`; and further,
 until the share of a step that a hit takes is known to `CLOSE_ENOUGH`, for `AT_MOST_S`."""
 NUM_WRITES = 4
-MAX_LOOKED, LOOKING_S = 1000, 2.0
-"""How many samples of a data set are measured for their lengths, and how long that may take."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -372,7 +343,6 @@ def forecast(
         reuse=settings.reuse if trial.is_random else None,
         limit_bytes=settings.limit_bytes,
         load_s=trial.load_s,
-        mean_lengths=None if trial.mean_lengths is None else tuple(trial.mean_lengths.tolist()),
         prospects=tuple(prospects),
     )
 
@@ -393,8 +363,6 @@ class _Trial:
         )
         self.load_s = (time.perf_counter() - started) / count
         self.batches = [settings.moved(batch) for batch in batches]
-        self.mean_lengths: np.ndarray | None = None
-        """Of the data set's samples, where they are padded."""
         self.is_random = False
         """Whether samples were seen to draw random numbers."""
         self.model = model.to(settings.device).train()
@@ -468,13 +436,12 @@ class _Trial:
         forward, step = _share(served, plain, _FORWARD), _share(served, plain, _STEP)
         (kept,) = survey(scratch / "cache").generations
         rows, _ = generation.get_batch(ids[: self.batch_size])
-        factor = 1.0 if views[0].padding is None else self._scale(loader, generation, ids)
         read_s = step_s * Share.of(read, [times[_STEP] for times in plain]).value
         costs = Costs(fetch_s_per_byte=read_s * kept.num_samples / max(kept.raw_bytes, 1))
         return Prospect(
             boundary=place.boundary,
-            raw_bytes=factor * kept.raw_bytes / kept.num_samples,
-            stored_bytes=factor * kept.stored_bytes / kept.num_samples,
+            raw_bytes=kept.raw_bytes / kept.num_samples,
+            stored_bytes=kept.stored_bytes / kept.num_samples,
             codec=kept.codec or self.settings.codec,
             forward_s=forward_s,
             served_forward_s=forward_s * forward.value,
@@ -487,23 +454,6 @@ class _Trial:
             prove_s=max(first_s - step_s * self.batch_size, 0.0),
             cut_at=choose(views[0].cut.profile, costs),
         )
-
-    def _scale(self, loader: Any, generation: Generation, ids: Any) -> float:
-        """Return how much larger the data set's samples are than those that were measured with."""
-        rows, found = generation.get_batch(ids)
-        if not found.all():
-            return 1.0
-        if self.mean_lengths is None:
-            affordable = int(LOOKING_S / max(self.load_s, 1e-6))
-            count = min(max(affordable, len(ids)), MAX_LOOKED, len(self.dataset))
-            looked = np.linspace(0, len(self.dataset) - 1, count).astype(int).tolist()
-            source = loader.source
-            task = Task(-1, looked, source.identify(looked), [0] * count, source.seed)
-            lengths = source.measure(task).lengths
-            if lengths is None:  # the data set gives no list of samples
-                return 1.0
-            self.mean_lengths = lengths.mean(0)
-        return scale(rows, rows[LENGTHS], self.mean_lengths)
 
     def _train(self, batches: Any, optimizer: torch.optim.Optimizer) -> list[tuple[float, float]]:
         """Return, per batch, the seconds of its forward and of its whole step."""
@@ -617,47 +567,6 @@ def _described(batch: Any) -> str:
     return type(batch).__name__
 
 
-ADVISER = "egeria_core:suggest_boundary"
-
-
-def _adviser(
-    model: nn.Module, data: Any, settings: Settings, options: argparse.Namespace
-) -> Callable[[], Any]:
-    """Return what has copies of `model` trained on `data`, and returns what that shows.
-
-    Raises:
-        ValueError: What the copies are to be trained with is not said.
-    """
-    if options.harm < 2:
-        raise ValueError(f"--harm needs at least 2 steps for each trial, got {options.harm}")
-    if options.optimizer is None or options.step is None:
-        raise ValueError(
-            "--harm trains copies of the model: give --optimizer package.module:callable, called "
-            "with the parameters, and --step package.module:callable, the training's own loss"
-        )
-    metric = options.validate
-    adviser, optimizer = find("ADVISER", ADVISER), find("--optimizer", options.optimizer)
-    validate = None if metric is None else find("--validate", metric)
-    if not isinstance(data, DataLoader):
-        data = DataLoader(data, settings.batch_size, shuffle=True)
-    return partial(
-        adviser, model, data, lambda model, batch: settings.loss(model, settings.moved(batch)),
-        optimizer=optimizer, steps=options.harm,
-        validate=validate,
-    )  # fmt: skip
-
-
-def _advice_as_json(advice: Any) -> dict[str, Any]:
-    """Return plain values."""
-    return {
-        "boundary": advice.boundary,
-        "trials": [
-            {"boundary": one.boundary, "harm": one.harm, "harm_error": one.harm_error}
-            for one in advice.trials
-        ],
-    }
-
-
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -684,7 +593,6 @@ def plan(argv: list[str]) -> int:
         scratch=options.scratch,
     )
     data = make("--data", options.data)
-    ask = None if options.harm is None else _adviser(model, data, settings, options)
     with progress_bar(quiet=options.json) as progress:
         task = progress.add_task("measuring", total=None)
 
@@ -692,14 +600,10 @@ def plan(argv: list[str]) -> int:
             progress.update(task, description=boundary, completed=done, total=total)
 
         found = forecast(model, data, settings, advance)
-        advice = None
-        if ask is not None:
-            progress.update(task, description="training copies", total=None)
-            advice = ask()
     if options.json:
-        print_json(found.as_json() | ({} if advice is None else {"harm": _advice_as_json(advice)}))
+        print_json(found.as_json())
     else:
-        _show(found, advice)
+        _show(found)
     return 0
 
 
@@ -735,22 +639,10 @@ def _parser() -> argparse.ArgumentParser:
         help="an existing directory on the disk that the cache will use; what is written there is "
         "removed; default: where temporary files go",
     )  # fmt: skip
-    parser.add_argument(
-        "--harm", type=int, metavar="STEPS", help="also train copies for so many steps, with and "
-        "without each front frozen, and tell what that costs; needs --step and --optimizer",
-    )  # fmt: skip
-    parser.add_argument(
-        "--optimizer", metavar="OPTIMIZER", help="of --harm: package.module:callable, called with "
-        "the parameters, returns the training's optimizer",
-    )  # fmt: skip
-    parser.add_argument(
-        "--validate", metavar="METRIC", help="of --harm: package.module:callable, called with a "
-        "model, returns the metric, the higher the better; default: the loss on batches held out",
-    )  # fmt: skip
     return parser
 
 
-def _show(found: Forecast, advice: Any) -> None:
+def _show(found: Forecast) -> None:
     out = console()
     out.print(f"[bold]{_recommendation(found)}[/]", soft_wrap=True)
     out.print(
@@ -758,14 +650,8 @@ def _show(found: Forecast, advice: Any) -> None:
         f"{found.num_measured:,} of {found.num_samples:,} samples"
         + (f" in {found.variants} variants" if found.variants > 1 else "")
     )
-    columns = _COLUMNS if advice is None else {**_COLUMNS, "harm": "right"}
-    rows = [
-        [*_row(found, one), *([] if advice is None else [_harm(advice, one.boundary)])]
-        for one in found.prospects
-    ]
-    out.print(fitting(out, columns, rows, drop=("codec", "a sample", "forward", "stored")))
-    if advice is not None:
-        out.print(str(advice).splitlines()[-1], markup=False, soft_wrap=True)
+    rows = [_row(found, one) for one in found.prospects]
+    out.print(fitting(out, _COLUMNS, rows, drop=("codec", "a sample", "forward", "stored")))
     for line in _notes(found):
         out.print(line, markup=False, soft_wrap=True)
 
@@ -808,14 +694,6 @@ def _known(value: float, error: float) -> str:
     return f"{100 * value:.0f} ± {100 * min(error, 9.99):.0f} %"
 
 
-def _harm(advice: Any, boundary: str) -> str:
-    """Write what freezing up to there costs; a boundary that ends no layer has not been tried."""
-    one = next((trial for trial in advice.trials if trial.boundary == boundary), None)
-    if one is None:
-        return "-"
-    return f"{one.harm:+.4f}" + ("" if one.harm_error is None else f" ± {one.harm_error:.4f}")
-
-
 def _notes(found: Forecast) -> list[str]:
     notes = [f"{one.boundary} is refused: {one.refused}" for one in found.prospects if one.refused]
     notes += [
@@ -828,12 +706,6 @@ def _notes(found: Forecast) -> list[str]:
             f"samples draw random numbers, and each draw would be used for {found.reuse} epochs: "
             f"{share(found.fresh)} of every epoch after the first are computed and written anew, "
             "which the times of later epochs and 'even after' count."
-        )
-    if found.mean_lengths is not None:
-        shown = ", ".join(dict.fromkeys(f"{one:.3g}" for one in found.mean_lengths))
-        notes.append(
-            f"samples are padded and stored at their own lengths, {shown} on average over the data "
-            "set: bytes are of such a sample, times are of the samples measured with."
         )
     notes.append(
         "forward, step: what a hit skips of them, against the same step with the prefix frozen and "

@@ -8,38 +8,30 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import os
 import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rich.console import Group, JustifyMethod, RenderableType
-from rich.live import Live
+from rich.console import JustifyMethod
 from rich.markup import escape
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from egeria_cache.cache import read_live, schedules
 from egeria_cache.config import parse_size
 from egeria_cache.inspect.census import (
     CacheReport,
-    Contents,
     GenerationReport,
-    Spread,
     contents,
     find_generation,
-    survey,
 )
 from egeria_cache.inspect.checking import verify
-from egeria_cache.inspect.words import age, console, fitting, plain, print_json, progress_bar, share
-from egeria_cache.prefetch import LENGTHS
+from egeria_cache.inspect.words import age, console, fitting, plain, print_json, progress_bar
 from egeria_cache.store import (
     ActivationStore,
     Manifest,
@@ -62,7 +54,6 @@ __all__ = [
     "show",
     "unpack",
     "verify_all",
-    "watch",
 ]
 
 HEALTHY, DAMAGED, BAD_ARGUMENTS = 0, 1, 2
@@ -76,7 +67,7 @@ _LISTED: dict[str, JustifyMethod] = {
 def ls(options: argparse.Namespace, report: CacheReport) -> int:
     """List the generations; 1 if one is damaged."""
     if options.json:
-        print_json(_as_json(report))
+        print_json(_as_json(report) | {"processes": read_live(report.directory)})
     else:
         out = console()
         rows = [
@@ -98,6 +89,9 @@ def ls(options: argparse.Namespace, report: CacheReport) -> int:
         of_limit = f" of {size(limit)} ({report.bytes_on_disk / limit:.0%})" if limit else ""
         count = len(rows)
         out.print(f"{count} generation{'s' * (count != 1)}, {size(report.bytes_on_disk)}{of_limit}")
+        for process, caches in read_live(report.directory).items():
+            for cache in caches:
+                out.print(f"process {process}: {_running(cache)}", markup=False, soft_wrap=True)
         if report.directory.stat().st_mode & OTHERS_MAY_WRITE:
             out.print(
                 "others may write to this directory, so that training refuses it: "
@@ -110,7 +104,7 @@ def show(options: argparse.Namespace, report: CacheReport) -> int:
     """Show one generation; 1 if a record of it is damaged."""
     one = find_generation(report, options.generation)
     path = report.directory / one.name
-    manifest, inside = Manifest.read(path), contents(path, numbers_of=LENGTHS)
+    manifest, inside = Manifest.read(path), contents(path)
     drawn = [
         {"reuse": draws.reuse, "kept": draws.kept, "epochs": clock.tick}
         for draws, clock in schedules(report.directory, manifest.fields)
@@ -144,14 +138,6 @@ def show(options: argparse.Namespace, report: CacheReport) -> int:
     for one_way in drawn:
         uses = "for ever" if one_way["reuse"] is None else f"for {one_way['reuse']} epochs each"
         out.print(f"  used {uses}; {one_way['epochs']:,} epochs were passed")
-    for title, lines in (
-        ("a sample, decoded", sample_words(inside)),
-        ("lengths", length_words(inside)),
-    ):
-        if lines:
-            out.print(f"[bold]{title}[/]")
-        for line in lines:
-            out.print(f"  {line}", markup=False, soft_wrap=True)
     out.print("[bold]sizes of records[/]")
     most = max((count for *_, count in inside.histogram), default=1)
     for low, high, count in inside.histogram:
@@ -303,141 +289,18 @@ def _state(one: GenerationReport) -> Text:
     return Text(plain(one.note or one.codec or "-"))
 
 
-Looked = tuple[CacheReport, dict[int, list[dict[str, Any]]], float]
-
-
-def watch(options: argparse.Namespace, report: CacheReport) -> int:
-    """Show the directory again and again, until Ctrl-C or for so many times; return 0.
-
-    On a terminal the picture is drawn over; elsewhere each look is printed below the last, and with
-    `--json` as one object a look.
-    """
-    out = console()
-    looks = _looks(report.directory, options.every, options.times)
-    try:
-        if options.json:
-            for now, live, _ in looks:
-                print_json(_look_as_json(now, live))
-                sys.stdout.flush()
-        elif not out.is_terminal:
-            for look in _with_rates(looks):
-                out.print(_picture(*look))
-        else:
-            with Live(console=out, auto_refresh=False) as screen:
-                for look in _with_rates(looks):
-                    screen.update(_picture(*look), refresh=True)
-    except KeyboardInterrupt:
-        pass
-    return 0
-
-
-def _looks(directory: Path, every_s: float, times: int | None) -> Iterator[Looked]:
-    for number in itertools.count() if times is None else range(times):
-        if number:
-            time.sleep(every_s)
-        yield survey(directory), read_live(directory), time.monotonic()
-
-
-def _with_rates(looks: Iterator[Looked]) -> Iterator[tuple[Looked, Looked | None]]:
-    """Give each look the one before it, so that rates can be told."""
-    before: Looked | None = None
-    for look in looks:
-        yield look, before
-        before = look
-
-
-def _picture(look: Looked, before: Looked | None) -> RenderableType:
-    report, live, _ = look
-    parts: list[RenderableType] = [_fill_line(report)]
-    runs = Table("process", "frozen up to", "from the cache", "lately", "saved", box=None,
-                 header_style="bold")  # fmt: skip
-    notes: list[RenderableType] = []
-    for process, number, one in _each(live):
-        runs.add_row(*_run(process, one, _earlier(before, process, number)))
-        if one.get("why_not"):
-            notes.append(Text(f"{process}: not cached: {plain(one['why_not'])}", "yellow"))
-        elif one.get("gate"):
-            notes.append(Text(f"{process}: {plain(one['gate'])}", "dim"))
-    parts += [runs, *notes] if live else [Text("no running process uses this cache", "dim")]
-    kept = Table("generation", "boundary", "samples", "stored", "on disk", "in use", box=None,
-                 header_style="bold")  # fmt: skip
-    for generation in report.generations:
-        kept.add_row(
-            plain(generation.name[:12]), Text(plain(generation.boundary or "-")),
-            f"{generation.num_samples:,}", _rate(look, before, generation.name),
-            size(generation.bytes_on_disk), "yes" if generation.in_use else "no",
-        )  # fmt: skip
-    return Group(*parts, kept, Text(""))
-
-
-def _fill_line(report: CacheReport) -> RenderableType:
-    line = Table.grid(padding=(0, 1))
-    text = size(report.bytes_on_disk)
-    if report.limit_bytes is None:
-        line.add_row(plain(report.directory), text)
-        return line
-    part = min(1.0, report.bytes_on_disk / report.limit_bytes)
-    text += f" of {size(report.limit_bytes)} ({share(part)})"
-    line.add_row(plain(report.directory), ProgressBar(total=1.0, completed=part, width=30), text)
-    return line
-
-
-def _each(live: dict[int, list[dict[str, Any]]]) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    for process, caches in live.items():
-        for number, one in enumerate(caches):
-            yield process, number, one
-
-
-def _earlier(before: Looked | None, process: int, number: int) -> dict[str, Any] | None:
-    caches = [] if before is None else before[1].get(process, [])
-    return caches[number] if number < len(caches) else None
-
-
-def _run(process: int, one: dict[str, Any], earlier: dict[str, Any] | None) -> list[str | Text]:
-    hits, seen = _counts(one)
-    late_hits, late_seen = hits, seen
-    if earlier is not None:
-        past_hits, past_seen = _counts(earlier)
-        late_hits, late_seen = hits - past_hits, seen - past_seen
-    saved = one.get("saved_s")
-    return [
-        str(process),
-        Text(plain(one.get("boundary") or "nothing yet")),
-        f"{hits:,} of {seen:,}",
-        share(late_hits / late_seen) if late_seen > 0 else "-",
-        f"{saved:.1f} s" if isinstance(saved, int | float) else "-",
-    ]
-
-
-def _counts(one: dict[str, Any]) -> tuple[int, int]:
-    hits, misses = (one.get(name) for name in ("hits", "misses"))
-    hits = hits if isinstance(hits, int) else 0
-    return hits, hits + (misses if isinstance(misses, int) else 0)
-
-
-def _rate(look: Looked, before: Looked | None, name: str) -> str:
-    """Return how fast a generation grows."""
-    if before is None:
-        return "-"
-    now, past = (
-        next((one.num_samples for one in each[0].generations if one.name == name), None)
-        for each in (look, before)
+def _running(cache: Mapping[str, Any]) -> str:
+    """Return what a process says of a cache that it has open."""
+    hits, misses, saved_s = (cache.get(name) for name in ("hits", "misses", "saved_s"))
+    frozen = f"frozen up to {cache['boundary']}" if cache.get("boundary") else "nothing frozen"
+    served = (
+        f", {hits:,} of {hits + misses:,} samples from the cache"
+        if isinstance(hits, int) and isinstance(misses, int)
+        else ""
     )
-    if now is None or past is None or now <= past:
-        return "-"
-    return f"{(now - past) / max(look[2] - before[2], 1e-9):,.0f} a second"
-
-
-def _look_as_json(report: CacheReport, live: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
-    return {
-        "bytes_on_disk": report.bytes_on_disk,
-        "limit_bytes": report.limit_bytes,
-        "processes": live,
-        "generations": {
-            one.name: {"boundary": one.boundary, "samples": one.num_samples, "in_use": one.in_use}
-            for one in report.generations
-        },
-    }
+    saved = f", {saved_s:.1f} s saved" if isinstance(saved_s, int | float) else ""
+    why = f"; not cached: {cache['why_not']}" if cache.get("why_not") else ""
+    return plain(f"{frozen}{served}{saved}{why}")
 
 
 STREAM = "-"
@@ -523,44 +386,3 @@ def _read(name: str) -> Iterator[BinaryIO]:
         return
     with open(name, "rb") as file:
         yield file
-
-
-def sample_words(inside: Contents) -> list[str]:
-    """Return how large the samples of a generation are."""
-    own = inside.tensor_bytes
-    if own is None:
-        return []
-    if own.least == own.most:
-        return [f"{size(own.most)} each"]
-    lines = [
-        f"{size(own.least)} at least, median {size(own.median)}, nine in ten up to "
-        f"{size(own.p90)}, {size(own.most)} at most"
-    ]
-    if inside.numbers and own.total:
-        ratio = inside.largest_bytes / own.total
-        lines.append(
-            f"{size(own.total)} in all; padded to the longest: {size(inside.largest_bytes)}, "
-            f"{ratio:.2f} times as many"
-        )
-    return lines
-
-
-def length_words(inside: Contents) -> list[str]:
-    """Return how long the samples are, along all axes that differ; none if nothing is padded."""
-    return [
-        f"axis {_numbered(axes)}: {one.least:,} at least, median {one.median:,.10g}, nine in ten "
-        f"up to {one.p90:,.10g}, {one.most:,} at most; {one.total:,} tokens"
-        for one, axes in _distinct(inside.numbers).items()
-    ]
-
-
-def _distinct(numbers: Sequence[Spread]) -> dict[Spread, list[int]]:
-    """Return which axes are alike: a mask is as long as its words."""
-    found: dict[Spread, list[int]] = {}
-    for axis, one in enumerate(numbers):
-        found.setdefault(one, []).append(axis)
-    return found
-
-
-def _numbered(axes: Sequence[int]) -> str:
-    return ", ".join(map(str, axes))

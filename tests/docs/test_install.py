@@ -54,7 +54,7 @@ def test_a_bare_environment_runs_the_first_example(tmp_path):
     assert {*needed} <= {*there}
     assert {*there} - {*needed} <= {"pip", "setuptools"}
     assert "torch" in call(python, "-W", "error", "-m", "egeria_cache")
-    assert "cache-inspect DIR watch" in call(python.parent / "cache-inspect")
+    assert "usage: cache-inspect" in call(python.parent / "cache-inspect")
     key = ("README.md", CHANGE, 0)
     (block,) = [block for block in blocks() if block.key == key and block.is_code]
     script = tmp_path / "train.py"

@@ -50,8 +50,6 @@ def shown_on_a_terminal(columns, *arguments):
 def test_no_name_is_cut_in_a_pipe(filled, capsys):
     assert main([str(filled)]) == 0
     assert LONG in capsys.readouterr().out
-    assert main([str(filled), "watch", "--times", "1"]) == 0
-    assert LONG in capsys.readouterr().out
 
 
 def test_a_narrow_terminal_has_fewer_columns_and_all_of_the_figures(filled):
@@ -71,8 +69,8 @@ def test_a_narrow_terminal_has_fewer_columns_and_all_of_the_figures(filled):
         (["verify", "DIR"], "the directory comes first: cache-inspect DIR verify"),
         (["show", "DIR", "gen-1"], "the directory comes first: cache-inspect DIR show gen-1"),
         (["ls"], "the directory comes first: cache-inspect DIR ls"),
-        (["DIR", "watch", "--times", "0"], "'0' is no number of looks from 1 on"),
-        (["DIR", "watch", "--every", "soon"], "'soon' is no number of seconds from 0.05 on"),
+        (["DIR", "prune", "--older-than", "soon"], "--older-than: invalid _days value: 'soon'"),
+        (["DIR", "prune", "--older-than", "-1"], "--older-than: invalid _days value: '-1'"),
         (["DIR", "show", "gen-nothing"], "gen-nothing"),
         (["plan", "nothing"], "--data"),
         (["fill", "nothing:x", "--data", "nothing:y", "--directory", "DIR"], "no module 'nothing'"),
@@ -105,11 +103,10 @@ def test_the_document_has_every_key_of_the_json(filled, tmp_path, capsys):
     assert {*listed} == {*told["`ls`"]}
     assert {*generation} == {*told["a generation"]}
     assert {*keys("show", generation["name"])} == {*generation, *told["`show`"]}
-    for command in ("verify", "pack", "unpack", "watch"):
+    for command in ("verify", "pack", "unpack"):
         file = [tmp_path / "packed"] if "pack" in command else []
         name = [generation["name"]] if command == "pack" else []
-        more = ["--times", 1] if command == "watch" else []
-        assert {*keys(command, *name, *file, *more)} <= {*told[f"`{command}`"]}, command
+        assert {*keys(command, *name, *file)} <= {*told[f"`{command}`"]}, command
     (gone,) = keys("clear").values()
     assert {*gone} == {*told["`prune`, `clear`"]}
 
