@@ -14,7 +14,6 @@ __all__ = [
     "Gate",
     "Padding",
     "StorageDtype",
-    "Verify",
     "check_choice",
     "check_fraction",
     "check_whole_number",
@@ -32,8 +31,6 @@ Dropout = Literal["off", "stateless"]
 """What dropout layers of a frozen front do in training mode."""
 Padding = Literal["proved", "unread"]
 """How it is known that a loop reads no padding of the model's output."""
-Verify = Literal["once", "always"]
-"""When checksums are verified."""
 
 P = ParamSpec("P")
 T = TypeVar("T")

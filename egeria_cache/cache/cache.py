@@ -17,7 +17,6 @@ from egeria_cache.arguments import (
     Dropout,
     Gate,
     Padding,
-    Verify,
     check_choice,
     check_fraction,
     check_whole_number,
@@ -84,7 +83,6 @@ class ActivationCache:
         padding: What the loop does with a tensor of the model's output that is as long as its
             padded batch: "proved", nothing is served before gradients have shown that the loss
             reads none of its padding; "unread", you say so.
-        verify: Does nothing any more: every read of a stored sample is verified.
         method: What the loop calls of the model: "encode_image", say. Where nothing is said and the
             first batch goes to another method than `forward`, or to a part of the model, that one
             is taken.
@@ -115,7 +113,6 @@ class ActivationCache:
         force_network: bool = False,
         dropout: Dropout = "off",
         padding: Padding = "proved",
-        verify: Verify = "once",
         method: str = "forward",
     ) -> None:
         _check_kinds(model, directory, boundary)
@@ -125,7 +122,6 @@ class ActivationCache:
         check_choice("gate", gate, Gate)
         check_choice("dropout", dropout, Dropout)
         check_choice("padding", padding, Padding)
-        check_choice("verify", verify, Verify)
         if not callable(getattr(type(inner_model(model)), method, None)):
             raise ValueError(f"{type(inner_model(model)).__name__} has no method {method!r}")
         self.model = model
@@ -133,7 +129,7 @@ class ActivationCache:
         self._settings = {
             "limit": limit, "codec": codec, "ring_batches": ring_batches, "audit_rate": audit_rate,
             "gate": gate, "force_network": force_network, "dropout": dropout,
-            "padding": padding, "verify": verify, "method": method,
+            "padding": padding, "method": method,
         }  # fmt: skip
         self._asked: tuple[str | None, bool] = boundary, True
         """The boundary that was last asked for, and whether by hand."""
@@ -155,7 +151,7 @@ class ActivationCache:
         self._status = status = Status(gate)
         self._store = ActivationStore(
             self.directory, limit=settings["limit"], codec=settings["codec"],
-            force_network=settings["force_network"], verify=settings["verify"],
+            force_network=settings["force_network"],
         )  # fmt: skip
         self._readers = ReaderThreads()
         self._views, self._accounts = Views(), Accounts()
@@ -194,7 +190,7 @@ class ActivationCache:
         Args:
             loader: A DataLoader, an EgeriaLoader, or what Accelerate or Fabric made of one.
             options: What `EgeriaLoader` takes and DataLoader does not: `name`, `seed`,
-                `reuse`, `augmentation_variants`, `sample_id`, `sample_version`, `ragged`.
+                `reuse`, `augmentation_variants`, `sample_id`, `sample_version`.
 
         Raises:
             EgeriaError: Its class makes its passes itself.

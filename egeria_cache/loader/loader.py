@@ -13,7 +13,7 @@ import io
 import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar, cast
@@ -51,7 +51,7 @@ _ARGUMENTS = (
     "dataset", "batch_size", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory",
     "drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
     "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order", "cache", "seed",
-    "reuse", "augmentation_variants", "name", "sample_id", "sample_version", "ragged",
+    "reuse", "augmentation_variants", "name", "sample_id", "sample_version",
 )  # fmt: skip
 _OF_BATCHES = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last"})
 """Those of them that a batch sampler replaces."""
@@ -83,9 +83,6 @@ class EgeriaLoader(ResumableLoader[T_co]):
         sample_version: Maps an index to the version of the sample's content (a file's time of
             change, say): another version is another sample. Defaults to the data set's
             `sample_version` method if it has one.
-        ragged: What the collate function pads leaves with, by their key or place in the batch:
-            `{"input_ids": 0, "labels": -100}`. It is found out where it is not given; what is given
-            is checked.
 
     Raises:
         TypeError: A cache was given, and the dataset has no length, or is a DataLoader.
@@ -123,7 +120,6 @@ class EgeriaLoader(ResumableLoader[T_co]):
         name: str = "train",
         sample_id: Callable[[Any], Any] | None = None,
         sample_version: Callable[[Any], Any] | None = None,
-        ragged: Mapping[Any, Any] | None = None,
     ) -> None:
         sized: Any = dataset
         if shuffle and sampler is None and batch_sampler is None and _has_length(dataset):
@@ -136,7 +132,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         )  # fmt: skip
         self._serve(
             cache, seed=seed, reuse=reuse, augmentation_variants=augmentation_variants, name=name,
-            sample_id=sample_id, sample_version=sample_version, ragged=ragged,
+            sample_id=sample_id, sample_version=sample_version,
         )  # fmt: skip
 
     def _serve(
@@ -149,7 +145,6 @@ class EgeriaLoader(ResumableLoader[T_co]):
         name: str = "train",
         sample_id: Callable[[Any], Any] | None = None,
         sample_version: Callable[[Any], Any] | None = None,
-        ragged: Mapping[Any, Any] | None = None,
     ) -> None:
         """Be served from `cache` from the next pass on; the arguments are those of the class."""
         _check_cache(cache)
@@ -164,10 +159,9 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self.reuse, self.augmentation_variants = reuse, augmentation_variants
         # Trainers that build a loader anew read its arguments from attributes of the same names.
         self.sample_id, self.sample_version = sample_id, sample_version
-        self.ragged = ragged
         self.source = LoaderSource(
             self.dataset, self.collate_fn, sample_id=sample_id, sample_version=sample_version,
-            name=name, seed=self.seed, ragged=ragged,
+            name=name, seed=self.seed,
             draws=Draws(self.seed or 0, reuse, augmentation_variants),
             workers=self._worker_options() if self.num_workers else None,
         )  # fmt: skip

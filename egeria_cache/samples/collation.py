@@ -23,7 +23,6 @@ __all__ = [
     "differing_leaf",
     "find_padding",
     "find_places",
-    "given_values",
     "own_lengths",
 ]
 
@@ -43,20 +42,12 @@ NOWHERE = Places([], frozenset())
 """They are still to be looked for."""
 
 
-def find_padding(
-    together: Mapping[str, Any],
-    alone: Sequence[Mapping[str, Any]],
-    given: Mapping[str, Any] | None = None,
-) -> Padding | None:
+def find_padding(together: Mapping[str, Any], alone: Sequence[Mapping[str, Any]]) -> Padding | None:
     """Return how the samples of a batch were padded; None if nothing was.
 
     Args:
         together: The leaves of the batch, by path.
         alone: The leaves of each of its samples, collated alone.
-        given: What leaves are padded with, as the user says.
-
-    Raises:
-        ValueError: A leaf is padded with something else than what was given.
     """
     axes: list[Axis] = []
     values: dict[str, Any] = {}
@@ -70,10 +61,6 @@ def find_padding(
         if found is None:
             continue
         dims, value = found
-        if given is not None and path in given and not _same_value(given[path], value):
-            raise ValueError(
-                f"leaf {path!r} is padded with {value!r}, not with {given[path]!r} as `ragged` says"
-            )
         axes += [Axis(path, dim, left) for dim, left in dims]
         values[path] = value
     return Padding(tuple(axes), values) if axes else None
@@ -175,28 +162,6 @@ def differing_leaf(
     return None
 
 
-def given_values(given: Mapping[Any, Any], leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the user gave by the leaves' paths.
-
-    Args:
-        given: By the leaf's key, attribute or place in the batch.
-        leaves: Of a batch.
-
-    Raises:
-        ValueError: The batch has no such leaf.
-    """
-    by_path = {}
-    for key, value in given.items():
-        names = (key, f"[{key!r}]", f".{key}")
-        path = next((path for path in leaves if path in names), None)
-        if path is None:
-            raise ValueError(
-                f"`ragged` names {key!r}, and the batch has the leaves {', '.join(leaves)}"
-            )
-        by_path[path] = value
-    return by_path
-
-
 def _of_leaf(whole: Tensor, rows: Sequence[Tensor]) -> tuple[Dims, Any] | None:
     """Return the padded dimensions of a leaf and the value; None if it is not padded."""
     if any(row.dim() != whole.dim() - 1 or row.dtype != whole.dtype for row in rows):
@@ -240,7 +205,3 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or (
         a.shape == b.shape and a.is_floating_point() and torch.equal(a.nan_to_num(), b.nan_to_num())
     )
-
-
-def _same_value(a: Any, b: Any) -> bool:
-    return bool(a == b) or (a != a and b != b)

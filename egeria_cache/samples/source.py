@@ -94,7 +94,6 @@ class LoaderSource:
         name: str,
         seed: int | None,
         draws: Draws,
-        ragged: Mapping[Any, Any] | None = None,
         workers: Mapping[str, Any] | None = None,
     ) -> None:
         """Describe a loader; see `EgeriaLoader` for the arguments.
@@ -117,7 +116,6 @@ class LoaderSource:
         """Whether each draw of a sample is another, even if samples were not seen to draw."""
         self.key = f"{name}#{next(_NUMBERS)}"
         """Tells this loader from all others, also from those of the same name."""
-        self._ragged = ragged
         self._sample_id = sample_id or _method(dataset, "sample_id")
         self._version = sample_version or _method(dataset, "sample_version")
         self._unnamed: str | None = None
@@ -312,7 +310,7 @@ class LoaderSource:
 
     def _new_study(self) -> Study:
         load = weakref.WeakMethod(self.load_each)  # no cycle
-        return Study(lambda tasks: load()(tasks), self._ragged)  # type: ignore[misc]
+        return Study(lambda tasks: load()(tasks))  # type: ignore[misc]
 
     @property
     def has_own_collate(self) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import Padding, SampleId, find_lists, flatten, is_dense, row_meta
-from egeria_cache.samples.collation import find_padding, find_places, given_values
+from egeria_cache.samples.collation import find_padding, find_places
 from egeria_cache.samples.content import same_values
 from egeria_cache.samples.generators import preserved
 from egeria_cache.samples.loading import Task
@@ -25,12 +25,9 @@ class Study:
 
     Args:
         load: Loads and collates the samples of each task, as if there were no other.
-        ragged: What the user says it pads leaves with.
     """
 
-    def __init__(
-        self, load: Callable[[Sequence[Task]], list[Any]], ragged: Mapping[Any, Any] | None
-    ) -> None:
+    def __init__(self, load: Callable[[Sequence[Task]], list[Any]]) -> None:
         self.padding: Padding | None = None
         """How it pads, as far as has been seen."""
         self.lists: frozenset[str] = frozenset()
@@ -45,7 +42,6 @@ class Study:
         self.made: frozenset[str] = frozenset()
         """Those of them that are made from company, labels say, and are no padding."""
         self._load = load
-        self._ragged = ragged
         self._looked_for_lists = False
         self._kinds: set[tuple[Any, ...]] = set()
         self._before: tuple[Any, SampleId, int] | None = None
@@ -115,7 +111,7 @@ class Study:
             return False
         self._kinds.add(kind)
         found = None
-        with Attempt() as tried:
+        with Attempt():
             with preserved():
                 if len(task.ids) == 1 and self._before is not None:
                     index, sample_id, draw = self._before
@@ -129,10 +125,7 @@ class Study:
             if self.company is not None:
                 alone = [alone[i] for i in find_places(leaves, alone).order]
             self._alone = _samples(task), alone
-            given = None if self._ragged is None else given_values(self._ragged, leaves)
-            found = find_padding(leaves, alone, given)
-        if isinstance(tried.error, ValueError):
-            self.why_not = str(tried.error)
+            found = find_padding(leaves, alone)
         if found is None:
             return False
         old = self.padding or Padding((), {})

@@ -99,7 +99,6 @@ class ActivationStore:
         *,
         storage_dtype: str | None = None,
         force_network: bool = False,
-        verify: str = "once",
     ) -> None:
         self.config = StoreConfig(
             directory=Path(directory).expanduser().absolute(),
@@ -108,8 +107,6 @@ class ActivationStore:
             storage_dtype=storage_dtype,
             force_network=force_network,
         )
-        if verify != "once":
-            logger.warning("verify= does nothing any more: every read of a record is verified")
         self._start()
 
     def _start(self) -> None:

@@ -602,18 +602,6 @@ def test_attention_without_a_mask_shows_in_few_digits_too(directory):
         assert "depends on what stands in the padding" in served.cache.stats().why_not
 
 
-def test_what_the_user_says_of_padding_is_checked(directory, caplog):
-    for ragged, hits in (({0: 0}, 40), ({0: 1}, 0), ({"tokens": 0}, 0)):
-        run = Run(
-            Encoder, Sentences(40), pad_right, directory / str(hits), cached={"ragged": ragged}
-        )
-        run.epochs(2)
-        assert run.hits[1] == hits
-        run.cache.close()
-    assert "is padded with 0, not with 1 as `ragged` says" in caplog.text
-    assert "`ragged` names 'tokens', and the batch has the leaves [0], [1]" in caplog.text
-
-
 def test_padding_that_shows_late_voids_what_was_stored_with_it(directory):
     """The first batches are of samples of one length, and look as if nothing were padded."""
     data = Sentences(48)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from egeria_cache.batch import Axis, Lengths, Padding, flatten, is_faithful
 from egeria_cache.batch.structure import PerSample, find_lists
 from egeria_cache.ragged import PaddedRows, blank, pad_rows, widen
-from egeria_cache.samples.collation import find_padding, given_values
+from egeria_cache.samples.collation import find_padding
 from egeria_cache.skip.serve.growth import Growth
 from egeria_cache.skip.serve.invocation import Invocation
 from egeria_cache.skip.serve.padded import OutputAxis
@@ -141,14 +141,6 @@ def test_what_is_no_padding_is_not_taken_for_it():
     for collate in (noisy, shortest, longer):
         alone = [leaves(collate([sample]), 1) for sample in samples]
         assert find_padding(leaves(collate(samples), 3), alone) is None
-
-
-def test_values_are_given_by_key_attribute_or_place():
-    batch = leaves({"ids": torch.zeros(2, 3), "mask": torch.ones(2, 3)}, 2)
-    assert given_values({"ids": 0}, batch) == {"['ids']": 0}
-    assert given_values({1: 5}, leaves((torch.zeros(2), torch.ones(2)), 2)) == {"[1]": 5}
-    with pytest.raises(ValueError, match="`ragged` names 'labels', and the batch has the leaves"):
-        given_values({"labels": 0}, batch)
 
 
 def test_lists_of_one_item_per_sample_are_told_from_others():

@@ -174,11 +174,6 @@ def test_whatever_it_is_given_it_fills_or_refuses(codec, elements, changes, cut,
     assert (around[2] == 7).all()
 
 
-def test_verify_is_accepted_for_a_release_and_does_nothing(directory, caplog):
-    ActivationStore(directory, verify="always").close()
-    assert "does nothing any more" in caplog.text
-
-
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 def test_what_is_not_in_memory_is_read_from_the_disk(directory, codec):
     rows = some(64, 3000)
