@@ -66,7 +66,6 @@ def test_a_rule_is_certain_only_where_it_is_right(stride, offset, multiple, seen
         certain = rule.at((7, length))
         assert certain is None or certain == size(length)
         assert rule.least((7, length)) <= size(length) <= rule.most((7, length))
-    for length in rule.telling(60, 400):
         before = rule.most((7, length)) - rule.least((7, length))
         assert rule.add((7, length), size(length))
         assert before >= rule.most((7, length)) - rule.least((7, length)) == 0

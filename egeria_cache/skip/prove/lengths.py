@@ -34,8 +34,6 @@ __all__ = ["study_lengths"]
 Whole = tuple[int, ...]
 _MAX_ALONE = 8
 """Samples that are run without any padding: what reads one position too far shows there."""
-_MAX_SHARPENED = 32
-"""Runs of the prefix on one sample, to find out how a size is rounded."""
 
 
 def study_lengths(evidence: Evidence, recipe: Recipe) -> Growth | None:
@@ -60,7 +58,6 @@ def study_lengths(evidence: Evidence, recipe: Recipe) -> Growth | None:
         frozenset(i for i, axis in enumerate(axes) if axis.leaf in entered),
     )  # fmt: skip
     recipe.growth = growth
-    _sharpen(evidence, recipe, lengths)
     for whole, part, are_whole in parts:
         if are_whole:
             _check_samples(evidence, recipe, lengths, whole, part)
@@ -210,39 +207,6 @@ def _rules(
                     raise _odd(recipe, step.name)
                 found.setdefault((i, j), {})[dim] = rule
     return found
-
-
-def _sharpen(evidence: Evidence, recipe: Recipe, lengths: Lengths) -> None:
-    """Run the prefix on one sample, cut short, until sizes that are rounded leave no doubt."""
-    assert recipe.growth is not None
-    longest = int(lengths.own.sum(1).argmax())
-    shortest = lengths.own.min(0) // 2 + 1
-    for slot, rules in recipe.growth.rules.items():
-        for rule in rules.values():
-            axis, tried = rule.axis, set[Whole]()
-            low, high = int(shortest[axis]), int(lengths.own[longest, axis])
-            evenly = np.linspace(low, high, 33).astype(int).tolist()
-            for _ in range(_MAX_SHARPENED):
-                targets = [_cut(lengths, longest, axis, n) for n in rule.telling(low, high)]
-                targets += [_cut(lengths, longest, axis, n) for n in evenly]
-                doubts = [one for one in rule.in_doubt(targets) if one not in tried]
-                if not doubts:
-                    break
-                tried.add(doubts[0])
-                with _attempt() as trial:
-                    part = _at(evidence, lengths, [longest], doubts[0])
-                if trial.error is not None:  # shorter than the model takes
-                    continue
-                recipe.growth.learn_sizes(recipe.steps, doubts[0], 1, part.leaves)
-        if not all(rule.explains for rule in rules.values()):
-            raise _odd(recipe, recipe.steps[slot[0]].name)
-
-
-def _cut(lengths: Lengths, row: int, axis: int, size: int) -> Whole:
-    """Return the lengths of a sample that is cut along an axis, and along all that go with it."""
-    own = lengths.own
-    alike = [bool((own[:, i] == own[:, axis]).all()) for i in range(own.shape[1])]
-    return tuple(size if same else n for same, n in zip(alike, own[row].tolist(), strict=True))
 
 
 def _odd(recipe: Recipe, name: str) -> PaddingError:

@@ -99,19 +99,6 @@ class Growth:
             batch_size: Its size.
             outputs: The leaves of every step's output.
         """
-        odd = self.learn_sizes(steps, whole, batch_size, outputs)
-        if odd is None:
-            self.keep_constants(steps, whole, outputs)
-        return odd
-
-    def learn_sizes(
-        self,
-        steps: Sequence[StepPlan],
-        whole: Whole,
-        batch_size: int,
-        outputs: Sequence[Sequence[Any]],
-    ) -> str | None:
-        """Take in the sizes alone; see `learn`."""
         for (i, j), rules in self.rules.items():
             value, spec = outputs[i][j], steps[i].leaves[j]
             if not isinstance(value, Tensor) or value.dim() != len(spec.shape):
@@ -120,6 +107,7 @@ class Growth:
                 size = value.shape[dim]
                 if not rule.add(whole, size // batch_size if dim == spec.batch_dim else size):
                     return steps[i].name
+        self.keep_constants(steps, whole, outputs)
         return None
 
     def keep_constants(

@@ -7,7 +7,7 @@ was seen, and says a size only where they agree with each other: it never guesse
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -93,11 +93,6 @@ class Rule:
         """Whether some function agrees with all runs."""
         return bool(self._functions)
 
-    @property
-    def axis(self) -> int:
-        """The first axis that it may follow."""
-        return self._functions[0].axis
-
     def at(self, lengths: Whole) -> int | None:
         """Return the size for a batch of these lengths; None if that is not certain."""
         found = self._range(lengths)
@@ -119,20 +114,6 @@ class Rule:
         """Return an axis that it may follow, one of these if it can."""
         axes = [functions.axis for functions in self._functions]
         return next((axis for axis in axes if axis in preferred), axes[0])
-
-    def in_doubt(self, lengths: Iterable[Whole]) -> list[Whole]:
-        """Return those lengths at which the size is not certain."""
-        return [one for one in lengths if self.at(one) is None]
-
-    def telling(self, shortest: int, longest: int) -> list[int]:
-        """Return lengths along its axis at which a run would halve what a rounding may be."""
-        if not self._functions or self._functions[0].is_exact:
-            return []
-        of = self._functions[0]
-        stride, middle = int(of.strides[0]), int(of.low[0] + of.high[0] + 1) // 2
-        first, last = -(-(shortest - middle) // stride), (longest - middle) // stride
-        found = [middle + step * stride for step in (first, last)]
-        return [length for length in found if shortest <= length <= longest]
 
     def _range(self, lengths: Whole) -> tuple[int, int] | None:
         if lengths in self._seen:
