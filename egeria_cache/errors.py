@@ -115,11 +115,11 @@ class BoundaryError(EgeriaError):
 
     @classmethod
     def parallel(cls, boundary: str, parameter: str) -> BoundaryError:
-        """A part of the prefix is on other ranks."""
+        """A part of the model is on other ranks."""
         return cls(
-            f"the prefix up to {boundary!r} cannot be skipped: {parameter!r} in it is cut by "
-            "tensor parallelism, so that its ranks would have to skip the same samples; choose a "
-            "boundary before it, or leave the frozen front whole"
+            f"the prefix up to {boundary!r} cannot be skipped: {parameter!r} is cut by tensor "
+            "parallelism, and the model would have to be proved on all ranks at once; make a "
+            "`FrozenFront` of the frozen blocks, which is whole on each rank"
         )
 
     @classmethod
@@ -129,19 +129,6 @@ class BoundaryError(EgeriaError):
             f"skipping the prefix up to {boundary!r} is not possible: {why}; what runs behind it "
             "must need nothing of the prefix but the tensors that cross it: return them from "
             "there, or choose another boundary"
-        )
-
-
-class ParallelError(BoundaryError):
-    """The model may be cut there, but that cannot be shown on one rank alone."""
-
-    @classmethod
-    def behind(cls, boundary: str, parameter: str, why: str) -> ParallelError:
-        """What runs behind the boundary is cut by tensor parallelism, and needs the other ranks."""
-        return cls(
-            f"the prefix up to {boundary!r} is computed: {parameter!r} behind it is cut by tensor "
-            f"parallelism, and the model does not run on one rank alone, where it would be proved "
-            f"({why})"
         )
 
 

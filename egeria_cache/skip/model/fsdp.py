@@ -36,7 +36,7 @@ HOOKS = (
 )  # fmt: skip
 _PRIMES = (1, 3, 5, 7, 11, 13, 17, 19)
 _MARKS = frozenset({"_is_fsdp_managed_module", "_fsdp_use_orig_params"})
-_HOME, _PARALLEL = "torch.distributed.fsdp", "torch.distributed.tensor"
+_HOME = "torch.distributed.fsdp"
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -71,8 +71,8 @@ def marks() -> frozenset[str]:
     return _MARKS.union(key for key in found if isinstance(key, str))
 
 
-def cut_otherwise(model: nn.Module, modules: Iterable[nn.Module]) -> str | None:
-    """Return the name of a parameter of these modules that not `fully_shard` alone has cut."""
+def cut_otherwise(model: nn.Module) -> str | None:
+    """Return the name of a parameter that not `fully_shard` alone has cut."""
     sharded = {
         id(one.sharded_param)
         for state in states_in(model)
@@ -80,8 +80,8 @@ def cut_otherwise(model: nn.Module, modules: Iterable[nn.Module]) -> str | None:
         for one in group.fsdp_params
         if not one.is_dtensor
     }
-    inside = {id(p) for m in modules for p in m.parameters() if is_sharded(p)} - sharded
-    return next((name for name, p in model.named_parameters() if id(p) in inside), None)
+    named = model.named_parameters()
+    return next((name for name, p in named if is_sharded(p) and id(p) not in sharded), None)
 
 
 def groups_of(state: Any) -> Any:
@@ -100,19 +100,14 @@ def set_parameters(group: Any, parameters: list[Any]) -> None:
     getattr(group, "_init_reduce_scatter_param_order", lambda: None)()
 
 
-def stripped_hooks(
-    module: nn.Module, *further: Any, homes: str | tuple[str, ...] = _HOME
-) -> dict[str, Any]:
-    """Return a module's dictionaries of forward hooks without FSDP's, and with further ones.
-
-    `homes` are the packages whose hooks are left out.
-    """
+def stripped_hooks(module: nn.Module, *further: Any) -> dict[str, Any]:
+    """Return a module's dictionaries of forward hooks without FSDP's, and with further ones."""
     own = vars(module)
     theirs = {
         key
         for slot in ("_forward_pre_hooks", "_forward_hooks")
         for key, hook in own[slot].items()
-        if _home_of(hook).startswith(homes)
+        if _home_of(hook).startswith(_HOME)
     }
     hooks: dict[str, Any] = {}
     for slot in HOOKS:
@@ -177,26 +172,21 @@ def cast_hooks(state: Any) -> list[Any]:
     return hooks
 
 
-def make_local(pairs: Iterable[tuple[nn.Module, nn.Module]], *, parts: bool = False) -> None:
+def make_local(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
     """Let copies of sharded modules run without the other ranks, on made-up weights.
 
     A rehearsal looks at how values travel, not at what they are: any weights will do as long as two
-    runs have the same. They take next to no memory. What is cut by tensor parallelism has no hooks
-    of that any more, and weights of the whole shape: it computes what the model does that was cut.
+    runs have the same. They take next to no memory.
 
     Args:
         pairs: (module of the user's, its copy).
-        parts: Where tensor parallelism cuts, weights have the shape of this rank's part: code that
-            counts the heads of this rank alone finds no more of them.
     """
     pairs = list(pairs)
     states = {id(state): state for state in (state_of(real) for real, _ in pairs) if state}
-    if not states and not any(
-        is_sharded(p) for _, copy in pairs for p in copy._parameters.values()
-    ):
+    if not states:
         return
     known = {
-        id(one.sharded_param): (one._orig_size, state._mp_policy.param_dtype)
+        id(one.sharded_param): state._mp_policy.param_dtype
         for state in states.values()
         for group in groups_of(state)
         for one in group.fsdp_params
@@ -205,19 +195,18 @@ def make_local(pairs: Iterable[tuple[nn.Module, nn.Module]], *, parts: bool = Fa
     for real, copy in pairs:
         state = state_of(real)
         casts = [] if state is None else cast_hooks(state)
-        vars(copy).update(stripped_hooks(copy, *casts, homes=(_HOME, _PARALLEL)))
+        vars(copy).update(stripped_hooks(copy, *casts))
         own: dict[str, Any] = copy._parameters
         for key, parameter in own.items():
             if is_sharded(parameter):
                 if id(parameter) not in made:
-                    ours, dtype = known.get(id(parameter), (parameter._local_tensor.shape, None))
-                    shape = ours if parts else parameter.shape
-                    made[id(parameter)] = _made_up(parameter, shape, dtype)
+                    made[id(parameter)] = _made_up(parameter, known[id(parameter)])
                 own[key] = made[id(parameter)]
 
 
-def _made_up(parameter: Any, shape: torch.Size, dtype: torch.dtype | None) -> nn.Parameter:
-    """Return a parameter of this shape whose elements share a little memory."""
+def _made_up(parameter: Any, dtype: torch.dtype | None) -> nn.Parameter:
+    """Return a parameter of the whole shape whose elements share a little memory."""
+    shape = parameter.shape
     strides = _PRIMES[: len(shape)][::-1]
     reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
     generator = torch.Generator().manual_seed(len(shape))

@@ -221,18 +221,15 @@ class ShardedFront:
         for one in parameters:
             total.update(names.get(id(one.sharded_param), "?").encode() + b";")
         print_ = total.intdigest() >> 2
-        is_tensor_parallel = any(one.is_dtensor for one in parameters)
         state = next(iter(states_in(self._model)))
-        flags = [print_, -print_, is_tensor_parallel, self.why_not is not None]
+        flags = [print_, -print_, self.why_not is not None]
         ours = torch.tensor(flags, device=state._device)
         dist.all_reduce(ours, dist.ReduceOp.MAX)
-        high, low, parallel, failed = ours.tolist()
+        high, low, failed = ours.tolist()
         if failed:
             return self.why_not or "another rank could not tell what lies before the boundary"
         if high != -low:
             return "the ranks do not agree on what lies before the boundary"
-        if parallel:
-            return "the front is cut by tensor parallelism as well as by fully_shard"
         return None
 
     def _take(self, state: Any, held: set[int], inside: dict[int, nn.Module]) -> None:

@@ -105,25 +105,24 @@ class AutoBoundary:
         self.found(self._places[0] if self._places else None, self._why)
 
     def _look(
-        self,
-        forward: Callable[..., Any],
-        call: Invocation,
-        most: int | None = FEW_ROWS,
-        *,
-        parts: bool = False,
+        self, forward: Callable[..., Any], call: Invocation, most: int | None = FEW_ROWS
     ) -> list[str] | None:
         """Run a copy on a few rows; on all of them if it does not take so few.
 
         Returns:
             Where the model might be cut; None if its own code has raised.
         """
+        name = cut_otherwise(self._model)
+        if name is not None:
+            self._why = str(BoundaryError.parallel("auto", name))
+            return []
         rows = rows_of(call, most)
         recorder = Recorder(keep_outputs=True)
         surroundings = Surroundings(self._model, shared_modules(self._model))
         world = surroundings.now()
         try:
             with Attempt() as tried:  # the model's own error comes again, from the user's call
-                twin = Twins(self._model, forward, call, Weights(), parts=parts).fresh()
+                twin = Twins(self._model, forward, call, Weights()).fresh()
                 given = arguments(twin.call, rows) if rows else twin.call.plain()
                 # A gradient that is asked of an input trains nothing before the boundary.
                 args, kwargs = tree_map_only(Tensor, Tensor.detach, given)
@@ -142,8 +141,5 @@ class AutoBoundary:
         is_ours = isinstance(tried.error, BoundaryError)
         self._why = str(tried.error) if is_ours else ""
         if most is not None:
-            return self._look(forward, call, None, parts=parts)
-        again = not parts and cut_otherwise(self._model, [self._model]) is not None
-        if again:
-            return self._look(forward, call, parts=True)
+            return self._look(forward, call, None)
         return [] if is_ours else None

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.device import synchronize
-from egeria_cache.errors import BoundaryError, ParallelError
+from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model import dropout
 from egeria_cache.skip.model.calls import CallRecord, Recorder, is_compiled
 from egeria_cache.skip.model.checkpoints import Region, checkpointed_around
@@ -95,29 +95,12 @@ class Rehearsal:
         self.known = known
         self._is_plain = False
         """Whether what runs is the whole model on what it is given."""
-        self._parts = False
-        """Whether what tensor parallelism cuts has the shape of this rank's part in a copy."""
         self.names = {id(module): name for name, module in model.named_modules()}
         self._surroundings = Surroundings(model, shared_modules(model))
         self._weights = Weights()
 
     def run(self) -> Outcome:
         """Return the recipe, or the reason why there is none; the model is as it was before."""
-        name = cut_otherwise(self.model, [self.model.get_submodule(self.boundary)])
-        if name is not None:
-            return Outcome(error=BoundaryError.parallel(self.boundary, name))
-        outcome = self._tried()
-        name = cut_otherwise(self.model, [self.model])
-        if name is not None and outcome.error is not None and outcome.error.__cause__ is not None:
-            self._parts = True
-            outcome = self._tried()
-            error = outcome.error
-            if error is not None and error.__cause__ is not None:
-                why = f"{type(error.__cause__).__name__}: {error.__cause__}"
-                outcome.error = ParallelError.behind(self.boundary, name, why)
-        return outcome
-
-    def _tried(self) -> Outcome:
         before, outcome = self._surroundings.now(), Outcome()
         self._weights.looks_closely = True
         try:
@@ -135,9 +118,6 @@ class Rehearsal:
         self._is_plain = True
         recorder = self._discover()
         steps, around = recorder.before(self._boundary_call(recorder))
-        name = cut_otherwise(self.model, [step.module for step in steps])
-        if name is not None:
-            raise BoundaryError.parallel(self.boundary, name)
         twins = self._twins()
         ancestors = distinct([self.model, *(call.module for call in around)])
         before = self._surroundings.now()
@@ -179,21 +159,16 @@ class Rehearsal:
         Raises:
             BoundaryError: It is not called, or trainable.
         """
-        try:
-            recorder = self._discover()
-        except BoundaryError:
-            raise
-        except Exception:
-            self._parts = cut_otherwise(self.model, [self.model]) is not None
-            if not self._parts:
-                raise
-            recorder = self._discover()
+        recorder = self._discover()
         steps, around = recorder.before(self._boundary_call(recorder))
         modules = distinct(step.module for step in steps)
         return modules, distinct([self.model, *(call.module for call in around)])
 
     def _twins(self) -> Twins:
-        return Twins(self.model, self.forward, self.call, self._weights, parts=self._parts)
+        name = cut_otherwise(self.model)
+        if name is not None:
+            raise BoundaryError.parallel(self.boundary, name)
+        return Twins(self.model, self.forward, self.call, self._weights)
 
     def _refusal(self, error: Exception) -> BoundaryError:
         if isinstance(error, BoundaryError):

@@ -90,7 +90,6 @@ class Twins:
         forward: Its own forward, a method of it or what wraps one.
         call: Its inputs.
         weights: Keeps the parameters.
-        parts: See `make_local`.
     """
 
     def __init__(
@@ -99,8 +98,6 @@ class Twins:
         forward: Callable[..., Any],
         call: Invocation,
         weights: Weights,
-        *,
-        parts: bool = False,
     ) -> None:
         self._model, self._weights = model, weights
         with torch.inference_mode(False):
@@ -112,7 +109,7 @@ class Twins:
         )
         self._call = call
         weights.keep(self._copier.weights)
-        make_local(self._copier.modules(), parts=parts)
+        make_local(self._copier.modules())
         if any(is_sharded(p) for m in shared_modules(model) for p in m._parameters.values()):
             raise BoundaryError(
                 "a block of the model is compiled and cut by fully_shard: a rehearsal would run it "
