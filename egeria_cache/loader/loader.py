@@ -288,8 +288,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
 
     def _why_plain(self) -> str | None:
         """Why this loader is DataLoader and nothing else; None if it plans its batches."""
-        in_any_order = self.num_workers > 0 and not self.in_order and _has_length(self.dataset)
-        if self.cache is None and self.seed is None and not in_any_order:
+        if self.cache is None and self.seed is None:
             return "there is neither a cache nor a seed"
         reason = None
         if isinstance(self.dataset, IterableDataset):

@@ -173,7 +173,7 @@ class Pass:
             with self._beside():
                 self._loader._ask_data_midway()
         batch = self._assembly.assemble(plan, loaded)
-        self._progress.count(plan.number, self._planner.planned_before(plan.number))
+        self._progress.count(plan.number)
         self._step = plan, asked
         if self._times_loading:
             self._note_loading(loaded.worker_s + time.thread_time() - began)

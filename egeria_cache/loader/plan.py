@@ -263,12 +263,6 @@ class Planner:
                 return plan
         raise RuntimeError(f"batch {number} came without having been planned")
 
-    def planned_before(self, number: int) -> dict[int, list[Any]]:
-        """Return the indices of earlier batches that were not taken, where order is free."""
-        if not self._planned or self._planned[0].number > number:
-            return {}  # they are planned in order
-        return {plan.number: plan.indices for plan in self._planned if plan.number < number}
-
     def skip(self) -> None:
         """Forget the next plan: its samples could not be loaded."""
         if self._planned:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -41,11 +40,8 @@ class Progress:
     """Batches given out."""
     finished: bool = False
     """Whether the pass came to its end; resuming then begins the next epoch."""
-    late: list[Any] = field(default_factory=list, repr=False)
-    """Index batches that were overtaken by one given out (`in_order=False`), and did not follow."""
-    dataset: Any = field(default=None, repr=False)
-    """The state of an iterable data set, or of its iterator, that has one, where this process draws
-    from it: {"dataset": state} or {"iterator": state}."""
+    any_order: bool = False
+    """Whether batches overtake each other (`in_order=False`)."""
     sampler: Any = field(default=None, repr=False)
     """The state of a sampler that has one, when the last batch given out had been drawn; before
     the first and after the last, as it was then."""
@@ -53,8 +49,6 @@ class Progress:
     """The same for the sampler's iterator, if that has a state."""
     drawn: deque[tuple[Any, Any]] = field(default_factory=deque, repr=False)
     """The same for the batches that were drawn, but not given out; no part of the state."""
-    waiting: dict[int, Any] = field(default_factory=dict, repr=False)
-    """`late`, by the batches' numbers in this pass; no part of the state."""
     front: int = 0
     """The number after the foremost batch given out; no part of the state."""
     may_be_empty: bool = False
@@ -75,23 +69,13 @@ class Progress:
         """Return values that JSON can write, if those of a sampler are; a few kilobytes."""
         return {"version": VERSION} | {name: getattr(self, name) for name in _STORED}
 
-    def count(self, number: int | None = None, overtaken: Mapping[int, Any] | None = None) -> None:
-        """A batch is given out.
-
-        Args:
-            number: Its number in the pass; None for the next.
-            overtaken: Index batches of lower numbers that were drawn, but not given out.
-        """
+    def count(self, number: int | None = None) -> None:
+        """A batch is given out: of this number in the pass, or the next."""
         number = self.yielded if number is None else number
         self.yielded += 1
         for _ in range(min(number + 1 - self.front, len(self.drawn))):
             self.sampler, self.iterator = self.drawn.popleft()
-        self.waiting.pop(number, None)
-        if overtaken:
-            self.waiting |= {n: overtaken[n] for n in overtaken if n >= self.front}
         self.front = max(self.front, number + 1)
-        if self.late or self.waiting:
-            self.late = list(self.waiting.values())
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
@@ -109,5 +93,5 @@ class Progress:
         return cls(**{name: state[name] for name in _STORED if name in state})
 
 
-_NOT_STORED = ("drawn", "waiting", "front", "may_be_empty")
+_NOT_STORED = ("drawn", "front", "may_be_empty")
 _STORED = [f.name for f in fields(Progress) if f.name not in _NOT_STORED]

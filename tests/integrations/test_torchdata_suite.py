@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ["test_state_dict.py", "test_sampler.py"]
-ANY_ORDER = "an iterable data set whose batches come in any order is refused when it is to go on"
+ANY_ORDER = "batches that come in any order are refused when they are to go on in mid-epoch"
 INSIDE = "asks for what lies inside a state of torchdata's"
 AT_ONCE = "workers start without being waited for, as DataLoader's: an error comes with the batch"
 PERSISTENT = (
