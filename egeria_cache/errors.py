@@ -96,6 +96,13 @@ class BoundaryError(EgeriaError):
         )
 
     @classmethod
+    def decides_later(cls, boundary: str, what: str) -> BoundaryError:
+        """A counter comes to nothing now, and would in a later call."""
+        return cls.impure(
+            boundary, f"{what} moves with every call, and decides what it computes later"
+        )
+
+    @classmethod
     def moves(cls, boundary: str, parameter: str) -> BoundaryError:
         """A parameter is written to where a dry run or an audit would do that once more."""
         return cls(

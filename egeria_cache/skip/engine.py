@@ -47,7 +47,7 @@ from egeria_cache.skip.state.code import reached
 from egeria_cache.skip.state.content import ContentHash
 from egeria_cache.skip.state.guards import SEEN_LATE, PrefixGuard
 from egeria_cache.skip.state.hooks import hook_of_training
-from egeria_cache.skip.state.watch import hooks_of, written_by_hooks
+from egeria_cache.skip.state.watch import hooks_of
 
 __all__ = ["MAX_CHAINS", "Filled", "SkipEngine", "SkipHost"]
 
@@ -456,15 +456,14 @@ class SkipEngine:
                 return self._plainly(call)
             outcome = self._rehearsed(call, [])
         recipe, plainly = outcome.recipe, time.perf_counter()
-        with written_by_hooks(self.model) as written:
-            output, capture = passes.full(self._once, recipe, call)
+        output, capture = passes.full(self._once, recipe, call)
         started += time.perf_counter() - plainly
         if recipe.free:
             self._free[call.layout] = self._free.get(call.layout, recipe.free) & recipe.free
             key = call.key(self._free[call.layout])
             key = key if self._dropout is None else (*key, self._dropout.key())
         recipe.settle(key)
-        self._adopt(recipe, outcome.twin, call) or self._publish(recipe, call, written)
+        self._adopt(recipe, outcome.twin, call) or self._publish(recipe, call)
         self.host.note("proof", time.perf_counter() - started, call.batch.size)
         if self._num_new == _MAX_BARE and not recipe.pinned:  # whose reason comes
             self.host.uncached("no call came with the arguments of one before it", _AS_THEY_COME)
@@ -896,13 +895,14 @@ class SkipEngine:
         self._announce(recipe, call)
         return recipe.cut
 
-    def _publish(self, recipe: Recipe, call: Invocation, written: dict[Any, Any]) -> Cut:
+    def _publish(self, recipe: Recipe, call: Invocation) -> Cut:
         tensors, skipped = prefix_tensors(recipe), recipe.skipped_modules()
         around = recipe.around()
         modules = [*recipe.ancestors, *(module for _, module in skipped)]
-        code = reached(modules, [*hooks_of(modules), *recipe.stored_functions()])
+        functions = [*hooks_of(modules), *recipe.stored_functions()]
+        code = reached(modules, functions, recipe.unread)
         recipe.guard = guard = PrefixGuard(
-            tensors, skipped, around, code, written, self._hashes, recipe.objects
+            tensors, skipped, around, code, self._hashes, recipe.objects
         )
         leaves = {i: tagged.leaves for i, tagged in call.tagged.items()}
         kept = {leaf for i in recipe.kept for leaf in leaves[i]}

@@ -165,8 +165,44 @@ def with_spectral_norm():
     return model
 
 
+class Counting:
+    calls = 0
+
+    def __call__(self, h):
+        type(self).calls += 1
+        self.own = getattr(self, "own", 0) + 1
+        return h * min(1.0, (self.own + type(self).calls) / 12)
+
+
+def keeping(kind):
+    """A head that writes to something of its function's own."""
+    count, averages, log = Counting(), torch.zeros(8), []
+    numbers, table, slots = np.zeros(2), {"calls": 0}, collections.OrderedDict(seen=0)
+    Counting.calls = 0
+
+    def write(h):
+        if kind == "an object":
+            return count(h)
+        if kind == "a tensor":
+            averages.lerp_(h.detach().mean(0), 0.1)
+            return h - averages.clone()
+        if kind == "a list that grows":
+            log.append(h.detach().mean().item())
+            return h * min(1.0, len(log) / 6)
+        numbers[0] += 1
+        table["calls"] += 1
+        slots["seen"] += 1
+        return h * min(1.0, (numbers[0] + table["calls"] + slots["seen"]) / 18)
+
+    return headed(lambda model, h: write(h))
+
+
 # More of them, around one call: `skip/test_traces.py`.
 HEADS = {
+    **{
+        f"{kind} in a closure": functools.partial(keeping, kind)
+        for kind in ("an object", "a tensor", "a list that grows", "an array and tables")
+    },
     "an iterator": lambda: headed(drawing, draw=functools.partial(next, itertools.count(0, 0.01))),
     "an average in place": lambda: headed(averaging_in_place, bank=torch.zeros(8)),
     "buffers": with_codes,
@@ -192,6 +228,19 @@ def test_what_a_head_remembers_moves_once_a_step(run, kind):
     trained(run, model=HEADS[kind]())
 
 
+TALLY = {"calls": 0}
+
+
+def turning(model, x):
+    TALLY["calls"] += 1
+    return Net.front(model, x.flip(1) if TALLY["calls"] % 5 == 4 else x)
+
+
+def tallying(layer, h):
+    TALLY["calls"] += 1
+    return h
+
+
 MOVING = {
     "an average before the front": (
         lambda: with_average(following_first), "writes to the parameter 'second"
@@ -207,6 +256,10 @@ MOVING = {
         "writes to the parameter 'early.weight'",
     ),
     "an optimizer": (Probing, "steps an optimizer (Adam)"),
+    "a count outside that decides later": (
+        lambda: net(front=turning), "'calls' moves with every call, and decides"
+    ),
+    "a count outside": (lambda: layered(tallying), "'calls' moves with every call"),
 }  # fmt: skip
 
 
@@ -214,6 +267,7 @@ MOVING = {
 @pytest.mark.parametrize("kind", MOVING)
 def test_weights_that_a_front_moves_are_refused_by_name(kind):
     make, why = MOVING[kind]
+    TALLY["calls"] = 0
     judge(lambda run: trained(run, model=make()), told=why)
 
 

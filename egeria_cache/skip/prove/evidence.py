@@ -21,7 +21,7 @@ from egeria_cache.skip.serve.arguments import Layout
 from egeria_cache.skip.serve.invocation import Invocation
 from egeria_cache.skip.serve.runs import PrefixDone
 from egeria_cache.skip.serve.trace import PrefixTrace
-from egeria_cache.skip.state.remembered import RandomState
+from egeria_cache.skip.state.remembered import Moved, RandomState
 from egeria_cache.skip.state.surroundings import Surroundings, World
 
 __all__ = [
@@ -59,6 +59,8 @@ class Evidence:
     """What the copies share with the model, at that time."""
     moved: dict[int, str]
     """Id -> name of the parameters that the plain run has written to."""
+    counted: list[Moved]
+    """What it has written outside of the model, as far as that can be put ahead."""
     after: World
     surroundings: Surroundings
     grad: bool
@@ -129,6 +131,7 @@ def recompute(
     grad: bool | None = None,
     resize: Callable[[int, Tensor], Tensor] | None = None,
     keeps_given: bool = False,
+    ahead: int | None = None,
 ) -> Recomputed:
     """Run the prefix alone on other rows of the batch, under other random numbers.
 
@@ -140,6 +143,7 @@ def recompute(
         grad: Whether autograd records; by default as in the plain run.
         resize: Changes the lengths of the loader's leaves: position, rows -> rows.
         keeps_given: Whether to keep what the modules are called with, too.
+        ahead: How many calls to put ahead what the plain run has counted outside of the model.
 
     Raises:
         BoundaryError: The prefix goes astray.
@@ -151,6 +155,8 @@ def recompute(
         twin, evidence.common = evidence.common or evidence.twins.fresh(), None
     run = _OtherRun(evidence, trace, keeps_given=keeps_given)
     evidence.before.restore(for_a_copy=True)
+    for counted in evidence.counted if ahead is not None else ():
+        counted.put_ahead(ahead or 0, twin.copy_of)
     evidence.num_runs += 1
     RandomState.seed(evidence.num_runs)
     generators = RandomState.now()

@@ -90,7 +90,9 @@ def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
     recipe.modes = tuple(module.training for module in recipe.ancestors)
     recipe.profile = _profile(evidence, recipe)
     recipe.growth = study_lengths(evidence, recipe)
-    return recipe, _check_replay(evidence, prober, recipe)
+    rows = _check_replay(evidence, prober, recipe)
+    recipe.unread = _check_counted(evidence, recipe)
+    return recipe, rows
 
 
 def _check_moved(evidence: Evidence, recipe: Recipe) -> None:
@@ -301,18 +303,48 @@ def _check_counters(evidence: Evidence, repeats: Repeats, recipe: Recipe) -> Non
         for module, key, count in counted:
             if twin.of(module) is not module:
                 setattr(twin.of(module), key, count + ahead)
-        leaves = recompute(evidence, few, twin=twin).leaves
-        return [leaves[i][j] for i, j in recipe.slots().values()]
+        return _cached_of(recompute(evidence, few, twin=twin), recipe)
 
     now = later(0)
     for ahead in _AHEAD:
-        for leaf, then in zip(now, later(ahead), strict=True):
-            if difference(leaf, then) > tolerance(leaf):
-                raise BoundaryError.impure(
-                    recipe.boundary,
-                    f"the attribute {counted[0][1]!r} moves with every call, and decides what it "
-                    "computes later",
-                )
+        if not _are_alike(now, later(ahead)):
+            name = f"the attribute {counted[0][1]!r}"
+            raise BoundaryError.decides_later(recipe.boundary, name)
+
+
+def _check_counted(evidence: Evidence, recipe: Recipe) -> dict[Any, Any]:
+    """Put ahead what the model counts outside of itself: what no activation depends on is not
+    watched. What the prefix counts would stand still on hits.
+    """
+    if not evidence.counted:
+        return {}
+    twin, few = evidence.twins.fresh(), [0, evidence.size - 1]
+
+    def later(ahead: int | None = None) -> list[Tensor]:
+        return _cached_of(recompute(evidence, few, twin=twin, ahead=ahead), recipe)
+
+    now, _ = later(), later(0)
+    again = {one.mark: one for one in evidence.before.outside.moved(twin.copy_of)}
+    for one in evidence.counted:
+        if not one.is_replayed and one.mark in again and again[one.mark].is_past(one):
+            raise BoundaryError.impure(recipe.boundary, f"{one.name} moves with every call of it")
+    evidence.counted = [one for one in evidence.counted if one.is_replayed]
+    for ahead in (0, *_AHEAD) if evidence.counted else ():
+        if not _are_alike(now, later(ahead)):
+            raise BoundaryError.decides_later(recipe.boundary, evidence.counted[0].name)
+    unread = {one.mark: one.where for one in evidence.counted}
+    for one in evidence.counted:
+        if isinstance(one.where, dict) and all((id(one.where), k) in unread for k in one.where):
+            unread[id(one.where)] = one.where
+    return unread
+
+
+def _cached_of(run: Recomputed, recipe: Recipe) -> list[Tensor]:
+    return [run.leaves[i][j] for i, j in recipe.slots().values()]
+
+
+def _are_alike(leaves: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return all(difference(a, b) <= tolerance(a) for a, b in zip(leaves, others, strict=True))
 
 
 def _count(evidence: Evidence, module: nn.Module, key: str) -> Any:
@@ -407,6 +439,9 @@ def _replayed(
         leaves, layout = twin.call.result(twin.forward(*args, **kwargs))
     if layout != evidence.result[1]:
         raise BoundaryError.not_proved(evidence.boundary, "the output has another structure")
+    moved = {one.mark for one in evidence.before.outside.moved(twin.copy_of)}
+    for one in evidence.counted:
+        one.is_replayed = one.mark in moved
     after = RandomState.now()
     run.scene.finished = True
     recipe.copies = any(difference(a, b) > 0 for a, b in zip(contents, given, strict=True))

@@ -8,6 +8,7 @@ list) would stand still on hits, and what is left behind by a run would be that 
 from __future__ import annotations
 
 import random
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -39,6 +40,7 @@ class Repeats:
         self._evidence = evidence
         twin = self._twin = evidence.twins.fresh()
         modules = evidence.prefix_modules()
+        self._copiers: list[Copier] = []
         self._watched = [(module, twin.of(module)) for module in modules]
         before = self._copy()
         self.first = recompute(evidence, twin=twin)
@@ -90,6 +92,7 @@ class Repeats:
 
     def _copy(self) -> list[dict[str, Any]]:
         copier = Copier(self._twin.model)
+        self._copiers.append(copier)  # holds what copies refer to weakly
         return [_state(copier(copy)) for _, copy in self._watched]
 
     def _changes(
@@ -135,6 +138,8 @@ class _Comparison:
             same = isinstance(a, np.ndarray) and _same_bytes(a, b)
             self.tensors |= not same
             return same
+        if isinstance(b, weakref.ref) and isinstance(a, weakref.ref):
+            return self(a(), b(), depth + 1)
         if isinstance(a, _Missing):
             self.tensors |= _holds_tensor(b)
             return False

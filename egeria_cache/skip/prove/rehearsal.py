@@ -140,6 +140,7 @@ class Rehearsal:
             outputs=plain_run.outputs,
             seconds=plain_run.seconds,
             moved=twin.moved,
+            counted=before.outside.moved(twin.copy_of),
             result=result,
             given=twin.call.leaves,
             twins=twins,

@@ -36,8 +36,9 @@ class Twin:
         pairs: Mapping[int, Any],
         root: tuple[nn.Module, Callable[..., Any], Invocation],
         weights: Weights,
+        copy_of: Callable[[Any], Any],
     ) -> None:
-        self._pairs, self._weights = pairs, weights
+        self._pairs, self._weights, self.copy_of = pairs, weights, copy_of
         self.moved: dict[int, str] = {}
         """Id -> name of the parameters that the last run has written to."""
         self.model, self._forward, self.call = root
@@ -137,7 +138,7 @@ class Twins:
         """Return the one twin that is needed; no other may be asked for."""
         model, forward, leaves, given = self._root
         call = dataclasses.replace(self._call, leaves=leaves, given=given, lent=[])
-        return Twin(self._copier.pairs, (model, forward, call), self._weights)
+        return Twin(self._copier.pairs, (model, forward, call), self._weights, self._copier.of)
 
     def fresh(self, change: Callable[[Tensor], Tensor] | None = None) -> Twin:
         """Return a new twin.
@@ -153,7 +154,10 @@ class Twins:
             for i, (original, first) in self._copier.pairs.items()
             if isinstance(original, nn.Module | Tensor)
         }
-        return Twin(pairs, (model, forward, call), self._weights)
+        first = self._copier.of
+        return Twin(
+            pairs, (model, forward, call), self._weights, lambda value: copier.of(first(value))
+        )
 
 
 def shared_modules(model: nn.Module) -> list[nn.Module]:

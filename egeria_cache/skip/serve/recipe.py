@@ -76,6 +76,8 @@ class Recipe:
     """(id of an ancestor, name) that code around the boundary reads before it returns."""
     objects: dict[int, frozenset[str]] = field(default_factory=dict)
     """By id of an object that modules hold: which of its attributes are read, if that is known."""
+    unread: Mapping[Any, Any] = field(default_factory=dict)
+    """What the model counts outside of itself, and no activation depends on; see `Code.unread`."""
     grad_mode: bool | None = None
     """Whether autograd recorded when it was proved; None if that does not matter."""
     profile: tuple[Step, ...] = ()

@@ -13,7 +13,14 @@ import itertools
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import numpy as np
@@ -32,7 +39,7 @@ from egeria_cache.skip.state.foreign import (
     own_slots,
 )
 
-__all__ = ["Code", "bases_of", "has_settings", "held", "in_class", "in_its_class", "reached"]
+__all__ = ["Code", "bases_of", "has_settings", "in_class", "reached"]
 
 _MAX_FUNCTIONS = 512
 _LIBRARIES = ("torch", "numpy", "builtins", "typing", "functools", "egeria_cache", "egeria_core")
@@ -55,6 +62,9 @@ class Code:
     """Closure cells that hold plain values or settings."""
     names: frozenset[str] = frozenset()
     """All names in it, those of attributes as well."""
+    unread: Mapping[Any, Any] = field(default_factory=dict)
+    """What of this decides nothing: by id of a cell or a container, or (id of globals, of a class
+    or of an object, name)."""
 
     def digest(self) -> str:
         """Return a hash of all code, with defaults and the values that it names."""
@@ -77,14 +87,36 @@ class Code:
         if not has_settings(value):
             return describe(value)
         kind = value if isinstance(value, type) else type(value)
-        found = {name: in_class(kind, name) for name in in_its_class(value, self.names)}
-        return describe((kind, found, held(value, self.names)))
+        found = {name: in_class(kind, name) for name in self.in_class_of(value)}
+        return describe((kind, found, self.held(value)))
+
+    def in_class_of(self, value: Any) -> list[str]:
+        """Return what it names of the class of an object, or of a class, and reads."""
+        kind = value if isinstance(value, type) else type(value)
+        return [name for name in _in_its_class(value, self.names) if self.reads_of(kind, name)]
+
+    def reads_of(self, kind: type, name: str) -> bool:
+        """Whether it reads what a class has under a name."""
+        return not any((id(base), name) in self.unread for base in bases_of(kind))
+
+    def held(self, value: Any) -> dict[str, Any]:
+        """Return what it reads of an object; all, if the object has code of its own for that."""
+        if isinstance(value, type):
+            return {}
+        own = {**own_slots(value), **(own_dict(value) or {})}
+        everything = any(hasattr(type(value), name) for name in _READS)
+        names = own.keys() if everything else own.keys() & self.names
+        return {name: own[name] for name in sorted(names) if (id(value), name) not in self.unread}
 
 
-def reached(modules: Iterable[nn.Module], functions: Iterable[Any] = ()) -> Code:
+def reached(
+    modules: Iterable[nn.Module],
+    functions: Iterable[Any] = (),
+    unread: Mapping[Any, Any] = MappingProxyType({}),
+) -> Code:
     """Follow the forwards of these modules, and further callables (hooks)."""
     modules = list(modules)
-    code, seen = Code(), set[tuple[int, type | None]]()
+    code, seen = Code(unread=unread), set[tuple[int, type | None]]()
     pending: list[tuple[FunctionType, type | None]] = []
     for module in modules:
         for name in entries(module):
@@ -102,9 +134,12 @@ def reached(modules: Iterable[nn.Module], functions: Iterable[Any] = ()) -> Code
         pending += _named(function, owner, code)
     used = {name for one in code.functions.values() for name in names_in(one.__code__).all}
     code.names = frozenset(used)
+    code.globals = [(s, name) for s, name in code.globals if (id(s), name) not in unread]
+    code.cells = [cell for cell in code.cells if id(cell) not in unread]
     for kind in dict.fromkeys(map(type, modules)):  # code around a module may read what it has
         plain = (name for name in sorted(used) if _is_value(in_class(kind, name)))
         code.named += [(kind, name) for name in plain if (kind, name) not in code.named]
+    code.named = [(kind, name) for kind, name in code.named if code.reads_of(kind, name)]
     return code
 
 
@@ -146,7 +181,7 @@ def _run_by(value: Any, names: Names) -> Iterator[tuple[FunctionType, type | Non
             yield found, None
         return
     kind = value if isinstance(value, type) else type(value)
-    for name in in_its_class(value, frozenset(names.all)):
+    for name in _in_its_class(value, frozenset(names.all)):
         for found in _functions(in_class(kind, name)):
             yield found, kind
 
@@ -161,17 +196,7 @@ def has_settings(value: Any) -> bool:
     return isinstance(value, type) or not (is_foreign(value) or _is_value(value))
 
 
-def held(value: Any, names: frozenset[str]) -> dict[str, Any]:
-    """Return what an object itself holds under some names; all, if code of its own reads it."""
-    if isinstance(value, type):
-        return {}
-    own = {**own_slots(value), **(own_dict(value) or {})}
-    if any(hasattr(type(value), name) for name in _READS):
-        return own
-    return {name: own[name] for name in sorted(names & own.keys())}
-
-
-def in_its_class(value: Any, names: frozenset[str]) -> list[str]:
+def _in_its_class(value: Any, names: frozenset[str]) -> list[str]:
     """Return those of some names, and of what Python asks for, that an object's class, or a class,
     has, unless it is installed.
     """

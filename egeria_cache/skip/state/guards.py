@@ -38,7 +38,6 @@ class PrefixGuard:
         modules: (qualified name, module): the skipped modules; all are in inference mode.
         around: See `StateWatch`.
         code: Likewise.
-        apart: Likewise.
         objects: Likewise.
         hashes: What the tensors hold; without it a tensor that was written to is a changed one.
     """
@@ -49,11 +48,10 @@ class PrefixGuard:
         modules: Iterable[tuple[str, nn.Module]] = (),
         around: Iterable[tuple[str, nn.Module, Iterable[str]]] = (),
         code: Code | None = None,
-        apart: Mapping[Any, Any] = MappingProxyType({}),
         hashes: ContentHash | None = None,
         objects: Mapping[int, frozenset[str]] = MappingProxyType({}),
     ) -> None:
-        self._given = list(tensors), list(modules), list(around), code, apart, objects
+        self._given = list(tensors), list(modules), list(around), code, objects
         self._state = StateWatch(*self._given[1:])
         self._tensors = list(self._given[0])
         self._tensors += [(name, None, tensor) for name, tensor in self._state.tensors]
@@ -70,7 +68,7 @@ class PrefixGuard:
     def anew(self) -> PrefixGuard:
         """Return another guard of the same things as they are now, by identity and not content."""
         tensors = [self._now(i) for i in range(len(self._given[0]))]
-        return PrefixGuard(tensors, *self._given[1:5], None, self._given[5])
+        return PrefixGuard(tensors, *self._given[1:4], None, self._given[4])
 
     def renew(self) -> None:
         """Take the present state as the one to keep."""

@@ -9,12 +9,14 @@ that cannot be copied because they are compiled.
 from __future__ import annotations
 
 import builtins
+import copy
 import functools
 import random
 import threading
 import types
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_not
@@ -39,7 +41,7 @@ from egeria_cache.skip.state.foreign import (
     own_slots,
 )
 
-__all__ = ["RandomState", "Remembered", "stashed"]
+__all__ = ["Moved", "RandomState", "Remembered", "stashed"]
 
 _OURS = ("forward", "train")
 """What stands on a module that is held in inference mode, or attached."""
@@ -152,6 +154,19 @@ class Remembered:
         for preserved in self._preserved:
             preserved.__exit__(None, None, None)
 
+    def moved(self, of: Callable[[Any], Any]) -> list[Moved]:
+        """Return what is another now, of what can be counted on.
+
+        Args:
+            of: Returns the copy that was run of what was copied, else the thing itself.
+        """
+        found = [Moved(where, key, value) for where, key, value in self._slots]
+        for cls, data in self._classes:
+            found += [Moved(cls, key, data.get(key)) for key in _data(cls)]
+        for value, content in self._contents:
+            found += _entries(value, content, of)
+        return [one for one in found if one.has_moved(of)]
+
     def _look(self, value: Any) -> Iterable[Any]:
         """Remember one object; return what it holds."""
         if type(value) in ATOMS or id(value) in self._seen or len(self._seen) > _MAX_OBJECTS:
@@ -197,6 +212,8 @@ class Remembered:
             return ()
         if isinstance(value, threading.local):
             return (vars(value),)
+        if isinstance(value, weakref.ref):
+            return (value(),)
         if isinstance(value, dict):
             self._contents.append((value, dict(value)))
             return [*value.keys(), *value.values()]
@@ -207,10 +224,10 @@ class Remembered:
             return value
         if is_foreign(value) and not (isinstance(value, ForwardSlot) or is_put_back(value)):
             return ()
-        own, slots = own_dict(value), own_slots(value)
-        if slots:
-            self._contents.append((_Slots(value), slots))
-        return [*slots.values()] if own is None else [own, *slots.values()]
+        own, slots = dict(own_dict(value) or {}), own_slots(value)
+        if own_dict(value) is not None or slots:
+            self._contents.append((_Own(value, slots), {**own, **slots}))
+        return [*own.values(), *slots.values()]
 
     def _note_outside(self, where: types.CellType | dict[str, Any], key: str, value: Any) -> None:
         if is_outside(value) and not isinstance(value, (*MEMORY, threading.local)):
@@ -226,6 +243,110 @@ class Remembered:
         return ()
 
 
+@dataclass(slots=True)
+class Moved:
+    """What code has written outside of the model: a number, a tensor, a list that grew."""
+
+    where: Any
+    """A dict, class, object, cell, list, tensor, array."""
+    key: Any
+    """None for what is moved as a whole."""
+    before: Any
+    now: Any = None
+    is_replayed: bool = False
+    """Whether it moves on hits as well."""
+
+    @property
+    def name(self) -> str:
+        """What it is called, if it has a name."""
+        kind = type(self.where).__name__
+        return repr(self.key) if isinstance(self.key, str) else f"a {kind} outside of the model"
+
+    def is_past(self, other: Moved) -> bool:
+        """Whether another run moved it further."""
+        return _differ(other.now, self.now)
+
+    @property
+    def mark(self) -> Any:
+        """What tells the place from others; see `Code.unread`."""
+        return id(self.where) if self.key is None else (id(self.where), self.key)
+
+    def has_moved(self, of: Callable[[Any], Any]) -> bool:
+        """Whether it is another now, and can be put ahead."""
+        where = of(self.where)
+        if isinstance(where, types.CellType):
+            self.now = where.cell_contents
+        elif self.key is None:
+            self.now = copy.copy(list(where) if isinstance(where, deque) else where)
+        elif isinstance(where, dict):
+            self.now = where.get(self.key)
+        else:
+            self.now = getattr(where, self.key, None)
+        if isinstance(self.now, Tensor) and self.key is None:
+            self.now = self.now.detach().clone()
+        if not _differ(self.before, self.now):
+            return False
+        if isinstance(self.before, list) and isinstance(self.now, list):
+            pairs = list(zip(self.before, self.now, strict=False))
+            if len(self.now) > len(self.before):
+                return not any(_differ(a, b) for a, b in pairs)
+            return len(self.now) == len(pairs) and all(_differ(a, b) for a, b in pairs)
+        return _is_number(self.now)
+
+    def put_ahead(self, calls: int, of: Callable[[Any], Any]) -> None:
+        """Let it be what it might be so many calls later."""
+        where = of(self.where)
+        if isinstance(self.now, list) and len(self.now) > len(self.before or ()):
+            later: Any = self.now + self.now[-1:] * calls
+        else:
+            later = _later(self.now, calls)
+        if self.key is None:
+            _put_back(where, later)
+        elif isinstance(where, dict):
+            where[self.key] = later
+        else:
+            setattr(where, self.key, later)
+
+
+def _differ(a: Any, b: Any) -> bool:
+    if a is b or type(a) is not type(b):
+        return a is not b
+    if isinstance(a, Tensor):
+        return a.shape != b.shape or not torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return not np.array_equal(a, b)
+    if isinstance(a, list | tuple):
+        return len(a) != len(b) or any(map(_differ, a, b))
+    return type(a) in ATOMS and bool(a != b)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_number, value))
+    if isinstance(value, Tensor):
+        return value.dtype != torch.bool and type(value) is Tensor
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "iuf"
+    return type(value) in (int, float)
+
+
+def _later(value: Any, calls: int) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_later(one, calls) for one in value)
+    return value + calls
+
+
+def _entries(value: Any, content: Any, of: Callable[[Any], Any]) -> list[Moved]:
+    """Return what one object held, entry by entry."""
+    if isinstance(value, _Own):
+        where, names = value.of, {**(own_dict(of(value.of)) or {}), **own_slots(of(value.of))}
+        return [Moved(where, key, content.get(key)) for key in names]
+    if isinstance(value, dict):
+        return [Moved(value, key, content.get(key)) for key in of(value)]
+    kinds = (types.CellType, list, deque, Tensor, np.ndarray)
+    return [Moved(value, None, content)] if isinstance(value, kinds) else []
+
+
 def _data(cls: type) -> dict[str, Any]:
     """Return the attributes of a class that are neither code nor the interpreter's own."""
     code = (types.FunctionType, staticmethod, classmethod, property, type,
@@ -238,8 +359,11 @@ def _data(cls: type) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Slots:
+class _Own:
+    """Stands for what an object holds itself."""
+
     of: Any
+    slots: Mapping[str, Any]
 
 
 class _Missing:
@@ -298,8 +422,11 @@ def _put_back(value: Any, content: Any) -> None:
         memoryview(value).cast("B")[:] = content
     elif isinstance(value, types.CellType):
         value.cell_contents = content
-    elif isinstance(value, _Slots):
-        for name, item in content.items():
+    elif isinstance(value, _Own):
+        own = own_dict(value.of)
+        if own is not None:
+            _put_back_dict(own, {k: part for k, part in content.items() if k not in value.slots})
+        for name, item in value.slots.items():
             if getattr(value.of, name, None) is not item:
                 object.__setattr__(value.of, name, item)
     elif isinstance(value, nn.Module):

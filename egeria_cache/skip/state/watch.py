@@ -7,12 +7,12 @@ hold. As long as nothing changed, comparing it is a walk over identities in C, 1
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from itertools import chain, product
-from operator import is_not, itemgetter
+from operator import itemgetter
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
@@ -27,15 +27,12 @@ from egeria_cache.skip.state.code import (
     Code,
     bases_of,
     has_settings,
-    held,
     in_class,
-    in_its_class,
-    reached,
 )
 from egeria_cache.skip.state.content import describe, digest
 from egeria_cache.skip.state.foreign import outside_state, own_dict, own_slots
 
-__all__ = ["StateWatch", "hooks_of", "watched_attributes", "written_by_hooks"]
+__all__ = ["StateWatch", "hooks_of", "watched_attributes"]
 
 _MAX_VALUES = 20_000
 """Values inside of containers and objects that are laid out; beyond it they are not looked into."""
@@ -71,16 +68,10 @@ def watched_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 class _Layout:
-    """Lays values out: live containers, and a look at each array and attribute apart.
+    """Lays values out: live containers, and a look at each array and attribute apart."""
 
-    Args:
-        apart: What is left out: by id of a container or a closure's cell, or (id of globals, name).
-    """
-
-    def __init__(
-        self, apart: Mapping[Any, Any], objects: Mapping[int, frozenset[str]] = MappingProxyType({})
-    ) -> None:
-        self._apart, self._objects = apart, objects
+    def __init__(self, code: Code, objects: Mapping[int, frozenset[str]]) -> None:
+        self._code, self._apart, self._objects = code, code.unread, objects
         self.live: list[tuple[str, Any]] = []
         """(what it is, a container that is compared by the values that it holds now)."""
         self.looks: list[tuple[str, Callable[[], Any]]] = []
@@ -93,21 +84,20 @@ class _Layout:
         self._seen: set[int] = set()
         self._num = 0
 
-    def add_code(self, code: Code) -> None:
-        """Lay out what code reads beside its arguments: globals and closures."""
+    def add_code(self) -> None:
+        """Lay out what the code reads beside its arguments: globals and closures."""
+        code = self._code
         for scope, key in code.globals:
-            if (id(scope), key) not in self._apart:
-                self.looks.append((f"the global {key!r}", _item(scope, key)))
-                self._look_at_named(f"the global {key!r}", scope.get(key), code.names)
+            self.looks.append((f"the global {key!r}", _item(scope, key)))
+            self._look_at_named(f"the global {key!r}", scope.get(key))
         for kind, key in code.named:
             self.look_up(f"{kind.__qualname__}.{key}", key, self.spaces(kind))
             self.look_into(f"{kind.__qualname__}.{key}", in_class(kind, key))
         for cell in code.cells:
-            if id(cell) not in self._apart:
-                self.looks.append(("a closure", _cell(cell)))
-                self._look_at_named("a closure", _cell(cell)(), code.names)
+            self.looks.append(("a closure", _cell(cell)))
+            self._look_at_named("a closure", _cell(cell)())
 
-    def _look_at_named(self, where: str, value: Any, names: frozenset[str]) -> None:
+    def _look_at_named(self, where: str, value: Any) -> None:
         """Look into what some code names; of the user's own objects and classes, at what it names
         of them.
         """
@@ -119,10 +109,10 @@ class _Layout:
         kind = value if isinstance(value, type) else type(value)
         if kind is not value:
             self.looks.append((where, partial(type, value)))
-        for key in in_its_class(value, names):
+        for key in self._code.in_class_of(value):
             self.look_up(f"{kind.__qualname__}.{key}", key, self.spaces(kind))
             self.look_into(f"{kind.__qualname__}.{key}", in_class(kind, key))
-        for key, part in held(value, names).items():
+        for key, part in self._code.held(value).items():
             self.looks.append((f"{where}.{key}", partial(_attribute, value, key)))
             self.look_into(f"{where}.{key}", part)
 
@@ -147,17 +137,22 @@ class _Layout:
                 self.look_into(where, item, depth - 1)
         elif isinstance(value, MethodType):
             self.look_into(where, value.__self__, depth)
+        elif isinstance(value, weakref.ref):
+            self.look_into(where, value(), depth)
         elif isinstance(value, nn.Module | ModuleType | type | FunctionType):
             return
         elif isinstance(getattr(value, "__dict__", None), dict) and not _is_foreign(value):
             own, keys = vars(value), self._objects.get(id(value))
-            if keys is None:
+            unread = {key for key in own if (id(value), key) in self._apart}
+            if keys is None and not unread:
                 self.look_into(where, own, depth)
-            for key in sorted(keys or ()):
+            for key in sorted({*(own if unread else ()), *(keys or ())} - unread):
                 self.looks.append((f"{where}.{key}", _item(own, key)))
                 self.look_into(f"{where}.{key}", own.get(key), depth - 1)
         else:
             for key, held in own_slots(value).items():
+                if (id(value), key) in self._apart:
+                    continue
                 self.looks.append((f"{where}.{key}", partial(getattr, value, key, None)))
                 self.look_into(f"{where}.{key}", held, depth - 1)
 
@@ -210,7 +205,6 @@ class StateWatch:
         around: (name, module, names): of code that surrounds the boundary only what was seen to be
             read before it returned, be it an attribute, a child, or of the class.
         code: The functions that they run.
-        apart: What hooks write by themselves, see `written_by_hooks`: it is not watched.
         objects: By id of an object that modules hold (a configuration): the attributes of it that
             are read, where that is known. The others decide nothing.
     """
@@ -220,10 +214,9 @@ class StateWatch:
         modules: Iterable[tuple[str, nn.Module]],
         around: Iterable[tuple[str, nn.Module, Iterable[str]]] = (),
         code: Code | None = None,
-        apart: Mapping[Any, Any] = MappingProxyType({}),
         objects: Mapping[int, frozenset[str]] = MappingProxyType({}),
     ) -> None:
-        self._modules, self._around, self._apart = list(modules), list(around), apart
+        self._modules, self._around = list(modules), list(around)
         self._objects = objects
         self._code = code or Code()
         self._classes = list({type(m) for _, m in self._modules})
@@ -233,7 +226,7 @@ class StateWatch:
 
     def renew(self) -> None:
         """Take the present state as the one to keep."""
-        layout = _Layout(self._apart, self._objects)
+        layout = _Layout(self._code, self._objects)
         self.has_hooks = bool(hooks_of(module for _, module in self._modules))
         for name, module in self._modules:
             layout.live.append((name, vars(module)))
@@ -247,7 +240,7 @@ class StateWatch:
                 layout.look_up(f"{name}.{key}" if name else key, key, _places(module, layout))
                 layout.look_into(f"{name}.{key}" if name else key, vars(module).get(key))
                 layout.look_through(f"{name}.{key}" if name else key, module._modules.get(key))
-        layout.add_code(self._code)
+        layout.add_code()
         for function in self._code.functions.values():
             if vars(function):
                 layout.look_into(function.__qualname__, vars(function))
@@ -382,36 +375,6 @@ def hooks_of(modules: Iterable[nn.Module]) -> list[Any]:
 def _hooks(module: nn.Module) -> Iterator[Any]:
     for slot in _HOOKS:
         yield from vars(module)[slot].values()
-
-
-@contextmanager
-def written_by_hooks(model: nn.Module) -> Iterator[dict[Any, Any]]:
-    """Find what the hooks of a model write while it runs: lists of features, counts, sums.
-
-    Hooks run on hits as well. What they keep for themselves is no setting that somebody changed.
-
-    Yields:
-        A dict, filled at the end: what was written, by the keys that `StateWatch` leaves out.
-    """
-    hooks = hooks_of(model.modules())
-    written: dict[Any, Any] = {}
-    if not hooks:
-        yield written
-        return
-    layout, code = _Layout({}), reached((), hooks)
-    layout.add_code(code)
-    for hook in hooks:
-        layout.look_into("a hook", getattr(hook, "__self__", hook))
-    containers = [(container, list(_values(container))) for _, container in layout.live]
-    names = [(scope, key, scope.get(key)) for scope, key in code.globals]
-    cells = [(cell, _cell(cell)()) for cell in code.cells]
-    yield written
-    for container, before in containers:
-        now = list(_values(container))
-        if len(now) != len(before) or any(map(is_not, now, before)):
-            written[id(container)] = container
-    written |= {(id(s), key): s for s, key, before in names if s.get(key) is not before}
-    written |= {id(cell): cell for cell, before in cells if _cell(cell)() is not before}
 
 
 def _places(module: nn.Module, layout: _Layout) -> list[Any]:
