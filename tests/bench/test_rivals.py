@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -18,7 +17,6 @@ from benchmarks.rivals import (
     FreezeOutPolicy,
     LinearPolicy,
     PipeTransformerPolicy,
-    SkipConvPolicy,
     SmartPipePolicy,
 )
 from egeria_core import FreezeController, Policy, StaticPolicy
@@ -118,23 +116,6 @@ def test_freezeout_takes_the_full_rate_and_leaves_the_schedulers_alone() -> None
     )
     cycled, _, _ = run(FreezeOutPolicy(), sgd, cycle)
     assert same(plain, cycled)
-
-
-def test_a_step_that_fails_leaves_the_users_groups() -> None:
-    net = model()
-    optimizer = sgd(net.parameters())
-    options: Any = {"policy": FreezeOutPolicy(), "layers": LAYERS, "total_steps": STEPS}
-    controller = FreezeController(net, optimizer, **options)
-
-    def broken() -> Tensor:
-        raise RuntimeError("no loss today")
-
-    groups = optimizer.param_groups
-    with pytest.raises(RuntimeError, match="today"):
-        optimizer.step(broken)
-    controller.close()
-    assert optimizer.param_groups is groups
-    assert set(optimizer.state_dict()["param_groups"][0]["params"]) == set(range(8))
 
 
 def test_without_annealing_only_the_freezing_is_left() -> None:
@@ -301,42 +282,3 @@ def test_pipetransformer_follows_its_formula() -> None:
 def test_linear_follows_composer() -> None:
     policy = LinearPolicy(steps_per_epoch=10, start=0.5, level=1.0)
     assert scheduled(policy, [0, 49, 50, 60, 79, 90, 100], 6, 100) == [0, 0, 0, 1, 2, 4, 5]
-
-
-POLICIES: list[Any] = [
-    lambda: SkipConvPolicy(3, tolerance=2.0),
-    AutoFreezePolicy,
-    SmartPipePolicy,
-    FreezeOutPolicy,
-    lambda: PipeTransformerPolicy(5),
-    lambda: LinearPolicy(5),
-]
-
-
-@pytest.mark.parametrize("make", POLICIES)
-@pytest.mark.parametrize("cut", [0, 1, 13, 40])
-def test_a_resumed_policy_answers_as_the_uninterrupted_one(make: Any, cut: int) -> None:
-    def readings() -> list[Reading]:
-        generator = np.random.default_rng(5)
-        return [
-            Reading(
-                step=i,
-                num_layers=6,
-                lr=(0.1 if i < 40 else 0.01,),
-                total_steps=60,
-                value=float(np.exp(-i / 5) + 0.001 * generator.normal()),
-                layer=i // 15,
-                values=tuple(float(x) for x in generator.uniform(0.1, 1.5, 6)),
-            )
-            for i in range(60)
-        ]
-
-    whole = make()
-    expected = [whole.observe(reading) for reading in readings()]
-    first = make()
-    for reading in readings()[:cut]:
-        first.observe(reading)
-    second = make()
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert [second.observe(reading) for reading in readings()[cut:]] == expected[cut:]
-    assert max(expected) > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import FORWARD, ScheduleInterleaved1F1B
 
 from benchmarks.schedules import LAYOUTS, Bubbles, Task, count_bubbles, count_plan, rank_order
-from benchmarks.schedules.drawing import main
-from egeria_core.pipeline import PipelinePlan, check_schedule
+from egeria_core.pipeline import PipelinePlan
 
 SLIDES: list[tuple[str, int, dict[str, Any], tuple[int, ...], tuple[int, ...]]] = [
     ("GPipe", 6, {}, (24, 18, 24), (9, 16, 28)),
@@ -156,38 +154,3 @@ def test_interleaved_order_is_pytorchs(ranks: int, per_rank: int, microbatches: 
         ]
         found = rank_order("Interleaved1F1B", rank, ranks, ranks * per_rank, microbatches)
         assert found == expected
-
-
-def test_bad_arguments_are_refused_with_the_reason() -> None:
-    for name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
-        with pytest.raises(ValueError, match="no weight gradients"):
-            check_schedule(name)
-    with pytest.raises(ValueError, match="unknown schedule 'PipeDream'; known: GPipe"):
-        check_schedule("PipeDream")
-    for match, arguments in [
-        ("the last stage trains", ("GPipe", 4, 6, 4)),
-        ("must be positive", ("GPipe", 4, 0)),
-        ("several on a rank", ("GPipe", 4, 6, 0, {"ranks": 2})),
-        ("only 1F1B can go without", ("GPipe", 4, 6, 0, {"flush": False})),
-        ("no multiple", ("Interleaved1F1B", 8, 9, 0, {"ranks": 4})),
-        ("unknown layout 'spread'", ("GPipe", 4, 6, 2, {"layout": "spread"})),
-    ]:
-        *plain, options = [*arguments, {}] if not isinstance(arguments[-1], dict) else arguments
-        with pytest.raises(ValueError, match=match):
-            count_bubbles(*plain, **options)  # type: ignore[arg-type]
-
-
-def test_the_command_draws_any_number_of_stages(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    image = tmp_path / "pipeline.png"
-    assert main(["-o", str(image)]) == 0
-    told = capsys.readouterr().out
-    assert "time 16, bubbles 9, all idle 28" in told
-    assert "freed ranks as replicas" in told
-    assert image.stat().st_size > 1000
-    other = ["--stages", "6", "--ranks", "3", "--schedule", "interleaved1f1b", "--frozen", "0"]
-    assert main([*other, "-o", str(image)]) == 0
-    assert main(["--schedule", "DualPipeV", "-o", str(image)]) == 2
-    assert "no weight gradients" in capsys.readouterr().err

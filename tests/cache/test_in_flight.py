@@ -163,32 +163,6 @@ def test_nothing_leaks(tmp_path, frozen, workers):
     assert multiprocessing.active_children() == []
 
 
-def test_ctrl_c_in_the_dataset_stops_at_once_and_the_loader_can_be_used_again(tmp_path, frozen):
-    class Interrupted(Images):
-        armed = False
-
-        def __getitem__(self, index):
-            if self.armed and index == 20:
-                raise KeyboardInterrupt
-            return super().__getitem__(index)
-
-    data = Interrupted(noise=0)
-    with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(data, 8, cache=cache, reuse=None)
-        data.armed = True
-        seen = []
-
-        def interrupted_pass():
-            for images, _ in loader:
-                seen.append(frozen(images))
-
-        with pytest.raises(KeyboardInterrupt):
-            interrupted_pass()
-        assert len(seen) == 2
-        data.armed = False
-        assert sum(len(images) for images, _ in loader) == 48
-
-
 def test_two_ranks_share_one_directory(tmp_path):
     """Each rank trains on its part; the second run of both finds what the first stored."""
     hits = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import logging
 import math
@@ -300,16 +299,3 @@ def test_a_resumed_run_takes_the_same_decisions(schedule: str, cut: int) -> None
     kinds = ("reading", "decision")
     after = [r for r in told(second) if r["kind"] in kinds]
     assert after == [r for r in told(whole) if r["kind"] in kinds]
-
-
-def test_a_policy_is_its_state() -> None:
-    policy = resting(0.05, slope=0.1)
-    again = BudgetPolicy(0.05)
-    again.load_state_dict(copy.deepcopy(policy.state_dict()))
-    for n in range(20, 30):
-        fields: dict[str, Any] = {"loss": 3 - 0.03 * n, "speed": (0.01,) * 3, "rate": 0.3 * n}
-        fields["steps"] = 100 - 5 * (n - 20)
-        assert observe(policy, n, **fields) == observe(again, n, **fields)
-        assert policy.take_notes() == again.take_notes()
-    assert policy.state_dict() == again.state_dict()
-    assert policy.frozen > 0

@@ -163,25 +163,6 @@ rows = st.lists(
 
 
 @settings(max_examples=40, deadline=None)
-@given(rows, st.integers(0, 40))
-def test_a_restored_estimate_answers_the_same(row: list[tuple], cut: int) -> None:
-    whole, second = HarmEstimate(), HarmEstimate()
-    rate = 0.0
-    for n, (loss, decrease, speed) in enumerate(row):
-        rate += 0.1
-        movement = Movement(loss, rate, decrease, speed)
-        whole.observe(movement)
-        if n == cut:
-            second.load_state_dict(whole.state_dict())
-        elif n > cut:
-            second.observe(movement)
-    if cut < len(row):
-        assert second.state_dict() == whole.state_dict()
-        assert second.gain(1.0) == whole.gain(1.0)
-        assert second.shares(0) == whole.shares(0)
-
-
-@settings(max_examples=40, deadline=None)
 @given(rows, st.integers(0, 1))
 def test_shares_grow_with_depth_and_lie_between_nothing_and_all(row: list, frozen: int) -> None:
     estimate = HarmEstimate()

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from egeria_core.learning_rate import TenfoldDrop, WarmRestart, parse_rule
@@ -14,26 +12,6 @@ def test_rules_go_by_name_or_as_objects() -> None:
     assert parse_rule(rule) is rule
     with pytest.raises(ValueError, match="tenfold_drop, warm_restart"):
         parse_rule("never")
-
-
-@pytest.mark.parametrize("make", [TenfoldDrop, WarmRestart])
-@pytest.mark.parametrize("cut", range(1, 12))
-def test_a_resumed_rule_answers_as_the_uninterrupted_one(
-    make: type[TenfoldDrop] | type[WarmRestart], cut: int
-) -> None:
-    rates = [0.1, 0.08, 0.05, 0.02, 0.01, 0.1, 0.06, 0.02, 0.01, 0.005, 0.1, 0.01]
-    frozen = [0, 0, 1, 1, 2, 2, 0, 1, 1, 2, 2, 2]
-
-    def answers(rule: TenfoldDrop | WarmRestart, part: slice) -> list[bool]:
-        pairs = list(zip(rates, frozen, strict=True))[part]
-        return [rule.should_unfreeze(i, (lr,), count) for i, (lr, count) in enumerate(pairs)]
-
-    expected = answers(make(), slice(None))
-    assert any(expected)
-    first, second = make(), make()
-    answers(first, slice(0, cut))
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert answers(second, slice(cut, None)) == expected[cut:]
 
 
 def test_a_group_without_a_rate_has_no_drop() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -302,32 +301,3 @@ def test_the_mean_rate_weighs_groups_by_their_size() -> None:
     assert MeanRate(SimpleNamespace(param_groups=groups))() == pytest.approx(
         (30 * 0.1 + 10 * 0.5) / 40
     )
-
-
-@pytest.mark.parametrize("cut", [1, 4, 5, 11])
-def test_a_resumed_reader_reads_the_same(cut: int) -> None:
-    def run(steps: range, state: dict[str, Any] | None) -> tuple[list[Any], dict[str, Any]]:
-        torch.manual_seed(0)
-        model = Tokens()
-        layers = resolved(model)
-        optimizer = OPTIMIZERS["nesterov"](model.parameters())
-        meter = watch(model, optimizer, layers, 4)
-        if state is not None:
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-            meter.load_state_dict(state["meter"])
-        values = []
-        for step in steps:
-            x, y = batch(step)
-            loss = take_step(F.cross_entropy(model(x).flatten(0, 1), y.flatten()), optimizer)
-            meter.note(loss)
-            if step % 4 == 3:
-                meter.measure(step, 0)
-                values += [verdict.values for verdict in meter.collect()]
-        parts = {"model": model, "optimizer": optimizer, "meter": meter}
-        return values, {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
-
-    whole, _ = run(range(24), None)
-    first, state = run(range(cut), None)
-    second, _ = run(range(cut, 24), state)
-    assert first + second == whole

@@ -190,31 +190,3 @@ def test_a_scheduler_that_is_stepped_twice_a_step_is_followed() -> None:
 def test_something_else_is_a_clear_error() -> None:
     with pytest.raises(TypeError, match="torch scheduler or a function"):
         Schedule(3, 10)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("cut", [2, 13, 40])
-def test_a_resumed_schedule_tells_the_same(cut: int) -> None:
-    optimizer = make_optimizer()
-    scheduler = SCHEDULERS["warm-up, cosine"](optimizer)
-    schedule = Schedule(scheduler, TOTAL)
-    for step in range(1, TOTAL):
-        optimizer.step()
-        scheduler.step()
-        schedule.look(step)
-        if step == cut:
-            saved = copy.deepcopy(schedule.state_dict())
-            again = make_optimizer()
-            other = SCHEDULERS["warm-up, cosine"](again)
-            resumed = Schedule(other, TOTAL)
-            resumed.load_state_dict(saved)
-            other.load_state_dict(scheduler.state_dict())
-            again.load_state_dict(optimizer.state_dict())
-        elif step > cut:
-            again.step()
-            other.step()
-            resumed.look(step)
-            rate = MeanRate(optimizer)()
-            a, b = schedule.remaining(step, rate), resumed.remaining(step, rate)
-            if a is not None and b is not None:
-                assert (a.steps, a.rate) == (b.steps, pytest.approx(b.rate))
-    assert b is not None

@@ -76,25 +76,6 @@ def test_while_nothing_is_frozen_a_resumed_run_is_the_uninterrupted_one(
         assert batches(resumed) == expected[2]
 
 
-@pytest.mark.parametrize("workers", [(0, 2), (2, 0)])
-def test_while_nothing_is_frozen_workers_may_change_on_resume(tmp_path, workers):
-    with ActivationCache(nn.Linear(1, 1), tmp_path) as cache:
-        torch.manual_seed(0)
-        expected = batches(
-            EgeriaLoader(DrawsLate(), 4, cache=cache, reuse=None, seed=2, shuffle=True)
-        )
-        torch.manual_seed(0)
-        one, two = (
-            EgeriaLoader(
-                DrawsLate(), 4, cache=cache, reuse=None, seed=2, shuffle=True, num_workers=n
-            )
-            for n in workers
-        )
-        assert batches(one, 2) == expected[:2]
-        two.load_state_dict(one.state_dict())
-        assert batches(two) == expected[2:]
-
-
 class Columns(Dataset):
     """Its batched access gives columns, not a list of samples."""
 
@@ -178,29 +159,3 @@ def test_ctrl_c_interrupts_a_loader_that_waits_and_leaves_nothing_behind(
         del iterator
         gc.collect()
     assert multiprocessing.active_children() == []
-
-
-def test_a_forked_child_trains_on_at_once_uncached(tmp_path):
-    """The reader threads stay behind in the parent; nobody must wait for them."""
-    model = make_net()
-    freeze(model, "layer1")
-    with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None)
-        for _ in range(2):
-            for images, _ in loader:
-                model(images)
-            cache.flush()
-        assert cache.stats().hits == 48
-        begun = iter(loader)
-        next(begun)
-
-        def go_on():
-            torch.set_num_threads(1)  # the parent's are not there
-            left = [model(images).isfinite().all().item() for images, _ in begun]
-            whole = [model(images).isfinite().all().item() for images, _ in loader]
-            os._exit(0 if all(left + whole) and (len(left), len(whole)) == (5, 6) else 1)
-
-        child = multiprocessing.get_context("fork").Process(target=go_on)
-        child.start()
-        child.join(30)
-        assert child.exitcode == 0

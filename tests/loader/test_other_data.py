@@ -5,9 +5,6 @@ In which ways it may become another: `hostile/test_data.py`, `samples/test_finge
 
 from __future__ import annotations
 
-import copy
-
-import pytest
 import torch
 from torch.utils.data import Dataset
 
@@ -44,17 +41,6 @@ class Scale:
         return x * self.by
 
 
-def relabel(data, loader):
-    data.targets[::2] = 4
-
-
-def other_number(data, loader):
-    data.transform.by = 3.0
-
-
-CHANGES = [relabel, other_number]
-
-
 def train(directory, change=None, *, gate="always", epochs=4, at=2, data=None, **kwargs):
     model = make_net()
     freeze(model, "layer1")
@@ -69,41 +55,6 @@ def train(directory, change=None, *, gate="always", epochs=4, at=2, data=None, *
             losses += train_steps(model, loader, optimizer)[0]
             cache.flush()
         return losses, cache.stats()
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_between_two_epochs_is_seen_at_the_next(tmp_path, change, caplog):
-    losses, stats = train(tmp_path / "a", change)
-    assert losses == train(tmp_path / "b", change, gate="never")[0]
-    assert stats.hits == 2 * N  # epochs two and four
-    assert caplog.text.count("is another one") == 1
-
-
-def test_with_workers_too(tmp_path):
-    kwargs = {"num_workers": 1, "shuffle": True}
-    torch.manual_seed(0)
-    losses, stats = train(tmp_path / "a", other_number, **kwargs)
-    torch.manual_seed(0)
-    expected = train(tmp_path / "b", other_number, gate="never", **kwargs)[0]
-    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
-    assert stats.hits >= N
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_between_two_runs_is_seen(tmp_path, change):
-    train(tmp_path / "a", epochs=1)
-    data = Scaled()
-    change(data, None)
-    losses, stats = train(tmp_path / "a", data=copy.deepcopy(data), epochs=1)
-    assert losses == train(tmp_path / "b", data=data, epochs=1, gate="never")[0]
-    assert stats.hits == 0
-
-
-def test_the_same_data_set_is_served_in_the_next_run(tmp_path):
-    losses, _ = train(tmp_path / "a", epochs=1)
-    again, stats = train(tmp_path / "a", epochs=1)
-    assert again == losses
-    assert stats.hits >= N - 8
 
 
 def test_what_was_stored_while_the_data_set_changed_does_not_outlive_the_epoch(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 
 import pytest
@@ -149,59 +148,6 @@ def test_the_number_of_workers_may_change(before, after, persistent):
         same(list(resumed), following)
 
 
-@pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_plain_loader_resumes_its_order_too(seed, workers):
-    torch.manual_seed(11)
-    loader = make(seed=seed, num_workers=workers)
-    whole = []
-    for number, batch in enumerate(loader):
-        if number == 2:
-            state = loader.state_dict()
-        whole.append(batch[:, 0])
-    following = [b[:, 0] for b in loader]
-    resumed = make(seed=seed, num_workers=workers)
-    resumed.load_state_dict(state)
-    same([b[:, 0] for b in resumed], whole[3:])
-    if workers or seed is not None:
-        same([b[:, 0] for b in resumed], following)
-
-
-def test_a_state_taken_at_the_last_batch_leaves_nothing_and_then_the_next_epoch():
-    torch.manual_seed(11)
-    loader = make()
-    for _ in loader:
-        state = loader.state_dict()
-    following = list(loader)
-    resumed = make()
-    resumed.load_state_dict(state)
-    assert list(resumed) == []
-    same(list(resumed), following)
-
-
-def test_a_state_taken_after_the_epoch_begins_the_next_one():
-    torch.manual_seed(11)
-    loader = make()
-    list(loader)
-    state = loader.state_dict()
-    following = list(loader)
-    torch.manual_seed(99)
-    resumed = make()
-    resumed.load_state_dict(state)
-    same(list(resumed), following)
-
-
-def test_a_state_taken_before_the_first_epoch_begins_it():
-    torch.manual_seed(11)
-    loader = make()
-    state = loader.state_dict()
-    first = list(loader)
-    torch.manual_seed(99)
-    resumed = make()
-    resumed.load_state_dict(state)
-    same(list(resumed), first)
-
-
 def test_loading_a_state_leaves_the_running_pass_alone():
     torch.manual_seed(11)
     loader = make()
@@ -269,46 +215,3 @@ def test_a_state_of_an_earlier_release_does_not_say_how_long_an_epoch_was(caplog
 def test_a_foreign_state_is_refused():
     with pytest.raises(ValueError, match="not a state of EgeriaLoader"):
         make().load_state_dict({"_num_yielded": 3})
-
-
-class Adaptive(Sampler):
-    """Keeps its own place, and goes where the losses tell it: drawing again would not give that."""
-
-    def __init__(self, n):
-        self.n, self.position, self.step = n, 0, 1
-
-    def __iter__(self):
-        while self.position < self.n:
-            self.position += self.step
-            yield self.position - self.step
-        self.position = 0
-
-    def __len__(self):
-        return self.n
-
-    def state_dict(self):
-        return {"position": self.position, "step": self.step}
-
-    def load_state_dict(self, state):
-        self.position, self.step = state["position"], state["step"]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("seed", [None, 0])
-def test_a_sampler_with_a_state_is_resumed_by_its_state(workers, seed):
-    def loader(sampler):
-        data = TensorDataset(torch.arange(40))
-        return EgeriaLoader(data, 2, sampler=sampler, num_workers=workers, seed=seed)
-
-    sampler = Adaptive(40)
-    whole, found = loader(sampler), []
-    for (batch,) in whole:
-        found.append(batch.tolist())
-        if len(found) == 3:
-            sampler.step = 2
-        if len(found) == 8:
-            state = copy.deepcopy(whole.state_dict())
-    again = loader(Adaptive(40))
-    again.load_state_dict(state)
-    rest = [batch.tolist() for (batch,) in again]
-    assert rest == found[8:]

@@ -112,28 +112,6 @@ def test_losses_and_gradients_are_equal_to_the_bit(make):
     assert_skipped(harness)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("make", [make, make_tokens], ids=["conv", "transformer"])
-def test_two_hundred_training_steps_end_where_the_uncached_run_ends(make, precision):
-    harness = make()
-    plain = copy.deepcopy(harness.model)
-    losses = []
-    for model, batch in ((harness.model, harness.batch), (plain, harness.plain)):
-        torch.manual_seed(0)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        losses.append([])
-        for _ in range(200 // len(BATCHES) + 1):
-            for ids in BATCHES:
-                optimizer.zero_grad()
-                with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
-                    loss = call(model, batch(ids))
-                loss.backward()
-                optimizer.step()
-                losses[-1].append(loss.item())
-    assert losses[0] == losses[1]
-    assert harness.host.num_loads == len(losses[0]) - 3
-
-
 @pytest.mark.parametrize("make", [make, make_tokens], ids=["conv", "transformer"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_gives_the_same_numbers(make, dtype):
