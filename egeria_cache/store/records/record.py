@@ -203,19 +203,16 @@ def encode_rows(
             f"records here hold ({', '.join(map(str, known.fields))}), and it holds "
             f"({', '.join(map(str, layout.fields))})"
         )
-    records = []
-    for row in picked:
-        words, payload = [], []
-        for field, data in columns:
-            if isinstance(data, np.ndarray):
-                used, stored = coder.encode(data[row], codec, field.elements)
-            else:
-                used, stored = _encode_free(data[row], codec, coder, storage, error)
-            words.append(used << 56 | len(stored))
-            payload.append(stored)
-        records.append(_record(keys[row], words, payload, identity ^ layout.seed))
+    stored = [
+        [coder.encode(data[row], codec, field.elements) for row in picked]
+        if isinstance(data, np.ndarray)
+        else [_encode_free(data[row], codec, coder, storage, error) for row in picked]
+        for field, data in columns
+    ]
+    chosen, seed = [keys[row] for row in picked], identity ^ layout.seed
+    records = [_record(key, own, seed) for key, *own in zip(chosen, *stored, strict=True)]
     superseded = None if replaced is None else [replaced[row] for row in picked]
-    return Encoded(layout, [keys[row] for row in picked], records, superseded)
+    return Encoded(layout, chosen, records, superseded)
 
 
 def choose_codec(
@@ -236,8 +233,11 @@ def choose_codec(
     return best, ", ".join(f"{codec.label} {size} B" for codec, size in sizes.items())
 
 
-def _record(key: bytes, words: Sequence[int], payload: Sequence[Any], seed: int) -> Sequence[Any]:
-    head = _first(len(key), len(words))
+def _record(key: bytes, fields: Sequence[tuple[int, Any]], seed: int) -> Sequence[Any]:
+    head, words, payload = _first(len(key), len(fields)), [], []
+    for codec, stored in fields:
+        words.append(codec << 56 | len(stored))
+        payload.append(stored)
     size = CHECKSUM_BYTES + head.size + sum(map(len, payload))
     if size > MAX_RECORD_BYTES:
         raise ValueError(f"a record of {size} bytes; {MAX_RECORD_BYTES} are stored at most")
