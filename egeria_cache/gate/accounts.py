@@ -78,13 +78,11 @@ class Accounts:
         Others are for an average of it, or to be looked at: no optimizer steps between them.
         Trainers collect batches before they use any: what counts is those that are gone.
         """
-        if self._steps is None:
+        self._given.append(weakref.ref(batch))
+        if len(self._given) == 2 and self._steps is None:
             stepped = self._stepped  # and not `self`: the hook is the process's
             self._steps = register_optimizer_step_post_hook(lambda *_: stepped.append(True))
             weakref.finalize(self, self._steps.remove)
-        if not self._given:
-            self._stepped.clear()
-        self._given.append(weakref.ref(batch))
         self._num_given += 1
         if self._num_given == self._next_look:  # a cycle's parts are there until it is looked for
             self._next_look *= 2
@@ -110,6 +108,10 @@ class Accounts:
     def model_called(self) -> None:
         """Note that the model was called with a batch."""
         self._given.clear()
+        if self._steps is not None:
+            self._steps.remove()
+            self._steps = None
+            self._stepped.clear()
         if self._told_unseen and self.counts.why_not == self._told_unseen:
             self.counts.why_not = None
 

@@ -44,8 +44,11 @@ class Schedule:
 
     @property
     def wants_timing(self) -> bool:
-        """Whether the next batch is to be computed plainly, to know what it costs."""
-        return len(self.fronts) < _NUM_TIMED
+        """Whether the next batch is to be computed plainly, to know what it costs: not if already
+        the first, which warms up, took less than a hit would.
+        """
+        taken_s = min(self.fronts, default=_HIT_S) + min(self.loads, default=0.0)
+        return len(self.fronts) < _NUM_TIMED and taken_s >= _HIT_S
 
     def why_not(self, *, padded: bool) -> str | None:
         """Say why a proof would not be won back; None if it would."""
