@@ -16,6 +16,7 @@ from egeria_cache.skip.model.attach import inner_model
 from egeria_cache.skip.model.frozen import FrozenPrefix
 from egeria_cache.skip.model.names import module_named
 from egeria_cache.skip.model.ordinary import CallError, ordinary_arguments
+from egeria_cache.skip.prove.evidence import leaves_behind
 from egeria_cache.skip.prove.places import Candidate, candidates
 from egeria_cache.skip.serve.compare import same_rows
 from egeria_cache.skip.serve.cut import Cut, Step
@@ -35,6 +36,7 @@ __all__ = [
     "Step",
     "candidates",
     "inner_model",
+    "leaves_behind",
     "module_named",
     "ordinary_arguments",
     "same_rows",

@@ -9,7 +9,6 @@ that what freezing saves is the same in every run and on every rank, as times wo
 from __future__ import annotations
 
 import logging
-import random
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,6 @@ from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,12 +23,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from egeria_cache.device import random_states
+from egeria_cache.skip import RandomState, leaves_behind
 from egeria_core.hooks import Hook
 from egeria_core.ranks import unsharded_names
 from egeria_core.watch.layers import Layer, draws, find_layers
 
-__all__ = ["ForwardTrace", "LayerMap", "Prefix", "parameters_behind"]
+__all__ = ["ForwardTrace", "LayerMap", "Prefix"]
 
 log = logging.getLogger("egeria")
 
@@ -88,7 +86,7 @@ class ForwardTrace:
         self._starts: Counter[str] = Counter()
         self._open: list[str] = []
         self._stacks: dict[str, tuple[int, tuple[str, ...]]] = {}
-        self._random: Any = None
+        self._random: RandomState | None = None
         self._counted = 0.0
         self._seen: set[Any] = set()
         # What is compiled is not looked into.
@@ -139,18 +137,19 @@ class ForwardTrace:
             self.upto[name] = self.total
             self._stacks.setdefault(name, (self._clock, tuple(self._open)))
             # Nodes seen for an earlier boundary are skipped: each boundary lists what it adds.
-            self.parameters.setdefault(name, []).extend(parameters_behind(output, self._seen))
+            self.parameters.setdefault(name, []).extend(leaves_behind(output, self._seen))
         self.complete = name == ""
 
     def _look(self) -> None:
         """See what the running module's own code has computed and drawn since the last look."""
         self._clock += 1
         counted = 0.0 if self._arithmetic is None else self._arithmetic.total
-        before, self._random = self._random, _random_state()
+        before, self._random = self._random, RandomState.now()
         if self._open:
             running = self._open[-1]
             self.costs[running] += counted - self._counted
-            if before != self._random and self._model.get_submodule(running).training:
+            moved = before is not None and not before.equals(self._random)
+            if moved and self._model.get_submodule(running).training:
                 self.drew.setdefault(running, self._clock)
         self._counted = counted
 
@@ -199,34 +198,6 @@ class ForwardTrace:
 def _recurrent(module: nn.Module, output: Any) -> float:
     rows = next((x.numel() / x.shape[-1] for x in tree_leaves(output) if isinstance(x, Tensor)), 0)
     return 2 * rows * sum(weight.numel() for weight in module.parameters() if weight.dim() == 2)
-
-
-def _random_state() -> tuple[Any, ...]:
-    """Return the states of the generators that a forward may draw from, for comparison."""
-    generators = [torch.get_rng_state(), *random_states()]
-    name, key, *rest = np.random.get_state()
-    return (
-        *(state.cpu().numpy().tobytes() for state in generators),
-        random.getstate(),
-        (name, np.asarray(key).tobytes(), *rest),
-    )
-
-
-def parameters_behind(output: object, seen: set[Any] | None = None) -> list[Tensor]:
-    """Return the leaf tensors that `output`'s autograd graph accumulates gradients into."""
-    seen = set() if seen is None else seen
-    stack = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    found: list[Tensor] = []
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor):
-            found.append(variable)
-        stack.extend(parent for parent, _ in node.next_functions)
-    return found
 
 
 class LayerMap:

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from egeria_cache.skip import leaves_behind
 from egeria_core import LayerError, find_layers
-from egeria_core.watch.forward import LayerMap, parameters_behind
+from egeria_core.watch.forward import LayerMap
 from tests.helpers.core_nets import (
     FAMILIES,
     Bert,
@@ -152,7 +153,7 @@ def test_a_prefix_holds_exactly_what_its_boundarys_output_was_made_from(family: 
         )
         model(family_batch(kind, 1)[0])
         handle.remove()
-        behind = {id(p) for p in parameters_behind(caught[0])}
+        behind = {id(p) for p in leaves_behind(caught[0])}
         listed = {id(model.get_parameter(n)) for n in layers.prefix(boundary).parameters}
         assert behind <= listed
         later = listed - behind

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -38,8 +37,9 @@ def tell_modes(model: nn.Module, held: FrozenPrefix, *, drops: bool) -> bool:
     log.warning(
         "the frozen front runs in inference mode from now on, whatever model.train() says: %d of "
         "its modules (%s) would do something else in training mode. A run without a cache trains "
-        "the same if it has this line here: egeria_cache.FrozenPrefix([%s])",
-        len(changed), kinds, ", ".join(_as_written(model, tops)),
+        "the same if it has this line here: egeria_cache.FrozenPrefix(map(model.get_submodule, "
+        "%s))",
+        len(changed), kinds, tops,
     )  # fmt: skip
     return True
 
@@ -61,36 +61,6 @@ def _tops(held: list[str], changed: list[str]) -> list[str]:
         name for name in held if not any(other != name and _within(name, other) for other in held)
     ]
     return [top for top in outermost if any(_within(name, top) for name in changed)]
-
-
-def _as_written(model: nn.Module, names: list[str]) -> Iterator[str]:
-    """Yield Python for the modules of these names; the first ones of a list as a slice of it."""
-    left = list(names)
-    while left:
-        parent, dot, last = left[0].rpartition(".")
-        first = 0
-        if isinstance(model.get_submodule(parent), nn.Sequential | nn.ModuleList):
-            while first < len(left) and left[first] == f"{parent}{dot}{first}":
-                first += 1
-        if first > 1:
-            yield f"*{_path(model, parent)}[:{first}]"
-        else:
-            yield _path(model, f"{parent}{dot}{last}")
-        del left[: max(first, 1)]
-
-
-def _path(model: nn.Module, name: str) -> str:
-    """Return Python for the module of this name."""
-    text, module = "model", model
-    for part in name.split(".") if name else ():
-        if part.isdecimal() and isinstance(module, nn.Sequential | nn.ModuleList):
-            text += f"[{part}]"
-        elif part.isidentifier():
-            text += f".{part}"
-        else:
-            return f"model.get_submodule({name!r})"
-        module = module.get_submodule(part)
-    return text
 
 
 def _within(name: str, outer: str) -> bool:

@@ -29,6 +29,7 @@ __all__ = [
     "Recomputed",
     "arguments",
     "distinct",
+    "leaves_behind",
     "recompute",
     "trainable",
 ]
@@ -93,19 +94,8 @@ class Evidence:
         """Name a trainable parameter that `tensor` was computed with, if autograd knows one."""
         both = (self.model, self.twins.model)  # whose parameters are others where they are sharded
         names = {id(p): name for model in both for name, p in model.named_parameters()}
-        if id(tensor) in names:
-            return names[id(tensor)]
-        pending, seen = [tensor.grad_fn], set()
-        while pending:
-            node = pending.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            variable = getattr(node, "variable", None)
-            if variable is not None and id(variable) in names:
-                return names[id(variable)]
-            pending.extend(following for following, _ in node.next_functions)
-        return None
+        behind = (tensor, *leaves_behind(tensor))
+        return next((names[id(one)] for one in behind if id(one) in names), None)
 
 
 @dataclass(slots=True)
@@ -243,6 +233,27 @@ class _OtherRun:
 def distinct(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules without repetition, in order."""
     return list({id(module): module for module in modules}.values())
+
+
+def leaves_behind(output: Any, seen: set[Any] | None = None) -> list[Tensor]:
+    """Return the leaf tensors that gradients of `output` would flow to.
+
+    Args:
+        output: Tensors, in any structure.
+        seen: Nodes of autograd's graph that are passed over; those of this output join them.
+    """
+    seen = set() if seen is None else seen
+    pending = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    found: list[Tensor] = []
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(variable := getattr(node, "variable", None), Tensor):
+            found.append(variable)
+        pending.extend(following for following, _ in node.next_functions)
+    return found
 
 
 def trainable(module: nn.Module) -> str | None:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from egeria_cache.bytecode import names_in
 from egeria_cache.skip.model.calls import CallRecord, Recorder, intercept
+from egeria_cache.skip.prove.evidence import leaves_behind
 from egeria_cache.skip.prove.rehearsal import patchable
 from egeria_cache.skip.state.code import reached
 from egeria_cache.skip.state.remembered import stashed
@@ -71,7 +72,7 @@ def candidates(
         call = recorder.calls[index]
         steps, _ = recorder.before(index)
         inside = [p for step in steps for p in step.module.parameters()]
-        behind = _behind(call.output)
+        behind = leaves_behind(call.output)
         ids = [id(parameter) for parameter in inside + behind]
         frozen = dict.fromkeys(of_parameters[one] for one in ids if one in of_parameters)
         if frozen and trained - frozen.keys():  # something to skip, and something left to train
@@ -109,7 +110,7 @@ def frozen_places(model: nn.Module, recorder: Recorder, given: Iterable[Tensor] 
         if ends_in_training(steps):
             continue
         # A hook may ask for a gradient of an output (`enable_input_require_grads`): nothing trains.
-        if all(id(leaf) in made_here for leaf in _behind(call.output)):
+        if all(id(leaf) in made_here for leaf in leaves_behind(call.output)):
             frozen.append(i)
     frozen.sort(key=lambda i: recorder.calls[i].end)
     blocks = set(_blocks(model))
@@ -198,18 +199,3 @@ def _holds_stage(module: nn.Module) -> bool:
         if len(kinds) > len(set(kinds)):
             return True
     return False
-
-
-def _behind(output: Any) -> list[Tensor]:
-    """Return the leaf tensors that gradients of `output` would flow to."""
-    pending = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    seen, found = set(), []
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(variable := getattr(node, "variable", None), Tensor):
-            found.append(variable)
-        pending.extend(following for following, _ in node.next_functions)
-    return found
