@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from egeria_cache.batch.batch import Batch
-from egeria_cache.batch.chain import Join, Op, derived, outside_inference_mode
+from egeria_cache.batch.chain import Op, Raw, Slot, derived, outside_inference_mode
 from egeria_cache.batch.fold import Fold
 from egeria_cache.batch.structure import Beside, Rows, merge_rows
 from egeria_cache.batch.tensor import BatchTensor, unwrap
@@ -35,7 +35,9 @@ def without_data(
         leaf: Path of the leaf.
         misses: The loaded rows, those where `batch.entry.hit` is False; None if there are none.
     """
-    return _absent(meta, batch, leaf, (), misses, misses.device if misses is not None else None)
+    raw = meta.shape, meta.stride(), meta.dtype
+    device = misses.device if misses is not None else None
+    return _absent(meta, batch, leaf, raw, (), misses, device)
 
 
 class AbsentTensor(BatchTensor):
@@ -84,6 +86,11 @@ class AbsentTensor(BatchTensor):
             return False
         return self._full is None or self._vouched.unchanged(self._full)
 
+    @property
+    def described(self) -> Tensor:
+        """A meta tensor of the same shape, dtype and strides."""
+        return self._meta
+
     def misses(self) -> Tensor:
         """Return the plain rows that were not planned as hits, after `chain`."""
         if self._misses is None:
@@ -96,34 +103,35 @@ class AbsentTensor(BatchTensor):
             return super().rows(mask, loaded)
         return derived(self.leaf, self.chain, loaded, self.device)
 
-    def _apply(self, op: Op) -> BatchTensor | None:
+    @property
+    def has_data(self) -> bool:
+        """Whether its data are there."""
+        return self._full is not None
+
+    def _apply(self, op: Op, parts: Sequence[BatchTensor]) -> BatchTensor:
         if self._full is not None:
-            return super()._apply(op)
-        if not self._holds:
-            return None
-        misses = None if self._misses is None else op.run(self._misses)
-        meta = op.run(self._meta)
-        device = misses.device if misses is not None else (op.device or self.device)
+            return super()._apply(op, parts)
+        if not all(part._holds for part in parts):
+            raise LookupError("a leaf was written to")
+        first, device = parts[0], op.device or self.device
+        misses = None
+        if self._misses is not None:
+            own = [part.misses() for part in parts]
+            misses = op.apply(own)
+            device = misses.device
+        metas = [part.described for part in parts]
+        meta = op.apply(metas)
         is_here = device == self.device if device.type == "cpu" else located(device) == self.device
-        is_same = is_here and misses is self._misses  # "cpu:0" is not "cpu": a copy is made
-        if is_same and op.is_nothing(self._meta, meta):
-            return self
-        result = _absent(meta, self.batch, self.leaf, (*self.chain, op), misses, device)
-        if device == self.device and op.aliases(self._meta, meta):
+        is_same = is_here and (misses is None or misses is own[0])  # "cpu:0" is "cpu" elsewhere
+        if is_same and op.is_nothing(metas[0], meta):
+            return first
+        result = _absent(
+            meta, first.batch, first.leaf, first.raw, (*first.chain, op), misses, device
+        )
+        if first is self and device == self.device and op.aliases(metas[0], meta):
             result._alias = self, op, self.chain
             self._is_shared = True
-        return self._followed(op, result)
-
-    def _join(self, op: Join, parts: Sequence[BatchTensor]) -> BatchTensor | None:
-        absent = [p for p in parts if isinstance(p, AbsentTensor) and p._full is None]
-        if len(absent) < len(parts):
-            return super()._join(op, parts)
-        if not all(part._holds for part in absent):
-            return None
-        own = [part._misses for part in absent if part._misses is not None]
-        misses = op.joined(own) if own else None
-        meta = op.joined([part._meta for part in absent])
-        return _absent(meta, self.batch, self.leaf, (*self.chain, op), misses, self.device)
+        return first._followed(op, result)
 
     def _select(self, rows: np.ndarray, part: Callable[[Tensor], Tensor]) -> BatchTensor | None:
         if self._full is not None:
@@ -140,23 +148,23 @@ class AbsentTensor(BatchTensor):
             assert self._misses is not None
             at = (np.cumsum(~mask) - 1)[rows[~mask[rows]]]
             misses = self._misses[uploaded(torch.from_numpy(at), self._misses.device)]
-        result = _absent(meta, batch, self.leaf, self.chain, misses, self.device)
+        result = _absent(meta, batch, self.leaf, self.raw, self.chain, misses, self.device)
         if meta._is_view():
-            result._alias = self, Op(part, (), {}, key=""), self.chain
+            result._alias = self, Op(part, (Slot(0),), {}, key=""), self.chain
             self._is_shared = True
         return result
 
-    def _apply_in_place(self, op: Op) -> bool:
+    def _apply_in_place(self, op: Op, parts: Sequence[BatchTensor]) -> None:
         if self._full is not None or self._is_shared or self._alias is not None:
             self.full()
-            return super()._apply_in_place(op)
-        if not self.intact:
-            return False
+            super()._apply_in_place(op, parts)
+            return
+        if not all(part.intact for part in parts):
+            raise LookupError("a leaf was written to")
         if self._misses is not None:
-            self._misses = op.run(self._misses)
+            self._misses = op.apply([part.misses() for part in parts])
             self._vouched = Vouched(self._misses)
         self.chain = (*self.chain, op)
-        return True
 
     def _become_plain(self) -> None:
         data = self.full().as_subclass(Tensor)
@@ -217,6 +225,7 @@ def _absent(
     meta: Tensor,
     batch: Batch,
     leaf: str,
+    raw: Raw,
     chain: tuple[Op, ...],
     misses: Tensor | None,
     device: torch.device | None,
@@ -225,7 +234,7 @@ def _absent(
     tensor: AbsentTensor = Tensor._make_wrapper_subclass(
         AbsentTensor, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
     )
-    tensor.batch, tensor.leaf, tensor.chain = batch, leaf, chain
+    tensor.batch, tensor.leaf, tensor.raw, tensor.chain = batch, leaf, raw, chain
     tensor._meta, tensor._misses, tensor._full = meta, misses, None
     tensor._alias, tensor._is_shared = None, False
     if misses is not None:

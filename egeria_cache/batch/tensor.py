@@ -8,21 +8,32 @@ the data was not loaded (the sample is in the cache) it is loaded then: slower, 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from egeria_cache.attempt import is_beside
 from egeria_cache.batch.batch import Batch
-from egeria_cache.batch.chain import IN_PLACE, JOINS, Join, Op, leaves_of, outside_inference_mode
+from egeria_cache.batch.chain import (
+    PLAIN,
+    Leaf,
+    Op,
+    Raw,
+    Slot,
+    leaves_of,
+    name_of,
+    outside_inference_mode,
+)
 from egeria_cache.batch.fold import Fold
 from egeria_cache.batch.lost import note_lost
 from egeria_cache.batch.selection import selected_rows
 from egeria_cache.batch.structure import Rows, own_containers, take_rows
+from egeria_cache.batch.trial import Found, operation
 from egeria_cache.batch.vouch import Vouched
 from egeria_cache.device import LEAF_FLAGS
 
@@ -38,18 +49,17 @@ class BatchTensor(Tensor):
     batch: Batch
     leaf: str
     chain: tuple[Op, ...]
+    raw: Raw
+    """The leaf as it was given out."""
     _vouched: Vouched
-    _before: tuple[Tensor, int, Fold] | None = None
-    """A meta of the leaf when each row was a sample's last, how long the chain was, and the fold
-    then; None where it is."""
-
     _source: BatchTensor | None = None
     """What it was detached from."""
 
     @staticmethod
     def wrap(data: Tensor, batch: Batch, leaf: str) -> BatchTensor:
         """Tag a fully loaded leaf. The data is shared, not copied."""
-        return loaded_tensor(data, batch, leaf, (), batch._vouched.get(leaf))
+        raw = data.shape, data.stride(), data.dtype
+        return loaded_tensor(data, batch, leaf, raw, (), batch._vouched.get(leaf))
 
     @property
     def chain_key(self) -> str:
@@ -64,7 +74,7 @@ class BatchTensor(Tensor):
     @property
     def fold(self) -> Fold:
         """Which of its rows belong to a sample."""
-        return self.chain[-1].fold if self.chain else _PLAIN
+        return self.chain[-1].fold if self.chain else PLAIN
 
     @property
     def intact(self) -> bool:
@@ -84,6 +94,16 @@ class BatchTensor(Tensor):
     def _holds(self) -> bool:
         with torch._C.DisableTorchFunctionSubclass(), outside_inference_mode():
             return self._vouched.holds(self)
+
+    @property
+    def has_data(self) -> bool:
+        """Whether its data are there."""
+        return True
+
+    @property
+    def described(self) -> Tensor:
+        """A meta tensor of the same shape, dtype and strides."""
+        return self.full().to("meta")
 
     def full(self) -> Tensor:
         """Return the plain tensor with all rows, after `chain`."""
@@ -108,43 +128,42 @@ class BatchTensor(Tensor):
         assert isinstance(rows, Tensor)
         return rows
 
-    def _apply(self, op: Op) -> BatchTensor | None:
-        """Return the result of an operation; None if the data is not what it should be."""
-        data = self.full()
-        if not self._vouched.holds(data):
-            return None
-        result = op.run(data)
-        if result is data:
-            return self
-        applied = loaded_tensor(result, self.batch, self.leaf, (*self.chain, op), self._vouched)
-        return self._followed(op, applied)
+    def as_it_is(self) -> Leaf:
+        """Describe it."""
+        return Leaf(
+            self.leaf, self.raw, self.chain, self.chain_key, len(self), self.dim(), self.device
+        )
 
-    def _join(self, op: Join, parts: Sequence[BatchTensor]) -> BatchTensor | None:
-        """Return this and other leaves put together; None if they are not what they should be."""
-        data = [part.full() for part in parts]
-        if not all(part._vouched.holds(own) for part, own in zip(parts, data, strict=True)):
-            return None
-        return loaded_tensor(op.joined(data), self.batch, self.leaf, (*self.chain, op))
+    def _apply(self, op: Op, parts: Sequence[BatchTensor]) -> BatchTensor:
+        """Return the result of an operation on leaves of a batch, this one among them.
+
+        Raises:
+            LookupError: They are no longer what they should be.
+        """
+        data = _held(parts)
+        result, first = op.apply(data), parts[0]
+        if result is data[0]:
+            return first
+        known = first._vouched if len(parts) == 1 else None
+        return first._followed(
+            op, loaded_tensor(result, first.batch, first.leaf, first.raw, (*first.chain, op), known)
+        )
 
     def _followed(self, op: Op, result: BatchTensor) -> BatchTensor:
         if op.func is Tensor.detach:
             result._source = self
-        known = self.fold if self._before is None else self._before[2]
-        if op.opens or op.fold != known:
-            shape, stride = self.shape, self.stride()
-            meta = torch.empty_strided(shape, stride, dtype=self.dtype, device="meta")
-            result._before = self._before or (meta, len(self.chain), known)
         return result
 
-    def _apply_in_place(self, op: Op) -> bool:
-        """Do an operation to the data itself; False if nothing was done."""
-        data = self.full()
-        if not self._vouched.holds(data):
-            return False
-        data.copy_(op.run(data))
+    def _apply_in_place(self, op: Op, parts: Sequence[BatchTensor]) -> None:
+        """Do an operation to the data itself.
+
+        Raises:
+            LookupError: They are no longer what they should be, and nothing was done.
+        """
+        data = _held(parts)
+        op.call(data)
         self.chain = (*self.chain, op)
-        self._vouched = Vouched(data, by_content=self.batch.may_be_stored)
-        return True
+        self._vouched = Vouched(data[0], by_content=self.batch.may_be_stored)
 
     def _become_plain(self) -> None:
         """Make this very object an ordinary tensor: it is about to be changed in place."""
@@ -166,65 +185,47 @@ class BatchTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass(), outside_inference_mode():
             if func in _ABOUT_THE_TENSOR:
                 return func(*args, **kwargs)
-            at = next((i for i, arg in enumerate(args) if isinstance(arg, BatchTensor)), None)
-            leaf = ""
-            if at is not None or func in JOINS:
-                tagged = args[at or 0]
-                leaf = "" if at is None else tagged.leaf
-                try:
-                    if at is None:
-                        result = _joined(func, tagged, args[1:], kwargs)
-                    else:
-                        result = tagged._recorded(func, [*args[:at], *args[at + 1 :]], kwargs, at)
-                except Exception as error:
-                    if not is_beside(error):
-                        raise
-                    result = None  # an error of the operation's own comes again, from the real call
-                if result is not None:
-                    return result
-                if at == 0 and _is_in_place(func):
-                    if func is Tensor.requires_grad_ and tagged._source is not None:
-                        tagged._source._become_plain()  # it is trained: a `Parameter`, say
-                    tagged._become_plain()
+            try:
+                result = _recorded(func, args, kwargs)
+            except Exception as error:
+                if not is_beside(error):
+                    raise
+                result = NotImplemented  # an error of the operation's own comes again, below
+            if result is not NotImplemented:
+                return result
+            leaf = next((arg.leaf for arg in args if _is_batch_tensor(arg)), "")
+            first = args[0] if args else None
+            if _is_batch_tensor(first) and _is_in_place(func):
+                source = first._source
+                # `Parameter` asks whether what it detached is of the same class as before.
+                is_parameter = sys._getframe(1).f_code is nn.Parameter.__new__.__code__
+                if func is Tensor.requires_grad_ and source is not None and is_parameter:
+                    source._become_plain()
+                first._become_plain()
             args, kwargs = unwrap(args), unwrap(kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             note_lost(func, leaf, result)
             return result
 
-    def _recorded(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], at: int
-    ) -> Any:
-        """Do what can be recorded; None if this cannot be. The tensor is the argument at `at`."""
-        if func in _GIVES_THE_MEMORY and not self.is_cpu:
-            self._vouched.let_go()  # what is written to it elsewhere, nobody sees
-        if not self._looks_intact:
+    def _selected(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return rows of the batch, if it is rows that the function takes."""
+        chosen = selected_rows(func, args, kwargs, self)
+        if chosen is None:
             return None
-        before = None
-        if self._before is not None:
-            meta, done, fold = self._before
-            before = meta, self.chain[done:], fold
-        rows_first = at == 0 and self.has_rows_first
-        chosen = selected_rows(func, args, kwargs, self) if rows_first else None
-        if chosen is not None:
-            parts = [self._select(rows, part) for rows, part in chosen.parts]
-            if any(part is None for part in parts):
-                return None
-            if chosen.rest is not None:
-                return parts[0]._recorded(func, [chosen.rest], {}, 0)  # type: ignore[union-attr]
-            return tuple(parts) if chosen.is_tuple else parts[0]
-        op = Op.record(IN_PLACE.get(func, func), args, kwargs, self, self.fold, at, before)
-        if op is None or func not in IN_PLACE:
-            return None if op is None else self._apply(op)
-        is_done = op.keeps_dtype(self) and self._apply_in_place(op)
-        return self if is_done else None
+        parts = [self._select(rows, part) for rows, part in chosen.parts]
+        if any(part is None for part in parts):
+            return NotImplemented
+        if chosen.rest is not None:
+            return _recorded(Tensor.__getitem__, (parts[0], chosen.rest), {})
+        return tuple(parts) if chosen.is_tuple else parts[0]
 
     def _select(self, rows: np.ndarray, part: Callable[[Tensor], Tensor]) -> BatchTensor | None:
         """Return these rows as a batch of their own; `part` takes them from a tensor."""
         data = self.full()
-        if not self._vouched.holds(data) or self.fold != _PLAIN:
+        if not self._vouched.holds(data) or self.fold != PLAIN:
             return None
-        return loaded_tensor(part(data), self.batch.select(rows), self.leaf, self.chain)
+        return loaded_tensor(part(data), self.batch.select(rows), self.leaf, self.raw, self.chain)
 
     @property
     def _looks_intact(self) -> bool:
@@ -237,39 +238,74 @@ class BatchTensor(Tensor):
         return self.full().clone()
 
 
-def _joined(
-    func: Callable[..., Any], parts: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> BatchTensor | None:
-    """Return leaves of one batch put together; None if it is something else that is."""
-    if not isinstance(parts, list | tuple) or not all(map(_is_batch_tensor, parts)):
-        return None
-    first = parts[0]
-    if first.batch.lengths is not None:
-        return None  # padding would have to be told of each
-    for part in parts:
-        if part.batch is not first.batch or part.fold.outer > 1 or part.fold != first.fold:
-            return None
-        if not part.has_rows_first or not part._looks_intact:
-            return None
-    named = [(part.leaf, part.chain, part.chain_key) for part in parts]
-    op = Join.of(func, named, args, kwargs, first.dim(), first.fold)
-    return None if op is None else first._join(op, parts)
+def _recorded(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Do what can be recorded; `NotImplemented` if this cannot be."""
+    found: list[BatchTensor] = []
+    slots = _slots((args, kwargs), found)
+    first = found[0]
+    is_first = bool(args) and args[0] is first
+    if is_first and func in _GIVES_THE_MEMORY and not first.is_cpu:
+        first._vouched.let_go()  # what is written to it elsewhere, nobody sees
+    batch = first.batch
+    if any(part.batch is not batch or not part._looks_intact for part in found):
+        return NotImplemented
+    if len(found) > 1 and batch.lengths is not None:
+        return NotImplemented  # padding would have to be told of each
+    if func is Tensor.requires_grad_ and args[1:] == (False,):
+        return first
+    if is_first and first.has_rows_first and len(found) == 1:
+        selected = first._selected(func, args[1:], kwargs)
+        if selected is not None:
+            return selected
+    leaves = [part.as_it_is() for part in found]
+    done = operation(func, slots[0], slots[1], leaves, batch.size)
+    return NotImplemented if done is None else _done(done, found)
 
 
-_PLAIN = Fold()
+def _done(done: Found, found: Sequence[BatchTensor]) -> Any:
+    ops, kind = done
+    if ops[0].writes:
+        found[0]._apply_in_place(ops[0], found)
+        return None if ops[0].func is Tensor.__setitem__ else found[0]
+    # One without data knows how to do without.
+    leads = next((part for part in found if not part.has_data), found[0])
+    results = [leads._apply(op, found) for op in ops]
+    return results[0] if kind is None else kind(results)
+
+
+def _slots(value: Any, found: list[BatchTensor]) -> Any:
+    """Return arguments with a slot for each batch tensor, those being put into `found`."""
+    if isinstance(value, BatchTensor):
+        at = next((i for i, known in enumerate(found) if known is value), len(found))
+        if at == len(found):
+            found.append(value)
+        return Slot(at)
+    if type(value) in (list, tuple):
+        return [_slots(item, found) for item in value]
+    if type(value) is dict:
+        return {name: _slots(item, found) for name, item in value.items()}
+    return value
+
+
+def _held(parts: Sequence[BatchTensor]) -> list[Tensor]:
+    data = [part.full() for part in parts]
+    if not all(part._vouched.holds(own) for part, own in zip(parts, data, strict=True)):
+        raise LookupError("a leaf was written to")
+    return data
 
 
 def loaded_tensor(
     data: Tensor,
     batch: Batch,
     leaf: str,
+    raw: Raw,
     chain: tuple[Op, ...],
     known: Vouched | None = None,
 ) -> BatchTensor:
     """Tag data; `known` vouches for what may be the same memory."""
     vouched = None if known is None else known.carry_over(data)
     tensor = data.as_subclass(BatchTensor)
-    tensor.batch, tensor.leaf, tensor.chain = batch, leaf, chain
+    tensor.batch, tensor.leaf, tensor.raw, tensor.chain = batch, leaf, raw, chain
     tensor._vouched = vouched or Vouched(data, by_content=batch.may_be_stored)
     return tensor
 
@@ -292,7 +328,7 @@ _ABOUT_THE_TENSOR = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {
 
 
 def _is_in_place(func: Callable[..., Any]) -> bool:
-    name = getattr(func, "__name__", "")
+    name = name_of(func)
     return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
 
 

@@ -121,7 +121,6 @@ def test_recorded_operations_keep_the_samples_and_give_the_same_values(hit, op, 
         lambda x: x + torch.ones(4, 3, 2),
         lambda x: x.mean(),
         lambda x: torch.cat([x, RAW]),
-        lambda x: torch.cat([torch.cat([x, x]), x]),
         lambda x: torch.stack([x, x]),
         lambda x: torch.cat([x, x])[:4],
         lambda x: x[1],
@@ -133,7 +132,13 @@ def test_recorded_operations_keep_the_samples_and_give_the_same_values(hit, op, 
         lambda x: x - x[:1],
         lambda x: x + torch.ones(4, 1, 1),
         lambda x: x.sum(0),
-        lambda x: F.dropout(x, 0.0),
+        lambda x: F.dropout(x, 0.0001),
+        lambda x: x.flatten(1).triu(-2),
+        lambda x: x.renorm(2, 1, 100.0),
+        lambda x: x.data,
+        lambda x: x @ x.flatten(1)[:, :2].T,
+        lambda x: torch.zeros(1, 3, 2).copy_(x[:1]),
+        lambda x: F.batch_norm(x, torch.zeros(3), torch.ones(3), training=True),
     ],
 )
 def test_any_other_function_sees_plain_data(hit, op):
@@ -180,6 +185,7 @@ def test_rows_that_stand_elsewhere_are_those_of_no_sample(hit, op):
     assert torch.equal(op(x) + 0, op(RAW) + 1)
 
 
+ZERO = torch.tensor([0])
 MEAN, STD = torch.tensor([0.5, 1.5]), torch.tensor([[2.0], [3.0], [4.0]])
 BY_ROW = {
     "normalised": lambda x: (x - MEAN) / STD,
@@ -201,6 +207,19 @@ BY_ROW = {
     "interpolated": lambda x: F.interpolate(x, size=4),
     "one hot": lambda x: F.one_hot((x[:, 0, 0] % 5).long(), 5),
     "a mask": lambda x: x != 3,
+    "everything": lambda x: x[...].mT,
+    "of its own mean": lambda x: (x - x.mean((1, 2), keepdim=True)) / x.std((1, 2), keepdim=True),
+    "chosen by itself": lambda x: torch.where(x > 3, x, 0) * (x < 9),
+    "with a constant": lambda x: torch.cat([x, torch.ones_like(x[:, :1])], 1),
+    "repeated": lambda x: x[:, :1].repeat(1, 3, 1),
+    "by parts": lambda x: torch.stack(x.unbind(1)[::-1], 1),
+    "sorted": lambda x: x.sort(1).values,
+    "pooled": lambda x: F.avg_pool1d(x, 2),
+    "convolved": lambda x: F.conv1d(x, torch.ones(5, 3, 1)),
+    "partly written": lambda x: x.clone().index_fill_(1, torch.tensor([1]), 0).clip_(2, 9),
+    "without gradient": lambda x: x.requires_grad_(False),
+    "by its number": lambda x: torch.broadcast_to(x[:, :1], (4, 3, 2)),
+    "time first": lambda x: x.transpose(0, 1).amax(0),
 }
 
 
@@ -227,6 +246,8 @@ TOGETHER = {
     "vertically": (lambda x: torch.vstack([x, x + 1]), (2, 1)),
     "horizontally": (lambda x: torch.hstack([x, x + 1]), (1, 1)),
     "stacked": (lambda x: torch.stack([x, -x], 1), (1, 1)),
+    "in two levels": (lambda x: torch.cat([torch.cat([x, -x]), x]), (3, 1)),
+    "each twice": (lambda x: x.repeat_interleave(2, 0), (1, 2)),
     "stacked and flattened": (lambda x: torch.stack([x, -x], dim=1).flatten(0, 1), (1, 2)),
     "of views of their own": (lambda x: x.reshape(-1, 2), (1, 3)),
     "both": (lambda x: torch.cat([x.view(-1, 2), 3 * x.view(-1, 2)]).float() / 2, (2, 3)),
@@ -462,7 +483,19 @@ def test_a_gradient_by_an_input_can_be_had(hit):
     assert torch.equal(torch.autograd.grad((y * y).sum(), y)[0], 2 * RAW)
 
 
+@KINDS
+def test_what_is_detached_for_a_gradient_leaves_the_leaf_as_it_is(hit):
+    x, _ = make_batch(hit)
+    y = x.detach().requires_grad_()
+    (y * y).sum().backward()
+    assert torch.equal(y.grad, 2 * RAW)
+    assert isinstance(x, BatchTensor)
+    assert x.intact
+    assert type(torch.nn.Parameter(x)) is torch.nn.Parameter or type(x) is Tensor
+
+
 IN_PLACE = {
+    "columns": (lambda x: x.__setitem__((slice(None), 0), 5), lambda x: x.index_fill(1, ZERO, 5)),
     "-=": (lambda x: x.__isub__(1), lambda x: x.sub(1)),
     "add_": (lambda x: x.add_(2), lambda x: x + 2),
     "/=": (lambda x: x.__itruediv__(255), lambda x: x / 255),

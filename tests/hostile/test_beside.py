@@ -21,8 +21,8 @@ from tests.hostile.nets import Net, rows
 
 PLACES = {
     "batch.batch.Batch": "rows_of",
-    "batch.chain.Op": "record",
-    "batch.tensor.BatchTensor": "_recorded",
+    "batch.tensor": "operation",
+    "batch.trial": "_try",
     "cache.host.CacheHost": "audit_leaves audited captured cut_found note",
     "cache.passes.Passes": "next_of",
     "cache.port.LoaderPort": "adopt begins count_yielded log_epoch note_step wants_control",

@@ -393,6 +393,11 @@ def test_none_replaced_by_a_good_sample_of_the_batch(run, collate, workers):
 # ---- left uncached without need ------------------------------------------------------------------
 
 
+def gradient_of(model, x):
+    own = x.detach().requires_grad_()
+    return torch.autograd.grad((own**2).sum(), own)[0][:1]
+
+
 JOINED = {
     "cat of two views": lambda m, x: sum(m(torch.cat([x, x.flip(-1)])).chunk(2)),
     "cat and arithmetic": lambda m, x: sum(m((torch.cat([x, 2 * x, -x]) - 1) / 2).chunk(3)),
@@ -403,6 +408,17 @@ JOINED = {
     "squeeze": lambda m, x: m(x[None].squeeze(0)),
     "turned twice": lambda m, x: m(x.t().t()),
     "flat and back": lambda m, x: m(x.view(-1).view(-1, 6)),
+    "two levels": lambda m, x: sum(m(torch.cat([torch.cat([x, -x]), x])).chunk(3)),
+    "each twice": lambda m, x: m(x.repeat_interleave(2, 0))[::2],
+    "repeated": lambda m, x: m(x[:, :3].repeat(1, 2)),
+    "everything": lambda m, x: m(x[...]),
+    "of its own mean": lambda m, x: m((x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)),
+    "chosen by itself": lambda m, x: m(torch.where(x > 0, x, 0) * (x < 2)),
+    "no gradient": lambda m, x: m(x.requires_grad_(False)),
+    "pooled": lambda m, x: m(F.interpolate(F.avg_pool1d(x[:, None], 2), size=6)[:, 0]),
+    "by parts": lambda m, x: m(torch.stack(x.unbind(1)[::-1], 1).sort(1).values),
+    "clipped": lambda m, x: m(x.clone().clip_(-1, 1)),
+    "gradient by itself": lambda m, x: m(x + 0 * gradient_of(m, x)),
     "Variable": lambda m, x: m(torch.autograd.Variable(x)),
 }
 
