@@ -4,10 +4,10 @@ Owns nothing that lives longer than a batch: no thread, no file, no global. It n
 and never reads an activation; whoever made the batch gave it a way to do so.
 
 `batch.py` is a batch and its parts, `tensor.py` holds the tensors that know their samples and
-`absent.py` those that were not loaded, `chain.py` the operations that they record, `fold.py` how
-many rows a sample has then, `selection.py` the operations that take rows, `vouch.py` what they
-held, `lost.py` where their rows were lost; `structure.py` takes a batch apart into leaves with a
-row per sample, `padding.py` says how they were padded, `seeds.py` names samples.
+`absent.py` those that were not loaded, `chain.py` the operations that they record, `trial.py` which
+those are, `fold.py` how many rows a sample has then, `selection.py` the operations that take rows,
+`vouch.py` what they held, `lost.py` where their rows were lost; `structure.py` takes a batch apart
+into leaves with a row per sample, `padding.py` says how they were padded, `seeds.py` names samples.
 """
 
 from egeria_cache.batch.absent import AbsentBeside, without_data

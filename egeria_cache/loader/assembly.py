@@ -358,7 +358,7 @@ class Assembly:
         rows: Mapping[str, Tensor],
         lengths: Lengths | None,
     ) -> Batch:
-        forget_lost()
+        forget_lost(leaves, len(plan.ids))
         plan.size = self._size(len(plan.ids), _whole(lengths))
         source, task = self._source, plan.whole(self._seed)
         size, view = len(plan.ids), None if plan.entry is None else plan.entry.view

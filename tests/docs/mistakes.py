@@ -335,6 +335,21 @@ def no_batches(where):
 
 
 @mistake(
+    "A batch is a list of samples (the collate function of detection)",
+    "A list has no rows that could be stored or left out. Where the pictures are of one size, "
+    "stack them in the collate function and leave the targets in a list.",
+)
+def lists_of_samples(where):
+    net = model()
+    with cached(net, where, gate="always") as cache:
+        loader = EgeriaLoader(
+            samples(), 8, cache=cache, collate_fn=lambda batch: tuple(zip(*batch, strict=True))
+        )
+        for pictures, targets in loader:
+            F.cross_entropy(net(torch.stack(pictures)), torch.stack(targets)).backward()
+
+
+@mistake(
     "Samples are mixed in the loop (mixup, CutMix)",
     "A mixed input is no sample. Mix what comes out of the frozen front, inside the model, or mix "
     "in the data set, from two of its own samples.",

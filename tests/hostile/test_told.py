@@ -112,6 +112,28 @@ def test_a_model_called_under_another_name_is_told(run):
     trained(run, lambda m, b: F.cross_entropy(m.back(m.forward_features(b[0])), b[1]), model=model)
 
 
+IN_LISTS = {
+    "stacked in the loop": (
+        {"collate_fn": lambda batch: tuple(zip(*batch, strict=True))},
+        lambda m, b: F.cross_entropy(m(torch.stack(b[0])), torch.stack(b[1])),
+    ),
+    "each by itself": (
+        {"collate_fn": lambda batch: list(zip(*batch, strict=True))},
+        lambda m, b: sum(F.cross_entropy(m(x[None]), y[None]) for x, y in zip(*b, strict=True)),
+    ),
+    "a batch is a sample": (
+        {"batch_size": 1, "collate_fn": lambda batch: (batch[0][0].repeat(3, 1), batch[0][1])},
+        lambda m, b: F.cross_entropy(m(b[0]).mean(0), b[1]),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", IN_LISTS)
+def test_batches_without_rows_are_told_as_such(kind):
+    options, loss = IN_LISTS[kind]
+    judge(lambda run: trained(run, loss, **options), told="in the collate_fn")
+
+
 @hostile
 def test_what_changes_at_every_step_is_told(run):
     trained(run, each_step=lambda model, step: model.early.weight.data.mul_(0.99), epochs=4)

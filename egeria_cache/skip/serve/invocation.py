@@ -247,19 +247,17 @@ def _untagged(leaves: list[Any]) -> str:
         if isinstance(leaf, BatchTensor):
             return (
                 f"the loader's leaf {leaf.leaf!r} was changed in place after the loader gave it out"
-                + (f" (by {lost_by()})" if lost_by() else "")
+                + (f" ({lost_by()})" if lost_by() else "")
             )
     tensor = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
     if tensor is None:
         kinds = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves)) or "nothing"
         return f"it was called with {kinds}, in which no tensor of an EgeriaLoader's batch is found"
     dtype = str(tensor.dtype).removeprefix("torch.")
-    lost = f"the rows were lost in {lost_by()}"
-    if not lost_by():
-        lost = (
-            "it is no tensor with a row for each sample out of an EgeriaLoader's batch (stack "
-            "samples in the collate_fn; instead of `torch.autograd.Variable(x)` give `x`)"
-        )
+    lost = lost_by() or (
+        "it is no tensor with a row for each sample out of an EgeriaLoader's batch (stack "
+        "samples in the collate_fn; instead of `torch.autograd.Variable(x)` give `x`)"
+    )
     return (
         f"it was called with a {type(tensor).__name__} ({dtype}, {list(tensor.shape)}) that does "
         f"not know its samples: {lost}"
