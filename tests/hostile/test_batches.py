@@ -206,7 +206,7 @@ LOOPS = {
     "F.normalize": lambda m, x, y, n: ce(m, F.normalize(x), y),
     "an out argument": lambda m, x, y, n: ce(m, torch.mul(x, 1 + n // 3, out=BUFFER), y),
     "a static buffer": lambda m, x, y, n: ce(m, BUFFER.copy_(x), y),
-    "filled by a schedule": lambda m, x, y, n: ce(m, x.masked_fill(x > 1 - 0.2 * (n // 3), 0), y),
+    "filled by a schedule": lambda m, x, y, n: ce(m, x.masked_fill(x > 1 - 0.05 * n, 0), y),
     "rows of a mask": lambda m, x, y, n: ce(m, x[y != 1], y[y != 1]),
     "rows sorted": sorted_by_label,
     "hard rows again": hard_ones_again,

@@ -22,7 +22,6 @@ from tests.hostile.nets import Net, rows
 PLACES = {
     "batch.batch.Batch": "rows_of",
     "batch.tensor": "operation",
-    "batch.trial": "_try",
     "cache.host.CacheHost": "audit_leaves audited captured cut_found note",
     "cache.passes.Passes": "next_of",
     "cache.port.LoaderPort": "adopt begins count_yielded log_epoch note_step wants_control",
