@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
@@ -31,6 +32,12 @@ Dropout = Literal["off", "stateless"]
 """What dropout layers of a frozen front do in training mode."""
 Padding = Literal["proved", "unread"]
 """How it is known that a loop reads no padding of the model's output."""
+
+GONE = {
+    "verify": "every read of a stored sample is verified",
+    "ragged": "what leaves are padded with is found out",
+}
+"""Options that do nothing any more, and why. They are accepted for one release."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,9 +94,13 @@ def names_known(call: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(call)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name in kwargs:
-            if name not in known:
-                of = call.__qualname__.removesuffix(".__init__")
+        for name in [name for name in kwargs if name not in known]:
+            of = call.__qualname__.removesuffix(".__init__")
+            if name in GONE:
+                del kwargs[name]
+                what = f"{of}: {name}= does nothing any more: {GONE[name]}"
+                warnings.warn(what, FutureWarning, stacklevel=2)
+            else:
                 near = did_you_mean(name, known)
                 raise TypeError(f"{of} has no option {name!r}{near}")
         return call(*args, **kwargs)
