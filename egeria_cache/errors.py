@@ -121,21 +121,24 @@ class BoundaryError(EgeriaError):
         )
 
     @classmethod
-    def parallel(cls, boundary: str, parameter: str) -> BoundaryError:
-        """A part of the model is on other ranks."""
-        return cls(
-            f"the prefix up to {boundary!r} cannot be skipped: {parameter!r} is cut by tensor "
-            "parallelism, and the model would have to be proved on all ranks at once; make a "
-            "`FrozenFront` of the frozen blocks, which is whole on each rank"
-        )
-
-    @classmethod
     def not_proved(cls, boundary: str, why: str) -> BoundaryError:
         """The rehearsal did not reproduce the model's output."""
         return cls(
             f"skipping the prefix up to {boundary!r} is not possible: {why}; what runs behind it "
             "must need nothing of the prefix but the tensors that cross it: return them from "
             "there, or choose another boundary"
+        )
+
+
+class ParallelError(BoundaryError):
+    """Tensor parallelism cuts the model: it trains uncached."""
+
+    def __init__(self, boundary: str, parameter: str) -> None:
+        """Say which parameter it cuts."""
+        super().__init__(
+            f"the prefix up to {boundary!r} cannot be skipped: {parameter!r} is cut by tensor "
+            "parallelism, and the model would have to be proved on all ranks at once; make a "
+            "`FrozenFront` of the frozen blocks, which is whole on each rank"
         )
 
 

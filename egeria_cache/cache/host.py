@@ -16,7 +16,7 @@ from egeria_cache.batch import Batch, Beside, Entry, SampleId, take_rows
 from egeria_cache.cache.audit import AuditPlan
 from egeria_cache.cache.status import Status, shown_name
 from egeria_cache.device import lock_ahead
-from egeria_cache.errors import BatchError, BoundaryError, EgeriaError
+from egeria_cache.errors import BatchError, BoundaryError, EgeriaError, ParallelError
 from egeria_cache.gate import Accounts, ServingPolicy
 from egeria_cache.prefetch import PRINT, PlannedEntry, View, Views, record
 from egeria_cache.samples import (
@@ -463,7 +463,7 @@ class CacheHost:
             return
         self._counts.why_not = str(error)
         by_hand = self._status.set_by_hand and not self._status.is_proved
-        if at_first and by_hand and not isinstance(error, BatchError):
+        if at_first and by_hand and not isinstance(error, BatchError | ParallelError):
             raise error
         log.warning("training goes on uncached: %s", error)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.errors import BoundaryError
+from egeria_cache.errors import BoundaryError, ParallelError
 from egeria_cache.skip.model import dropout
 from egeria_cache.skip.model.calls import Recorder
 from egeria_cache.skip.model.fsdp import cut_otherwise
@@ -114,7 +114,7 @@ class AutoBoundary:
         """
         name = cut_otherwise(self._model)
         if name is not None:
-            self._why = str(BoundaryError.parallel("auto", name))
+            self._why = str(ParallelError("auto", name))
             return []
         rows = rows_of(call, most)
         recorder = Recorder(keep_outputs=True)

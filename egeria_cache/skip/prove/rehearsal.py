@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.device import synchronize
-from egeria_cache.errors import BoundaryError
+from egeria_cache.errors import BoundaryError, ParallelError
 from egeria_cache.skip.model import dropout
 from egeria_cache.skip.model.calls import CallRecord, Recorder, is_compiled
 from egeria_cache.skip.model.checkpoints import Region, checkpointed_around
@@ -168,7 +168,7 @@ class Rehearsal:
     def _twins(self) -> Twins:
         name = cut_otherwise(self.model)
         if name is not None:
-            raise BoundaryError.parallel(self.boundary, name)
+            raise ParallelError(self.boundary, name)
         return Twins(self.model, self.forward, self.call, self._weights)
 
     def _refusal(self, error: Exception) -> BoundaryError:
