@@ -40,7 +40,7 @@ from egeria_cache.cache import host, port
 from egeria_cache.gate import policy
 from egeria_cache.loader import assembly, one_pass, plan
 from egeria_cache.skip import engine
-from egeria_cache.skip.serve import book, invocation, passes, placeholder, runs
+from egeria_cache.skip.serve import book, invocation, passes, placeholder
 
 STOP = 8
 """Layers of nine that are frozen."""
@@ -75,7 +75,7 @@ NAMED = (
     ("counting", host.CacheHost, "note"),
     ("rows of the entry", prefetch.PlannedEntry, "load"),
     ("what a replay may have to undo", passes, "_Undo"),
-    ("skipped modules' calls", runs.ReplayRun, "__call__"),
+    ("skipped modules' calls", passes.ReplayRun, "__call__"),
     ("the model's code on placeholders", placeholder.Placeholder, "__torch_dispatch__"),
     ("replay", passes, "replay"),
     ("the rest of the engine", engine.SkipEngine, "_called_with"),

@@ -1,6 +1,8 @@
 """What `cache-inspect` shows: sizes and contents of a cache directory. Reads only.
 
 Looks at a cache that a live run is writing without disturbing it.
+
+`verify` decodes every record of a generation.
 """
 
 from __future__ import annotations
@@ -8,17 +10,20 @@ from __future__ import annotations
 import collections
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from egeria_cache.errors import StoreError
 from egeria_cache.store import (
+    FORMAT,
     ROOT_FORMAT,
     ROOT_NAME,
     SET_ASIDE,
     Codec,
+    Coder,
     DamagedError,
+    GoneError,
     Manifest,
     Record,
     RecordError,
@@ -35,11 +40,12 @@ from egeria_cache.store import (
 
 __all__ = [
     "CacheReport",
-    "Contents",
+    "Damage",
     "GenerationReport",
     "contents",
     "find_generation",
     "survey",
+    "verify",
 ]
 
 
@@ -217,3 +223,72 @@ def _codec_name(record: Record) -> str:
         return "empty"
     code = max(zip(map(len, record.payload), record.codecs, strict=True))[1]
     return Codec(code).label if code in Codec._value2member_map_ else f"unknown codec {code}"
+
+
+PROGRESS_EVERY = 256
+"""Records."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One record that cannot be read."""
+
+    generation: str
+    sample: str
+    """The sample's ID, or the key where the ID cannot be told."""
+    reason: str
+
+
+def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> Iterator[Damage]:
+    """Check and decode every record of a generation; yield what is damaged.
+
+    Args:
+        path: The generation's directory.
+        progress: Called with (records done, records in all).
+
+    Raises:
+        StoreError: It cannot be told: a file is not ours, or cannot be opened now.
+        OSError: The disk cannot be read.
+    """
+    coder, done = Coder(), 0
+    try:
+        if is_unfinished(path) or Manifest.read(path).format < FORMAT:
+            return
+        with inspected(path) as view:
+            # What another process writes to, it has looked at, and is not at rest.
+            looks = not in_use_elsewhere(path)
+            if looks and (problem := view.tree_problem()):
+                yield Damage(path.name, "?", problem)
+                return
+            for key, found in view.records():
+                done += 1
+                try:
+                    _decode(found, coder)
+                except ValueError as error:  # a RecordError is one
+                    yield Damage(path.name, _sample(key), str(error))
+                if progress is not None and done % PROGRESS_EVERY == 0:
+                    progress(done, view.num_records)
+    except GoneError:
+        return
+    except (DamagedError, OSError) as error:
+        if os.path.lexists(path):  # else it was removed just now
+            yield Damage(path.name, "?", str(error))
+    finally:
+        if progress is not None:
+            progress(done, done)
+
+
+def _decode(record: Record | RecordError, coder: Coder) -> None:
+    if isinstance(record, RecordError):
+        raise record
+    for position in range(len(record.payload)):
+        record.value(position, coder)
+
+
+def _sample(key: bytes) -> str:
+    try:
+        sample_id, variant = decode_key(key)
+    except ValueError:
+        return key.hex()
+    shown = key.hex() if sample_id is None else repr(sample_id)
+    return shown if variant == 0 else f"{shown} (variant {variant})"

@@ -29,8 +29,8 @@ from egeria_cache.inspect.census import (
     GenerationReport,
     contents,
     find_generation,
+    verify,
 )
-from egeria_cache.inspect.checking import verify
 from egeria_cache.inspect.words import age, console, fitting, plain, print_json, progress_bar
 from egeria_cache.store import (
     ActivationStore,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 else:
     from lightning.pytorch import Callback
 
-__all__ = ["Controller", "EgeriaCallback"]
+__all__ = ["EgeriaCallback"]
 
 
 class Controller(Protocol):

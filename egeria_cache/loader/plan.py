@@ -1,4 +1,10 @@
-"""The look-ahead: index batches are drawn early, so what comes is known before it is needed."""
+"""The look-ahead: index batches are drawn early, so what comes is known before it is needed.
+
+How far they may be drawn ahead without anybody noticing is `num_foreseeable`: what a sampler draws
+may depend on when it is asked: on losses, on a generator that training draws from too, on a list
+that the loop edits. Only of torch's own samplers and ours is it known what they do, and when; all
+others are asked when DataLoader would ask them.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +17,67 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from egeria_cache.batch import Axis, SampleId
+from egeria_cache.loader.samplers import LeanRandomSampler, ShardAffineSampler
 from egeria_cache.prefetch import PlannedEntry, Prefetcher, View
 from egeria_cache.samples import Task
 from egeria_cache.store import Located
 
-__all__ = ["Plan", "Planner", "Studied", "best_entry"]
+__all__ = ["Plan", "Planner", "Studied", "best_entry", "num_foreseeable"]
+
+_DRAW_AT_ONCE = (
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    DistributedSampler,
+    ShardAffineSampler,
+    range,
+    tuple,
+)
+"""Whatever they draw, they draw with their first sample."""
+
+_ACCELERATE = "accelerate.data_loader"
+_WRAPPERS = {(_ACCELERATE, "BatchSamplerShard"), (_ACCELERATE, "SkipBatchSampler")}
+"""They hand on, or leave out, what the batch sampler inside draws."""
+_PERMUTES = {(_ACCELERATE, "SeedableRandomSampler")}
+"""They draw as `RandomSampler` does. All of these by name: nothing of theirs is imported here."""
+
+
+def num_foreseeable(batch_sampler: Any) -> int:
+    """Return how many of an epoch's first index batches may be drawn at any time after its start.
+
+    Not the last one: with it, or after it, `RandomSampler` draws from its generator again.
+    """
+    inner = batch_sampler
+    while _name(inner) in _WRAPPERS:
+        inner = inner.batch_sampler
+    if type(inner) is not BatchSampler or not _draws_at_once(inner.sampler):
+        return 0
+    return len(batch_sampler) - 1
+
+
+def _name(thing: Any) -> tuple[str, str]:
+    return type(thing).__module__, type(thing).__qualname__
+
+
+def _draws_at_once(sampler: Any) -> bool:
+    if type(sampler) in _DRAW_AT_ONCE:
+        return True
+    if type(sampler) not in (RandomSampler, LeanRandomSampler) and _name(sampler) not in _PERMUTES:
+        return False
+    # Without a generator it makes one of its own; else it may be anybody's.
+    is_permutation = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    return sampler.generator is None or is_permutation
+
 
 _MOST_AT_ONCE = 8
 """Batches that are planned with one look-up."""
@@ -134,7 +194,7 @@ class Planner:
             stored_as: Draws -> those under which activations are stored.
             seed: The run's augmentation seed.
             first_number: Number of the first batch.
-            num_foreseeable: Batches below this number may be drawn ahead (`ahead.py`).
+            num_foreseeable: Batches below this number may be drawn ahead.
         """
         self._index_batches = index_batches
         self._identify = identify

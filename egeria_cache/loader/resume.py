@@ -3,17 +3,24 @@
 The state names the start of the epoch (the states of the random generators that the sampler draws
 from) and the number of batches given out since. It does not depend on what was read ahead, nor on
 the number of workers: resuming draws the same index batches again and drops those that were used.
+
+Below: DataLoader's own iterators, which keep the loader's `Progress`; index samplers that are
+entered in mid-epoch, or note their state with every batch; the random generators they draw from.
 """
 
 from __future__ import annotations
 
+import base64
+import copy
 import logging
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -25,15 +32,197 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+from torch.utils.data.dataloader import (
+    _MultiProcessingDataLoaderIter,
+    _SingleProcessDataLoaderIter,
+)
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.loader.counted import CountedMulti, CountedSingle
-from egeria_cache.loader.entered import Noted, Rest, is_stateful, state_of
 from egeria_cache.loader.progress import Progress
-from egeria_cache.loader.sampler_rng import SamplerRng
 from egeria_cache.loader.samplers import LeanRandomSampler, ShardAffineSampler
 
-__all__ = ["ResumableLoader", "draw_base_seed"]
+__all__ = ["ResumableLoader", "draw_base_seed", "state_of"]
+
+
+class SamplerRng:
+    """The random generators that a loader's sampler may draw from."""
+
+    def __init__(self, generator: torch.Generator | None, index_sampler: Any) -> None:
+        sampler = getattr(index_sampler, "sampler", None)
+        self._samplers = _samplers(index_sampler)
+        own = [getattr(thing, "generator", None) for thing in self._samplers]
+        found = [torch.default_generator, generator, *own]
+        self._torch = list(dict.fromkeys(g for g in found if isinstance(g, torch.Generator)))
+        # torch's own samplers draw from torch alone; a user's may draw from anything.
+        self._is_torch = type(index_sampler) is BatchSampler and isinstance(
+            sampler, RandomSampler | SequentialSampler
+        )
+
+    def get(self) -> dict[str, Any]:
+        """Return their states, as values that JSON can write."""
+        state: dict[str, Any] = {
+            "torch": [_text(generator.get_state().numpy()) for generator in self._torch]
+        }
+        if not self._is_torch:
+            version, internal, gauss = random.getstate()
+            state["python"] = [version, list(internal), gauss]
+            name, keys, *rest = np.random.get_state()
+            state["numpy"] = [name, _text(np.asarray(keys, "<u4")), *rest]
+        return state
+
+    def set(self, state: dict[str, Any]) -> None:
+        """Put them back."""
+        states = state["torch"]
+        for sampler in self._samplers:
+            if len(self._torch) < len(states) and getattr(sampler, "generator", 0) is None:
+                # It makes one with its first pass, and had made it when the state was taken.
+                sampler.generator = torch.Generator()
+                self._torch.append(sampler.generator)
+        for generator, value in zip(self._torch, states, strict=True):
+            generator.set_state(torch.frombuffer(_bytes(value), dtype=torch.uint8))
+        if "python" in state:
+            version, internal, gauss = state["python"]
+            random.setstate((version, tuple(internal), gauss))
+            name, keys, *rest = state["numpy"]
+            np.random.set_state((name, np.frombuffer(_bytes(keys), "<u4"), *rest))
+
+
+def _samplers(index_sampler: Any) -> list[Any]:
+    """Return an index sampler, those that it wraps, and the sampler that they draw from."""
+    found: list[Any] = []
+    pending = [index_sampler]
+    while pending:
+        thing = pending.pop()
+        if thing is not None and all(thing is not other for other in found):
+            found.append(thing)
+            pending += [getattr(thing, name, None) for name in ("sampler", "batch_sampler")]
+    return found
+
+
+def _text(array: np.ndarray) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def _bytes(text: str) -> bytearray:
+    return bytearray(base64.b64decode(text))  # torch wants memory that can be written
+
+
+class Rest:
+    """An index sampler that was entered in mid-epoch; from its second pass on it is whole."""
+
+    def __init__(self, rest: Iterator[Any], whole: Iterable[Any]) -> None:
+        self._once: Iterator[Any] | None = rest
+        self._whole = whole
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._whole) if self._once is None else self._run(self._once)
+
+    def _run(self, rest: Iterator[Any]) -> Iterator[Any]:
+        # Only now: DataLoader asks for an iterator twice before it uses one.
+        self._once = None
+        yield from rest
+
+
+class Noted:
+    """An index sampler that notes its state, and its iterator's, whenever it was drawn from."""
+
+    def __init__(self, whole: Iterable[Any], state: Callable[[], Any], progress: Progress) -> None:
+        self._whole, self._state, self._progress = whole, state, progress
+
+    def __len__(self) -> int:
+        return len(self._whole)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        # DataLoader asks a batch sampler now, and what lies in a BatchSampler with the first batch.
+        return self._run(None if type(self._whole) is BatchSampler else iter(self._whole))
+
+    def entered(self, state: Any) -> Iterator[Any]:
+        """Return an iterator that goes on where another one had this state."""
+        batches = self._begun()
+        _bearer(batches).load_state_dict(copy.deepcopy(state))
+        return self._run(batches)
+
+    def _begun(self) -> Iterator[Any]:
+        return _Batches(self._whole) if type(self._whole) is BatchSampler else iter(self._whole)
+
+    def _run(self, batches: Iterator[Any] | None) -> Iterator[Any]:
+        batches = self._begun() if batches is None else batches
+        again, self._progress.may_be_empty = self._progress.may_be_empty, False
+        drawn = self._progress.drawn
+        while True:
+            for batch in batches:
+                again, bearer = False, _bearer(batches)
+                own = state = None
+                with Attempt():
+                    own = copy.deepcopy(bearer.state_dict()) if is_stateful(bearer) else None
+                    state = self._state()
+                if state is not None or own is not None:
+                    drawn.append((state, own))
+                yield batch
+            if not again:
+                return
+            again, batches = False, self._begun()
+
+
+class _Batches:
+    """What `BatchSampler` gives, with the sampler's iterator in reach."""
+
+    def __init__(self, whole: BatchSampler) -> None:
+        self.indices = iter(whole.sampler)
+        self._size, self._drop_last = whole.batch_size, whole.drop_last
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __next__(self) -> list[Any]:
+        batch = list(islice(self.indices, self._size))
+        if not batch or (self._drop_last and len(batch) < self._size):
+            raise StopIteration
+        return batch
+
+
+def _bearer(batches: Any) -> Any:
+    """Return the iterator that may have a state."""
+    return batches.indices if isinstance(batches, _Batches) else batches
+
+
+def state_of(stateful: Any) -> Any:
+    """Return a copy of the state of what has one; None of None."""
+    return None if stateful is None else copy.deepcopy(stateful.state_dict())
+
+
+def is_stateful(one: Any) -> bool:
+    """Return whether it keeps its own place, in torchdata's protocol."""
+    return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
+
+
+class _Counted:
+    """Mixed into DataLoader's own iterators: keeps the loader's `Progress`."""
+
+    progress: Progress
+
+    def __next__(self) -> Any:
+        try:
+            batch = super().__next__()  # type: ignore[misc]
+        except StopIteration:
+            self.progress.finished = True
+            raise
+        self.progress.count()
+        return batch
+
+
+class CountedSingle(_Counted, _SingleProcessDataLoaderIter):
+    """Loads in this process."""
+
+
+class CountedMulti(_Counted, _MultiProcessingDataLoaderIter):
+    """Loads in workers."""
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        # Persistent workers serve many passes, and each may have an index sampler of its own.
+        self._index_sampler = loader._index_sampler
+        super()._reset(loader, first_iter)
+
 
 _WITHOUT_STATE = (
     RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler,

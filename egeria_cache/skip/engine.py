@@ -26,9 +26,8 @@ from egeria_cache.skip.model import calls
 from egeria_cache.skip.model.attach import AttachedForward, inner_model
 from egeria_cache.skip.model.dropout import StatelessDropout, counting_calls
 from egeria_cache.skip.model.features import Features
-from egeria_cache.skip.model.frozen import FrozenPrefix
+from egeria_cache.skip.model.frozen import FrozenPrefix, tell_modes
 from egeria_cache.skip.model.fsdp import states_in
-from egeria_cache.skip.model.modes import tell_modes
 from egeria_cache.skip.model.names import module_named, user_line
 from egeria_cache.skip.model.scout import Scout
 from egeria_cache.skip.model.sharded import Front, ShardedFront

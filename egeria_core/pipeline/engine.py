@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from egeria_cache import EgeriaError
 from egeria_core.pipeline.plan import PipelinePlan
 
-__all__ = ["Engine", "StageModule", "check_torch"]
+__all__ = ["Engine", "check_torch"]
 
 _SYNC_BUFFERS = next(
     name

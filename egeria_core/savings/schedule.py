@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from egeria_core.learning_rate import MeanRate
 
-__all__ = ["Remaining", "Schedule", "ScheduleError", "find_length", "simulate"]
+__all__ = ["Remaining", "Schedule", "find_length", "simulate"]
 
 log = logging.getLogger("egeria")
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from egeria_cache import ActivationCache, EgeriaLoader
-from egeria_cache.cache import live
+from egeria_cache.cache import notes as live
 from egeria_cache.cache.notes import LiveFile, read_live
 from egeria_cache.inspect import main
 from tests.cache.test_auto import data, train

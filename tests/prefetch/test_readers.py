@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from egeria_cache.prefetch.reader_count import ReaderCount
-from egeria_cache.prefetch.readers import Crew, ReaderThreads
+from egeria_cache.prefetch.readers import Crew, ReaderCount, ReaderThreads
 from egeria_cache.store import NotInMemoryError
 
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from egeria_cache.prefetch import ring as rings
-from egeria_cache.prefetch.ring import Place, Ring
-from egeria_cache.prefetch.slots import Slots
+from egeria_cache.prefetch.ring import Place, Ring, Slots
 from egeria_cache.ragged import pad_rows
 
 CPU = torch.device("cpu")

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import egeria_cache
-from egeria_cache.skip.model.frozen import FrozenPrefix
-from egeria_cache.skip.model.modes import tell_modes
+from egeria_cache.skip.model.frozen import FrozenPrefix, tell_modes
 
 
 class Block(nn.Sequential):

@@ -22,8 +22,7 @@ import torch
 import egeria_cache.store.disk.environment as environment_module
 import egeria_cache.store.generation as generation_module
 from egeria_cache.errors import ForeignError, StoreError
-from egeria_cache.inspect.census import contents, survey
-from egeria_cache.inspect.checking import verify
+from egeria_cache.inspect.census import contents, survey, verify
 from egeria_cache.store.disk.budget import Budget, directory_bytes, generation_directories
 from egeria_cache.store.disk.claims import in_use_elsewhere, remove_directory
 from egeria_cache.store.disk.environment import Environment

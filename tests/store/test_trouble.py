@@ -23,8 +23,7 @@ import egeria_cache.store.disk.budget as budget_module
 import egeria_cache.store.generation as generation_module
 import egeria_cache.store.store as store_module
 from egeria_cache.errors import StoreError
-from egeria_cache.inspect.census import survey
-from egeria_cache.inspect.checking import verify
+from egeria_cache.inspect.census import survey, verify
 from egeria_cache.store.disk.budget import Budget
 from egeria_cache.store.disk.files import GoneError, inspected
 from egeria_cache.store.disk.manifest import DamagedError, generation_name

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 __all__ = [
     "CastInputs",
-    "CastOutput",
     "cast_hooks",
     "cut_otherwise",
     "groups_of",

@@ -12,25 +12,36 @@ from torch.utils._pytree import tree_flatten
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.errors import BatchError, BoundaryError
-from egeria_cache.skip.prove.evidence import Evidence, Recomputed, recompute, trainable
-from egeria_cache.skip.prove.fillings import check_losses, compared, fillings, find_output_axes
+from egeria_cache.skip.prove.evidence import (
+    Evidence,
+    Recomputed,
+    few_rows,
+    recompute,
+    trainable,
+    with_made_up,
+)
 from egeria_cache.skip.prove.independence import (
     check_constants,
     check_rows,
     check_trained,
     same_parts,
 )
-from egeria_cache.skip.prove.lengths import study_lengths
-from egeria_cache.skip.prove.parts import few_rows, with_made_up
+from egeria_cache.skip.prove.lengths import (
+    check_losses,
+    compared,
+    fillings,
+    find_output_axes,
+    study_lengths,
+)
 from egeria_cache.skip.prove.probe import Prober, scene_of
 from egeria_cache.skip.prove.purity import Repeats
 from egeria_cache.skip.prove.twin import Twin
 from egeria_cache.skip.prove.uses import free_arguments, note_reads, observe, unread_tensors
 from egeria_cache.skip.serve.compare import difference, same_content, tolerance
 from egeria_cache.skip.serve.cut import Step, TensorSpec
+from egeria_cache.skip.serve.passes import ReplayRun
 from egeria_cache.skip.serve.placeholder import Source
 from egeria_cache.skip.serve.recipe import Recipe, Slot, StepPlan, Unavailable
-from egeria_cache.skip.serve.runs import ReplayRun
 from egeria_cache.skip.serve.trace import Named, PrefixTrace, known_tensors
 from egeria_cache.skip.state.hooks import has_user_hooks_inside
 from egeria_cache.skip.state.remembered import RandomState

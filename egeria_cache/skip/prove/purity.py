@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria_cache.errors import BoundaryError
-from egeria_cache.skip.prove.evidence import Evidence, recompute
-from egeria_cache.skip.prove.parts import rest
+from egeria_cache.skip.prove.evidence import Evidence, recompute, rest
 from egeria_cache.skip.serve.recipe import Recipe
 from egeria_cache.skip.state.copier import Copier
 from egeria_cache.skip.state.foreign import is_foreign, outside_state, own_dict, own_slots

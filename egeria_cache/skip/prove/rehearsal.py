@@ -10,10 +10,14 @@ by one forward, the user's, when it is known whether the front is cut:
  4. *Probes* (probe.py): replays on placeholders until nothing escapes; each escape adds an input
     leaf, a light module or a tensor to what a hit needs.
  5. *Replay* (proof.py): from rows as they come back from the store; its output must be the plain.
+
+What is checkpointed around the boundary must not run the skipped modules again in backward.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,21 +32,62 @@ from egeria_cache.device import synchronize
 from egeria_cache.errors import BoundaryError, ParallelError
 from egeria_cache.skip.model import dropout
 from egeria_cache.skip.model.calls import CallRecord, Recorder, is_compiled
-from egeria_cache.skip.model.checkpoints import Region, checkpointed_around
 from egeria_cache.skip.model.frozen import FrozenPrefix, mode_asked_for
 from egeria_cache.skip.model.fsdp import cut_otherwise
 from egeria_cache.skip.prove.evidence import Evidence, arguments, distinct, trainable
 from egeria_cache.skip.prove.proof import prove, same_rows
 from egeria_cache.skip.prove.twin import Twin, Twins, shared_modules
 from egeria_cache.skip.serve.invocation import Invocation
+from egeria_cache.skip.serve.passes import wants_grad
 from egeria_cache.skip.serve.recipe import Recipe, Slot
-from egeria_cache.skip.serve.runs import wants_grad
 from egeria_cache.skip.state.hooks import hook_of_training
 from egeria_cache.skip.state.remembered import RandomState
 from egeria_cache.skip.state.surroundings import Surroundings, World
 from egeria_cache.skip.state.weights import Weights
 
 __all__ = ["FEW_ROWS", "Outcome", "Rehearsal", "patchable", "rows_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A call of `torch.utils.checkpoint.checkpoint` that was open when the boundary was called."""
+
+    frame: Any
+    """What PyTorch notes about it, in the kind that is not reentrant; else None."""
+
+    def runs_again(self) -> bool:
+        """Whether backward may ask for it; to be asked after the forward.
+
+        It runs again for the sake of tensors that autograd saved in it. A region in which nothing
+        was trained, because it ends at the boundary, has saved none.
+        """
+        return bool(getattr(self.frame, "weak_holders", True))
+
+
+def checkpointed_around(boundary: nn.Module) -> list[Region]:
+    """Return the regions that hold more than the call of the boundary, which is being made."""
+    regions = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+            region = frame.f_locals.get("function", frame.f_locals.get("run_function"))
+            if region is not None and not _is_call_of(region, boundary):
+                generator = getattr(frame.f_locals.get("gen"), "gi_frame", None)
+                inside = {} if generator is None else generator.f_locals
+                regions.append(Region(inside.get("new_frame")))
+        frame = frame.f_back  # type: ignore[assignment]
+    return regions
+
+
+def _is_call_of(function: Any, module: nn.Module) -> bool:
+    """Whether calling `function` calls `module` and nothing else."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function is module or (
+        getattr(function, "__self__", None) is module
+        and getattr(function, "__name__", "") in ("__call__", "_wrapped_call_impl", "forward")
+    )
+
 
 FEW_ROWS = 2
 """Show which modules are called: BatchNorm takes no fewer."""

@@ -11,8 +11,7 @@ import xxhash
 from torch import Tensor, nn
 
 from egeria_cache.kinds import kind_name
-from egeria_cache.skip.serve.arguments import PLAIN
-from egeria_cache.skip.serve.invocation import Invocation, mode_key
+from egeria_cache.skip.serve.invocation import PLAIN, Invocation, mode_key
 from egeria_cache.skip.serve.recipe import Recipe, Slot
 from egeria_cache.skip.state.code import Code
 from egeria_cache.skip.state.content import ContentHash, describe, digest

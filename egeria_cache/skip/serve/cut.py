@@ -19,10 +19,9 @@ from torch import Tensor
 
 from egeria_cache.batch import Fold, Lengths
 from egeria_cache.ragged import PaddedRows
-from egeria_cache.skip.serve.padded import RowGrowth
-from egeria_cache.skip.serve.rule import Rule
+from egeria_cache.skip.serve.padded import RowGrowth, Rule
 
-__all__ = ["Cut", "RowSpec", "TensorSpec"]
+__all__ = ["Cut", "TensorSpec"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,30 +1,260 @@
-"""The three ways through a model: all of it, the prefix alone, and from the cut on."""
+"""The three ways through a model: all of it, the prefix alone, and from the cut on.
+
+`CaptureRun` keeps what crosses the boundary, `ReplayRun` enters there.
+"""
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from egeria_cache.attempt import is_ours
+from egeria_cache.attempt import Attempt, is_ours
+from egeria_cache.batch import Lengths
 from egeria_cache.device import runs_late, synchronize
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model import dropout
 from egeria_cache.skip.model.calls import intercept
 from egeria_cache.skip.serve.compare import difference, tolerance
+from egeria_cache.skip.serve.cut import TensorSpec
 from egeria_cache.skip.serve.invocation import Invocation, plain
-from egeria_cache.skip.serve.placeholder import Source
-from egeria_cache.skip.serve.recipe import Recipe, Unavailable
-from egeria_cache.skip.serve.runs import CaptureRun, PrefixDone, ReplayRun, capturing
+from egeria_cache.skip.serve.placeholder import Placeholder, Scene, Source
+from egeria_cache.skip.serve.recipe import Recipe, Slot, StepPlan, Unavailable
 from egeria_cache.skip.state.quiet import quietly
 from egeria_cache.skip.state.remembered import RandomState, Remembered
 
-__all__ = ["alike", "full", "prefix", "replay", "timed"]
+__all__ = [
+    "CaptureRun",
+    "PrefixDone",
+    "ReplayRun",
+    "alike",
+    "full",
+    "prefix",
+    "replay",
+    "timed",
+    "wants_grad",
+]
+
+
+def wants_grad(step: int, leaves: Sequence[Any]) -> set[Slot]:
+    """Return which leaves of a step's output autograd follows."""
+    return {(step, j) for j, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad}
+
+
+class PrefixDone(BaseException):
+    """Leaves the model once the boundary has returned; no `except Exception` may stop it."""
+
+
+class CaptureRun:
+    """Handler for a forward that computes the prefix: keeps the tensors of the cut.
+
+    Args:
+        recipe: What to keep.
+        batch_size: Rows of this forward.
+        stop: Leave the model by `PrefixDone` when the boundary has returned.
+    """
+
+    def __init__(self, recipe: Recipe, batch_size: int, *, stop: bool = False) -> None:
+        self.recipe = recipe
+        self.batch_size = batch_size
+        self.stop = stop
+        self.deviation: str | None = None
+        self._taken: dict[Slot, Tensor] = {}
+        self._rows: dict[str, Tensor] | None = None
+        self._position = 0
+        self._inside = False
+
+    def __call__(
+        self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Handle one call of a module of the prefix."""
+        steps = self.recipe.steps
+        if self._inside or self._position >= len(steps) or self.deviation:
+            return original(*args, **kwargs)
+        step = steps[self._position]
+        if step.module is not module:
+            if self.recipe.surrounds(module):
+                return original(*args, **kwargs)
+            self._deviate(f"{self.recipe.names[id(module)]!r} ran where {step.name!r} was expected")
+            return original(*args, **kwargs)
+        self._inside = True
+        try:
+            output = original(*args, **kwargs)
+        finally:
+            self._inside = False
+        with Attempt(lambda error: self._deviate(repr(error))):
+            self._keep(step, output)
+            if self._position == len(steps) - 1 and not self.deviation:
+                self._rows = self._finish()
+        self._position += 1
+        if self._position == len(steps) and self.stop:
+            raise PrefixDone
+        return output
+
+    def rows(self) -> dict[str, Tensor] | None:
+        """Return the cut's tensors as rows; None if the model took another way this time."""
+        return None if self.deviation else self._rows
+
+    def _keep(self, step: StepPlan, output: Any) -> None:
+        if step.single and isinstance(output, Tensor):  # as most modules do
+            if not step.cached and isinstance(step.leaves[0], TensorSpec):
+                return
+            leaves = [output]
+        else:
+            leaves, spec = tree_flatten(output)
+            if spec != step.spec:
+                self._deviate(f"{step.name!r} returned another structure")
+                return
+        if step.cached:
+            self.recipe.wants_grad |= wants_grad(self._position, leaves)
+        for j, (leaf, known) in enumerate(zip(leaves, step.leaves, strict=True)):
+            if j in step.cached:
+                if isinstance(leaf, Placeholder) or not known.matches(leaf, self.batch_size):
+                    self._deviate(f"{step.name!r} returned another shape")
+                    return
+                self._taken[self._position, j] = leaf
+            elif isinstance(known, int | float | str | bool) and leaf != known:
+                self._deviate(f"{step.name!r} returned {leaf!r} where it gave {known!r}")
+
+    def _finish(self) -> dict[str, Tensor]:
+        # Copies of the values as they stand when the boundary returns: in-place steps of the prefix
+        # count; what the active part writes, perhaps through NumPy or `.data`, does not.
+        rows = {}
+        for name, slot in self.recipe.slots().items():
+            tensor = self._taken[slot]
+            with torch.inference_mode(False), torch.no_grad():
+                view = self.recipe.tensor_spec(slot).to_rows(tensor)
+                rows[name] = view.clone(memory_format=torch.contiguous_format)
+        return rows
+
+    def _deviate(self, how: str) -> None:
+        self.deviation = self.deviation or how
+        if self.stop:
+            raise BoundaryError.another_way(self.recipe.boundary, how)
+
+
+class LearnRun(CaptureRun):
+    """A `CaptureRun` for a batch of lengths that the recipe does not know yet: it does afterwards.
+
+    Args:
+        recipe: What to keep.
+        lengths: Of the batch.
+        batch_size: Rows of this forward.
+        stop: Leave the model by `PrefixDone` when the boundary has returned.
+    """
+
+    def __init__(
+        self, recipe: Recipe, lengths: Lengths, batch_size: int, *, stop: bool = False
+    ) -> None:
+        super().__init__(recipe, batch_size, stop=stop)
+        self._lengths = lengths
+        self._outputs: list[list[Any]] = []
+
+    def _keep(self, step: StepPlan, output: Any) -> None:
+        leaves, spec = tree_flatten(output)
+        if spec != step.spec:
+            self._deviate(f"{step.name!r} returned another structure")
+        self._outputs.append(leaves)
+
+    def _finish(self) -> dict[str, Tensor]:
+        recipe, whole = self.recipe, self._lengths.whole
+        assert recipe.growth is not None
+        odd = recipe.growth.learn(recipe.steps, whole, self.batch_size, self._outputs)
+        here = None if odd is not None else recipe.at(self._lengths)
+        if here is None:
+            self._deviate(f"the shape of what {odd or recipe.boundary!r} returned follows no rule")
+            return {}
+        self.recipe, outputs = here, self._outputs
+        for index, step in enumerate(here.steps):
+            self._position = index
+            super()._keep(step, tree_unflatten(outputs[index], step.spec))
+        self._position = len(here.steps)
+        return {} if self.deviation else super()._finish()
+
+
+def capturing(
+    recipe: Recipe, lengths: Lengths | None, batch_size: int, *, stop: bool = False
+) -> CaptureRun:
+    """Return the handler of a forward of `batch_size` rows, as long as a batch of these lengths."""
+    here = recipe.at(lengths)
+    if here is None:
+        assert lengths is not None
+        return LearnRun(recipe, lengths, batch_size, stop=stop)
+    return CaptureRun(here, batch_size, stop=stop)
+
+
+class ReplayRun:
+    """Handler for a forward that enters at the cut: skipped modules return what is stored."""
+
+    looks = False
+    """Whether it looks at what skipped modules are called with."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        batch_size: int,
+        values: Mapping[Slot, Tensor],
+        *,
+        proven: bool = False,
+        scene: Scene | None = None,
+    ) -> None:
+        self.recipe = recipe
+        self.batch_size = batch_size
+        self.values = values
+        self.scene = scene or (recipe.stage() if proven else recipe.scene())
+        self._output = recipe.hit_output if proven else recipe.output
+        self._ready: Mapping[tuple[int, int], Any] = recipe.ready if proven else {}
+        self._position = 0
+        self._inside = False
+
+    def __call__(
+        self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Handle one call of a module of the prefix."""
+        if self._inside or self.scene.after_boundary:
+            return original(*args, **kwargs)
+        steps, index = self.recipe.steps, self._position
+        step = steps[index]
+        if step.module is not module:
+            if self.recipe.surrounds(module):
+                return original(*args, **kwargs)
+            how = f"{self.recipe.names[id(module)]!r} ran where {step.name!r} was expected"
+            raise BoundaryError.another_way(self.recipe.boundary, how)
+        if step.run:
+            self.running(index, args, kwargs)
+            self._inside = True
+            try:
+                output = original(*args, **kwargs)
+            finally:
+                self._inside = False
+            self.ran(index, output)
+        else:
+            if self.looks:
+                self.skipping(index, args, kwargs)
+            for draw in step.draws:
+                draw.again()
+            output = self._ready.get((index, self.batch_size))
+            if output is None:
+                output = self._output(index, self.batch_size, self.scene, self.values)
+        self._position += 1
+        self.scene.after_boundary = self._position == len(steps)
+        return output
+
+    def running(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look at what a module that is not skipped is called with; a rehearsal does."""
+
+    def skipping(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look at what a skipped module is called with; a rehearsal does."""
+
+    def ran(self, index: int, output: Any) -> None:
+        """Look at what a module that is not skipped returned; a rehearsal does."""
+
 
 Forward = Callable[..., Any]
 Rows = dict[str, Tensor]

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import Lengths
-from egeria_cache.skip.serve.growth import Growth
 from egeria_cache.skip.serve.invocation import Invocation
 from egeria_cache.skip.serve.padded import OutputAxis, Proof
+from egeria_cache.skip.serve.recipe import Growth
 
 __all__ = ["ENOUGH", "MAX_WATCHED", "NEGLIGIBLE", "awaits_proof", "watched"]
 
