@@ -44,7 +44,7 @@ PLACES = {
     "skip.serve.book.RecipeBook": "find",
     "skip.serve.invocation.Invocation": "key of",
     "skip.serve.passes": "prefix replay",
-    "skip.serve.runs.CaptureRun": "_finish",
+    "skip.serve.passes.CaptureRun": "_finish",
     "skip.serve.thaw.ThawWatch": "thawed",
     "skip.state.content.ContentHash": "of",
     "skip.state.guards.PrefixGuard": "changed",
