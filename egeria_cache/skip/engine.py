@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from egeria_cache.attempt import Attempt, is_beside, is_ours, without_us
 from egeria_cache.batch import Batch, Entry, batch_tensors, interleaved, unwrap
 from egeria_cache.device import Answers, uploaded
-from egeria_cache.errors import BoundaryError, PaddingError
+from egeria_cache.errors import BoundaryError, PaddingError, ParallelError
 from egeria_cache.skip.model import calls
 from egeria_cache.skip.model.attach import AttachedForward, inner_model
 from egeria_cache.skip.model.dropout import StatelessDropout, counting_calls
 from egeria_cache.skip.model.features import Features
 from egeria_cache.skip.model.frozen import FrozenPrefix, tell_modes
-from egeria_cache.skip.model.fsdp import states_in
+from egeria_cache.skip.model.fsdp import cut_otherwise, states_in
 from egeria_cache.skip.model.names import module_named, user_line
 from egeria_cache.skip.model.scout import Scout
 from egeria_cache.skip.model.sharded import Front, ShardedFront
@@ -687,7 +687,9 @@ class SkipEngine:
         assert self._sharded is not None
         why = self._sharded.refused()
         if why is not None and self.boundary is not None:
-            self._tell_refused(BoundaryError.not_proved(self.boundary, why))
+            name = cut_otherwise(self.model)
+            otherwise = BoundaryError.not_proved(self.boundary, why)
+            self._tell_refused(ParallelError(self.boundary, name) if name else otherwise)
         thawed, self._sharded.thawed = self._sharded.thawed, []
         if thawed and self.boundary is not None:
             self.host.thawed(self._sharded.thawed_name, None)
