@@ -16,6 +16,13 @@ from egeria_cache.store.native import SWITCH, Kernel, kernel
 from egeria_cache.store.records.keys import encode_keys
 from egeria_cache.store.store import ActivationStore
 
+DEADLINE_S = 60
+USUAL = """
+import gc, os, resource, sys, torch
+from egeria_cache.store.store import ActivationStore
+torch.set_num_threads(1)
+"""
+
 
 @pytest.fixture
 def store(directory: Path) -> Iterator[ActivationStore]:
@@ -74,11 +81,19 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def run_python(code: str, *argv: object, **options: Any) -> subprocess.Popen[str]:
-    """Start a process of its own."""
+    """Start a process of its own, which knows what most need."""
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, argv)],
+        [sys.executable, "-c", USUAL + textwrap.dedent(code), *map(str, argv)],
         stdout=subprocess.PIPE, text=True, **options,
     )  # fmt: skip
+
+
+def run_to_its_end(code: str, *argv: object, count: int = 1) -> str:
+    """Run a process, or several that are told their numbers besides, which must end well."""
+    children = [run_python(code, *argv, number, stderr=subprocess.PIPE) for number in range(count)]
+    ends = [(*child.communicate(timeout=300), child.returncode) for child in children]
+    assert all(status == 0 for _, _, status in ends), ends
+    return ends[0][0]
 
 
 @pytest.fixture
