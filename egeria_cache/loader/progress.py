@@ -45,9 +45,7 @@ class Progress:
     sampler: Any = field(default=None, repr=False)
     """The state of a sampler that has one, when the last batch given out had been drawn; before
     the first and after the last, as it was then."""
-    iterator: Any = field(default=None, repr=False)
-    """The same for the sampler's iterator, if that has a state."""
-    drawn: deque[tuple[Any, Any]] = field(default_factory=deque, repr=False)
+    drawn: deque[Any] = field(default_factory=deque, repr=False)
     """The same for the batches that were drawn, but not given out; no part of the state."""
     front: int = 0
     """The number after the foremost batch given out; no part of the state."""
@@ -74,7 +72,7 @@ class Progress:
         number = self.yielded if number is None else number
         self.yielded += 1
         for _ in range(min(number + 1 - self.front, len(self.drawn))):
-            self.sampler, self.iterator = self.drawn.popleft()
+            self.sampler = self.drawn.popleft()
         self.front = max(self.front, number + 1)
 
     @classmethod

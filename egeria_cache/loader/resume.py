@@ -25,12 +25,9 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 from torch.utils.data.dataloader import (
     _MultiProcessingDataLoaderIter,
@@ -39,7 +36,6 @@ from torch.utils.data.dataloader import (
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.loader.progress import Progress
-from egeria_cache.loader.samplers import LeanRandomSampler, ShardAffineSampler
 
 __all__ = ["ResumableLoader", "draw_base_seed", "state_of"]
 
@@ -124,7 +120,7 @@ class Rest:
 
 
 class Noted:
-    """An index sampler that notes its state, and its iterator's, whenever it was drawn from."""
+    """A stateful index sampler that notes its state whenever it was drawn from."""
 
     def __init__(self, whole: Iterable[Any], state: Callable[[], Any], progress: Progress) -> None:
         self._whole, self._state, self._progress = whole, state, progress
@@ -136,54 +132,20 @@ class Noted:
         # DataLoader asks a batch sampler now, and what lies in a BatchSampler with the first batch.
         return self._run(None if type(self._whole) is BatchSampler else iter(self._whole))
 
-    def entered(self, state: Any) -> Iterator[Any]:
-        """Return an iterator that goes on where another one had this state."""
-        batches = self._begun()
-        _bearer(batches).load_state_dict(copy.deepcopy(state))
-        return self._run(batches)
-
-    def _begun(self) -> Iterator[Any]:
-        return _Batches(self._whole) if type(self._whole) is BatchSampler else iter(self._whole)
-
     def _run(self, batches: Iterator[Any] | None) -> Iterator[Any]:
-        batches = self._begun() if batches is None else batches
+        batches = iter(self._whole) if batches is None else batches
         again, self._progress.may_be_empty = self._progress.may_be_empty, False
         drawn = self._progress.drawn
         while True:
             for batch in batches:
-                again, bearer = False, _bearer(batches)
-                own = state = None
+                again, state = False, None
                 with Attempt():
-                    own = copy.deepcopy(bearer.state_dict()) if is_stateful(bearer) else None
                     state = self._state()
-                if state is not None or own is not None:
-                    drawn.append((state, own))
+                drawn.append(state)
                 yield batch
             if not again:
                 return
-            again, batches = False, self._begun()
-
-
-class _Batches:
-    """What `BatchSampler` gives, with the sampler's iterator in reach."""
-
-    def __init__(self, whole: BatchSampler) -> None:
-        self.indices = iter(whole.sampler)
-        self._size, self._drop_last = whole.batch_size, whole.drop_last
-
-    def __iter__(self) -> _Batches:
-        return self
-
-    def __next__(self) -> list[Any]:
-        batch = list(islice(self.indices, self._size))
-        if not batch or (self._drop_last and len(batch) < self._size):
-            raise StopIteration
-        return batch
-
-
-def _bearer(batches: Any) -> Any:
-    """Return the iterator that may have a state."""
-    return batches.indices if isinstance(batches, _Batches) else batches
+            again, batches = False, iter(self._whole)
 
 
 def state_of(stateful: Any) -> Any:
@@ -224,11 +186,6 @@ class CountedMulti(_Counted, _MultiProcessingDataLoaderIter):
         super()._reset(loader, first_iter)
 
 
-_WITHOUT_STATE = (
-    RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler,
-    DistributedSampler, LeanRandomSampler, ShardAffineSampler,
-)  # fmt: skip
-"""Neither they nor their iterators have one: they are drawn from again."""
 T_co = TypeVar("T_co", covariant=True)
 log = logging.getLogger("egeria")
 
@@ -253,7 +210,7 @@ class ResumableLoader(DataLoader[T_co]):
             return progress.state_dict()
         now = replace(progress, now=self._sampler_rng.get(), keeps_workers=self._keeps_workers)
         if progress.finished or progress.start is None:
-            now.sampler, now.iterator = self._sampler_state(), None
+            now.sampler = self._sampler_state()
         return now.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -352,14 +309,11 @@ class ResumableLoader(DataLoader[T_co]):
         whole, known = self._index_sampler, last.sampler is not None and self._stateful is not None
         if known:
             self._stateful.load_state_dict(last.sampler)  # it knows where it was
-        if isinstance(whole, Noted) and last.iterator is not None:
-            batches = whole.entered(last.iterator)
-        else:
-            batches = iter(whole)
-            for _ in range(0 if known else last.yielded):
-                if next(batches, None) is None:
-                    break
-            last.drawn.clear()
+        batches = iter(whole)
+        for _ in range(0 if known else last.yielded):
+            if next(batches, None) is None:
+                break
+        last.drawn.clear()
         assert last.now is not None, "a loaded state holds the generators of its moment"
         rng.set(last.now)
         self._rest = Rest(batches, self._index_sampler)
@@ -394,7 +348,7 @@ class ResumableLoader(DataLoader[T_co]):
         if rest is not None:
             return rest
         whole = super()._index_sampler
-        if type(whole.sampler if type(whole) is BatchSampler else whole) in _WITHOUT_STATE:
+        if self._stateful is None:
             return whole
         # Without a way back to the loader: see `Pass` about cycles.
         return Noted(whole, partial(state_of, self._stateful), self._progress)

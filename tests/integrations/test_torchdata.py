@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import gc
 import json
-import random
 
 import psutil
 import pytest
@@ -82,50 +81,6 @@ class Epochs(Sampler):
         self.goes_on = self.epoch >= 0 and self.place < N
 
 
-class Kept:
-    """An iterator with a state."""
-
-    def __init__(self, items):
-        self.items, self.place = items, 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.place == len(self.items):
-            raise StopIteration
-        self.place += 1
-        return self.items[self.place - 1]
-
-    def state_dict(self):
-        return {"items": list(self.items), "place": self.place}
-
-    def load_state_dict(self, state):
-        self.items, self.place = state["items"], state["place"]
-
-
-ENTROPY = random.SystemRandom()
-
-
-class Unrepeatable(Sampler):
-    """Its order comes from nowhere and lies in its iterator: drawing again gives another one."""
-
-    def __iter__(self):
-        return Kept(ENTROPY.sample(range(N), N))
-
-    def __len__(self):
-        return N
-
-
-class UnrepeatableBatches:
-    def __iter__(self):
-        order = ENTROPY.sample(range(N), N)
-        return Kept([order[i : i + BATCH] for i in range(0, N, BATCH)])
-
-    def __len__(self):
-        return WHOLE
-
-
 class Batches:
     """A batch sampler that keeps its place."""
 
@@ -166,8 +121,6 @@ FIXED = {
 """Their order is a function of what they have drawn: both loaders must give the same."""
 FREE = {
     "shuffle": lambda: {"batch_size": BATCH, "shuffle": True},
-    "iterator": lambda: {"batch_size": BATCH, "sampler": Unrepeatable()},
-    "batch iterator": lambda: {"batch_sampler": UnrepeatableBatches()},
 }
 
 
@@ -237,15 +190,6 @@ def test_uninterrupted_the_order_is_dataloaders(kind, workers, seed):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", ["iterator", "batch iterator"])
-def test_an_iterators_own_state_is_used(kind, workers):
-    for make in (ours, theirs):
-        epoch, _, rest, after = run(lambda make=make: make(workers, **FREE[kind]()), 2)
-        assert rest == epoch[2:]
-        assert sorted(i for batch in after for i in batch) == list(range(N))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", FIXED)
 def test_a_state_of_the_end_begins_the_next_epoch(kind, workers):
     _, following, rest, _ = run(lambda: ours(workers, **FIXED[kind]()), None)
@@ -262,7 +206,7 @@ def test_a_state_of_the_beginning_begins_the_epoch(kind, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", ["sequential", "batches", "iterator", "shuffle"])
+@pytest.mark.parametrize("kind", ["sequential", "batches", "shuffle"])
 def test_a_state_of_the_last_batch_leaves_nothing_of_the_epoch(kind, workers):
     options = (FIXED | FREE)[kind]
     assert run(lambda: ours(workers, **options()), WHOLE)[2] == []
@@ -290,7 +234,7 @@ def test_a_state_may_be_taken_up_twice(kind):
     assert found == epoch
 
 
-@pytest.mark.parametrize("kind", ["place", "epochs", "batches", "iterator"])
+@pytest.mark.parametrize("kind", ["place", "epochs", "batches"])
 def test_a_sampler_with_a_state_is_resumed_while_batches_are_served(tmp_path, kind):
     """The look-ahead must not have moved the state that is saved."""
     model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Linear(4, 1))
