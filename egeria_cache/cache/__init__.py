@@ -8,8 +8,7 @@ was taken out of its model. Owns the store, the reader threads and the engine, a
 
 from egeria_cache.cache.cache import ActivationCache
 from egeria_cache.cache.front import FrozenFront
-from egeria_cache.cache.notes import read_live
-from egeria_cache.cache.passes import schedules
+from egeria_cache.cache.notes import read_live, schedules
 from egeria_cache.cache.port import LoaderPort
 
 __all__ = ["ActivationCache", "FrozenFront", "LoaderPort", "read_live", "schedules"]

@@ -27,8 +27,7 @@ from egeria_cache.cache.boundary import Boundary
 from egeria_cache.cache.commuting import commutes
 from egeria_cache.cache.filling import FillReport, fill
 from egeria_cache.cache.host import CacheHost, device_of
-from egeria_cache.cache.notes import LiveReport
-from egeria_cache.cache.passes import Passes
+from egeria_cache.cache.notes import LiveReport, Passes
 from egeria_cache.cache.port import LoaderPort
 from egeria_cache.cache.status import Status
 from egeria_cache.device import runs_late

@@ -28,9 +28,8 @@ from egeria_cache.batch import SampleId
 from egeria_cache.cache import ActivationCache
 from egeria_cache.loader.assembly import Assembly
 from egeria_cache.loader.one_pass import Pass, TaskSource
-from egeria_cache.loader.progress import Progress
 from egeria_cache.loader.rebuilt import note
-from egeria_cache.loader.resume import ResumableLoader
+from egeria_cache.loader.resume import Progress, ResumableLoader
 from egeria_cache.loader.samplers import LeanRandomSampler
 from egeria_cache.samples import (
     DEFAULT_REUSE,

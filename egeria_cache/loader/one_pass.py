@@ -12,8 +12,7 @@ import torch
 
 from egeria_cache.batch import forget_lost, outside_inference_mode
 from egeria_cache.loader.plan import Plan, Planner, Studied, num_foreseeable
-from egeria_cache.loader.progress import Progress
-from egeria_cache.loader.resume import draw_base_seed
+from egeria_cache.loader.resume import Progress, draw_base_seed
 from egeria_cache.prefetch import PlannedEntry, Prefetcher
 from egeria_cache.samples import Loaded, LoaderSource
 

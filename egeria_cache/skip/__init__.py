@@ -12,9 +12,8 @@ user's modules, and holds the frozen ones in inference mode (`frozen`, `dropout`
 """
 
 from egeria_cache.skip.engine import MAX_CHAINS, Filled, SkipEngine, SkipHost
-from egeria_cache.skip.model.attach import inner_model
+from egeria_cache.skip.model.attach import inner_model, module_named
 from egeria_cache.skip.model.frozen import FrozenPrefix
-from egeria_cache.skip.model.names import module_named
 from egeria_cache.skip.model.ordinary import CallError, ordinary_arguments
 from egeria_cache.skip.prove.evidence import leaves_behind
 from egeria_cache.skip.prove.places import Candidate, candidates

@@ -1,10 +1,9 @@
 """Pipelines whose front freezes, on `torch.distributed.pipelining`.
 
-`elastic.py` is what a user sees. Pure: `plan.py` is which block is where and what moves,
-`routes.py` which rows go where. On several ranks: `engine.py` runs a plan, `transfer.py` moves
-blocks with their optimizer state, `rows.py` brings rows to where a pipeline begins and ends, and
-`following.py` is a freeze controller that all ranks share; `groups.py` makes groups of ranks. Owns
-no thread, and no file but the cache of a frozen front.
+`elastic.py` is what a user sees. Pure: `plan.py` is which block is where and what moves. On several
+ranks: `engine.py` runs a plan, `transfer.py` moves blocks with their optimizer state, `rows.py`
+brings rows to where a pipeline begins and ends, and `following.py` is a freeze controller that all
+ranks share. Owns no thread, and no file but the cache of a frozen front.
 """
 
 from egeria_core.pipeline.elastic import ElasticPipeline
@@ -18,7 +17,7 @@ from egeria_core.pipeline.plan import (
     check_schedule,
     partition,
 )
-from egeria_core.pipeline.routes import split_sizes
+from egeria_core.pipeline.rows import split_sizes
 
 __all__ = [
     "SCHEDULES",

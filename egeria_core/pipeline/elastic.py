@@ -1,9 +1,13 @@
-"""`ElasticPipeline`: a model on several ranks whose pipeline follows its frozen front."""
+"""`ElasticPipeline`: a model on several ranks whose pipeline follows its frozen front.
+
+Groups of some ranks are made when they are first wanted, and kept as long as the processes meet.
+"""
 
 from __future__ import annotations
 
 import gc
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,15 +19,67 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from egeria_cache import ActivationCache, EgeriaError, FrozenFront
-from egeria_core.pipeline.blocks import as_model, check_untied
 from egeria_core.pipeline.engine import Engine, check_torch
-from egeria_core.pipeline.groups import subgroup
 from egeria_core.pipeline.plan import OnFreeze, PipelinePlan, ScheduleName
 from egeria_core.pipeline.rows import count_rows, route
 from egeria_core.pipeline.transfer import Carrier, drop_block, make_room
 from egeria_core.ranks import Peers
 
 __all__ = ["ElasticPipeline"]
+
+
+def as_model(
+    blocks: Sequence[nn.Module] | Mapping[str, nn.Module] | nn.Sequential,
+) -> nn.Sequential:
+    """Return the blocks by name."""
+    if isinstance(blocks, nn.Sequential):
+        return blocks
+    if not isinstance(blocks, Mapping):
+        blocks = {str(index): block for index, block in enumerate(blocks)}
+    return nn.Sequential(OrderedDict(blocks))
+
+
+def check_untied(model: nn.Module) -> None:
+    """Refuse blocks that could not lie on different ranks.
+
+    Raises:
+        ValueError: Two of them share a parameter or a buffer.
+    """
+    owners: dict[int, str] = {}
+    for name, block in model.named_children():
+        for inner, tensor in [*block.named_parameters(), *block.named_buffers()]:
+            other = owners.setdefault(id(tensor), name)
+            if other != name:
+                raise ValueError(
+                    f"{inner!r} of block {name!r} is also part of block {other!r}; blocks of a "
+                    "pipeline lie on different ranks and cannot share a tensor: untie them"
+                )
+
+
+_MADE: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_WORLD: list[Any] = []
+"""The processes among which these were made."""
+
+
+def subgroup(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Return the group of these ranks of `group`; only they call.
+
+    PyTorch names a group that only its members make after its ranks, and a second one of the same
+    name waits for ever: so there is one for all pipelines of a process.
+    """
+    world = dist.group.WORLD
+    if not _WORLD or _WORLD[0] is not world:
+        _MADE.clear()
+        _WORLD[:] = [world]
+    everywhere = tuple(dist.get_global_rank(group, rank) for rank in ranks)
+    if len(everywhere) == dist.get_world_size(group):
+        return group
+    if everywhere not in _MADE:
+        made = dist.new_group(list(everywhere), use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup)
+        _MADE[everywhere] = made
+    return _MADE[everywhere]
+
 
 log = logging.getLogger("egeria")
 ON_FREEZE = ("repartition", "replicate", "stay")

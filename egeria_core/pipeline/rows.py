@@ -1,4 +1,8 @@
-"""Brings the rows of a batch, of which every rank has some, to where a pipeline begins and ends."""
+"""Brings the rows of a batch, of which every rank has some, to where a pipeline begins and ends.
+
+Each rank brings rows of its own; the batch is all of them, those of rank 0 first. A rank that
+begins (or ends) a pipeline takes a run of it.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,28 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from egeria_cache import EgeriaError
-from egeria_core.pipeline.routes import split_sizes
 
-__all__ = ["Counts", "count_rows", "route"]
+__all__ = ["Counts", "count_rows", "route", "split_sizes"]
+
+
+def split_sizes(counts: Sequence[int], wanted: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Return how many rows each rank sends to each, as `all_to_all_single` takes them.
+
+    Args:
+        counts: Rows that each rank brings.
+        wanted: First row that each rank takes, and the one behind its last; the same twice: none.
+
+    Returns:
+        For each sender, the number of rows for each receiver. A sender's rows go out in their
+        order, and arrive in it; receivers are in the order of their runs wherever a sender has
+        rows for several.
+    """
+    sizes, start = [], 0
+    for count in counts:
+        stop = start + count
+        sizes.append([max(0, min(stop, last) - max(start, first)) for first, last in wanted])
+        start = stop
+    return sizes
 
 
 @dataclass(frozen=True, slots=True)
