@@ -1,11 +1,14 @@
 """The store beside the parts it is made of, and beside what people use instead; all in one run.
 
-    python -m benchmarks.store [--samples 2048] [--rounds 40] [--directory /fast/disk] [--quick]
+    python -m benchmarks.store [--samples 2048] [--rounds 40] [--open-samples 10000000]
+        [--directory /fast/disk] [--quick]
 
 Every contestant stores the same activations of the same samples and reads the same random batches
 of 128, after each sample was read once. Reads are in turns, batch by batch, from the page cache:
 this measures the software, not the disk. Run by root, and not with --quick, it then empties the
-machine's page cache before each read of some, beside threads that only read. Writes
+machine's page cache before each read of some, beside threads that only read. Then small rows are
+stored, in their order and shuffled, for what they take on disk; and millions of samples, to open
+them, which takes most of the time. Writes
 benchmarks/results/store.json and store.png (not with --quick). The contestants come with
 `pip install '.[bench]'`; one that is missing is named, LMDB is needed.
 """
@@ -38,7 +41,16 @@ from benchmarks.harness import (
 
 from .activations import conv_activations, transformer_activations
 from .cold import measure_cold
-from .contestants import BATCH, CONTESTANTS, Contestant, Egeria, EgeriaRaw
+from .contestants import (
+    BATCH,
+    CONTESTANTS,
+    Contestant,
+    Egeria,
+    EgeriaRaw,
+    Memmap,
+    MemmapHash,
+)
+from .small import measure_open, measure_small
 from .writing import measure_writing
 
 
@@ -89,6 +101,7 @@ def measure(rows: Tensor, place: Path, num_rounds: int, skipped: dict[str, str])
             "auto_is_faster_by": times.ratio(one.name, Egeria.name),
             "raw_is_faster_by": times.ratio(one.name, EgeriaRaw.name),
         }
+    report["verified_copies_to_np_take"] = times.ratio(Memmap.name, MemmapHash.name)
     report["cold"] = measure_cold(entered, place, num_rounds // 4)
     for one in entered:
         one.close()
@@ -125,13 +138,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options_of = parser(__doc__)
     options_of.add_argument("--samples", type=int, default=2048)
     options_of.add_argument("--rounds", type=int, default=40)
+    options_of.add_argument("--open-samples", type=int, default=10_000_000)
     options_of.add_argument("--directory", type=Path, help="where to write; temporary")
     options = options_of.parse_args(argv)
     if importlib.util.find_spec("lmdb") is None:
         print("the store is compared with LMDB: pip install '.[bench]'", file=sys.stderr)
         return 2
     if options.quick:
-        options.samples, options.rounds = 512, 4
+        options.samples, options.rounds, options.open_samples = 512, 4, 100_000
     conv, transformer = conv_activations(options.samples), transformer_activations(options.samples)
     kinds = {
         "post-ReLU float32": conv,
@@ -144,12 +158,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     for kind, rows in kinds.items():
         with tempfile.TemporaryDirectory(dir=options.directory) as place:
             results[kind] = measure(rows, Path(place), options.rounds, skipped)
+    with tempfile.TemporaryDirectory(dir=options.directory) as place:
+        counts = (2_000,) if options.quick else (20_000, 200_000)
+        small = measure_small(Path(place), counts)
+        opened = measure_open(Path(place), options.open_samples)
     cold = {kind: own.pop("cold") for kind, own in results.items()}
     report = {
         "environment": environment(seeds=1),
         "settings": {"samples": options.samples, "rounds": options.rounds, "batch": BATCH},
         "results": results,
         "cold_gb_per_s": {kind: own for kind, own in cold.items() if own},
+        "small": small,
+        "open": opened,
         "skipped": skipped,
     }
     publish("store", report, options, plot=plot)
