@@ -48,7 +48,11 @@ _MOVED = (
     "in leaf {!r} of a batch a sample does not stand in its place, or is not what it is alone: the "
     "collate_fn sorts or mixes samples, or draws random numbers (draw them in the data set)"
 )
-_SHARED = "leaf {!r} of a batch lies in the memory of another, and may be written to through that"
+_SHARED = (
+    "leaf {!r} of a batch lies in the memory of another, so that batches are loaded whole, and the "
+    "front reads what its samples are not alone (`x[:, :-1]` of padded rows cuts only the longest "
+    "of them): cut in the loop or in the data set"
+)
 
 
 class Assembly:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from egeria_cache.batch import Axis, Beside, Padding, is_rows
 from egeria_cache.ragged import Dims, blank
-from egeria_cache.samples.content import same_values, tensor_print
+from egeria_cache.samples.content import same_values
 
 __all__ = [
     "NOWHERE",
@@ -107,23 +107,28 @@ def _is_own(whole: Any, rows: Sequence[Any], order: Sequence[int]) -> bool:
 
 
 def _order(whole: Any, rows: Sequence[Any]) -> list[int] | None:
-    """Return which sample stands in each row of a leaf, found by what it holds."""
-    left: dict[Any, list[int]] = {}
-    for i, row in enumerate(rows):
-        left.setdefault(_known_by(row[0]), []).append(i)
-    order = []
-    for row in whole:
-        found = left.get(_known_by(row))
-        if not found:
+    """Return which sample stands in each row of a leaf, found by what it holds, padded perhaps."""
+    values, order, place = [row[0] for row in rows], dict[int, int](), 0
+    # The longest first: the beginning of a longer one may be another sample. In what was sorted by
+    # length the next one stands beside it.
+    for i in sorted(range(len(values)), key=lambda i: -getattr(values[i], "nbytes", 0)):
+        free = sorted((abs(row - place), row) for row in range(len(values)) if row not in order)
+        found = next((row for _, row in free if _stands(whole[row], values[i])), None)
+        if found is None:
             return None
-        order.append(found.pop(0))
-    return order
+        order[found], place = i, found
+    return [order[row] for row in range(len(values))]
 
 
-def _known_by(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return tuple(value.shape), value.dtype, tensor_print(value)
-    return type(value), value
+def _stands(row: Any, value: Any) -> bool:
+    if not (isinstance(row, Tensor) and isinstance(value, Tensor)) or row.shape == value.shape:
+        return same_values(row, value)
+    if row.dim() != value.dim() or any(map(int.__lt__, row.shape, value.shape)):
+        return False
+    return any(
+        same_values(_row(row, tuple((d, left) for d in range(row.dim())), value.shape), value)
+        for left in (False, True)
+    )
 
 
 def own_lengths(axes: Sequence[Axis], leaves: Mapping[str, Any]) -> list[int]:
