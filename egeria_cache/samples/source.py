@@ -199,8 +199,8 @@ class LoaderSource:
     def look_at_draws(self, batch: Batch, read: frozenset[str]) -> bool:
         """Find out whether other draws of a batch's samples change what the front reads.
 
-        A few samples are tried. What they do not show is found when what is loaded is compared
-        with what is served (`unsettle`).
+        A few samples are tried, and what they draw must change something else. What they do not
+        show is found when what is loaded is compared with what is served (`unsettle`).
 
         Args:
             batch: As it was loaded.
@@ -225,15 +225,18 @@ class LoaderSource:
         if not all(isinstance(one, Tensor) and is_dense(one) and one.is_cpu for one in leaves):
             return False
         task = task.at(range(min(batch.size, _TRIED_SAMPLES)))
-        others = ([n + ahead for n in task.draws] for ahead in range(1, _TRIED_DRAWS + 1))
         with preserved():
-            once = self._leaves_of(task)
-            return all(
-                same_values(once[path], again.get(path))
-                for draws in others
-                for again in [self._leaves_of(task._replace(draws=draws))]
-                for path in read
+            once, *others = (
+                self._leaves_of(task._replace(draws=[n + ahead for n in task.draws]))
+                for ahead in range(_TRIED_DRAWS + 1)
             )
+        moved = {
+            path
+            for again in others
+            for path, leaf in once.items()
+            if not same_values(leaf, again.get(path))
+        }
+        return bool(moved) and moved.isdisjoint(read)
 
     def _leaves_of(self, task: Task) -> dict[str, Any]:
         return flatten(self.load(task), len(task.ids), self.study.lists)[1]
