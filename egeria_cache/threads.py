@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["compute_on_one_core", "has_modes", "without_modes"]
+__all__ = ["compute_on_one_core", "has_modes", "in_turns", "without_modes"]
 
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _num_function_modes = torch._C._len_torch_function_stack
@@ -33,6 +33,24 @@ def compute_on_one_core() -> None:
         keeper = threading.Thread(target=torch.set_num_threads, args=(default,))
         keeper.start()
         keeper.join()
+
+
+_turns: dict[int, threading.RLock] = {}
+_PATIENCE_S = 60.0
+
+
+@contextmanager
+def in_turns() -> Iterator[None]:
+    """Seed, save and put back the process's random generators, as another thread of the user's may:
+    one at a time. One that holds them for long, and perhaps waits for this one, is not waited for.
+    """
+    turn = _turns.setdefault(os.getpid(), threading.RLock())
+    is_ours = turn.acquire(timeout=_PATIENCE_S)
+    try:
+        yield
+    finally:
+        if is_ours:
+            turn.release()
 
 
 def has_modes() -> bool:

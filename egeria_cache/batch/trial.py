@@ -32,6 +32,7 @@ from egeria_cache.batch.chain import (
 from egeria_cache.batch.fold import Fold
 from egeria_cache.batch.structure import is_dense
 from egeria_cache.device import random_states, set_random_states
+from egeria_cache.threads import in_turns, without_modes
 
 __all__ = ["Found", "operation"]
 
@@ -141,7 +142,7 @@ def _unseen() -> Iterator[Callable[[], bool]]:
     drawn: list[bool] = []
     filters: list[Any] = warnings.filters  # type: ignore[assignment]
     filters.insert(0, _IGNORE)
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+    with in_turns(), without_modes():
         yield lambda: bool(drawn)
         filters.remove(_IGNORE)
         after = (torch.get_rng_state(), *random_states())

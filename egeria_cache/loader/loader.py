@@ -41,6 +41,7 @@ from egeria_cache.samples import (
     SeededWorkerInit,
 )
 from egeria_cache.tables import as_html
+from egeria_cache.threads import in_turns
 
 __all__ = ["EgeriaLoader"]
 
@@ -244,6 +245,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         EgeriaLoader.__init__(self, **state["arguments"])
         self.load_state_dict(torch.load(io.BytesIO(state["place"]), weights_only=False))
 
+    @in_turns()
     def __iter__(self) -> Any:
         self.source.use_collate(self.collate_fn)
         if self.cache is not None and not self._is_plain:

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from egeria_cache.threads import in_turns
+
 __all__ = ["GENERATORS", "Generator", "preserved", "seed_all"]
 
 _WORDS = 624
@@ -152,9 +154,10 @@ def seed_all(seed: int) -> None:
 @contextmanager
 def preserved() -> Iterator[None]:
     """Restore all three on exit, whatever was drawn or seeded inside."""
-    saved = {name: generator.save() for name, generator in GENERATORS.items()}
-    try:
-        yield
-    finally:
-        for name, generator in GENERATORS.items():
-            generator.restore(saved[name])
+    with in_turns():
+        saved = {name: generator.save() for name, generator in GENERATORS.items()}
+        try:
+            yield
+        finally:
+            for name, generator in GENERATORS.items():
+                generator.restore(saved[name])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +31,7 @@ from egeria_cache.samples.company import Company, Told
 from egeria_cache.samples.counters import Kept, deciding, unmoved
 from egeria_cache.samples.fingerprint import Look, look, sample_print
 from egeria_cache.samples.generators import GENERATORS, preserved
+from egeria_cache.threads import in_turns
 
 __all__ = [
     "CollateLoaded",
@@ -138,7 +139,8 @@ class SampleLoader:
                 some = task.at(range(0, len(task.ids), 4))
                 seen = seen._replace(decides=deciding(roots, lambda: self._prints(some)))
             return seen
-        return None if task.indices is None else self.load(task)
+        with in_turns():
+            return None if task.indices is None else self.load(task)
 
     def _prints(self, task: Task) -> list[int | None]:
         with preserved():  # the collate function may draw
@@ -179,6 +181,10 @@ class SampleLoader:
             return None
         self._num_undrawn += 1
         looks = self._num_undrawn <= _SURELY or not self._num_undrawn % _SELDOM
+        with in_turns() if looks else nullcontext():
+            return self._get_undrawn(indices, looks)
+
+    def _get_undrawn(self, indices: list[Any], looks: bool) -> Any:
         before = {name: one.look() for name, one in GENERATORS.items()} if looks else {}
         if None in before.values():
             return None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import importlib
 import signal
 import tempfile
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -258,3 +260,33 @@ def test_an_error_is_ours_by_the_code_that_raises_it(scope, expected):
     with pytest.raises(KeyError) as raised:
         scope["fails"]()
     assert is_ours(raised.value) is expected
+
+
+def test_two_trainings_in_two_threads_are_as_each_alone(tmp_path):
+    """Samples are seeded in one while the other proves its cut."""
+
+    def losses(number, where):
+        model, found = copy.deepcopy(models[number]), []
+        optimizer = sgd(model)
+        cache = where and ActivationCache(model, where, "middle", gate="always")
+        loader = EgeriaLoader(rows(48, number), 8, cache=cache)
+        for _ in range(4):
+            for batch in loader:
+                loss = cross_entropy(model, batch)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                found.append(loss.item())
+        if cache:
+            cache.close()
+        return found
+
+    models = [Net(), Net()]
+    for model in models:
+        model.early.requires_grad_(False)
+        model.middle.requires_grad_(False)
+    alone = [losses(number, None) for number in range(2)]
+    for turn in range(4):
+        with ThreadPoolExecutor(2) as pool:
+            tried = [pool.submit(losses, n, tmp_path / f"{turn}{n}") for n in range(2)]
+        assert [one.result() for one in tried] == alone

@@ -22,6 +22,7 @@ from egeria_cache.skip.prove.twin import Twins, shared_modules
 from egeria_cache.skip.serve.invocation import Invocation
 from egeria_cache.skip.state.surroundings import Surroundings
 from egeria_cache.skip.state.weights import Weights
+from egeria_cache.threads import in_turns
 
 __all__ = ["AutoBoundary"]
 
@@ -104,6 +105,7 @@ class AutoBoundary:
         self._places = (places or [])[:_MAX_TRIED]
         self.found(self._places[0] if self._places else None, self._why)
 
+    @in_turns()
     def _look(
         self, forward: Callable[..., Any], call: Invocation, most: int | None = FEW_ROWS
     ) -> list[str] | None:

@@ -44,6 +44,7 @@ from egeria_cache.skip.state.hooks import hook_of_training
 from egeria_cache.skip.state.remembered import RandomState
 from egeria_cache.skip.state.surroundings import Surroundings, World
 from egeria_cache.skip.state.weights import Weights
+from egeria_cache.threads import in_turns
 
 __all__ = ["FEW_ROWS", "Outcome", "Rehearsal", "patchable", "rows_of"]
 
@@ -144,6 +145,7 @@ class Rehearsal:
         self._surroundings = Surroundings(model, shared_modules(model))
         self._weights = Weights()
 
+    @in_turns()
     def run(self) -> Outcome:
         """Return the recipe, or the reason why there is none; the model is as it was before."""
         before, outcome = self._surroundings.now(), Outcome()
