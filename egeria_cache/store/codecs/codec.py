@@ -1,8 +1,8 @@
 """Bytes of fields -> fewer bytes, and back, losslessly. Pure; one `Coder` per thread.
 
-No single codec wins (measured in docs/format.md): zstd for anything with repetitions, split planes
-for dense floats, a bitmap of the zeros before the split for activations behind a ReLU. A zstd
-context must not be shared between threads (it segfaults), hence the class.
+No single codec wins: zstd for anything with repetitions, split planes for dense floats, a bitmap of
+the zeros before the split for activations behind a ReLU. A zstd context must not be shared between
+threads (it segfaults), hence the class.
 """
 
 from __future__ import annotations
