@@ -70,6 +70,9 @@ class Progress:
     """Batches given out."""
     finished: bool = False
     """Whether the pass came to its end; resuming then begins the next epoch."""
+    dataset: Any = field(default=None, repr=False)
+    """The state of an iterable data set, or of its iterator, that has one, where this process draws
+    from it: {"dataset": state} or {"iterator": state}."""
     any_order: bool = False
     """Whether batches overtake each other (`in_order=False`)."""
     sampler: Any = field(default=None, repr=False)
@@ -281,6 +284,8 @@ class ResumableLoader(DataLoader[T_co]):
     _progress: Progress
     _resumes: bool
     _rest: Rest | None
+    _drawn_from: Any = None
+    """The latest iterator over an iterable data set in this process."""
     _outer_epoch: Callable[[], int] | None = None
     """Tells the number of the epoch, at least, where somebody else counts them as well."""
 
@@ -296,6 +301,7 @@ class ResumableLoader(DataLoader[T_co]):
         now = replace(progress, now=self._sampler_rng.get(), keeps_workers=self._keeps_workers)
         if progress.finished or progress.start is None:
             now.sampler = self._sampler_state()
+        now.dataset = self._dataset_state(progress.finished)
         return now.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -332,9 +338,11 @@ class ResumableLoader(DataLoader[T_co]):
         """
         last, resumes, self._resumes = self._progress, self._resumes, False
         rng, draws_base_seed = self._sampler_rng, not self._keeps_workers
+        if resumes and self.num_workers == 0 and "dataset" in (last.dataset or ()):
+            cast(Any, self.dataset).load_state_dict(copy.deepcopy(last.dataset["dataset"]))
         if resumes and last.start is not None and not last.finished:
             rng.set(last.start)
-            if last.yielded and not self._starts_over(last):
+            if (last.yielded or last.dataset is not None) and not self._starts_over(last):
                 return self._continue(last, rng)
             epoch, draws_base_seed = last.epoch, last.drew_base_seed
         else:
@@ -371,13 +379,13 @@ class ResumableLoader(DataLoader[T_co]):
 
     def _starts_over(self, last: Progress) -> bool:
         """Whether nobody knows which samples were given out: the epoch begins anew then."""
-        if last.any_order or self._is_iterable:
+        if last.any_order:
             log.warning(
-                "%s cannot go on in the middle of an epoch, for which samples were given out is not"
-                " known: the epoch begins anew. Take states between two epochs",
-                "an IterableDataset" if self._is_iterable else "a loader with in_order=False",
+                "a loader with in_order=False cannot go on in the middle of an epoch, for which "
+                "samples were given out is not known: the epoch begins anew. Take states between "
+                "two epochs"
             )
-        return last.any_order or self._is_iterable
+        return last.any_order
 
     def _continue(self, last: Progress, rng: SamplerRng) -> torch.Generator:
         num_drawn = self._num_drawn()
@@ -414,11 +422,37 @@ class ResumableLoader(DataLoader[T_co]):
             self._rest = Rest(chain(list(islice(batches, 1)), batches), self._index_sampler)
         continued = self._rest is not None
         before = self._sampler_rng.get() if continued else None
-        iterator: Any = super().__iter__()
+        iterator: Any = self._repeated() if continued and self._is_iterable else super().__iter__()
         if before is not None:  # the base seed was drawn when the pass began
             self._sampler_rng.set(before)
         self._rest = None
+        self._drawn_from = iterator if self._is_iterable and self.num_workers == 0 else None
         iterator.progress = self._progress
+        return iterator
+
+    def _repeated(self) -> Any:
+        """Iterate over an iterable data set from the pass's beginning, past what was given out.
+
+        Without a state of its own, its batches can only be loaded again, from the same random
+        numbers.
+        """
+        progress = self._progress
+        assert progress.start is not None, "a pass had begun"
+        if progress.drew_base_seed:
+            self._iterator = None  # the numbers of persistent workers have gone on: others start
+        here = (progress.dataset or {}) if self.num_workers == 0 else {}
+        if not here:
+            self._sampler_rng.set(progress.start)
+        self._rest = None
+        iterator: Any = super().__iter__()
+        if "iterator" in here:
+            iterator._dataset_fetcher.dataset_iter.load_state_dict(copy.deepcopy(here["iterator"]))
+        if here:
+            return iterator
+        iterator.progress = Progress()  # these do not count
+        for _ in range(progress.yielded):
+            if next(iterator, None) is None:
+                break
         return iterator
 
     def _get_iterator(self) -> Any:
@@ -441,6 +475,14 @@ class ResumableLoader(DataLoader[T_co]):
     @property
     def _is_iterable(self) -> bool:
         return isinstance(self.dataset, IterableDataset)
+
+    def _dataset_state(self, finished: bool) -> dict[str, Any] | None:
+        if self._drawn_from is None:
+            return None
+        iterator = self._drawn_from._dataset_fetcher.dataset_iter
+        if is_stateful(iterator):
+            return None if finished else {"iterator": state_of(iterator)}
+        return {"dataset": state_of(self.dataset)} if is_stateful(self.dataset) else None
 
     def _sampler_state(self) -> Any:
         return state_of(self._stateful)

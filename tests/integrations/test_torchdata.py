@@ -278,12 +278,82 @@ class Numbers(IterableDataset):
             yield i + 100 * torch.randint(9, ()).item()
 
 
-@pytest.mark.parametrize(
-    ("data", "options"),
-    [(Numbers(), {}), (Numbers(), {"num_workers": 2}),
-     (range(N), {"num_workers": 2, "in_order": False, "seed": 0})],
-)  # fmt: skip
-def test_where_nobody_knows_what_was_given_out_the_epoch_begins_anew(data, options, caplog):
+class Stream(IterableDataset):
+    """Knows its place and its epoch."""
+
+    def __init__(self):
+        self.epoch, self.place = 0, 0
+
+    def __iter__(self):
+        while self.place < N:
+            self.place += 1
+            yield 100 * self.epoch + self.place
+        self.epoch, self.place = self.epoch + 1, 0
+
+    def state_dict(self):
+        return {"epoch": self.epoch, "place": self.place}
+
+    def load_state_dict(self, state):
+        self.epoch, self.place = state["epoch"], state["place"]
+
+
+class Own(IterableDataset):
+    """Its own iterator; there is no state before there is one."""
+
+    def __iter__(self):
+        self.place = 0
+        return self
+
+    def __next__(self):
+        if self.place >= N:
+            raise StopIteration
+        self.place += 1
+        return self.place
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("moment", [-1, 1, 3, None])
+@pytest.mark.parametrize("kind", [Numbers, Stream, Own])
+def test_an_iterable_data_set_goes_on_where_it_was(kind, moment, workers):
+    def make(loader):
+        return run_values(lambda: loader(kind(), BATCH, num_workers=workers), moment)
+
+    for loader in (EgeriaLoader, StatefulDataLoader):
+        epoch, following, rest, _ = make(loader)
+        expected = following if moment is None else epoch[max(0, moment) :]
+        # StatefulDataLoader has no random numbers of a data set that keeps none.
+        if loader is EgeriaLoader or kind is not Numbers:
+            assert rest == expected
+
+
+def run_values(make, moment):
+    torch.manual_seed(1)
+    loader, epoch = make(), []
+    if moment is None:
+        list(loader)
+        state = copy.deepcopy(loader.state_dict())
+        following = [rows.tolist() for rows in loader]
+    else:
+        state = copy.deepcopy(loader.state_dict()) if moment == -1 else None
+        for rows in loader:
+            epoch.append(rows.tolist())
+            if len(epoch) == moment:
+                state = copy.deepcopy(loader.state_dict())
+        following = None
+    torch.manual_seed(77)
+    resumed = make()
+    resumed.load_state_dict(state)
+    return epoch, following, [rows.tolist() for rows in resumed], None
+
+
+def test_where_batches_overtake_each_other_the_epoch_begins_anew(caplog):
+    data, options = range(N), {"num_workers": 2, "in_order": False, "seed": 0}
     torch.manual_seed(1)
     loader = EgeriaLoader(data, BATCH, **options)
     states, epoch = [], []

@@ -36,6 +36,7 @@ KNOWN = {
     "TestSingleIterCalled_shard0.test_mp_iter": INSIDE,
     "TestOutOfOrderWithCheckpointing.test_out_of_order_iterable_ds_no_completed_workers": ANY_ORDER,
     "TestOutOfOrderWithCheckpointing.test_out_of_order_iterable_ds_one_completed_worker": ANY_ORDER,
+    "TestOutOfOrderWithCheckpointing.test_out_of_order_index_ds": ANY_ORDER,
     "TestSnapshotEnd_shard2.test_iterable": PERSISTENT,
     "TestSnapshotEnd_shard2.test_map": PERSISTENT + " (batch_size=None: uncached, and unseeded)",
     "TestMultiEpochState_shard0.test_pw": PERSISTENT,
