@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.samples.fingerprint import NUM_AGAIN
-from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
 from tests.helpers.runs import assert_same, run
 
 
@@ -90,24 +88,6 @@ def test_after_a_forward_move_the_old_activations_are_the_way_in(tmp_path):
     # The fingerprint looks at 32, and again at some where a pass begins and where it ends.
     looked_at = 32 + 5 * 2 * NUM_AGAIN
     assert result[4].num_loaded <= 48 + looked_at + result[3].audited
-
-
-def test_a_second_run_over_the_same_backbone_starts_with_hits(tmp_path):
-    first = run(tmp_path, gate="always", epochs=1)
-    second = run(tmp_path, gate="always", epochs=2)
-    assert first[3].hits == 0
-    assert second[3].hits >= 2 * 48 - 8
-    assert_same(second, run(tmp_path / "other", gate="never", epochs=2))
-
-
-def test_another_backbone_does_not_see_the_first_ones_activations(tmp_path):
-    run(tmp_path, gate="always", epochs=1)
-    model = make_net(seed=1)
-    freeze(model, "layer1")
-    with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(Images(), 8, shuffle=True, cache=cache, reuse=None, seed=3)
-        train_steps(model, loader, sgd(model))
-        assert cache.stats().hits == 0
 
 
 def test_a_boundary_that_moves_at_a_mixed_batch_is_followed(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import multiprocessing
 import os
@@ -15,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.data import DistributedSampler
 
-from egeria_cache import ActivationCache, EgeriaLoader, FrozenPrefix
+from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.batch.tensor import BatchTensor
 from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
 
@@ -98,23 +97,6 @@ def activations_of(model, loader):
         model(images)
     handle.remove()
     return torch.cat(seen)
-
-
-def test_a_loss_may_look_at_the_input_again(tmp_path, frozen):
-    """The image of a hit is loaded when the loop itself asks for it."""
-    data = Images(noise=0)
-    with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(data, 8, cache=cache, reuse=None)
-        for _ in range(2):
-            start = 0
-            for images, targets in loader:
-                F.cross_entropy(frozen(images), targets)
-                raw = data.images[start : start + 8]
-                assert torch.equal(images * 1.0 + 0, raw)
-                assert images.mean() == raw.mean()
-                start += 8
-            cache.flush()
-        assert cache.stats().refetched == 48 + cache.stats().audited
 
 
 def test_targets_of_hits_are_plain_tensors_of_the_same_type(tmp_path, frozen):
@@ -259,28 +241,3 @@ def test_padding_to_the_longest_of_the_batch_is_never_wrong(tmp_path, period, ca
     torch.testing.assert_close(*runs, rtol=1e-5, atol=1e-6)
     assert caplog.text.count("depends on what stands in the padding") == 1
     assert "padded batches are not cached at .layer1." in caplog.text.replace(chr(39), ".")
-
-
-@pytest.mark.parametrize("num_scales", [4, 5])
-def test_a_loop_that_scales_every_batch_differently_is_left_uncached(tmp_path, num_scales, caplog):
-    """Each scale is another activation; a few are kept apart, many never come back."""
-    model = make_net()
-    freeze(model, "layer1")
-    plain = copy.deepcopy(model)
-    FrozenPrefix([plain.stem, plain.layer1])
-    data = Images(32, noise=0)
-    with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(data, 8, cache=cache, reuse=None)
-        for epoch in range(3):
-            for i, (images, _) in enumerate(loader):
-                scale = 1 + (4 * epoch + i) % num_scales
-                expected = plain(data.images[8 * i : 8 * i + 8] * float(scale))
-                assert torch.allclose(model(images * float(scale)), expected, atol=1e-5)
-            cache.flush()
-        why = cache.stats().why_not
-    if num_scales == 4:
-        assert why is None
-    else:
-        assert "in more than 4 ways" in why
-        assert "mul(5.0,)" in why
-        assert caplog.text.count("in more than 4 ways") == 1

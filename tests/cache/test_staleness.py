@@ -9,7 +9,7 @@ import os
 
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.batch.tensor import unwrap
@@ -50,45 +50,6 @@ def test_two_loaders_of_one_name_do_not_share_samples(tmp_path, frozen):
                 assert_right(frozen, loader, data.tensors[0], range(32))
             cache.flush()
         assert cache.stats().hits >= 2 * 2 * 32 - 32
-
-
-def fold(data, start):
-    return Subset(data, [0, *range(start, start + 16), 31])
-
-
-class Named(Dataset):
-    """Has no sample 0, so nothing can be sampled for its fingerprint."""
-
-    def __init__(self, offset):
-        self.images = numbered(offset).tensors[0]
-
-    def __len__(self):
-        return 32
-
-    def __getitem__(self, name):
-        return self.images[int(name[1:])], int(name[1:])
-
-
-def test_folds_that_begin_and_end_alike_are_other_data(tmp_path, frozen):
-    data = numbered(1)
-    for start in (1, 8):
-        subset = fold(data, start)
-        with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
-            loader = EgeriaLoader(subset, 6, cache=cache)
-            for _ in range(2):
-                assert_right(frozen, loader, data.tensors[0], subset.indices)
-                cache.flush()
-
-
-def test_data_that_cannot_be_sampled_is_not_reused_by_another_run(tmp_path, frozen):
-    for offset in (1, 2):
-        data = Named(offset)
-        with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
-            loader = EgeriaLoader(data, 8, sampler=[f"s{i}" for i in range(32)], cache=cache)
-            for _ in range(2):
-                assert_right(frozen, loader, data.images, range(32))
-                cache.flush()
-            assert cache.stats().hits >= 16
 
 
 def test_an_audit_sees_labels_that_were_edited(tmp_path, frozen, caplog):

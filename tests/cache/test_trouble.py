@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from egeria_cache import ActivationCache, BoundaryMoved, EgeriaLoader
 from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
@@ -53,61 +52,6 @@ def test_a_full_limit_gives_mixed_batches(tmp_path, computed):
     torch.testing.assert_close(result[0], computed[0], rtol=1e-5, atol=1e-6)
     stats = result[3]
     assert stats.bytes_on_disk <= 300_000
-
-
-def test_a_subset_in_the_store_gives_mixed_batches_with_the_right_losses(tmp_path):
-    model = make_net()
-    freeze(model, "layer1")
-    data = Images()
-    with ActivationCache(model, tmp_path / "a", "layer1", gate="always") as cache:
-        some = EgeriaLoader(
-            data, 8, sampler=range(0, 48, 3), cache=cache, reuse=None, seed=3, name="train"
-        )
-        with torch.no_grad():
-            model.train()
-            # The same loader name and data: what it stores, the next loader finds.
-            for images, _ in some:
-                model.layer3.eval()
-                model(images)
-        cache.flush()
-    cached = run(tmp_path / "a", gate="always", epochs=2)
-    computed = run(tmp_path / "b", gate="never", epochs=2)
-    torch.testing.assert_close(cached[0], computed[0], rtol=1e-5, atol=1e-6)
-
-
-class Broken(Dataset):
-    def __init__(self):
-        self.images = Images(noise=0)
-
-    def __len__(self):
-        return len(self.images)
-
-    def __getitem__(self, index):
-        if index == 20:
-            raise OSError("image 20 is damaged")
-        return self.images[index]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_exception_in_a_worker_reaches_the_loop_and_the_rest_is_right(tmp_path, workers):
-    model = make_net()
-    freeze(model, "layer1")
-    with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(Broken(), 8, cache=cache, reuse=None, num_workers=workers)
-        for _ in range(3):
-            iterator, seen, failures = iter(loader), 0, 0
-            while True:
-                try:
-                    images, _ = next(iterator)
-                except StopIteration:
-                    break
-                except OSError as error:
-                    failures += "image 20 is damaged" in str(error)
-                    continue
-                model(images)
-                seen += len(images)
-            cache.flush()
-            assert (seen, failures) == (40, 1)
 
 
 def test_a_controller_at_an_uncuttable_module_costs_one_warning(tmp_path, caplog):

@@ -31,18 +31,6 @@ def frozen_blocks():
     return model
 
 
-@pytest.mark.parametrize("name", ["blocks.1", "module.blocks.1", "auto"])
-def test_a_distributed_model_is_cached_as_it_is_given(process_group, directory, name):
-    expected = train(frozen_blocks(), EgeriaLoader(data(), batch_size=8), 3)
-    wrapped = DistributedDataParallel(frozen_blocks())
-    with ActivationCache(wrapped, directory, name, gate="always") as cache:
-        loader = EgeriaLoader(data(), batch_size=8, cache=cache)
-        ours = train(wrapped, loader, 3, lambda epoch: cache.flush())
-        assert cache.boundary == "blocks.1"
-        assert cache.stats().hits == 64
-    assert ours == pytest.approx(expected, abs=1e-6)
-
-
 def test_a_compiled_block_answers_to_both_of_its_names(directory):
     model = frozen_blocks()
     model.blocks[1] = torch.compile(model.blocks[1], backend="eager")

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -218,24 +215,3 @@ def test_the_table_reads_well() -> None:
         "freeze up to layer1 from the start: it gains 0.0020 where 0.01 are allowed (measured in "
         "the held-out loss after 60 steps each, 12 s in all)",
     ]
-
-
-def examples() -> Iterator[str]:
-    text = (Path(__file__).parents[2] / "docs" / "controller.md").read_text()
-    yield from re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-
-
-def test_the_documented_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = [block for block in examples() if "suggest_boundary" in block]
-    torch.manual_seed(0)
-    model = ResNet()
-    images, targets = torch.randn(40, 1, 8, 8), torch.randint(0, 10, (40,))
-    accuracy: Callable[[nn.Module], float] = lambda m: 0.5  # noqa: E731
-    names: dict[str, Any] = {
-        "model": model, "optimizer": sgd(model.parameters()), "cache": None, "accuracy": accuracy,
-        "loader": DataLoader(TensorDataset(images, targets), 8, shuffle=True), "F": F,
-    }  # fmt: skip
-    exec(code.replace("steps=200", "steps=2"), names)
-    assert "freeze up to" in capsys.readouterr().out
-    assert names["controller"].boundary == names["suggestion"].boundary is not None
-    names["controller"].close()

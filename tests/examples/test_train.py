@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import train
-import training.log
 
 from tests.helpers import published
 
@@ -52,47 +50,6 @@ def arguments(task, data, output, *more):
 
 def log_of(output):
     return (output / "log.jsonl").read_text()
-
-
-class StopError(Exception):
-    """Stands for anything that ends a run."""
-
-
-@pytest.fixture
-def stop_after(monkeypatch):
-    """Let a run end with an exception after so many steps; the log is ahead of the checkpoint."""
-    add_loss = training.log.RunLog.add_loss
-
-    def patch(last):
-        def dying(self, step, loss):
-            add_loss(self, step, loss)
-            if step == last:
-                raise StopError
-
-        monkeypatch.setattr(training.log.RunLog, "add_loss", dying)
-
-    return patch
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("task", TASKS)
-def test_a_stopped_run_goes_on_to_the_same_losses(task, tmp_path, stop_after, capsys):
-    data = tmp_path / "data"
-    assert train.main(arguments(task, data, tmp_path / "whole")) == 0
-    said = capsys.readouterr().out
-    assert "samples from the cache" in said
-    stop_after(11)
-    with pytest.raises(StopError):
-        train.main(arguments(task, data, tmp_path / "parts"))
-    stop_after(None)
-    assert log_of(tmp_path / "parts") != log_of(tmp_path / "whole")
-    assert train.main(arguments(task, data, tmp_path / "parts")) == 0
-    assert "going on after step" in capsys.readouterr().out
-    assert log_of(tmp_path / "parts") == log_of(tmp_path / "whole")
-    boundaries = [
-        json.loads(line).get("boundary") for line in log_of(tmp_path / "whole").split("\n")[:-1]
-    ]
-    assert any(boundaries) or task == "segmentation"
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ import weakref
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from egeria_cache import ActivationCache, EgeriaLoader
@@ -86,88 +86,6 @@ def test_keys_of_every_kind_are_served(tmp_path, kind, workers):
     losses, stats = train(tmp_path / "a", **settings)
     assert losses == train(tmp_path / "b", gate="never", **settings)[0]
     assert (stats.hits, stats.misses) == (2 * NUM_SAMPLES, NUM_SAMPLES)
-
-
-def test_names_given_to_indices_are_served_from_a_reordered_list(tmp_path):
-    class Named(Images):
-        order = tuple(range(NUM_SAMPLES))
-        fingerprint = "the same files"
-
-        def __getitem__(self, index):
-            return super().__getitem__(self.order[index])
-
-        def sample_id(self, index):
-            return f"file-{self.order[index]}"
-
-    train(tmp_path, data=Named(), epochs=1)
-    reordered = Named()
-    reordered.order = reordered.order[::-1]
-    losses, stats = train(tmp_path, data=reordered, epochs=1)
-    assert stats.hits == NUM_SAMPLES - 8  # the first batch shows what the store holds
-    assert losses == train(tmp_path / "other", data=reordered, epochs=1, gate="never")[0]
-
-
-def test_an_edited_sample_is_a_miss_and_the_others_are_hits(tmp_path):
-    class Edited(Images):
-        fingerprint = "the same folder"
-        versions = (0,) * NUM_SAMPLES
-
-        def sample_version(self, index):
-            return self.versions[index]
-
-    train(tmp_path, data=Edited(), epochs=1)
-    edited = Edited()
-    edited.versions = [1 if index == 20 else 0 for index in range(NUM_SAMPLES)]
-    edited.images[20] += 1
-    losses, stats = train(tmp_path, data=edited, epochs=2)
-    assert stats.misses == 8 + 1
-    close(losses, train(tmp_path / "other", data=edited, epochs=2, gate="never")[0])
-
-
-def replacing():
-    weights = torch.arange(1.0, NUM_SAMPLES + 1)
-    return {
-        "replacement": {"sampler": RandomSampler(range(NUM_SAMPLES), True, 64)},
-        "weighted": {"sampler": WeightedRandomSampler(weights, 64)},
-        "one sample alone": {"sampler": [7] * 32},
-        "batches": {
-            "batch_size": 1,
-            "batch_sampler": BatchSampler(RandomSampler(range(NUM_SAMPLES), True, 64), 8, False),
-        },
-    }
-
-
-@pytest.mark.parametrize("kind", replacing())
-@pytest.mark.parametrize("workers", [0, 2])
-def test_samplers_with_replacement_are_served(tmp_path, kind, workers):
-    if workers and kind != "replacement":
-        pytest.skip("one sampler is enough with workers")
-    losses, stats = train(tmp_path / "a", num_workers=workers, **replacing()[kind])
-    computed, _ = train(tmp_path / "b", gate="never", num_workers=workers, **replacing()[kind])
-    close(losses, computed)
-    assert stats.hits > stats.misses
-
-
-def prune(directory):
-    """Another process clears the cache away."""
-    code = (
-        "import shutil, sys, pathlib\n[shutil.rmtree(p) for p in map(pathlib.Path, sys.argv[1:])]"
-    )
-    paths = [str(path) for path in directory.glob("gen-*")]
-    assert paths
-    subprocess.run([sys.executable, "-c", code, *paths], check=True, timeout=60)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("at", [4, 9])
-def test_a_generation_removed_by_another_process_costs_nothing_but_hits(tmp_path, at, workers):
-    def on_step(step, cache):
-        if step == at:
-            prune(tmp_path / "a")
-
-    settings = {"num_workers": workers, "shuffle": True}
-    losses, _ = train(tmp_path / "a", on_step=on_step, **settings)
-    close(losses, train(tmp_path / "b", gate="never", **settings)[0])
 
 
 @pytest.mark.cases(1)

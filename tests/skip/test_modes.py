@@ -248,26 +248,6 @@ def test_regional_compilation(how, eager_backend):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 12
 
 
-@pytest.mark.parametrize("how", ["wrapper", "in_place"])
-def test_a_model_compiled_as_a_whole_is_refused_and_runs_on(how, eager_backend):
-    torch.manual_seed(0)
-    model = ConvNet()
-    freeze(model, "stem", "layer1")
-    plain = copy.deepcopy(model)
-    if how == "wrapper":
-        model = torch.compile(model, backend=eager_backend)
-    else:
-        model.compile(backend=eager_backend)
-    harness = Harness(model, IMAGES)
-    harness.engine.set_boundary("layer1")
-    (error,) = harness.host.refusals
-    assert "compile its blocks" in str(error)
-    for n, ids in enumerate(BATCHES[:2]):
-        ours = step(model, call, harness.batch(ids), n)
-        theirs = step(plain, call, harness.plain(ids), n)
-        torch.testing.assert_close(ours[0], theirs[0])
-
-
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("how", ["wrapper", "in_place"])
 def test_a_model_compiled_after_attaching_runs_on_and_says_so_at_the_first_batch(

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from egeria_cache.skip.serve.invocation import Invocation
 from tests.helpers.skip_harness import Harness, assert_same, assert_same_run, freeze, step
@@ -240,39 +239,6 @@ def test_shapes_changed_in_place_as_statements_are_followed(cls):
             step(plain, call, harness.plain(ids), n),
         )
     assert harness.host.num_loads == 3 or harness.host.refusals
-
-
-class Checkpointed(Net):
-    reentrant = False
-
-    def forward(self, x):
-        h = checkpoint(self.middle, self.early(x), use_reentrant=self.reentrant)
-        return self.head(checkpoint(self.late, h, use_reentrant=self.reentrant).mean(1))
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs")
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_region_that_ends_at_the_boundary_is_skipped(reentrant):
-    harness = harness_of(type("Checkpointed", (Checkpointed,), {"reentrant": reentrant}))
-    plain = copy.deepcopy(harness.model)
-    for n, ids in enumerate(BATCHES * 2):
-        assert_same(
-            step(harness.model, call, harness.batch(ids), n),
-            step(plain, call, harness.plain(ids), n),
-        )
-    assert harness.host.refusals == []
-    assert harness.host.num_loads == 3
-
-
-def test_a_checkpointed_region_that_reaches_past_the_boundary_is_refused():
-    class Spanning(Net):
-        def forward(self, x):
-            h = checkpoint(lambda h: self.late(self.middle(h)), self.early(x), use_reentrant=False)
-            return self.head(h.mean(1))
-
-    harness = harness_of(Spanning)
-    call(harness.model, harness.batch(BATCHES[0])).backward()
-    assert "checkpointed region" in str(harness.host.refusals[0])
 
 
 # ---- tensors that are passed on -----------------------------------------------------------------
