@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from egeria_cache.batch.batch import Batch
 from egeria_cache.batch.chain import Op, Raw, Slot, derived, outside_inference_mode
@@ -56,20 +57,23 @@ class AbsentTensor(BatchTensor):
 
     def full(self) -> Tensor:
         """Return the plain tensor with all rows, loaded now if need be."""
-        if self._full is None and self._alias is not None:
-            other, op, _ = self._alias
-            self._full = op.run(other.full() if isinstance(other, BatchTensor) else other)
-            self._vouched = Vouched(self._full)
-        elif self._full is None:
-            absent = derived(self.leaf, self.chain, self.batch.load_absent(), self.device)
-            mask = self.batch.absent
-            assert mask is not None
-            mask = self.fold.mask(mask)
-            merged = absent if self._misses is None else merge_rows(mask, absent, self._misses)
-            assert isinstance(merged, Tensor)
-            self._full = _with_layout(merged, self._meta)
-            self._vouched = Vouched(self._full)
+        if self._full is None:
+            with temporarily_clear_interpreter_stack():  # of `torch.func`: it is no part of that
+                self._full = self._loaded()
+                self._vouched = Vouched(self._full)
         return self._full
+
+    def _loaded(self) -> Tensor:
+        if self._alias is not None:
+            other, op, _ = self._alias
+            return op.run(other.full() if isinstance(other, BatchTensor) else other)
+        absent = derived(self.leaf, self.chain, self.batch.load_absent(), self.device)
+        mask = self.batch.absent
+        assert mask is not None
+        mask = self.fold.mask(mask)
+        merged = absent if self._misses is None else merge_rows(mask, absent, self._misses)
+        assert isinstance(merged, Tensor)
+        return _with_layout(merged, self._meta)
 
     @property
     def _holds(self) -> bool:

@@ -240,6 +240,8 @@ class SkipEngine:
         if self._is_held and self.host.is_idle() and self._is_loops_own(args, kwargs):
             self._num_calls, self._has_run = self._num_calls + 1, True
             return self._forward(*args, **kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return self._transformed(args, kwargs)
         if (self._declared[0] is not None or self._auto is not None) and (
             threading.get_ident() == self._thread or self._is_of_the_loop(args, kwargs)
         ):
@@ -336,6 +338,16 @@ class SkipEngine:
         for recipe in self._book.all():  # while it is served, a dropout layer has a forward of ours
             self._settle(recipe)
         return result
+
+    def _transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute a call within `torch.func`, whose tensors are no batches."""
+        if self.boundary is not None:
+            self.host.note("called", 0.0, 0)
+            self._num_bare += 1
+            if self._num_bare == _MAX_BARE:
+                why = "the model is called within `torch.func` (vmap, grad), and never without"
+                self.host.uncached(why, _AS_THEY_COME)
+        return self.computed(*args, **kwargs)
 
     def _uncached(self, call: Invocation) -> Any:
         """Compute a call that cannot be served; the prefix is in inference mode all the same."""

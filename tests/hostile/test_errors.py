@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from tests.hostile.harness import cross_entropy, hostile, sgd
+from tests.hostile.harness import cross_entropy, hostile, judge, sgd
 from tests.hostile.loops import ce, numbered, trained
 from tests.hostile.nets import NUM_SAMPLES, Net, inputs, labels, net, rows, saved, seeded
 
@@ -313,16 +313,32 @@ def per_sample_gradients(m, x):
     return sum(g.square().sum() for g in gradients.values())
 
 
+def head_gradients(m, x):
+    head = {f"head.{name}": p.detach() for name, p in m.head.named_parameters()}
+    gradients = torch.func.grad(lambda p: torch.func.functional_call(m, p, (x,)).sum())(head)
+    return sum(g.square().sum() for g in gradients.values())
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @hostile(served=True)
-@pytest.mark.parametrize("look", [grad, jvp, vmap, trace, per_sample_gradients])
-def test_torch_func_over_a_batch(run, look):
+@pytest.mark.parametrize("look", [grad, jvp, vmap, trace, per_sample_gradients, head_gradients])
+@pytest.mark.parametrize("before", [False, True])
+def test_torch_func_over_a_batch(run, look, before):
     def loss(model, batch):
+        if before:
+            run.see(look(model, batch[0]))
         value = cross_entropy(model, batch)
         run.see(look(model, batch[0]))
         return value
 
     trained(run, loss)
+
+
+def test_calls_within_torch_func_alone_are_told():
+    def loss(model, batch):
+        return F.cross_entropy(vmap(model, batch[0]), batch[1])
+
+    judge(lambda run: trained(run, loss), told="within `torch.func`")
 
 
 # ---- threads, contexts, regions ---------------------------------------------------------------
