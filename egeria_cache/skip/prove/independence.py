@@ -132,7 +132,7 @@ def check_rows(
         _check_precisely(evidence, suspects[:_MAX_ODD], odd[:_MAX_ODD], recipe)
 
 
-def check_constants(evidence: Evidence, parts: Sequence[Recomputed], recipe: Recipe) -> None:
+def check_constants(parts: Sequence[Recomputed], recipe: Recipe) -> None:
     """Raise if what a skipped module always gives is not always the same.
 
     Raises:

@@ -82,7 +82,7 @@ def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
     _check_repeats(evidence, repeats, recipe)
     parts += _with_made_up(evidence, recipe)
     check_rows(evidence, parts, recipe, trace)
-    check_constants(evidence, parts, recipe)
+    check_constants(parts, recipe)
     recipe.grad_mode = None if same_parts(recipe, repeated, other_mode) else evidence.grad
     _check_trained(evidence, recipe, trace)
     recipe.reads = _reads(evidence, recipe, trace)

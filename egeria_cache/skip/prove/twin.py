@@ -117,8 +117,6 @@ class Twins:
                 "as it is, with collectives that the other ranks may not take part in; leave the "
                 "blocks uncompiled, or train without fully_shard"
             )
-        self.shared = self._copier.shared
-        """Attributes that are too large to be copied: a rehearsal may change them."""
 
     @property
     def model(self) -> nn.Module:

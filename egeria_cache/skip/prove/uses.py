@@ -159,15 +159,7 @@ def free_arguments(evidence: Evidence, recipe: Recipe) -> frozenset[int]:
         or isinstance(leaf, Beside)
         or (isinstance(leaf, Tensor) and leaf.dim() and i not in tagged and i not in recipe.pinned)
     ]
-    if not candidates:
-        return frozenset()
-    rows = list(range(evidence.size))
-    known = recompute(evidence, rows)
-    if _same_without(evidence, recipe, known, candidates):
-        return frozenset(candidates)
-    if len(candidates) == 1:
-        return frozenset()
-    return frozenset(i for i in candidates if _same_without(evidence, recipe, known, [i]))
+    return _unneeded(evidence, recipe, candidates, unread=False)
 
 
 def unread_tensors(evidence: Evidence, recipe: Recipe) -> frozenset[int]:
@@ -176,25 +168,34 @@ def unread_tensors(evidence: Evidence, recipe: Recipe) -> frozenset[int]:
     Its modules are given them (`**kwargs` that are passed on to every layer) and leave them alone:
     the prefix is run with placeholders in their places, which have no values to read.
     """
-    candidates = sorted(recipe.pinned)
+    return _unneeded(evidence, recipe, sorted(recipe.pinned), unread=True)
+
+
+def _unneeded(
+    evidence: Evidence, recipe: Recipe, candidates: list[int], *, unread: bool
+) -> frozenset[int]:
+    """Return those positions without whose values nothing changes: all at once, or each alone."""
     if not candidates:
         return frozenset()
     known = recompute(evidence, list(range(evidence.size)))
-    if _same_unread(evidence, recipe, known, candidates):
+    if _same_without(evidence, recipe, known, candidates, unread=unread):
         return frozenset(candidates)
-    if len(candidates) == 1:
-        return frozenset()
-    return frozenset(i for i in candidates if _same_unread(evidence, recipe, known, [i]))
+    single = candidates if len(candidates) > 1 else []
+    return frozenset(
+        i for i in single if _same_without(evidence, recipe, known, [i], unread=unread)
+    )
 
 
-def _same_unread(
-    evidence: Evidence, recipe: Recipe, known: Recomputed, positions: list[int]
+def _same_without(
+    evidence: Evidence, recipe: Recipe, known: Recomputed, positions: list[int], *, unread: bool
 ) -> bool:
-    twin = evidence.twins.fresh()
+    """Whether other values at these positions, or none that could be read, change nothing."""
+    twin: Twin = evidence.twins.fresh()
     scene, leaves = scene_of(recipe, twin), list(twin.call.leaves)
     for position in positions:
         source = frozenset({Source("argument", "", position)})
-        leaves[position] = Placeholder.of(leaves[position], source, scene)
+        leaf = leaves[position]
+        leaves[position] = Placeholder.of(leaf, source, scene) if unread else _changed(leaf)
     twin.call = dataclasses.replace(twin.call, leaves=leaves)
     with Attempt() as tried:
         other = recompute(evidence, known.rows, twin=twin)
@@ -204,20 +205,6 @@ def _same_unread(
         and not placeholders(other.leaves)
         and all(_same(a, b) for a, b in _needed(recipe, known, other))
     )
-
-
-def _same_without(
-    evidence: Evidence, recipe: Recipe, known: Recomputed, positions: list[int]
-) -> bool:
-    """Whether other values at these positions change nothing, to the bit."""
-    twin: Twin = evidence.twins.fresh()
-    leaves = list(twin.call.leaves)
-    for position in positions:
-        leaves[position] = _changed(leaves[position])
-    twin.call = dataclasses.replace(twin.call, leaves=leaves)
-    with Attempt() as tried:
-        other = recompute(evidence, known.rows, twin=twin)
-    return tried.error is None and all(_same(a, b) for a, b in _needed(recipe, known, other))
 
 
 def _needed(recipe: Recipe, a: Recomputed, b: Recomputed) -> Iterator[tuple[Any, Any]]:

@@ -67,10 +67,6 @@ class Cut:
         growth = self.growth.get(name)
         return rows if growth is None else growth.stripped(rows, lengths)
 
-    def still_valid(self) -> bool:
-        """Whether the prefix still computes what it computed when the cut was proved."""
-        return self.changed() is None
-
     @cached_property
     def row_bytes(self) -> int:
         """Raw bytes per sample."""
@@ -100,8 +96,6 @@ class TensorSpec:
     """None if the shape does not depend on the batch."""
     order: tuple[int, ...]
     """Dimensions from the outermost to the innermost in memory."""
-    dense: bool
-    """False for expanded or sliced tensors; they are restored without the gaps."""
     blocks: int = 1
     """How often the batch stands one behind the other along its dimension."""
 
@@ -121,8 +115,7 @@ class TensorSpec:
             shape[batch_dim] = multiple
         strides = a.stride()
         order = tuple(sorted(range(a.dim()), key=lambda i: (-strides[i], i)))
-        dense = a.numel() == 0 or a.stride() == _strides(a.shape, order)
-        return cls(tuple(shape), a.dtype, a.device, batch_dim, order, dense)
+        return cls(tuple(shape), a.dtype, a.device, batch_dim, order)
 
     def shape_at(self, batch_size: int) -> tuple[int, ...]:
         """Return the shape for a batch of this size."""

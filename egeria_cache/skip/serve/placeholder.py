@@ -47,7 +47,6 @@ class Escape(BoundaryError):  # noqa: N818
     """A placeholder reached code that needs its value."""
 
     sources: frozenset[Source] = frozenset()
-    consumer: str = ""
 
     @classmethod
     def at(cls, sources: Iterable[Source], consumer: str) -> Escape:
@@ -55,7 +54,7 @@ class Escape(BoundaryError):  # noqa: N818
         sources = frozenset(sources)
         names = sorted(s.name for s in sources if s.kind != "trainable") or ["?"]
         error = cls(str(BoundaryError.escaped(names[0], consumer)))
-        error.sources, error.consumer = sources, consumer
+        error.sources = sources
         return error
 
 

@@ -99,8 +99,6 @@ class Copier:
         self._storages: dict[Any, Any] = {}
         self._where: list[str] = []
         self._num_objects = self._num_bytes = self._depth = 0
-        self.shared: list[str] = []
-        """What was too much, and is the original's own."""
         self._fixed = {
             p.untyped_storage()._cdata
             for model in models
@@ -118,7 +116,6 @@ class Copier:
             return known[1]
         self._num_objects += 1
         if self._num_objects > _MAX_OBJECTS or self._depth > _MAX_DEPTH:
-            self._note()
             return value
         self._depth += 1
         try:
@@ -138,11 +135,6 @@ class Copier:
     def _keep(self, value: Any, new: Any) -> Any:
         self.pairs[id(value)] = (value, new)
         return new
-
-    def _note(self) -> None:
-        where = self._path()
-        if where not in self.shared and len(self.shared) < 8:
-            self.shared.append(where)
 
     def _path(self) -> str:
         inner = ("_modules", "_buffers", "_parameters")
@@ -208,7 +200,6 @@ class Copier:
             if copied is None:
                 self._num_bytes += storage.nbytes()
                 if self._num_bytes > _MAX_BYTES:
-                    self._note()
                     return value
                 copied = self._storages[key] = _whole(value) if late else storage.clone()
             with torch.no_grad():
@@ -233,7 +224,6 @@ class Copier:
                 return self._keep(value, new)
         self._num_bytes += value.nbytes
         if self._num_bytes > _MAX_BYTES:
-            self._note()
             return value
         new = self._keep(value, value.copy(order="K"))
         if value.dtype == object:
