@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -30,12 +31,17 @@ def test_the_innermost_mount_decides_the_filesystem(monkeypatch, path, expected)
     assert filesystem_type(path) == expected
 
 
-def test_a_network_filesystem_is_refused_unless_forced(directory, monkeypatch):
+@pytest.mark.parametrize(
+    "made",
+    [ActivationStore, partial(ActivationCache, torch.nn.Linear(2, 2))],
+    ids=["store", "cache"],
+)
+def test_a_network_filesystem_is_refused_unless_forced(directory, monkeypatch, made):
     monkeypatch.setattr(place_module.psutil, "disk_partitions", mounts(("/", "nfs")))
     with pytest.raises(StoreError, match=r"network filesystem \(nfs\).*force_network=True"):
-        ActivationStore(directory)
+        made(directory)
     assert not directory.exists()
-    ActivationStore(directory, force_network=True).close()
+    made(directory, force_network=True).close()
 
 
 def test_a_beginning_that_was_cut_short_is_no_foreign_file(directory):
@@ -63,13 +69,6 @@ def test_a_new_directory_may_be_claimed_by_several_at_once(tmp_path):
             thread.join()
         assert not errors
         assert [path.name for path in (tmp_path / str(turn)).iterdir()] == ["cache.json"]
-
-
-def test_a_cache_on_a_network_filesystem_may_be_forced(directory, monkeypatch):
-    monkeypatch.setattr(place_module.psutil, "disk_partitions", mounts(("/", "nfs")))
-    with pytest.raises(StoreError, match="force_network=True"):
-        ActivationCache(torch.nn.Linear(2, 2), directory)
-    ActivationCache(torch.nn.Linear(2, 2), directory, force_network=True).close()
 
 
 def test_mounts_that_cannot_be_listed_are_no_reason_to_refuse(directory, monkeypatch):

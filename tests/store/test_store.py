@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import threading
 import time
 
@@ -10,7 +9,7 @@ import torch
 
 from egeria_cache.errors import StoreError
 from egeria_cache.store import writer as writer_module
-from egeria_cache.store.records.keys import NO_DRAW, encode_keys
+from egeria_cache.store.records.keys import NO_DRAW
 from egeria_cache.store.records.layout import DTYPES
 from egeria_cache.store.records.record import Rows
 from egeria_cache.store.store import ActivationStore
@@ -93,14 +92,6 @@ def test_variants_of_a_sample_are_kept_apart(store):
     assert not generation.contains([1], variant=3).any()
 
 
-def test_records_survive_closing_and_reopening(directory):
-    with ActivationStore(directory) as store:
-        store.put_batch([1, 2], rows([1, 2]))
-    with ActivationStore(directory) as store:
-        assert store.contains([2, 3]).tolist() == [True, False]
-        assert torch.equal(store.get_batch([2])[0], rows([2]))
-
-
 def test_the_same_fields_name_the_same_generation_in_any_order(store):
     one = store.open_generation({"a": 1, "b": [2, 3]})
     assert store.open_generation({"b": (2, 3), "a": 1}) is one
@@ -121,14 +112,6 @@ def test_a_void_generation_serves_nothing_gives_its_space_back_and_may_begin_ane
     assert not again.contains([1]).any()
     keep(store, [1], torch.ones(1, 4), into=again)
     assert torch.equal(again.get_batch([1])[0], torch.ones(1, 4))
-
-
-def test_a_released_generation_keeps_its_records(store):
-    generation = store.open_generation({"a": 1})
-    keep(store, [1], torch.zeros(1, 4), into=generation)
-    generation.release()
-    assert not generation.alive
-    assert store.open_generation({"a": 1}).contains([1]).all()
 
 
 def test_two_stores_of_one_process_share_a_directory(directory):
@@ -182,10 +165,14 @@ def test_rows_and_ids_must_agree(store):
         store.put_batch([1, 2, 3], torch.zeros(2, 4))
 
 
-@pytest.mark.parametrize("limit", [0, -5, "0GB", "much", "-1GB"])
-def test_a_limit_that_is_no_positive_size_is_refused(directory, limit):
-    with pytest.raises(ValueError, match=r"size|positive"):
-        ActivationStore(directory, limit)
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [*(({"limit": limit}, r"size|positive") for limit in (0, -5, "0GB", "much", "-1GB")),
+     ({"codec": "gzip"}, "codec must be 'auto'"), ({"storage_dtype": "float12"}, "float16")],
+)  # fmt: skip
+def test_settings_that_there_are_not_are_refused_with_the_known_ones(directory, settings, match):
+    with pytest.raises(ValueError, match=match):
+        ActivationStore(directory, **settings)
 
 
 @pytest.mark.parametrize(
@@ -206,35 +193,6 @@ def test_auto_does_not_compress_what_will_be_small(directory, num_expected, limi
         keep(store, range(8), batch, into=generation)
         assert (generation.totals.stored_bytes > batch.nbytes) == is_raw
         assert torch.equal(generation.get_batch(range(8))[0], batch)
-
-
-def test_unknown_codecs_and_storage_dtypes_are_refused_with_the_known_ones(directory):
-    with pytest.raises(ValueError, match="codec must be 'auto'"):
-        ActivationStore(directory, codec="gzip")
-    with pytest.raises(ValueError, match="float16"):
-        ActivationStore(directory, storage_dtype="float12")
-
-
-def test_a_foreign_directory_is_refused_and_left_alone(directory):
-    directory.mkdir()
-    (directory / "thesis.tex").write_text("do not touch")
-    with pytest.raises(StoreError, match=r"thesis\.tex"):
-        ActivationStore(directory)
-    assert os.listdir(directory) == ["thesis.tex"]
-
-
-def test_a_file_in_place_of_the_directory_is_refused(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match="not a directory"):
-        ActivationStore(tmp_path / "file")
-    with pytest.raises(StoreError, match="not a directory"):
-        ActivationStore(tmp_path / "file" / "below")
-
-
-def test_the_directory_is_private(store, directory):
-    store.put_batch([1], rows([1]))
-    assert directory.stat().st_mode & 0o777 == 0o700
-    assert all(path.stat().st_mode & 0o077 == 0 for path in directory.rglob("*"))
 
 
 def test_a_closed_store_serves_misses_and_drops_writes(store):
@@ -340,20 +298,6 @@ def test_batches_that_wait_together_are_stored_as_one_each_sample_once(store):
     assert hit.all()
     assert torch.equal(found, rows(range(5)))
     assert counted(generation)[1] == 0
-
-
-def test_a_batch_that_cannot_be_stored_does_not_take_those_it_waited_with_along(store, caplog):
-    generation = store.open_generation({"use": "group"})
-    fields = [{"value": rows([1])}, {"value": [object()]}, {"value": rows([1])}]
-    jobs = [
-        Job(generation, encode_keys([one]), [0], Rows(True, field))
-        for one, field in zip([1, 2, 1], fields, strict=True)
-    ]
-    generation.commit(jobs)
-    assert generation.contains([1, 2]).tolist() == [True, False]
-    assert (generation.num_samples, generation.totals.raw_bytes) == (1, 64)
-    assert counted(generation) == (2, 1)
-    assert "cannot be stored" in caplog.text
 
 
 @pytest.mark.parametrize("name", [int, str])

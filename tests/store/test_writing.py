@@ -79,18 +79,21 @@ def test_what_is_stored_by_now_is_neither_written_again_nor_counted(store, direc
     assert_stored(generation, [1, 2, 3])
 
 
-def test_a_batch_that_was_changed_does_not_take_those_it_waited_with_along(store, caplog):
-    generation = store.open_generation({"use": "changed"})
+@pytest.mark.parametrize("said", ["changed after put_batch", "cannot be stored"])
+def test_a_batch_that_is_not_stored_does_not_take_those_it_waited_with_along(store, caplog, said):
+    generation = store.open_generation({"use": "group"})
     batches = [rows([one]) for one in range(4)]
+    values = [*batches] if "changed" in said else [*batches[:2], [object()], batches[3]]
     jobs = [
-        Job(generation, encode_keys([one]), [0], Rows(True, {"value": batch}))
-        for one, batch in enumerate(batches)
+        Job(generation, encode_keys([one]), [0], Rows(True, {"value": value}))
+        for one, value in enumerate(values)
     ]
     batches[2].zero_()
     generation.commit(jobs)
     assert generation.contains(range(4)).tolist() == [True, True, False, True]
+    assert (generation.num_samples, generation.totals.raw_bytes) == (3, 3 * batches[0].nbytes)
     assert counted(generation) == (3, 1)
-    assert "changed after put_batch" in caplog.text
+    assert said in caplog.text
     assert_stored(generation, [0, 1, 3])
 
 
