@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.hostile.harness import cross_entropy, hostile, judge
 from tests.hostile.loops import trained
@@ -277,6 +278,22 @@ def test_hooks_of_the_user_are_called_once_a_step(run, name):
     model, calls = Net(), []
     model.get_submodule(name).register_forward_hook(lambda m, a, out: calls.append(1) or None)
     looked_at(run, model, lambda model: len(calls))
+
+
+@hostile(served=True)
+def test_a_counter_of_operations_sees_those_of_the_loop_alone(run):
+    calls = []
+
+    def loss(model, batch):
+        calls.append(1)
+        if len(calls) > 1:  # what is skipped is not counted
+            return cross_entropy(model, batch)
+        with FlopCounterMode(display=False) as counter:
+            value = cross_entropy(model, batch)
+        run.see(counter.get_total_flops())
+        return value
+
+    trained(run, loss)
 
 
 def collecting():

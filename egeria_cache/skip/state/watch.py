@@ -30,7 +30,7 @@ from egeria_cache.skip.state.code import (
     in_class,
 )
 from egeria_cache.skip.state.content import describe, digest
-from egeria_cache.skip.state.foreign import outside_state, own_dict, own_slots
+from egeria_cache.skip.state.foreign import is_library, outside_state, own_dict, own_slots
 
 __all__ = ["StateWatch", "hooks_of", "watched_attributes"]
 
@@ -247,8 +247,7 @@ class StateWatch:
             layout.looks.append((f"the code of {function.__qualname__}", _code_of(function)))
         for kind, key in product(self._classes, ("forward", "__call__")):
             layout.look_up(f"{kind.__qualname__}.{key}", key, layout.spaces(kind))
-        for hooks in _GLOBAL_HOOKS:
-            layout.live.append(("a global hook", hooks))
+        layout.looks.append(("a global hook", _global_hooks))
         self._layout = layout
         # Most hooks' and buffers' dicts are empty: whether they still are is told in 8 ns.
         self._empty = [container for _, container in layout.live if not container]
@@ -366,10 +365,16 @@ def _has_content(value: Any) -> bool:
 
 def hooks_of(modules: Iterable[nn.Module]) -> list[Any]:
     """Return the forward hooks of these modules, and those that PyTorch calls for every module."""
-    hooks = [hook for each in _GLOBAL_HOOKS for hook in each.values()]
+    hooks = _global_hooks()
     for module in modules:
         hooks += _hooks(module)
     return hooks
+
+
+def _global_hooks() -> list[Any]:
+    """Return those that PyTorch calls for every module, but its own, which look on."""
+    hooks = [hook for each in _GLOBAL_HOOKS for hook in each.values()]
+    return [hook for hook in hooks if not is_library(getattr(hook, "__module__", ""))]
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:
