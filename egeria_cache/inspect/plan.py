@@ -33,7 +33,6 @@ from egeria_cache.cache import ActivationCache
 from egeria_cache.config import parse_size
 from egeria_cache.device import synchronize
 from egeria_cache.errors import EgeriaError
-from egeria_cache.gate import Costs, choose
 from egeria_cache.inspect.census import survey
 from egeria_cache.inspect.fill import (
     add_common,
@@ -144,9 +143,6 @@ class Prospect:
     """Encoding and writing, likewise."""
     prove_s: float = 0.0
     """Once: by how much the first batch takes longer."""
-    cut_at: str | None = None
-    """Where `gate="auto"` would cut if everything up to `boundary` is frozen: perhaps before it;
-    None if it sees nothing to gain."""
 
     @property
     def forward_skipped(self) -> float:
@@ -181,8 +177,6 @@ class Forecast:
     """Samples that were measured with."""
     num_samples: int
     """Of the whole data set."""
-    variants: int
-    """Augmented versions of each that would be cached."""
     limit_bytes: int | None
     """Of the planned cache."""
     load_s: float
@@ -194,8 +188,8 @@ class Forecast:
     nothing."""
 
     def set_bytes(self, one: Prospect) -> float:
-        """Bytes on disk of all samples in all variants."""
-        return one.stored_bytes * self.num_samples * self.variants
+        """Bytes on disk of all samples."""
+        return one.stored_bytes * self.num_samples
 
     def fits(self, one: Prospect) -> float:
         """Part of them that the limit has room for: the others are computed in every epoch."""
@@ -217,16 +211,15 @@ class Forecast:
         """Return the epoch, from 1, at whose end the cache has paid for itself; None: never.
 
         Proving, writing and reading count in full, as if nothing of them were hidden behind the
-        training. The first epoch computes and writes, and so does each of the first `variants`
-        where draws are kept for ever; the later ones read, except for what they draw anew.
+        training. The first epoch computes and writes; the later ones read, except for what they
+        draw anew.
         """
         stored = self.num_samples * self.fits(one)
         gain_s = stored * ((1 - self.fresh) * one.saved_s - self.fresh * one.write_s)
         if one.refused is not None or gain_s <= 0:
             return None
-        computed = self.variants if self.reuse is None else 1
-        spent_s = one.prove_s + computed * stored * one.write_s
-        return computed + max(1, math.ceil(spent_s / gain_s))
+        spent_s = one.prove_s + stored * one.write_s
+        return 1 + max(1, math.ceil(spent_s / gain_s))
 
     def recommended(self) -> Prospect | None:
         """Return the boundary whose later epochs are shortest; None if no cut pays.
@@ -281,7 +274,6 @@ class Settings:
     boundaries: str | None = None
     """Regular expression of the modules to try; None: the model's blocks."""
     codec: Codec = "auto"
-    variants: int = 1
     reuse: int | None = DEFAULT_REUSE
     """Of random draws, as `EgeriaLoader` takes it."""
     limit_bytes: int | None = None
@@ -289,7 +281,7 @@ class Settings:
     """On the disk that the cache will use; None: where temporary files go."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "num_samples", "variants", "reuse"):
+        for name in ("batch_size", "num_samples", "reuse"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -339,7 +331,6 @@ def forecast(
         batch_size=trial.batch_size,
         num_measured=len(trial.indices),
         num_samples=len(trial.dataset),
-        variants=settings.variants,
         reuse=settings.reuse if trial.is_random else None,
         limit_bytes=settings.limit_bytes,
         load_s=trial.load_s,
@@ -437,7 +428,6 @@ class _Trial:
         (kept,) = survey(scratch / "cache").generations
         rows, _ = generation.get_batch(ids[: self.batch_size])
         read_s = step_s * Share.of(read, [times[_STEP] for times in plain]).value
-        costs = Costs(fetch_s_per_byte=read_s * kept.num_samples / max(kept.raw_bytes, 1))
         return Prospect(
             boundary=place.boundary,
             raw_bytes=kept.raw_bytes / kept.num_samples,
@@ -452,7 +442,6 @@ class _Trial:
             read_s=read_s,
             write_s=self._write_s(rows, kept.codec or self.settings.codec, scratch / "again"),
             prove_s=max(first_s - step_s * self.batch_size, 0.0),
-            cut_at=choose(views[0].cut.profile, costs),
         )
 
     def _train(self, batches: Any, optimizer: torch.optim.Optimizer) -> list[tuple[float, float]]:
@@ -587,7 +576,6 @@ def plan(argv: list[str]) -> int:
         autocast=AUTOCAST.get(options.autocast),
         boundaries=options.boundaries,
         codec=options.codec,
-        variants=options.variants,
         reuse=options.reuse or None,
         limit_bytes=None if options.limit is None else parse_size(options.limit),
         scratch=options.scratch,
@@ -626,9 +614,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--boundaries", metavar="REGEX", help="try the modules with such names")
     parser.add_argument("--autocast", choices=sorted(AUTOCAST), help="train under autocast")
     parser.add_argument(
-        "--variants", type=int, default=1, metavar="K", help="augmented versions to be cached"
-    )
-    parser.add_argument(
         "--reuse", type=int, default=DEFAULT_REUSE, metavar="EPOCHS",
         help="for how many epochs a random draw of a sample would be used, if samples draw; 0: for "
         f"ever; default {DEFAULT_REUSE}",
@@ -648,7 +633,6 @@ def _show(found: Forecast) -> None:
     out.print(
         f"{found.model} on {found.device}, batches of {found.batch_size}, measured with "
         f"{found.num_measured:,} of {found.num_samples:,} samples"
-        + (f" in {found.variants} variants" if found.variants > 1 else "")
     )
     rows = [_row(found, one) for one in found.prospects]
     out.print(fitting(out, _COLUMNS, rows, drop=("codec", "a sample", "forward", "stored")))
@@ -696,11 +680,6 @@ def _known(value: float, error: float) -> str:
 
 def _notes(found: Forecast) -> list[str]:
     notes = [f"{one.boundary} is refused: {one.refused}" for one in found.prospects if one.refused]
-    notes += [
-        f"{one.boundary}: gate='auto' would cut at {one.cut_at}, whose output is smaller"
-        for one in found.prospects
-        if one.refused is None and one.cut_at not in (None, one.boundary)
-    ]
     if found.reuse is not None:
         notes.append(
             f"samples draw random numbers, and each draw would be used for {found.reuse} epochs: "

@@ -44,7 +44,7 @@ def prospect(boundary, served, *, error=0.02, stored=1000.0, refused=None):
 
 def of(*prospects, limit_bytes=None):
     return Forecast(
-        model="Net", device="cpu", batch_size=8, num_measured=16, num_samples=1000, variants=1,
+        model="Net", device="cpu", batch_size=8, num_measured=16, num_samples=1000,
         limit_bytes=limit_bytes, load_s=0.0, prospects=prospects,
     )  # fmt: skip
 

@@ -63,7 +63,7 @@ def test_candidates_leave_the_model_as_it_was():
 
 
 def test_a_cnn_is_measured_at_every_boundary(capsys):
-    report = ask_json(capsys, f"{ZOO}:cnn", "--data", f"{ZOO}:Images", "--variants", "2")
+    report = ask_json(capsys, f"{ZOO}:cnn", "--data", f"{ZOO}:Images")
     prospects = report["prospects"]
     assert [one["boundary"] for one in prospects] == CNN
     assert all(one["refused"] is None for one in prospects)
@@ -72,7 +72,7 @@ def test_a_cnn_is_measured_at_every_boundary(capsys):
     assert [one["raw_bytes"] for one in prospects] == [4 * 4 * n + label for n in pixels]
     for one in prospects:
         assert one["codec"] in ("raw", "zstd", "split+zstd", "bitmap+split")
-        assert one["set_bytes"] == pytest.approx(one["stored_bytes"] * 40 * 2)
+        assert one["set_bytes"] == pytest.approx(one["stored_bytes"] * 40)
         forwards = ("forward_s", "step_s", "served_forward_s", "served_step_s")
         assert all(one[figure] > 0 for figure in (*forwards, "read_s", "write_s"))
         assert one["step_skipped"] == pytest.approx(1 - one["served_step_s"] / one["step_s"])
@@ -148,10 +148,10 @@ def test_the_model_and_the_disk_are_left_as_they_were(tmp_path):
     assert all(module.training for module in model.modules())
 
 
-def outlook(one, *, num_samples=100, variants=1, reuse=None, limit_bytes=None):
+def outlook(one, *, num_samples=100, reuse=None, limit_bytes=None):
     return Forecast(
         model="M", device="cpu", batch_size=1, num_measured=1, num_samples=num_samples,
-        variants=variants, reuse=reuse, limit_bytes=limit_bytes, load_s=0.0, prospects=(one,),
+        reuse=reuse, limit_bytes=limit_bytes, load_s=0.0, prospects=(one,),
     )  # fmt: skip
 
 
@@ -166,8 +166,6 @@ def outlook(one, *, num_samples=100, variants=1, reuse=None, limit_bytes=None):
         ({"write_s": 1.0, "prove_s": 1.0}, {}, 3),
         # A quarter of each later epoch is computed and written anew.
         ({"write_s": 1.0}, {"reuse": 4}, 3),
-        # Each of three variants is written in an epoch of its own.
-        ({"write_s": 1.0}, {"variants": 3}, 6),
         # Half of it fits: half is written, half is saved, the proof costs the same.
         ({"write_s": 1.0, "prove_s": 75.0}, {}, 3),
         ({"write_s": 1.0, "prove_s": 75.0}, {"limit_bytes": 500}, 4),
@@ -229,7 +227,7 @@ def test_the_part_of_the_set_that_fits_is_told(capsys):
         ([f"{ZOO}:cnn", "--boundaries", "("], ["regular expression"]),
         ([f"{ZOO}:cnn", "--device", "abacus"], ["--device 'abacus'"]),
         ([f"{ZOO}:cnn", "--limit", "much"], ["much"]),
-        ([f"{ZOO}:cnn", "--variants", "0"], ["variants must be at least 1"]),
+        ([f"{ZOO}:cnn", "--samples", "0"], ["num_samples must be at least 1"]),
         ([], ["MODEL_FACTORY"]),
     ],
 )  # fmt: skip
