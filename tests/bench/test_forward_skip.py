@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks.forward_skip.__main__ import chosen, plot
+from benchmarks.forward_skip.__main__ import plot
 from benchmarks.forward_skip.bench import Bench
 from benchmarks.forward_skip.cells import measure
 from benchmarks.forward_skip.tasks import ALL, Shape, Task
@@ -36,17 +36,6 @@ def test_a_model_has_the_published_number_of_parameters(name):
         model = ALL[name].build()
     least, most = PUBLISHED[name]
     assert least <= sum(p.numel() for p in model.parameters()) <= most
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_layers_run_in_the_order_they_are_named(name):
-    with torch.device("meta"):
-        model = ALL[name].build()
-    layers = model.layers
-    assert [n for n, _ in model.named_modules() if n in set(layers)] == layers
-    stops = list(ALL[name].boundaries(model).values())
-    assert stops == sorted(set(stops))
-    assert 0 < stops[0] <= stops[-1] < len(layers)
 
 
 @pytest.mark.parametrize("name", sorted(set(ALL) - {"Transformer-Base"}))  # tiny, they are alike
@@ -84,17 +73,3 @@ def test_a_cell_is_measured_end_to_end(tmp_path):
     assert "another form" not in section.findings[0]
     plot(report, tmp_path / "plot.png")
     json.dumps(report)
-
-
-def test_a_boundary_is_a_percentage_or_a_layer():
-    task = ALL["BERT-Base"]
-    with torch.device("meta"):
-        model = task.build()
-
-    def choose(*boundary):
-        options = type("Options", (), {"boundary": boundary, "quick": False})
-        return chosen(task, model, options)
-
-    assert choose("25", "blocks.7") == {"blocks.2": 3, "blocks.7": 8}
-    with pytest.raises(SystemExit, match="no layer 'encoder'"):
-        choose("encoder")

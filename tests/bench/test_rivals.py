@@ -19,7 +19,7 @@ from benchmarks.rivals import (
     PipeTransformerPolicy,
     SmartPipePolicy,
 )
-from egeria_core import FreezeController, Policy, StaticPolicy
+from egeria_core import FreezeController, Policy
 from egeria_core.policies import Reading
 from tests.helpers.core_nets import batch, mlp
 from tests.helpers.steps import take_step
@@ -116,13 +116,6 @@ def test_freezeout_takes_the_full_rate_and_leaves_the_schedulers_alone() -> None
     )
     cycled, _, _ = run(FreezeOutPolicy(), sgd, cycle)
     assert same(plain, cycled)
-
-
-def test_without_annealing_only_the_freezing_is_left() -> None:
-    net, _, controller = run(FreezeOutPolicy(anneal=False), sgd)
-    replayed, _, _ = run(StaticPolicy(controller.schedule()), sgd)
-    assert same(net, replayed)
-    assert controller.num_frozen == 3
 
 
 def gradients_of(net: nn.Sequential, frozen: int) -> list[Any]:
@@ -239,21 +232,6 @@ def test_pipetransformer_stops_at_the_least_gradient() -> None:
         6: (None, None, None, None, None, 4.0, 4.0, 4.0, 2.0),
     }
     assert observed(policy, rows, 7) == [0, 2, 2, 5, 5, 6, 6]
-
-
-def test_pipetransformer_in_training_reads_its_gradients() -> None:
-    _, _, controller = run(PipeTransformerPolicy(4), sgd, evaluate_every=4)
-    values = [reading["values"] for reading in controller.history.of("reading")]
-    level, frozen, moves = 0.0, 0, []
-    for epoch, row in enumerate(values, start=1):
-        known = [(value, index + 1) for index, value in enumerate(row) if value is not None]
-        level = min(level + (4 - level) / 3, min(known)[1])
-        now = min(math.ceil(round(level, 9)), 3)
-        if now > frozen:
-            frozen = now
-            moves.append((4 * epoch, LAYERS[frozen - 1]))
-    assert moves
-    assert controller.schedule() == moves
 
 
 def test_autofreeze_percentile_is_numpys() -> None:

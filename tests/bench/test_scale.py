@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,11 +17,7 @@ from benchmarks.scale import (
     expect,
     hit_rates,
     machines,
-    plot,
     slowest,
-    table,
-    tables,
-    troubled,
     weigh,
 )
 
@@ -83,14 +77,6 @@ def test_a_disk_that_is_too_slow_makes_a_cache_slower_than_computing():
     assert weigh(slow, JOB).speedup < 1
 
 
-def test_the_page_has_the_tables_that_are_printed(capsys):
-    assert tables([]) == 0
-    page = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
-    assert table() in page
-    assert troubled() in page
-    assert "1.5" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("ranks", [1, 8, 1000, 10_000])
 @pytest.mark.parametrize("affine", [True, False])
 def test_without_trouble_an_epoch_is_what_was_weighed(ranks, affine):
@@ -103,26 +89,6 @@ def test_without_trouble_an_epoch_is_what_was_weighed(ranks, affine):
     assert expected.seconds == pytest.approx(calm.seconds, rel=0.02)
     assert expected.computed_s == pytest.approx(calm.computed_s, rel=1e-6)
     assert expected.cold == 0
-
-
-def test_steps_wait_for_the_slowest_rank():
-    jitter = Trouble(compute_jitter=0.1)
-    alone = slowest(machines(1), jitter, 1.0, 0.0, steps=4096)
-    assert alone == pytest.approx(1.0, abs=0.01)
-    # The largest of 10,000 normal numbers is 3.85 deviations above their mean, on the average.
-    assert slowest(machines(10_000), jitter, 1.0, 0.0) == pytest.approx(math.exp(0.385), rel=0.02)
-
-
-@given(share=st.floats(0.1, 3.0), ring=st.integers(1, 8))
-def test_reads_are_hidden_while_a_disk_keeps_up(share, ring):
-    steps = slowest(CLUSTER, Trouble(ring_batches=ring), 1.0, share, steps=512)
-    assert steps == pytest.approx(max(1.0, share), rel=0.02)
-
-
-def test_reads_that_vary_are_hidden_by_reading_ahead():
-    varied = [Trouble(read_jitter=0.5, ring_batches=ring) for ring in (1, 5)]
-    little, more = (slowest(CLUSTER, one, 1.0, 0.7) for one in varied)
-    assert 1.0 <= more < little
 
 
 def test_a_slow_disk_slows_all_ranks_once_it_cannot_feed_its_own():
@@ -138,8 +104,3 @@ def test_a_new_node_makes_an_epoch_no_slower_than_computing():
     assert expected.cold > 0.9
     with pytest.raises(ValueError, match="failures"):
         replace(TROUBLE, node_mtbf_s=0.0)
-
-
-def test_it_is_drawn(tmp_path):
-    plot(tmp_path / "scale.png")
-    assert (tmp_path / "scale.png").stat().st_size > 0

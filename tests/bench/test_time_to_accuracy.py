@@ -1,6 +1,5 @@
 import json
 import logging
-from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -19,7 +18,7 @@ from benchmarks.time_to_accuracy.summary import (
     time_to,
 )
 from benchmarks.time_to_accuracy.tasks import TASKS, quick
-from benchmarks.time_to_accuracy.train import evaluation_steps, segments, train
+from benchmarks.time_to_accuracy.train import train
 from benchmarks.time_to_accuracy.work import Work
 
 PHASES = ("data", "cut", "forward", "backward", "update", "control", "flush")
@@ -118,19 +117,6 @@ def test_processor_time_is_what_was_noted_or_an_even_part():
     assert by_processor(noted) == [(1, 2.5, 0.4), (2, 6.0, 0.6)]
 
 
-@pytest.mark.parametrize(
-    ("total", "per_epoch", "count"), [(12, 4, 3), (11, 4, 6), (7, 9, 4), (5, 2, 9)]
-)
-def test_every_step_lies_in_one_segment_and_marks_end_them(total, per_epoch, count):
-    marks = evaluation_steps(total, count)
-    parts = segments(total, per_epoch, marks)
-    assert [step for begin, end in parts for step in range(begin, end)] == list(range(total))
-    ends = {end for _, end in parts}
-    assert ends == {*marks, *range(per_epoch, total + 1, per_epoch), total}
-    assert marks[-1] == total
-    assert len(marks) == min(count, total)
-
-
 def test_a_schedule_is_cut_at_the_step(tmp_path):
     task = tiny()
     problem = task.make(task, 0, tmp_path)
@@ -138,25 +124,6 @@ def test_a_schedule_is_cut_at_the_step(tmp_path):
     assert (run.steps, len(run.losses)) == (7, 7)
     assert all(0 < point[3] < 60 for point in run.curve)
     assert [epoch for epoch, *_ in run.curve] == pytest.approx([0.4, 1.0, 1.4])
-
-
-def test_seeds_are_counted_for_all_methods_or_for_one():
-    counts = benchmark._counts(["2", "plain=4"])
-    assert (counts["plain"], counts["linear"]) == (4, 2)
-    assert benchmark._counts([])["egeria"] == 5
-    for word in ("many", "nothing=3"):
-        with pytest.raises(SystemExit, match=word):
-            benchmark._counts([word])
-
-
-def test_processes_share_all_seeds_of_all_tasks():
-    options = Namespace(
-        counts={"plain": 3, "linear": 2}, sweep_seeds=2, tasks=["digits"], sweeps=["sweep-head"]
-    )
-    whole = benchmark.units(options)
-    assert set(whole) == {("digits", s) for s in range(3)} | {("sweep-head", s) for s in range(2)}
-    shared = [unit for number in range(2) for unit in whole[number::2]]
-    assert sorted(shared) == sorted(whole)
 
 
 def test_a_task_without_a_boundary_asks_for_one_and_keeps_the_answer(tmp_path):
@@ -240,10 +207,3 @@ def test_runs_end_to_end_and_goes_on_where_it_was(tmp_path, monkeypatch, capsys)
     assert "plasticity" in capsys.readouterr().out
     assert (tmp_path / "results" / "time_to_accuracy.json").exists()
     assert (tmp_path / "results" / "time_to_accuracy.png").exists()
-
-
-def test_each_seed_begins_with_another_method_and_ends_with_the_shortened_one():
-    names = ["plain", "shortened", "static", "egeria"]
-    orders = [benchmark.rotated(names, seed) for seed in range(3)]
-    assert {order[0] for order in orders} == {"plain", "static", "egeria"}
-    assert all(order[-1] == "shortened" and set(order) == set(names) for order in orders)

@@ -98,15 +98,6 @@ def test_mixed_batches_change_nothing(tmp_path):
     assert one[2].partial_batches > 0
 
 
-def test_a_boundary_that_moves_on_changes_nothing(tmp_path):
-    one, two = (
-        run(tmp_path / gate, gate, boundary="front", move=(8, "middle"), variants=2)
-        for gate in ("always", "never")
-    )
-    torch.testing.assert_close(one[0], two[0], rtol=1e-5, atol=1e-6)
-    assert one[2].hits > 48
-
-
 def test_masks_are_there_and_belong_to_seed_and_draw(tmp_path):
     losses = {
         name: run(tmp_path / name, "never", epochs=2, **settings)[0]
@@ -253,8 +244,3 @@ def test_dropout_that_is_no_layer_is_named_once_and_stays_off(tmp_path, caplog):
         assert cache.stats().hits == 2 * 48
     named = [r.getMessage() for r in caplog.records if "'0.self_attn'" in r.getMessage()]
     assert len(named) == 1
-
-
-def test_another_word_for_dropout_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="'off' or 'stateless', got 'on'"):
-        ActivationCache(nn.Linear(1, 1), tmp_path, dropout="on")

@@ -247,12 +247,6 @@ def test_withdrawing_the_boundary_gives_the_model_back():
     assert harness.reloaded == 8
 
 
-def test_an_unknown_boundary_is_refused_with_near_names():
-    harness = make()
-    with pytest.raises(BoundaryError, match="block1"):
-        harness.engine.set_boundary("blok1")
-
-
 # ---- guards -----------------------------------------------------------------------------------
 
 
