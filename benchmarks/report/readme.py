@@ -11,6 +11,7 @@ __all__ = ["BEGIN", "END", "block", "replaced"]
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 MOST_FINDINGS = 3
+"""But what was missed is always shown."""
 
 
 def block(sections: list[Section]) -> str:
@@ -31,8 +32,9 @@ def _section(section: Section) -> str:
         if table.short:
             lines += [f"{table.title}:", ""] if table.title else []
             lines += [*_markdown(table), ""]
-    for finding in section.findings[:MOST_FINDINGS]:
-        lines.append(f"- {finding}")
+    for number, finding in enumerate(section.findings):
+        if number < MOST_FINDINGS or "**missed**" in finding:
+            lines.append(f"- {finding}")
     if section.findings:
         lines.append("")
     command = command_of(section.name, section.environment)
