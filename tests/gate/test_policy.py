@@ -88,6 +88,7 @@ def test_what_is_saved_is_net_of_all_that_the_cache_took(timer, saved):
     assert timer.saved_s == pytest.approx(saved)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_controls_are_computed_and_change_nothing(tmp_path, monkeypatch, workers):
     monkeypatch.setattr(StepTimer, "verdict", property(lambda self: (True, "goes on")))

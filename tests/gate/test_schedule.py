@@ -58,6 +58,7 @@ def test_two_batches_are_timed_and_the_lesser_counts():
     assert "takes 20.0 ms" in timed(2, 0.020, 0.030).why_not(padded=True)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_short_run_is_computed_says_so_once_and_trains_as_without_a_cache(
     tmp_path, caplog, workers

@@ -155,6 +155,7 @@ def centred_if(limit):
     return collate
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("collate", [by_difficulty, relabelled, centred_if(2.2)])
 @pytest.mark.parametrize("shuffle", [False, True])
 @hostile

@@ -92,6 +92,7 @@ def test_a_transformer_with_a_loss_of_its_own_is_measured(capsys):
     assert by_name["blocks.1"]["raw_bytes"] == 7 * 8 * 4 + 2 * 8
 
 
+@pytest.mark.long
 def test_a_step_of_ones_own_and_boundaries_of_ones_own(capsys):
     report = ask_json(
         capsys, f"{ZOO}:transformer", "--data", f"{ZOO}:Texts", "--step",
@@ -109,6 +110,7 @@ def test_a_loaders_collate_function_is_used_and_its_refusal_is_told(capsys):
     assert one["refused"] is not None
 
 
+@pytest.mark.long
 def test_the_engines_refusal_is_told_in_its_own_words(capsys, tmp_path):
     code, shown = ask(capsys, f"{ZOO}:Mixing", "--data", f"{ZOO}:Images")
     assert code == 0
@@ -181,6 +183,7 @@ def test_the_break_even_epoch_wins_everything_back(figures, more, expected):
     assert outlook(one, **more).break_even_epoch(one) == expected
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("data", "asked", "reuse"),
     [("Noisy", [], 4), ("Noisy", ["--reuse", "8"], 8), ("Noisy", ["--reuse", "0"], None),
@@ -199,6 +202,7 @@ def test_what_random_samples_draw_anew_is_counted(capsys, data, asked, reuse):
         assert told is (reuse is not None)
 
 
+@pytest.mark.long
 def test_the_part_of_the_set_that_fits_is_told(capsys):
     one = Prospect(boundary="b", stored_bytes=10.0)
     assert outlook(one, limit_bytes=500).fits(one) == 0.5

@@ -246,6 +246,7 @@ def test_a_fork_after_use_trains_on_in_the_child_and_in_the_parent(workers):
     )
 
 
+@pytest.mark.long
 def test_a_child_never_waits_for_what_threads_held_when_it_was_forked():
     run_script(
         """
@@ -330,6 +331,7 @@ def test_a_child_may_take_the_cache_up():
 # ---- Ctrl-C -----------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stop", [1, 8, 15])
 def test_a_loop_under_tqdm_that_was_interrupted_is_run_again(tmp_path, workers, stop):

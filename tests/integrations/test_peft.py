@@ -101,6 +101,7 @@ def both(directory, *, epochs=3, events=None, **kwargs):
         return losses, plain, cache.stats()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("checkpointing", [None, "non-reentrant", "reentrant"])
 def test_adapters_in_the_last_layers_are_trained_behind_the_cut(tmp_path, checkpointing):
     losses, plain, stats = both(tmp_path, checkpointing=checkpointing)
@@ -109,6 +110,7 @@ def test_adapters_in_the_last_layers_are_trained_behind_the_cut(tmp_path, checkp
     assert stats.hits == 2 * 4 * BATCHES
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("checkpointing", [None, "non-reentrant", "reentrant"])
 def test_the_front_before_the_first_adapter_is_found_by_itself(tmp_path, checkpointing):
     plain = train(make(checkpointing=checkpointing), DataLoader(Texts(), 4))
@@ -177,6 +179,7 @@ CHANGES = {
 }  # fmt: skip
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("change", CHANGES)
 def test_adapters_that_change_in_mid_run_are_noticed(tmp_path, change):
     events = CHANGES[change]

@@ -157,6 +157,7 @@ def test_models_of_all_kinds_are_served(tmp_path, build):
         assert ours.cache.stats().hits > 0
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("evaluated_before", [False, True])
 def test_noise_that_a_hook_adds_to_the_front_is_not_left_out(tmp_path, evaluated_before, caplog):
     """NEFTune asks whether the embedding trains; what is held in inference mode does not."""
@@ -190,6 +191,7 @@ def test_a_second_evaluation_is_all_hits(tmp_path):
         assert ours.cache.stats().hits - before == 16
 
 
+@pytest.mark.long
 def test_predictions_are_those_of_the_plain_trainer(tmp_path):
     ours, plain = both(bert, tmp_path, num_train_epochs=1)
     data = CLASSES[:16]
@@ -205,6 +207,7 @@ def test_predictions_are_those_of_the_plain_trainer(tmp_path):
             assert (mine.label_ids == theirs.label_ids).all()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("at", [5, 7], ids="step_{}".format)
 def test_a_resumed_run_goes_on_as_it_was_and_is_served(tmp_path, at):
     """Checkpoints at the end of an epoch (5 steps) and in mid-epoch."""
@@ -246,6 +249,7 @@ class Notes:
         self.loaded = state
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_controller_is_given_the_loss_of_every_step_and_its_state(tmp_path, steps):
     def train(name, controller, resume=None):
@@ -269,6 +273,7 @@ def test_a_controller_is_given_the_loss_of_every_step_and_its_state(tmp_path, st
     assert len(again.losses) == len(notes.losses) - 3
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("made_first", [True, False])
 def test_a_freeze_controller_moves_the_boundary_and_goes_on_from_a_checkpoint(tmp_path, made_first):
     def run(name, resume=None):
@@ -321,6 +326,7 @@ def test_an_iterable_data_set_passes_uncached_and_that_is_said(tmp_path, caplog)
     assert any("uncached" in record.message for record in caplog.records)
 
 
+@pytest.mark.long
 def test_the_mixin_without_a_cache_is_the_trainer(tmp_path):
     class Mine(EgeriaTrainerMixin, Trainer):
         pass

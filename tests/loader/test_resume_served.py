@@ -78,6 +78,7 @@ def uninterrupted(tmp_path_factory):
     return run
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("variants", [1, 2])
 @given(cut=st.integers(1, EPOCHS * BATCHES - 1))
 @settings(max_examples=6, deadline=None)

@@ -108,6 +108,7 @@ def test_a_generation_cleared_by_the_inspector_while_a_loader_runs_is_left_alone
     assert stats.hits == 2 * NUM_SAMPLES
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_limit_reached_in_mid_epoch_gives_mixed_batches(tmp_path, workers):
     settings = {"num_workers": workers, "shuffle": True, "epochs": 2, "data": Images(240)}
@@ -123,6 +124,7 @@ def shared_memory(pids):
     return [name for name in os.listdir("/dev/shm") for pid in pids if f"_{pid}_" in name]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_an_iterator_collected_with_batches_in_flight_leaves_nothing_behind(

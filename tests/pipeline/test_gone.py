@@ -95,6 +95,7 @@ def saved(rank: int) -> dict[str, Any]:
     return copy.deepcopy(pipeline().state_dict())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 4)])
 def test_a_state_of_another_number_of_ranks_is_refused_by_all(tmp_path, before, now):
     states = run_ranks(saved, before, tmp_path / "before")

@@ -90,6 +90,7 @@ def test_a_cached_run_equals_a_computed_one_to_the_bit(tmp_path, kind, variants)
     assert two[2].hits == 0
 
 
+@pytest.mark.cases(1)
 def test_mixed_batches_change_nothing(tmp_path):
     one, two = (
         run(tmp_path / gate, gate, batch_size=5, num_before=4) for gate in ("always", "never")
