@@ -35,6 +35,8 @@ __all__ = ["LiveFile", "LiveReport", "Passes", "read_live", "schedules"]
 
 NOTE, LIVE = "note-", "live-"
 _NUMBERS = itertools.count()
+EVERY_S = 1.0
+MAX_TICK = 1 << 31
 
 
 def write_note(directory: Path, name: str, content: Mapping[str, Any]) -> None:
@@ -111,9 +113,6 @@ def _read(path: Path) -> dict[str, Any]:
     return {}
 
 
-EVERY_S = 1.0
-
-
 class LiveReport:
     """Has a reader thread write the counts, at most once a second, while the model is called.
 
@@ -158,9 +157,6 @@ class LiveReport:
         """Take the file away; after the reader threads have ended."""
         self._is_closed = True
         self._file.remove()
-
-
-MAX_TICK = 1 << 31
 
 
 class Passes:

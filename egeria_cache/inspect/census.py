@@ -48,6 +48,9 @@ __all__ = [
     "verify",
 ]
 
+PROGRESS_EVERY = 256
+"""Records."""
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationReport:
@@ -223,10 +226,6 @@ def _codec_name(record: Record) -> str:
         return "empty"
     code = max(zip(map(len, record.payload), record.codecs, strict=True))[1]
     return Codec(code).label if code in Codec._value2member_map_ else f"unknown codec {code}"
-
-
-PROGRESS_EVERY = 256
-"""Records."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,10 @@ _WRAPPERS = {(_ACCELERATE, "BatchSamplerShard"), (_ACCELERATE, "SkipBatchSampler
 """They hand on, or leave out, what the batch sampler inside draws."""
 _PERMUTES = {(_ACCELERATE, "SeedableRandomSampler")}
 """They draw as `RandomSampler` does. All of these by name: nothing of theirs is imported here."""
+_MOST_AT_ONCE = 8
+"""Batches that are planned with one look-up."""
+_MOST_NEAR = 4
+"""Times as many batches as the window has, however small they are, are read ahead at most."""
 
 
 def num_foreseeable(batch_sampler: Any) -> int:
@@ -77,12 +81,6 @@ def _draws_at_once(sampler: Any) -> bool:
     # Without a generator it makes one of its own; else it may be anybody's.
     is_permutation = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     return sampler.generator is None or is_permutation
-
-
-_MOST_AT_ONCE = 8
-"""Batches that are planned with one look-up."""
-_MOST_NEAR = 4
-"""Times as many batches as the window has, however small they are, are read ahead at most."""
 
 
 Studied = tuple[tuple[Axis, ...], bool, bool, bool]

@@ -41,6 +41,8 @@ from egeria_cache.samples import Clock
 __all__ = ["Progress", "ResumableLoader", "draw_base_seed", "state_of"]
 
 VERSION = 3
+T_co = TypeVar("T_co", covariant=True)
+log = logging.getLogger("egeria")
 
 
 @dataclass(slots=True)
@@ -272,10 +274,6 @@ class CountedMulti(_Counted, _MultiProcessingDataLoaderIter):
         # Persistent workers serve many passes, and each may have an index sampler of its own.
         self._index_sampler = loader._index_sampler
         super()._reset(loader, first_iter)
-
-
-T_co = TypeVar("T_co", covariant=True)
-log = logging.getLogger("egeria")
 
 
 class ResumableLoader(DataLoader[T_co]):

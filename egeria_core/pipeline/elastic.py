@@ -27,6 +27,9 @@ from egeria_core.ranks import Peers
 
 __all__ = ["ElasticPipeline"]
 
+log = logging.getLogger("egeria")
+ON_FREEZE = ("repartition", "replicate", "stay")
+
 
 def as_model(
     blocks: Sequence[nn.Module] | Mapping[str, nn.Module] | nn.Sequential,
@@ -79,10 +82,6 @@ def subgroup(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGrou
         assert isinstance(made, dist.ProcessGroup)
         _MADE[everywhere] = made
     return _MADE[everywhere]
-
-
-log = logging.getLogger("egeria")
-ON_FREEZE = ("repartition", "replicate", "stay")
 
 
 class ElasticPipeline:

@@ -26,6 +26,7 @@ from egeria_cache.skip.model.front import AroundForward, hold_around, let_go_aro
 __all__ = ["FrozenPrefix", "mode_asked_for", "tell_modes"]
 
 _is_training = attrgetter("training")
+log = logging.getLogger("egeria.modes")
 
 
 class _HeldTrain:
@@ -206,9 +207,6 @@ class FrozenPrefix:
         trace: TracebackType | None,
     ) -> None:
         self.release()
-
-
-log = logging.getLogger("egeria.modes")
 
 
 def tell_modes(model: nn.Module, held: FrozenPrefix, *, drops: bool) -> bool:

@@ -37,6 +37,8 @@ __all__ = ["check_losses", "compared", "fillings", "find_output_axes", "study_le
 Whole = tuple[int, ...]
 _MAX_ALONE = 8
 """Samples that are run without any padding: what reads one position too far shows there."""
+_OF_THE_TOLERANCE = 1e-3
+"""What the same computation may differ by where sums have no fixed order."""
 
 
 def study_lengths(evidence: Evidence, recipe: Recipe) -> Growth | None:
@@ -296,10 +298,6 @@ def _fill(evidence: Evidence, recipe: Recipe, slot: Slot, lengths: Lengths) -> A
         if len(seen) > 1:
             return 0
     return seen.pop() if seen else 0
-
-
-_OF_THE_TOLERANCE = 1e-3
-"""What the same computation may differ by where sums have no fixed order."""
 
 
 def fillings(

@@ -25,6 +25,7 @@ _MULTIPLES = np.arange(1, 65)
 """Of a length, that a size may be: several rows of a batch that was folded, say."""
 _STRIDES = np.arange(2, 4097)
 _MAX_KNOWN = 4096
+Whole = tuple[int, ...]
 
 
 class _Functions(NamedTuple):
@@ -138,9 +139,6 @@ class Rule:
         by_axis = enumerate(np.array(list(self._seen)).T)
         found = [one for axis, own in by_axis for one in _Functions.explaining(axis, own, sizes)]
         return sorted(found, key=lambda one: not one.is_exact)
-
-
-Whole = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,14 @@ __all__ = ["Growth", "Recipe", "Slot", "StepPlan", "Unavailable"]
 
 Slot = tuple[int, int]
 """(step, leaf of its output)"""
+MAX_LENGTHS = 512
+"""Lengths of batches that a recipe is kept ready for."""
+_REACH = 1.5
+"""How much longer than what was tried a batch may be."""
+Whole = tuple[int, ...]
+_is_training = attrgetter("training")
+_MAX_HELD = 256
+"""Items of a container that is searched for functions."""
 
 
 class Unavailable:
@@ -84,13 +92,6 @@ class StepPlan:
                 frozenset({Source("step", self.name, index, j)}) for j in range(len(self.leaves))
             ]
         return self._sources
-
-
-MAX_LENGTHS = 512
-"""Lengths of batches that a recipe is kept ready for."""
-_REACH = 1.5
-"""How much longer than what was tried a batch may be."""
-Whole = tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -198,11 +199,6 @@ class Growth:
         rows = [(at, rules[dim]) for at, dim in enumerate(spec.row_dims) if dim in rules]
         dims = tuple((at, self.lefts[rule.axis_among(self.entered)]) for at, rule in rows)
         return RowGrowth(dims, tuple(rule for _, rule in rows), self.fills.get(slot, 0))
-
-
-_is_training = attrgetter("training")
-_MAX_HELD = 256
-"""Items of a container that is searched for functions."""
 
 
 @dataclass(slots=True, eq=False)
