@@ -53,6 +53,8 @@ _MAX_ALONE = 8
 _AHEAD = *range(1, 64), *(1 << k for k in range(6, 21))
 """Calls that a counter is put ahead by, to see whether anything comes of it: what it does in every
 n-th call, or in turns of n, or from the n-th on."""
+_A_FEW_AHEAD = 1, 2, 3, 5, 1000
+"""The same for what is no number: features that hooks keep, averages, lists that grow."""
 _MORE_DRAWS = 40
 """Further runs where random numbers are drawn to no effect so far: what they decide may be rare."""
 
@@ -340,7 +342,8 @@ def _check_counted(evidence: Evidence, recipe: Recipe) -> dict[Any, Any]:
         if not one.is_replayed and one.mark in again and again[one.mark].is_past(one):
             raise BoundaryError.impure(recipe.boundary, f"{one.name} moves with every call of it")
     evidence.counted = [one for one in evidence.counted if one.is_replayed]
-    for ahead in (0, *_AHEAD) if evidence.counted else ():
+    counts = any(type(one.now) in (int, float) for one in evidence.counted)
+    for ahead in (0, *(_AHEAD if counts else _A_FEW_AHEAD)) if evidence.counted else ():
         if not _are_alike(now, later(ahead)):
             raise BoundaryError.decides_later(recipe.boundary, evidence.counted[0].name)
     unread = {one.mark: one.where for one in evidence.counted}
