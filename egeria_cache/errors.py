@@ -174,7 +174,8 @@ class PaddingError(BatchError):
         return (
             f"padded batches are not served at {boundary!r} yet: the model returns a tensor that "
             "is padded itself, and no gradient has shown that the loss leaves its padding alone "
-            "(the model is called without gradients, or what it returns is detached); let the "
+            "(the model is called without gradients, or what it returns is detached or counts for "
+            "nothing); let the "
             "model reduce it under the mask, or say ActivationCache(padding='unread') if your loop "
             "reads nothing there"
         )

@@ -92,11 +92,16 @@ MODELS = {
         ),
     ),
     "samples are mixed": ("middle", lambda: net(front=mixing)),
+    "traced": (
+        "traced or scripted",
+        lambda: net(early=torch.jit.trace(nn.Linear(6, 8), torch.zeros(2, 6))),
+    ),
     "never runs": (None, lambda: net(front=lambda m, x: torch.tanh(m.early(x)))),
     "runs last": (None, lambda: net(forward=backwards)),
 }
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_boundary_that_cannot_be_cut_is_told_by_name(kind):
     told, make = MODELS[kind]

@@ -474,14 +474,17 @@ def test_rows_that_are_cut_after_they_were_padded_are_told_as_such(directory):
     assert "cuts only the longest" in served.stats.why_not
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_an_output_that_no_gradient_comes_back_through_waits_for_a_word(directory, grad, caplog):
-    """Detached, or computed without gradients: nothing shows whether its padding is read."""
+@pytest.mark.parametrize("how", ["detached", "without gradients", "for nothing"])
+def test_an_output_that_no_gradient_comes_back_through_waits_for_a_word(directory, how, caplog):
+    """Nothing shows whether its padding is read."""
 
     def step(model, batch):
-        with torch.set_grad_enabled(grad):
-            hidden = model(batch[0]).detach()
+        with torch.set_grad_enabled(how != "without gradients"):
+            given = model(batch[0])
+        hidden = given.detach()
         assert hidden.numpy().shape == hidden.shape
+        if how == "for nothing" and given.requires_grad:
+            (0 * given).sum().backward()
         head = torch.zeros(3, 16, requires_grad=True)
         return F.cross_entropy(F.linear(masked_mean(hidden, batch[0]), head), batch[1])
 

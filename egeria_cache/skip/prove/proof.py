@@ -53,8 +53,6 @@ _MAX_ALONE = 8
 _AHEAD = *range(1, 64), *(1 << k for k in range(6, 21))
 """Calls that a counter is put ahead by, to see whether anything comes of it: what it does in every
 n-th call, or in turns of n, or from the n-th on."""
-_A_FEW_AHEAD = 1, 2, 3, 5, 1000
-"""The same for what is no number: features that hooks keep, averages, lists that grow."""
 _MORE_DRAWS = 40
 """Further runs where random numbers are drawn to no effect so far: what they decide may be rare."""
 
@@ -98,6 +96,10 @@ def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
     for position in unread_tensors(evidence, recipe):
         del recipe.pinned[position]
     _check_company(evidence, recipe)
+    for name, module in recipe.skipped_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            why = f"what {name!r} does, which was traced or scripted, cannot be followed"
+            raise BoundaryError.impure(recipe.boundary, why)
     tagged = evidence.call.tagged
     recipe.leaf_names = {i: (leaf.leaf, leaf.chain_key) for i, leaf in tagged.items()}
     recipe.modes = tuple(module.training for module in recipe.ancestors)
@@ -342,8 +344,7 @@ def _check_counted(evidence: Evidence, recipe: Recipe) -> dict[Any, Any]:
         if not one.is_replayed and one.mark in again and again[one.mark].is_past(one):
             raise BoundaryError.impure(recipe.boundary, f"{one.name} moves with every call of it")
     evidence.counted = [one for one in evidence.counted if one.is_replayed]
-    counts = any(type(one.now) in (int, float) for one in evidence.counted)
-    for ahead in (0, *(_AHEAD if counts else _A_FEW_AHEAD)) if evidence.counted else ():
+    for ahead in (0, *_AHEAD) if evidence.counted else ():
         if not _are_alike(now, later(ahead)):
             raise BoundaryError.decides_later(recipe.boundary, evidence.counted[0].name)
     unread = {one.mark: one.where for one in evidence.counted}

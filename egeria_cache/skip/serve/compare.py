@@ -16,7 +16,9 @@ __all__ = ["difference", "gap", "same_content", "same_rows", "slice_difference",
 # in another batch differs in its last bits; what really depends on its neighbours differs by more.
 _TOLERANCE = {
     torch.float64: 1e-9,
+    torch.complex128: 1e-9,
     torch.float32: 1e-4,
+    torch.complex64: 1e-4,
     torch.float16: 1e-2,
     torch.bfloat16: 5e-2,
 }

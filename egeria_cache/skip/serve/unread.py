@@ -125,7 +125,7 @@ def _take_in(proof: Proof) -> None:
     seen, proof.seen = proof.seen, None
     if seen is not None and seen.has_padding and seen.came_back:
         proof.missing = max(0.0, proof.missing - seen.shown)
-        proof.num_watched = 0
+        proof.num_watched *= not seen.shown  # a gradient of zero everywhere shows nothing
 
 
 def _look(
