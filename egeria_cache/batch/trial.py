@@ -49,6 +49,8 @@ _MOST_BYTES = 1 << 22
 """Of a large batch no more is made up: what tells rows by their number has small ones."""
 
 _SMALL = 5
+_RANGES = (0.0, 1.0), (0.2, 0.4), (0.4, 0.6), (0.0, 0.5), (0.6, 0.2)
+"""(least number, range) of made-up samples, in turns."""
 
 
 Kind = Callable[[Sequence[Any]], Any] | None
@@ -284,9 +286,12 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _made_up(raw: Raw, size: int) -> Tensor:
-    """Return rows of a leaf that differ from each other, in numbers that models are given."""
+    """Return rows of a leaf that differ, also in extremes, in numbers that models are given."""
     shape, _, dtype = raw
     numbers = torch.rand((size, *shape[1:]), generator=torch.Generator().manual_seed(size))
+    lows, ranges = torch.tensor(_RANGES)[torch.arange(size) % len(_RANGES)].unbind(1)
+    row = (-1, *[1] * (numbers.dim() - 1))
+    numbers = lows.view(row) + numbers * ranges.view(row)
     if dtype == torch.bool:
         return numbers > 0.5
     return (numbers if dtype.is_floating_point or dtype.is_complex else numbers * 5).to(dtype)
