@@ -9,19 +9,6 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
-__all__ = [
-    "Codec",
-    "Dropout",
-    "Gate",
-    "Padding",
-    "StorageDtype",
-    "check_choice",
-    "check_fraction",
-    "check_whole_number",
-    "did_you_mean",
-    "names_known",
-]
-
 Codec = Literal["auto", "raw", "zstd", "split+zstd", "bitmap+split"]
 """How records are compressed: docs/format.md."""
 StorageDtype = Literal["float16", "bfloat16", "int8"]

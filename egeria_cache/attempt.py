@@ -12,8 +12,6 @@ from traceback import clear_frames
 from types import CodeType, TracebackType
 from typing import Any, TypeGuard
 
-__all__ = ["Attempt", "is_beside", "is_ours", "place_of", "without_us"]
-
 
 class Attempt:
     """A block of what happens beside the loop: an error in it is kept, and not raised.

@@ -15,19 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = [
-    "Crop",
-    "CutMix",
-    "Dropout",
-    "FeatureAugment",
-    "Flip",
-    "Jitter",
-    "Mixup",
-    "Noise",
-    "Operation",
-    "Translate",
-]
-
 Operation = Callable[[Tensor, torch.Generator | None], Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
 

@@ -12,8 +12,6 @@ from itertools import chain
 from types import CodeType
 from typing import NamedTuple
 
-__all__ = ["Names", "attributes_of", "names_in", "texts_in"]
-
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _STORES = ("STORE_GLOBAL", "DELETE_GLOBAL")
 _FREE = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from egeria_cache.arguments import Codec, StorageDtype, check_choice
 
-__all__ = ["StoreConfig", "parse_size"]
-
 PAGE_BYTES = 4096
 """Files are counted in whole pages, as the disk does."""
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["BoundaryError", "EgeriaError", "ForeignError", "StoreError"]
-
 
 class EgeriaError(Exception):
     """Base of all errors raised by Egeria."""

@@ -6,8 +6,6 @@ import sys
 import sysconfig
 from pathlib import Path
 
-__all__ = ["LIBRARIES", "home", "is_installed", "kind_name"]
-
 LIBRARIES = tuple({sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")})
 """Folders of what is installed."""
 

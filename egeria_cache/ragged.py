@@ -15,8 +15,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Dims", "PaddedRows", "blank", "inside", "pad_rows", "widen"]
-
 Dims = tuple[tuple[int, bool], ...]
 Sizes = npt.NDArray[np.int64]
 """Shape (B, number of padded dimensions)."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping
 
-__all__ = ["as_html", "as_text", "size"]
-
 
 def as_text(lines: Mapping[str, str]) -> str:
     """Return names and values in two columns."""

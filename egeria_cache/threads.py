@@ -10,8 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["compute_on_one_core", "has_modes", "in_turns", "without_modes"]
-
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _num_function_modes = torch._C._len_torch_function_stack
 _locks: dict[int, threading.Lock] = {}

@@ -9,8 +9,6 @@ import math
 from collections import deque
 from typing import Any
 
-__all__ = ["Bootstrap"]
-
 
 class Bootstrap:
     """Ends when the smoothed training loss changes by less than `change` between two looks.

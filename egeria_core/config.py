@@ -15,14 +15,6 @@ from egeria_cache.device import runs_late
 from egeria_core.bootstrap import Bootstrap
 from egeria_core.learning_rate import UnfreezeRule
 
-__all__ = [
-    "ControllerConfig",
-    "EvaluatorKind",
-    "ReferenceKind",
-    "guideline_interval",
-    "movement_interval",
-]
-
 log = logging.getLogger("egeria")
 
 ReferenceKind = Literal["auto", "int8", "bf16", "fp32"]

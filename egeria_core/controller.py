@@ -37,8 +37,6 @@ from egeria_core.watch import (
     can_be_read,
 )
 
-__all__ = ["FreezeController"]
-
 log = logging.getLogger("egeria")
 
 

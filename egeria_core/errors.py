@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from egeria_cache import EgeriaError
 
-__all__ = ["EvaluatorError", "LayerError", "PolicyError"]
-
 
 class LayerError(EgeriaError):
     """The model offers no layers that could be frozen one after another."""

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from egeria_cache import FrozenPrefix
 
-__all__ = ["Freezer"]
-
 
 class Freezer:
     """Owns what it froze. Call between `optimizer.step()` and the next forward.

@@ -9,8 +9,6 @@ from typing import Any
 
 from egeria_cache.tables import as_html
 
-__all__ = ["History"]
-
 
 class History(list[dict[str, Any]]):
     """List of JSON records, each with `kind` and `step`; docs/controller.md lists them.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Hook"]
-
 
 class Hook:
     """Calls a function; a copy of the model gets an inert one, and no copy of the function's owner.

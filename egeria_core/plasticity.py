@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["linear_slope", "moving_average", "sp_loss"]
-
 
 def sp_loss(train_act: Tensor, ref_act: Tensor) -> Tensor:
     """Return the Similarity-Preserving distance of two activations (Tung & Mori 2019).

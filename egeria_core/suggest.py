@@ -29,8 +29,6 @@ from egeria_core.policies import StaticPolicy
 from egeria_core.ranks import unwrap
 from egeria_core.reference import without_hooks
 
-__all__ = ["Suggestion", "Trial", "suggest_boundary"]
-
 Loss = Callable[[nn.Module, Any], Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -22,8 +22,6 @@ from egeria_cache.batch.tensor import BatchTensor, unwrap
 from egeria_cache.batch.vouch import Vouched
 from egeria_cache.device import located, uploaded
 
-__all__ = ["AbsentBeside", "AbsentTensor", "without_data"]
-
 
 def without_data(
     meta: Tensor, batch: Batch, leaf: str, misses: Tensor | None = None

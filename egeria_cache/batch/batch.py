@@ -20,8 +20,6 @@ from egeria_cache.batch.structure import Rows, is_rows, take_rows
 from egeria_cache.batch.vouch import Vouched, held
 from egeria_cache.device import uploaded
 
-__all__ = ["Batch", "Entry", "PartEntry", "SharedRows", "at_rows"]
-
 
 class Entry(Protocol):
     """Where, and with which rows, a batch may enter the model instead of at its input."""

@@ -22,21 +22,6 @@ from egeria_cache.batch.structure import is_dense
 from egeria_cache.batch.vouch import SMALL_BYTES, content_print
 from egeria_cache.device import moved_to, uploaded
 
-__all__ = [
-    "PLAIN",
-    "ROWS",
-    "Leaf",
-    "Op",
-    "Raw",
-    "Slot",
-    "derived",
-    "leaves_of",
-    "moved",
-    "name_of",
-    "outside_inference_mode",
-    "text_of",
-]
-
 
 def outside_inference_mode() -> AbstractContextManager[None]:
     """Make ordinary tensors, also where inference mode is on: those have a version counter."""

@@ -7,8 +7,6 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-__all__ = ["Fold"]
-
 
 class Fold(NamedTuple):
     """A tensor has `outer` blocks of the batch, and in each of them `inner` rows of a sample."""

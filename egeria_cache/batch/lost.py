@@ -11,8 +11,6 @@ from torch import Tensor
 
 from egeria_cache.batch.structure import PerSample, is_rows
 
-__all__ = ["forget_lost", "lost_by", "note_lost"]
-
 _LOCAL = threading.local()
 
 

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from egeria_cache.ragged import Dims, PaddedRows, pad_rows, widen
 
-__all__ = ["Axis", "Lengths", "Padding"]
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class Axis:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 
-__all__ = ["SampleId", "sample_seed"]
-
 SampleId = int | str | tuple  # type: ignore[type-arg]
 """What identifies a sample: an int, a string, or a (nested) tuple of them."""
 

@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Selection", "selected_rows"]
-
 
 @dataclass(frozen=True, slots=True)
 class Selection:

@@ -19,28 +19,6 @@ from torch import Tensor, nn
 
 from egeria_cache.device import uploaded
 
-__all__ = [
-    "Beside",
-    "Leaf",
-    "PerSample",
-    "Rows",
-    "Structure",
-    "counting",
-    "find_lists",
-    "flatten",
-    "geometry",
-    "interleaved",
-    "is_dense",
-    "is_faithful",
-    "is_rows",
-    "merge_rows",
-    "overlap",
-    "own_containers",
-    "row_meta",
-    "state_of",
-    "take_rows",
-]
-
 Rows = Tensor | list[Any] | tuple[Any, ...]
 """The values of one leaf for a batch: a tensor with a row per sample, or one value per sample."""
 

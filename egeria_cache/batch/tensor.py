@@ -37,8 +37,6 @@ from egeria_cache.batch.trial import Found, operation
 from egeria_cache.batch.vouch import Vouched
 from egeria_cache.device import LEAF_FLAGS
 
-__all__ = ["BatchTensor", "batch_tensors", "loaded_tensor", "unwrap"]
-
 
 class BatchTensor(Tensor):
     """A leaf of a loader's batch that knows its samples. See the module's text.

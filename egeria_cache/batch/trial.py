@@ -34,8 +34,6 @@ from egeria_cache.batch.structure import is_dense
 from egeria_cache.device import random_states, set_random_states
 from egeria_cache.threads import in_turns, without_modes
 
-__all__ = ["Found", "operation"]
-
 _UNTRIED = {
     torch.empty_like, Tensor.new_empty, Tensor.new_empty_strided, Tensor.as_subclass,
     Tensor.share_memory_, Tensor.data.__get__,  # type: ignore[attr-defined]

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from egeria_cache.batch.structure import PerSample, Rows, is_dense
 
-__all__ = ["SMALL_BYTES", "Vouched", "content_print", "held"]
-
 SMALL_BYTES = 1 << 20
 """Leaves up to this are copied: what the loop does to its own never reaches what is stored."""
 

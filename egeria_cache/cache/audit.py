@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["AuditPlan"]
-
 _MAX_COST = 0.01
 """Part of the time saved that the floor may cost, beyond one sample an epoch."""
 

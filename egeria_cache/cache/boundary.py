@@ -10,8 +10,6 @@ from egeria_cache.gate import Accounts, ServingPolicy, Turn
 from egeria_cache.prefetch import Views
 from egeria_cache.skip import SkipEngine, module_named
 
-__all__ = ["Boundary"]
-
 log = logging.getLogger("egeria")
 
 

@@ -39,8 +39,6 @@ from egeria_cache.skip import RandomState, SkipEngine, inner_model, ordinary_arg
 from egeria_cache.store import ActivationStore
 from egeria_cache.tables import as_html
 
-__all__ = ["ActivationCache"]
-
 log = logging.getLogger("egeria")
 _PARTS = frozenset(
     ("port", "_status", "_store", "_readers", "_views", "_accounts", "_policy", "_engine", "_moves",

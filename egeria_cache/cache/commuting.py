@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from egeria_cache.augment import Operation
 from egeria_cache.errors import EgeriaError
 
-__all__ = ["commutes"]
-
 Call = Callable[..., Any]
 
 

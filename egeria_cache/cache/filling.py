@@ -26,8 +26,6 @@ from egeria_cache.skip import (
     what_code_keeps,
 )
 
-__all__ = ["FillReport", "fill"]
-
 log = logging.getLogger("egeria")
 _CHUNK = 256
 """Samples that are looked up at a time; between two chunks another process may have stored some."""

@@ -20,8 +20,6 @@ from egeria_cache.batch import unwrap
 from egeria_cache.cache.cache import ActivationCache
 from egeria_cache.errors import BoundaryError
 
-__all__ = ["FrozenFront"]
-
 
 class FrozenFront(nn.Module):
     """Runs the first `depth` of some blocks on this rank's rows, or reads what they gave before.

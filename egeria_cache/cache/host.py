@@ -29,8 +29,6 @@ from egeria_cache.samples import (
 from egeria_cache.skip import MAX_CHAINS, Cut, same_rows
 from egeria_cache.store import ActivationStore, Generation
 
-__all__ = ["CacheHost", "device_of"]
-
 log = logging.getLogger("egeria")
 _FORKED = (
     "this process was forked from the one that made the cache, and has none of its threads; "

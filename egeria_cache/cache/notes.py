@@ -31,8 +31,6 @@ from egeria_cache.prefetch import ReaderThreads
 from egeria_cache.samples import Clock, Draws, LoaderSource
 from egeria_cache.store import ROOT_FORMAT, read_json, write_json
 
-__all__ = ["LiveFile", "LiveReport", "Passes", "read_live", "schedules"]
-
 NOTE, LIVE = "note-", "live-"
 _NUMBERS = itertools.count()
 EVERY_S = 1.0

@@ -20,8 +20,6 @@ from egeria_cache.gate import Accounts, CacheStats, ServingPolicy
 from egeria_cache.prefetch import Crew, PlannedEntry, ReaderThreads, View, Views
 from egeria_cache.samples import Clock, LoaderSource
 
-__all__ = ["LoaderPort"]
-
 log = logging.getLogger("egeria")
 MAX_ALIKE = 4
 """Loaders of one name whose views are kept; scripts make one for every evaluation."""

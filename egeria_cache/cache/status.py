@@ -6,8 +6,6 @@ import os
 import time
 from dataclasses import dataclass, field
 
-__all__ = ["Status", "shown_name"]
-
 
 @dataclass(slots=True)
 class Status:

@@ -14,8 +14,6 @@ from egeria_cache.device.memory import to_host
 from egeria_cache.device.streams import Event, Lane
 from egeria_cache.ragged import PaddedRows
 
-__all__ = ["batch_to_host"]
-
 _lanes: dict[torch.device, Lane] = {}
 _lock = threading.Lock()
 

@@ -10,21 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "FOREIGN_PACKAGES",
-    "LEAF_FLAGS",
-    "accelerator",
-    "autocast_kinds",
-    "default_device",
-    "device_name",
-    "located",
-    "module_of",
-    "moved_to",
-    "runs_late",
-    "synchronize",
-    "without_autocast",
-]
-
 _NAMED = ("cuda", "xpu", "mps", "mtia", "hpu", "ipu", "maia")
 """Kinds after which `Tensor` has methods and flags whether or not there is such a device."""
 

@@ -14,11 +14,6 @@ from torch import Tensor
 from egeria_cache.device.kinds import accelerator, module_of, runs_late
 from egeria_cache.device.streams import Event, Held, mark, streams_of
 
-__all__ = [
-    "Answers", "copies_beside", "host_memory", "lock_ahead", "pinned", "pins", "room", "to_device",
-    "to_host", "uploaded",
-]  # fmt: skip
-
 LEFT_ALONE = 64
 """So small a part of a device's memory is never taken: what PyTorch does not count lies there."""
 SMALL_SIZES = 2 * tuple(1 << n for n in range(13))

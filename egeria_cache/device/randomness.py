@@ -10,8 +10,6 @@ from torch import Tensor
 
 from egeria_cache.device.kinds import initialised_module
 
-__all__ = ["random_states", "seed_everywhere", "set_random_states"]
-
 
 def random_states() -> tuple[Tensor, ...]:
     """Copy the states of all devices' generators; nothing where none is used, or none has any."""

@@ -13,8 +13,6 @@ import torch
 
 from egeria_cache.device.kinds import accelerator, current, runs_late
 
-__all__ = ["Event", "Held", "Lane", "Streams", "leave_captures_alone", "mark", "streams_of"]
-
 _THREAD_LOCAL = 1
 """As CUDA and HIP number the ways in which a thread may have to do with captures."""
 
@@ -38,9 +36,11 @@ class Point:
         self.event, self._spare = event, spare
 
     def synchronize(self) -> None:
+        """Wait until the device is there."""
         self.event.synchronize()
 
     def query(self) -> bool:
+        """Whether it is there."""
         return bool(self.event.query())
 
     def __del__(self) -> None:

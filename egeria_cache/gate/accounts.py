@@ -20,8 +20,6 @@ from egeria_cache.gate.stats import CacheStats
 from egeria_cache.prefetch import Views
 from egeria_cache.store import ActivationStore
 
-__all__ = ["Accounts"]
-
 log = logging.getLogger("egeria")
 
 _CLOSED = (

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from egeria_cache.skip import Step
 
-__all__ = ["Costs", "choose"]
-
 _MIN_GAIN = 0.05
 """Part of the prefix that another cut must save more: below it, noise decides."""
 

@@ -17,8 +17,6 @@ from egeria_cache.gate.steps import Kind, StepTimer
 from egeria_cache.prefetch import PlannedEntry, View
 from egeria_cache.skip import Step
 
-__all__ = ["ServingPolicy", "Turn"]
-
 
 @dataclass(frozen=True, slots=True)
 class Turn:

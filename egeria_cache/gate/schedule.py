@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Schedule"]
-
 _PROOF_FORWARDS = {False: 8, True: 20}
 _PROOF_S = 0.1
 """What a proof costs, for samples of one length and padded ones, in forwards of the whole model and

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from egeria_cache.tables import as_html, as_text, size
 
-__all__ = ["CacheStats"]
-
 
 @dataclass(kw_only=True, slots=True)
 class CacheStats:

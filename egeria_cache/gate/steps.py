@@ -20,8 +20,6 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Literal
 
-__all__ = ["Kind", "StepTimer"]
-
 Kind = Literal["served", "computed", "captured", "partial"]
 """Read, at least half of it; loaded and computed as without a cache; computed and stored; mostly
 that, with some rows that were read."""

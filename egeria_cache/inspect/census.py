@@ -38,16 +38,6 @@ from egeria_cache.store import (
     read_json,
 )
 
-__all__ = [
-    "CacheReport",
-    "Damage",
-    "GenerationReport",
-    "contents",
-    "find_generation",
-    "survey",
-    "verify",
-]
-
 PROGRESS_EVERY = 256
 """Records."""
 

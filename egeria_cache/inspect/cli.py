@@ -25,8 +25,6 @@ from egeria_cache.inspect.words import plain
 from egeria_cache.store import DamagedError
 from egeria_cache.version import __version__
 
-__all__ = ["main"]
-
 COMMANDS = ("ls", "show", "verify", "diff", "prune", "pack", "unpack", "clear")
 
 

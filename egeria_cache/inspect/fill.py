@@ -25,8 +25,6 @@ from egeria_cache.device import default_device
 from egeria_cache.inspect.words import print_json
 from egeria_cache.loader import EgeriaLoader
 
-__all__ = ["add_common", "device_of_name", "fill", "find", "make", "make_model", "where_raised"]
-
 
 def fill(argv: list[str]) -> int:
     """Run `cache-inspect fill` with the arguments behind that word; 0 if everything is stored.

@@ -49,8 +49,6 @@ from egeria_cache.skip import CallError, Candidate, candidates, ordinary_argumen
 from egeria_cache.store import ActivationStore, Generation
 from egeria_cache.tables import size
 
-__all__ = ["Forecast", "Prospect", "Settings", "Share", "forecast", "plan"]
-
 Step = Callable[[nn.Module, Any], Tensor]
 """step(model, batch) -> the loss, a scalar."""
 

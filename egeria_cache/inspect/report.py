@@ -42,20 +42,6 @@ from egeria_cache.store import pack as pack_generation
 from egeria_cache.store import unpack as unpack_generation
 from egeria_cache.tables import size
 
-__all__ = [
-    "BAD_ARGUMENTS",
-    "DAMAGED",
-    "HEALTHY",
-    "clear",
-    "diff",
-    "ls",
-    "pack",
-    "prune",
-    "show",
-    "unpack",
-    "verify_all",
-]
-
 HEALTHY, DAMAGED, BAD_ARGUMENTS = 0, 1, 2
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _LISTED: dict[str, JustifyMethod] = {

@@ -14,8 +14,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["age", "console", "fitting", "plain", "print_json", "progress_bar", "share"]
-
 _PIPE_COLUMNS = 10_000
 """A pipe has no width: nothing is folded or cut there."""
 

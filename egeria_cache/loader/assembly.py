@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from egeria_cache.cache import LoaderPort
     from egeria_cache.prefetch import PlannedEntry
 
-__all__ = ["Assembly"]
-
-
 _MOVED = (
     "in leaf {!r} of a batch a sample does not stand in its place, or is not what it is alone: the "
     "collate_fn sorts or mixes samples, or draws random numbers (draw them in the data set)"

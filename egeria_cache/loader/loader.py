@@ -43,8 +43,6 @@ from egeria_cache.samples import (
 from egeria_cache.tables import as_html
 from egeria_cache.threads import in_turns
 
-__all__ = ["EgeriaLoader"]
-
 T_co = TypeVar("T_co", covariant=True)
 log = logging.getLogger("egeria")
 _ARGUMENTS = (

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from egeria_cache.cache import LoaderPort
     from egeria_cache.prefetch import View
 
-__all__ = ["Pass", "TaskSource"]
-
 
 class TaskSource:
     """Batch sampler of the inner DataLoader: the tasks of the pass that began last."""

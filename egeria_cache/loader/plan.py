@@ -32,8 +32,6 @@ from egeria_cache.prefetch import PlannedEntry, Prefetcher, View
 from egeria_cache.samples import Task
 from egeria_cache.store import Located
 
-__all__ = ["Plan", "Planner", "Studied", "best_entry", "num_foreseeable"]
-
 _DRAW_AT_ONCE = (
     SequentialSampler,
     SubsetRandomSampler,

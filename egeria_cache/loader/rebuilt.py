@@ -9,8 +9,6 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-__all__ = ["note", "original_of"]
-
 _LOADERS: weakref.WeakKeyDictionary[Any, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 """Batch sampler -> the loaders that draw from it, the latest last."""
 

@@ -38,8 +38,6 @@ from torch.utils.data.dataloader import (
 from egeria_cache.attempt import Attempt
 from egeria_cache.samples import Clock
 
-__all__ = ["Progress", "ResumableLoader", "draw_base_seed", "state_of"]
-
 VERSION = 3
 T_co = TypeVar("T_co", covariant=True)
 log = logging.getLogger("egeria")

@@ -11,8 +11,6 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import RandomSampler, Sampler
 
-__all__ = ["LeanRandomSampler", "ShardAffineSampler"]
-
 _CHUNK = 1 << 16
 _ODD, _SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
 Indices: TypeAlias = npt.NDArray[np.uint64]

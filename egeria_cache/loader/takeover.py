@@ -21,8 +21,6 @@ from egeria_cache.loader.loader import EgeriaLoader
 if TYPE_CHECKING:
     from egeria_cache.cache import ActivationCache
 
-__all__ = ["take_over"]
-
 log = logging.getLogger("egeria")
 _OF_PASSES = ("__iter__", "_get_iterator", "_index_sampler", "__getattribute__")
 """What a subclass of DataLoader may not have of its own: it would not ask us."""

@@ -37,8 +37,6 @@ from egeria_cache.samples import (
     own_lengths,
 )
 
-__all__ = ["Found", "find", "together"]
-
 
 @dataclass(slots=True)
 class Found:

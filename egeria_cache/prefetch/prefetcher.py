@@ -30,8 +30,6 @@ from egeria_cache.prefetch.view import ACTIVATION, KEPT, LENGTHS, View
 from egeria_cache.store import Located
 from egeria_cache.threads import without_modes
 
-__all__ = ["PlannedEntry", "Prefetcher", "needs_ring"]
-
 logger = logging.getLogger("egeria_cache.prefetch")
 
 WHOLE_BYTES = 64 * 2**20

@@ -18,8 +18,6 @@ from egeria_cache.device import leave_captures_alone
 from egeria_cache.store import NotInMemoryError
 from egeria_cache.threads import compute_on_one_core, without_modes
 
-__all__ = ["Crew", "Deferred", "ReaderCount", "ReaderThreads"]
-
 _SHARE = 1 / 8
 """Weight of the latest batch in the means."""
 _SETTLED = 24

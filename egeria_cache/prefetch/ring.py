@@ -34,8 +34,6 @@ from egeria_cache.batch import SampleId
 from egeria_cache.device import Event, Lane, mark, pinned, to_device
 from egeria_cache.ragged import Dims, inside, widen
 
-__all__ = ["Place", "Ring", "Slots"]
-
 Numbers = npt.NDArray[np.int64]
 Slot = npt.NDArray[np.int32]
 NOBODY = 0

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from egeria_cache.skip import Cut
     from egeria_cache.store import Generation
 
-__all__ = ["ACTIVATION", "KEPT", "LENGTHS", "PRINT", "View", "Views", "record"]
-
 ACTIVATION, KEPT, LENGTHS = "a:", "k:", "lengths"
 """Prefixes of a record's names: activations at the cut, and leaves kept from the loader's batch;
 and the name of a padded sample's own lengths, int32."""

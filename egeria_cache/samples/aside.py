@@ -24,8 +24,6 @@ from egeria_cache.samples.loading import (
     Task,
 )
 
-__all__ = ["Aside"]
-
 
 class Aside:
     """Answers tasks one by one in one DataLoader worker, started with the first."""

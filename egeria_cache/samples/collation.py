@@ -17,15 +17,6 @@ from egeria_cache.batch import Axis, Beside, Padding, is_rows
 from egeria_cache.ragged import Dims, blank
 from egeria_cache.samples.content import same_values
 
-__all__ = [
-    "NOWHERE",
-    "Places",
-    "differing_leaf",
-    "find_padding",
-    "find_places",
-    "own_lengths",
-]
-
 
 class Places(NamedTuple):
     """Where the samples of a batch stand in it."""

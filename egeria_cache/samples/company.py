@@ -13,8 +13,6 @@ from torch import Tensor
 
 from egeria_cache.batch import Axis
 
-__all__ = ["Company", "Told"]
-
 MAX_SHARE = 0.02
 """Of the time that loading takes, for comparing samples with what they are alone."""
 FREE_S = 0.05

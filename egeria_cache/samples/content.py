@@ -20,19 +20,6 @@ from torch import Tensor
 
 from egeria_cache.batch import Beside, PerSample, unwrap
 
-__all__ = [
-    "PLAIN",
-    "array_print",
-    "is_long",
-    "long_print",
-    "plain_print",
-    "quick_print",
-    "row_prints",
-    "same_bytes",
-    "same_values",
-    "tensor_print",
-]
-
 _OF_NUMPY = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, torch.uint8})
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), type(Ellipsis)})
 LONG = 1 << 20

@@ -40,8 +40,6 @@ from egeria_cache.samples.portrait import (
     is_users,
 )
 
-__all__ = ["Kept", "deciding", "unmoved"]
-
 _AHEAD = 1, 12, 130, 777, 12_345, 1_234_567
 """Of no common period."""
 _MAX_OBJECTS, _MAX_ASKED = 1024, 32

@@ -20,8 +20,6 @@ import numpy.typing as npt
 
 from egeria_cache.batch import SampleId, sample_seed
 
-__all__ = ["DEFAULT_REUSE", "Clock", "Draws"]
-
 DEFAULT_REUSE = 4
 """Epochs: docs/augmentation.md has the figures."""
 NO_DRAW = (1 << 32) - 1

@@ -26,8 +26,6 @@ from egeria_cache.samples.content import PLAIN, array_print, plain_print, tensor
 from egeria_cache.samples.portrait import Glance, Portrait, is_below, portrait
 from egeria_cache.threads import without_modes
 
-__all__ = ["Fingerprint", "Look", "look", "sample_print"]
-
 NUM_SAMPLES = 32
 NUM_AGAIN = 2
 """Samples that are read again at the start of an epoch, in turns."""

@@ -19,8 +19,6 @@ import torch
 
 from egeria_cache.threads import in_turns
 
-__all__ = ["GENERATORS", "Generator", "preserved", "seed_all"]
-
 _WORDS = 624
 """State of a Mersenne twister, in 32-bit words; the position in them comes on top."""
 

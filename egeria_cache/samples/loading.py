@@ -33,15 +33,6 @@ from egeria_cache.samples.fingerprint import Look, look, sample_print
 from egeria_cache.samples.generators import GENERATORS, preserved
 from egeria_cache.threads import in_turns
 
-__all__ = [
-    "CollateLoaded",
-    "Loaded",
-    "SampleLoader",
-    "SeededDataset",
-    "SeededWorkerInit",
-    "Task",
-]
-
 
 class Task(NamedTuple):
     """Samples to load for one batch."""

@@ -51,19 +51,6 @@ from egeria_cache.bytecode import names_in, texts_in
 from egeria_cache.kinds import LIBRARIES, home, is_installed, kind_name
 from egeria_cache.samples import content
 
-__all__ = [
-    "Glance",
-    "Portrait",
-    "attributes",
-    "globals_of",
-    "is_below",
-    "is_filled",
-    "is_opaque",
-    "is_training",
-    "is_users",
-    "portrait",
-]
-
 MAX_NODES = 20_000
 """Objects that are looked at; what lies beyond is left out."""
 MAX_ITEMS = 4096

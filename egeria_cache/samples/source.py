@@ -43,8 +43,6 @@ from egeria_cache.samples.loading import (
 )
 from egeria_cache.samples.study import Study
 
-__all__ = ["BatchContext", "LoaderSource"]
-
 _NUMBERS = itertools.count()
 _TRIED_SAMPLES, _TRIED_DRAWS = 4, 2
 """So many samples of a batch are loaded under so many other draws, to see what these change."""

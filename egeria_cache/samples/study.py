@@ -15,8 +15,6 @@ from egeria_cache.samples.content import same_values
 from egeria_cache.samples.generators import preserved
 from egeria_cache.samples.loading import Task
 
-__all__ = ["Study"]
-
 Leaves = Mapping[str, Any]
 
 

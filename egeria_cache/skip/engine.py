@@ -47,8 +47,6 @@ from egeria_cache.skip.state.guards import SEEN_LATE, PrefixGuard
 from egeria_cache.skip.state.hooks import hook_of_training
 from egeria_cache.skip.state.watch import hooks_of
 
-__all__ = ["MAX_CHAINS", "Filled", "SkipEngine", "SkipHost"]
-
 log = logging.getLogger("egeria")
 
 MAX_CHAINS = 4

@@ -19,7 +19,8 @@ from egeria_cache.store.disk.budget import (
     remove_generations,
 )
 from egeria_cache.store.disk.claims import SET_ASIDE, in_use_elsewhere
-from egeria_cache.store.disk.files import GoneError, Totals, inspected, is_unfinished
+from egeria_cache.store.disk.environment import GoneError
+from egeria_cache.store.disk.files import Totals, inspected, is_unfinished
 from egeria_cache.store.disk.manifest import (
     FORMAT,
     ROOT_FORMAT,

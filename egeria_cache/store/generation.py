@@ -26,11 +26,11 @@ from egeria_cache.errors import StoreError
 from egeria_cache.store.codecs.codec import Codec, Coder
 from egeria_cache.store.codecs.lossy import LossyError
 from egeria_cache.store.disk.budget import Budget
+from egeria_cache.store.disk.environment import GoneError
 from egeria_cache.store.disk.files import (
     ENTRY,
     Entries,
     GenerationFiles,
-    GoneError,
     Totals,
     salvaged,
 )
@@ -42,8 +42,6 @@ from egeria_cache.store.records.layout import Value
 from egeria_cache.store.records.record import Encoded, Rows, choose_codec, encode_rows
 from egeria_cache.store.writer import Job, Writer
 from egeria_cache.threads import without_modes
-
-__all__ = ["Counts", "Generation", "Located"]
 
 logger = logging.getLogger("egeria_cache.store")
 

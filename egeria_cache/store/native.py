@@ -22,11 +22,6 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-__all__ = [
-    "ABSENT", "DAMAGED", "INTACT", "LIBRARY_NAME", "SWITCH", "UNREADABLE", "Kernel", "Unpacker",
-    "has_kernel", "kernel",
-]  # fmt: skip
-
 LIBRARY_NAME = "_kernel.so"
 SWITCH = "EGERIA_NATIVE"
 """Environment variable: "0" leaves the library aside."""

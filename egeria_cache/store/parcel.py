@@ -16,7 +16,8 @@ from typing import Any, BinaryIO
 import xxhash
 
 from egeria_cache.store.codecs.lossy import LossyError
-from egeria_cache.store.disk.files import GoneError, Totals, inspected
+from egeria_cache.store.disk.environment import GoneError
+from egeria_cache.store.disk.files import Totals, inspected
 from egeria_cache.store.disk.manifest import (
     FORMAT,
     MAX_JSON_BYTES,
@@ -30,8 +31,6 @@ from egeria_cache.store.generation import Generation
 from egeria_cache.store.records.layout import Layout, RecordError
 from egeria_cache.store.records.record import HEAD, HEAD_BYTES, Encoded, key_of, open_record
 from egeria_cache.store.store import ActivationStore
-
-__all__ = ["Parcelled", "pack", "unpack"]
 
 BLOCK_BYTES = 16 * 2**20
 """Of records that are stored together."""

@@ -26,8 +26,6 @@ from egeria_cache.store.native import ABSENT, INTACT, UNREADABLE, Kernel, kernel
 from egeria_cache.store.records.keys import decode_key
 from egeria_cache.store.records.layout import FieldLayout, Layout, RecordError
 
-__all__ = ["Fetched", "NotInMemoryError", "read"]
-
 logger = logging.getLogger("egeria_cache.store")
 
 Column = Tensor | list[Any]

@@ -36,8 +36,6 @@ from egeria_cache.store.records.keys import SampleId
 from egeria_cache.store.records.layout import Value
 from egeria_cache.store.writer import Writer
 
-__all__ = ["ActivationStore", "Generation", "StoreStats"]
-
 logger = logging.getLogger("egeria_cache.store")
 
 REMOVAL_WAIT_S = 10.0

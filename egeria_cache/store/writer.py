@@ -21,8 +21,6 @@ from egeria_cache.device import Event
 from egeria_cache.store.records.record import Rows
 from egeria_cache.threads import compute_on_one_core
 
-__all__ = ["Job", "Writer"]
-
 logger = logging.getLogger("egeria_cache.store")
 
 QUEUE_BATCHES, QUEUE_BYTES = 16, 2 * 2**30

@@ -25,8 +25,6 @@ from egeria_core.pipeline.rows import count_rows, route
 from egeria_core.pipeline.transfer import Carrier, drop_block, make_room
 from egeria_core.ranks import Peers
 
-__all__ = ["ElasticPipeline"]
-
 log = logging.getLogger("egeria")
 ON_FREEZE = ("repartition", "replicate", "stay")
 

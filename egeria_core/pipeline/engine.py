@@ -25,8 +25,6 @@ from torch.utils._pytree import tree_map_only
 from egeria_cache import EgeriaError
 from egeria_core.pipeline.plan import PipelinePlan
 
-__all__ = ["Engine", "check_torch"]
-
 _SYNC_BUFFERS = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")  # the former since torch 2.13

@@ -21,8 +21,6 @@ from egeria_core.ranks import Ranks
 from egeria_core.verdict import Verdict
 from egeria_core.watch import LayerMap, Meter
 
-__all__ = ["PipelineController"]
-
 
 class PipelineController(FreezeController):
     """Decides which front blocks of an `ElasticPipeline` have converged, and has it follow.

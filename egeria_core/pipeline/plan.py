@@ -10,10 +10,6 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-__all__ = [
-    "SCHEDULES", "Move", "OnFreeze", "PipelinePlan", "ScheduleName", "check_schedule", "partition",
-]  # fmt: skip
-
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B"]
 SCHEDULES: tuple[ScheduleName, ...] = ("GPipe", "1F1B", "Interleaved1F1B")
 _ZERO_BUBBLE = frozenset({"interleavedzerobubble", "zbvzerobubble", "zbv", "dualpipev"})

@@ -19,8 +19,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from egeria_cache import EgeriaError
 
-__all__ = ["Counts", "count_rows", "route", "split_sizes"]
-
 
 def split_sizes(counts: Sequence[int], wanted: Sequence[tuple[int, int]]) -> list[list[int]]:
     """Return how many rows each rank sends to each, as `all_to_all_single` takes them.

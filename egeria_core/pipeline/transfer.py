@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["Carrier", "drop_block", "make_room"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Sent:

@@ -12,8 +12,6 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from egeria_core.policies.harm import Movement
 
-__all__ = ["Measure", "Policy", "Prospect", "Reading"]
-
 Measure = Literal["plasticity", "movement", "nothing", "own"]
 """What the controller measures for a policy at every evaluation.
 

@@ -10,8 +10,6 @@ from typing import Any
 from egeria_core.policies.base import Measure, Prospect, Reading
 from egeria_core.policies.harm import HarmEstimate
 
-__all__ = ["BudgetPolicy"]
-
 DEFAULT_BUDGET = 0.01
 """In nats this is below the deviation between two seeds of a small language model (0.014)."""
 OF_FIRST_LOSS = 0.01

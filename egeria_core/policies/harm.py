@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["HarmEstimate", "Movement", "fit_line"]
-
 AT_REST, PATIENCE, LEAST = 0.2, 3, 15
 """A layer rests when its speed is at most so much of its own highest for so many readings in a row;
 nothing is said before so many readings (benchmarks/results/harm.json)."""

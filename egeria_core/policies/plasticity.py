@@ -10,8 +10,6 @@ from egeria_core.learning_rate import TenfoldDrop, UnfreezeRule
 from egeria_core.plasticity import linear_slope, moving_average
 from egeria_core.policies.base import Measure, Reading
 
-__all__ = ["PlasticityPolicy"]
-
 MIN_WINDOW = 3
 """Halving stops here: a line through two points fits anything."""
 CALIBRATION = 3

@@ -8,8 +8,6 @@ from typing import Any
 from egeria_cache import BoundaryError
 from egeria_core.policies.base import Measure, Reading
 
-__all__ = ["StaticPolicy"]
-
 
 class StaticPolicy:
     """Move the boundary at given steps.

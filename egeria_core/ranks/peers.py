@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from egeria_cache import EgeriaError
 
-__all__ = ["Peers"]
-
 _WAIT_S = 5.0
 """A connection is closed a moment before its process is gone."""
 _OF_THE_NETWORK = ("gloo", "connection", "socket", "broken pipe", "timed out")

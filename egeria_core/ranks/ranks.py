@@ -19,8 +19,6 @@ from egeria_core.ranks.peers import Peers
 from egeria_core.ranks.sharded import sharding_group
 from egeria_core.verdict import Verdict
 
-__all__ = ["Ranks", "rebuild", "unwrap"]
-
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:
     """Return the bare model, and the wrapper if there is one."""

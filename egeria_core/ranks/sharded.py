@@ -17,18 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = [
-    "global_sums",
-    "is_sharded",
-    "local_part",
-    "part_like",
-    "plain_structure",
-    "sharding_group",
-    "to_shards",
-    "unsharded_names",
-    "whole",
-]
-
 _STATE_DICT_HOOKS = (
     "_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",

@@ -26,8 +26,6 @@ from egeria_core.reference.runner import InputItem, ReferenceRunner
 from egeria_core.reference.wire import send
 from egeria_core.verdict import Verdict
 
-__all__ = ["Evaluator", "InlineEvaluator", "ProcessEvaluator"]
-
 QUEUE_LENGTH = 2
 """Evaluations that may wait. More would be read too late to be of use."""
 CPU_SHARE = 4

@@ -22,8 +22,6 @@ from egeria_core.errors import EvaluatorError
 from egeria_core.reference.references import activation_of, cast, run_layer
 from egeria_core.reference.tap import Probe, Wire
 
-__all__ = ["DynamicInt8Reference", "StaticInt8Reference"]
-
 _ENGINES = ("onednn", "x86", "fbgemm", "qnnpack")
 """The fastest first."""
 

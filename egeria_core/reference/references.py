@@ -13,8 +13,6 @@ from egeria_core.errors import EvaluatorError
 from egeria_core.reference.snapshot import copy_between
 from egeria_core.reference.tap import Probe, first_activation, run_calls
 
-__all__ = ["FloatReference", "Reference", "activation_of", "cast", "run_layer"]
-
 
 class Reference(Protocol):
     """One layer, frozen in time. Not thread-safe."""

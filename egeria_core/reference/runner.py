@@ -23,8 +23,6 @@ from egeria_core.reference.snapshot import Weights, copy_between, copy_modules, 
 from egeria_core.reference.tap import Probe
 from egeria_core.verdict import Verdict
 
-__all__ = ["InputItem", "ReferenceChain", "ReferenceRunner"]
-
 INT8_PAYS_ABOVE_S = 0.02
 """An int8 build takes 0.1-3 s; W forwards of the probe must cost more than that to win it back."""
 MAX_NOISE = 1e-3

@@ -16,15 +16,6 @@ from egeria_cache import FrozenPrefix
 from egeria_cache.device import runs_late, to_host
 from egeria_core.ranks import plain_structure
 
-__all__ = [
-    "Weights",
-    "copy_between",
-    "copy_modules",
-    "copy_weights",
-    "load_weights",
-    "without_hooks",
-]
-
 Weights = list[dict[str, Tensor]]
 """Parameters and buffers (persistent or not) of each module, by name."""
 

@@ -25,8 +25,6 @@ from torch.utils.hooks import RemovableHandle
 
 from egeria_core.hooks import Hook
 
-__all__ = ["Call", "LayerTap", "Probe", "Wire", "first_activation", "run_calls"]
-
 # A cache of keys and values is updated by the call it is given to: replaying the call with it
 # would attend to every token twice. Training never reads one.
 _STATEFUL_ARGUMENTS = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params"})

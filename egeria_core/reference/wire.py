@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["receive", "send"]
-
 
 def _rebuild(
     data: bytearray, dtype: torch.dtype, shape: tuple[int, ...], parameter: bool, grad: bool

@@ -21,8 +21,6 @@ from egeria_core.config import ReferenceKind
 from egeria_core.reference.runner import ReferenceRunner
 from egeria_core.reference.wire import receive
 
-__all__ = ["MainModule", "main", "serve"]
-
 
 class MainModule(ModuleType):
     """Stands for the training script's `__main__`, which is not run unless a model needs a class.

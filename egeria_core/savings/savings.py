@@ -16,8 +16,6 @@ from egeria_core.ranks import Ranks
 from egeria_core.savings.schedule import Remaining, Schedule
 from egeria_core.watch import LayerMap
 
-__all__ = ["BACKWARD_SHARE", "MoveCost", "Savings", "saved_parts"]
-
 RISE = 2.0
 """A rate that will be so many times the present one is a rise."""
 BACKWARD_SHARE = 2 / 3

@@ -22,8 +22,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from egeria_core.learning_rate import MeanRate
 
-__all__ = ["Remaining", "Schedule", "find_length", "simulate"]
-
 log = logging.getLogger("egeria")
 
 CLOSE = 1e-3

@@ -29,8 +29,6 @@ from egeria_core.reference import (
 from egeria_core.verdict import Verdict
 from egeria_core.watch.meter import Meter, Watched
 
-__all__ = ["ActivationMeter"]
-
 log = logging.getLogger("egeria")
 
 PROBE_ROWS = 32

@@ -28,8 +28,6 @@ from egeria_core.hooks import Hook
 from egeria_core.ranks import unsharded_names
 from egeria_core.watch.layers import Layer, draws, find_layers
 
-__all__ = ["ForwardTrace", "LayerMap", "Prefix"]
-
 log = logging.getLogger("egeria")
 
 

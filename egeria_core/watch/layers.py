@@ -19,8 +19,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from egeria_core.errors import LayerError
 
-__all__ = ["Layer", "draws", "find_layers"]
-
 DEFAULT_NUM_LAYERS = 7
 """What the paper uses for ResNet-56; more layers freeze in finer steps but each needs its own
 2 W evaluations, so that deep ones are never reached."""

@@ -13,8 +13,6 @@ from egeria_core.history import History
 from egeria_core.verdict import Verdict
 from egeria_core.watch.forward import LayerMap
 
-__all__ = ["BringsMeter", "Meter", "Watched"]
-
 
 @dataclass(frozen=True, slots=True)
 class Watched:

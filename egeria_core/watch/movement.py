@@ -24,8 +24,6 @@ from egeria_core.ranks import global_sums, is_sharded, local_part
 from egeria_core.verdict import Verdict
 from egeria_core.watch.meter import Meter, Watched
 
-__all__ = ["MovementMeter", "bare_optimizer", "can_be_read"]
-
 log = logging.getLogger("egeria")
 
 SILENT_TO_WARN = 10

@@ -21,8 +21,6 @@ from egeria_cache.batch import unwrap
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model.front import ForwardSlot
 
-__all__ = ["AttachedForward", "inner_model", "module_named", "user_line"]
-
 _WRAPPERS = frozenset(
     {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 )

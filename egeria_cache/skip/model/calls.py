@@ -17,8 +17,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["CallRecord", "Handler", "Recorder", "depth", "heal", "intercept", "is_compiled"]
-
 Handler = Callable[..., Any]
 """handler(module, original, *args, **kwargs) -> the module's output"""
 

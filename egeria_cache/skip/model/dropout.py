@@ -27,8 +27,6 @@ from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model.calls import intercept, is_compiled
 from egeria_cache.skip.model.frozen import FrozenPrefix, mode_asked_for
 
-__all__ = ["StatelessDropout", "counting_calls", "only"]
-
 log = logging.getLogger("egeria")
 
 _WHOLE_CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)

@@ -15,8 +15,6 @@ from torch import nn
 
 from egeria_cache.batch import BatchTensor
 
-__all__ = ["Features"]
-
 
 class Features:
     """Tells the calls of one model that compute features.

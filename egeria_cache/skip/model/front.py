@@ -20,8 +20,6 @@ from torch import nn
 
 from egeria_cache.skip.model.calls import intercept, is_compiled
 
-__all__ = ["AroundForward", "ForwardSlot", "entries", "hold_around", "let_go_around", "thaw_around"]
-
 
 class ForwardSlot:
     """A stand-in for a module's `forward`, or another method, with perhaps another beneath it."""

@@ -23,8 +23,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from egeria_cache.skip.model.front import AroundForward, hold_around, let_go_around, thaw_around
 
-__all__ = ["FrozenPrefix", "mode_asked_for", "tell_modes"]
-
 _is_training = attrgetter("training")
 log = logging.getLogger("egeria.modes")
 

@@ -15,20 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "CastInputs",
-    "cast_hooks",
-    "cut_otherwise",
-    "groups_of",
-    "is_sharded",
-    "make_local",
-    "marks",
-    "set_parameters",
-    "state_of",
-    "states_in",
-    "stripped_hooks",
-]
-
 HOOKS = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks",
     "_forward_hooks_with_kwargs", "_forward_hooks_always_called",

@@ -10,8 +10,6 @@ from torch import nn
 
 from egeria_cache.errors import EgeriaError
 
-__all__ = ["CallError", "ordinary_arguments"]
-
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 

@@ -18,8 +18,6 @@ from torch import nn
 
 from egeria_cache.batch import BatchTensor
 
-__all__ = ["Scout"]
-
 
 class Scout:
     """Watches the parts of a model.

@@ -34,8 +34,6 @@ from egeria_cache.skip.model.fsdp import (
     stripped_hooks,
 )
 
-__all__ = ["Front", "ShardedFront"]
-
 log = logging.getLogger("egeria")
 
 _LOOK_EVERY = 64

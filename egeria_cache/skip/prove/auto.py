@@ -24,8 +24,6 @@ from egeria_cache.skip.state.surroundings import Surroundings
 from egeria_cache.skip.state.weights import Weights
 from egeria_cache.threads import in_turns
 
-__all__ = ["AutoBoundary"]
-
 _requires_grad = attrgetter("requires_grad")
 _STILL, _MAX_WAIT = 4, 64
 """Calls between two changes of `requires_grad` that are waited for where it goes back and forth."""

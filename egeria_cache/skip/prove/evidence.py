@@ -28,21 +28,6 @@ from egeria_cache.skip.serve.trace import PrefixTrace
 from egeria_cache.skip.state.remembered import Moved, RandomState
 from egeria_cache.skip.state.surroundings import Surroundings, World
 
-__all__ = [
-    "Evidence",
-    "Recomputed",
-    "another",
-    "arguments",
-    "distinct",
-    "few_rows",
-    "leaves_behind",
-    "recompute",
-    "rest",
-    "take",
-    "trainable",
-    "with_made_up",
-]
-
 _FEW = 9
 """Rows of a run that shows what does not depend on their number."""
 

@@ -22,8 +22,6 @@ from egeria_cache.skip.serve.cut import TensorSpec
 from egeria_cache.skip.serve.recipe import Recipe, Slot
 from egeria_cache.skip.serve.trace import PrefixTrace
 
-__all__ = ["check_constants", "check_rows", "check_trained", "same_parts"]
-
 _COARSE = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 

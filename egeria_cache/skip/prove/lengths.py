@@ -32,8 +32,6 @@ from egeria_cache.skip.serve.padded import OutputAxis, Rule
 from egeria_cache.skip.serve.recipe import Growth, Recipe, Slot
 from egeria_cache.skip.serve.unread import ENOUGH, NEGLIGIBLE
 
-__all__ = ["check_losses", "compared", "fillings", "find_output_axes", "study_lengths"]
-
 Whole = tuple[int, ...]
 _MAX_ALONE = 8
 """Samples that are run without any padding: what reads one position too far shows there."""

@@ -19,8 +19,6 @@ from egeria_cache.skip.prove.rehearsal import patchable
 from egeria_cache.skip.state.code import reached
 from egeria_cache.skip.state.remembered import stashed
 
-__all__ = ["Candidate", "candidates", "frozen_places"]
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:

@@ -31,8 +31,6 @@ from egeria_cache.skip.serve.placeholder import Escape, Placeholder, Scene, Sour
 from egeria_cache.skip.serve.recipe import Recipe, Slot, Unavailable
 from egeria_cache.skip.state.hooks import has_user_hooks
 
-__all__ = ["Prober", "scene_of", "share"]
-
 
 def share(recipe: Recipe, plain: Recomputed, given: Collection[Slot]) -> bool:
     """Let what shares memory in a plain run of the prefix share it in a replay.

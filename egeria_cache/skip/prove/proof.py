@@ -46,8 +46,6 @@ from egeria_cache.skip.serve.trace import Named, PrefixTrace, known_tensors
 from egeria_cache.skip.state.hooks import has_user_hooks_inside
 from egeria_cache.skip.state.remembered import RandomState
 
-__all__ = ["prove", "same_rows"]
-
 _MAX_ALONE = 8
 """Samples that are run alone where the prefix branches on values."""
 _AHEAD = *range(1, 64), *(1 << k for k in range(6, 21))

@@ -23,8 +23,6 @@ from egeria_cache.skip.serve.recipe import Recipe
 from egeria_cache.skip.state.copier import Copier
 from egeria_cache.skip.state.foreign import is_foreign, outside_state, own_dict, own_slots
 
-__all__ = ["Repeats"]
-
 _NOT_STATE = frozenset({"_modules", "_parameters", "training", "train", "forward"})
 _MAX_DEPTH = 12
 

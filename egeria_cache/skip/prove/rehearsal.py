@@ -46,8 +46,6 @@ from egeria_cache.skip.state.surroundings import Surroundings, World
 from egeria_cache.skip.state.weights import Weights
 from egeria_cache.threads import in_turns
 
-__all__ = ["FEW_ROWS", "Outcome", "Rehearsal", "patchable", "rows_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Region:

@@ -25,8 +25,6 @@ from egeria_cache.skip.state.copier import Copier, is_shared
 from egeria_cache.skip.state.quiet import quietly
 from egeria_cache.skip.state.weights import Weights
 
-__all__ = ["Twin", "Twins", "shared_modules"]
-
 
 class Twin:
     """One copy of the model and its call, to be run and thrown away."""

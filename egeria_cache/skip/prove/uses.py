@@ -28,8 +28,6 @@ from egeria_cache.skip.serve.recipe import Recipe
 from egeria_cache.skip.serve.trace import PrefixTrace, known_tensors
 from egeria_cache.skip.state.foreign import is_settings, own_dict
 
-__all__ = ["free_arguments", "note_reads", "observe", "unread_tensors"]
-
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"train", "forward", "_compiled_call_impl"}
 
 

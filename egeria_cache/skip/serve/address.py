@@ -17,8 +17,6 @@ from egeria_cache.skip.state.code import Code
 from egeria_cache.skip.state.content import ContentHash, describe, digest
 from egeria_cache.skip.state.watch import hooks_of, watched_attributes
 
-__all__ = ["Addresses", "address", "prefix_tensors"]
-
 _APART = "apart"
 
 

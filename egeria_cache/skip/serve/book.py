@@ -10,8 +10,6 @@ from egeria_cache.skip.serve.invocation import Invocation
 from egeria_cache.skip.serve.recipe import Recipe
 from egeria_cache.skip.state.guards import PrefixGuard
 
-__all__ = ["RecipeBook"]
-
 Key = tuple[Any, ...]
 """What calls have in common that are served alike: see `Invocation.key`."""
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from egeria_cache.attempt import Attempt
 from egeria_cache.device import autocast_kinds, runs_late, without_autocast
 
-__all__ = ["difference", "gap", "same_content", "same_rows", "slice_difference", "tolerance"]
-
 # Relative to the largest value. Kernels choose their blocking by the batch size, so the same sample
 # in another batch differs in its last bits; what really depends on its neighbours differs by more.
 _TOLERANCE = {

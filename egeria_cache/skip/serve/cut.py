@@ -21,8 +21,6 @@ from egeria_cache.batch import Fold, Lengths
 from egeria_cache.ragged import PaddedRows
 from egeria_cache.skip.serve.padded import RowGrowth, Rule
 
-__all__ = ["Cut", "TensorSpec"]
-
 
 @dataclass(frozen=True, slots=True)
 class RowSpec:

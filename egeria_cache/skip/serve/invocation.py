@@ -44,8 +44,6 @@ from egeria_cache.batch import (
 from egeria_cache.device import autocast_kinds
 from egeria_cache.skip.state.content import digest, is_content
 
-__all__ = ["PLAIN", "WANTS_GRADIENT", "Invocation", "Layout", "following", "mode_key"]
-
 PLAIN = (bool, int, float, str, bytes, type(None))
 _ONE_LEAF = frozenset({Tensor, *PLAIN})
 """Of these very types: what most models are called with has nothing inside to look for."""

@@ -19,8 +19,6 @@ from torch import Tensor
 from egeria_cache.batch import Lengths
 from egeria_cache.ragged import Dims, PaddedRows, blank, pad_rows, widen
 
-__all__ = ["OutputAxis", "Proof", "RowGrowth", "Rule"]
-
 _MULTIPLES = np.arange(1, 65)
 """Of a length, that a size may be: several rows of a batch that was folded, say."""
 _STRIDES = np.arange(2, 4097)

@@ -29,18 +29,6 @@ from egeria_cache.skip.serve.recipe import Recipe, Slot, StepPlan, Unavailable
 from egeria_cache.skip.state.quiet import quietly
 from egeria_cache.skip.state.remembered import RandomState, Remembered
 
-__all__ = [
-    "CaptureRun",
-    "PrefixDone",
-    "ReplayRun",
-    "alike",
-    "full",
-    "prefix",
-    "replay",
-    "timed",
-    "wants_grad",
-]
-
 
 def wants_grad(step: int, leaves: Sequence[Any]) -> set[Slot]:
     """Return which leaves of a step's output autograd follows."""

@@ -21,9 +21,6 @@ from torch import Tensor, nn
 
 from egeria_cache.errors import BoundaryError
 
-__all__ = ["Escape", "Placeholder", "Scene", "Source", "innermost_module", "placeholders"]
-
-
 _RESULTS: dict[Any, Any] = {}
 """Results of operators on meta tensors: many go through Python and take half a millisecond."""
 _MAX_RESULTS = 4096

@@ -28,8 +28,6 @@ from egeria_cache.skip.serve.trace import Draw, Named
 from egeria_cache.skip.state.guards import PrefixGuard
 from egeria_cache.skip.state.surroundings import Surroundings
 
-__all__ = ["Growth", "Recipe", "Slot", "StepPlan", "Unavailable"]
-
 Slot = tuple[int, int]
 """(step, leaf of its output)"""
 MAX_LENGTHS = 512

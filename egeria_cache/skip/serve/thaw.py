@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from egeria_cache.skip.model.frozen import FrozenPrefix
 from egeria_cache.skip.serve.trace import Named
 
-__all__ = ["ThawWatch"]
-
 _requires_grad = attrgetter("requires_grad")
 
 

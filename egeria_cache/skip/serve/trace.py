@@ -15,8 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from egeria_cache.device import random_states
 from egeria_cache.skip.serve.placeholder import innermost_module
 
-__all__ = ["Draw", "PrefixTrace", "known_tensors"]
-
 Named = tuple[str, nn.Module | None, Tensor]
 """(qualified name, owner, tensor)"""
 

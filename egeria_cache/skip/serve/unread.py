@@ -21,8 +21,6 @@ from egeria_cache.skip.serve.invocation import Invocation
 from egeria_cache.skip.serve.padded import OutputAxis, Proof
 from egeria_cache.skip.serve.recipe import Growth
 
-__all__ = ["ENOUGH", "MAX_WATCHED", "NEGLIGIBLE", "awaits_proof", "watched"]
-
 ENOUGH = 14.0
 """Places that have a gradient, over the positions of their batch, before anything is served. That a
 maximum finds no padding in so many is a chance of one in a million."""
@@ -99,6 +97,7 @@ class Followed(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def numpy(self, *, force: bool = False) -> Any:
+        """See `Tensor.numpy`."""
         return self.detach().numpy(force=force)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:

@@ -39,8 +39,6 @@ from egeria_cache.skip.state.foreign import (
     own_slots,
 )
 
-__all__ = ["Code", "bases_of", "has_settings", "in_class", "reached"]
-
 _MAX_FUNCTIONS = 512
 _LIBRARIES = ("torch", "numpy", "builtins", "typing", "functools", "egeria_cache", "egeria_core")
 _READS = ("__getattr__", "__getitem__")

@@ -21,8 +21,6 @@ from egeria_cache.device import Answers, copies_beside, runs_late
 from egeria_cache.kinds import kind_name
 from egeria_cache.skip.state.foreign import outside_state, own_slots
 
-__all__ = ["ContentHash", "ContentProbe", "describe", "digest", "is_content"]
-
 _MADE_IN_PYTHON = 1 << 9
 """`Py_TPFLAGS_HEAPTYPE`: a class made by a `class` statement (some of C are, too)."""
 

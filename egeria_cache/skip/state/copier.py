@@ -39,8 +39,6 @@ from egeria_cache.skip.state.foreign import (
     slot_names,
 )  # fmt: skip
 
-__all__ = ["Copier", "is_shared"]
-
 _MAX_OBJECTS = 300_000
 _MAX_BYTES = 2 << 30
 _MAX_DEPTH = 150

@@ -25,11 +25,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from egeria_cache.device import FOREIGN_PACKAGES
 
-__all__ = [
-    "ATOMS", "MEMORY", "is_foreign", "is_library", "is_outside", "is_put_back", "is_settings",
-    "outside_state", "own_dict", "own_slots", "slot_names",
-]  # fmt: skip
-
 ATOMS: frozenset[type] = frozenset(
     {
         type(None), bool, int, float, complex, str, bytes, range, slice, type, ModuleType,

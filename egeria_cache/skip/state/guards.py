@@ -21,8 +21,6 @@ from egeria_cache.skip.state.code import Code
 from egeria_cache.skip.state.content import ContentHash, ContentProbe, pointer, version
 from egeria_cache.skip.state.watch import StateWatch
 
-__all__ = ["SEEN_LATE", "PrefixGuard"]
-
 SEEN_LATE = "the content of a parameter or buffer of the prefix was changed"
 """Perhaps some batches ago: what was stored since is of neither state."""
 

@@ -10,8 +10,6 @@ from torch import nn
 
 from egeria_cache.skip.state.foreign import is_library
 
-__all__ = ["has_user_hooks", "has_user_hooks_inside", "hook_of_training"]
-
 _SLOTS = ("_forward_hooks", "_forward_pre_hooks")
 
 

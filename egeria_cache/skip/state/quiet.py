@@ -23,8 +23,6 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.state.foreign import is_library
 
-__all__ = ["quietly"]
-
 _IS_BESIDE: ContextVar[bool] = ContextVar("egeria_beside", default=False)
 
 

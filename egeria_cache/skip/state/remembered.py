@@ -41,8 +41,6 @@ from egeria_cache.skip.state.foreign import (
     own_slots,
 )
 
-__all__ = ["Moved", "RandomState", "Remembered", "stashed"]
-
 _OURS = ("forward", "train")
 """What stands on a module that is held in inference mode, or attached."""
 _MAX_OBJECTS = 100_000

@@ -22,8 +22,6 @@ from egeria_cache.skip.state.foreign import is_library, is_put_back, own_dict
 from egeria_cache.skip.state.remembered import RandomState, Remembered
 from egeria_cache.skip.state.watch import watched_attributes
 
-__all__ = ["Surroundings", "World", "what_code_keeps"]
-
 _MAX_FUNCTIONS = 4000
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _BY_TEXT = "globals", "getattr", "setattr", "vars"

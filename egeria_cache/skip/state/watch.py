@@ -32,8 +32,6 @@ from egeria_cache.skip.state.code import (
 from egeria_cache.skip.state.content import describe, digest
 from egeria_cache.skip.state.foreign import is_library, outside_state, own_dict, own_slots
 
-__all__ = ["StateWatch", "hooks_of", "watched_attributes"]
-
 _MAX_VALUES = 20_000
 """Values inside of containers and objects that are laid out; beyond it they are not looked into."""
 _MAX_DEPTH = 4

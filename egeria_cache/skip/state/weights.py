@@ -17,8 +17,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from egeria_cache.device import room
 
-__all__ = ["Weights"]
-
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -17,8 +17,6 @@ import zstandard
 
 from egeria_cache.store.native import Bytes, Kernel, Unpacker, kernel
 
-__all__ = ["GROUPS", "Bytes", "Codec", "CodecError", "Coder", "Elements", "NeedsKernelError"]
-
 Elements = tuple[int, bool]
 """Width of one element in bytes, and whether it is a floating-point number."""
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["LossyError", "Storage", "pack", "storage_bytes", "unpack"]
-
 Storage = str | None
 """A name from `arguments.StorageDtype`, or None: every bit is kept."""
 

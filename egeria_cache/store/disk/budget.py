@@ -26,11 +26,6 @@ from egeria_cache.store.disk.claims import (
 )
 from egeria_cache.store.disk.own import is_own_directory, open_own
 
-__all__ = [
-    "Budget", "BudgetBusyError", "directory_bytes", "generation_directories",
-    "remove_generations",
-]  # fmt: skip
-
 logger = logging.getLogger("egeria_cache.store")
 
 LOCK_NAME = "cache.lock"

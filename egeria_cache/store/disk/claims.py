@@ -14,11 +14,6 @@ from pathlib import Path
 
 from egeria_cache.store.disk.own import is_own_directory, open_own
 
-__all__ = [
-    "IN_USE_NAME", "SET_ASIDE", "BeingRemovedError", "Claim", "clear_graves", "in_use_elsewhere",
-    "lock_alone", "remove_directory", "set_aside", "unlock",
-]  # fmt: skip
-
 IN_USE_NAME = "in-use"
 GRAVE, SET_ASIDE = ".gone-", "damaged-"
 """What a generation is renamed to before its files are unlinked one by one; and if it cannot be

@@ -33,8 +33,6 @@ try:
 except ImportError:  # of another release: there a child is refused what its parent has open
     _envid = None  # type: ignore[assignment]
 
-__all__ = ["DATA_NAME", "LOCK_NAME", "Environment", "GoneError", "problem_of", "walk_ahead"]
-
 DATA_NAME, LOCK_NAME = "data.mdb", "lock.mdb"
 TABLES = (b"about", b"blocks", b"samples")
 MAP_BYTES = 1 << 40

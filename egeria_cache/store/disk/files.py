@@ -29,11 +29,6 @@ from egeria_cache.store.disk.own import open_own
 from egeria_cache.store.records.layout import Layout, RecordError
 from egeria_cache.store.records.record import Encoded, Record, key_of, open_record, split_block
 
-__all__ = [
-    "ENTRY", "Entries", "GenerationFiles", "GoneError", "View", "inspected", "is_unfinished",
-    "salvaged",
-]  # fmt: skip
-
 ENTRY = np.dtype([("place", "<u8"), ("size", "<u4"), ("block", "<u4")])
 """Of a sample: where in the file its record lies, 0 where only its block says so; the record's
 bytes, 0 if there is none; the block that it is in."""

@@ -17,11 +17,6 @@ from typing import Any
 from egeria_cache.errors import StoreError
 from egeria_cache.store.disk.own import open_own
 
-__all__ = [
-    "FORMAT", "MANIFEST_NAME", "ROOT_FORMAT", "DamagedError", "Manifest", "canonical", "dumped",
-    "generation_name", "parsed", "read_json", "write_json",
-]  # fmt: skip
-
 FORMAT, ROOT_FORMAT = 3, 1
 """Version of a generation, and of the directory around it; what has a higher one is refused, never
 guessed at. A generation of a lower one is left alone, and goes when room is needed."""

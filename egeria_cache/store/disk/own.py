@@ -14,8 +14,6 @@ from pathlib import Path
 
 from egeria_cache.errors import ForeignError
 
-__all__ = ["check_private", "is_own_directory", "open_own"]
-
 
 def open_own(path: Path, flags: int) -> int:
     """Open a plain file of ours; made with mode 0600 if the flags say so.

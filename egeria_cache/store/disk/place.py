@@ -15,8 +15,6 @@ from egeria_cache.errors import StoreError
 from egeria_cache.store.disk.manifest import ROOT_FORMAT, DamagedError, read_json, write_json
 from egeria_cache.store.disk.own import check_private
 
-__all__ = ["ROOT_NAME", "claim_directory", "filesystem_type"]
-
 logger = logging.getLogger("egeria_cache.store")
 
 ROOT_NAME = "cache.json"

@@ -16,11 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "SampleId", "Variants", "decode_key", "each_variant", "encode_key", "encode_keys",
-    "superseded",
-]  # fmt: skip
-
 SampleId = int | str | tuple[Any, ...]
 """Hashable name of a sample: an integer, a text, or a tuple of these."""
 Variants = int | npt.NDArray[np.int64]

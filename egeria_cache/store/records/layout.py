@@ -18,11 +18,6 @@ from torch import Tensor
 from egeria_cache.store.codecs.codec import Elements
 from egeria_cache.store.codecs.lossy import CODES, Storage, storage_bytes
 
-__all__ = [
-    "DTYPES", "FieldLayout", "Layout", "RecordError", "Value", "code_of", "decode_value",
-    "encode_value",
-]  # fmt: skip
-
 Value = Tensor | str | bytes | int | float | bool | None
 """What one sample may hold under one name."""
 Plain = str | bytes | int | float | bool | None

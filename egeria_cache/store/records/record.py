@@ -20,9 +20,9 @@ import xxhash
 from torch import Tensor
 
 from egeria_cache.ragged import PaddedRows
-from egeria_cache.store.codecs.codec import Bytes, Codec, CodecError, Coder, NeedsKernelError
+from egeria_cache.store.codecs.codec import Codec, CodecError, Coder, NeedsKernelError
 from egeria_cache.store.codecs.lossy import CODES, LossyError, Storage, pack, unpack
-from egeria_cache.store.native import kernel
+from egeria_cache.store.native import Bytes, kernel
 from egeria_cache.store.records.layout import (
     DTYPES,
     FieldLayout,
@@ -33,11 +33,6 @@ from egeria_cache.store.records.layout import (
     decode_value,
     encode_value,
 )
-
-__all__ = [
-    "Encoded", "Record", "Rows", "aligned", "choose_codec", "encode_rows", "key_of",
-    "open_record", "split_block",
-]  # fmt: skip
 
 ALIGNMENT = 8
 HEAD = struct.Struct("<QII")
