@@ -179,7 +179,7 @@ class SkipEngine:
         padding_unread: bool = False,
         method: str = "forward",
     ) -> None:
-        self.model = inner_model(model)
+        self.model = self._whole = inner_model(model)
         self._method = method
         self._scout: Scout | None = None
         self._attached: AttachedForward | None = None
@@ -323,7 +323,7 @@ class SkipEngine:
         result = self._called(call, key)
         # Half a microsecond a module: after 1, 2, 4, 8, ... calls.
         if self._is_held and not (self._is_told or self._num_calls & (self._num_calls + 1)):
-            self._is_told = tell_modes(self.model, self._held, drops=self._dropout is not None)
+            self._is_told = tell_modes(self._whole, self._held, drops=self._dropout is not None)
         return call.hand_back(result)
 
     def _called(self, call: Invocation, key: tuple[Any, ...]) -> Any:
@@ -784,8 +784,11 @@ class SkipEngine:
         if self._scout is None and not self._is_called and self._method == "forward":
             self._scout = Scout(self.model, self._entered_at)
 
-    def _entered_at(self, model: nn.Module, method: str) -> None:
-        """The loop calls this method of the model, or of a part of it: stand there instead."""
+    def _entered_at(self, model: nn.Module, method: str, *given: Any) -> None:
+        """The loop calls this method of the model, or of a part of it: stand there instead.
+
+        What a part was given passes us by: its front is taken into inference mode all the same.
+        """
         if model is not self.model and self._auto is None:
             return  # the boundary was named for the whole model
         found, declared = None if self._auto is None else self._auto.found, self._declared
@@ -802,6 +805,12 @@ class SkipEngine:
             self.follow(found)
         else:
             self.set_boundary(declared[0], frozen=declared[1])
+        if given:
+            with Attempt():
+                if self._auto is not None:
+                    self._auto.follow(self._forward, *given)
+                self._look()
+                self._hold(Invocation.of(*given))
 
     def _traced(self) -> None:
         """The whole model is being compiled since we were attached: its calls pass us by."""

@@ -317,3 +317,25 @@ def test_filled_while_evaluating(run):
         for x, y in run.loader(images(16)):
             run.record(F.cross_entropy(model(x), y))
     run.fit(model, loader, 3, optimizer=sgd(model, 0.05))
+
+
+class InParts(nn.Module):
+    """features (frozen, of BatchNorm and dropout) -> head; the loop calls one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        model = ConvNet()
+        self.features = nn.Sequential(model.stem, model.body)
+        self.head = nn.Linear(4, 3)
+
+
+@hostile(served=True)
+def test_a_loop_that_calls_the_parts_itself_trains_as_with_its_front_held(run):
+    torch.manual_seed(2)
+    model = run.freeze(InParts(), "auto", frozen=("features",))
+
+    def loss(model, batch):
+        return F.cross_entropy(model.head(model.features(batch[0]).mean((2, 3))), batch[1])
+
+    run.fit(model, run.loader(images()), loss=loss)
+    run.see(model)

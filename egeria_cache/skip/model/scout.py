@@ -24,20 +24,21 @@ class Scout:
 
     Args:
         model: The model.
-        found: Is told what was called: the model, or a part of it, and the name of its method.
+        found: Is told what was called: the model, or a part of it, the name of its method, and what
+            a part is called with.
     """
 
-    def __init__(self, model: nn.Module, found: Callable[[nn.Module, str], None]) -> None:
+    def __init__(self, model: nn.Module, found: Callable[..., None]) -> None:
         look = _Look(model, self._seen)
         self._found = found
         self._handles = [
             child.register_forward_pre_hook(look, with_kwargs=True) for child in model.children()
         ]
 
-    def _seen(self, module: nn.Module, method: str) -> None:
+    def _seen(self, module: nn.Module, method: str, *given: Any) -> None:
         if self._handles:
             self.close()
-            self._found(module, method)
+            self._found(module, method, *given)
 
     def close(self) -> None:
         """Look no more; may be called twice."""
@@ -49,7 +50,7 @@ class Scout:
 class _Look:
     """A forward pre-hook; in copies and pickles of the model it does nothing."""
 
-    def __init__(self, model: nn.Module, seen: Callable[[nn.Module, str], None]) -> None:
+    def __init__(self, model: nn.Module, seen: Callable[..., None]) -> None:
         self._model, self._seen = model, seen
 
     def __call__(self, child: nn.Module, args: Any, kwargs: Any) -> None:
@@ -62,7 +63,7 @@ class _Look:
         if method is not None:
             self._seen(self._model, method)
         elif not any(frame.f_code.co_name == "forward" for frame in frames):
-            self._seen(child, "forward")
+            self._seen(child, "forward", args, kwargs)
 
     def __reduce__(self) -> Any:
         return _nothing_looked_for, ()
