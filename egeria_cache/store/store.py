@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from egeria_cache.arguments import names_known
 from egeria_cache.config import PAGE_BYTES, StoreConfig, parse_size
 from egeria_cache.errors import ForeignError, StoreError
 from egeria_cache.store.disk.budget import Budget, directory_bytes
@@ -89,6 +90,7 @@ class ActivationStore:
         ValueError: A setting is out of range.
     """
 
+    @names_known
     def __init__(
         self,
         directory: str | os.PathLike[str],
