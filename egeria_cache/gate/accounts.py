@@ -38,7 +38,7 @@ class Accounts:
         self.counts = CacheStats()
         self._given: deque[weakref.ref[Any]] = deque(maxlen=16)
         """Batches that were given out last, and the model was not called yet."""
-        self._num_given = 0
+        self._num_unseen = 0
         self._stepped: deque[bool] = deque(maxlen=1)
         """Not empty if an optimizer has stepped since: this is no pass for statistics."""
         self._steps: RemovableHandle | None = None
@@ -81,12 +81,12 @@ class Accounts:
             stepped = self._stepped  # and not `self`: the hook is the process's
             self._steps = register_optimizer_step_post_hook(lambda *_: stepped.append(True))
             weakref.finalize(self, self._steps.remove)
-        self._num_given += 1
-        if self._num_given == self._next_look:  # a cycle's parts are there until it is looked for
-            self._next_look *= 2
-            gc.collect()
         if len(self._given) < MAX_UNSEEN:
             return
+        self._num_unseen += 1
+        if self._num_unseen == self._next_look:  # a cycle's parts are there until it is looked for
+            self._next_look *= 2
+            gc.collect()
         num_gone = sum(one() is None for one in self._given)
         if num_gone >= MAX_UNSEEN and self._stepped and self.counts.why_not is None:
             self.counts.why_not = self._told_unseen = (
