@@ -13,6 +13,7 @@ decide a sample or not: it is looked at, but a sample has the last word (`finger
 
 from __future__ import annotations
 
+import array
 import functools
 import logging
 import os
@@ -56,6 +57,7 @@ MAX_NODES = 20_000
 MAX_ITEMS = 4096
 """Of a container whose elements have to be looked at one by one."""
 MAX_DEPTH = 24
+_MEMORY = (array.array, bytearray, memoryview)
 _SMALL_BYTES = 1 << 16
 """An array up to this size is read whole at a glance."""
 _OPAQUE = tuple(f"{name}." for name in (
@@ -139,6 +141,9 @@ def _glance(value: Any) -> tuple[Sequence[Any], Any]:
         return (), (version, value.data_ptr() if small else 0, value.shape, seen)
     if kind is np.ndarray and not value.dtype.hasobject:
         return (), (value.shape, value.tobytes() if value.nbytes <= _SMALL_BYTES else 0)
+    if kind in _MEMORY:
+        size = memoryview(value).nbytes
+        return (), (size, bytes(value) if size <= _SMALL_BYTES else 0)
     if kind is FunctionType:
         _, names, settings = _look_at_code(value.__code__)
         scope = value.__globals__

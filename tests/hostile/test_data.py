@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import array
 import contextvars
+import functools
 import math
 import os
 import threading
@@ -142,6 +144,11 @@ class Words(Pairs):
 
 def relabel(data):
     data.y[:] = [(y + 1) % 3 for y in data.y]
+
+
+def relabel_each(data):
+    for i, y in enumerate(data.y):
+        data.y[i] = (y + 1) % 3
 
 
 def one_label(data):
@@ -320,7 +327,10 @@ MIDWAY = {
     "environment": lambda data: os.environ.update(HOSTILE_STRENGTH="2"),
     "context": lambda data: STRENGTH.set(2.0),
     "weak reference": lambda data: setattr(data.kept, "factor", 2.0),
+    "bytes": relabel_each,
+    "an array": relabel_each,
 }
+HELD_IN = {"bytes": bytearray, "an array": functools.partial(array.array, "q")}
 STRENGTH = contextvars.ContextVar("strength")
 
 
@@ -359,6 +369,7 @@ def one_ahead(loader):
 @hostile
 def test_data_that_change_in_the_middle_of_a_pass(run, kind, passes):
     data, model, step = strengths(Listed()), run.freeze(Net()), 0
+    data.y = HELD_IN.get(kind, list)(data.y)
     endless = RandomSampler(data, replacement=True, num_samples=160, generator=seeded(3))
     optimizer = sgd(model)
     for _ in range(1 if passes == "one that is endless" else 6):
