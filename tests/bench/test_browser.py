@@ -68,6 +68,7 @@ def look(directory, width, *flags):
     return json.loads(title.text)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("width", [500, 1280])  # as narrow as a headless window becomes
 def test_the_page_fits_and_opens_with_its_pictures(tmp_path, width):
     seen = look(tmp_path, width)
@@ -79,6 +80,7 @@ def test_the_page_fits_and_opens_with_its_pictures(tmp_path, width):
     assert seen["open"] == 0
 
 
+@pytest.mark.long
 def test_by_night_it_is_dark_with_pictures_of_its_own(tmp_path):
     light = look(tmp_path, 1280)
     dark = look(tmp_path, 1280, "--blink-settings=preferredColorScheme=0")

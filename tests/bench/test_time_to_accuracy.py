@@ -169,6 +169,7 @@ def test_a_cut_off_line_loses_one_run_and_no_other(tmp_path):
     assert again.find("digits", "plain", 0, "other settings") is None
 
 
+@pytest.mark.long
 def test_a_cached_run_has_the_losses_of_the_computed_one(tmp_path):
     task = replace(tiny(), epochs=4, static_start=0.0)
     losses, hits = [], []

@@ -85,6 +85,7 @@ def losses_of(make, directory, gate: str, dtype: torch.dtype) -> tuple[list[floa
         return losses, cache.stats().hits
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("make", [resnet, transformer])
 def test_two_hundred_steps_end_where_the_computed_run_ends(make, dtype, tmp_path):

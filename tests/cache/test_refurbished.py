@@ -72,6 +72,7 @@ def test_losses_are_those_of_the_same_schedule_without_a_cache(tmp_path, reuse, 
     assert served[3].misses == pytest.approx(made, rel=0.25)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_boundary_set_in_mid_run_goes_on_with_what_was_stored(tmp_path, workers):
     """From the step on, samples of that epoch are stored; the next one asks for most of them."""

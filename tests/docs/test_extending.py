@@ -40,6 +40,7 @@ def changed(text, change):
     return text
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("native", ["1", "0"])
 def test_a_codec_is_added_in_two_files(tmp_path, native):
     shutil.copytree(ROOT / "egeria_cache", tmp_path / "egeria_cache")

@@ -111,6 +111,7 @@ def test_the_document_has_every_key_of_the_json(filled, tmp_path, capsys):
     assert {*gone} == {*told["`prune`, `clear`"]}
 
 
+@pytest.mark.long
 def test_all_tell_the_same_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"cache-inspect {__version__}\n"
