@@ -9,7 +9,6 @@ that cannot be copied because they are compiled.
 from __future__ import annotations
 
 import builtins
-import copy
 import functools
 import random
 import threading
@@ -274,14 +273,12 @@ class Moved:
         where = of(self.where)
         if isinstance(where, types.CellType):
             self.now = where.cell_contents
-        elif self.key is None:
-            self.now = copy.copy(list(where) if isinstance(where, deque) else where)
-        elif isinstance(where, dict):
-            self.now = where.get(self.key)
+        elif self.key is not None:
+            self.now = _held_by(where).get(self.key)
+        elif isinstance(where, Tensor):
+            self.now = where.detach().clone()
         else:
-            self.now = getattr(where, self.key, None)
-        if isinstance(self.now, Tensor) and self.key is None:
-            self.now = self.now.detach().clone()
+            self.now = where.copy() if isinstance(where, np.ndarray) else list(where)
         if not _differ(self.before, self.now):
             return False
         if isinstance(self.before, list) and isinstance(self.now, list):
@@ -302,8 +299,17 @@ class Moved:
             _put_back(where, later)
         elif isinstance(where, dict):
             where[self.key] = later
-        else:
+        elif isinstance(where, type):
             setattr(where, self.key, later)
+        else:
+            object.__setattr__(where, self.key, later)
+
+
+def _held_by(where: Any) -> Mapping[Any, Any]:
+    """Return what stands in a dict, a class or an object, by name; runs no code of the user's."""
+    if isinstance(where, dict | type):
+        return where if isinstance(where, dict) else vars(where)
+    return {**own_slots(where), **(own_dict(where) or {})}
 
 
 def _differ(a: Any, b: Any) -> bool:
