@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+from egeria_cache.errors import EgeriaError
 
 Operation = Callable[[Tensor, torch.Generator | None], Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -200,3 +203,63 @@ def _over(values: Tensor, x: Tensor) -> Tensor:
     """Give what belongs to samples, or to their channels, the dimensions of the features."""
     values = values if values.dtype == torch.bool else values.to(x.dtype)
     return values.reshape(*values.shape, *[1] * (x.dim() - values.dim()))
+
+
+class _Returned(BaseException):
+    """Leaves the model once the boundary has returned."""
+
+
+def commutes(
+    call: Callable[..., Any],
+    boundary: nn.Module,
+    inputs: Tensor,
+    before: Operation,
+    after: Operation,
+    seed: int,
+) -> float:  # fmt: skip
+    """Return how far augmenting before and after the front are apart, in units of the distance
+    between two samples' features: 0 where they are the same.
+
+    Args:
+        call: Calls the model with inputs (B, ...).
+        boundary: The last frozen module.
+        inputs: Of at least two samples.
+        before: On the inputs.
+        after: On the features.
+        seed: Both draw the same.
+
+    Raises:
+        EgeriaError: The boundary does not return one batch of features of one shape.
+    """
+    plain = _features(call, boundary, inputs)
+    early = _features(call, boundary, before(inputs, torch.Generator().manual_seed(seed)))
+    late = after(plain, torch.Generator().manual_seed(seed))
+    if early.shape != late.shape:
+        shapes = f"{tuple(early.shape)} and {tuple(late.shape)}"
+        raise EgeriaError(f"augmenting before and after the front gives features of {shapes}")
+    apart = _distance(plain, plain.roll(1, 0))
+    return _distance(early, late) / max(apart, 1e-12)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).float().flatten(1).norm(dim=1).mean())
+
+
+def _features(call: Callable[..., Any], boundary: nn.Module, inputs: Tensor) -> Tensor:
+    found: list[Any] = []
+
+    def leave(_module: nn.Module, _args: Any, output: Any) -> None:
+        found.append(output)
+        raise _Returned
+
+    handle = boundary.register_forward_hook(leave)
+    try:
+        with torch.no_grad():
+            call(inputs)
+    except _Returned:
+        pass
+    finally:
+        handle.remove()
+    if not found or not isinstance(found[0], Tensor) or len(found[0]) != len(inputs):
+        raise EgeriaError("the boundary does not return one tensor with a row for each sample")
+    return found[0]

@@ -48,7 +48,7 @@ class Digits(Dataset[tuple[Tensor, int]]):
 
 
 def images() -> Digits:
-    """Return the training part, as `cache-inspect plan` and `fill` call it: without arguments."""
+    """Return the training part, as `cache-inspect plan` call it: without arguments."""
     return Digits(train=True)
 
 

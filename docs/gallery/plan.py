@@ -42,7 +42,7 @@ def make_data():
 # %%
 command = [
     sys.executable, "-m", "egeria_cache.inspect", "plan", "mine:make_model", "--data",
-    "mine:make_data", "--batch-size", "32", "--samples", "64", "--boundaries", "^[135]$", "--json",
+    "mine:make_data", "--batch-size", "32", "--boundaries", "^[135]$", "--json",
 ]  # fmt: skip
 told = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
 plan = json.loads(told.stdout)

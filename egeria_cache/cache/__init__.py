@@ -1,14 +1,13 @@
 """One cache: ties the model, the store and the loaders together, and gives each its own side of it.
 
 `cache.py` is what a user sees. `port.py` is what a loader asks, `host.py` what the skip engine
-tells and asks, `boundary.py` where the model is frozen up to and who moves that; `status.py` is the
-little that they share; `notes.py` has small files for other runs. `front.py` is a frozen front that
-was taken out of its model. Owns the store, the reader threads and the engine, and closes them.
+tells and asks, `boundary.py` where the model is frozen up to and who moves that, and the little
+that they share; `notes.py` has small files for other runs. `front.py` is a frozen front that was
+taken out of its model. Owns the store, the reader threads and the engine, and closes them.
 """
 
 from egeria_cache.cache.cache import ActivationCache
 from egeria_cache.cache.front import FrozenFront
-from egeria_cache.cache.notes import read_live, schedules
 from egeria_cache.cache.port import LoaderPort
 
-__all__ = ["ActivationCache", "FrozenFront", "LoaderPort", "read_live", "schedules"]
+__all__ = ["ActivationCache", "FrozenFront", "LoaderPort"]

@@ -22,14 +22,12 @@ from egeria_cache.arguments import (
     check_whole_number,
     names_known,
 )
-from egeria_cache.augment import Operation
-from egeria_cache.cache.boundary import Boundary
-from egeria_cache.cache.commuting import commutes
+from egeria_cache.augment import Operation, commutes
+from egeria_cache.cache.boundary import Boundary, Status
 from egeria_cache.cache.filling import FillReport, fill
 from egeria_cache.cache.host import CacheHost, device_of
-from egeria_cache.cache.notes import LiveReport, Passes
+from egeria_cache.cache.notes import Passes
 from egeria_cache.cache.port import LoaderPort
-from egeria_cache.cache.status import Status
 from egeria_cache.device import runs_late
 from egeria_cache.errors import EgeriaError
 from egeria_cache.events import BoundaryMoved
@@ -41,8 +39,7 @@ from egeria_cache.tables import as_html
 
 log = logging.getLogger("egeria")
 _PARTS = frozenset(
-    ("port", "_status", "_store", "_readers", "_views", "_accounts", "_policy", "_engine", "_moves",
-     "_live")
+    ("port", "_status", "_store", "_readers", "_views", "_accounts", "_policy", "_engine", "_moves")
 )  # fmt: skip
 """What `_open` makes."""
 _ATTACHED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ActivationCache]]
@@ -153,10 +150,9 @@ class ActivationCache:
         self._readers = ReaderThreads()
         self._views, self._accounts = Views(), Accounts()
         self._policy = policy = ServingPolicy(gate, 0.95 if runs_late(device_of(model)) else 0.5)
-        self._live = LiveReport(self.directory, self._readers, self.stats)
         host = CacheHost(
             model, self._store, status, self._views, policy, self._accounts,
-            settings["audit_rate"], self._live.called,
+            settings["audit_rate"],
         )  # fmt: skip
         self._engine = SkipEngine(
             model, host, stateless_dropout=self.draws_masks,
@@ -357,7 +353,6 @@ class ActivationCache:
         if self._status.is_forked:
             return  # threads and locks are the parent's
         self._readers.close()
-        self._live.close()
         self._store.close()
 
     def __repr__(self) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, compress
 from typing import Any, Literal
 
@@ -13,8 +15,7 @@ from torch import Tensor, nn
 
 from egeria_cache.attempt import place_of
 from egeria_cache.batch import Batch, Beside, Entry, SampleId, take_rows
-from egeria_cache.cache.audit import AuditPlan
-from egeria_cache.cache.status import Status, shown_name
+from egeria_cache.cache.boundary import Status, shown_name
 from egeria_cache.device import lock_ahead
 from egeria_cache.errors import BatchError, BoundaryError, EgeriaError, ParallelError
 from egeria_cache.gate import Accounts, ServingPolicy
@@ -37,11 +38,76 @@ _FORKED = (
 _MAX_SHOWN = 120
 """Characters of where a data set differs."""
 _BESIDE = "what is done beside the training has failed"
+_MAX_COST = 0.01
+"""Part of the time saved that the floor may cost, beyond one sample an epoch."""
 LOCKED_AHEAD = 4
 """Batches for whose activations page-locked memory is taken with the proof: being captured, or on
 their way to the writer or to the device. To lock pages later would have training wait for that."""
 TOLD_CHAINS = 3
 """Different operations on the first batches, before it is said that none has come again yet."""
+
+
+@dataclass(slots=True)
+class _Course:
+    """Where one loader stands at one cut."""
+
+    last_number: int = -1
+    num_served: int = 0
+    """Batches with hits in this epoch."""
+
+
+class AuditPlan:
+    """Chooses the samples. Used from the training thread.
+
+    Whatever the rate, one hit is recomputed at the start of every epoch (and thus of whatever was
+    cut anew), and one more with the 4th, 16th, 64th, ... batch of hits as long as that costs at
+    most a hundredth of the time saved.
+
+    Args:
+        rate: Fraction of the hits.
+        saved_s: Tells how much time was saved so far.
+    """
+
+    def __init__(self, rate: float, saved_s: Callable[[], float]) -> None:
+        self.cost_s = 0.0
+        """What audits have taken so far."""
+        self._rate = rate
+        self._saved_s = saved_s
+        self._random = random.Random(0)
+        self._courses: dict[tuple[str, int], _Course] = {}
+
+    def choose(
+        self, loader: str, cut: int, number: int, hit: np.ndarray
+    ) -> tuple[np.ndarray, bool] | None:
+        """Return the hits to recompute: bool, shape (B,), and whether they are the first of an
+        epoch; None for none.
+
+        Args:
+            loader: Which loader's batch it is.
+            cut: Identifies where it enters.
+            number: The batch's number in its epoch; a smaller one than before begins another.
+            hit: Bool, shape (B,).
+        """
+        num_hits = int(np.count_nonzero(hit))
+        count = int(self._rate * num_hits + self._random.random())
+        count = min(num_hits, max(count, self._floor(loader, cut, number)))
+        if not count:
+            return None
+        rows = np.zeros(len(hit), bool)
+        rows[self._random.sample(np.flatnonzero(hit).tolist(), count)] = True
+        return rows, self._courses[loader, cut].num_served == 1
+
+    def _floor(self, loader: str, cut: int, number: int) -> int:
+        course = self._courses.setdefault((loader, cut), _Course())
+        if number <= course.last_number:
+            course.num_served = 0
+        course.last_number = number
+        course.num_served += 1
+        served = course.num_served
+        is_turn = served.bit_count() == 1 and served.bit_length() % 2 == 1
+        if not is_turn or (served > 1 and self.cost_s > _MAX_COST * self._saved_s()):
+            return 0
+        return 1
 
 
 class CacheHost:
@@ -55,7 +121,6 @@ class CacheHost:
         policy: Is asked whether a proof is worth while, and told what it took.
         accounts: Counts.
         audit_rate: Fraction of the hits to be recomputed.
-        called: Is told of each call of the model.
     """
 
     def __init__(
@@ -67,7 +132,6 @@ class CacheHost:
         policy: ServingPolicy,
         accounts: Accounts,
         audit_rate: float,
-        called: Callable[[], None] = lambda: None,
     ) -> None:
         self._model = model
         self._store = store
@@ -76,7 +140,6 @@ class CacheHost:
         self._policy = policy
         self._counts = accounts.counts
         self._model_called = accounts.model_called
-        self._called = called
         self._told_chains = self._told_unproved = self._told_bare = ""
         self._chained: dict[Any, Any] = {}
         """What the loop does to batches -> the samples of the one with which it began."""
@@ -526,7 +589,6 @@ class CacheHost:
             self._policy.stored(seconds)
         elif kind != "compiled":
             self._model_called()
-            self._called()
             self._status.is_compiled = False
         elif boundary is not None:
             self._status.is_compiled = True

@@ -11,10 +11,9 @@ import numpy as np
 
 from egeria_cache.attempt import Attempt, is_beside
 from egeria_cache.batch import Batch
-from egeria_cache.cache.boundary import Boundary
+from egeria_cache.cache.boundary import Boundary, Status, shown_name
 from egeria_cache.cache.host import CacheHost
 from egeria_cache.cache.notes import Passes
-from egeria_cache.cache.status import Status, shown_name
 from egeria_cache.device import runs_late
 from egeria_cache.gate import Accounts, CacheStats, ServingPolicy
 from egeria_cache.prefetch import Crew, PlannedEntry, ReaderThreads, View, Views

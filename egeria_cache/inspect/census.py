@@ -101,8 +101,6 @@ class Contents:
     """Records per codec of their largest field."""
     variants: Mapping[int, int]
     """Records per variant."""
-    histogram: tuple[tuple[int, int, int], ...]
-    """(from, to, records) by size of the record in bytes; powers of two."""
 
 
 def survey(directory: Path) -> CacheReport:
@@ -149,9 +147,8 @@ def contents(path: Path) -> Contents:
     shapes: dict[str, str] = {}
     codecs: collections.Counter[str] = collections.Counter()
     variants: collections.Counter[int] = collections.Counter()
-    sizes: collections.Counter[int] = collections.Counter()
     if is_unfinished(path):
-        return Contents(shapes, {}, {}, ())
+        return Contents(shapes, {}, {})
     for key, record in _records(path):
         try:
             _, variant = decode_key(key)
@@ -161,15 +158,12 @@ def contents(path: Path) -> Contents:
             codecs["damaged"] += 1
             continue
         variants[variant] += 1
-        sizes[max(len(record.whole) - 1, 0).bit_length()] += 1
         codecs[_codec_name(record)] += 1
         for position in range(len(record.payload)):
             field, _ = record.field(position)
             text = str(field).removeprefix(f"{field.name}: ")
             shapes[field.name] = text if shapes.get(field.name, text) == text else "varies"
-    bins = range(min(sizes), max(sizes) + 1) if sizes else ()
-    histogram = tuple((2 ** (one - 1) if one else 0, 2**one, sizes[one]) for one in bins)
-    return Contents(shapes, dict(codecs), dict(sorted(variants.items())), histogram)
+    return Contents(shapes, dict(codecs), dict(sorted(variants.items())))
 
 
 def _glance(path: Path) -> GenerationReport:

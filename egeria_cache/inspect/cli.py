@@ -18,14 +18,20 @@ from egeria_cache.arguments import did_you_mean
 from egeria_cache.errors import EgeriaError
 from egeria_cache.inspect import report
 from egeria_cache.inspect.census import survey
-from egeria_cache.inspect.fill import fill
 from egeria_cache.inspect.plan import plan
 from egeria_cache.inspect.report import BAD_ARGUMENTS, DAMAGED, HEALTHY
 from egeria_cache.inspect.words import plain
 from egeria_cache.store import DamagedError
 from egeria_cache.version import __version__
 
-COMMANDS = ("ls", "show", "verify", "diff", "prune", "pack", "unpack", "clear")
+COMMANDS = ("ls", "show", "verify", "diff", "prune", "pack", "unpack")
+
+GONE = {
+    "clear": "prune --unused removes what no process uses",
+    "fill": "call cache.fill(loader) in the training script, with its own loader",
+    "watch": "cache.stats() and cache.report() tell it in the training script",
+}
+"""Commands that were, and what does it now."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,8 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["plan"]:  # there is no cache yet; one of that name is ./plan
             return plan(arguments[1:])
-        if arguments[:1] == ["fill"]:
-            return fill(arguments[1:])
         if not arguments:
             _parser().print_help()
             return HEALTHY
@@ -67,8 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Show, check and clean Egeria's caches: directories that keep, per training "
         "sample, the output of a model's frozen front, so that training need not compute it again.",
         epilog="Before any training, instead of DIR: plan MODEL_FACTORY --data DATASET_FACTORY "
-        "measures what a cache would bring (see plan --help); fill MODEL_FACTORY --data "
-        "DATASET_FACTORY --directory DIR stores everything (see fill --help). "
+        "measures what a cache would bring (see plan --help). "
         "Exit codes: 0 healthy, 1 damaged, 2 bad arguments.",
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="the cache's directory")
@@ -111,8 +114,6 @@ def _parser() -> argparse.ArgumentParser:
     unpacking.add_argument(
         "--force-network", action="store_true", help="DIR may lie on a network filesystem"
     )
-    clear = command("clear", report.clear, "remove all generations; only shows them without --yes")
-    clear.add_argument("--yes", action="store_true", help="remove them")
     return parser
 
 
@@ -123,6 +124,8 @@ def _check_order(arguments: Sequence[str]) -> None:
         ValueError: The directory does not come first, or there is no such command.
     """
     words = [one for one in arguments if not one.startswith("-")]
+    if (gone := next((one for one in words[:2] if one in GONE), "")) and not Path(gone).is_dir():
+        raise ValueError(f"{gone} is gone: {GONE[gone]}")
     if words and words[0] in COMMANDS and not Path(words[0]).is_dir():
         rest = " ".join(words[2:3])
         raise ValueError(

@@ -9,48 +9,46 @@ refused with the same words.
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
 import logging
 import math
+import os
 import statistics
+import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import JustifyMethod
-from rich.text import Text
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from egeria_cache.arguments import Codec
 from egeria_cache.cache import ActivationCache
-from egeria_cache.config import parse_size
-from egeria_cache.device import synchronize
+from egeria_cache.device import default_device, synchronize
 from egeria_cache.errors import EgeriaError
-from egeria_cache.inspect.census import survey
-from egeria_cache.inspect.fill import (
-    add_common,
-    device_of_name,
-    find,
-    make,
-    make_model,
-    where_raised,
-)
-from egeria_cache.inspect.words import console, fitting, print_json, progress_bar, share
+from egeria_cache.inspect.words import print_json, progress_bar, table
 from egeria_cache.loader import EgeriaLoader
 from egeria_cache.samples import DEFAULT_REUSE
 from egeria_cache.skip import CallError, Candidate, candidates, ordinary_arguments
-from egeria_cache.store import ActivationStore, Generation
+from egeria_cache.store import ActivationStore
 from egeria_cache.tables import size
 
 Step = Callable[[nn.Module, Any], Tensor]
 """step(model, batch) -> the loss, a scalar."""
+NUM_SAMPLES = 64
+"""To measure with, spread evenly over the data set; at least two batches are taken."""
+MIN_ROUNDS, MAX_ROUNDS, ENOUGH_S = 3, 60, 2.0
+"""The batches are trained on, with and without the cache in turn, for so long at each boundary."""
+NUM_WRITES = 4
 
 
 class StepError(ValueError):
@@ -89,31 +87,6 @@ def ordinary_step(model: nn.Module, batch: Any) -> Tensor:
     return torch.stack(terms).sum()
 
 
-_SIGMAS = 1.96
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A quotient of two times, and how well it is known."""
-
-    value: float
-    """The median of the quotients."""
-    error: float
-    """Half of the width of its 95 % interval; infinite for less than six quotients."""
-
-    @classmethod
-    def of(cls, numerators: Sequence[float], denominators: Sequence[float]) -> Share:
-        """Return that of neighbours in time; both sequences are equally long and not empty."""
-        quotients = sorted(a / max(b, 1e-12) for a, b in zip(numerators, denominators, strict=True))
-        count, value = len(quotients), statistics.median(quotients)
-        # Ranks between which the median of the distribution lies in 19 of 20 samples.
-        reach = _SIGMAS * math.sqrt(count) / 2
-        low, high = math.floor(count / 2 - reach) - 1, math.ceil(count / 2 + reach)
-        if low < 0 or high >= count:
-            return cls(value, math.inf if count < 6 else (quotients[-1] - quotients[0]) / 2)
-        return cls(value, (quotients[high] - quotients[low]) / 2)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prospect:
     """One boundary. Seconds and bytes are per sample, except for `prove_s`."""
@@ -121,20 +94,13 @@ class Prospect:
     boundary: str
     refused: str | None = None
     """Why the engine would not cut here; everything else is nought then."""
-    raw_bytes: float = 0.0
-    """Decoded, with the leaves that a hit needs besides (labels, masks)."""
     stored_bytes: float = 0.0
-    codec: str | None = None
-    forward_s: float = 0.0
-    """Forward and loss with the prefix frozen, without a cache."""
-    served_forward_s: float = 0.0
+    """With the leaves that a hit needs besides (labels, masks)."""
     step_s: float = 0.0
     """Forward, loss, backward and optimizer step with the prefix frozen, without a cache."""
     served_step_s: float = 0.0
-    forward_error: float = 0.0
-    """How far `forward_skipped` may be off (95 %)."""
     step_error: float = 0.0
-    """How far `step_skipped` may be off (95 %)."""
+    """How far `step_skipped` scatters: half the distance between its quartiles."""
     read_s: float = 0.0
     """Reading and decoding, which threads do beside the training."""
     write_s: float = 0.0
@@ -143,25 +109,14 @@ class Prospect:
     """Once: by how much the first batch takes longer."""
 
     @property
-    def forward_skipped(self) -> float:
-        """Share of the forward that a hit saves; below 0 if it costs."""
-        return 1 - self.served_forward_s / self.forward_s if self.forward_s else 0.0
-
-    @property
     def step_skipped(self) -> float:
-        """Share of the whole step with a frozen prefix that a hit saves."""
+        """Share of the whole step with a frozen prefix that a hit saves; below 0 if it costs."""
         return 1 - self.served_step_s / self.step_s if self.step_s else 0.0
 
     @property
     def saved_s(self) -> float:
         """What serving a sample saves, with its reading counted in full."""
         return self.step_s - self.served_step_s - self.read_s
-
-    @property
-    def epoch_ratio(self) -> float:
-        """Time of an epoch of hits over one with the same prefix frozen and no cache; reading is
-        counted in full."""
-        return 1 - self.saved_s / self.step_s if self.step_s else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,24 +130,13 @@ class Forecast:
     """Samples that were measured with."""
     num_samples: int
     """Of the whole data set."""
-    limit_bytes: int | None
-    """Of the planned cache."""
-    load_s: float
-    """Time to load a sample in one process. A hit saves that, too; it is not counted, since
-    workers may hide it."""
     prospects: tuple[Prospect, ...]
     reuse: int | None = None
-    """For how many epochs a random draw of a sample would be used; None: for ever, or samples draw
-    nothing."""
+    """For how many epochs a random draw of a sample is used; None: samples draw nothing."""
 
     def set_bytes(self, one: Prospect) -> float:
         """Bytes on disk of all samples."""
         return one.stored_bytes * self.num_samples
-
-    def fits(self, one: Prospect) -> float:
-        """Part of them that the limit has room for: the others are computed in every epoch."""
-        size = self.set_bytes(one)
-        return 1.0 if self.limit_bytes is None or not size else min(1.0, self.limit_bytes / size)
 
     @property
     def fresh(self) -> float:
@@ -202,8 +146,7 @@ class Forecast:
     def later_epochs(self, one: Prospect) -> float:
         """Time of an epoch after the first over one with the same prefix frozen and no cache;
         reading is counted in full."""
-        served = self.fits(one) * (1 - self.fresh)
-        return served * one.epoch_ratio + (1 - served)
+        return 1 - (1 - self.fresh) * one.saved_s / one.step_s if one.step_s else 1.0
 
     def break_even_epoch(self, one: Prospect) -> int | None:
         """Return the epoch, from 1, at whose end the cache has paid for itself; None: never.
@@ -212,11 +155,10 @@ class Forecast:
         training. The first epoch computes and writes; the later ones read, except for what they
         draw anew.
         """
-        stored = self.num_samples * self.fits(one)
-        gain_s = stored * ((1 - self.fresh) * one.saved_s - self.fresh * one.write_s)
+        gain_s = self.num_samples * ((1 - self.fresh) * one.saved_s - self.fresh * one.write_s)
         if one.refused is not None or gain_s <= 0:
             return None
-        spent_s = one.prove_s + stored * one.write_s
+        spent_s = one.prove_s + self.num_samples * one.write_s
         return 1 + max(1, math.ceil(spent_s / gain_s))
 
     def recommended(self) -> Prospect | None:
@@ -239,12 +181,9 @@ class Forecast:
         content["prospects"] = [
             {
                 **asdict(one),
-                "forward_skipped": one.forward_skipped,
                 "step_skipped": one.step_skipped,
-                "epoch_ratio": one.epoch_ratio,
                 "later_epochs": self.later_epochs(one),
                 "set_bytes": self.set_bytes(one),
-                "fits": self.fits(one),
                 "break_even_epoch": self.break_even_epoch(one),
             }
             for one in self.prospects
@@ -252,86 +191,53 @@ class Forecast:
         return content
 
 
-MIN_ROUNDS, MAX_ROUNDS = 3, 60
-CLOSE_ENOUGH, ENOUGH_S, AT_MOST_S = 0.03, 1.0, 8.0
-"""The batches are trained on, with and without the cache in turn, for `ENOUGH_S`; and further,
-until the share of a step that a hit takes is known to `CLOSE_ENOUGH`, for `AT_MOST_S`."""
-NUM_WRITES = 4
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """How to measure."""
-
-    batch_size: int = 32
-    num_samples: int = 64
-    """To measure with, spread evenly over the data set; at least two batches are taken."""
-    step: Step = ordinary_step
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    autocast: torch.dtype | None = None
-    boundaries: str | None = None
-    """Regular expression of the modules to try; None: the model's blocks."""
-    codec: Codec = "auto"
-    reuse: int | None = DEFAULT_REUSE
-    """Of random draws, as `EgeriaLoader` takes it."""
-    limit_bytes: int | None = None
-    scratch: Path | None = None
-    """On the disk that the cache will use; None: where temporary files go."""
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "num_samples", "reuse"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-
-    def moved(self, batch: Any) -> Any:
-        """Bring a batch to the device; its tensors go on knowing their samples."""
-        if isinstance(batch, Mapping):
-            batch = dict(batch)
-        to = self.device
-        return tree_map(lambda leaf: leaf.to(to) if isinstance(leaf, Tensor) else leaf, batch)
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the loss of a batch on the device."""
-        dtype = self.autocast
-        with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
-            return self.step(model, batch)
-
-
 def forecast(
     model: nn.Module,
     data: Any,
-    settings: Settings,
-    progress: Callable[[str, int, int], None] | None = None,
+    *,
+    batch_size: int = 32,
+    step: Step = ordinary_step,
+    device: torch.device | None = None,
+    boundaries: str | None = None,
+    codec: Codec = "auto",
+    scratch: Path | None = None,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> Forecast:
     """Measure every candidate boundary of `model` on samples of `data`.
 
     Args:
         model: As it would be trained; its weights stay as they are.
         data: A map-style data set, or a DataLoader, whose data set and collate function are taken.
-        settings: How to measure.
+        batch_size: Of the training.
+        step: Called with (model, batch), returns the loss.
+        device: Where to measure; None: where the training would run.
+        boundaries: Regular expression of the modules to try; None: the model's blocks.
+        codec: As the cache takes it.
+        scratch: A directory on the disk that the cache will use; None: where temporary files go.
         progress: Called with (boundary, how many are done, how many there are).
 
     Raises:
         ValueError: Data or model cannot be used like this; the message says what to do.
     """
-    trial = _Trial(model, data, settings)
-    with _quiet():
-        places = trial.candidates()
+    device = default_device() if device is None else device
+    trial = _Trial(model, data, batch_size, step, device, codec, scratch)
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # refusals go into the forecast, not to the log as well
+    try:
+        places = trial.candidates(boundaries)
         prospects = []
         for done, place in enumerate(places):
-            if progress is not None:
-                progress(place.boundary, done, len(places))
+            progress(place.boundary, done, len(places))
             prospects.append(trial.measure(place))
+    finally:
+        logging.disable(disabled)
     return Forecast(
         model=type(model).__name__,
-        device=str(settings.device),
+        device=str(device),
         batch_size=trial.batch_size,
         num_measured=len(trial.indices),
         num_samples=len(trial.dataset),
-        reuse=settings.reuse if trial.is_random else None,
-        limit_bytes=settings.limit_bytes,
-        load_s=trial.load_s,
+        reuse=DEFAULT_REUSE if trial.is_random else None,
         prospects=tuple(prospects),
     )
 
@@ -339,53 +245,62 @@ def forecast(
 class _Trial:
     """One model, and a few batches of its data."""
 
-    def __init__(self, model: nn.Module, data: Any, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(
+        self, model: nn.Module, data: Any, batch_size: int, step: Step, device: torch.device,
+        codec: Codec, scratch: Path | None,
+    ) -> None:  # fmt: skip
+        if batch_size < 1:
+            raise ValueError(f"--batch-size must be at least 1, got {batch_size}")
+        self.step, self.device, self.codec, self.scratch = step, device, codec, scratch
         self.dataset, self.collate = _sized(data)
-        self.batch_size = min(settings.batch_size, len(self.dataset))
-        count = min(max(settings.num_samples, 2 * self.batch_size), len(self.dataset))
+        self.batch_size = min(batch_size, len(self.dataset))
+        count = min(max(NUM_SAMPLES, 2 * self.batch_size), len(self.dataset))
         count -= count % self.batch_size
         self.indices = [int(one) for one in np.linspace(0, len(self.dataset) - 1, count)]
-        started = time.perf_counter()
-        batches = list(
-            DataLoader(self.dataset, self.batch_size, sampler=self.indices, **self.collate)
-        )
-        self.load_s = (time.perf_counter() - started) / count
-        self.batches = [settings.moved(batch) for batch in batches]
+        loader = DataLoader(self.dataset, self.batch_size, sampler=self.indices, **self.collate)
+        self.batches = [self._moved(batch) for batch in loader]
         self.is_random = False
         """Whether samples were seen to draw random numbers."""
-        self.model = model.to(settings.device).train()
+        self.model = model.to(device).train()
 
-    def candidates(self) -> list[Candidate]:
+    def _moved(self, batch: Any) -> Any:
+        """Bring a batch to the device; its tensors go on knowing their samples."""
+        if isinstance(batch, Mapping):
+            batch = dict(batch)
+        to = self.device
+        return tree_map(lambda leaf: leaf.to(to) if isinstance(leaf, Tensor) else leaf, batch)
+
+    def candidates(self, boundaries: str | None) -> list[Candidate]:
         """Where to try; one forward shows it, and whether the model takes such a batch at all."""
 
         def run() -> None:
             try:
-                self.settings.loss(self.model, self.batches[0])
+                self.step(self.model, self.batches[0])
             except StepError:
                 raise
             except Exception as error:
+                leaves = tree_leaves(self.batches[0])
+                shapes = [list(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
                 raise ValueError(
-                    f"{type(self.model).__name__} cannot be trained on a batch of "
-                    f"{_described(self.batches[0])}: {type(error).__name__}: {error} "
-                    f"({where_raised(error)}); --step package.module:callable, called with "
-                    "(model, batch), can say how"
+                    f"{type(self.model).__name__} cannot be trained on a batch of shapes {shapes}: "
+                    f"{_named(error)}; --step package.module:callable, called with (model, batch), "
+                    "can say how"
                 ) from error
 
-        return candidates(self.model, run, self.settings.boundaries)
+        return candidates(self.model, run, boundaries)
 
     def measure(self, place: Candidate) -> Prospect:
         """Compute, store and serve the batches at one boundary."""
         with (
             tempfile.TemporaryDirectory(
-                prefix="egeria-plan-", dir=self.settings.scratch, ignore_cleanup_errors=True
+                prefix="egeria-plan-", dir=self.scratch, ignore_cleanup_errors=True
             ) as scratch,
             _frozen(self.model, place),
         ):
             try:
                 with ActivationCache(
                     self.model, f"{scratch}/cache", place.boundary,
-                    codec=self.settings.codec, gate="always", audit_rate=0,
+                    codec=self.codec, gate="always", audit_rate=0,
                 ) as cache:  # fmt: skip
                     return self._measure(place, cache, Path(scratch))
             except EgeriaError as error:
@@ -398,98 +313,73 @@ class _Trial:
         )  # fmt: skip
         # A rate of 0: the weights stay, the work is done.
         optimizer = torch.optim.SGD((p for p in self.model.parameters() if p.requires_grad), lr=0.0)
-        first_s = self._train(map(self.settings.moved, loader), optimizer)[0][1]
+        first_s = self._train(map(self._moved, loader), optimizer)[0]
         cache.flush()
         self.is_random |= loader.source.is_random
         views = cache.port.views(loader.source.key)
         if not views or cache.stats().num_samples < len(self.indices):
             return Prospect(boundary=place.boundary, refused=_why_not(cache, "stored"))
         generation, ids = views[0].generation, loader.source.identify(self.indices)
-        plain: list[tuple[float, float]] = []
-        served: list[tuple[float, float]] = []
-        read: list[float] = []
+        plain: list[float] = []
+        served: list[float] = []
         started = time.perf_counter()
-        for number in range(MAX_ROUNDS):
-            spent_s = time.perf_counter() - started
-            if number >= MIN_ROUNDS and spent_s > ENOUGH_S:
-                share = _share(served, plain, _STEP)
-                if share.error <= CLOSE_ENOUGH or spent_s > AT_MOST_S:
-                    break
+        while len(plain) < MAX_ROUNDS * len(self.batches):
+            is_enough = time.perf_counter() - started > ENOUGH_S
+            if is_enough and len(plain) >= MIN_ROUNDS * len(self.batches):
+                break
             plain += self._train(self.batches, optimizer)
             hits = cache.stats().hits
-            served += self._train(map(self.settings.moved, loader), optimizer)
+            served += self._train(map(self._moved, loader), optimizer)
             if cache.stats().hits - hits < len(self.indices):
                 return Prospect(boundary=place.boundary, refused=_why_not(cache, "served"))
-            read += self._read(generation, ids)
-        forward_s, step_s = self._medians(plain)
-        forward, step = _share(served, plain, _FORWARD), _share(served, plain, _STEP)
-        (kept,) = survey(scratch / "cache").generations
-        rows, _ = generation.get_batch(ids[: self.batch_size])
-        read_s = step_s * Share.of(read, [times[_STEP] for times in plain]).value
+        step_s = statistics.median(plain) / self.batch_size
+        # Of neighbours in time: what else runs on the machine slows both alike.
+        shares = [a / max(b, 1e-12) for a, b in zip(served, plain, strict=True)]
+        low, share, high = statistics.quantiles(shares, n=4)
+        totals = generation.totals
+        codec = self.codec if totals.codec is None else totals.codec.label
+        read_s, write_s = self._costs(generation, ids[: self.batch_size], codec, scratch / "again")
         return Prospect(
             boundary=place.boundary,
-            raw_bytes=kept.raw_bytes / kept.num_samples,
-            stored_bytes=kept.stored_bytes / kept.num_samples,
-            codec=kept.codec or self.settings.codec,
-            forward_s=forward_s,
-            served_forward_s=forward_s * forward.value,
+            stored_bytes=totals.stored_bytes / cache.stats().num_samples,
             step_s=step_s,
-            served_step_s=step_s * step.value,
-            forward_error=forward.error,
-            step_error=step.error,
+            served_step_s=step_s * share,
+            step_error=(high - low) / 2,
             read_s=read_s,
-            write_s=self._write_s(rows, kept.codec or self.settings.codec, scratch / "again"),
+            write_s=write_s,
             prove_s=max(first_s - step_s * self.batch_size, 0.0),
         )
 
-    def _train(self, batches: Any, optimizer: torch.optim.Optimizer) -> list[tuple[float, float]]:
-        """Return, per batch, the seconds of its forward and of its whole step."""
+    def _train(self, batches: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+        """Return the seconds of the step of each batch."""
         times = []
         for batch in batches:
             started = self._now()
-            loss = self.settings.loss(self.model, batch)
-            computed = self._now()
-            loss.backward()
+            self.step(self.model, batch).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            times.append((computed - started, self._now() - started))
+            times.append(self._now() - started)
         return times
 
     def _now(self) -> float:
-        synchronize(self.settings.device)
+        synchronize(self.device)
         return time.perf_counter()
 
-    def _medians(self, times: list[tuple[float, float]]) -> tuple[float, float]:
-        """Return the medians per sample."""
-        forward_s, step_s = map(statistics.median, zip(*times, strict=True))
-        return forward_s / self.batch_size, step_s / self.batch_size
-
-    def _read(self, generation: Generation, ids: Any) -> list[float]:
-        """Return the seconds of reading each batch, as `_train` does of training on it."""
-        times = []
-        for start in range(0, len(ids), self.batch_size):
-            started = time.perf_counter()
-            generation.get_batch(ids[start : start + self.batch_size])
-            times.append(time.perf_counter() - started)
-        return times
-
-    def _write_s(self, rows: Any, codec: str, directory: Path) -> float:
-        """Write a batch of what was stored again, with nothing else going on."""
-        ids, times = list(range(self.batch_size)), []
+    def _costs(
+        self, generation: Any, ids: Sequence[Any], codec: str, directory: Path
+    ) -> tuple[float, float]:
+        """Return the seconds of reading a sample, and of writing it, with nothing else going on."""
+        reads, writes = [], []
         with ActivationStore(directory, codec=codec) as store:
             for variant in range(1 + NUM_WRITES):  # the first one opens files
                 started = time.perf_counter()
-                store.put_batch(ids, rows, variant=variant)
+                rows, _ = generation.get_batch(ids)
+                read = time.perf_counter()
+                store.put_batch(range(len(ids)), rows, variant=variant)
                 store.flush()
-                times.append(time.perf_counter() - started)
-        return statistics.median(times[1:]) / self.batch_size
-
-
-_FORWARD, _STEP = 0, 1
-
-
-def _share(served: list[tuple[float, float]], plain: list[tuple[float, float]], of: int) -> Share:
-    return Share.of([times[of] for times in served], [times[of] for times in plain])
+                reads.append(read - started)
+                writes.append(time.perf_counter() - read)
+        return statistics.median(reads) / len(ids), statistics.median(writes[1:]) / len(ids)
 
 
 def _sized(data: Any) -> tuple[Any, dict[str, Any]]:
@@ -523,38 +413,11 @@ def _frozen(model: nn.Module, place: Candidate) -> Iterator[None]:
             parameter.requires_grad_(before[name]).grad = None
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Refusals go into the forecast, not to the log as well."""
-    logs = [logging.getLogger(name) for name in ("egeria", "egeria_cache.store")]
-    before = [log.level for log in logs]
-    try:
-        for log in logs:
-            log.setLevel(logging.CRITICAL)
-        yield
-    finally:
-        for log, level in zip(logs, before, strict=True):
-            log.setLevel(level)
-
-
 def _why_not(cache: ActivationCache, verb: str) -> str:
     stats = cache.stats()
     return (
         stats.why_not or f"its batches could not be {verb} ({stats.gate or 'no reason is known'})"
     )
-
-
-def _described(batch: Any) -> str:
-    if isinstance(batch, Tensor):
-        return f"{str(batch.dtype).removeprefix('torch.')} {list(batch.shape)}"
-    if isinstance(batch, Mapping):
-        return "{" + ", ".join(f"{name}: {_described(leaf)}" for name, leaf in batch.items()) + "}"
-    if isinstance(batch, tuple | list):
-        return "(" + ", ".join(map(_described, batch[:8])) + ")"
-    return type(batch).__name__
-
-
-AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def plan(argv: list[str]) -> int:
@@ -565,31 +428,30 @@ def plan(argv: list[str]) -> int:
         SystemExit: argparse has printed help, or a mistake.
     """
     options = _parser().parse_args(argv)
-    model = make_model(options.model)
-    settings = Settings(
-        batch_size=options.batch_size,
-        num_samples=options.samples,
-        step=ordinary_step if options.step is None else find("--step", options.step),
-        device=device_of_name(options.device),
-        autocast=AUTOCAST.get(options.autocast),
-        boundaries=options.boundaries,
-        codec=options.codec,
-        reuse=options.reuse or None,
-        limit_bytes=None if options.limit is None else parse_size(options.limit),
-        scratch=options.scratch,
-    )
-    data = make("--data", options.data)
+    model = _make("MODEL_FACTORY", options.model)
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"MODEL_FACTORY {options.model!r} returned a {type(model).__name__}; it must return "
+            "the model, a torch.nn.Module"
+        )
+    step = ordinary_step if options.step is None else _find("--step", options.step)
+    device = _device_of_name(options.device)
+    data = _make("--data", options.data)
     with progress_bar(quiet=options.json) as progress:
         task = progress.add_task("measuring", total=None)
 
         def advance(boundary: str, done: int, total: int) -> None:
             progress.update(task, description=boundary, completed=done, total=total)
 
-        found = forecast(model, data, settings, advance)
+        found = forecast(
+            model, data, batch_size=options.batch_size, step=step, device=device,
+            boundaries=options.boundaries, codec=options.codec, scratch=options.scratch,
+            progress=advance,
+        )  # fmt: skip
     if options.json:
         print_json(found.as_json())
     else:
-        _show(found)
+        print(_shown(found))
     return 0
 
 
@@ -600,95 +462,124 @@ def _parser() -> argparse.ArgumentParser:
         epilog="MODEL_FACTORY and DATASET_FACTORY are package.module:callable, called without "
         "arguments; the current directory is searched first.",
     )
-    add_common(parser)
+    parser.add_argument("model", metavar="MODEL_FACTORY", help="returns the model with its weights")
     parser.add_argument(
-        "--samples", type=int, default=64, metavar="N",
-        help="to measure with, spread over the data set; default 64, at least two batches",
+        "--data", metavar="DATASET_FACTORY", required=True,
+        help="returns a map-style data set, or a DataLoader with its collate function",
     )  # fmt: skip
+    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="default 32")
     parser.add_argument(
         "--step", metavar="STEP", help="package.module:callable, (model, batch) -> loss; default: "
         "the inputs that the forward requires, and the model's own loss or its mean square",
     )  # fmt: skip
     parser.add_argument("--boundaries", metavar="REGEX", help="try the modules with such names")
-    parser.add_argument("--autocast", choices=sorted(AUTOCAST), help="train under autocast")
-    parser.add_argument(
-        "--reuse", type=int, default=DEFAULT_REUSE, metavar="EPOCHS",
-        help="for how many epochs a random draw of a sample would be used, if samples draw; 0: for "
-        f"ever; default {DEFAULT_REUSE}",
-    )  # fmt: skip
-    parser.add_argument("--limit", metavar="SIZE", help="of the planned cache ('100GB')")
+    parser.add_argument("--codec", default="auto", help="as ActivationCache takes it")
+    parser.add_argument("--device", help="default: the accelerator if there is one, else cpu")
     parser.add_argument(
         "--scratch", type=Path, metavar="DIR",
         help="an existing directory on the disk that the cache will use; what is written there is "
         "removed; default: where temporary files go",
     )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON for machines")
     return parser
 
 
-def _show(found: Forecast) -> None:
-    out = console()
-    out.print(f"[bold]{_recommendation(found)}[/]", soft_wrap=True)
-    out.print(
+def _shown(found: Forecast) -> str:
+    best = found.recommended()
+    lines = ["no cut pays: see why below"]
+    if best is not None:
+        lines = [
+            f"cut at {best.boundary}: epochs after the first take {found.later_epochs(best):.2f} "
+            f"of their time, {size(found.set_bytes(best))}, pays from epoch "
+            f"{found.break_even_epoch(best):,}"
+        ]
+    lines.append(
         f"{found.model} on {found.device}, batches of {found.batch_size}, measured with "
         f"{found.num_measured:,} of {found.num_samples:,} samples"
     )
-    rows = [_row(found, one) for one in found.prospects]
-    out.print(fitting(out, _COLUMNS, rows, drop=("codec", "a sample", "forward", "stored")))
-    for line in _notes(found):
-        out.print(line, markup=False, soft_wrap=True)
-
-
-def _recommendation(found: Forecast) -> str:
-    best = found.recommended()
-    if best is None:
-        return "no cut pays: see why below"
-    epoch = found.break_even_epoch(best)
-    return (
-        f"cut at {best.boundary}: epochs after the first take {found.later_epochs(best):.2f} of "
-        f"their time, {size(found.set_bytes(best))}, pays from epoch {epoch:,}"
+    columns = {"boundary": "<", "the set": ">", "step": ">", "even after": "<"}
+    lines.append(table(columns, [_row(found, one) for one in found.prospects]))
+    lines += [f"{one.boundary} is refused: {one.refused}" for one in found.prospects if one.refused]
+    if found.reuse is not None:
+        lines.append(
+            f"samples draw random numbers, and each draw is used for {found.reuse} epochs: "
+            f"{found.fresh:.0%} of every epoch after the first are computed and written anew, "
+            "which the times of later epochs and 'even after' count."
+        )
+    lines.append(
+        "step: what a hit skips of it, against the same step with the prefix frozen and no cache, "
+        "and how far that scatters. even after: the epoch in which the time for proving, writing "
+        "and reading has been won back, all of it counted in full. A hit also saves loading its "
+        "sample, which is not counted."
     )
+    return "\n".join(lines)
 
 
-_COLUMNS: dict[str, JustifyMethod] = {
-    "boundary": "left", "a sample": "right", "stored": "right", "codec": "left",
-    "the set": "right", "forward": "right", "step": "right", "even after": "left",
-}  # fmt: skip
-
-
-def _row(found: Forecast, one: Prospect) -> list[str | Text]:
+def _row(found: Forecast, one: Prospect) -> list[str]:
     if one.refused is not None:
-        return [one.boundary, *["-"] * (len(_COLUMNS) - 2), Text("refused", "red")]
-    epoch, fits = found.break_even_epoch(one), found.fits(one)
+        return [one.boundary, "-", "-", "refused"]
+    epoch = found.break_even_epoch(one)
     return [
         one.boundary,
-        size(one.raw_bytes),
-        size(one.stored_bytes),
-        one.codec or "-",
-        size(found.set_bytes(one)) + (f" ({share(fits)} fits)" if fits < 1 else ""),
-        _known(one.forward_skipped, one.forward_error),
-        _known(one.step_skipped, one.step_error),
-        Text("never", "yellow") if epoch is None else Text(f"epoch {epoch:,}", "green"),
+        size(found.set_bytes(one)),
+        f"{one.step_skipped:.0%} ± {min(one.step_error, 9.99):.0%}",
+        "never" if epoch is None else f"epoch {epoch:,}",
     ]
 
 
-def _known(value: float, error: float) -> str:
-    """Write a share and its interval."""
-    return f"{100 * value:.0f} ± {100 * min(error, 9.99):.0f} %"
+def _find(what: str, text: str) -> Callable[..., Any]:
+    """Return the callable that `text` names; the current directory is searched first.
 
-
-def _notes(found: Forecast) -> list[str]:
-    notes = [f"{one.boundary} is refused: {one.refused}" for one in found.prospects if one.refused]
-    if found.reuse is not None:
-        notes.append(
-            f"samples draw random numbers, and each draw would be used for {found.reuse} epochs: "
-            f"{share(found.fresh)} of every epoch after the first are computed and written anew, "
-            "which the times of later epochs and 'even after' count."
+    Raises:
+        ValueError: Not of the form "package.module:callable", or it cannot be had; says why.
+    """
+    module_name, colon, attributes = text.partition(":")
+    if not (module_name and colon and attributes):
+        raise ValueError(
+            f"{what} {text!r} is not of the form package.module:callable, such as "
+            "models.resnet:make_model"
         )
-    notes.append(
-        "forward, step: what a hit skips of them, against the same step with the prefix frozen and "
-        "no cache, and how far that may be off. even after: the epoch in which the time for "
-        "proving, writing and reading has been won back, all of it counted in full. A hit "
-        "also saves loading its sample "
-        f"({found.load_s * 1e3:.2g} ms in one process), which is not counted."
-    )
-    return notes
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+        found: Any = functools.reduce(getattr, attributes.split("."), module)
+    except Exception as error:
+        raise ValueError(
+            f"{what} {text!r}: {_named(error)}; it is looked for in {os.getcwd()} and among the "
+            "installed packages"
+        ) from error
+    if not callable(found):
+        raise ValueError(f"{what} {text!r} is a {type(found).__name__}, which cannot be called")
+    result: Callable[..., Any] = found
+    return result
+
+
+def _make(what: str, text: str) -> Any:
+    """Return what the named callable returns, called without arguments."""
+    factory = _find(what, text)
+    try:
+        return factory()
+    except Exception as error:
+        raise ValueError(
+            f"{what} {text!r}, called without arguments, failed: {_named(error)}"
+        ) from error
+
+
+def _named(error: Exception) -> str:
+    """Return what an error says, and the file and line of the innermost frame."""
+    frames = list(traceback.extract_tb(error.__traceback__))
+    frames = [frame for frame in frames if "importlib" not in frame.filename] or frames
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def _device_of_name(name: str | None) -> torch.device | None:
+    if name is None:
+        return None
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {name!r} cannot be used: {error}") from error
+    return device

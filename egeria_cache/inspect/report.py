@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import stat
 import sys
@@ -18,11 +17,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rich.console import JustifyMethod
-from rich.markup import escape
-from rich.text import Text
-
-from egeria_cache.cache import read_live, schedules
 from egeria_cache.config import parse_size
 from egeria_cache.inspect.census import (
     CacheReport,
@@ -31,7 +25,7 @@ from egeria_cache.inspect.census import (
     find_generation,
     verify,
 )
-from egeria_cache.inspect.words import age, console, fitting, plain, print_json, progress_bar
+from egeria_cache.inspect.words import age, plain, print_json, progress_bar, table
 from egeria_cache.store import (
     ActivationStore,
     Manifest,
@@ -44,45 +38,46 @@ from egeria_cache.tables import size
 
 HEALTHY, DAMAGED, BAD_ARGUMENTS = 0, 1, 2
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_LISTED: dict[str, JustifyMethod] = {
-    "generation": "left", "boundary": "left", "samples": "right", "on disk": "right",
-    "ratio": "right", "codec": "left", "age": "left", "used": "left",
+_LISTED = {
+    "generation": "<", "boundary": "<", "samples": ">", "on disk": ">", "codec": "<", "used": "<",
 }  # fmt: skip
 
 
 def ls(options: argparse.Namespace, report: CacheReport) -> int:
     """List the generations; 1 if one is damaged."""
     if options.json:
-        print_json(_as_json(report) | {"processes": read_live(report.directory)})
-    else:
-        out = console()
-        rows = [
-            (
-                Text(plain(one.name)),
-                Text(plain(one.boundary or "-")),
-                f"{one.num_samples:,}",
-                size(one.bytes_on_disk),
-                "-" if one.ratio is None else f"{one.ratio:.2f}",
-                _state(one),
-                age(one.created),
-                "now" if one.in_use else age(one.last_used) + " ago",
-            )
-            for one in report.generations
-        ]
-        if rows:
-            out.print(fitting(out, _LISTED, rows, drop=("age", "ratio", "codec", "used")))
-        limit = report.limit_bytes
-        of_limit = f" of {size(limit)} ({report.bytes_on_disk / limit:.0%})" if limit else ""
-        count = len(rows)
-        out.print(f"{count} generation{'s' * (count != 1)}, {size(report.bytes_on_disk)}{of_limit}")
-        for process, caches in read_live(report.directory).items():
-            for cache in caches:
-                out.print(f"process {process}: {_running(cache)}", markup=False, soft_wrap=True)
-        if report.directory.stat().st_mode & OTHERS_MAY_WRITE:
-            out.print(
-                "others may write to this directory, so that training refuses it: "
-                f"chmod go-w {escape(plain(report.directory))}", soft_wrap=True,
-            )  # fmt: skip
+        print_json(
+            {
+                "directory": str(report.directory),
+                "limit_bytes": report.limit_bytes,
+                "bytes_on_disk": report.bytes_on_disk,
+                "healthy": report.healthy,
+                "generations": [_generation_json(one) for one in report.generations],
+            }
+        )
+        return HEALTHY if report.healthy else DAMAGED
+    rows = [
+        (
+            plain(one.name),
+            plain(one.boundary or "-"),
+            f"{one.num_samples:,}",
+            size(one.bytes_on_disk),
+            plain(f"damaged: {one.damage}" if one.damage else one.note or one.codec or "-"),
+            "now" if one.in_use else age(one.last_used) + " ago",
+        )
+        for one in report.generations
+    ]
+    if rows:
+        print(table(_LISTED, rows, drop=("codec", "used")))
+    limit = report.limit_bytes
+    of_limit = f" of {size(limit)} ({report.bytes_on_disk / limit:.0%})" if limit else ""
+    count = len(rows)
+    print(f"{count} generation{'s' * (count != 1)}, {size(report.bytes_on_disk)}{of_limit}")
+    if report.directory.stat().st_mode & OTHERS_MAY_WRITE:
+        print(
+            "others may write to this directory, so that training refuses it: chmod go-w "
+            f"{plain(report.directory)}"
+        )
     return HEALTHY if report.healthy else DAMAGED
 
 
@@ -91,45 +86,27 @@ def show(options: argparse.Namespace, report: CacheReport) -> int:
     one = find_generation(report, options.generation)
     path = report.directory / one.name
     manifest, inside = Manifest.read(path), contents(path)
-    drawn = [
-        {"reuse": draws.reuse, "kept": draws.kept, "epochs": clock.tick}
-        for draws, clock in schedules(report.directory, manifest.fields)
-    ]
+    state = DAMAGED if "damaged" in inside.codecs else HEALTHY
     if options.json:
-        print_json(
-            {
-                **_generation_json(one),
-                "fields": dict(manifest.fields),
-                "contents": dataclasses.asdict(inside),
-                "random_draws": drawn,
-            }
-        )
-        return DAMAGED if "damaged" in inside.codecs else HEALTHY
-    out = console()
+        fields, told = dict(manifest.fields), dataclasses.asdict(inside)
+        print_json({**_generation_json(one), "fields": fields, "contents": told})
+        return state
     sizes = f"{size(one.bytes_on_disk)} on disk, {size(one.raw_bytes)} decoded"
     ratio = "" if one.ratio is None else f", ratio {one.ratio:.2f}"
-    out.print(f"[bold]{escape(plain(one.name))}[/]  {one.num_samples:,} records, {sizes}{ratio}")
-    out.print(f"created {age(one.created)} ago, in use: {'yes' if one.in_use else 'no'}")
+    print(f"{plain(one.name)}  {one.num_samples:,} records, {sizes}{ratio}")
+    print(f"created {age(one.created)} ago, in use: {'yes' if one.in_use else 'no'}")
     if one.lossy_error:
-        out.print(f"lossy: relative error {one.lossy_error:.2e} (root mean square)")
+        print(f"lossy: relative error {one.lossy_error:.2e} (root mean square)")
     for title, pairs in (
         ("made from", {name: json.dumps(value) for name, value in manifest.fields.items()}),
         ("holds", inside.fields),
         ("codecs", {name: f"{count:,} records" for name, count in inside.codecs.items()}),
         ("draws", {str(one): f"{count:,} records" for one, count in inside.variants.items()}),
     ):
-        out.print(f"[bold]{title}[/]")
+        print(title)
         for name, text in pairs.items():
-            out.print(f"  {plain(name)}: {plain(text):.100}", markup=False)
-    for one_way in drawn:
-        uses = "for ever" if one_way["reuse"] is None else f"for {one_way['reuse']} epochs each"
-        out.print(f"  used {uses}; {one_way['epochs']:,} epochs were passed")
-    out.print("[bold]sizes of records[/]")
-    most = max((count for *_, count in inside.histogram), default=1)
-    for low, high, count in inside.histogram:
-        bar = "█" * math.ceil(min(40, max(8, out.width - 38)) * count / most)
-        out.print(f"  {size(low):>9} - {size(high):>9}  {count:>10,}  {bar}")
-    return DAMAGED if "damaged" in inside.codecs else HEALTHY
+            print(f"  {plain(name)}: {plain(text):.100}")
+    return state
 
 
 def verify_all(options: argparse.Namespace, report: CacheReport) -> int:
@@ -176,14 +153,11 @@ def diff(options: argparse.Namespace, report: CacheReport) -> int:
     if not differing:
         print("the same fields")
         return HEALTHY
-    # As Text: in markup, "[true]" would be a style.
     rows = [
-        (Text(plain(field)), *(Text(json.dumps(value)) for value in pair))
+        (plain(field), *(plain(json.dumps(value)) for value in pair))
         for field, pair in differing.items()
     ]
-    out = console()
-    columns: dict[str, JustifyMethod] = dict.fromkeys(("field", *map(plain, names)), "left")
-    out.print(fitting(out, columns, rows, drop=()))
+    print(table(dict.fromkeys(("field", *map(plain, names)), "<"), rows))
     return HEALTHY
 
 
@@ -227,11 +201,6 @@ def prune(options: argparse.Namespace, report: CacheReport) -> int:
     return _remove(options, report, doomed)
 
 
-def clear(options: argparse.Namespace, report: CacheReport) -> int:
-    """Remove all generations, or tell what that would be."""
-    return _remove(options, report, list(report.generations))
-
-
 def _remove(
     options: argparse.Namespace, report: CacheReport, doomed: list[GenerationReport]
 ) -> int:
@@ -255,38 +224,8 @@ def _remove(
     return HEALTHY
 
 
-def _as_json(report: CacheReport) -> dict[str, Any]:
-    return {
-        "directory": str(report.directory),
-        "limit_bytes": report.limit_bytes,
-        "bytes_on_disk": report.bytes_on_disk,
-        "healthy": report.healthy,
-        "generations": [_generation_json(one) for one in report.generations],
-    }
-
-
 def _generation_json(one: GenerationReport) -> dict[str, Any]:
     return {**dataclasses.asdict(one), "ratio": one.ratio}
-
-
-def _state(one: GenerationReport) -> Text:
-    if one.damage:
-        return Text(plain(f"damaged: {one.damage}"), "red")
-    return Text(plain(one.note or one.codec or "-"))
-
-
-def _running(cache: Mapping[str, Any]) -> str:
-    """Return what a process says of a cache that it has open."""
-    hits, misses, saved_s = (cache.get(name) for name in ("hits", "misses", "saved_s"))
-    frozen = f"frozen up to {cache['boundary']}" if cache.get("boundary") else "nothing frozen"
-    served = (
-        f", {hits:,} of {hits + misses:,} samples from the cache"
-        if isinstance(hits, int) and isinstance(misses, int)
-        else ""
-    )
-    saved = f", {saved_s:.1f} s saved" if isinstance(saved_s, int | float) else ""
-    why = f"; not cached: {cache['why_not']}" if cache.get("why_not") else ""
-    return plain(f"{frozen}{served}{saved}{why}")
 
 
 STREAM = "-"

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, JustifyMethod
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
-
-_PIPE_COLUMNS = 10_000
-"""A pipe has no width: nothing is folded or cut there."""
-
-
-def console() -> Console:
-    """Return what prints to the standard output: as wide as its terminal, or as it takes."""
-    made = Console(highlight=False, emoji=False)
-    if not made.is_terminal:
-        made.width = _PIPE_COLUMNS
-    return made
 
 
 def progress_bar(*, quiet: bool) -> Progress:
@@ -38,33 +26,24 @@ def progress_bar(*, quiet: bool) -> Progress:
     )
 
 
-def fitting(
-    out: Console,
-    columns: Mapping[str, JustifyMethod],
-    rows: Sequence[Sequence[str | Text]],
-    drop: Sequence[str],
-) -> Table:
-    """Return a table of as many columns as fit.
+def table(
+    columns: Mapping[str, str], rows: Sequence[Sequence[str]], drop: Sequence[str] = ()
+) -> str:
+    """Return lines of as many columns as fit the terminal; into a pipe goes all.
 
     Args:
-        out: What it is for.
-        columns: Names, and to which side each is justified.
+        columns: Names, and to which side each is justified: "<" or ">".
         rows: A cell for each column.
         drop: Columns that go where there is too little room, the first one first.
     """
-    dropped: set[str] = set()
-    wide = out.options.update(width=_PIPE_COLUMNS)
-    while True:
-        table = Table(box=None, header_style="bold")
-        kept = [index for index, name in enumerate(columns) if name not in dropped]
-        for name, justify in columns.items():
-            if name not in dropped:
-                table.add_column(name, justify=justify)
-        for row in rows:
-            table.add_row(*(row[index] for index in kept))
-        if len(dropped) == len(drop) or out.measure(table, options=wide).maximum <= out.width:
-            return table
-        dropped.add(drop[len(dropped)])
+    cells = [tuple(columns), *rows]
+    widths = {name: max(map(len, column)) for name, *column in zip(columns, *cells, strict=True)}
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    for name in drop:
+        if sum(widths.values()) + 2 * len(widths) > room:
+            del widths[name]
+    kept = [(i, f"{columns[n]}{widths[n]}") for i, n in enumerate(columns) if n in widths]
+    return "\n".join("  ".join(f"{row[i]:{form}}" for i, form in kept).rstrip() for row in cells)
 
 
 def duration(seconds: float) -> str:
@@ -80,11 +59,6 @@ def duration(seconds: float) -> str:
 def age(since: float) -> str:
     """Return how long ago a time was, given in seconds since the epoch."""
     return duration(time.time() - since)
-
-
-def share(part: float) -> str:
-    """Return a part of 1 in percent."""
-    return "-" if math.isnan(part) else f"{100 * part:.0f} %"
 
 
 def plain(text: object) -> str:

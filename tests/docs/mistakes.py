@@ -40,9 +40,9 @@ INTRODUCTION = """# When something is not as expected
 
 A cache that cannot be right is not used: training goes on as without it, and one message says what,
 where, and what to do. It comes as an error where you asked for something by hand that cannot be
-done, and as a warning of the logger `egeria` otherwise; `cache.stats().why_not` keeps it, and
-`cache-inspect DIR` shows it of a running training. The messages below are the program's own:
-each mistake is made by a test, and this page is written from what is said.
+done, and as a warning of the logger `egeria` otherwise; `cache.stats().why_not` keeps it. The
+messages below are the program's own: each mistake is made by a test, and this page is written from
+what is said.
 
 """
 

@@ -84,7 +84,7 @@ def test_show_tells_contents_and_what_it_was_made_from(filled, capsys):
     assert '"train"' in shown.out
     code, report = ask_json(capsys, filled, "show", name)
     assert report["contents"]["codecs"] == {"zstd": report["num_samples"]}
-    assert sum(count for *_, count in report["contents"]["histogram"]) == report["num_samples"]
+    assert report["contents"]["variants"] == {"0": report["num_samples"]}
 
 
 def test_an_unknown_generation_is_a_bad_argument_and_names_the_known(filled, capsys):
@@ -172,15 +172,13 @@ def test_fields_that_look_like_markup_are_shown_as_they_are(directory, capsys):
         assert ask(capsys, directory, "show", name)[0] == 0
 
 
-def test_prune_and_clear_leave_what_is_in_use(filled, capsys):
+def test_prune_leaves_what_is_in_use(filled, capsys):
     with ActivationStore(filled) as store:
         used = store.open_generation({"boundary": "layer1", "mode": "train"})
         ask(capsys, filled, "prune", "--to-size", "1kB", "--yes")
-        _, outcome = ask_json(capsys, filled, "clear", "--yes")
-        assert outcome[used.name]["outcome"] == "in use, stays"
         assert used.contains([0]).all()
     assert [path.name for path in filled.glob("gen-*")] == [used.name]
-    assert ask(capsys, filled, "clear", "--yes")[0] == 0
+    assert ask(capsys, filled, "prune", "--unused", "--yes")[0] == 0
     assert not list(filled.glob("gen-*"))
     assert "0 generations" in ask(capsys, filled)[1].out
 
@@ -239,8 +237,7 @@ def test_a_cache_that_another_process_is_writing_can_be_looked_at_and_is_healthy
             counts.append(report["records"])
             for _ in range(8):
                 run.stdout.readline()
-        code, outcome = ask_json(capsys, directory, "clear", "--yes")
-        assert [one["outcome"] for one in outcome.values()] == ["in use, stays"]
+        assert ask_json(capsys, directory, "prune", "--unused", "--yes") == (0, {})
         run.kill()
     assert counts == sorted(counts)
     assert counts[0] < counts[-1]
@@ -259,7 +256,7 @@ def test_a_generation_whose_making_was_cut_short_is_empty_and_not_damaged(direct
 def test_what_an_interrupted_removal_left_behind_is_cleared(filled, capsys):
     for path in filled.glob("gen-*"):
         path.rename(filled / f".gone-{path.name}-1")
-    assert ask(capsys, filled, "clear", "--yes")[0] == 0
+    assert ask(capsys, filled, "prune", "--unused", "--yes")[0] == 0
     assert not list(filled.glob(".gone-*"))
 
 

@@ -12,18 +12,19 @@ import torch
 import egeria_cache.inspect.plan as forecast_module
 from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
 from egeria_cache.inspect.cli import main
-from egeria_cache.inspect.plan import Forecast, Prospect, Settings, forecast
+from egeria_cache.inspect.plan import Forecast, Prospect, forecast
 from egeria_cache.skip.prove.places import candidates
 from tests.helpers import plan_zoo
 
 ZOO = plan_zoo.__name__
-SMALL = ("--batch-size", "4", "--samples", "8", "--device", "cpu")
+SMALL = ("--batch-size", "4", "--device", "cpu")
 CNN = ["relu", "layer1.0", "pool", "layer2.0", "layer2.1"]
 
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
     monkeypatch.setattr(forecast_module, "ENOUGH_S", 0.0)
+    monkeypatch.setattr(forecast_module, "NUM_SAMPLES", 8)
 
 
 def ask(capsys, *argv):
@@ -67,18 +68,13 @@ def test_a_cnn_is_measured_at_every_boundary(capsys):
     prospects = report["prospects"]
     assert [one["boundary"] for one in prospects] == CNN
     assert all(one["refused"] is None for one in prospects)
-    label = 8
-    pixels = [64, 64, 16, 16, 16]
-    assert [one["raw_bytes"] for one in prospects] == [4 * 4 * n + label for n in pixels]
     for one in prospects:
-        assert one["codec"] in ("raw", "zstd", "split+zstd", "bitmap+split")
         assert one["set_bytes"] == pytest.approx(one["stored_bytes"] * 40)
-        forwards = ("forward_s", "step_s", "served_forward_s", "served_step_s")
-        assert all(one[figure] > 0 for figure in (*forwards, "read_s", "write_s"))
+        figures = ("step_s", "served_step_s", "read_s", "write_s", "stored_bytes")
+        assert all(one[figure] > 0 for figure in figures)
         assert one["step_skipped"] == pytest.approx(1 - one["served_step_s"] / one["step_s"])
     assert report["num_samples"] == 40
     assert report["num_measured"] == 8
-    assert report["load_s"] > 0
 
 
 @pytest.mark.long
@@ -87,16 +83,13 @@ def test_a_transformer_with_a_loss_of_its_own_is_measured(capsys):
     by_name = {one["boundary"]: one for one in report["prospects"]}
     assert list(by_name) == ["embed", "blocks.0", "blocks.1", "blocks.2"]
     assert all(one["refused"] is None for one in by_name.values())
-    # Six embedded tokens, or seven with the class token; the loader's other leaves go along.
-    assert by_name["embed"]["raw_bytes"] == 6 * 8 * 4 + 2 * 8
-    assert by_name["blocks.1"]["raw_bytes"] == 7 * 8 * 4 + 2 * 8
 
 
 @pytest.mark.long
 def test_a_step_of_ones_own_and_boundaries_of_ones_own(capsys):
     report = ask_json(
         capsys, f"{ZOO}:transformer", "--data", f"{ZOO}:Texts", "--step",
-        f"{ZOO}:logits_only", "--boundaries", r"blocks\.[12]|head", "--autocast", "bfloat16",
+        f"{ZOO}:logits_only", "--boundaries", r"blocks\.[12]|head",
     )  # fmt: skip
     assert [one["boundary"] for one in report["prospects"]] == ["blocks.1", "blocks.2"]
 
@@ -123,7 +116,7 @@ def test_the_engines_refusal_is_told_in_its_own_words(capsys, tmp_path):
             model(next(iter(loader))[0])
     reason = str(refusal.value).split("largest")[0]
     assert reason in shown.out
-    a, b = (line for line in shown.out.splitlines() if line.startswith((" a ", " b ")))
+    a, b = (line for line in shown.out.splitlines() if line.startswith(("a ", "b   ")))
     assert "refused" in b
     assert "refused" not in a
     assert "\x1b" not in shown.out
@@ -138,8 +131,10 @@ def test_the_model_and_the_disk_are_left_as_they_were(tmp_path):
     model = plan_zoo.cnn()
     model.conv1.weight.requires_grad_(False)
     weights = {name: value.clone() for name, value in model.named_parameters()}
-    settings = Settings(batch_size=4, num_samples=8, scratch=tmp_path, boundaries="layer1|layer2")
-    found = forecast(model, plan_zoo.Images(), settings)
+    found = forecast(
+        model, plan_zoo.Images(), batch_size=4, device=torch.device("cpu"), scratch=tmp_path,
+        boundaries="layer1|layer2",
+    )  # fmt: skip
     assert [one.refused for one in found.prospects] == [None, None]
     assert not list(tmp_path.iterdir())
     for name, value in model.named_parameters():
@@ -150,10 +145,10 @@ def test_the_model_and_the_disk_are_left_as_they_were(tmp_path):
     assert all(module.training for module in model.modules())
 
 
-def outlook(one, *, num_samples=100, reuse=None, limit_bytes=None):
+def outlook(*prospects, reuse=None):
     return Forecast(
-        model="M", device="cpu", batch_size=1, num_measured=1, num_samples=num_samples,
-        reuse=reuse, limit_bytes=limit_bytes, load_s=0.0, prospects=(one,),
+        model="M", device="cpu", batch_size=1, num_measured=1, num_samples=100, reuse=reuse,
+        prospects=prospects,
     )  # fmt: skip
 
 
@@ -168,9 +163,7 @@ def outlook(one, *, num_samples=100, reuse=None, limit_bytes=None):
         ({"write_s": 1.0, "prove_s": 1.0}, {}, 3),
         # A quarter of each later epoch is computed and written anew.
         ({"write_s": 1.0}, {"reuse": 4}, 3),
-        # Half of it fits: half is written, half is saved, the proof costs the same.
         ({"write_s": 1.0, "prove_s": 75.0}, {}, 3),
-        ({"write_s": 1.0, "prove_s": 75.0}, {"limit_bytes": 500}, 4),
         ({"read_s": 1.0}, {}, None),
         ({"served_step_s": 3.0}, {}, None),
         ({"refused": "no"}, {}, None),
@@ -183,35 +176,31 @@ def test_the_break_even_epoch_wins_everything_back(figures, more, expected):
     assert outlook(one, **more).break_even_epoch(one) == expected
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize(
-    ("data", "asked", "reuse"),
-    [("Noisy", [], 4), ("Noisy", ["--reuse", "8"], 8), ("Noisy", ["--reuse", "0"], None),
-     ("Images", [], None)],
-)  # fmt: skip
-def test_what_random_samples_draw_anew_is_counted(capsys, data, asked, reuse):
-    argv = [f"{ZOO}:cnn", "--data", f"{ZOO}:{data}", "--boundaries", "layer2.1", *asked]
+@pytest.mark.parametrize(("data", "reuse"), [("Noisy", 4), ("Images", None)])
+def test_what_random_samples_draw_anew_is_counted(capsys, data, reuse):
+    argv = [f"{ZOO}:cnn", "--data", f"{ZOO}:{data}", "--boundaries", "layer2.1"]
     report = ask_json(capsys, *argv)
     assert report["reuse"] == reuse
-    (one,) = report["prospects"]
-    assert one["refused"] is None
-    served = 1.0 if reuse is None else 1 - 1 / reuse
-    assert one["later_epochs"] == pytest.approx(served * one["epoch_ratio"] + 1 - served)
-    if asked:
-        told = "samples draw random numbers" in ask(capsys, *argv)[1].out
-        assert told is (reuse is not None)
+    assert report["prospects"][0]["refused"] is None
+    told = "samples draw random numbers" in ask(capsys, *argv)[1].out
+    assert told is (reuse is not None)
+    one = Prospect(boundary="b", step_s=2.0, served_step_s=1.0)
+    assert outlook(one, reuse=reuse).later_epochs(one) == (0.5 if reuse is None else 0.625)
 
 
-@pytest.mark.long
-def test_the_part_of_the_set_that_fits_is_told(capsys):
-    one = Prospect(boundary="b", stored_bytes=10.0)
-    assert outlook(one, limit_bytes=500).fits(one) == 0.5
-    assert outlook(one, limit_bytes=5000).fits(one) == 1.0
-    code, shown = ask(
-        capsys, f"{ZOO}:cnn", "--data", f"{ZOO}:Images", "--boundaries", "pool", "--limit", "1kB"
-    )
-    assert code == 0
-    assert "% fits)" in shown.out
+def prospect(boundary, served, *, stored=1000.0):
+    return Prospect(
+        boundary=boundary, stored_bytes=stored, step_s=2e-3, served_step_s=served * 2e-3,
+        step_error=0.02, read_s=1e-5, write_s=1e-5,
+    )  # fmt: skip
+
+
+def test_the_shortest_later_epochs_are_recommended_and_of_equals_the_smaller_one():
+    found = outlook(prospect("a", 0.8), prospect("b", 0.41, stored=500.0), prospect("c", 0.4))
+    assert found.recommended().boundary == "b"
+    assert found.later_epochs(found.recommended()) == pytest.approx(0.41, abs=0.02)
+    assert outlook(prospect("a", 0.8), prospect("b", 0.3)).recommended().boundary == "b"
+    assert outlook(prospect("a", 1.2), prospect("b", 1.1)).recommended() is None
 
 
 @pytest.mark.parametrize(
@@ -219,8 +208,8 @@ def test_the_part_of_the_set_that_fits_is_told(capsys):
     [
         ([ZOO], [f"MODEL_FACTORY '{ZOO}'", "package.module:callable"]),
         ([f"{ZOO}:"], ["package.module:callable"]),
-        (["no_such_module:cnn"], ["no module 'no_such_module'", "run from the directory"]),
-        ([f"{ZOO}:cn"], ["has no 'cn'", "'cnn'"]),
+        (["no_such_module:cnn"], ["No module named 'no_such_module'", "looked for in"]),
+        ([f"{ZOO}:cn"], ["has no attribute 'cn'"]),
         ([f"{ZOO}:number"], ["int", "cannot be called"]),
         ([f"{ZOO}:fails"], ["KeyError: 'the weights'", "plan_zoo.py, line"]),
         ([f"{ZOO}:Images"], ["returned a Images", "torch.nn.Module"]),
@@ -230,8 +219,8 @@ def test_the_part_of_the_set_that_fits_is_told(capsys):
         ([f"{ZOO}:cnn", "--boundaries", "nothing"], ["'nothing'", "layer1.0"]),
         ([f"{ZOO}:cnn", "--boundaries", "("], ["regular expression"]),
         ([f"{ZOO}:cnn", "--device", "abacus"], ["--device 'abacus'"]),
-        ([f"{ZOO}:cnn", "--limit", "much"], ["much"]),
-        ([f"{ZOO}:cnn", "--samples", "0"], ["num_samples must be at least 1"]),
+        ([f"{ZOO}:cnn", "--batch-size", "0"], ["--batch-size must be at least 1"]),
+        ([f"{ZOO}:cnn", "--samples", "8"], ["unrecognized arguments: --samples"]),
         ([], ["MODEL_FACTORY"]),
     ],
 )  # fmt: skip
@@ -255,7 +244,7 @@ def test_a_module_that_fails_while_it_is_imported_is_named_with_its_line(
     assert "half_made.py, line 3" in shown.err
     code, shown = ask(capsys, "needy:cnn", "--data", f"{ZOO}:Images")
     assert code == 2
-    assert "imports 'not_installed_here', which is not installed" in shown.err
+    assert "No module named 'not_installed_here'" in shown.err
 
 
 def test_help_exits_0_and_a_cache_called_plan_is_reached_by_its_path(capsys, tmp_path):

@@ -97,14 +97,14 @@ def test_a_generation_cleared_by_the_inspector_while_a_loader_runs_is_left_alone
             answers.append(
                 subprocess.run(
                     [sys.executable, "-c", "from egeria_cache.inspect.cli import main; main()",
-                     str(tmp_path / "a"), "clear", "--yes"],
+                     str(tmp_path / "a"), "prune", "--unused", "--yes"],
                     timeout=60, capture_output=True, text=True,
                 )
             )  # fmt: skip
 
     losses, stats = train(tmp_path / "a", on_step=on_step)
     assert losses == train(tmp_path / "b", gate="never")[0]
-    assert "in use" in answers[0].stdout + answers[0].stderr, answers[0]
+    assert "0 B freed" in answers[0].stdout, answers[0]
     assert stats.hits == 2 * NUM_SAMPLES
 
 
