@@ -15,12 +15,11 @@ StorageDtype = Literal["float16", "bfloat16", "int8"]
 """Lossy number formats on disk."""
 Gate = Literal["auto", "always", "never"]
 """When batches are served from the cache."""
-Dropout = Literal["off", "stateless"]
-"""What dropout layers of a frozen front do in training mode."""
 Padding = Literal["proved", "unread"]
 """How it is known that a loop reads no padding of the model's output."""
 
 GONE = {
+    "dropout": "dropout layers of a frozen front pass their input on",
     "verify": "every read of a stored sample is verified",
     "ragged": "what leaves are padded with is found out",
 }

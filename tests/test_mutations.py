@@ -167,12 +167,6 @@ MUTATIONS = {
         new="            if len(prints):",
         caught_by="tests/cache/test_steady.py",
     ),
-    "dropout has one mask for all samples": Mutation(
-        file="egeria_cache/skip/model/dropout.py",
-        old="sample_seed(seed, name, number) for seed in rows.seeds",
-        new="sample_seed(0, name, number) for _ in rows.seeds",
-        caught_by="tests/skip/test_dropout.py",
-    ),
 }
 
 

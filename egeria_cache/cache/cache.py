@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from egeria_cache.arguments import (
     Codec,
-    Dropout,
     Gate,
     Padding,
     check_choice,
@@ -71,9 +70,6 @@ class ActivationCache:
             begins when that may be won back; "always" skips whatever can be skipped; "never"
             keeps the schedule of a cached run (inference mode, random draws) but computes all.
         force_network: Use a network filesystem all the same; one host at a time may.
-        dropout: What dropout layers of the frozen prefix do in training mode: "off", they pass
-            their input on; "stateless", they drop what seed, sample and draw decide; masks are
-            drawn anew as often as random samples (`EgeriaLoader(reuse=)`).
         padding: What the loop does with a tensor of the model's output that is as long as its
             padded batch: "proved", nothing is served before gradients have shown that the loss
             reads none of its padding; "unread", you say so.
@@ -105,7 +101,6 @@ class ActivationCache:
         audit_rate: float = 0.001,
         gate: Gate = "auto",
         force_network: bool = False,
-        dropout: Dropout = "off",
         padding: Padding = "proved",
         method: str = "forward",
     ) -> None:
@@ -114,7 +109,6 @@ class ActivationCache:
         check_fraction("audit_rate", audit_rate)
         check_choice("codec", codec, Codec)
         check_choice("gate", gate, Gate)
-        check_choice("dropout", dropout, Dropout)
         check_choice("padding", padding, Padding)
         if not callable(getattr(type(inner_model(model)), method, None)):
             raise ValueError(f"{type(inner_model(model)).__name__} has no method {method!r}")
@@ -122,7 +116,7 @@ class ActivationCache:
         self.directory = Path(directory).expanduser().absolute()
         self._settings = {
             "limit": limit, "codec": codec, "ring_batches": ring_batches, "audit_rate": audit_rate,
-            "gate": gate, "force_network": force_network, "dropout": dropout,
+            "gate": gate, "force_network": force_network,
             "padding": padding, "method": method,
         }  # fmt: skip
         self._asked: tuple[str | None, bool] = boundary, True
@@ -155,7 +149,7 @@ class ActivationCache:
             settings["audit_rate"],
         )  # fmt: skip
         self._engine = SkipEngine(
-            model, host, stateless_dropout=self.draws_masks,
+            model, host,
             padding_unread=settings["padding"] == "unread", method=settings["method"],
         )  # fmt: skip
         self._moves = Boundary(self._engine, status, self._views, policy, self._accounts)
@@ -216,11 +210,6 @@ class ActivationCache:
         self._shut()
         self._open()
         return True
-
-    @property
-    def draws_masks(self) -> bool:
-        """Whether dropout of the prefix draws masks: every activation is random then."""
-        return self._settings["dropout"] == "stateless"
 
     @property
     def boundary(self) -> str | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from egeria_cache.arguments import Codec, Dropout, Gate, Padding, names_known
+from egeria_cache.arguments import Codec, Gate, Padding, names_known
 from egeria_cache.batch import unwrap
 from egeria_cache.cache.cache import ActivationCache
 from egeria_cache.errors import BoundaryError
@@ -42,7 +42,6 @@ class FrozenFront(nn.Module):
         ring_batches: How many mini-batches are read ahead.
         audit_rate: Fraction of the hits that are recomputed and compared.
         force_network: Use a network filesystem all the same.
-        dropout: What dropout layers of the front do in training mode.
         padding: What the loop does with padding in the model's output.
 
     Raises:
@@ -67,7 +66,6 @@ class FrozenFront(nn.Module):
         audit_rate: float = 0.001,
         gate: Gate = "always",
         force_network: bool = False,
-        dropout: Dropout = "off",
         padding: Padding = "proved",
     ) -> None:
         super().__init__()
@@ -79,7 +77,7 @@ class FrozenFront(nn.Module):
         if directory is not None:
             self.cache = ActivationCache(
                 self, directory, limit=limit, codec=codec, ring_batches=ring_batches,
-                audit_rate=audit_rate, gate=gate, force_network=force_network, dropout=dropout,
+                audit_rate=audit_rate, gate=gate, force_network=force_network,
                 padding=padding,
             )  # fmt: skip
 

@@ -164,7 +164,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
             workers=self._worker_options() if self.num_workers else None,
         )  # fmt: skip
         # Without a cache every epoch draws anew, whether or not drawing is seen.
-        self.source.is_known_random = cache is None or cache.draws_masks
+        self.source.is_known_random = cache is None
         self._progress, self._resumes, self._rest = Progress(), False, None
         self._persistent: tuple[TaskSource, DataLoader[Loaded]] | None = None
         self._is_plain = self._why_plain() is not None

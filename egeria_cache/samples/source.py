@@ -172,7 +172,7 @@ class LoaderSource:
     @property
     def drawn_from(self) -> str:
         """What its samples draw random numbers from, for people."""
-        return ", ".join(sorted(self.samples.drawn)) or "dropout"
+        return ", ".join(sorted(self.samples.drawn))
 
     @property
     def why_not_served(self) -> str | None:

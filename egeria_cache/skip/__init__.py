@@ -8,7 +8,7 @@ serves comes from a batch's `Entry`.
 follow: `prove` finds a cut and proves it (`rehearsal` > `proof` > `probe`, `evidence`); `serve`
 keeps and replays what was proved (`book`, `passes` > `runs` > `recipe`), and names it for ever
 (`address`); `state` says whether the prefix is still what it was (`guards`); `model` takes over the
-user's modules, and holds the frozen ones in inference mode (`frozen`, `dropout`).
+user's modules, and holds the frozen ones in inference mode (`frozen`).
 """
 
 from egeria_cache.skip.engine import MAX_CHAINS, Filled, SkipEngine, SkipHost

@@ -24,7 +24,6 @@ from egeria_cache.device import Answers, uploaded
 from egeria_cache.errors import BoundaryError, PaddingError, ParallelError
 from egeria_cache.skip.model import calls
 from egeria_cache.skip.model.attach import AttachedForward, inner_model, module_named, user_line
-from egeria_cache.skip.model.dropout import StatelessDropout, counting_calls
 from egeria_cache.skip.model.features import Features
 from egeria_cache.skip.model.frozen import FrozenPrefix, tell_modes
 from egeria_cache.skip.model.fsdp import cut_otherwise, states_in
@@ -165,7 +164,6 @@ class SkipEngine:
     Args:
         model: The model, possibly wrapped by DistributedDataParallel.
         host: Who keeps the activations.
-        stateless_dropout: Whether dropout in the frozen prefix stays active: see `dropout.py`.
         padding_unread: Whether the user says that the loop reads nothing where a batch is padded.
         method: What the loop calls of the model.
     """
@@ -175,7 +173,6 @@ class SkipEngine:
         model: nn.Module,
         host: SkipHost,
         *,
-        stateless_dropout: bool = False,
         padding_unread: bool = False,
         method: str = "forward",
     ) -> None:
@@ -193,7 +190,6 @@ class SkipEngine:
         self._forward: Callable[..., Any] = getattr(self.model, method)
         self._book = RecipeBook()
         self._held = FrozenPrefix(model=self.model)
-        self._dropout = StatelessDropout(self.model, self._held) if stateless_dropout else None
         self._is_held = False
         """Whether all that runs before the boundary is known to be in inference mode."""
         self._has_run = False
@@ -323,19 +319,13 @@ class SkipEngine:
         result = self._called(call, key)
         # Half a microsecond a module: after 1, 2, 4, 8, ... calls.
         if self._is_held and not (self._is_told or self._num_calls & (self._num_calls + 1)):
-            self._is_told = tell_modes(self._whole, self._held, drops=self._dropout is not None)
+            self._is_told = tell_modes(self._whole, self._held)
         return call.hand_back(result)
 
     def _called(self, call: Invocation, key: tuple[Any, ...]) -> Any:
         if self.boundary is None or call.why_not is not None:
             return self._uncached(call)
-        if self._dropout is None:
-            return self._cached(call, key)
-        with self._dropout.serving(call.batch):
-            result = self._cached(call, (*key, self._dropout.key()))
-        for recipe in self._book.all():  # while it is served, a dropout layer has a forward of ours
-            self._settle(recipe)
-        return result
+        return self._cached(call, key)
 
     def _transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a call within `torch.func`, whose tensors are no batches."""
@@ -469,7 +459,6 @@ class SkipEngine:
         if recipe.free:
             self._free[call.layout] = self._free.get(call.layout, recipe.free) & recipe.free
             key = call.key(self._free[call.layout])
-            key = key if self._dropout is None else (*key, self._dropout.key())
         recipe.settle(key)
         self._adopt(recipe, outcome.twin, call) or self._publish(recipe, call)
         self.host.note("proof", time.perf_counter() - started, call.batch.size)
@@ -492,8 +481,6 @@ class SkipEngine:
         ).run()
         self._is_held = True
         self._thaw.watch(self.model, self._held)
-        if self._dropout is not None and self._dropout.error:
-            outcome.recipe, outcome.error = None, self._dropout.error
         return outcome
 
     def _refused_first(self, error: BoundaryError) -> bool:
@@ -776,8 +763,6 @@ class SkipEngine:
         """Take over `model.forward`. The model's `state_dict`, copies and pickles stay plain."""
         self._attached = AttachedForward(self.model, self.forward, self._traced, self._method)
         self._forward = self._attached.attach()
-        if self._dropout is not None:
-            self._forward = counting_calls(self._forward)
 
     def look_out(self) -> None:
         """A batch is given out: see how the loop enters the model, if it has not called it yet."""
@@ -797,8 +782,6 @@ class SkipEngine:
         if model is not self.model:
             self.model, self._held = model, FrozenPrefix(model=model)
             self._features = Features(model)
-            if self._dropout is not None:
-                self._dropout = StatelessDropout(model, self._held)
         self._method, self._forward = method, getattr(self.model, method)
         self.attach()
         if found is not None:
@@ -927,8 +910,6 @@ class SkipEngine:
         kept = {leaf for i in recipe.kept for leaf in leaves[i]}
         dropped = {leaf for i in leaves.keys() - recipe.kept for leaf in leaves[i]}
         fields = address(recipe, call, tensors, self._hashes, code)
-        if self._dropout is not None:
-            fields |= self._dropout.fields(skipped)
         recipe.cut = self.cut = Cut(
             boundary=recipe.boundary,
             tensors={n: recipe.tensor_spec(slot).row for n, slot in recipe.slots().items()},

@@ -66,7 +66,7 @@ def parsing(monkeypatch):
 
 def words_of(line):
     """Return the parts of a pipe, each as a list of words without assignments to variables."""
-    line = MENTIONS.get(line, line).replace("$ARGS", ARGS)
+    line = MENTIONS.get(line, line).replace("$ARGS", ARGS).replace("\\|", "|")
     for part in line.split(" | "):
         words = shlex.split(part)
         while words and re.match(r"[A-Z_]+=", words[0]):

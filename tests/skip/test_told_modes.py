@@ -46,7 +46,7 @@ def test_the_line_that_is_offered_holds_the_same_modules(front, written, caplog)
     model = copy.deepcopy(plain)
     held = FrozenPrefix([model.get_submodule(name) for name in front])
     with caplog.at_level(logging.WARNING, "egeria.modes"):
-        assert tell_modes(model, held, drops=False) == (written is not None)
+        assert tell_modes(model, held) == (written is not None)
     if written is None:
         assert not caplog.records
         return

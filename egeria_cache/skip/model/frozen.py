@@ -207,18 +207,17 @@ class FrozenPrefix:
         self.release()
 
 
-def tell_modes(model: nn.Module, held: FrozenPrefix, *, drops: bool) -> bool:
+def tell_modes(model: nn.Module, held: FrozenPrefix) -> bool:
     """Say so if modules of the front that were in training mode do something else now.
 
     Args:
         model: The model, as its user names its parts.
         held: The front.
-        drops: Whether its dropout layers stay active.
 
     Returns:
         Whether there was something to say.
     """
-    changed = [m for m in held if mode_asked_for(m) and _differs(m, drops=drops)]
+    changed = [m for m in held if mode_asked_for(m) and _differs(m)]
     if not changed:
         return False
     names = {id(module): name for name, module in model.named_modules()}
@@ -236,12 +235,12 @@ def tell_modes(model: nn.Module, held: FrozenPrefix, *, drops: bool) -> bool:
     return True
 
 
-def _differs(module: nn.Module, *, drops: bool) -> bool:
+def _differs(module: nn.Module) -> bool:
     """Whether a module itself does something else in training mode."""
     if isinstance(module, _NormBase):
         return module.track_running_stats
     if isinstance(module, _DropoutNd):
-        return module.p > 0 and not drops
+        return module.p > 0
     if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
         return module.dropout > 0
     return False

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.errors import BoundaryError, ParallelError
-from egeria_cache.skip.model import dropout
 from egeria_cache.skip.model.calls import Recorder
 from egeria_cache.skip.model.fsdp import cut_otherwise
 from egeria_cache.skip.prove.evidence import arguments
@@ -131,7 +130,6 @@ class AutoBoundary:
                     torch.inference_mode(False),
                     torch.enable_grad(),
                     twin.intercept(patchable(self._model), recorder),
-                    dropout.only(rows),
                 ):
                     twin.forward(*args, **kwargs)
         finally:

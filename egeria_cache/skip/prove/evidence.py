@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from egeria_cache.batch import Fold
 from egeria_cache.errors import BoundaryError
-from egeria_cache.skip.model import dropout
 from egeria_cache.skip.model.calls import CallRecord
 from egeria_cache.skip.prove.twin import Twin, Twins
 from egeria_cache.skip.serve.invocation import Invocation, Layout
@@ -195,7 +194,6 @@ def recompute(
     evidence.num_runs += 1
     RandomState.seed(evidence.num_runs)
     generators = RandomState.now()
-    seeded = [row % size for row in rows]
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(evidence.grad if grad is None else grad),
@@ -205,7 +203,6 @@ def recompute(
             with (
                 twin.intercept(evidence.modules, run),
                 nullcontext() if trace is None else trace.watching(),
-                dropout.only(seeded),
             ):
                 twin.forward(*args, **kwargs)
         except PrefixDone:

@@ -30,7 +30,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from egeria_cache.attempt import Attempt
 from egeria_cache.device import synchronize
 from egeria_cache.errors import BoundaryError, ParallelError
-from egeria_cache.skip.model import dropout
 from egeria_cache.skip.model.calls import CallRecord, Recorder, is_compiled
 from egeria_cache.skip.model.frozen import FrozenPrefix, mode_asked_for
 from egeria_cache.skip.model.fsdp import cut_otherwise
@@ -269,7 +268,7 @@ class Rehearsal:
         args, kwargs = arguments(twin.call, rows) if rows else twin.call.plain()
         world.restore(for_a_copy=True)
         try:
-            with twin.intercept(patchable(self.model), recorder), dropout.only(rows):
+            with twin.intercept(patchable(self.model), recorder):
                 recorder.begin()
                 twin.forward(*args, **kwargs)
             return recorder, not RandomState.now().equals(world.generators)

@@ -19,7 +19,6 @@ from egeria_cache.attempt import Attempt, is_ours
 from egeria_cache.batch import Lengths
 from egeria_cache.device import runs_late, synchronize
 from egeria_cache.errors import BoundaryError
-from egeria_cache.skip.model import dropout
 from egeria_cache.skip.model.calls import intercept
 from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import TensorSpec
@@ -309,7 +308,7 @@ def prefix(
     state = Remembered(slots=[(module.__dict__, key) for module, key in source.moving])
     state.restore(for_a_copy=True)
     try:
-        with intercept(source.modules, capture), dropout.only(np.flatnonzero(rows).tolist()):
+        with intercept(source.modules, capture):
             quietly(forward, *args, **kwargs)
     except PrefixDone:
         pass

@@ -1,4 +1,4 @@
-"""Mixed batches, dropout, guards, resume, kinds of models and numbers: equal to the bit."""
+"""Mixed batches, guards, resume, kinds of models and numbers: equal to the bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from tests.helpers.core_nets import FAMILIES, family_batch
 from tests.helpers.nets import Images, freeze, make_net, sgd
 from tests.helpers.sentences import Encoder, Sentences, pad_left, pad_right
 from tests.helpers.steps import take_step
-from tests.skip import test_dropout as dropout
 
 FRONTS = {
     "resnet": ("stem", "layer1"),
@@ -66,23 +65,6 @@ def test_mixed_batches(tmp_path):
     cached = run(tmp_path / "a", gate="always", **settings)
     assert_same(cached, plain(**settings))
     assert cached[2].partial_batches > 0
-
-
-@pytest.mark.parametrize("kind", ["Dropout", "Dropout2d", "AlphaDropout"])
-def test_stateless_dropout_draws_the_same_masks_on_every_device(tmp_path, kind):
-    def freezes(model, boundary):
-        for name in ("front", "drop", "middle"):
-            getattr(model, name).requires_grad_(False)
-
-    settings = {
-        "make": lambda: dropout.Net(copy.deepcopy(dropout.KINDS[kind])), "boundary": "middle",
-        "freezes": freezes, "cache_kwargs": {"dropout": "stateless", "audit_rate": 0.2},
-    }  # fmt: skip
-    cached = run(tmp_path / "a", gate="always", **settings)
-    assert_same(cached, plain(**settings))
-    assert cached[2].hits == 48 * 2
-    assert cached[2].audited > 0
-    assert cached[2].audit_failures == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
