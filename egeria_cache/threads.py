@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -49,6 +50,20 @@ def in_turns() -> Iterator[None]:
     finally:
         if is_ours:
             turn.release()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Make many objects that are dropped again, with no automatic garbage collection in between: a
+    full one takes as long as a proof where large libraries are in memory.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def has_modes() -> bool:

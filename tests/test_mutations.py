@@ -132,7 +132,7 @@ MUTATIONS = {
         caught_by="tests/loader/test_resume.py",
     ),
     "no hit is audited": Mutation(
-        file="egeria_cache/cache/audit.py",
+        file="egeria_cache/cache/host.py",
         old="        num_hits = int(np.count_nonzero(hit))\n",
         new="        return None\n        num_hits = int(np.count_nonzero(hit))\n",
         caught_by="tests/cache/test_audit.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -74,9 +75,10 @@ class MemoryHost:
     def postpones(self, batch: Batch) -> None:
         """Nothing is postponed."""
 
-    def is_idle(self) -> bool:
+    @property
+    def idle(self) -> Mapping[str, str]:
         """Nothing is postponed."""
-        return False
+        return {}
 
     def is_refused(self) -> bool:
         """Whether what loaders give cannot be cached."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
 from typing import Any, Literal
@@ -38,8 +39,8 @@ _FORKED = (
 _MAX_SHOWN = 120
 """Characters of where a data set differs."""
 _BESIDE = "what is done beside the training has failed"
-_MAX_COST = 0.01
-"""Part of the time saved that the floor may cost, beyond one sample an epoch."""
+MAX_COST = 0.01
+"""Part of the time that the audits' floor may take, beyond the first hit."""
 LOCKED_AHEAD = 4
 """Batches for whose activations page-locked memory is taken with the proof: being captured, or on
 their way to the writer or to the device. To lock pages later would have training wait for that."""
@@ -59,20 +60,19 @@ class _Course:
 class AuditPlan:
     """Chooses the samples. Used from the training thread.
 
-    Whatever the rate, one hit is recomputed at the start of every epoch (and thus of whatever was
-    cut anew), and one more with the 4th, 16th, 64th, ... batch of hits as long as that costs at
-    most a hundredth of the time saved.
+    Whatever the rate, one hit is recomputed at the start of whatever was cut anew, and as long as
+    audits took at most a hundredth of the time since the first, one more at the start of every
+    epoch and with its 4th, 16th, 64th, ... batch of hits.
 
     Args:
         rate: Fraction of the hits.
-        saved_s: Tells how much time was saved so far.
     """
 
-    def __init__(self, rate: float, saved_s: Callable[[], float]) -> None:
+    def __init__(self, rate: float) -> None:
         self.cost_s = 0.0
         """What audits have taken so far."""
         self._rate = rate
-        self._saved_s = saved_s
+        self._began: float | None = None
         self._random = random.Random(0)
         self._courses: dict[tuple[str, int], _Course] = {}
 
@@ -99,15 +99,18 @@ class AuditPlan:
 
     def _floor(self, loader: str, cut: int, number: int) -> int:
         course = self._courses.setdefault((loader, cut), _Course())
+        is_first = course.last_number < 0
         if number <= course.last_number:
             course.num_served = 0
         course.last_number = number
         course.num_served += 1
         served = course.num_served
         is_turn = served.bit_count() == 1 and served.bit_length() % 2 == 1
-        if not is_turn or (served > 1 and self.cost_s > _MAX_COST * self._saved_s()):
+        if not is_turn:
             return 0
-        return 1
+        now = time.perf_counter()
+        began = self._began = now if self._began is None else self._began
+        return int(is_first or self.cost_s <= MAX_COST * (now - began))
 
 
 class CacheHost:
@@ -138,6 +141,7 @@ class CacheHost:
         self._status = status
         self._views = views
         self._policy = policy
+        self.idle = policy.idle
         self._counts = accounts.counts
         self._model_called = accounts.model_called
         self._told_chains = self._told_unproved = self._told_bare = ""
@@ -152,7 +156,7 @@ class CacheHost:
         self._told_postponed: set[str] = set()
         self._restless_since: str | None = None
         """Why nothing is served until the prefix has been still for a while."""
-        self._audits = AuditPlan(audit_rate, lambda: policy.saved_s)
+        self._audits = AuditPlan(audit_rate)
         self._opened: dict[str, set[int]] = {}
         """Of loaders whose data set changed: the cuts for which a generation was opened since."""
 
@@ -569,10 +573,6 @@ class CacheHost:
         """A batch was computed plainly: its frozen front, and all of the model, took so long."""
         self._policy.timed(batch.loader_name, front_s, forward_s)
         self.postpones(batch)  # the next one comes plain, if so
-
-    def is_idle(self) -> bool:
-        """Whether a loader's batches come plain at present, for nothing is proved as yet."""
-        return bool(self._policy.idle)
 
     def is_refused(self) -> bool:
         """Whether what loaders give cannot be cached, and nothing was."""

@@ -214,7 +214,7 @@ class LoaderPort:
 
     def is_plain(self, loader_name: str) -> bool:
         """Whether batches come as DataLoader's: nothing is frozen, or nothing proved as yet."""
-        return self.boundary is None or self._policy.is_postponed(loader_name)
+        return loader_name in self._policy.idle or self.boundary is None
 
     def count_batch(self, source: LoaderSource, num_samples: int, hit: np.ndarray | None) -> None:
         """Note what a batch consists of: yielded without hits, or served with some."""

@@ -88,7 +88,7 @@ class Pass:
         # Workers have data of their own, as they have under DataLoader.
         self._asks_midway = cache is not None and loader.num_workers == 0
         self._loads_here = loader.num_workers == 0 and not loader.pin_memory
-        self._inner = self._start_workers()
+        self._inner: Iterator[Loaded] | None = None if self._loads_here else self._start_workers()
 
     def __iter__(self) -> Pass:
         return self
@@ -110,18 +110,26 @@ class Pass:
             self._cache.gather(gathers)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or self.__dict__.get("_inner") is None:
+        if name.startswith("__") or "_inner" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self._inner, name)  # what people look up on DataLoader's own iterators
+        return getattr(self._workers, name)  # what people look up on DataLoader's own iterators
+
+    @property
+    def _workers(self) -> Iterator[Loaded]:
+        """The inner DataLoader's iterator; without workers it is made where it is needed."""
+        if self._inner is None:
+            self._inner = self._start_workers()
+        return self._inner
 
     def __next__(self) -> Any:
         """Plan, load the misses, yield: A to E of `docs/architecture.md`."""
         try:
+            if self._loads_here and self._is_unfrozen():
+                return self._load_at_once()
             if torch.is_inference_mode_enabled():
                 with outside_inference_mode():
-                    batch = self._next()
-            else:
-                batch = self._next()
+                    return self._next()
+            return self._next()
         except StopIteration:
             self._progress.finished = True
             forget_lost()  # what comes now, say a validation by another loader, is not of this pass
@@ -134,7 +142,6 @@ class Pass:
                     self._note_end(self._cache)
                     self._cache.log_epoch(self._loader.name, self._progress.epoch)
             raise
-        return batch
 
     def _note_end(self, cache: LoaderPort) -> None:
         """Tell where the random draws stand; a boundary set from now on begins with the next."""
@@ -146,8 +153,6 @@ class Pass:
 
     def _next(self) -> Any:
         asked = self._note_step()
-        if self._loads_here and self._is_unfrozen():
-            return self._load_at_once()
         if self._loader._persistent is not None and self._loader._persistent[0].serves is not None:
             # Persistent workers serve the pass that began last; older ones go on with it, as they
             # do under DataLoader.
@@ -155,7 +160,7 @@ class Pass:
         began = time.thread_time() if self._times_loading else 0.0
         self._planner.top_up()
         try:
-            loaded = self._load_here() or next(self._inner)
+            loaded = self._load_here() or next(self._workers)
         except Exception as error:
             if not isinstance(error, StopIteration) and self._loader.in_order:
                 self._planner.skip()
@@ -196,6 +201,8 @@ class Pass:
         There is nothing to plan while nothing is frozen, or proved as yet: the way through the
         inner DataLoader would cost 10 us a batch, a tenth of a cheap one.
         """
+        if self._step is not None:
+            self._note_step()
         indices = self._planner.take_indices()
         if indices is None:
             raise StopIteration

@@ -226,8 +226,10 @@ class Planner:
         None at the end.
         """
         indices = self._next_indices()
-        self._next_number += indices is not None
-        return None if indices is None else list(indices)
+        if indices is None:
+            return None
+        self._next_number += 1
+        return list(indices)
 
     def task_of(self, indices: list[Any]) -> Task:
         """Return these indices, the ones taken last, as a task."""

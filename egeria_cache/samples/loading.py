@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -171,12 +171,13 @@ class SampleLoader:
         if self.drawn or self._is_first:
             return None
         self._num_undrawn += 1
-        looks = self._num_undrawn <= _SURELY or not self._num_undrawn % _SELDOM
-        with in_turns() if looks else nullcontext():
-            return self._get_undrawn(indices, looks)
+        if self._num_undrawn > _SURELY and self._num_undrawn % _SELDOM:
+            return _get_batch(self.dataset, indices)
+        with in_turns():
+            return self._get_watched(indices)
 
-    def _get_undrawn(self, indices: list[Any], looks: bool) -> Any:
-        before = {name: one.look() for name, one in GENERATORS.items()} if looks else {}
+    def _get_watched(self, indices: list[Any]) -> Any:
+        before = {name: one.look() for name, one in GENERATORS.items()}
         if None in before.values():
             return None
         try:

@@ -45,6 +45,7 @@ from egeria_cache.skip.state.content import ContentHash
 from egeria_cache.skip.state.guards import SEEN_LATE, PrefixGuard
 from egeria_cache.skip.state.hooks import hook_of_training
 from egeria_cache.skip.state.watch import hooks_of
+from egeria_cache.threads import uncollected
 
 log = logging.getLogger("egeria")
 
@@ -144,8 +145,9 @@ class SkipHost(Protocol):
     def timed(self, batch: Batch, front_s: float, forward_s: float) -> None:
         """A batch was computed plainly: its frozen front, and all of the model, took so long."""
 
-    def is_idle(self) -> bool:
-        """Whether batches of a loader may come plain, for nothing is proved for it as yet."""
+    @property
+    def idle(self) -> Mapping[str, str]:
+        """Loaders whose batches come plain, for nothing is proved for them as yet, and why."""
 
     def is_refused(self) -> bool:
         """Whether the loaders that have given batches can all not be cached."""
@@ -231,7 +233,7 @@ class SkipEngine:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Stand in for `model.forward`."""
-        if self._is_held and self.host.is_idle() and self._is_loops_own(args, kwargs):
+        if self.host.idle and self._is_held and self._is_loops_own(args, kwargs):
             self._num_calls, self._has_run = self._num_calls + 1, True
             return self._forward(*args, **kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -340,7 +342,7 @@ class SkipEngine:
     def _uncached(self, call: Invocation) -> Any:
         """Compute a call that cannot be served; the prefix is in inference mode all the same."""
         self.host.note("called", 0.0, 0)
-        if self.boundary is not None and call.why_not is not None and not self.host.is_idle():
+        if self.boundary is not None and call.why_not is not None and not self.host.idle:
             # Where others were served, an evaluation may well bring batches of its own.
             is_trained = self.model.training and torch.is_grad_enabled()
             self._num_bare += is_trained or not self._was_served
@@ -897,6 +899,7 @@ class SkipEngine:
         self._announce(recipe, call)
         return recipe.cut
 
+    @uncollected()
     def _publish(self, recipe: Recipe, call: Invocation) -> Cut:
         tensors, skipped = prefix_tensors(recipe), recipe.skipped_modules()
         around = recipe.around()

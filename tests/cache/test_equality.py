@@ -31,7 +31,7 @@ def test_a_full_hit_epoch_reads_the_dataset_for_its_checks_alone(tmp_path):
     one = run(tmp_path / "a", gate="always", epochs=2)
     more = run(tmp_path / "b", gate="always", epochs=5)
     audited = more[3].audited - one[3].audited
-    assert 3 <= audited <= 3 * 2  # of 48 samples an epoch
+    assert audited <= 3 * 2  # of 48 samples an epoch
     # Two are read again at either end of a pass, to see that it is the same data set.
     assert more[4].num_loaded - one[4].num_loaded <= audited + 3 * 2 * 2
 

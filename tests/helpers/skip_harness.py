@@ -45,6 +45,7 @@ class FakeHost:
     told: list = field(default_factory=list)
     num_loads: int = 0
     raise_refusals: bool = False
+    idle: dict = field(default_factory=dict)
 
     def cut_found(self, batch, cut):
         self.stored[cut] = {}
@@ -88,9 +89,6 @@ class FakeHost:
 
     def postpones(self, batch):
         return None
-
-    def is_idle(self):
-        return False
 
     def is_refused(self):
         return False

@@ -21,7 +21,7 @@ from egeria_cache.skip.prove.twin import Twins, shared_modules
 from egeria_cache.skip.serve.invocation import Invocation
 from egeria_cache.skip.state.surroundings import Surroundings
 from egeria_cache.skip.state.weights import Weights
-from egeria_cache.threads import in_turns
+from egeria_cache.threads import in_turns, uncollected
 
 _requires_grad = attrgetter("requires_grad")
 _STILL, _MAX_WAIT = 4, 64
@@ -103,6 +103,7 @@ class AutoBoundary:
         self.found(self._places[0] if self._places else None, self._why)
 
     @in_turns()
+    @uncollected()
     def _look(
         self, forward: Callable[..., Any], call: Invocation, most: int | None = FEW_ROWS
     ) -> list[str] | None:

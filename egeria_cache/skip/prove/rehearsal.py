@@ -43,7 +43,7 @@ from egeria_cache.skip.state.hooks import hook_of_training
 from egeria_cache.skip.state.remembered import RandomState
 from egeria_cache.skip.state.surroundings import Surroundings, World
 from egeria_cache.skip.state.weights import Weights
-from egeria_cache.threads import in_turns
+from egeria_cache.threads import in_turns, uncollected
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +143,7 @@ class Rehearsal:
         self._weights = Weights()
 
     @in_turns()
+    @uncollected()
     def run(self) -> Outcome:
         """Return the recipe, or the reason why there is none; the model is as it was before."""
         before, outcome = self._surroundings.now(), Outcome()
@@ -226,6 +227,7 @@ class Rehearsal:
         refusal.__cause__ = error
         return refusal
 
+    @uncollected()
     def hold(self) -> None:
         """Only take the prefix into inference mode."""
         with Attempt():  # if it is the model's own error, its forward raises it again
