@@ -130,6 +130,8 @@ class Recorder:
     keep_outputs: bool = False
     watch: Callable[[], Any] | None = None
     """Gives the state of the random generators, to find whose own code draws."""
+    returned: Callable[[nn.Module], None] = lambda module: None
+    """Is told of a module that has returned."""
     drew: dict[int, int] = field(default_factory=dict)
     """Call -> how many calls had returned when its own code first drew; -1 is the model itself."""
     calls: list[CallRecord] = field(default_factory=list)
@@ -153,6 +155,7 @@ class Recorder:
             self._look(index)
             self._open.pop()
         record.end, self._num_ended = self._num_ended, self._num_ended + 1
+        self.returned(module)
         if self.keep_outputs:
             record.output = output
         return output

@@ -265,15 +265,24 @@ class Rehearsal:
     def _record(
         self, world: World, rows: list[int], watch: Callable[[], RandomState] | None = None
     ) -> tuple[Recorder, bool]:
-        """Run a copy; return which modules were called, and whether random numbers were drawn."""
-        recorder, twin = Recorder(watch=watch), self._twins().only()
+        """Run a copy; return which modules were called, and whether random numbers were drawn
+        before the last frozen one had returned.
+        """
+        last, then = self.model.get_submodule(self.frozen), list[RandomState]()
+
+        def returned(module: nn.Module) -> None:
+            if module is last:
+                then[:] = [RandomState.now()]
+
+        recorder, twin = Recorder(watch=watch, returned=returned), self._twins().only()
         args, kwargs = arguments(twin.call, rows) if rows else twin.call.plain()
         world.restore(for_a_copy=True)
         try:
             with twin.intercept(patchable(self.model), recorder):
                 recorder.begin()
                 twin.forward(*args, **kwargs)
-            return recorder, not RandomState.now().equals(world.generators)
+            now = then[0] if then else RandomState.now()
+            return recorder, not now.equals(world.generators)
         finally:
             world.restore()
 
