@@ -71,8 +71,8 @@ def way_of_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         "egeria_cache.prefetch.prefetcher.needs_ring", lambda device: request.param == "ring"
     )
     if request.param.endswith("training"):
-        always = property(lambda crew: True, lambda crew, value: None)
-        monkeypatch.setattr("egeria_cache.prefetch.Crew.is_spared", always, raising=False)
+        always = property(lambda readers: True, lambda readers, value: None)
+        monkeypatch.setattr("egeria_cache.prefetch.ReaderThreads.is_spared", always, raising=False)
 
 
 NUM_CASES = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,7 +194,5 @@ def opened(
 
 
 def wait_for_readers(cache: ActivationCache) -> None:
-    readers = cache.port.readers
-    barrier = threading.Barrier(readers.wanted)
-    for done in [readers.submit(barrier.wait) for _ in range(readers.wanted)]:
+    for done in [cache.port.readers.submit(time.sleep, 0.01) for _ in range(8)]:
         done.result()

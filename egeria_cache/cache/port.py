@@ -16,7 +16,7 @@ from egeria_cache.cache.host import CacheHost
 from egeria_cache.cache.notes import Passes
 from egeria_cache.device import runs_late
 from egeria_cache.gate import Accounts, CacheStats, ServingPolicy
-from egeria_cache.prefetch import Crew, PlannedEntry, ReaderThreads, View, Views
+from egeria_cache.prefetch import PlannedEntry, ReaderThreads, View, Views
 from egeria_cache.samples import Clock, LoaderSource
 
 log = logging.getLogger("egeria")
@@ -51,7 +51,8 @@ class LoaderPort:
         self._host = host
         self._policy = policy
         self._accounts = accounts
-        self._readers = readers
+        self.readers = readers
+        """The threads that read ahead, shared by all loaders."""
         self._stats = stats
         self.gather = gather
         """Is told whether what is stored is not read soon: it is then written in larger groups."""
@@ -60,11 +61,6 @@ class LoaderPort:
     def boundary(self) -> str | None:
         """The last frozen module; None if nothing is; "auto" until the first call finds it."""
         return "auto" if self._status.is_sought else self._status.boundary
-
-    @property
-    def readers(self) -> Crew:
-        """The threads that read ahead, shared by all loaders."""
-        return self._readers.executor
 
     def beside(self, loader_name: str) -> Attempt:
         """Do something beside the loop: if it goes wrong, the loader is cached no more."""
@@ -253,10 +249,7 @@ class LoaderPort:
         if view is None and not self.may_store(loader_name):
             return
         if entry is not None and entry.num_read:
-            self._readers.served(
-                read_s=entry.read_s, waited_s=entry.waited_s, interval_s=seconds,
-                may_be_none=not runs_late(entry.view.device),
-            )  # fmt: skip
+            self.readers.served(entry.read_s, may_be_none=not runs_late(entry.view.device))
         turn = self._policy.step(
             loader_name, boundary, frozen, view, seconds, num_samples, entry,
             is_control=is_control,

@@ -6,14 +6,13 @@ or says that it has not.
 """
 
 from egeria_cache.prefetch.prefetcher import PlannedEntry, Prefetcher
-from egeria_cache.prefetch.readers import Crew, ReaderThreads
+from egeria_cache.prefetch.readers import ReaderThreads
 from egeria_cache.prefetch.view import ACTIVATION, LENGTHS, PRINT, View, Views, record
 
 __all__ = [
     "ACTIVATION",
     "LENGTHS",
     "PRINT",
-    "Crew",
     "PlannedEntry",
     "Prefetcher",
     "ReaderThreads",

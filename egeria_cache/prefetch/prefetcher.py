@@ -24,7 +24,7 @@ from torch import Tensor
 from egeria_cache.attempt import is_beside
 from egeria_cache.batch import PerSample, Rows, SampleId
 from egeria_cache.device import Held, mark, pinned, pins, room, runs_late, to_device
-from egeria_cache.prefetch.readers import Crew, Deferred
+from egeria_cache.prefetch.readers import Deferred, ReaderThreads
 from egeria_cache.prefetch.ring import Place, Ring
 from egeria_cache.prefetch.view import ACTIVATION, KEPT, LENGTHS, View
 from egeria_cache.store import Located
@@ -78,9 +78,8 @@ class PlannedEntry:
         self.is_given = False
         """Whether the batch was given out."""
         self.was_used = False
-        self.read_s, self.num_read, self.waited_s = 0.0, 0, 0.0
-        """What reading cost the thread that read, for how many samples; and for how long training
-        waited, which where it read itself is as long."""
+        self.read_s, self.num_read = 0.0, 0
+        """What reading cost the thread that read, and for how many samples."""
         self._reading: Future[bool] | Deferred | None = None
         self._process = os.getpid()
         self._ring: Ring | None = None
@@ -97,15 +96,12 @@ class PlannedEntry:
         """Wait until the rows are there. False if they could not be read, or became stale."""
         if self._reading is None or self._process != os.getpid():
             return False  # a forked child has no reader that would ever answer
-        started = time.perf_counter()
         try:
             return self._reading.result(timeout=READ_TIMEOUT_S) and self.alive
         except Exception as error:
             if not is_beside(error):
                 raise
             return False  # a dead reader or a closed cache: the samples are loaded instead
-        finally:
-            self.waited_s += time.perf_counter() - started
 
     def load(self) -> dict[str, Tensor]:
         """Return the hits' activations by name, in row order, on the model's device.
@@ -116,9 +112,7 @@ class PlannedEntry:
             LookupError: They became stale, or can no longer be read.
         """
         self.was_used = True
-        started = time.perf_counter()
         rows = self._load()
-        self.waited_s += time.perf_counter() - started
         if self.on_load is not None:
             self.on_load()
             self.on_load = None
@@ -172,17 +166,17 @@ class PlannedEntry:
 class Prefetcher:
     """Reads planned batches for one pass over a loader; the rings they lie in outlive it."""
 
-    def __init__(self, crew: Crew | None, ring_batches: int, pin_memory: bool) -> None:
-        """Prefetch by a crew.
+    def __init__(self, readers: ReaderThreads | None, ring_batches: int, pin_memory: bool) -> None:
+        """Prefetch by threads.
 
         Args:
-            crew: None: nothing is ever read.
+            readers: None: nothing is ever read.
             ring_batches: How many are read ahead, and how many that were used stay on the device.
             pin_memory: Whether the loop wants its batches in page-locked memory.
         """
         self.window = ring_batches
         """How many batches ahead of the one to be yielded are read."""
-        self._crew = crew
+        self._readers = readers
         self._pin_memory = pin_memory
         self._first = next(_passes) << 40
         """Number of this pass's first batch in a ring: later than all of the passes before."""
@@ -191,11 +185,11 @@ class Prefetcher:
 
     def start(self, entry: PlannedEntry) -> None:
         """Begin to read an entry's rows; returns at once."""
-        if entry._reading is None and not self._closed and self._crew is not None:
+        if entry._reading is None and not self._closed and self._readers is not None:
             try:
                 read = partial(self._read, entry)
                 late = needs_ring(entry.view.device)
-                entry._reading = self._crew.submit(read) if late else self._crew.read(read)
+                entry._reading = self._readers.submit(read) if late else self._readers.read(read)
             except RuntimeError:  # the cache was closed: the entry never gets ready
                 self._closed = True
 
