@@ -10,8 +10,8 @@ from __future__ import annotations
 import collections
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from egeria_cache.errors import StoreError
@@ -37,9 +37,6 @@ from egeria_cache.store import (
     last_use,
     read_json,
 )
-
-PROGRESS_EVERY = 256
-"""Records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,43 +219,46 @@ class Damage:
     reason: str
 
 
-def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> Iterator[Damage]:
-    """Check and decode every record of a generation; yield what is damaged.
+@dataclass(slots=True)
+class Verified:
+    """One generation, checked."""
 
-    Args:
-        path: The generation's directory.
-        progress: Called with (records done, records in all).
+    num_records: int = 0
+    damage: list[Damage] = field(default_factory=list)
+
+
+def verify(path: Path) -> Verified:
+    """Check and decode every record of a generation.
 
     Raises:
         StoreError: It cannot be told: a file is not ours, or cannot be opened now.
         OSError: The disk cannot be read.
     """
-    coder, done = Coder(), 0
+    found = Verified()
     try:
-        if is_unfinished(path) or Manifest.read(path).format < FORMAT:
-            return
-        with inspected(path) as view:
-            # What another process writes to, it has looked at, and is not at rest.
-            looks = not in_use_elsewhere(path)
-            if looks and (problem := view.tree_problem()):
-                yield Damage(path.name, "?", problem)
-                return
-            for key, found in view.records():
-                done += 1
-                try:
-                    _decode(found, coder)
-                except ValueError as error:  # a RecordError is one
-                    yield Damage(path.name, _sample(key), str(error))
-                if progress is not None and done % PROGRESS_EVERY == 0:
-                    progress(done, view.num_records)
+        if not is_unfinished(path) and Manifest.read(path).format >= FORMAT:
+            _verify(path, found)
     except GoneError:
-        return
+        pass
     except (DamagedError, OSError) as error:
         if os.path.lexists(path):  # else it was removed just now
-            yield Damage(path.name, "?", str(error))
-    finally:
-        if progress is not None:
-            progress(done, done)
+            found.damage.append(Damage(path.name, "?", str(error)))
+    return found
+
+
+def _verify(path: Path, found: Verified) -> None:
+    coder = Coder()
+    with inspected(path) as view:
+        # What another process writes to, it has looked at, and is not at rest.
+        if not in_use_elsewhere(path) and (problem := view.tree_problem()):
+            found.damage.append(Damage(path.name, "?", problem))
+            return
+        for key, record in view.records():
+            found.num_records += 1
+            try:
+                _decode(record, coder)
+            except ValueError as error:  # a RecordError is one
+                found.damage.append(Damage(path.name, _sample(key), str(error)))
 
 
 def _decode(record: Record | RecordError, coder: Coder) -> None:

@@ -35,7 +35,7 @@ from egeria_cache.arguments import Codec
 from egeria_cache.cache import ActivationCache
 from egeria_cache.device import default_device, synchronize
 from egeria_cache.errors import EgeriaError
-from egeria_cache.inspect.words import print_json, progress_bar, table
+from egeria_cache.inspect.words import print_json, table
 from egeria_cache.loader import EgeriaLoader
 from egeria_cache.samples import DEFAULT_REUSE
 from egeria_cache.skip import CallError, Candidate, candidates, ordinary_arguments
@@ -201,7 +201,6 @@ def forecast(
     boundaries: str | None = None,
     codec: Codec = "auto",
     scratch: Path | None = None,
-    progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> Forecast:
     """Measure every candidate boundary of `model` on samples of `data`.
 
@@ -214,7 +213,6 @@ def forecast(
         boundaries: Regular expression of the modules to try; None: the model's blocks.
         codec: As the cache takes it.
         scratch: A directory on the disk that the cache will use; None: where temporary files go.
-        progress: Called with (boundary, how many are done, how many there are).
 
     Raises:
         ValueError: Data or model cannot be used like this; the message says what to do.
@@ -224,11 +222,7 @@ def forecast(
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)  # refusals go into the forecast, not to the log as well
     try:
-        places = trial.candidates(boundaries)
-        prospects = []
-        for done, place in enumerate(places):
-            progress(place.boundary, done, len(places))
-            prospects.append(trial.measure(place))
+        prospects = tuple(map(trial.measure, trial.candidates(boundaries)))
     finally:
         logging.disable(disabled)
     return Forecast(
@@ -238,7 +232,7 @@ def forecast(
         num_measured=len(trial.indices),
         num_samples=len(trial.dataset),
         reuse=DEFAULT_REUSE if trial.is_random else None,
-        prospects=tuple(prospects),
+        prospects=prospects,
     )
 
 
@@ -437,17 +431,10 @@ def plan(argv: list[str]) -> int:
     step = ordinary_step if options.step is None else _find("--step", options.step)
     device = _device_of_name(options.device)
     data = _make("--data", options.data)
-    with progress_bar(quiet=options.json) as progress:
-        task = progress.add_task("measuring", total=None)
-
-        def advance(boundary: str, done: int, total: int) -> None:
-            progress.update(task, description=boundary, completed=done, total=total)
-
-        found = forecast(
-            model, data, batch_size=options.batch_size, step=step, device=device,
-            boundaries=options.boundaries, codec=options.codec, scratch=options.scratch,
-            progress=advance,
-        )  # fmt: skip
+    found = forecast(
+        model, data, batch_size=options.batch_size, step=step, device=device,
+        boundaries=options.boundaries, codec=options.codec, scratch=options.scratch,
+    )  # fmt: skip
     if options.json:
         print_json(found.as_json())
     else:

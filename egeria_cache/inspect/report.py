@@ -25,7 +25,7 @@ from egeria_cache.inspect.census import (
     find_generation,
     verify,
 )
-from egeria_cache.inspect.words import age, plain, print_json, progress_bar, table
+from egeria_cache.inspect.words import age, plain, print_json, table
 from egeria_cache.store import (
     ActivationStore,
     Manifest,
@@ -114,23 +114,12 @@ def verify_all(options: argparse.Namespace, report: CacheReport) -> int:
     chosen = report.generations
     if options.generation is not None:
         chosen = (find_generation(report, options.generation),)
-    damage, records = [], 0
-    with progress_bar(quiet=options.json) as progress:
-        for one in chosen:
-            task = progress.add_task(one.name, total=one.num_samples)
-
-            checked = 0
-
-            def advance(done: int, total: int, task: Any = task) -> None:
-                nonlocal checked
-                checked = done  # of a live run, perhaps more than were there at first
-                progress.update(task, completed=done, total=total)
-
-            damage += list(verify(report.directory / one.name, advance))
-            records += checked
+    found = [verify(report.directory / one.name) for one in chosen]
+    damage = [each for one in found for each in one.damage]
+    records = sum(one.num_records for one in found)
     if options.json:
-        found = [dataclasses.asdict(each) for each in damage]
-        print_json({"healthy": not damage, "records": records, "damage": found})
+        told = [dataclasses.asdict(each) for each in damage]
+        print_json({"healthy": not damage, "records": records, "damage": told})
     else:
         for each in damage:
             print(plain(f"{each.generation}: sample {each.sample}: {each.reason}"))

@@ -10,21 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-
-def progress_bar(*, quiet: bool) -> Progress:
-    """Return what shows on a terminal how far something has come; elsewhere nothing."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=quiet or not sys.stderr.isatty(),
-    )
-
 
 def table(
     columns: Mapping[str, str], rows: Sequence[Sequence[str]], drop: Sequence[str] = ()

@@ -258,35 +258,3 @@ def test_what_an_interrupted_removal_left_behind_is_cleared(filled, capsys):
         path.rename(filled / f".gone-{path.name}-1")
     assert ask(capsys, filled, "prune", "--unused", "--yes")[0] == 0
     assert not list(filled.glob(".gone-*"))
-
-
-@pytest.mark.long
-def test_a_terminal_gets_a_progress_bar_and_colours(filled):
-    code = """
-        import os, pty, sys
-        child, terminal = pty.fork()
-        if child == 0:
-            os.environ.update(TERM="xterm-256color", COLUMNS="120")
-            os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-        while True:
-            try:
-                some = os.read(terminal, 4096)
-            except OSError:  # the other end is closed
-                break
-            if not some:
-                break
-            sys.stdout.buffer.write(some)
-        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    """
-    done = subprocess.run(
-        [
-            sys.executable, "-c", textwrap.dedent(code), ROOT / "tools" / "cache-inspect",
-            filled, "verify",
-        ],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    assert "━" in done.stdout
-    assert "5/5" in done.stdout
-    assert "\x1b[" in done.stdout
-    assert "8 records in 2 generations: all intact" in done.stdout

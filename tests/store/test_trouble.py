@@ -210,8 +210,8 @@ def test_a_flipped_bit_anywhere_gives_no_wrong_tensor_and_no_crash(num_flips, se
 def test_another_generations_records_are_damaged_records_and_not_values(copy):
     one, other = generation_directories(copy)
     shutil.copy(other / "data.mdb", one / "data.mdb")
-    assert len(list(verify(one))) == COUNT
-    assert not list(verify(other))
+    assert len(list(verify(one).damage)) == COUNT
+    assert not list(verify(other).damage)
     assert use(copy) in ([0, COUNT, COUNT, COUNT], [COUNT, COUNT, 0, COUNT])
 
 
@@ -228,7 +228,7 @@ def test_a_tree_that_was_damaged_is_set_aside_counted_shown_and_not_deleted(copy
     path = generation_directories(copy)[0]
     spoil_tree(path)
     before = (path / "data.mdb").read_bytes()
-    assert [one.generation for one in verify(path)] == [path.name]
+    assert [one.generation for one in verify(path).damage] == [path.name]
     assert sorted(use(copy)) == [0, COUNT, COUNT, COUNT]
     (aside,) = copy.glob("damaged-*")
     assert (aside / "data.mdb").read_bytes() == before
@@ -335,7 +335,7 @@ def test_a_sector_that_cannot_be_read_is_one_damaged_record_named_and_walked_on(
         before = store.stats().stored_bytes
         keep(store, range(COUNT), values)
         assert store.stats().stored_bytes == before
-    (damage,) = verify(path)
+    (damage,) = verify(path).damage
     assert damage.sample == "5"
     assert "Input/output error" in damage.reason
     assert contents(path).codecs == {"raw": COUNT - 1, "damaged": 1}
@@ -455,7 +455,7 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_neither_changed_nor_set_asid
             with pytest.raises(StoreError, match="Input/output error"):
                 store.open_generation(fields)
         for path in paths:
-            (damaged,) = verify(path)
+            (damaged,) = verify(path).damage
             assert "Input/output error" in damaged.reason
     assert [(path / "data.mdb").read_bytes() for path in paths] == before
     assert use(copy) == [COUNT] * 4
@@ -833,7 +833,7 @@ def test_kill_9_loses_nothing_that_was_flushed_and_needs_no_repair(tmp_path, num
         while (line := nursery.stdout.readline()) != "dead\n":
             committed = int(line)
         for path in directory.glob("gen-*"):
-            assert list(verify(path)) == []
+            assert list(verify(path).damage) == []
         with ActivationStore(directory) as store:
             hit = assert_right(store, range(committed + 64))
             assert hit[:committed].all()
@@ -893,7 +893,7 @@ def test_a_generation_whose_files_are_still_empty_is_not_damaged(directory, made
 
 def assert_nothing_is_damaged(directory):
     for path in directory.glob("gen-*"):
-        assert list(verify(path)) == []
+        assert list(verify(path).damage) == []
     with ActivationStore(directory) as store:
         keep(store, [1], rows([1]))
         assert assert_right(store, [1]).all()
@@ -1016,7 +1016,7 @@ def test_a_disk_that_was_full_leaves_a_directory_that_works_once_there_is_room(s
         assert_right(store, [1, 7])
     ballast.unlink()
     for path in place.glob("gen-*"):
-        assert list(verify(path)) == []
+        assert list(verify(path).damage) == []
     with ActivationStore(place) as store:
         assert store.open_generation({"a": 1}).alive
         keep(store, [2], rows([2]))
@@ -1161,7 +1161,7 @@ def test_generations_of_an_earlier_release_are_listed_and_make_room(tmp_path):
     (report,) = survey(directory).generations
     assert report.damage is None
     assert "earlier release" in report.note
-    assert not list(verify(old))
+    assert not list(verify(old).damage)
     with ActivationStore(directory, "1MB", codec="raw") as store:
         keep(store, range(40), torch.zeros(40, 4000), into=store.open_generation(FIELDS[0]))
         assert store.stats().num_samples == 40
@@ -1186,7 +1186,7 @@ def test_a_hundred_stores_dropped_without_close_leave_nothing(tmp_path):
     assert (num_descriptors(), threading.active_count()) == before
     for path in tmp_path.glob("cache-*/gen-*"):
         assert not in_use_elsewhere(path)
-        assert len(list(verify(path))) == 0
+        assert len(list(verify(path).damage)) == 0
     with ActivationStore(tmp_path / "cache-0") as store:
         assert store.contains(range(0, 100, 5)).all()  # what was queued was still written
 
