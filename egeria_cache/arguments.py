@@ -19,9 +19,16 @@ Padding = Literal["proved", "unread"]
 """How it is known that a loop reads no padding of the model's output."""
 
 GONE = {
+    "calibration": "a layer's first three readings set its tolerance",
+    "cpu_load_limit": "the evaluator process takes what others leave of the CPUs",
     "dropout": "dropout layers of a frozen front pass their input on",
-    "verify": "every read of a stored sample is verified",
+    "evaluator_threads": "the evaluator process has a quarter of the CPUs",
+    "probe_rows": "32 samples of a batch are compared",
     "ragged": "what leaves are padded with is found out",
+    "refresh_every": "it is refreshed at every evaluation, or every W where it quantises",
+    "tensorboard_dir": "functions in controller.history.listeners get every record",
+    "train_output": "both sides of a reading are run in inference mode",
+    "verify": "every read of a stored sample is verified",
 }
 """Options that do nothing any more, and why. They are accepted for one release."""
 

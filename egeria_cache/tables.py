@@ -1,8 +1,7 @@
-"""Lines and sizes for people, as text and as a notebook shows them."""
+"""Lines and sizes for people."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping
 
 
@@ -10,15 +9,6 @@ def as_text(lines: Mapping[str, str]) -> str:
     """Return names and values in two columns."""
     width = max(map(len, lines), default=0)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
-
-
-def as_html(lines: Mapping[str, str]) -> str:
-    """Return names and values as a table."""
-    rows = (
-        f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>"
-        for name, value in lines.items()
-    )
-    return f"<table>{''.join(rows)}</table>"
 
 
 def size(num_bytes: float) -> str:

@@ -6,10 +6,6 @@ Policies of your own build on `egeria_core.policies`, rules for the learning rat
 
 from __future__ import annotations
 
-import importlib
-import warnings
-from typing import Any
-
 from egeria_cache import BoundaryMoved
 from egeria_core.bootstrap import Bootstrap
 from egeria_core.config import ControllerConfig
@@ -39,30 +35,3 @@ __all__ = [
     "sp_loss",
     "suggest_boundary",
 ]
-
-_RIVALS = ("AutoFreeze", "FreezeOut", "Linear", "PipeTransformer", "SkipConv", "SmartPipe")
-_MOVED = {
-    "BudgetPolicy": "policies",
-    "HarmEstimate": "policies",
-    "Movement": "policies",
-    "PlasticityPolicy": "policies",
-    "Prospect": "policies",
-    "Reading": "policies",
-    "TenfoldDrop": "learning_rate",
-    "UnfreezeRule": "learning_rate",
-    "WarmRestart": "learning_rate",
-    "guideline_interval": "config",
-}
-"""Names that were here, and the submodule that has them; they are found for one release more."""
-
-
-def __getattr__(name: str) -> Any:
-    if name in {f"{rival}Policy" for rival in _RIVALS}:
-        raise AttributeError(
-            f"{name} is no longer part of egeria_core: it is in the project's benchmarks/rivals"
-        )
-    if name in _MOVED:
-        where = f"egeria_core.{_MOVED[name]}"
-        warnings.warn(f"egeria_core.{name} is now {where}.{name}", DeprecationWarning, stacklevel=2)
-        return getattr(importlib.import_module(where), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from egeria_cache.arguments import check_choice, did_you_mean
+from egeria_cache.arguments import check_choice
 from egeria_cache.device import runs_late
 from egeria_core.bootstrap import Bootstrap
 from egeria_core.learning_rate import UnfreezeRule
-
-log = logging.getLogger("egeria")
 
 ReferenceKind = Literal["auto", "int8", "bf16", "fp32"]
 EvaluatorKind = Literal["auto", "process", "inline"]
@@ -23,22 +20,6 @@ EvaluatorKind = Literal["auto", "process", "inline"]
 
 ROOMY_ABOVE_CPUS = 4
 """With more CPUs than these, a CPU training leaves some to an evaluator process."""
-GONE = {
-    "calibration": "a layer's first three readings set its tolerance",
-    "probe_rows": "32 samples of a batch are compared",
-    "refresh_every": "it is refreshed at every evaluation, or every W where it quantises",
-    "train_output": "both sides of a reading are run in inference mode",
-    "cpu_load_limit": "the evaluator process takes what others leave of the CPUs",
-    "tensorboard_dir": "functions in controller.history.listeners get every record",
-    "evaluator_threads": "the evaluator process has a quarter of the CPUs",
-}
-"""Options that were, and what holds now."""
-GONE_VALUES = {
-    ("evaluator", "thread"): "it runs inline, or in a process",
-    ("reference", "device"): "the reference runs on the host",
-}
-
-
 LEAST = {"evaluate_every": 1, "total_steps": 1, "window": 2, "num_layers": 2, "batch_dim": 0}
 READINGS = 100
 """Of every layer, in the whole schedule, for the prediction of harm."""
@@ -123,27 +104,6 @@ class ControllerConfig:
             )
         check_choice("reference", self.reference, ReferenceKind)
         check_choice("evaluator", self.evaluator, EvaluatorKind)
-
-    @classmethod
-    def of(cls, **options: Any) -> ControllerConfig:
-        """Return the options as given; those that are gone are named and left out.
-
-        Raises:
-            TypeError: There is no such option, and was none.
-            ValueError: One is out of its range.
-        """
-        for name in GONE.keys() & options.keys():
-            log.warning("egeria: the option %s is gone: %s", name, GONE[name])
-        given = {name: value for name, value in options.items() if name not in GONE}
-        for (name, value), now in GONE_VALUES.items():
-            if given.get(name) == value:
-                log.warning("egeria: %s=%r is gone: %s", name, value, now)
-                given[name] = "auto"
-        known = [one.name for one in fields(cls)]
-        for name in given.keys() - set(known):
-            near = did_you_mean(name, known)
-            raise TypeError(f"FreezeController has no option {name!r}{near}")
-        return cls(**given)
 
     def bootstrap_for(self, measure: str) -> Bootstrap | None:
         """Return the bootstrapping stage of a policy that measures this."""

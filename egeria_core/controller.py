@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from egeria_cache import BoundaryMoved
-from egeria_cache.tables import as_html
+from egeria_cache.arguments import names_known
 from egeria_core.bootstrap import Bootstrap
 from egeria_core.config import ControllerConfig, EvaluatorKind, ReferenceKind
 from egeria_core.errors import PolicyError
@@ -77,7 +77,6 @@ class FreezeController:
         move_cost: Steps that a move of the boundary takes by itself.
         batch_dim: Dimension of the batch in the layers' arguments and outputs.
         log_path: The history is also written here as JSON lines.
-        gone: Options of earlier releases: they are named in a warning, and left out.
 
     Raises:
         LayerError: The model has fewer than two layers.
@@ -88,6 +87,7 @@ class FreezeController:
     the first forward. Under DDP make one on every rank. Not thread-safe.
     """
 
+    @names_known
     def __init__(
         self,
         model: nn.Module,
@@ -111,13 +111,12 @@ class FreezeController:
         move_cost: float = 3.0,
         batch_dim: int = 0,
         log_path: str | Path | None = None,
-        **gone: Any,
     ) -> None:
-        self.config = ControllerConfig.of(
+        self.config = ControllerConfig(
             total_steps=total_steps, harm_budget=harm_budget, layers=layers, num_layers=num_layers,
             evaluate_every=evaluate_every, window=window, tolerance=tolerance, reference=reference,
             evaluator=evaluator, unfreeze_rule=unfreeze_rule, bootstrap=bootstrap,
-            move_cost=move_cost, batch_dim=batch_dim, log_path=log_path, **gone,
+            move_cost=move_cost, batch_dim=batch_dim, log_path=log_path,
         )  # fmt: skip
         self._start(model, optimizer, cache, policy, lr_scheduler, listeners)
 
@@ -483,11 +482,6 @@ class FreezeController:
             f"{self._frozen} of {len(self._map.layers)} layers, up to {self.boundary or 'none'}"
         )
         return f"FreezeController({type(self.policy).__name__}, step {self._step}, frozen {frozen})"
-
-    def _repr_html_(self) -> str:
-        """Return where it stands as a table, for notebooks."""
-        moves = {f"from step {step}": name or "nothing" for step, name in self.schedule()}
-        return as_html({"controller": repr(self), **moves})
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next decisions depend on: plain containers, numbers and CPU tensors.

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from egeria_cache.tables import as_html
-
 
 class History(list[dict[str, Any]]):
     """List of JSON records, each with `kind` and `step`; docs/controller.md lists them.
@@ -50,11 +48,3 @@ class History(list[dict[str, Any]]):
 
     def __repr__(self) -> str:
         return f"History({len(self)} records)"
-
-    def _repr_html_(self) -> str:
-        """Return every move of the boundary, and how many records there are, for notebooks."""
-        moves = {
-            f"step {move['step']}": f"{move['boundary'] or 'nothing frozen'}: {move['reason']}"
-            for move in self.of("boundary")
-        }
-        return as_html({"records": str(len(self)), **moves})

@@ -34,7 +34,6 @@ from egeria_cache.gate import Accounts, CacheStats, ServingPolicy
 from egeria_cache.prefetch import ReaderThreads, Views
 from egeria_cache.skip import RandomState, SkipEngine, inner_model, ordinary_arguments
 from egeria_cache.store import ActivationStore
-from egeria_cache.tables import as_html
 
 log = logging.getLogger("egeria")
 _PARTS = frozenset(
@@ -355,12 +354,6 @@ class ActivationCache:
             f"samples from the cache, {stats.bytes_on_disk / 1e6:.1f} MB in "
             f"{str(self.directory)!r})"
         )
-
-    def _repr_html_(self) -> str:
-        """Return what `report()` says as a table, for notebooks."""
-        if "_status" not in self.__dict__:
-            return as_html({"directory": str(self.directory), "state": "not opened yet"})
-        return self.stats()._repr_html_()
 
     def __getattr__(self, name: str) -> Any:
         if name not in _PARTS or not self.__dict__.pop("_opens_late", False):

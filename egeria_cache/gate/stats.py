@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from egeria_cache.tables import as_html, as_text, size
+from egeria_cache.tables import as_text, size
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,10 +83,6 @@ class CacheStats:
     def report(self) -> str:
         """Return the figures as lines for people."""
         return as_text(self._lines())
-
-    def _repr_html_(self) -> str:
-        """Return the report as a table, for notebooks."""
-        return as_html(self._lines())
 
     @property
     def _proof(self) -> str:

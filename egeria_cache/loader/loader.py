@@ -40,7 +40,6 @@ from egeria_cache.samples import (
     SeededDataset,
     SeededWorkerInit,
 )
-from egeria_cache.tables import as_html
 from egeria_cache.threads import in_turns
 
 T_co = TypeVar("T_co", covariant=True)
@@ -204,14 +203,6 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self._is_prepared = value
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r}, {', '.join(self._words().values())})"
-
-    def _repr_html_(self) -> str:
-        """Return the same as a table, for notebooks."""
-        return as_html({"loader": self.name, **self._words()})
-
-    def _words(self) -> dict[str, str]:
-        """Return what its `repr` says, by subject."""
         size, progress = "?", self._progress
         with suppress(TypeError):
             size = str(len(cast(Sized, self.dataset)))
@@ -222,11 +213,10 @@ class EgeriaLoader(ResumableLoader[T_co]):
         else:
             boundary = self.cache.boundary
             cached = f"cached at {boundary!r}" if boundary else "nothing frozen"
-        return {
-            "samples": f"{size} samples by {self.batch_size}",
-            "place": f"epoch {progress.epoch}, {progress.yielded} batches given out",
-            "cache": cached,
-        }
+        return (
+            f"{type(self).__name__}({self.name!r}, {size} samples by {self.batch_size}, "
+            f"epoch {progress.epoch}, {progress.yielded} batches given out, {cached})"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the arguments and the place in the epoch: another process makes its own parts."""

@@ -31,9 +31,3 @@ __all__ = [
     "partition",
     "split_sizes",
 ]
-
-
-def __getattr__(name: str) -> object:
-    if name in ("count_bubbles", "count_plan", "rank_order"):
-        raise AttributeError(f"{name} is in the project's benchmarks/schedules now")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

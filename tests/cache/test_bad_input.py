@@ -89,6 +89,9 @@ def test_options_that_are_gone_do_nothing_for_one_release(tmp_path):
         cache = ActivationCache(make_net(), tmp_path, verify="always")
     with cache, pytest.warns(FutureWarning, match="EgeriaLoader: ragged= does nothing any more"):
         EgeriaLoader([1], cache=cache, ragged={"input_ids": 0})
+    model = make_net()
+    with pytest.warns(FutureWarning, match="FreezeController: probe_rows= does nothing any more"):
+        FreezeController(model, sgd(model), total_steps=10, probe_rows=8).close()
 
 
 def test_options_of_the_controller_are_those_of_its_configuration():
@@ -99,22 +102,6 @@ def test_options_of_the_controller_are_those_of_its_configuration():
     for name, option in inspect.signature(FrozenFront).parameters.items():
         if name in cache and name not in ("directory", "gate"):
             assert option.default == cache[name].default
-
-
-def test_notebooks_show_tables(tmp_path):
-    model = make_net()
-    freeze(model, "layer1")
-    with (
-        ActivationCache(model, tmp_path / "cache", "layer1", gate="always") as cache,
-        FreezeController(model, sgd(model), total_steps=10) as controller,
-    ):
-        loader = EgeriaLoader(Images(), 8, cache=cache, name="<train>", reuse=None)
-        train_steps(model, loader, sgd(model))
-        assert "layer1" in cache._repr_html_()
-        assert "&lt;train&gt;" in loader._repr_html_()
-        assert "0 of" in controller._repr_html_()
-        assert "BudgetPolicy, step 0" in repr(controller)
-        assert "<td>0</td>" in controller.history._repr_html_()
 
 
 def test_a_file_in_place_of_the_directory_is_refused(tmp_path):

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-import egeria_core
-import egeria_core.pipeline
 from egeria_cache import BoundaryError
 from egeria_core import ControllerConfig, Policy, StaticPolicy
 from egeria_core.config import guideline_interval
@@ -206,9 +204,3 @@ def test_rivals_that_went_are_named_with_where_they_are() -> None:
     config = ControllerConfig(evaluate_every=1)
     with pytest.raises(ValueError, match="benchmarks/rivals"):
         make_policy("autofreeze", config)
-    with pytest.raises(AttributeError, match="SmartPipePolicy is no longer part"):
-        _ = egeria_core.SmartPipePolicy
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
-        _ = egeria_core.Nothing
-    with pytest.raises(AttributeError, match="benchmarks/schedules"):
-        _ = egeria_core.pipeline.count_bubbles

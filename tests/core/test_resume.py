@@ -255,13 +255,6 @@ def test_a_tap_that_stays_silent_is_one_warning(caplog: pytest.LogCaptureFixture
     assert len(run.controller.history.of("tap_silent")) == 1
 
 
-def test_options_that_are_gone_are_named_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    run = Run(probe_rows=8, evaluator="thread", bootstrap=None)
-    assert "the option probe_rows is gone: 32 samples" in caplog.text
-    assert "evaluator='thread' is gone" in caplog.text
-    assert run.controller.config.evaluator == "auto"
-
-
 def test_short_batches_give_no_reading_until_they_are_the_rule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from egeria_cache import ActivationCache, CacheStats, EgeriaLoader
+from egeria_cache import ActivationCache, EgeriaLoader
 from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
 
 
@@ -66,19 +66,6 @@ def test_a_loader_tells_what_it_loads_and_where_it_stands(tmp_path):
         assert one_line(repr(loader)) == (
             "EgeriaLoader('val', 48 samples by 8, epoch 1, 1 batches given out, cached at 'layer1')"
         )
-
-
-def test_figures_are_a_table_in_a_notebook_and_nothing_of_them_is_markup():
-    stats = CacheStats(boundary="a.<b>", hits=3, misses=1, why_not='"x" & <script>alert()</script>')
-    one_line(repr(stats))
-    table = stats._repr_html_()
-    assert table.startswith("<table>")
-    assert table.endswith("</table>")
-    assert "a.&lt;b&gt;" in table
-    assert "3 of 4 (75%)" in table
-    assert "<script>" not in table
-    assert "&amp; &lt;script&gt;" in table
-    assert table.count("<tr>") == len(stats.report().splitlines())
 
 
 # ---- a cell that is run again -----------------------------------------------------------------
