@@ -584,9 +584,9 @@ class CacheHost:
         if kind == "audit":
             self._audits.cost_s += seconds
         elif kind == "proof":
-            self._policy.proved(seconds)
-        elif kind == "stored":
-            self._policy.stored(seconds)
+            self._policy.proof_s += seconds
+        elif kind == "beside":
+            self._policy.took_beside(seconds)
         elif kind != "compiled":
             self._model_called()
             self._status.is_compiled = False

@@ -206,7 +206,11 @@ class LoaderPort:
 
     def took_looking(self, seconds: float) -> None:
         """To look at the samples of a batch that was loaded, and mark them, took so long."""
-        self._policy.proved(seconds)
+        self._policy.proof_s += seconds
+
+    def took_planning(self, seconds: float) -> None:
+        """All but loading took so long until a batch was given out."""
+        self._policy.took_beside(seconds)
 
     def is_plain(self, loader_name: str) -> bool:
         """Whether batches come as DataLoader's: nothing is frozen, or nothing proved as yet."""

@@ -117,13 +117,8 @@ class ServingPolicy:
         """Whether this loader is computed plainly as yet."""
         return loader in self.idle
 
-    def proved(self, seconds: float) -> None:
-        """A proof has taken so long, or a look at samples."""
-        self.proof_s += seconds
-        self.stored(seconds)
-
-    def stored(self, seconds: float) -> None:
-        """Handing fresh rows to the store has taken so long: nothing that computing costs."""
+    def took_beside(self, seconds: float) -> None:
+        """All that was done beside loading or computing a batch: nothing that computing costs."""
         self._unnoted_s += seconds
 
     # ---- whole steps --------------------------------------------------------------------------

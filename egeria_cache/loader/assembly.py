@@ -65,7 +65,7 @@ class Assembly:
         """Of the pass that began last."""
         self._source = source
         self._seed = seed
-        self._mean_length = 0.0
+        self._mean_length, self._num_padded = 0.0, 0
         """Of its batches, where samples are padded."""
         self._rebuilds: bool | None = None
         """Whether its batches can be taken apart and built again; None until one was tried."""
@@ -230,7 +230,8 @@ class Assembly:
         if whole is None:
             return float(num_samples)
         length = sum(whole)
-        self._mean_length += (length - self._mean_length) * (0.05 if self._mean_length else 1.0)
+        self._num_padded += 1
+        self._mean_length += (length - self._mean_length) / self._num_padded
         return num_samples * length / max(self._mean_length, 1.0)
 
     def _tag_together(self, plan: Plan, loaded: Loaded) -> Any:

@@ -159,12 +159,14 @@ class Pass:
             self._planner, self._prefetcher, self._progress = self._loader._persistent[0].serves
         began = time.thread_time() if self._times_loading else 0.0
         self._planner.top_up()
+        loads = time.perf_counter()
         try:
             loaded = self._load_here() or next(self._workers)
         except Exception as error:
             if not isinstance(error, StopIteration) and self._loader.in_order:
                 self._planner.skip()
             raise
+        loads -= time.perf_counter()
         self._source.samples.drawn |= loaded.drawn  # what workers saw
         self._source.samples.company = loaded.company or self._source.samples.company
         plan = self._planner.take(loaded.number)
@@ -176,6 +178,8 @@ class Pass:
         batch = self._assembly.assemble(plan, loaded)
         self._progress.count(plan.number)
         self._step = plan, asked
+        if plan.entry is None and self._cache is not None:
+            self._cache.took_planning(time.perf_counter() - asked + loads)
         if self._times_loading:
             self._note_loading(loaded.worker_s + time.thread_time() - began)
         return batch

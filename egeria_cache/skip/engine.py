@@ -72,15 +72,18 @@ class _OneCall:
     """What went wrong beside it."""
     is_done = False
     output: Any = None
+    seconds = 0.0
+    """What the model itself took."""
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the model as it would be run without us."""
+        started = time.perf_counter()
         try:
             self.output = forward(*args, **kwargs)
         except BaseException as error:
             self.note(error)
             raise
-        self.is_done = True
+        self.is_done, self.seconds = True, time.perf_counter() - started
         return self.output
 
     def note(self, error: BaseException) -> None:
@@ -153,7 +156,7 @@ class SkipHost(Protocol):
         """Whether the loaders that have given batches can all not be cached."""
 
     def note(self, kind: str, seconds: float, rows: int) -> None:
-        """Time of a "proof", of an "audit", or until rows were "stored" as far as training waits;
+        """Time of a "proof", of an "audit", or of all that was done "beside" a computed call;
         "called": once a call of the model.
 
         "compiled": the whole model is compiled, and what is compiled runs without being cached.
@@ -242,6 +245,7 @@ class SkipEngine:
             threading.get_ident() == self._thread or self._is_of_the_loop(args, kwargs)
         ):
             ours, depth, grad = _OneCall(), calls.depth(), torch.is_grad_enabled()
+            started = time.perf_counter()
             try:  # around everything: an interrupt may come between any two lines
                 if self._running.setdefault("call", ours) is ours:
                     if self._auto is None or not self._features.are_computed(args, kwargs):
@@ -259,6 +263,8 @@ class SkipEngine:
                     self._running.clear()
                     self._has_run |= self._is_held
                     self._num_calls += 1
+                    if ours.is_done:
+                        self.host.note("beside", time.perf_counter() - started - ours.seconds, 0)
             if ours.failure is not None:
                 return self._instead(ours, args, kwargs)
         # Nothing is frozen; or this is a call within a call, or of another thread.
@@ -650,9 +656,7 @@ class SkipEngine:
         rows: dict[str, Tensor] | None,
     ) -> None:
         if rows is not None and recipe.cut is not None:
-            started = time.perf_counter()
             self.host.captured(call.batch, recipe.cut, mask, rows)
-            self.host.note("stored", time.perf_counter() - started, 0)
 
     def _hold(self, call: Invocation) -> None:
         """Take all that runs before the boundary into inference mode, once."""
