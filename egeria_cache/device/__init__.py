@@ -5,12 +5,10 @@ that PyTorch knows, also one that is registered from outside. What a device lack
 where there are no streams or events, or no page-locked memory, copies run in order, and whoever
 starts one waits for it. It holds no model and no batch, and decides nothing about caching.
 
-`kinds` says which devices there are and what they are called, `streams` orders what they are given
-to do, `memory` copies both ways, `fetching` whole batches, `randomness` keeps the states of their
-generators.
+`kinds` says which devices there are, what they are called, and the states of their generators;
+`streams` orders what they are given to do, `memory` copies both ways.
 """
 
-from egeria_cache.device.fetching import batch_to_host
 from egeria_cache.device.kinds import (
     FOREIGN_PACKAGES,
     LEAF_FLAGS,
@@ -20,12 +18,16 @@ from egeria_cache.device.kinds import (
     device_name,
     located,
     moved_to,
+    random_states,
     runs_late,
+    seed_everywhere,
+    set_random_states,
     synchronize,
     without_autocast,
 )
 from egeria_cache.device.memory import (
     Answers,
+    batch_to_host,
     copies_beside,
     host_memory,
     lock_ahead,
@@ -36,7 +38,6 @@ from egeria_cache.device.memory import (
     to_host,
     uploaded,
 )
-from egeria_cache.device.randomness import random_states, seed_everywhere, set_random_states
 from egeria_cache.device.streams import Event, Held, Lane, leave_captures_alone, mark
 
 __all__ = [

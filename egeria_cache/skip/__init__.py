@@ -12,9 +12,13 @@ user's modules, and holds the frozen ones in inference mode (`frozen`).
 """
 
 from egeria_cache.skip.engine import MAX_CHAINS, Filled, SkipEngine, SkipHost
-from egeria_cache.skip.model.attach import inner_model, module_named
+from egeria_cache.skip.model.attach import (
+    CallError,
+    inner_model,
+    module_named,
+    ordinary_arguments,
+)
 from egeria_cache.skip.model.frozen import FrozenPrefix
-from egeria_cache.skip.model.ordinary import CallError, ordinary_arguments
 from egeria_cache.skip.prove.evidence import leaves_behind
 from egeria_cache.skip.prove.places import Candidate, candidates
 from egeria_cache.skip.serve.compare import same_rows

@@ -23,12 +23,16 @@ from egeria_cache.batch import Batch, Entry, batch_tensors, interleaved, unwrap
 from egeria_cache.device import Answers, uploaded
 from egeria_cache.errors import BoundaryError, PaddingError, ParallelError
 from egeria_cache.skip.model import calls
-from egeria_cache.skip.model.attach import AttachedForward, inner_model, module_named, user_line
-from egeria_cache.skip.model.features import Features
+from egeria_cache.skip.model.attach import (
+    AttachedForward,
+    Features,
+    Scout,
+    inner_model,
+    module_named,
+    user_line,
+)
 from egeria_cache.skip.model.frozen import FrozenPrefix, tell_modes
-from egeria_cache.skip.model.fsdp import cut_otherwise, states_in
-from egeria_cache.skip.model.scout import Scout
-from egeria_cache.skip.model.sharded import Front, ShardedFront
+from egeria_cache.skip.model.fsdp import Front, ShardedFront, cut_otherwise, states_in
 from egeria_cache.skip.prove.auto import AutoBoundary
 from egeria_cache.skip.prove.rehearsal import Outcome, Rehearsal
 from egeria_cache.skip.serve import passes

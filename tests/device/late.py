@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from egeria_cache.device import fetching, memory, streams
+from egeria_cache.device import memory, streams
 from egeria_cache.prefetch import prefetcher
 from egeria_cache.store import generation
 from tests.device.backend import NAME
@@ -288,7 +288,7 @@ def late(order: str | int) -> Iterator[Late]:
         for index in range(2):
             device = torch.device(NAME, index)
             patch.setitem(streams._known, device, LateStreams(device, mode))
-        patch.setattr(fetching, "_lanes", {})
+        patch.setattr(memory, "_lanes", {})
         patch.setattr(memory, "_sources", streams.Held())
         patch.setattr(prefetcher, "_held", streams.Held())
         patch.setattr(torch.accelerator, "synchronize", mode.drain)
