@@ -21,12 +21,11 @@ from egeria_core.bootstrap import Bootstrap
 from egeria_core.config import ControllerConfig, EvaluatorKind, ReferenceKind
 from egeria_core.errors import PolicyError
 from egeria_core.freezer import Freezer
-from egeria_core.history import History
+from egeria_core.history import History, Verdict
 from egeria_core.learning_rate import UnfreezeRule
 from egeria_core.policies import Movement, Policy, Reading, StaticPolicy, make_policy
 from egeria_core.ranks import Ranks, rebuild, to_shards, unwrap, whole
 from egeria_core.savings import MoveCost, Savings, Schedule
-from egeria_core.verdict import Verdict
 from egeria_core.watch import (
     ActivationMeter,
     BringsMeter,

@@ -1,9 +1,10 @@
-"""Everything the controller saw and did, in order, as plain records."""
+"""What comes of evaluations, and everything the controller saw and did, in order, as records."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +49,22 @@ class History(list[dict[str, Any]]):
 
     def __repr__(self) -> str:
         return f"History({len(self)} records)"
+
+
+@dataclass(slots=True)
+class Verdict:
+    """Readings of the step at which they were taken."""
+
+    step: int
+    layer: int
+    """The frontmost active one then."""
+    value: float | None
+    """Of that layer; None: there was nothing to read against, or all layers were read."""
+    values: tuple[float | None, ...] | None = None
+    """Of all layers."""
+    reference: str = "none"
+    noise: float = 0.0
+    costly: bool = False
+    """Whether a refresh of the reference is much dearer than copying weights."""
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)

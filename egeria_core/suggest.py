@@ -11,18 +11,16 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from egeria_cache.skip import RandomState
 from egeria_cache.tables import as_text
 from egeria_core.controller import FreezeController
 from egeria_core.policies import StaticPolicy
@@ -147,7 +145,10 @@ def suggest_boundary(
         raise ValueError(f"steps must be at least 2, got {steps}")
     started = time.perf_counter()
     bare, _ = unwrap(model)
-    with _generators_kept(), _quiet():
+    generators, log = RandomState.now(), logging.getLogger("egeria")
+    level = log.level
+    log.setLevel(logging.ERROR)  # the training's own controller will say it, where it matters
+    try:
         batches, held_out = _take(data, steps, hold_out=validate is None)
         options = {"layers": layers, "num_layers": num_layers}
         probe = _Probe(bare, loss, optimizer, batches, held_out, validate, options)
@@ -169,6 +170,9 @@ def suggest_boundary(
                     frozen_parameters=frozen,
                 )
             )
+    finally:
+        log.setLevel(level)
+        generators.restore()
     allowed = [t.boundary for t in trials if t.harm + (t.harm_error or 0.0) <= harm_budget]
     return Suggestion(
         trials=tuple(trials),
@@ -275,27 +279,3 @@ def _passes(data: Iterable[Any], count: int) -> list[Any]:
                 "something that can be iterated again, such as a DataLoader"
             )
     return batches
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Let the trials' controllers say nothing: the training's own will, where it matters."""
-    log = logging.getLogger("egeria")
-    before = log.level
-    try:
-        log.setLevel(logging.ERROR)
-        yield
-    finally:
-        log.setLevel(before)
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Leave torch's, NumPy's and Python's random generators as they were."""
-    state, python = np.random.get_state(), random.getstate()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        np.random.set_state(state)
-        random.setstate(python)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from egeria_core.history import Verdict
 from egeria_core.ranks import global_sums, is_sharded, local_part, part_like
-from egeria_core.verdict import Verdict
 from egeria_core.watch import Meter, Watched
 
 __all__ = ["GradientMeter"]

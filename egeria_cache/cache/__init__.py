@@ -1,8 +1,8 @@
 """One cache: ties the model, the store and the loaders together, and gives each its own side of it.
 
-`cache.py` is what a user sees. `port.py` is what a loader asks, `host.py` what the skip engine
-tells and asks, `boundary.py` where the model is frozen up to and who moves that, and the little
-that they share; `notes.py` has small files for other runs. `front.py` is a frozen front that was
+`cache.py` is what a user sees. `port.py` is what a loader asks, and what one run notes for the
+next; `host.py` what the skip engine tells and asks, `boundary.py` where the model is frozen up to
+and who moves that, and the little that they share. `front.py` is a frozen front that was
 taken out of its model. Owns the store, the reader threads and the engine, and closes them.
 """
 

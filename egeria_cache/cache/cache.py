@@ -25,8 +25,7 @@ from egeria_cache.augment import Operation, commutes
 from egeria_cache.cache.boundary import Boundary, Status
 from egeria_cache.cache.filling import FillReport, fill
 from egeria_cache.cache.host import CacheHost, device_of
-from egeria_cache.cache.notes import Passes
-from egeria_cache.cache.port import LoaderPort
+from egeria_cache.cache.port import LoaderPort, Passes
 from egeria_cache.device import runs_late
 from egeria_cache.errors import EgeriaError
 from egeria_cache.events import BoundaryMoved

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,11 +18,12 @@ from egeria_cache.attempt import Attempt, is_beside
 from egeria_cache.batch import Batch
 from egeria_cache.cache.boundary import Boundary, Status, shown_name
 from egeria_cache.cache.host import CacheHost
-from egeria_cache.cache.notes import Passes
 from egeria_cache.device import runs_late
+from egeria_cache.errors import StoreError
 from egeria_cache.gate import Accounts, CacheStats, ServingPolicy
 from egeria_cache.prefetch import PlannedEntry, ReaderThreads, View, Views
 from egeria_cache.samples import Clock, LoaderSource
+from egeria_cache.store import ROOT_FORMAT, read_json, write_json
 
 log = logging.getLogger("egeria")
 MAX_ALIKE = 4
@@ -271,3 +277,58 @@ class LoaderPort:
             epoch, loader_name, stats.boundary, 100 * stats.hit_rate, stats.saved_s,
             stats.bytes_on_disk / 1e6, f"; not cached: {stats.why_not}" if stats.why_not else "",
         )  # fmt: skip
+
+
+NOTE = "note-"
+MAX_TICK = 1 << 31
+
+
+def read_notes(directory: Path, name: str = "*") -> list[dict[str, Any]]:
+    """Return what the notes of this name say, or all; those that cannot be read are left out."""
+    found = []
+    for path in sorted(directory.glob(f"{NOTE}{name}.json")):
+        with contextlib.suppress(OSError, StoreError):
+            found.append(read_json(path, ROOT_FORMAT))
+    return found
+
+
+class Passes:
+    """The passes of one cache directory. Used from the training thread.
+
+    Args:
+        directory: Of the cache.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._known: dict[str, Clock] = {}
+
+    def next_of(self, source: LoaderSource) -> Clock | None:
+        """Return where a loader's first pass stands; None if nobody has passed its samples, or if
+        they are not random.
+        """
+        if not self._known and not read_notes(self._directory):
+            return None
+        name = _name(source)
+        return self._known.get(name) or next(map(_clock, read_notes(self._directory, name)), None)
+
+    def ended(self, source: LoaderSource, clock: Clock) -> None:
+        """Note that all samples have been passed."""
+        after, name = Clock(clock.tick + 1, clock.since), _name(source)
+        self._known[name] = after
+        content = {"format": ROOT_FORMAT, "tick": after.tick, "since": after.since}
+        with contextlib.suppress(OSError, StoreError):
+            write_json(self._directory / f"{NOTE}{name}.json", content)
+
+
+def _name(source: LoaderSource) -> str:
+    fields = {**source.fields, "reuse": source.draws.reuse, "kept": source.draws.kept}
+    text = json.dumps(fields, sort_keys=True, default=repr)
+    return f"draws-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def _clock(note: dict[str, Any]) -> Clock | None:
+    tick, since = note.get("tick"), note.get("since")
+    if type(tick) is int and type(since) is int and 0 <= since <= tick < MAX_TICK:
+        return Clock(tick, since)
+    return None

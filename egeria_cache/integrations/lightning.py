@@ -9,11 +9,13 @@ The hooks in the order in which the Trainer calls them are the order of the meth
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+
+from egeria_cache.integrations import Controller
 
 if TYPE_CHECKING:
     from egeria_cache.cache import ActivationCache
@@ -23,22 +25,6 @@ else:
     from lightning.pytorch import Callback
 
 __all__ = ["EgeriaCallback"]
-
-
-class Controller(Protocol):
-    """What is asked of a freeze controller, such as `egeria_core.FreezeController`."""
-
-    def step(self, loss: Tensor | float | None = None) -> None:
-        """Look at the step that has just been taken."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the next decisions depend on."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there."""
-
-    def close(self) -> None:
-        """Take every hook off."""
 
 
 class EgeriaCallback(Callback):

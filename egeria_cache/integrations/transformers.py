@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,22 +18,10 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback
 
 from egeria_cache.cache import ActivationCache
+from egeria_cache.integrations import Controller
 from egeria_cache.integrations.accelerate import cached
 
 __all__ = ["EgeriaTrainer", "EgeriaTrainerMixin"]
-
-
-class Controller(Protocol):
-    """What is asked of `egeria_core.FreezeController`."""
-
-    def step(self, loss: Any) -> Any:
-        """Take the loss of the optimizer's step that was just made."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has to hold."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
 
 
 class EgeriaTrainerMixin:

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from egeria_cache import BoundaryMoved, EgeriaError
 from egeria_core.controller import FreezeController
+from egeria_core.history import Verdict
 from egeria_core.pipeline.elastic import ElasticPipeline
 from egeria_core.policies import Policy
 from egeria_core.ranks import Ranks
-from egeria_core.verdict import Verdict
 from egeria_core.watch import LayerMap, Meter
 
 

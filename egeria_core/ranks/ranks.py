@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from egeria_cache import EgeriaError
+from egeria_core.history import Verdict
 from egeria_core.ranks.peers import Peers
 from egeria_core.ranks.sharded import sharding_group
-from egeria_core.verdict import Verdict
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:

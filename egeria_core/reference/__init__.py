@@ -9,11 +9,12 @@ on the model and one process; knows no policy.
 from egeria_core.reference.evaluators import Evaluator, InlineEvaluator, ProcessEvaluator
 from egeria_core.reference.runner import InputItem
 from egeria_core.reference.snapshot import Weights, copy_modules, copy_weights, without_hooks
-from egeria_core.reference.tap import Call, LayerTap, Probe, Wire
+from egeria_core.reference.tap import Call, Hook, LayerTap, Probe, Wire
 
 __all__ = [
     "Call",
     "Evaluator",
+    "Hook",
     "InlineEvaluator",
     "InputItem",
     "LayerTap",

@@ -22,9 +22,9 @@ import torch
 from egeria_cache.device import random_states, set_random_states
 from egeria_core.config import ReferenceKind
 from egeria_core.errors import EvaluatorError
+from egeria_core.history import Verdict
 from egeria_core.reference.runner import InputItem, ReferenceRunner
 from egeria_core.reference.wire import send
-from egeria_core.verdict import Verdict
 
 QUEUE_LENGTH = 2
 """Evaluations that may wait. More would be read too late to be of use."""

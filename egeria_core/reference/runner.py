@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from egeria_cache.device import Event
 from egeria_core.config import ReferenceKind
 from egeria_core.errors import EvaluatorError
+from egeria_core.history import Verdict
 from egeria_core.plasticity import sp_loss
 from egeria_core.reference.int8 import DynamicInt8Reference, StaticInt8Reference
 from egeria_core.reference.references import FloatReference, Reference, run_layer
 from egeria_core.reference.snapshot import Weights, copy_between, copy_modules, load_weights
 from egeria_core.reference.tap import Probe
-from egeria_core.verdict import Verdict
 
 INT8_PAYS_ABOVE_S = 0.02
 """An int8 build takes 0.1-3 s; W forwards of the probe must cost more than that to win it back."""

@@ -23,8 +23,6 @@ from torch.utils._pytree import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from egeria_core.hooks import Hook
-
 # A cache of keys and values is updated by the call it is given to: replaying the call with it
 # would attend to every token twice. Training never reads one.
 _STATEFUL_ARGUMENTS = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params"})
@@ -103,6 +101,28 @@ def first_activation(output: Any, batch: int | None = None, batch_dim: int = 0) 
         ):
             return leaf
     return None
+
+
+class Hook:
+    """Calls a function; a copy of the model gets an inert one, and no copy of the function's owner.
+
+    Args:
+        function: Called as the hook is; its answer is not used.
+    """
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        """Call the function, if there is one."""
+        if self._function is not None:
+            self._function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        return Hook()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, ()
 
 
 class LayerTap:

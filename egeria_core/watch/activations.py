@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from egeria_cache.device import Event, Held, mark, runs_late, to_host
 from egeria_core.errors import EvaluatorError
+from egeria_core.history import Verdict
 from egeria_core.plasticity import sp_loss
 from egeria_core.reference import (
     Call,
@@ -26,7 +27,6 @@ from egeria_core.reference import (
     copy_modules,
     copy_weights,
 )
-from egeria_core.verdict import Verdict
 from egeria_core.watch.meter import Meter, Watched
 
 log = logging.getLogger("egeria")

@@ -24,8 +24,8 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from egeria_cache.skip import RandomState, leaves_behind
-from egeria_core.hooks import Hook
 from egeria_core.ranks import unsharded_names
+from egeria_core.reference import Hook
 from egeria_core.watch.layers import Layer, draws, find_layers
 
 log = logging.getLogger("egeria")

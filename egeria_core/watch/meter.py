@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria_core.config import ControllerConfig
-from egeria_core.history import History
-from egeria_core.verdict import Verdict
+from egeria_core.history import History, Verdict
 from egeria_core.watch.forward import LayerMap
 
 

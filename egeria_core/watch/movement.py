@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from egeria_core.history import Verdict
 from egeria_core.learning_rate import MeanRate
 from egeria_core.ranks import global_sums, is_sharded, local_part
-from egeria_core.verdict import Verdict
 from egeria_core.watch.meter import Meter, Watched
 
 log = logging.getLogger("egeria")

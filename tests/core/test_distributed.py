@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.rivals import AutoFreezePolicy
 from egeria_cache import EgeriaError
 from egeria_core import Bootstrap, FreezeController, StaticPolicy
+from egeria_core.history import Verdict
 from egeria_core.ranks import Ranks, rebuild, unwrap
-from egeria_core.verdict import Verdict
 from tests.helpers.core_nets import batch, mlp
 from tests.helpers.gloo import run_ranks
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria_core import ControllerConfig, EvaluatorError
+from egeria_core.history import Verdict
 from egeria_core.reference import (
     Call,
     Evaluator,
@@ -32,7 +33,6 @@ from egeria_core.reference import (
 )
 from egeria_core.reference.wire import receive, send
 from egeria_core.reference.worker import MainModule, serve
-from egeria_core.verdict import Verdict
 from tests.helpers.core_nets import ResNet, mlp
 
 DEADLINE_S = 60.0

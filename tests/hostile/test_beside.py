@@ -25,7 +25,7 @@ PLACES = {
     "batch.batch.Batch": "rows_of",
     "batch.tensor": "operation",
     "cache.host.CacheHost": "audit_leaves audited captured cut_found note",
-    "cache.notes.Passes": "next_of",
+    "cache.port.Passes": "next_of",
     "cache.port.LoaderPort": "adopt begins count_yielded log_epoch note_step wants_control",
     "loader.assembly.Assembly": "_batch",
     "loader.assembly": "is_faithful",
