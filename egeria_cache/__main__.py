@@ -14,8 +14,9 @@ from egeria_cache.device import default_device, device_name
 from egeria_cache.store import has_kernel
 from egeria_cache.version import __version__
 
-NEEDED = ("torch", "numpy", "lmdb", "zstandard", "xxhash", "psutil", "rich")
+NEEDED = ("torch", "numpy", "lmdb", "zstandard", "xxhash", "psutil")
 OPTIONAL = {
+    "rich": "tables of the examples",
     "matplotlib": "figures of the examples",
     "albumentations": "its transforms are seeded per sample",
     "accelerate": "accelerator.prepare keeps the cache",

@@ -255,7 +255,7 @@ class ActivationCache:
             forward: Called with each batch, calls the model with it as the training loop does. By
                 default a mapping is given by name, and of a list or tuple the first parts, as many
                 as the model's forward requires.
-            progress: Show a bar, if standard error is a terminal.
+            progress: Tell how far it is, if standard error is a terminal.
 
         Raises:
             EgeriaError: Nothing is frozen, `gate` is "never", the loader is of another cache, or

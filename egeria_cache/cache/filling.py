@@ -66,14 +66,16 @@ def fill(
     call = forward or (lambda batch: _ordinary_call(model, batch))
     generators = RandomState.now()
     todo = _Missing(_indices(loader), loader.source, port)
-    bar = _bar(shown=progress and sys.stderr.isatty())
-    # A sampler that shuffles draws a seed when it is asked, and rich draws when it is imported.
-    generators.restore()
+    generators.restore()  # a sampler that shuffles draws a seed when it is asked
     part = todo.loader = loader._over(todo)
     start = copy.deepcopy(part.state_dict())
     total, stored = len(todo.indices), 0
-    with bar, _undisturbed(model), engine.filling():
-        task = bar.add_task(f"filling {loader.name!r}", total=total)
+
+    def tell(done: int) -> None:
+        if progress and sys.stderr.isatty():
+            print(f"filling {loader.name!r}: {done:,} of {total:,}", end="\r", file=sys.stderr)
+
+    with _undisturbed(model), engine.filling():
         for turn in range(_MAX_TURNS):  # what was dropped or displaced meanwhile comes once more
             part.load_state_dict(start)
             before, stored = stored, 0
@@ -83,10 +85,10 @@ def fill(
                         call(batch)
                     if number % _FLUSH_EVERY == _FLUSH_EVERY - 1:
                         flush()
-                    bar.update(task, completed=stored + todo.num_passed)
+                    tell(stored + todo.num_passed)
                 flush()
                 stored += todo.num_stored()
-                bar.update(task, completed=stored)
+                tell(stored)
                 if not (loader.source.is_random and loader.reuse is None):
                     break  # the draws to come are made in their turns
                 total = len(todo.indices) * loader.augmentation_variants
@@ -96,24 +98,6 @@ def fill(
     if stored < total:
         why_not = port.refusal(loader.source.key) or "the limit of the directory is reached"
     return FillReport(total, stored, why_not)
-
-
-def _bar(*, shown: bool) -> Any:
-    # Only here: a training script need not wait for what draws bars.
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    console = Console(stderr=True)
-    return Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not shown
-    )
 
 
 class _Missing:

@@ -451,7 +451,14 @@ class CacheHost:
     def data_changed(
         self, loader_name: str, what: str, *, unlink: bool, give_up: bool = False
     ) -> None:
-        """The loader's data set is another one; see `LoaderPort.data_changed`."""
+        """The loader's data set is another one than when it was looked at last.
+
+        Args:
+            loader_name: The loader's key.
+            what: Where it differs.
+            unlink: Whether rows of the new one may have been stored as rows of the old one.
+            give_up: Store nothing for this loader any more.
+        """
         if loader_name in self._status.uncached:
             return
         self._views.void(

@@ -60,6 +60,15 @@ class LoaderPort:
         self.readers = readers
         """The threads that read ahead, shared by all loaders."""
         self._stats = stats
+        self.views = views.of
+        """The generations a loader's samples may be read from now, deepest boundary first."""
+        self.wants_timing = policy.wants_timing
+        """Whether it is still to be seen what a batch of a loader costs without a cache."""
+        self.loaded = policy.loaded
+        """A loader's batch took so many seconds of processor time to load, those of workers too."""
+        self.took_planning = policy.took_beside
+        """All but loading took so many seconds until a batch was given out."""
+        self.draws_count, self.data_changed = host.draws_count, host.data_changed
         self.gather = gather
         """Is told whether what is stored is not read soon: it is then written in larger groups."""
 
@@ -81,10 +90,6 @@ class LoaderPort:
         if not is_beside(error):
             raise error
         self._host.failed_for(loader_name, error)
-
-    def views(self, loader_name: str) -> list[View]:
-        """The generations this loader's samples may be read from now, deepest boundary first."""
-        return self._views.of(loader_name)
 
     def readable(self, loader_name: str) -> list[View]:
         """Those whose rows, if an earlier run left any, were compared with computed ones."""
@@ -147,19 +152,6 @@ class LoaderPort:
         if loader_name not in self._status.uncached:
             self._host.leave_uncached(loader_name, reason)
 
-    def data_changed(
-        self, loader_name: str, what: str, *, unlink: bool, give_up: bool = False
-    ) -> None:
-        """The loader's data set is another one than when it was looked at last.
-
-        Args:
-            loader_name: The loader's key.
-            what: Where it differs.
-            unlink: Whether rows of the new one may have been stored as rows of the old one.
-            give_up: Store nothing for this loader any more.
-        """
-        self._host.data_changed(loader_name, what, unlink=unlink, give_up=give_up)
-
     def load_together(self, source: LoaderSource, why: str) -> None:
         """A sample's leaves are not all its own: the loader's batches are loaded whole from now on.
 
@@ -175,10 +167,6 @@ class LoaderPort:
     def padding_found(self, loader_name: str) -> None:
         """The loader's samples are padded where that was not known: what is stored has padding."""
         self._views.void(lambda view: view.loader_name == loader_name, unlink=True)
-
-    def draws_count(self, source: LoaderSource) -> None:
-        """A random draw has changed what the front reads, which none had changed before."""
-        self._host.draws_count(source)
 
     def tagged_leaves(self, loader_name: str) -> frozenset[str] | None:
         """The leaves that must know their samples; None for all."""
@@ -197,14 +185,6 @@ class LoaderPort:
         if self._status.boundary is not None or self._status.is_sought:
             self._policy.begins(loader_name, epoch, num_batches)
 
-    def wants_timing(self, loader_name: str) -> bool:
-        """Whether it is still to be seen what a batch costs without a cache."""
-        return self._policy.wants_timing(loader_name)
-
-    def loaded(self, loader_name: str, seconds: float) -> None:
-        """A batch took so many seconds of processor time to load, those of workers included."""
-        self._policy.loaded(loader_name, seconds)
-
     def took_beside(self, seconds: float) -> None:
         """What the cache asks for between two passes took so long: it belongs to no step."""
         if self._status.boundary is not None:
@@ -213,10 +193,6 @@ class LoaderPort:
     def took_looking(self, seconds: float) -> None:
         """To look at the samples of a batch that was loaded, and mark them, took so long."""
         self._policy.proof_s += seconds
-
-    def took_planning(self, seconds: float) -> None:
-        """All but loading took so long until a batch was given out."""
-        self._policy.took_beside(seconds)
 
     def is_plain(self, loader_name: str) -> bool:
         """Whether batches come as DataLoader's: nothing is frozen, or nothing proved as yet."""

@@ -224,7 +224,7 @@ def test_a_loader_that_cannot_be_cached_gives_the_reason(directory):
 
 @pytest.mark.long
 def test_the_first_fill_of_a_process_draws_nothing(directory):
-    """What is imported only then, rich among it, may draw while it is imported."""
+    """What is imported only then may draw while it is imported."""
     script = f"""
         import random, sys
         import numpy as np
@@ -232,7 +232,6 @@ def test_the_first_fill_of_a_process_draws_nothing(directory):
         from egeria_cache import ActivationCache, EgeriaLoader
         from tests.cache.test_filling import data, frozen_blocks
 
-        assert "rich" not in sys.modules
         model = frozen_blocks()
         with ActivationCache(model, {str(directory)!r}, "blocks.1") as cache:
             loader = EgeriaLoader(data(), batch_size=8, shuffle=True, cache=cache)
