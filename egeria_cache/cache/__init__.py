@@ -8,6 +8,6 @@ taken out of its model. Owns the store, the reader threads and the engine, and c
 
 from egeria_cache.cache.cache import ActivationCache
 from egeria_cache.cache.front import FrozenFront
-from egeria_cache.cache.port import LoaderPort
+from egeria_cache.cache.port import LoaderPort, draws_noted
 
-__all__ = ["ActivationCache", "FrozenFront", "LoaderPort"]
+__all__ = ["ActivationCache", "FrozenFront", "LoaderPort", "draws_noted"]

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -292,9 +292,23 @@ class Passes:
         """Note that all samples have been passed."""
         after, name = Clock(clock.tick + 1, clock.since), _name(source)
         self._known[name] = after
-        content = {"format": ROOT_FORMAT, "tick": after.tick, "since": after.since}
+        draws = {"of": source.fields, "reuse": source.draws.reuse, "kept": source.draws.kept}
+        content = {"format": ROOT_FORMAT, **draws, "tick": after.tick, "since": after.since}
         with contextlib.suppress(OSError, StoreError):
             write_json(self._directory / f"{NOTE}{name}.json", content)
+
+
+def draws_noted(directory: Path, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return, by loader whose samples are in a generation of these fields, for how many epochs a
+    random draw of them is used (`reuse`), how many are `kept`, and how many `epochs` were passed.
+    """
+    return [
+        {"reuse": note.get("reuse"), "kept": note.get("kept"), "epochs": clock.tick}
+        for note in read_notes(directory)
+        if (clock := _clock(note)) is not None
+        and isinstance(of := note.get("of"), dict)
+        and of.items() <= fields.items()
+    ]
 
 
 def _name(source: LoaderSource) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from egeria_cache.cache import draws_noted
 from egeria_cache.config import parse_size
 from egeria_cache.inspect.census import (
     CacheReport,
@@ -87,9 +88,10 @@ def show(options: argparse.Namespace, report: CacheReport) -> int:
     path = report.directory / one.name
     manifest, inside = Manifest.read(path), contents(path)
     state = DAMAGED if "damaged" in inside.codecs else HEALTHY
+    drawn = draws_noted(report.directory, manifest.fields)
     if options.json:
-        fields, told = dict(manifest.fields), dataclasses.asdict(inside)
-        print_json({**_generation_json(one), "fields": fields, "contents": told})
+        told = {"fields": dict(manifest.fields), "contents": dataclasses.asdict(inside)}
+        print_json({**_generation_json(one), **told, "random_draws": drawn})
         return state
     sizes = f"{size(one.bytes_on_disk)} on disk, {size(one.raw_bytes)} decoded"
     ratio = "" if one.ratio is None else f", ratio {one.ratio:.2f}"
@@ -106,6 +108,9 @@ def show(options: argparse.Namespace, report: CacheReport) -> int:
         print(title)
         for name, text in pairs.items():
             print(f"  {plain(name)}: {plain(text):.100}")
+    for way in drawn:
+        uses = "for ever" if way["reuse"] is None else f"for {way['reuse']} epochs each"
+        print(plain(f"  used {uses}; {way['epochs']:,} epochs were passed"))
     return state
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from egeria_cache import ActivationCache, EgeriaLoader, sample_seed
+from egeria_cache.inspect.cli import main
 from egeria_cache.samples import Clock, Draws
 from tests.helpers.gloo import run_ranks
 from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
@@ -161,6 +163,16 @@ def test_a_later_run_goes_on_with_the_draws_that_are_stored(tmp_path):
     assert second[0][0] != pytest.approx(first[0][0]), "it has draws of its own"
     other = run(tmp_path, gate="always", epochs=1, reuse=8)
     assert other[0][0] == pytest.approx(first[0][0]), "another schedule begins with its first draws"
+
+
+def test_show_tells_for_how_long_draws_are_used(tmp_path, capsys):
+    run(tmp_path, gate="always", epochs=3, reuse=4)
+    (generation,) = tmp_path.glob("gen-*")
+    assert main([str(tmp_path), "show", generation.name]) == 0
+    assert "used for 4 epochs each; 3 epochs were passed" in capsys.readouterr().out
+    assert main([str(tmp_path), "show", generation.name, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["random_draws"] == [{"reuse": 4, "kept": 1, "epochs": 3}]
 
 
 @pytest.mark.parametrize(("reuse", "kept"), [(4, 1), (2, 1), (3, 2)])
