@@ -108,7 +108,7 @@ def stripped_hooks(module: nn.Module, *further: Any) -> dict[str, Any]:
         key
         for slot in ("_forward_pre_hooks", "_forward_hooks")
         for key, hook in own[slot].items()
-        if _home_of(hook).startswith(_HOME)
+        if is_fsdps(hook)
     }
     hooks: dict[str, Any] = {}
     for slot in HOOKS:
@@ -123,11 +123,13 @@ def stripped_hooks(module: nn.Module, *further: Any) -> dict[str, Any]:
     return hooks
 
 
-def _home_of(hook: Any) -> str:
+def is_fsdps(hook: Any) -> bool:
+    """Whether a hook is one of those by which a unit takes part in collectives."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     owner = getattr(hook, "__self__", None)
-    return getattr(hook if owner is None else type(owner), "__module__", None) or ""
+    home = getattr(hook if owner is None else type(owner), "__module__", None) or ""
+    return str(home).startswith(_HOME)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -171,6 +173,11 @@ def cast_hooks(state: Any) -> list[Any]:
     if policy.output_dtype is not None:
         hooks.append(CastOutput(policy.output_dtype))
     return hooks
+
+
+def casts_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return hooks that cast as those of the units among some modules do."""
+    return [cast for state in map(state_of, modules) if state for cast in cast_hooks(state)]
 
 
 def make_local(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
@@ -254,13 +261,10 @@ class ShardedFront:
     def __init__(self, model: nn.Module, ask: Callable[[Any, Any], Front]) -> None:
         self._model, self._ask = model, ask
         self._held: list[_Held] = []
-        self._hooks: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
-        """Modules whose hooks of FSDP's are off in a forward: (module, those hooks, the others)."""
         self._taken: list[tuple[Any, list[Any]]] = []
         """(a group of parameters of which some are held, all that it had)"""
         self._groups: list[tuple[Any, list[Any]]] = []
         """(a state of which a group is held whole, all its groups)"""
-        self._prefetch: list[tuple[Any, str, list[Any]]] = []
         self._handles: list[RemovableHandle] = []
         self._seen: list[tuple[int, int, int]] = []
         self._seen_values = torch.empty(0)
@@ -338,26 +342,12 @@ class ShardedFront:
             self._is_in = True
             for one in self._held:
                 one.put(one.whole)
-            self._exchange_hooks()
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._is_in:
             self._is_in = False
             for one in self._held:
                 one.put(_sharded(one))
-            for owner, theirs, _ in self._hooks:
-                vars(owner).update(theirs)
-
-    def _exchange_hooks(self) -> None:
-        for number, (owner, theirs, ours) in enumerate(self._hooks):
-            now = {slot: vars(owner)[slot] for slot in theirs}
-            if any(len(now[slot]) != len(theirs[slot]) for slot in now) or any(
-                now[slot] is not theirs[slot] for slot in now
-            ):  # the user has added or removed some
-                casts = [hook for slot in ours.values() for hook in slot.values() if _is_ours(hook)]
-                theirs, ours = now, stripped_hooks(owner, *casts)
-                self._hooks[number] = owner, theirs, ours
-            vars(owner).update(ours)
 
     # ---- gathering ----------------------------------------------------------------------------
 
@@ -384,7 +374,7 @@ class ShardedFront:
         self._see()
         held = {id(one) for _, one in frozen}
         for state in {id(s): s for s, _ in frozen}.values():
-            self._take(state, held, modules)
+            self._take(state, held)
         log.info("egeria: %d parameters of the frozen front are whole on each rank", len(held))
 
     def _asked(self, args: Any, kwargs: Any) -> tuple[Any, Any, str | None]:
@@ -415,22 +405,9 @@ class ShardedFront:
             return "the ranks do not agree on what lies before the boundary"
         return None
 
-    def _take(self, state: Any, held: set[int], inside: dict[int, nn.Module]) -> None:
+    def _take(self, state: Any, held: set[int]) -> None:
         """Take held parameters out of a unit's collectives."""
         groups = groups_of(state)
-        is_whole = all(id(one) in held for group in groups for one in group.fsdp_params)
-        if is_whole and all(id(module) in inside for module in state._modules):
-            casts = cast_hooks(state)
-            for module in state._modules:
-                slots = stripped_hooks(module, *casts)
-                self._hooks.append((module, {slot: vars(module)[slot] for slot in slots}, slots))
-            for other in states_in(self._model):
-                for slot in ("_states_to_forward_prefetch", "_states_to_backward_prefetch"):
-                    listed = getattr(other, slot)
-                    if state in listed:
-                        self._prefetch.append((other, slot, listed))
-                        setattr(other, slot, [one for one in listed if one is not state])
-            return
         for group in groups:
             kept = [one for one in group.fsdp_params if id(one) not in held]
             if len(kept) < len(group.fsdp_params):
@@ -457,10 +434,7 @@ class ShardedFront:
                 module.reshard()  # else some would be whole, and those that come back would not
         for group, parameters in reversed(self._taken):
             set_parameters(group, parameters)
-        for state, slot, listed in reversed(self._prefetch):
-            setattr(state, slot, listed)
-        self._held, self._hooks, self._taken, self._groups = [], [], [], []
-        self._prefetch = []
+        self._held, self._taken, self._groups = [], [], []
         self._is_gathered = False
 
     def _were_written(self, mode: tuple[bool, bool]) -> bool:
@@ -498,10 +472,6 @@ class ShardedFront:
 
 def _sharded(one: _Held) -> Any:
     return one.parameter.sharded_param
-
-
-def _is_ours(hook: Any) -> bool:
-    return type(hook).__module__ == "egeria_cache.skip.model.fsdp"
 
 
 def _places(parameter: Any) -> list[tuple[nn.Module, str]]:

@@ -11,6 +11,7 @@ import xxhash
 from torch import Tensor, nn
 
 from egeria_cache.kinds import kind_name
+from egeria_cache.skip.model.fsdp import casts_of
 from egeria_cache.skip.serve.invocation import PLAIN, Invocation, mode_key
 from egeria_cache.skip.serve.recipe import Recipe, Slot
 from egeria_cache.skip.state.code import Code
@@ -130,7 +131,8 @@ def _structure(recipe: Recipe) -> str:
         kind = kind_name(type(module))
         total.update(f"{name}:{kind}({module.extra_repr()});".encode())
         total.update(_settings(watched_attributes(module), known))
-    for hook in hooks_of(module for _, module in recipe.skipped_modules()):
+    modules = [module for _, module in recipe.skipped_modules()]
+    for hook in [*hooks_of(modules), *casts_of(modules)]:
         total.update(_settings({"hook": getattr(hook, "__self__", hook)}, known))
     for name, module, keys in recipe.around():
         own = vars(module)

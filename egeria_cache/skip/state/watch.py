@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from egeria_cache.attempt import Attempt, is_beside
 from egeria_cache.skip.model.front import ForwardSlot
-from egeria_cache.skip.model.fsdp import marks
+from egeria_cache.skip.model.fsdp import is_fsdps, marks
 from egeria_cache.skip.state.code import (
     Code,
     bases_of,
@@ -377,7 +377,7 @@ def _global_hooks() -> list[Any]:
 
 def _hooks(module: nn.Module) -> Iterator[Any]:
     for slot in _HOOKS:
-        yield from vars(module)[slot].values()
+        yield from (hook for hook in vars(module)[slot].values() if not is_fsdps(hook))
 
 
 def _places(module: nn.Module, layout: _Layout) -> list[Any]:
