@@ -15,16 +15,10 @@ from egeria_cache.store import has_kernel
 from egeria_cache.version import __version__
 
 NEEDED = ("torch", "numpy", "lmdb", "zstandard", "xxhash", "psutil")
-OPTIONAL = {
-    "rich": "tables of the examples",
-    "matplotlib": "figures of the examples",
-    "albumentations": "its transforms are seeded per sample",
-    "accelerate": "accelerator.prepare keeps the cache",
-    "transformers": "EgeriaTrainer",
-    "lightning": "EgeriaCallback",
-    "peft": "adapters over a frozen model",
-    "torchdata": "states of StatefulDataLoader",
-}
+OPTIONAL = (
+    "rich", "matplotlib", "albumentations", "accelerate", "transformers", "lightning", "peft",
+    "torchdata",
+)  # fmt: skip
 
 
 def main() -> int:
@@ -38,12 +32,10 @@ def main() -> int:
     where = "no accelerator" if device.type == "cpu" else f"{device_name(device)} ({device})"
     print(where)
     print(f"reading: {'by the compiled kernel' if has_kernel() else 'in Python: no kernel here'}")
-    print("needed:")
-    for name in NEEDED:
-        print(f"  {name:<16}{_version(name) or 'missing'}")
-    print("optional:")
-    for name, use in OPTIONAL.items():
-        print(f"  {name:<16}{_version(name) or 'not installed':<16}{use}")
+    for what, names in (("needed", NEEDED), ("optional", OPTIONAL)):
+        print(f"{what}:")
+        for name in names:
+            print(f"  {name:<16}{_version(name) or 'not installed'}")
     return 0
 
 

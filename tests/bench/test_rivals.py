@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -214,49 +213,36 @@ def test_smartpipe_from_the_first_step_equals_its_formula_on_single_gradients() 
     assert not controller.history.of("bootstrap")
 
 
-def observed(policy: Policy, rows: dict[int, tuple[float | None, ...]], steps: int) -> list[int]:
-    return [
-        policy.observe(Reading(step=s, num_layers=9, lr=(0.1,), values=rows.get(s)))
-        for s in range(1, steps + 1)
-    ]
+ROWS: dict[int, tuple[float | None, ...]] = {
+    # L = 9: 3 by the schedule, but the second layer's gradient is the smallest.
+    2: (5.0, 1.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 2.0),
+    # 2 + 7 / 3 = 4.33; the smallest of the active ones lies behind.
+    4: (None, None, 4.0, 4.0, 4.0, 4.0, 4.0, 1.0, 2.0),
+    # 4.33 + 4.67 / 3 = 5.89, of which the ceiling; the last layer's is the smallest.
+    6: (None, None, None, None, None, 4.0, 4.0, 4.0, 2.0),
+}
 
 
-def test_pipetransformer_stops_at_the_least_gradient() -> None:
-    policy = PipeTransformerPolicy(steps_per_epoch=2)
-    rows: dict[int, tuple[float | None, ...]] = {
-        # L = 9: 3 by the schedule, but the second layer's gradient is the smallest.
-        2: (5.0, 1.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 2.0),
-        # 2 + 7 / 3 = 4.33; the smallest of the active ones lies behind.
-        4: (None, None, 4.0, 4.0, 4.0, 4.0, 4.0, 1.0, 2.0),
-        # 4.33 + 4.67 / 3 = 5.89, of which the ceiling; the last layer's is the smallest.
-        6: (None, None, None, None, None, 4.0, 4.0, 4.0, 2.0),
-    }
-    assert observed(policy, rows, 7) == [0, 2, 2, 5, 5, 6, 6]
-
-
-def test_autofreeze_percentile_is_numpys() -> None:
-    from benchmarks.rivals.autofreeze import percentile_of
-
-    values = sorted([0.3, 0.1, 0.7, 0.2])
-    for percentile in (0, 30, 50, 99, 100):
-        assert percentile_of(values, percentile) == pytest.approx(
-            float(np.percentile(values, percentile))
+@pytest.mark.cases(3)
+@pytest.mark.parametrize(
+    ("policy", "steps", "rows", "num_layers", "expected"),
+    [
+        (PipeTransformerPolicy(steps_per_epoch=2), range(1, 8), ROWS, 9, [0, 2, 2, 5, 5, 6, 6]),
+        # L = 9, alpha = 1/3: 9 (1 - (2/3)^e) = 0, 3, 5, 6.33, ...
+        (PipeTransformerPolicy(steps_per_epoch=10, gradients=False), [0, 9, 10, 20, 30, 400], {}, 9,
+         [0, 0, 3, 5, 7, 8]),
+        (LinearPolicy(steps_per_epoch=10, start=0.5, level=1.0), [0, 49, 50, 60, 79, 90, 100], {},
+         6, [0, 0, 0, 1, 2, 4, 5]),
+    ],
+)  # fmt: skip
+def test_schedules_follow_their_formula(
+    policy: Policy, steps: Any, rows: Any, num_layers: int, expected: list[int]
+) -> None:
+    total = max(steps)
+    found = [
+        policy.observe(
+            Reading(step=s, num_layers=num_layers, lr=(0.1,), total_steps=total, values=rows.get(s))
         )
-
-
-def scheduled(policy: Policy, steps: Iterable[int], num_layers: int, total: int) -> list[int]:
-    return [
-        policy.observe(Reading(step=s, num_layers=num_layers, lr=(0.1,), total_steps=total))
         for s in steps
     ]
-
-
-def test_pipetransformer_follows_its_formula() -> None:
-    policy = PipeTransformerPolicy(steps_per_epoch=10, gradients=False)
-    # L = 9, alpha = 1/3: 9 (1 - (2/3)^e) = 0, 3, 5, 6.33, ...
-    assert scheduled(policy, [0, 9, 10, 20, 30, 400], 9, 400) == [0, 0, 3, 5, 7, 8]
-
-
-def test_linear_follows_composer() -> None:
-    policy = LinearPolicy(steps_per_epoch=10, start=0.5, level=1.0)
-    assert scheduled(policy, [0, 49, 50, 60, 79, 90, 100], 6, 100) == [0, 0, 0, 1, 2, 4, 5]
+    assert found == expected

@@ -119,25 +119,6 @@ def test_every_schedule_is_possible_and_complete(
         assert rebuilt.time <= kept.time <= plain.time
 
 
-@given(cases())
-@settings(max_examples=100, deadline=None)
-def test_layouts_do_the_active_work_and_no_other(
-    case: tuple[str, int, int, int, dict[str, Any]],
-) -> None:
-    schedule, stages, microbatches, frozen, options = case
-    work = (stages - frozen) * microbatches * options["minibatches"] * (1 + options["backward"])
-    for layout in ("cached", "repartition", "replicate") if frozen else ():
-        try:
-            found = count_bubbles(schedule, stages, microbatches, frozen, layout=layout, **options)
-        except ValueError:
-            assert schedule == "Interleaved1F1B"  # other rounds on fewer ranks
-            continue
-        busy = sum(slot.end - slot.start for slot in found.slots)
-        assert busy == pytest.approx(work)
-        assert found.ranks == options["ranks"]
-        assert found.idle == pytest.approx(found.ranks * found.time - busy)
-
-
 @pytest.mark.parametrize(("ranks", "per_rank", "microbatches"), [(4, 2, 8), (2, 3, 6), (4, 2, 10)])
 def test_interleaved_order_is_pytorchs(ranks: int, per_rank: int, microbatches: int) -> None:
     rounds = max(1, microbatches // ranks)
