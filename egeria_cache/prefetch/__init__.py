@@ -5,8 +5,7 @@ what may be read (`view.py`: who makes one, who voids it), and a `PlannedEntry` 
 or says that it has not.
 """
 
-from egeria_cache.prefetch.prefetcher import PlannedEntry, Prefetcher
-from egeria_cache.prefetch.readers import ReaderThreads
+from egeria_cache.prefetch.prefetcher import PlannedEntry, Prefetcher, ReaderThreads
 from egeria_cache.prefetch.view import ACTIVATION, LENGTHS, PRINT, View, Views, record
 
 __all__ = [

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from egeria_cache.prefetch.readers import ReaderThreads
+from egeria_cache.prefetch.prefetcher import ReaderThreads
 from egeria_cache.store import NotInMemoryError
 
 
