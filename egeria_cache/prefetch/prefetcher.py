@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import statistics
 import threading
 import time
 from collections import deque
@@ -304,16 +303,11 @@ class Prefetcher:
             else padding.padded(path, found[KEPT + path], longest)
             for path, kind in entry.view.kept.items()
         }
-        entry.kept = self._pinned(entry, kept)
-
-    def _pinned(self, entry: PlannedEntry, kept: dict[str, Rows]) -> dict[str, Rows]:
-        """Return the leaves as `pin_memory` of the loader asks for them."""
-        if not self._pin_memory or not pins(entry.view.device):
-            return kept
-        return {
-            path: pinned(rows, entry.view.device) if isinstance(rows, Tensor) else rows
-            for path, rows in kept.items()
-        }
+        if self._pin_memory and pins(entry.view.device):
+            for path, rows in kept.items():
+                if isinstance(rows, Tensor):
+                    kept[path] = pinned(rows, entry.view.device)
+        entry.kept = kept
 
     def _ring_of(self, view: View) -> Ring | None:
         """Return a view's ring, if there is one, and training does not need its memory."""
@@ -517,7 +511,7 @@ class ReaderThreads:
         """
         self._num_batches += 1
         self._last_s.append(read_s)
-        usual_s = statistics.median(self._last_s)
+        usual_s = sorted(self._last_s)[len(self._last_s) // 2]
         if not self.is_spared:
             if may_be_none and self._num_batches >= self._patience and usual_s < _SHORT_S:
                 self.turn(is_spared=True)
