@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ FLAGS = ["--quick", "--act", "finetune", "--out"]
 def threads_and_signals():
     threads, handler = torch.get_num_threads(), signal.getsignal(signal.SIGTERM)
     yield
+    logging.getLogger("egeria.modes").setLevel(logging.NOTSET)
     torch.set_num_threads(threads)
     signal.signal(signal.SIGTERM, handler)
 
