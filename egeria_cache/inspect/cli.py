@@ -17,9 +17,8 @@ from typing import Any
 from egeria_cache.arguments import did_you_mean
 from egeria_cache.errors import EgeriaError
 from egeria_cache.inspect import report
-from egeria_cache.inspect.census import survey
 from egeria_cache.inspect.plan import plan
-from egeria_cache.inspect.report import BAD_ARGUMENTS, DAMAGED, HEALTHY
+from egeria_cache.inspect.report import BAD_ARGUMENTS, DAMAGED, HEALTHY, survey
 from egeria_cache.inspect.words import plain
 from egeria_cache.store import DamagedError
 from egeria_cache.version import __version__

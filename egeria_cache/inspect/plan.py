@@ -19,10 +19,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
-from egeria_cache.arguments import Codec
 from egeria_cache.cache import ActivationCache
 from egeria_cache.device import default_device, synchronize
 from egeria_cache.errors import EgeriaError
@@ -39,7 +37,6 @@ from egeria_cache.inspect.words import print_json, table
 from egeria_cache.loader import EgeriaLoader
 from egeria_cache.samples import DEFAULT_REUSE
 from egeria_cache.skip import CallError, Candidate, candidates, ordinary_arguments
-from egeria_cache.store import ActivationStore
 from egeria_cache.tables import size
 
 Step = Callable[[nn.Module, Any], Tensor]
@@ -48,7 +45,11 @@ NUM_SAMPLES = 64
 """To measure with, spread evenly over the data set; at least two batches are taken."""
 MIN_ROUNDS, MAX_ROUNDS, ENOUGH_S = 3, 60, 2.0
 """The batches are trained on, with and without the cache in turn, for so long at each boundary."""
-NUM_WRITES = 4
+GONE = {
+    "--codec": "records are compressed as by default",
+    "--scratch": "TMPDIR says on which disk it is measured",
+}
+"""Options that do nothing any more; they are accepted for one release."""
 
 
 class StepError(ValueError):
@@ -99,12 +100,11 @@ class Prospect:
     step_s: float = 0.0
     """Forward, loss, backward and optimizer step with the prefix frozen, without a cache."""
     served_step_s: float = 0.0
+    """The same with the cache, from one request for a batch to the next: reading included."""
     step_error: float = 0.0
     """How far `step_skipped` scatters: half the distance between its quartiles."""
-    read_s: float = 0.0
-    """Reading and decoding, which threads do beside the training."""
     write_s: float = 0.0
-    """Encoding and writing, likewise."""
+    """Once a sample is computed anew: capturing, encoding and writing it."""
     prove_s: float = 0.0
     """Once: by how much the first batch takes longer."""
 
@@ -112,11 +112,6 @@ class Prospect:
     def step_skipped(self) -> float:
         """Share of the whole step with a frozen prefix that a hit saves; below 0 if it costs."""
         return 1 - self.served_step_s / self.step_s if self.step_s else 0.0
-
-    @property
-    def saved_s(self) -> float:
-        """What serving a sample saves, with its reading counted in full."""
-        return self.step_s - self.served_step_s - self.read_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,18 +139,17 @@ class Forecast:
         return 0.0 if self.reuse is None else 1 / self.reuse
 
     def later_epochs(self, one: Prospect) -> float:
-        """Time of an epoch after the first over one with the same prefix frozen and no cache;
-        reading is counted in full."""
-        return 1 - (1 - self.fresh) * one.saved_s / one.step_s if one.step_s else 1.0
+        """Time of an epoch after the first over one with the same prefix frozen and no cache."""
+        return 1 - (1 - self.fresh) * one.step_skipped
 
     def break_even_epoch(self, one: Prospect) -> int | None:
         """Return the epoch, from 1, at whose end the cache has paid for itself; None: never.
 
-        Proving, writing and reading count in full, as if nothing of them were hidden behind the
-        training. The first epoch computes and writes; the later ones read, except for what they
-        draw anew.
+        Proving and writing count in full, as if nothing of them were hidden behind the training.
+        The first epoch computes and writes; the later ones read, except for what they draw anew.
         """
-        gain_s = self.num_samples * ((1 - self.fresh) * one.saved_s - self.fresh * one.write_s)
+        saved_s = (1 - self.fresh) * (one.step_s - one.served_step_s)
+        gain_s = self.num_samples * (saved_s - self.fresh * one.write_s)
         if one.refused is not None or gain_s <= 0:
             return None
         spent_s = one.prove_s + self.num_samples * one.write_s
@@ -199,8 +193,6 @@ def forecast(
     step: Step = ordinary_step,
     device: torch.device | None = None,
     boundaries: str | None = None,
-    codec: Codec = "auto",
-    scratch: Path | None = None,
 ) -> Forecast:
     """Measure every candidate boundary of `model` on samples of `data`.
 
@@ -211,14 +203,12 @@ def forecast(
         step: Called with (model, batch), returns the loss.
         device: Where to measure; None: where the training would run.
         boundaries: Regular expression of the modules to try; None: the model's blocks.
-        codec: As the cache takes it.
-        scratch: A directory on the disk that the cache will use; None: where temporary files go.
 
     Raises:
         ValueError: Data or model cannot be used like this; the message says what to do.
     """
     device = default_device() if device is None else device
-    trial = _Trial(model, data, batch_size, step, device, codec, scratch)
+    trial = _Trial(model, data, batch_size, step, device)
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)  # refusals go into the forecast, not to the log as well
     try:
@@ -240,12 +230,11 @@ class _Trial:
     """One model, and a few batches of its data."""
 
     def __init__(
-        self, model: nn.Module, data: Any, batch_size: int, step: Step, device: torch.device,
-        codec: Codec, scratch: Path | None,
-    ) -> None:  # fmt: skip
+        self, model: nn.Module, data: Any, batch_size: int, step: Step, device: torch.device
+    ) -> None:
         if batch_size < 1:
             raise ValueError(f"--batch-size must be at least 1, got {batch_size}")
-        self.step, self.device, self.codec, self.scratch = step, device, codec, scratch
+        self.step, self.device = step, device
         self.dataset, self.collate = _sized(data)
         self.batch_size = min(batch_size, len(self.dataset))
         count = min(max(NUM_SAMPLES, 2 * self.batch_size), len(self.dataset))
@@ -287,33 +276,32 @@ class _Trial:
         """Compute, store and serve the batches at one boundary."""
         with (
             tempfile.TemporaryDirectory(
-                prefix="egeria-plan-", dir=self.scratch, ignore_cleanup_errors=True
+                prefix="egeria-plan-", ignore_cleanup_errors=True
             ) as scratch,
             _frozen(self.model, place),
         ):
             try:
                 with ActivationCache(
-                    self.model, f"{scratch}/cache", place.boundary,
-                    codec=self.codec, gate="always", audit_rate=0,
-                ) as cache:  # fmt: skip
-                    return self._measure(place, cache, Path(scratch))
+                    self.model, scratch, place.boundary, gate="always", audit_rate=0
+                ) as cache:
+                    return self._measure(place, cache)
             except EgeriaError as error:
                 return Prospect(boundary=place.boundary, refused=str(error))
 
-    def _measure(self, place: Candidate, cache: ActivationCache, scratch: Path) -> Prospect:
+    def _measure(self, place: Candidate, cache: ActivationCache) -> Prospect:
         loader = EgeriaLoader(
             self.dataset, self.batch_size, sampler=self.indices, cache=cache, reuse=None,
             **self.collate,
         )  # fmt: skip
         # A rate of 0: the weights stay, the work is done.
         optimizer = torch.optim.SGD((p for p in self.model.parameters() if p.requires_grad), lr=0.0)
-        first_s = self._train(map(self._moved, loader), optimizer)[0]
+        (_, first_s), *others = self._train(map(self._moved, loader), optimizer)
+        started, stored = time.perf_counter(), sum(step_s for _, step_s in others)
         cache.flush()
+        flush_s = time.perf_counter() - started
         self.is_random |= loader.source.is_random
-        views = cache.port.views(loader.source.key)
-        if not views or cache.stats().num_samples < len(self.indices):
+        if cache.stats().num_samples < len(self.indices):
             return Prospect(boundary=place.boundary, refused=_why_not(cache, "stored"))
-        generation, ids = views[0].generation, loader.source.identify(self.indices)
         plain: list[float] = []
         served: list[float] = []
         started = time.perf_counter()
@@ -321,59 +309,42 @@ class _Trial:
             is_enough = time.perf_counter() - started > ENOUGH_S
             if is_enough and len(plain) >= MIN_ROUNDS * len(self.batches):
                 break
-            plain += self._train(self.batches, optimizer)
+            plain += map(sum, self._train(self.batches, optimizer))
             hits = cache.stats().hits
-            served += self._train(map(self._moved, loader), optimizer)
+            served += map(sum, self._train(map(self._moved, loader), optimizer))
             if cache.stats().hits - hits < len(self.indices):
                 return Prospect(boundary=place.boundary, refused=_why_not(cache, "served"))
-        step_s = statistics.median(plain) / self.batch_size
+        batch_s = statistics.median(plain)
         # Of neighbours in time: what else runs on the machine slows both alike.
         shares = [a / max(b, 1e-12) for a, b in zip(served, plain, strict=True)]
         low, share, high = statistics.quantiles(shares, n=4)
-        totals = generation.totals
-        codec = self.codec if totals.codec is None else totals.codec.label
-        read_s, write_s = self._costs(generation, ids[: self.batch_size], codec, scratch / "again")
+        stats, captured_s = cache.stats(), max(stored - len(others) * batch_s, 0.0)
         return Prospect(
             boundary=place.boundary,
-            stored_bytes=totals.stored_bytes / cache.stats().num_samples,
-            step_s=step_s,
-            served_step_s=step_s * share,
+            stored_bytes=stats.stored_bytes / stats.num_samples,
+            step_s=batch_s / self.batch_size,
+            served_step_s=batch_s / self.batch_size * share,
             step_error=(high - low) / 2,
-            read_s=read_s,
-            write_s=write_s,
-            prove_s=max(first_s - step_s * self.batch_size, 0.0),
+            write_s=(captured_s + flush_s) / len(self.indices),
+            prove_s=max(first_s - batch_s, 0.0),
         )
 
-    def _train(self, batches: Any, optimizer: torch.optim.Optimizer) -> list[float]:
-        """Return the seconds of the step of each batch."""
-        times = []
+    def _train(self, batches: Any, optimizer: torch.optim.Optimizer) -> list[tuple[float, float]]:
+        """Return, of each batch, the seconds until it came, and those of its step."""
+        times, asked = [], self._now()
         for batch in batches:
             started = self._now()
             self.step(self.model, batch).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            times.append(self._now() - started)
+            now = self._now()
+            times.append((started - asked, now - started))
+            asked = now
         return times
 
     def _now(self) -> float:
         synchronize(self.device)
         return time.perf_counter()
-
-    def _costs(
-        self, generation: Any, ids: Sequence[Any], codec: str, directory: Path
-    ) -> tuple[float, float]:
-        """Return the seconds of reading a sample, and of writing it, with nothing else going on."""
-        reads, writes = [], []
-        with ActivationStore(directory, codec=codec) as store:
-            for variant in range(1 + NUM_WRITES):  # the first one opens files
-                started = time.perf_counter()
-                rows, _ = generation.get_batch(ids)
-                read = time.perf_counter()
-                store.put_batch(range(len(ids)), rows, variant=variant)
-                store.flush()
-                reads.append(read - started)
-                writes.append(time.perf_counter() - read)
-        return statistics.median(reads) / len(ids), statistics.median(writes[1:]) / len(ids)
 
 
 def _sized(data: Any) -> tuple[Any, dict[str, Any]]:
@@ -431,9 +402,11 @@ def plan(argv: list[str]) -> int:
     step = ordinary_step if options.step is None else _find("--step", options.step)
     device = _device_of_name(options.device)
     data = _make("--data", options.data)
+    for name in (name for name in GONE if getattr(options, name[2:]) is not None):
+        print(f"cache-inspect plan: {name} does nothing any more: {GONE[name]}", file=sys.stderr)
     found = forecast(
         model, data, batch_size=options.batch_size, step=step, device=device,
-        boundaries=options.boundaries, codec=options.codec, scratch=options.scratch,
+        boundaries=options.boundaries,
     )  # fmt: skip
     if options.json:
         print_json(found.as_json())
@@ -460,13 +433,9 @@ def _parser() -> argparse.ArgumentParser:
         "the inputs that the forward requires, and the model's own loss or its mean square",
     )  # fmt: skip
     parser.add_argument("--boundaries", metavar="REGEX", help="try the modules with such names")
-    parser.add_argument("--codec", default="auto", help="as ActivationCache takes it")
     parser.add_argument("--device", help="default: the accelerator if there is one, else cpu")
-    parser.add_argument(
-        "--scratch", type=Path, metavar="DIR",
-        help="an existing directory on the disk that the cache will use; what is written there is "
-        "removed; default: where temporary files go",
-    )  # fmt: skip
+    for name in GONE:
+        parser.add_argument(name, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
     return parser
 
@@ -491,13 +460,13 @@ def _shown(found: Forecast) -> str:
         lines.append(
             f"samples draw random numbers, and each draw is used for {found.reuse} epochs: "
             f"{found.fresh:.0%} of every epoch after the first are computed and written anew, "
-            "which the times of later epochs and 'even after' count."
+            "which is counted."
         )
     lines.append(
-        "step: what a hit skips of it, against the same step with the prefix frozen and no cache, "
-        "and how far that scatters. even after: the epoch in which the time for proving, writing "
-        "and reading has been won back, all of it counted in full. A hit also saves loading its "
-        "sample, which is not counted."
+        "step: what a hit saves of it, reading included, against the same step with the prefix "
+        "frozen and no cache, and how far that scatters. even after: the epoch in which the time "
+        "for proving and writing has been won back. A hit also saves loading its sample, which is "
+        "not counted."
     )
     return "\n".join(lines)
 

@@ -1,36 +1,52 @@
-"""What the commands of `cache-inspect DIR` read of a directory, and what they remove or copy.
+"""What the commands of `cache-inspect DIR` read of a directory, show, remove or copy.
 
-Each takes the arguments and a survey of the directory, and returns the exit code.
+Each takes the arguments and a survey of the directory, and returns the exit code. Reading disturbs
+no live run that is writing to the directory.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from egeria_cache.cache import draws_noted
 from egeria_cache.config import parse_size
-from egeria_cache.inspect.census import (
-    CacheReport,
-    GenerationReport,
-    contents,
-    find_generation,
-    verify,
-)
+from egeria_cache.errors import StoreError
 from egeria_cache.inspect.words import age, plain, print_json, table
 from egeria_cache.store import (
+    FORMAT,
+    ROOT_FORMAT,
+    ROOT_NAME,
+    SET_ASIDE,
     ActivationStore,
+    Coder,
+    DamagedError,
+    GoneError,
     Manifest,
     Parcelled,
+    Record,
+    RecordError,
+    Totals,
+    decode_key,
+    directory_bytes,
+    generation_directories,
+    in_use_elsewhere,
+    inspected,
+    is_unfinished,
+    last_use,
+    read_json,
     remove_generations,
 )
 from egeria_cache.store import pack as pack_generation
@@ -39,9 +55,232 @@ from egeria_cache.tables import size
 
 HEALTHY, DAMAGED, BAD_ARGUMENTS = 0, 1, 2
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+STREAM = "-"
+"""Stands for standard input or output."""
 _LISTED = {
     "generation": "<", "boundary": "<", "samples": ">", "on disk": ">", "codec": "<", "used": "<",
 }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationReport:
+    """One generation at a glance."""
+
+    name: str
+    boundary: str | None
+    """Last frozen module, if the generation's fields name one."""
+    num_samples: int
+    """Records: samples times variants."""
+    bytes_on_disk: int
+    raw_bytes: int
+    """Decoded."""
+    stored_bytes: int
+    """Encoded."""
+    lossy_error: float
+    """Relative, root mean square; 0 if lossless."""
+    codec: str | None
+    created: float
+    """Seconds since the epoch, as is `last_used`."""
+    last_used: float
+    in_use: bool
+    """A live process holds it."""
+    damage: str | None
+    """What proves it damaged; None if nothing does."""
+    note: str | None
+    """Why else it was not looked into."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Decoded bytes over encoded ones."""
+        return self.raw_bytes / self.stored_bytes if self.stored_bytes else None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """A cache directory at a glance."""
+
+    directory: Path
+    limit_bytes: int | None
+    """Of the run that last opened it."""
+    bytes_on_disk: int
+    generations: tuple[GenerationReport, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """No generation is known to be damaged."""
+        return all(one.damage is None for one in self.generations)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What the records of one generation hold."""
+
+    fields: Mapping[str, str]
+    """Per name: dtype and shape, "varies" where the records differ."""
+    variants: Mapping[int, int]
+    """Records per variant."""
+    num_damaged: int
+    """Records whose heads cannot be read."""
+
+
+def survey(directory: Path) -> CacheReport:
+    """Read sizes and counts of all generations, without decoding a record.
+
+    Raises:
+        StoreError: The directory is no cache, or of a newer format.
+    """
+    if not directory.is_dir():
+        raise StoreError(f"{directory} is not a directory")
+    if not os.path.lexists(directory / ROOT_NAME):
+        raise StoreError(f"{directory} is not an Egeria cache: it has no {ROOT_NAME}")
+    root = read_json(directory / ROOT_NAME, ROOT_FORMAT)
+    limit = root.get("limit_bytes")
+    limit = limit if isinstance(limit, int) and 0 < limit < 2**63 else None
+    return CacheReport(
+        directory,
+        limit,
+        directory_bytes(directory),
+        tuple(_glance(path) for path in generation_directories(directory, damaged=True)),
+    )
+
+
+def find_generation(report: CacheReport, text: str) -> GenerationReport:
+    """Return the one generation whose name begins so, with or without "gen-".
+
+    Raises:
+        StoreError: None, or several.
+    """
+    found = [one for one in report.generations if one.name.startswith((text, f"gen-{text}"))]
+    if len(found) != 1:
+        known = ", ".join(one.name for one in found or report.generations) or "none"
+        problem = "is ambiguous" if found else "is not there"
+        raise StoreError(f"generation {text!r} {problem}; candidates: {known}")
+    return found[0]
+
+
+def contents(path: Path) -> Contents:
+    """Read the heads of all records of a generation.
+
+    Raises:
+        StoreError: It cannot be opened.
+    """
+    shapes: dict[str, str] = {}
+    variants: collections.Counter[int] = collections.Counter()
+    num_damaged = 0
+    for key, record in () if is_unfinished(path) else _records(path):
+        if isinstance(record, RecordError):
+            num_damaged += 1
+            continue
+        variants[_sample(key)[1]] += 1
+        for position in range(len(record.payload)):
+            field, _ = record.field(position)
+            text = str(field).removeprefix(f"{field.name}: ")
+            shapes[field.name] = text if shapes.get(field.name, text) == text else "varies"
+    return Contents(shapes, dict(sorted(variants.items())), num_damaged)
+
+
+def _glance(path: Path) -> GenerationReport:
+    damage = "set aside: it could not be opened" if path.name.startswith(SET_ASIDE) else None
+    manifest, note, num_samples, totals = None, None, 0, Totals()
+    try:
+        manifest = Manifest.read(path)
+        manifest.check_current()
+        if not is_unfinished(path):
+            with inspected(path) as view:
+                num_samples, totals = view.num_records, view.totals()
+    except DamagedError as error:
+        damage = damage or (None if is_unfinished(path) else str(error))
+    except (StoreError, OSError) as error:  # of now, or not ours
+        note = str(error)
+    boundary = manifest.fields.get("boundary") if manifest is not None else None
+    return GenerationReport(
+        path.name,
+        boundary if isinstance(boundary, str) else None,
+        num_samples,
+        directory_bytes(path),
+        totals.raw_bytes,
+        totals.stored_bytes,
+        totals.error.relative_rms,
+        None if totals.codec is None else totals.codec.label,
+        math.nan if manifest is None else manifest.created,
+        last_use(path),
+        in_use_elsewhere(path),
+        damage,
+        note,
+    )
+
+
+def _records(path: Path) -> Iterator[tuple[bytes, Record | RecordError]]:
+    try:
+        with inspected(path) as view:
+            yield from view.records()
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One record that cannot be read."""
+
+    generation: str
+    sample: str
+    """The sample's ID, or the key where the ID cannot be told."""
+    reason: str
+
+
+class Verified(NamedTuple):
+    """One generation, checked."""
+
+    num_records: int
+    damage: list[Damage]
+
+
+def verify(path: Path) -> Verified:
+    """Check and decode every record of a generation.
+
+    Raises:
+        StoreError: It cannot be told: a file is not ours, or cannot be opened now.
+        OSError: The disk cannot be read.
+    """
+    num_records, damage = 0, list[Damage]()
+    try:
+        if is_unfinished(path) or Manifest.read(path).format < FORMAT:
+            return Verified(0, damage)
+        with inspected(path) as view:
+            # What another process writes to, it has looked at, and is not at rest.
+            if not in_use_elsewhere(path) and (problem := view.tree_problem()):
+                return Verified(0, [Damage(path.name, "?", problem)])
+            coder = Coder()
+            for key, record in view.records():
+                num_records += 1
+                try:
+                    _decode(record, coder)
+                except ValueError as error:  # a RecordError is one
+                    sample, variant = _sample(key)
+                    shown = f"{sample} (variant {variant})" if variant else sample
+                    damage.append(Damage(path.name, shown, str(error)))
+    except GoneError:
+        pass
+    except (DamagedError, OSError) as error:
+        if os.path.lexists(path):  # else it was removed just now
+            damage.append(Damage(path.name, "?", str(error)))
+    return Verified(num_records, damage)
+
+
+def _decode(record: Record | RecordError, coder: Coder) -> None:
+    if isinstance(record, RecordError):
+        raise record
+    for position in range(len(record.payload)):
+        record.value(position, coder)
+
+
+def _sample(key: bytes) -> tuple[str, int]:
+    """Return what a sample is called, and which variant of it this is."""
+    try:
+        sample_id, variant = decode_key(key)
+    except ValueError:
+        return key.hex(), 0
+    return key.hex() if sample_id is None else repr(sample_id), variant
 
 
 def ls(options: argparse.Namespace, report: CacheReport) -> int:
@@ -87,7 +326,7 @@ def show(options: argparse.Namespace, report: CacheReport) -> int:
     one = find_generation(report, options.generation)
     path = report.directory / one.name
     manifest, inside = Manifest.read(path), contents(path)
-    state = DAMAGED if "damaged" in inside.codecs else HEALTHY
+    state = DAMAGED if inside.num_damaged else HEALTHY
     drawn = draws_noted(report.directory, manifest.fields)
     if options.json:
         told = {"fields": dict(manifest.fields), "contents": dataclasses.asdict(inside)}
@@ -102,7 +341,6 @@ def show(options: argparse.Namespace, report: CacheReport) -> int:
     for title, pairs in (
         ("made from", {name: json.dumps(value) for name, value in manifest.fields.items()}),
         ("holds", inside.fields),
-        ("codecs", {name: f"{count:,} records" for name, count in inside.codecs.items()}),
         ("draws", {str(one): f"{count:,} records" for one, count in inside.variants.items()}),
     ):
         print(title)
@@ -120,8 +358,8 @@ def verify_all(options: argparse.Namespace, report: CacheReport) -> int:
     if options.generation is not None:
         chosen = (find_generation(report, options.generation),)
     found = [verify(report.directory / one.name) for one in chosen]
-    damage = [each for one in found for each in one.damage]
-    records = sum(one.num_records for one in found)
+    damage = [each for _, inside in found for each in inside]
+    records = sum(count for count, _ in found)
     if options.json:
         told = [dataclasses.asdict(each) for each in damage]
         print_json({"healthy": not damage, "records": records, "damage": told})
@@ -220,10 +458,6 @@ def _remove(
 
 def _generation_json(one: GenerationReport) -> dict[str, Any]:
     return {**dataclasses.asdict(one), "ratio": one.ratio}
-
-
-STREAM = "-"
-"""Stands for standard input or output."""
 
 
 def pack(options: argparse.Namespace, report: CacheReport) -> int:

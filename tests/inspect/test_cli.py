@@ -83,8 +83,8 @@ def test_show_tells_contents_and_what_it_was_made_from(filled, capsys):
     assert "scalar, text or bytes" in shown.out
     assert '"train"' in shown.out
     code, report = ask_json(capsys, filled, "show", name)
-    assert report["contents"]["codecs"] == {"zstd": report["num_samples"]}
     assert report["contents"]["variants"] == {"0": report["num_samples"]}
+    assert (report["codec"], report["contents"]["num_damaged"]) == ("zstd", 0)
 
 
 def test_an_unknown_generation_is_a_bad_argument_and_names_the_known(filled, capsys):
