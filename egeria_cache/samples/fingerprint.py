@@ -22,8 +22,16 @@ from torch import Tensor
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import flatten
 from egeria_cache.kinds import kind_name
-from egeria_cache.samples.content import PLAIN, array_print, plain_print, tensor_print
-from egeria_cache.samples.portrait import Glance, Portrait, is_below, portrait
+from egeria_cache.pystate import (
+    PLAIN,
+    Glance,
+    Portrait,
+    array_print,
+    is_below,
+    plain_print,
+    portrait,
+    tensor_print,
+)
 from egeria_cache.threads import without_modes
 
 NUM_SAMPLES = 32

@@ -20,6 +20,7 @@ from torch.utils.data import get_worker_info
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import Axis, SampleId, find_lists, flatten, sample_seed
+from egeria_cache.pystate import Kept, deciding, unmoved
 from egeria_cache.samples.collation import (
     NOWHERE,
     Places,
@@ -28,7 +29,6 @@ from egeria_cache.samples.collation import (
     own_lengths,
 )
 from egeria_cache.samples.company import Company, Told
-from egeria_cache.samples.counters import Kept, deciding, unmoved
 from egeria_cache.samples.fingerprint import Look, look, sample_print
 from egeria_cache.samples.generators import GENERATORS, preserved
 from egeria_cache.threads import in_turns

@@ -28,9 +28,9 @@ from egeria_cache.batch import (
     take_rows,
     unwrap,
 )
+from egeria_cache.pystate import Kept
 from egeria_cache.samples.aside import Aside
 from egeria_cache.samples.content import same_values
-from egeria_cache.samples.counters import Kept
 from egeria_cache.samples.draws import Clock, Draws
 from egeria_cache.samples.fingerprint import Fingerprint, Look
 from egeria_cache.samples.generators import preserved

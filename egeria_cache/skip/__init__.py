@@ -11,6 +11,7 @@ keeps and replays what was proved (`book`, `passes` > `runs` > `recipe`), and na
 user's modules, and holds the frozen ones in inference mode (`frozen`).
 """
 
+from egeria_cache.pystate import RandomState
 from egeria_cache.skip.engine import MAX_CHAINS, Filled, SkipEngine, SkipHost
 from egeria_cache.skip.model.attach import (
     CallError,
@@ -23,7 +24,6 @@ from egeria_cache.skip.prove.evidence import leaves_behind
 from egeria_cache.skip.prove.places import Candidate, candidates
 from egeria_cache.skip.serve.compare import same_rows
 from egeria_cache.skip.serve.cut import Cut, Step
-from egeria_cache.skip.state.remembered import RandomState
 from egeria_cache.skip.state.surroundings import what_code_keeps
 
 __all__ = [

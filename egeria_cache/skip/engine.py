@@ -22,6 +22,7 @@ from egeria_cache.attempt import Attempt, is_beside, is_ours, without_us
 from egeria_cache.batch import Batch, Entry, batch_tensors, interleaved, unwrap
 from egeria_cache.device import Answers, uploaded
 from egeria_cache.errors import BoundaryError, PaddingError, ParallelError
+from egeria_cache.pystate import is_compiled, reached
 from egeria_cache.skip.model import calls
 from egeria_cache.skip.model.attach import (
     AttachedForward,
@@ -44,7 +45,6 @@ from egeria_cache.skip.serve.invocation import WANTS_GRADIENT, Invocation
 from egeria_cache.skip.serve.recipe import Recipe
 from egeria_cache.skip.serve.thaw import ThawWatch
 from egeria_cache.skip.serve.unread import MAX_WATCHED, awaits_proof, watched
-from egeria_cache.skip.state.code import reached
 from egeria_cache.skip.state.content import ContentHash
 from egeria_cache.skip.state.guards import SEEN_LATE, PrefixGuard
 from egeria_cache.skip.state.hooks import hook_of_training
@@ -189,7 +189,7 @@ class SkipEngine:
         self._method = method
         self._scout: Scout | None = None
         self._attached: AttachedForward | None = None
-        self._compiled = calls.is_compiled(model)
+        self._compiled = is_compiled(model)
         self._is_traced = False
         self._padding_unread = padding_unread
         self.host = host
@@ -885,7 +885,7 @@ class SkipEngine:
             return
         self._held.extend([self.model.get_submodule(name)])
         self._thaw.watch(self.model, self._held)
-        if self._compiled or calls.is_compiled(self.model):
+        if self._compiled or is_compiled(self.model):
             self._tell_refused(BoundaryError.compiled_whole(name))
         elif self._is_traced:
             self.host.note("compiled", 0.0, 0)

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
+from egeria_cache.pystate import Glance, portrait
 from egeria_cache.samples import Draws, LoaderSource
 from egeria_cache.samples.fingerprint import Fingerprint
-from egeria_cache.samples.portrait import Glance, portrait
 from tests.helpers.forked import started
 
 SCALE = 1.0

@@ -89,6 +89,8 @@ class AttachedForward(ForwardSlot):
         name: Of the method whose place it takes.
     """
 
+    is_copied = False
+
     def __init__(
         self,
         model: nn.Module,

@@ -23,14 +23,6 @@ Handler = Callable[..., Any]
 _MISSING = object()
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether calls go through torch.compile: then what is inside is not ours to patch."""
-    return (
-        module.__dict__.get("_compiled_call_impl") is not None
-        or type(module).__name__ == "OptimizedModule"
-    )
-
-
 @contextmanager
 def intercept(modules: Iterable[nn.Module], handler: Handler) -> Iterator[None]:
     """Route this thread's calls of `modules` through `handler` until the block ends."""

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from egeria_cache.skip.model.calls import intercept, is_compiled
+from egeria_cache.pystate import StandIn, entries, is_compiled
+from egeria_cache.skip.model.calls import intercept
 
 
-class ForwardSlot:
+class ForwardSlot(StandIn):
     """A stand-in for a module's `forward`, or another method, with perhaps another beneath it."""
 
     def __init__(self, module: nn.Module, name: str = "forward") -> None:
@@ -41,15 +42,6 @@ class ForwardSlot:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._own = MethodType(getattr(type(self.module), self.name), self.module)
-
-
-def entries(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the methods by which a module is entered: `forward`, and another one
-    where a cache stands in its place.
-    """
-    own = module.__dict__.items()
-    slots = ((key, value) for key, value in own if isinstance(value, ForwardSlot))
-    return ("forward", *(key for key, slot in slots if key == slot.name != "forward"))
 
 
 class AroundForward(ForwardSlot):

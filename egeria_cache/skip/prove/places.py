@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
-from egeria_cache.bytecode import names_in
+from egeria_cache.pystate import names_in, reached, stashed
 from egeria_cache.skip.model.calls import CallRecord, Recorder, intercept
 from egeria_cache.skip.prove.evidence import leaves_behind
 from egeria_cache.skip.prove.rehearsal import patchable
-from egeria_cache.skip.state.code import reached
-from egeria_cache.skip.state.remembered import stashed
 
 
 @dataclass(frozen=True, slots=True)

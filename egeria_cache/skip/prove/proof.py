@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.errors import BatchError, BoundaryError
+from egeria_cache.pystate import RandomState
 from egeria_cache.skip.prove.evidence import (
     Evidence,
     Recomputed,
@@ -44,7 +45,6 @@ from egeria_cache.skip.serve.placeholder import Source
 from egeria_cache.skip.serve.recipe import Recipe, Slot, StepPlan, Unavailable
 from egeria_cache.skip.serve.trace import Named, PrefixTrace, known_tensors
 from egeria_cache.skip.state.hooks import has_user_hooks_inside
-from egeria_cache.skip.state.remembered import RandomState
 
 _MAX_ALONE = 8
 """Samples that are run alone where the prefix branches on values."""

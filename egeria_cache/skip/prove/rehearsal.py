@@ -30,7 +30,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from egeria_cache.attempt import Attempt
 from egeria_cache.device import synchronize
 from egeria_cache.errors import BoundaryError, ParallelError
-from egeria_cache.skip.model.calls import CallRecord, Recorder, is_compiled
+from egeria_cache.pystate import RandomState, is_compiled
+from egeria_cache.skip.model.calls import CallRecord, Recorder
 from egeria_cache.skip.model.frozen import FrozenPrefix, mode_asked_for
 from egeria_cache.skip.model.fsdp import cut_otherwise
 from egeria_cache.skip.prove.evidence import Evidence, arguments, distinct, trainable
@@ -40,7 +41,6 @@ from egeria_cache.skip.serve.invocation import Invocation
 from egeria_cache.skip.serve.passes import wants_grad
 from egeria_cache.skip.serve.recipe import Recipe, Slot
 from egeria_cache.skip.state.hooks import hook_of_training
-from egeria_cache.skip.state.remembered import RandomState
 from egeria_cache.skip.state.surroundings import Surroundings, World
 from egeria_cache.skip.state.weights import Weights
 from egeria_cache.threads import in_turns, uncollected

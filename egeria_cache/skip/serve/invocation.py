@@ -42,7 +42,7 @@ from egeria_cache.batch import (
     take_rows,
 )
 from egeria_cache.device import autocast_kinds
-from egeria_cache.skip.state.content import digest, is_content
+from egeria_cache.pystate import digest, is_content
 
 PLAIN = (bool, int, float, str, bytes, type(None))
 _ONE_LEAF = frozenset({Tensor, *PLAIN})

@@ -19,6 +19,7 @@ from egeria_cache.attempt import Attempt, is_ours
 from egeria_cache.batch import Lengths
 from egeria_cache.device import runs_late, synchronize
 from egeria_cache.errors import BoundaryError
+from egeria_cache.pystate import RandomState, Remembered
 from egeria_cache.skip.model.calls import intercept
 from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import TensorSpec
@@ -26,7 +27,6 @@ from egeria_cache.skip.serve.invocation import Invocation, plain
 from egeria_cache.skip.serve.placeholder import Placeholder, Scene, Source
 from egeria_cache.skip.serve.recipe import Recipe, Slot, StepPlan, Unavailable
 from egeria_cache.skip.state.quiet import quietly
-from egeria_cache.skip.state.remembered import RandomState, Remembered
 
 
 def wants_grad(step: int, leaves: Sequence[Any]) -> set[Slot]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from egeria_cache.skip.state.code import Code
+from egeria_cache.pystate import Code
 from egeria_cache.skip.state.content import ContentHash, ContentProbe, pointer, version
 from egeria_cache.skip.state.watch import StateWatch
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from egeria_cache.skip.state.foreign import is_library
+from egeria_cache.pystate import is_library
 
 _SLOTS = ("_forward_hooks", "_forward_pre_hooks")
 

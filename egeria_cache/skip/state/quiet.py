@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from egeria_cache.errors import BoundaryError
-from egeria_cache.skip.state.foreign import is_library
+from egeria_cache.pystate import is_library
 
 _IS_BESIDE: ContextVar[bool] = ContextVar("egeria_beside", default=False)
 

@@ -16,10 +16,16 @@ from typing import Any
 import torch.nn.modules.module as registry
 from torch import nn
 
-from egeria_cache.bytecode import names_in, texts_in
-from egeria_cache.skip.model.front import entries
-from egeria_cache.skip.state.foreign import is_library, is_put_back, own_dict
-from egeria_cache.skip.state.remembered import RandomState, Remembered
+from egeria_cache.pystate import (
+    RandomState,
+    Remembered,
+    entries,
+    is_library,
+    is_put_back,
+    names_in,
+    own_dict,
+    texts_in,
+)
 from egeria_cache.skip.state.watch import watched_attributes
 
 _MAX_FUNCTIONS = 4000

@@ -21,16 +21,20 @@ import torch
 from torch import Tensor, nn
 
 from egeria_cache.attempt import Attempt, is_beside
-from egeria_cache.skip.model.front import ForwardSlot
-from egeria_cache.skip.model.fsdp import is_fsdps, marks
-from egeria_cache.skip.state.code import (
+from egeria_cache.pystate import (
     Code,
     bases_of,
+    describe,
+    digest,
     has_settings,
     in_class,
+    is_library,
+    outside_state,
+    own_dict,
+    own_slots,
 )
-from egeria_cache.skip.state.content import describe, digest
-from egeria_cache.skip.state.foreign import is_library, outside_state, own_dict, own_slots
+from egeria_cache.skip.model.front import ForwardSlot
+from egeria_cache.skip.model.fsdp import is_fsdps, marks
 
 _MAX_VALUES = 20_000
 """Values inside of containers and objects that are laid out; beyond it they are not looked into."""

@@ -48,9 +48,9 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.hooks import RemovableHandle
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.bytecode import names_in, texts_in
 from egeria_cache.kinds import LIBRARIES, home, is_installed, kind_name
-from egeria_cache.samples import content
+from egeria_cache.pystate import prints as content
+from egeria_cache.pystate.bytecode import names_in, texts_in
 
 MAX_NODES = 20_000
 """Objects that are looked at; what lies beyond is left out."""

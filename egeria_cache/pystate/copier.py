@@ -27,17 +27,16 @@ from torch.nn.parameter import is_lazy
 
 from egeria_cache.device import runs_late
 from egeria_cache.errors import BoundaryError
-from egeria_cache.skip.model.attach import AttachedForward
-from egeria_cache.skip.model.calls import is_compiled
-from egeria_cache.skip.model.front import ForwardSlot
-from egeria_cache.skip.state.foreign import (
+from egeria_cache.pystate.foreign import (
     ATOMS,
     MEMORY,
+    StandIn,
+    is_compiled,
     is_foreign,
     is_outside,
     own_dict,
     slot_names,
-)  # fmt: skip
+)
 
 _MAX_OBJECTS = 300_000
 _MAX_BYTES = 2 << 30
@@ -350,13 +349,13 @@ class Copier:
 
     def _method(self, value: types.MethodType) -> Any:
         owner = value.__self__
-        if isinstance(owner, AttachedForward):  # a rehearsal runs the model's own
+        if isinstance(owner, StandIn) and not owner.is_copied:  # a rehearsal runs the model's own
             return self(owner)
         new = self(owner)
         return value if new is owner else types.MethodType(self(value.__func__), new)
 
-    def _attached(self, value: AttachedForward) -> Any:
-        return self(value.__wrapped__)
+    def _our_own(self, value: StandIn) -> Any:
+        return self._object(value) if value.is_copied else self(value.__wrapped__)
 
     def _builtin_method(self, value: types.BuiltinMethodType) -> Any:
         owner = value.__self__
@@ -379,7 +378,7 @@ class Copier:
         known = self.pairs.get(id(value))
         if known is not None:
             return known[1]
-        return self(value) if isinstance(value, ForwardSlot) else self._object(value)
+        return self(value) if isinstance(value, StandIn) else self._object(value)
 
     # ---- what else there is -------------------------------------------------------------------
 
@@ -495,10 +494,9 @@ _MAKERS: dict[type, Callable[[Copier, Any], Any]] = {
     weakref.WeakKeyDictionary: Copier._weak_mapping,
     weakref.WeakValueDictionary: Copier._weak_mapping,
     weakref.WeakSet: Copier._weak_set,
-    AttachedForward: Copier._attached,
 }
 _FAMILIES: tuple[tuple[type, Callable[[Copier, Any], Any]], ...] = (
-    (ForwardSlot, Copier._object),
+    (StandIn, Copier._our_own),
     (nn.Module, Copier._module),
     (Tensor, Copier._tensor),
     (np.ndarray, Copier._array),

@@ -26,12 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from egeria_cache.device import random_states, seed_everywhere, set_random_states
-from egeria_cache.skip.model.attach import AttachedForward
-from egeria_cache.skip.model.front import ForwardSlot
-from egeria_cache.skip.state.copier import Copier
-from egeria_cache.skip.state.foreign import (
+from egeria_cache.pystate.copier import Copier
+from egeria_cache.pystate.foreign import (
     ATOMS,
     MEMORY,
+    StandIn,
     is_foreign,
     is_library,
     is_outside,
@@ -191,7 +190,7 @@ class Remembered:
             return content.values()
         if isinstance(value, types.MethodType | types.BuiltinMethodType | types.MethodWrapperType):
             return (value.__self__,)
-        if isinstance(value, AttachedForward):
+        if isinstance(value, StandIn) and not value.is_copied:
             return (value.before,)
         if isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState):
             self._contents.append((value, _state_of(value)))
@@ -219,7 +218,7 @@ class Remembered:
             return value
         if isinstance(value, tuple | frozenset):
             return value
-        if is_foreign(value) and not (isinstance(value, ForwardSlot) or is_put_back(value)):
+        if is_foreign(value) and not (isinstance(value, StandIn) or is_put_back(value)):
             return ()
         own, slots = dict(own_dict(value) or {}), own_slots(value)
         if own_dict(value) is not None or slots:

@@ -14,6 +14,7 @@ import random
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from contextvars import ContextVar
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -67,6 +68,39 @@ _LIBRARIES = sys.stdlib_module_names | {
     "transformers",
 }  # fmt: skip
 _SINGLES = (random._inst, np.random.mtrand._rand, torch.default_generator)
+
+
+class StandIn:
+    """Stands on a module in place of a method of its own: what we have put there."""
+
+    is_copied = True
+    """Whether a copy of the module has one, too; else what is beneath stands there."""
+    module: nn.Module
+    name: str
+    before: Callable[..., Any] | None
+    """What stood there; None where it was the class's own method."""
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """What is beneath."""
+        raise NotImplementedError
+
+
+def entries(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the methods by which a module is entered: `forward`, and another one
+    where a cache stands in its place.
+    """
+    own = module.__dict__.items()
+    slots = ((key, value) for key, value in own if isinstance(value, StandIn))
+    return ("forward", *(key for key, slot in slots if key == slot.name != "forward"))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls go through torch.compile: then what is inside is not ours to patch."""
+    return (
+        module.__dict__.get("_compiled_call_impl") is not None
+        or type(module).__name__ == "OptimizedModule"
+    )
 
 
 def is_settings(value: Any) -> bool:

@@ -30,8 +30,7 @@ from torch import Tensor, nn
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.kinds import home
-from egeria_cache.samples.content import PLAIN
-from egeria_cache.samples.portrait import (
+from egeria_cache.pystate.look import (
     attributes,
     globals_of,
     is_filled,
@@ -39,6 +38,7 @@ from egeria_cache.samples.portrait import (
     is_training,
     is_users,
 )
+from egeria_cache.pystate.prints import PLAIN
 
 _AHEAD = 1, 12, 130, 777, 12_345, 1_234_567
 """Of no common period."""

@@ -27,11 +27,11 @@ import numpy as np
 import xxhash
 from torch import Tensor, nn
 
-from egeria_cache.bytecode import Names, names_in
 from egeria_cache.kinds import is_installed
-from egeria_cache.skip.model.front import entries
-from egeria_cache.skip.state.content import describe
-from egeria_cache.skip.state.foreign import (
+from egeria_cache.pystate.bytecode import Names, names_in
+from egeria_cache.pystate.content import describe
+from egeria_cache.pystate.foreign import (
+    entries,
     is_foreign,
     is_library,
     outside_state,

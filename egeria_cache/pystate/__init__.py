@@ -1,0 +1,72 @@
+"""What Python values are: what they consist of, what they hold, copies of them, and the code in it.
+
+Owns the one list of what is foreign, opaque, or an atom (`foreign.py`). It runs no code of the
+user's, and knows nothing of models that are cached or of stores: whoever asks (the content address,
+the guards, the dry run, the data set's fingerprint) says what to look at.
+
+`content` and `look` digest, `remembered` and `counters` keep what was and put it back or ahead,
+`copier` copies, `code` follows functions by the names that they read (`bytecode`).
+"""
+
+from egeria_cache.pystate.bytecode import attributes_of, names_in, texts_in
+from egeria_cache.pystate.code import Code, bases_of, has_settings, in_class, reached
+from egeria_cache.pystate.content import describe, digest, is_content, tensor_digest
+from egeria_cache.pystate.copier import Copier, is_shared
+from egeria_cache.pystate.counters import Kept, deciding, unmoved
+from egeria_cache.pystate.foreign import (
+    StandIn,
+    entries,
+    is_compiled,
+    is_foreign,
+    is_library,
+    is_put_back,
+    is_settings,
+    outside_state,
+    own_dict,
+    own_slots,
+)
+from egeria_cache.pystate.look import Glance, Portrait, is_below, portrait
+from egeria_cache.pystate.prints import PLAIN, array_print, plain_print, tensor_print
+from egeria_cache.pystate.remembered import Moved, RandomState, Remembered, stashed
+
+__all__ = [
+    "PLAIN",
+    "Code",
+    "Copier",
+    "Glance",
+    "Kept",
+    "Moved",
+    "Portrait",
+    "RandomState",
+    "Remembered",
+    "StandIn",
+    "array_print",
+    "attributes_of",
+    "bases_of",
+    "deciding",
+    "describe",
+    "digest",
+    "entries",
+    "has_settings",
+    "in_class",
+    "is_below",
+    "is_compiled",
+    "is_content",
+    "is_foreign",
+    "is_library",
+    "is_put_back",
+    "is_settings",
+    "is_shared",
+    "names_in",
+    "outside_state",
+    "own_dict",
+    "own_slots",
+    "plain_print",
+    "portrait",
+    "reached",
+    "stashed",
+    "tensor_digest",
+    "tensor_print",
+    "texts_in",
+    "unmoved",
+]
