@@ -40,7 +40,8 @@ from egeria_cache.cache import host, port
 from egeria_cache.gate import policy
 from egeria_cache.loader import assembly, one_pass, plan
 from egeria_cache.skip import engine
-from egeria_cache.skip.serve import book, invocation, passes, placeholder
+from egeria_cache.skip.serve import call, placeholder, replay
+from egeria_cache.skip.serve.plan import RecipeBook
 
 STOP = 8
 """Layers of nine that are frozen."""
@@ -66,18 +67,18 @@ NAMED = (
     ("the rest of next()", one_pass.Pass, "__next__"),
     ("gate: timing of whole steps", port.LoaderPort, "note_step"),
     ("gate: timing of whole steps", policy.ServingPolicy, "_judge"),
-    ("taking the call apart", invocation.Invocation, "of"),
-    ("taking the call apart", invocation.Invocation, "key"),
+    ("taking the call apart", call.Invocation, "of"),
+    ("taking the call apart", call.Invocation, "key"),
     ("guards", engine.SkipEngine, "_look"),
-    ("finding the recipe", book.RecipeBook, "find"),
+    ("finding the recipe", RecipeBook, "find"),
     ("choosing what to audit", host.CacheHost, "audited"),
     (AUDITS, engine.SkipEngine, "_recomputed"),
     ("counting", host.CacheHost, "note"),
     ("rows of the entry", prefetch.PlannedEntry, "load"),
-    ("what a replay may have to undo", passes, "_Undo"),
-    ("skipped modules' calls", passes.ReplayRun, "__call__"),
+    ("what a replay may have to undo", replay, "_Undo"),
+    ("skipped modules' calls", replay.ReplayRun, "__call__"),
     ("the model's code on placeholders", placeholder.Placeholder, "__torch_dispatch__"),
-    ("replay", passes, "replay"),
+    ("replay", replay, "replay"),
     ("the rest of the engine", engine.SkipEngine, "_called_with"),
 )
 

@@ -99,7 +99,7 @@ MUTATIONS = {
         caught_by="tests/hostile/test_data.py",
     ),
     "autocast is not part of a signature": Mutation(
-        file="egeria_cache/skip/serve/invocation.py",
+        file="egeria_cache/skip/serve/call.py",
         old="        return (self.layout, tuple(leaves), mode_key())\n",
         new="        return (self.layout, tuple(leaves))\n",
         caught_by="tests/skip/test_modes.py tests/hostile/test_prefix_values.py",

@@ -6,19 +6,14 @@ serves comes from a batch's `Entry`.
 
 `engine.py` is the whole way of a batch through the model. Below it, each importing only those that
 follow: `prove` finds a cut and proves it (`rehearsal` > `proof` > `probe`, `evidence`); `serve`
-keeps and replays what was proved (`book`, `passes` > `runs` > `recipe`), and names it for ever
+keeps and replays what was proved (`replay` > `plan` > `call`), and names it for ever
 (`address`); `state` says whether the prefix is still what it was (`guards`); `model` takes over the
 user's modules, and holds the frozen ones in inference mode (`frozen`).
 """
 
 from egeria_cache.pystate import RandomState
 from egeria_cache.skip.engine import MAX_CHAINS, Filled, SkipEngine, SkipHost
-from egeria_cache.skip.model.attach import (
-    CallError,
-    inner_model,
-    module_named,
-    ordinary_arguments,
-)
+from egeria_cache.skip.model.attach import CallError, inner_model, module_named, ordinary_arguments
 from egeria_cache.skip.model.frozen import FrozenPrefix
 from egeria_cache.skip.prove.evidence import leaves_behind
 from egeria_cache.skip.prove.places import Candidate, candidates

@@ -32,19 +32,17 @@ from egeria_cache.skip.model.attach import (
     module_named,
     user_line,
 )
-from egeria_cache.skip.model.frozen import FrozenPrefix, tell_modes
+from egeria_cache.skip.model.frozen import FrozenPrefix, ThawWatch, tell_modes
 from egeria_cache.skip.model.fsdp import Front, ShardedFront, cut_otherwise, states_in
 from egeria_cache.skip.prove.auto import AutoBoundary
 from egeria_cache.skip.prove.rehearsal import Outcome, Rehearsal
-from egeria_cache.skip.serve import passes
+from egeria_cache.skip.serve import replay
 from egeria_cache.skip.serve.address import Addresses, address, prefix_tensors
-from egeria_cache.skip.serve.book import RecipeBook
+from egeria_cache.skip.serve.call import WANTS_GRADIENT, Invocation
 from egeria_cache.skip.serve.compare import gap, tolerance
 from egeria_cache.skip.serve.cut import Cut
-from egeria_cache.skip.serve.invocation import WANTS_GRADIENT, Invocation
-from egeria_cache.skip.serve.recipe import Recipe
-from egeria_cache.skip.serve.thaw import ThawWatch
-from egeria_cache.skip.serve.unread import MAX_WATCHED, awaits_proof, watched
+from egeria_cache.skip.serve.dynamic_shapes import MAX_WATCHED, awaits_proof, watched
+from egeria_cache.skip.serve.plan import Recipe, RecipeBook
 from egeria_cache.skip.state.content import ContentHash
 from egeria_cache.skip.state.guards import SEEN_LATE, PrefixGuard
 from egeria_cache.skip.state.hooks import hook_of_training
@@ -438,7 +436,7 @@ class SkipEngine:
         """Compute a call plainly, and tell the host how long its frozen front takes."""
         assert self.boundary is not None
         front = self.model.get_submodule(self.boundary)
-        output, front_s, forward_s = passes.timed(self._once, front, call)
+        output, front_s, forward_s = replay.timed(self._once, front, call)
         self.host.timed(call.batch, front_s, forward_s)
         return output
 
@@ -466,7 +464,7 @@ class SkipEngine:
                 return self._plainly(call)
             outcome = self._rehearsed(call, [])
         recipe, plainly = outcome.recipe, time.perf_counter()
-        output, capture = passes.full(self._once, recipe, call)
+        output, capture = replay.full(self._once, recipe, call)
         started += time.perf_counter() - plainly
         if recipe.free:
             self._free[call.layout] = self._free.get(call.layout, recipe.free) & recipe.free
@@ -478,7 +476,7 @@ class SkipEngine:
             self.host.uncached("no call came with the arguments of one before it", _AS_THEY_COME)
         rows = capture.rows()
         why = capture.deviation
-        if rows is not None and not passes.alike(rows, outcome.rows):
+        if rows is not None and not replay.alike(rows, outcome.rows):
             rows, why = None, "it gives other results than a copy of the model"
         self._captured(recipe, call, None, rows)
         output = self._watched(recipe, call, output)
@@ -555,14 +553,14 @@ class SkipEngine:
         missing = np.ones(call.batch.size, bool) if entry is None else ~entry.hit
         if missing.any():
             inputs = call.plain() if missing.all() else None
-            fresh = passes.prefix(self._forward, recipe, call, missing, inputs)
+            fresh = replay.prefix(self._forward, recipe, call, missing, inputs)
             self._settle(recipe)
             self._captured(recipe, call, None if missing.all() else missing, fresh)
         raise Filled
 
     def _miss(self, recipe: Recipe, call: Invocation) -> Any:
         """Compute every row, and hand what crosses the boundary to the host."""
-        output, capture = passes.full(self._once, recipe, call)
+        output, capture = replay.full(self._once, recipe, call)
         self._settle(recipe)
         self._captured(recipe, call, None, capture.rows())
         output = self._watched(recipe, call, output)
@@ -597,7 +595,7 @@ class SkipEngine:
         loaded = call.batch.load_rows(mask)
         if not self.host.audit_leaves(call.batch, mask, loaded):
             return False
-        fresh = passes.prefix(self._forward, source, call, mask, call.again(mask, loaded))
+        fresh = replay.prefix(self._forward, source, call, mask, call.again(mask, loaded))
         rows = torch.from_numpy(np.flatnonzero(mask[entry.hit]))
         growth, lengths = source.row_growth(), call.batch.lengths
         for name, computed in fresh.items():
@@ -628,7 +626,7 @@ class SkipEngine:
     ) -> dict[str, Tensor]:
         """Run the prefix on the misses alone, and merge the rows in order."""
         missing = ~entry.hit
-        fresh = passes.prefix(self._forward, source, call, missing)
+        fresh = replay.prefix(self._forward, source, call, missing)
         self._settle(source)
         if source.boundary == self.boundary:
             self._captured(source, call, missing, fresh)
@@ -642,7 +640,7 @@ class SkipEngine:
     ) -> Any:
         """Enter at `source`'s cut; an older one than `recipe`'s fills the newer one on the way."""
         try:
-            output, rows = passes.replay(self._forward, source, recipe, call, stored)
+            output, rows = replay.replay(self._forward, source, recipe, call, stored)
         except BaseException as error:
             self._running["call"].note(error)
             raise

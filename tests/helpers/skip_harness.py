@@ -11,8 +11,8 @@ import torch
 
 from egeria_cache.batch import Batch, BatchTensor, without_data
 from egeria_cache.skip.engine import SkipEngine
-from egeria_cache.skip.serve import passes
-from egeria_cache.skip.serve.invocation import Invocation
+from egeria_cache.skip.serve import replay
+from egeria_cache.skip.serve.call import Invocation
 
 
 @dataclass
@@ -162,7 +162,7 @@ def ways(monkeypatch):
     taken = []
 
     def noting(way):
-        run = getattr(passes, way)
+        run = getattr(replay, way)
 
         def wrapped(forward, recipe, *args):
             call = next(arg for arg in args if isinstance(arg, Invocation))
@@ -173,7 +173,7 @@ def ways(monkeypatch):
         return wrapped
 
     for way in ("full", "prefix", "replay"):
-        monkeypatch.setattr(passes, way, noting(way))
+        monkeypatch.setattr(replay, way, noting(way))
     return taken
 
 

@@ -16,10 +16,9 @@ from egeria_cache.batch import Axis, Lengths, Padding, flatten, is_faithful
 from egeria_cache.batch.structure import PerSample, find_lists
 from egeria_cache.ragged import PaddedRows, blank, pad_rows, widen
 from egeria_cache.samples.collation import find_padding
-from egeria_cache.skip.serve.invocation import Invocation
-from egeria_cache.skip.serve.padded import OutputAxis, Rule
-from egeria_cache.skip.serve.recipe import Growth
-from egeria_cache.skip.serve.unread import watched
+from egeria_cache.skip.serve.call import Invocation
+from egeria_cache.skip.serve.dynamic_shapes import Growth, OutputAxis, watched
+from egeria_cache.skip.serve.padded import Rule
 from egeria_cache.store.records.record import Rows
 from tests.helpers.sentences import pad_by_eights, pad_left, pad_right
 

@@ -12,8 +12,7 @@ from torch import nn
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.serve.compare import difference, same_content, tolerance
 from egeria_cache.skip.serve.cut import TensorSpec
-from egeria_cache.skip.serve.placeholder import Escape, Placeholder, Scene, Source
-from egeria_cache.skip.serve.recipe import Unavailable
+from egeria_cache.skip.serve.placeholder import Escape, Placeholder, Scene, Source, Unavailable
 from egeria_cache.skip.state.content import ContentHash
 from egeria_cache.skip.state.guards import PrefixGuard
 

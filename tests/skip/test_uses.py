@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from egeria_cache.skip.serve.invocation import Invocation
+from egeria_cache.skip.serve.call import Invocation
 from tests.helpers.skip_harness import Harness, assert_same, assert_same_run, freeze, step
 
 G = torch.Generator().manual_seed(1)

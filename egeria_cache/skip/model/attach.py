@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from egeria_cache.batch import BatchTensor, unwrap
 from egeria_cache.errors import BoundaryError, EgeriaError
-from egeria_cache.skip.model.front import ForwardSlot
+from egeria_cache.skip.model.calls import ForwardSlot
 
 _WRAPPERS = frozenset(
     {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}

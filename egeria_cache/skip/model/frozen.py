@@ -5,7 +5,8 @@ statistics then move, and every stored activation is stale. `FrozenPrefix` gives
 holds a `train` of its own, which notes what was asked for and leaves the module in inference mode.
 It is an ordinary picklable attribute: a copy of the model (`copy.deepcopy`, `torch.save`) is held
 like the original, just as it keeps `requires_grad=False`; `FrozenPrefix.thaw(copy)` lets it go.
-`state_dict` never sees it. Code of the modules around the boundary is held by `front.py`.
+`state_dict` never sees it. Code of the modules around the boundary is held by
+`calls.AroundForward`.
 
 What that changes is said once (`tell_modes`).
 """
@@ -17,13 +18,17 @@ from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from types import TracebackType
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from egeria_cache.skip.model.front import AroundForward, hold_around, let_go_around, thaw_around
+from egeria_cache.skip.model.calls import AroundForward, hold_around, let_go_around, thaw_around
 
 _is_training = attrgetter("training")
+_requires_grad = attrgetter("requires_grad")
+_MAX_WAIT = 1024
+Named = tuple[str, nn.Module | None, Tensor]
+"""(qualified name, owner, tensor)"""
 log = logging.getLogger("egeria.modes")
 
 
@@ -205,6 +210,62 @@ class FrozenPrefix:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+
+
+class ThawWatch:
+    """Watches `requires_grad` of what is frozen: 40 ns a tensor and batch."""
+
+    def __init__(self) -> None:
+        self._watched: dict[int, tuple[str, Tensor]] = {}
+        self._tensors: list[Tensor] = []
+        self._thawed: list[Tensor] = []
+        self._wait = self._num_still = 0
+
+    def watch(self, model: nn.Module, held: FrozenPrefix, reads: Iterable[Named] = ()) -> None:
+        """Watch the frozen parameters of all held modules, and what code around them reads."""
+        found = [
+            (f"{name}.{key}" if name else key, tensor)
+            for name, module in model.named_modules()
+            if module in held
+            for key, tensor in module._parameters.items()
+            if tensor is not None
+        ]
+        found += [(name, tensor) for name, _, tensor in reads]
+        self._watched = {id(t): (name, t) for name, t in found if not t.requires_grad}
+        self._tensors = [tensor for _, tensor in self._watched.values()]
+
+    def is_due(self) -> bool:
+        """Whether a tensor is to be trained from now on."""
+        return any(map(_requires_grad, self._tensors))
+
+    def thawed(self) -> str | None:
+        """Name a tensor that is to be trained from now on; it is no longer watched then."""
+        if not any(map(_requires_grad, self._tensors)):
+            return None
+        moved = [tensor for tensor in self._tensors if tensor.requires_grad]
+        name = self._watched[id(moved[0])][0]
+        self._thawed += moved
+        self._tensors = [tensor for tensor in self._tensors if not tensor.requires_grad]
+        # Who thaws and freezes in turns (a generator and its critic) is waited for ever longer.
+        self._wait, self._num_still = min(2 * self._wait + 1, _MAX_WAIT), 0
+        return name
+
+    def note(self, tensors: Iterable[Tensor]) -> None:
+        """These, which stand elsewhere meanwhile, were thawed."""
+        self._thawed += tensors
+        self._wait, self._num_still = min(2 * self._wait + 1, _MAX_WAIT), 0
+
+    def is_frozen_again(self) -> bool:
+        """Whether nothing of what was thawed has been trained for a while."""
+        if any(map(_requires_grad, self._thawed)):
+            self._num_still = 0
+            return False
+        self._num_still += 1
+        return self._num_still > self._wait
+
+    def forget(self) -> None:
+        """What was thawed before does not matter any more."""
+        self._thawed = []
 
 
 def tell_modes(model: nn.Module, held: FrozenPrefix) -> bool:

@@ -18,7 +18,7 @@ from egeria_cache.skip.prove.evidence import arguments
 from egeria_cache.skip.prove.places import frozen_places
 from egeria_cache.skip.prove.rehearsal import FEW_ROWS, patchable, rows_of
 from egeria_cache.skip.prove.twin import Twins, shared_modules
-from egeria_cache.skip.serve.invocation import Invocation
+from egeria_cache.skip.serve.call import Invocation
 from egeria_cache.skip.state.surroundings import Surroundings
 from egeria_cache.skip.state.weights import Weights
 from egeria_cache.threads import in_turns, uncollected

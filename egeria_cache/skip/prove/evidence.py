@@ -22,8 +22,8 @@ from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import Moved, RandomState
 from egeria_cache.skip.model.calls import CallRecord
 from egeria_cache.skip.prove.twin import Twin, Twins
-from egeria_cache.skip.serve.invocation import Invocation, Layout
-from egeria_cache.skip.serve.passes import PrefixDone
+from egeria_cache.skip.serve.call import Invocation, Layout
+from egeria_cache.skip.serve.replay import PrefixDone
 from egeria_cache.skip.serve.trace import PrefixTrace
 from egeria_cache.skip.state.surroundings import Surroundings, World
 

@@ -18,8 +18,8 @@ from egeria_cache.attempt import Attempt
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.prove.evidence import Evidence, Recomputed, recompute
 from egeria_cache.skip.serve.compare import difference, slice_difference, tolerance
-from egeria_cache.skip.serve.cut import TensorSpec
-from egeria_cache.skip.serve.recipe import Recipe, Slot
+from egeria_cache.skip.serve.cut import Slot, TensorSpec
+from egeria_cache.skip.serve.plan import Recipe
 from egeria_cache.skip.serve.trace import PrefixTrace
 
 _COARSE = (torch.float32, torch.float16, torch.bfloat16)

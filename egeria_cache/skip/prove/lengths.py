@@ -6,7 +6,7 @@ rule.
 
 The rest of the model makes nothing of what stands in the padding, padding itself excepted. It is
 overwritten twice, each time with something else. Where the model's output notices must be
-padding; whether the loss reads that is seen in its gradient (`serve/unread.py`).
+padding; whether the loss reads that is seen in its gradient (`serve/dynamic_shapes.py`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from egeria_cache.batch import Lengths
 from egeria_cache.errors import BoundaryError, PaddingError
 from egeria_cache.ragged import PaddedRows, blank, widen
 from egeria_cache.skip.prove.evidence import Evidence, Recomputed, recompute, take
+from egeria_cache.skip.serve.call import plain
 from egeria_cache.skip.serve.compare import difference, tolerance
-from egeria_cache.skip.serve.cut import TensorSpec
-from egeria_cache.skip.serve.invocation import plain
-from egeria_cache.skip.serve.padded import OutputAxis, Rule
-from egeria_cache.skip.serve.recipe import Growth, Recipe, Slot
-from egeria_cache.skip.serve.unread import ENOUGH, NEGLIGIBLE
+from egeria_cache.skip.serve.cut import Slot, TensorSpec
+from egeria_cache.skip.serve.dynamic_shapes import ENOUGH, NEGLIGIBLE, Growth, OutputAxis
+from egeria_cache.skip.serve.padded import Rule
+from egeria_cache.skip.serve.plan import Recipe
 
 Whole = tuple[int, ...]
 _MAX_ALONE = 8

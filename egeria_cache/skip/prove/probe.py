@@ -25,10 +25,17 @@ from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.prove.evidence import Evidence, Recomputed
 from egeria_cache.skip.prove.twin import Twin
 from egeria_cache.skip.serve.compare import difference, tolerance
-from egeria_cache.skip.serve.cut import TensorSpec
-from egeria_cache.skip.serve.passes import ReplayRun
-from egeria_cache.skip.serve.placeholder import Escape, Placeholder, Scene, Source, placeholders
-from egeria_cache.skip.serve.recipe import Recipe, Slot, Unavailable
+from egeria_cache.skip.serve.cut import Slot, TensorSpec
+from egeria_cache.skip.serve.placeholder import (
+    Escape,
+    Placeholder,
+    Scene,
+    Source,
+    Unavailable,
+    placeholders,
+)
+from egeria_cache.skip.serve.plan import Recipe
+from egeria_cache.skip.serve.replay import ReplayRun
 from egeria_cache.skip.state.hooks import has_user_hooks
 
 

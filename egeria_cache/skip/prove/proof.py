@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten
 from egeria_cache.attempt import Attempt
 from egeria_cache.errors import BatchError, BoundaryError
 from egeria_cache.pystate import RandomState
+from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.prove.evidence import (
     Evidence,
     Recomputed,
@@ -39,11 +40,11 @@ from egeria_cache.skip.prove.purity import Repeats
 from egeria_cache.skip.prove.twin import Twin
 from egeria_cache.skip.prove.uses import free_arguments, note_reads, observe, unread_tensors
 from egeria_cache.skip.serve.compare import difference, same_content, tolerance
-from egeria_cache.skip.serve.cut import Step, TensorSpec
-from egeria_cache.skip.serve.passes import ReplayRun
-from egeria_cache.skip.serve.placeholder import Source
-from egeria_cache.skip.serve.recipe import Recipe, Slot, StepPlan, Unavailable
-from egeria_cache.skip.serve.trace import Named, PrefixTrace, known_tensors
+from egeria_cache.skip.serve.cut import Slot, Step, StepPlan, TensorSpec
+from egeria_cache.skip.serve.placeholder import Source, Unavailable
+from egeria_cache.skip.serve.plan import Recipe
+from egeria_cache.skip.serve.replay import ReplayRun
+from egeria_cache.skip.serve.trace import PrefixTrace, known_tensors
 from egeria_cache.skip.state.hooks import has_user_hooks_inside
 
 _MAX_ALONE = 8

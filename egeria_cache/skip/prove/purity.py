@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import Copier, is_foreign, outside_state, own_dict, own_slots
 from egeria_cache.skip.prove.evidence import Evidence, recompute, rest
-from egeria_cache.skip.serve.recipe import Recipe
+from egeria_cache.skip.serve.plan import Recipe
 
 _NOT_STATE = frozenset({"_modules", "_parameters", "training", "train", "forward"})
 _MAX_DEPTH = 12

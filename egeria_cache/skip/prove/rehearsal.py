@@ -37,9 +37,10 @@ from egeria_cache.skip.model.fsdp import cut_otherwise
 from egeria_cache.skip.prove.evidence import Evidence, arguments, distinct, trainable
 from egeria_cache.skip.prove.proof import prove, same_rows
 from egeria_cache.skip.prove.twin import Twin, Twins, shared_modules
-from egeria_cache.skip.serve.invocation import Invocation
-from egeria_cache.skip.serve.passes import wants_grad
-from egeria_cache.skip.serve.recipe import Recipe, Slot
+from egeria_cache.skip.serve.call import Invocation
+from egeria_cache.skip.serve.cut import Slot
+from egeria_cache.skip.serve.plan import Recipe
+from egeria_cache.skip.serve.replay import wants_grad
 from egeria_cache.skip.state.hooks import hook_of_training
 from egeria_cache.skip.state.surroundings import Surroundings, World
 from egeria_cache.skip.state.weights import Weights

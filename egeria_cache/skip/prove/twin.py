@@ -21,7 +21,7 @@ from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import Copier, is_shared
 from egeria_cache.skip.model.calls import intercept
 from egeria_cache.skip.model.fsdp import is_sharded, make_local
-from egeria_cache.skip.serve.invocation import Invocation, plain
+from egeria_cache.skip.serve.call import Invocation, plain
 from egeria_cache.skip.state.quiet import quietly
 from egeria_cache.skip.state.weights import Weights
 

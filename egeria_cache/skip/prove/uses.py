@@ -17,13 +17,13 @@ from torch.nn.parameter import is_lazy
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import Beside
 from egeria_cache.pystate import attributes_of, is_compiled, is_settings, own_dict
-from egeria_cache.skip.model.front import ForwardSlot
+from egeria_cache.skip.model.calls import ForwardSlot
 from egeria_cache.skip.model.fsdp import is_sharded
 from egeria_cache.skip.prove.evidence import Evidence, Recomputed, recompute
 from egeria_cache.skip.prove.probe import scene_of
 from egeria_cache.skip.prove.twin import Twin
 from egeria_cache.skip.serve.placeholder import Placeholder, Source, placeholders
-from egeria_cache.skip.serve.recipe import Recipe
+from egeria_cache.skip.serve.plan import Recipe
 from egeria_cache.skip.serve.trace import PrefixTrace, known_tensors
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"train", "forward", "_compiled_call_impl"}

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from egeria_cache.kinds import kind_name
 from egeria_cache.pystate import Code, describe, digest
 from egeria_cache.skip.model.fsdp import casts_of
-from egeria_cache.skip.serve.invocation import PLAIN, Invocation, mode_key
-from egeria_cache.skip.serve.recipe import Recipe, Slot
+from egeria_cache.skip.serve.call import PLAIN, Invocation, mode_key
+from egeria_cache.skip.serve.cut import Slot
+from egeria_cache.skip.serve.plan import Recipe
 from egeria_cache.skip.state.content import ContentHash
 from egeria_cache.skip.state.watch import hooks_of, watched_attributes
 

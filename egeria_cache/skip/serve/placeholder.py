@@ -207,6 +207,23 @@ class Placeholder(Tensor):
         return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype}, of={origin!r})"
 
 
+class Unavailable:
+    """An object that a skipped module would have made, and whose content nobody may read."""
+
+    def __init__(self, sources: frozenset[Source]) -> None:
+        self.__dict__["_sources"] = sources
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise Escape.at(self._sources, f".{name}")
+
+    def _refuse(self, *args: Any) -> NoReturn:
+        raise Escape.at(self._sources, "the caller")
+
+    __getitem__ = __iter__ = __len__ = __bool__ = _refuse
+
+
 def innermost_module(names: Mapping[int, str], but: frozenset[int] = frozenset()) -> str | None:
     """Name the innermost module whose code is running, by a walk up the Python stack.
 

@@ -13,11 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from egeria_cache.device import random_states
+from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.serve.placeholder import innermost_module
-
-Named = tuple[str, nn.Module | None, Tensor]
-"""(qualified name, owner, tensor)"""
-
 
 _ATEN = torch.ops.aten
 _UNFOLLOWED = frozenset(

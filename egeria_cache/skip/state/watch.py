@@ -33,7 +33,7 @@ from egeria_cache.pystate import (
     own_dict,
     own_slots,
 )
-from egeria_cache.skip.model.front import ForwardSlot
+from egeria_cache.skip.model.calls import ForwardSlot
 from egeria_cache.skip.model.fsdp import is_fsdps, marks
 
 _MAX_VALUES = 20_000

@@ -1,202 +1,37 @@
 """How one cut is served: the steps of the prefix, and what becomes of each on a hit.
 
 For batches of any length: what was proved at a few lengths holds at all others. Sizes follow rules
-(`padded.py`). What crosses the boundary without depending on the samples, a table
-of positions say, is cut from a longer one where that was shown to be the same, and learnt for each
+(`dynamic_shapes.py`). What crosses the boundary without depending on the samples, a table of
+positions say, is cut from a longer one where that was shown to be the same, and learnt for each
 length where not. What cannot be told for certain is computed plainly, and told from then on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from types import FunctionType, MethodType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from egeria_cache.batch import Lengths
-from egeria_cache.skip.serve.cut import Cut, Step, TensorSpec
-from egeria_cache.skip.serve.invocation import Invocation, plain
-from egeria_cache.skip.serve.padded import OutputAxis, Proof, RowGrowth, Rule
-from egeria_cache.skip.serve.placeholder import Escape, Placeholder, Scene, Source
-from egeria_cache.skip.serve.trace import Draw, Named
+from egeria_cache.skip.model.frozen import Named
+from egeria_cache.skip.serve.call import Invocation, plain
+from egeria_cache.skip.serve.cut import Cut, Slot, Step, StepPlan, TensorSpec
+from egeria_cache.skip.serve.dynamic_shapes import MAX_LENGTHS, Growth
+from egeria_cache.skip.serve.padded import RowGrowth
+from egeria_cache.skip.serve.placeholder import Placeholder, Scene, Source, Unavailable
 from egeria_cache.skip.state.guards import PrefixGuard
 from egeria_cache.skip.state.surroundings import Surroundings
 
-Slot = tuple[int, int]
-"""(step, leaf of its output)"""
-MAX_LENGTHS = 512
-"""Lengths of batches that a recipe is kept ready for."""
-_REACH = 1.5
-"""How much longer than what was tried a batch may be."""
-Whole = tuple[int, ...]
 _is_training = attrgetter("training")
 _MAX_HELD = 256
 """Items of a container that is searched for functions."""
-
-
-class Unavailable:
-    """An object that a skipped module would have made, and whose content nobody may read."""
-
-    def __init__(self, sources: frozenset[Source]) -> None:
-        self.__dict__["_sources"] = sources
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise Escape.at(self._sources, f".{name}")
-
-    def _refuse(self, *args: Any) -> NoReturn:
-        raise Escape.at(self._sources, "the caller")
-
-    __getitem__ = __iter__ = __len__ = __bool__ = _refuse
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """One module call of the prefix."""
-
-    module: nn.Module
-    name: str
-    spec: TreeSpec
-    leaves: list[Any]
-    """Per leaf of the output: a TensorSpec, or the plain value it always has."""
-    run: bool = False
-    """Not skipped: it costs little, is trained, or has hooks of the user inside."""
-    real: bool = False
-    """Whether it must be given real inputs: somebody reads what goes on inside."""
-    cached: set[int] = field(default_factory=set)
-    """Leaves of the output that are stored with the cut."""
-    constants: dict[int, Tensor] = field(default_factory=dict)
-    """Leaves that cross the boundary but do not depend on the samples."""
-    draws: list[Draw] = field(default_factory=list)
-    """Random numbers that it draws to no effect, drawn again so that later ones are the same."""
-    single: bool = False
-    """Whether the output is one leaf."""
-    _sources: list[frozenset[Source]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.single = self.spec.is_leaf()
-
-    def sources(self, index: int) -> list[frozenset[Source]]:
-        """Name the leaves of the output as step `index`."""
-        if not self._sources:
-            self._sources = [
-                frozenset({Source("step", self.name, index, j)}) for j in range(len(self.leaves))
-            ]
-        return self._sources
-
-
-@dataclass(slots=True, eq=False)
-class Growth:
-    """What a recipe needs to know of other lengths than the one it was proved at."""
-
-    rules: dict[Slot, dict[int, Rule]]
-    """Per step and leaf of its output: dimension -> rule; of the batch's own, of its multiple."""
-    fills: Mapping[Slot, Any]
-    """Of the tensors that are cached."""
-    lefts: tuple[bool, ...]
-    """Per axis, whether samples are padded on the left."""
-    reach: Whole
-    """The longest batch that was tried, along each axis."""
-    entered: frozenset[int]
-    """Axes of leaves that the prefix reads: where others are as long, these count."""
-    cuttable: frozenset[Slot] = frozenset()
-    """Constants that are the beginning of those of longer batches."""
-    constants: dict[Whole, dict[Slot, Tensor]] = field(default_factory=dict)
-    """As they were seen at some lengths."""
-    outputs: Mapping[int, OutputAxis] = field(default_factory=dict)
-    """Leaves of the model's output that are padded."""
-    proof: Proof = field(default_factory=Proof)
-    """That the loss does not read them."""
-
-    def is_beyond(self, whole: Whole) -> bool:
-        """Whether batches of these lengths have to be studied: a model may do otherwise there."""
-        return any(n > _REACH * most for n, most in zip(whole, self.reach, strict=True))
-
-    def steps(self, known: Sequence[StepPlan], whole: Whole) -> list[StepPlan] | None:
-        """Return the steps for batches of these lengths; None if they have to be seen first."""
-        steps = []
-        for i, step in enumerate(known):
-            leaves, constants = list(step.leaves), dict(step.constants)
-            for j, spec in enumerate(leaves):
-                if (i, j) in self.rules:
-                    leaves[j] = spec.grown(self.rules[i, j], whole)
-                    if leaves[j] is None:
-                        return None
-            for j in constants:
-                value = self._constant((i, j), constants[j], leaves[j].shape, whole)
-                if value is None:
-                    return None
-                constants[j] = value
-            steps.append(replace(step, leaves=leaves, constants=constants))
-        return steps
-
-    def _constant(
-        self, slot: Slot, first: Tensor, shape: Sequence[int], whole: Whole
-    ) -> Tensor | None:
-        if slot not in self.rules:
-            return first
-        seen = [first, *(values[slot] for values in self.constants.values() if slot in values)]
-        if slot in self.cuttable:
-            longer = (v for v in seen if all(n >= m for n, m in zip(v.shape, shape, strict=True)))
-            value = next(longer, None)
-            return None if value is None else value[tuple(slice(0, size) for size in shape)]
-        return self.constants.get(whole, {}).get(slot)
-
-    def learn(
-        self,
-        steps: Sequence[StepPlan],
-        whole: Whole,
-        batch_size: int,
-        outputs: Sequence[Sequence[Any]],
-    ) -> str | None:
-        """Take in how the steps' outputs looked at these lengths; say which one no rule explains.
-
-        Args:
-            steps: The recipe's.
-            whole: The lengths of the batch.
-            batch_size: Its size.
-            outputs: The leaves of every step's output.
-        """
-        for (i, j), rules in self.rules.items():
-            value, spec = outputs[i][j], steps[i].leaves[j]
-            if not isinstance(value, Tensor) or value.dim() != len(spec.shape):
-                return steps[i].name
-            for dim, rule in rules.items():
-                size = value.shape[dim]
-                if not rule.add(whole, size // batch_size if dim == spec.batch_dim else size):
-                    return steps[i].name
-        self.keep_constants(steps, whole, outputs)
-        return None
-
-    def keep_constants(
-        self, steps: Sequence[StepPlan], whole: Whole, outputs: Sequence[Sequence[Any]]
-    ) -> None:
-        """Remember what crosses the boundary in batches of these lengths, whatever the samples."""
-        if len(self.constants) >= MAX_LENGTHS:
-            del self.constants[next(iter(self.constants))]
-        self.constants[whole] = {
-            (i, j): outputs[i][j].detach().clone()
-            for i, step in enumerate(steps)
-            for j, first in step.constants.items()
-            if (i, j) in self.rules
-            and self._constant((i, j), first, outputs[i][j].shape, whole) is None
-        }
-
-    def of_rows(self, spec: TensorSpec, slot: Slot) -> RowGrowth | None:
-        """Return how the rows of a cached tensor grow; None if they are all of one size."""
-        rules = self.rules.get(slot)
-        if not rules:
-            return None
-        rows = [(at, rules[dim]) for at, dim in enumerate(spec.row_dims) if dim in rules]
-        dims = tuple((at, self.lefts[rule.axis_among(self.entered)]) for at, rule in rows)
-        return RowGrowth(dims, tuple(rule for _, rule in rows), self.fills.get(slot, 0))
 
 
 @dataclass(slots=True, eq=False)
@@ -515,3 +350,126 @@ def _functions_in(value: Any, depth: int = 3) -> Iterator[Any]:
     elif depth and isinstance(value, list | tuple | dict) and len(value) <= _MAX_HELD:
         for one in value.values() if isinstance(value, dict) else value:
             yield from _functions_in(one, depth - 1)
+
+
+Key = tuple[Any, ...]
+"""What calls have in common that are served alike: see `Invocation.key`."""
+
+_MAX_RECIPES = 16
+"""Signatures of calls (shapes, modes, plain arguments) proved per boundary."""
+_FIRST_WAIT = 2
+"""Batches during which the prefix must be still after it changed; doubles each time."""
+_MAX_PARKED = 4
+"""States of the prefix that are remembered, in case it returns to one (weights swapped for their
+average during evaluation, say)."""
+
+
+class RecipeBook:
+    """Keeps recipes by signature; parks them while the prefix is not what they were proved for."""
+
+    def __init__(self) -> None:
+        self._recipes: dict[Key, list[Recipe]] = {}
+        self._refused: set[Key] = set()
+        self._num_rehearsals = 0
+        self._parked: list[dict[Key, list[Recipe]]] = []
+        self._watch: PrefixGuard | None = None
+        """Looks whether a prefix that changed is still again."""
+        self._wait = _FIRST_WAIT
+        self._num_still = 0
+
+    def all(self) -> list[Recipe]:
+        """Return the recipes for the prefix as it is now."""
+        return [recipe for recipes in self._recipes.values() for recipe in recipes]
+
+    def guards(self) -> list[PrefixGuard]:
+        """Return what watches the prefix of any of them; two recipes may share a guard."""
+        found: list[PrefixGuard] = []
+        for recipes in self._recipes.values():
+            for recipe in recipes:
+                if recipe.guard is not None and recipe.guard not in found:
+                    found.append(recipe.guard)
+        return found
+
+    def alike(self, key: Key, boundary: str) -> list[Recipe]:
+        """Return those of one signature at one boundary."""
+        return [recipe for recipe in self._recipes.get(key, ()) if recipe.boundary == boundary]
+
+    def find(
+        self, key: Key, call: Invocation, *, boundary: str | None = None, cut: Cut | None = None
+    ) -> Recipe | None:
+        """Return the recipe for calls like this one, at `cut` or else at `boundary`."""
+        for recipe in self._recipes.get(key, ()):
+            wanted = recipe.boundary == boundary if cut is None else recipe.cut is cut
+            if wanted and recipe.fits(call):
+                return recipe
+        return None
+
+    def add(self, recipe: Recipe) -> None:
+        """Take in a recipe that was proved."""
+        self._recipes.setdefault(recipe.key, []).append(recipe)
+
+    def refuse(self, key: Key) -> None:
+        """Try calls of this signature no more; what was proved of some goes on."""
+        self._refused.add(key)
+
+    def drop(self, key: Key) -> None:
+        """What was proved of calls of this signature does not hold."""
+        self._recipes.pop(key, None)
+        self._refused.add(key)
+
+    def may_rehearse(self, key: Key) -> bool:
+        """Whether another rehearsal is worth its price; whoever asks and is told so makes one."""
+        if key in self._refused or not self._is_still() or self._num_rehearsals >= _MAX_RECIPES:
+            return False
+        self._num_rehearsals += 1
+        return True
+
+    def turn_to(self, kept: Iterable[Recipe]) -> None:
+        """The boundary has moved: only these recipes still hold, and everything may be tried."""
+        self._recipes.clear()
+        for recipe in kept:
+            self.add(recipe)
+        self._refused.clear()
+        self._num_rehearsals = 0
+        self._watch, self._wait = None, _FIRST_WAIT
+
+    def park(self, guard: PrefixGuard) -> bool:
+        """The prefix has changed, as `guard` saw; return whether it is one that was proved before.
+
+        It may return to what it was, or go on changing: then it is left alone for a while.
+        """
+        self._parked = [self._recipes, *self._parked][:_MAX_PARKED]
+        self._recipes = {}
+        self._refused.clear()
+        if self._unpark():
+            return True
+        self._watch, self._num_still = guard.anew(), 0
+        return False
+
+    def forget_parked(self) -> None:
+        """No former state counts any more."""
+        self._parked.clear()
+
+    def _unpark(self) -> bool:
+        """Go back to recipes that were proved for what the prefix is now, if there are any."""
+        for parked in self._parked:
+            guards = [r.guard for recipes in parked.values() for r in recipes if r.guard]
+            if guards and all(guard.is_same() for guard in guards):
+                self._parked.remove(parked)
+                self._recipes, self._watch = parked, None
+                return True
+        return False
+
+    def _is_still(self) -> bool:
+        """Whether the prefix has not changed for a while, since it did."""
+        if self._watch is not None:
+            if self._unpark():
+                return False
+            if self._watch.changed() is not None:
+                self._watch.renew()
+                self._num_still = 0
+            self._num_still += 1
+            if self._num_still <= self._wait:
+                return False
+            self._watch, self._wait = None, min(2 * self._wait, 1024)
+        return True

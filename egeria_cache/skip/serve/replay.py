@@ -21,11 +21,11 @@ from egeria_cache.device import runs_late, synchronize
 from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import RandomState, Remembered
 from egeria_cache.skip.model.calls import intercept
+from egeria_cache.skip.serve.call import Invocation, plain
 from egeria_cache.skip.serve.compare import difference, tolerance
-from egeria_cache.skip.serve.cut import TensorSpec
-from egeria_cache.skip.serve.invocation import Invocation, plain
-from egeria_cache.skip.serve.placeholder import Placeholder, Scene, Source
-from egeria_cache.skip.serve.recipe import Recipe, Slot, StepPlan, Unavailable
+from egeria_cache.skip.serve.cut import Slot, StepPlan, TensorSpec
+from egeria_cache.skip.serve.placeholder import Placeholder, Scene, Source, Unavailable
+from egeria_cache.skip.serve.plan import Recipe
 from egeria_cache.skip.state.quiet import quietly
 
 

@@ -1,0 +1,316 @@
+"""Whether a training loop reads what the model gives where its batch is padded.
+
+A hit has other values there than the plain model. Where the gradient of an output is zero at all
+padded positions, the loss does not know of them, whoever computes it; unless it selects. A maximum
+over all positions has a gradient in a few places only, which may all be tokens by chance. So many
+places have to show it: `ENOUGH`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from egeria_cache.attempt import Attempt
+from egeria_cache.batch import Lengths
+from egeria_cache.skip.serve.call import Invocation
+from egeria_cache.skip.serve.cut import Slot, StepPlan, TensorSpec
+from egeria_cache.skip.serve.padded import RowGrowth, Rule, Whole
+
+MAX_LENGTHS = 512
+"""Lengths of batches that a recipe is kept ready for."""
+_REACH = 1.5
+"""How much longer than what was tried a batch may be."""
+
+
+@dataclass(slots=True)
+class Proof:
+    """Whether the loss reads what a model gives where its batch is padded: see `watched`."""
+
+    missing: float = 0.0
+    """What gradients have yet to show, in computed calls: none comes from padding."""
+    num_watched: int = 0
+    """Calls whose gradient was waited for, or could have been, since one has shown something."""
+    seen: Any = None
+    """What came of the last of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputAxis:
+    """Where one leaf of the model's output is padded: users see it, and may use it."""
+
+    dim: int
+    """Behind that of the samples, once these come first; at least 1."""
+    rule: Rule
+    """How its size follows the lengths."""
+    left: bool
+    form: str = "rows"
+    """"rows": samples come first; "time": they come second; "folded": samples and positions are one
+    dimension."""
+
+    def fits(self, leaf: Any, lengths: Lengths) -> bool:
+        """Whether a leaf of an output may have a gradient, and is as long as this batch."""
+        size, batch_size = self.rule.at(lengths.whole), len(lengths.own)
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or size is None:
+            return False
+        if self.form == "folded":
+            return leaf.shape[:1] == (batch_size * size,)
+        if self.form == "time":
+            return leaf.shape[:2] == (size, batch_size)
+        return leaf.shape[:1] == (batch_size,) and leaf.shape[self.dim : self.dim + 1] == (size,)
+
+    def arranged(self, tensor: Tensor, batch_size: int) -> Tensor:
+        """Return a view whose first dimension are samples, and whose second is this one."""
+        if self.form == "folded":
+            return tensor.reshape(batch_size, -1, *tensor.shape[1:])
+        return tensor.transpose(0, 1) if self.form == "time" else tensor.movedim(self.dim, 1)
+
+    def is_padding(self, lengths: Lengths, size: int) -> np.ndarray:
+        """Return where samples are padded: bool, shape (B, size)."""
+        sizes = [self.rule.most(tuple(own)) for own in lengths.own.tolist()]
+        own = np.clip(np.array(sizes), 0, size)[:, None]
+        at = np.arange(size)[None]
+        return np.asarray(at < size - own if self.left else at >= own)
+
+
+@dataclass(slots=True, eq=False)
+class Growth:
+    """What a recipe needs to know of other lengths than the one it was proved at."""
+
+    rules: dict[Slot, dict[int, Rule]]
+    """Per step and leaf of its output: dimension -> rule; of the batch's own, of its multiple."""
+    fills: Mapping[Slot, Any]
+    """Of the tensors that are cached."""
+    lefts: tuple[bool, ...]
+    """Per axis, whether samples are padded on the left."""
+    reach: Whole
+    """The longest batch that was tried, along each axis."""
+    entered: frozenset[int]
+    """Axes of leaves that the prefix reads: where others are as long, these count."""
+    cuttable: frozenset[Slot] = frozenset()
+    """Constants that are the beginning of those of longer batches."""
+    constants: dict[Whole, dict[Slot, Tensor]] = field(default_factory=dict)
+    """As they were seen at some lengths."""
+    outputs: Mapping[int, OutputAxis] = field(default_factory=dict)
+    """Leaves of the model's output that are padded."""
+    proof: Proof = field(default_factory=Proof)
+    """That the loss does not read them."""
+
+    def is_beyond(self, whole: Whole) -> bool:
+        """Whether batches of these lengths have to be studied: a model may do otherwise there."""
+        return any(n > _REACH * most for n, most in zip(whole, self.reach, strict=True))
+
+    def steps(self, known: Sequence[StepPlan], whole: Whole) -> list[StepPlan] | None:
+        """Return the steps for batches of these lengths; None if they have to be seen first."""
+        steps = []
+        for i, step in enumerate(known):
+            leaves, constants = list(step.leaves), dict(step.constants)
+            for j, spec in enumerate(leaves):
+                if (i, j) in self.rules:
+                    leaves[j] = spec.grown(self.rules[i, j], whole)
+                    if leaves[j] is None:
+                        return None
+            for j in constants:
+                value = self._constant((i, j), constants[j], leaves[j].shape, whole)
+                if value is None:
+                    return None
+                constants[j] = value
+            steps.append(replace(step, leaves=leaves, constants=constants))
+        return steps
+
+    def _constant(
+        self, slot: Slot, first: Tensor, shape: Sequence[int], whole: Whole
+    ) -> Tensor | None:
+        if slot not in self.rules:
+            return first
+        seen = [first, *(values[slot] for values in self.constants.values() if slot in values)]
+        if slot in self.cuttable:
+            longer = (v for v in seen if all(n >= m for n, m in zip(v.shape, shape, strict=True)))
+            value = next(longer, None)
+            return None if value is None else value[tuple(slice(0, size) for size in shape)]
+        return self.constants.get(whole, {}).get(slot)
+
+    def learn(
+        self,
+        steps: Sequence[StepPlan],
+        whole: Whole,
+        batch_size: int,
+        outputs: Sequence[Sequence[Any]],
+    ) -> str | None:
+        """Take in how the steps' outputs looked at these lengths; say which one no rule explains.
+
+        Args:
+            steps: The recipe's.
+            whole: The lengths of the batch.
+            batch_size: Its size.
+            outputs: The leaves of every step's output.
+        """
+        for (i, j), rules in self.rules.items():
+            value, spec = outputs[i][j], steps[i].leaves[j]
+            if not isinstance(value, Tensor) or value.dim() != len(spec.shape):
+                return steps[i].name
+            for dim, rule in rules.items():
+                size = value.shape[dim]
+                if not rule.add(whole, size // batch_size if dim == spec.batch_dim else size):
+                    return steps[i].name
+        self.keep_constants(steps, whole, outputs)
+        return None
+
+    def keep_constants(
+        self, steps: Sequence[StepPlan], whole: Whole, outputs: Sequence[Sequence[Any]]
+    ) -> None:
+        """Remember what crosses the boundary in batches of these lengths, whatever the samples."""
+        if len(self.constants) >= MAX_LENGTHS:
+            del self.constants[next(iter(self.constants))]
+        self.constants[whole] = {
+            (i, j): outputs[i][j].detach().clone()
+            for i, step in enumerate(steps)
+            for j, first in step.constants.items()
+            if (i, j) in self.rules
+            and self._constant((i, j), first, outputs[i][j].shape, whole) is None
+        }
+
+    def of_rows(self, spec: TensorSpec, slot: Slot) -> RowGrowth | None:
+        """Return how the rows of a cached tensor grow; None if they are all of one size."""
+        rules = self.rules.get(slot)
+        if not rules:
+            return None
+        rows = [(at, rules[dim]) for at, dim in enumerate(spec.row_dims) if dim in rules]
+        dims = tuple((at, self.lefts[rule.axis_among(self.entered)]) for at, rule in rows)
+        return RowGrowth(dims, tuple(rule for _, rule in rows), self.fills.get(slot, 0))
+
+
+ENOUGH = 14.0
+"""Places that have a gradient, over the positions of their batch, before anything is served. That a
+maximum finds no padding in so many is a chance of one in a million."""
+_OF_ONE_CALL = ENOUGH / 2
+"""At most: batches differ."""
+MAX_WATCHED = 8
+"""Calls whose gradient is waited for; then it is said that none has come."""
+_AGAIN_EVERY = 8
+"""Calls after which it is looked again."""
+NEGLIGIBLE = 1e-8
+"""Of the largest gradient."""
+
+
+def awaits_proof(growth: Growth | None) -> bool:
+    """Whether a call has to be computed plainly: nothing shows yet that the loss reads no padding.
+
+    Nor does anything show it where no gradient is recorded; what was proved in training holds there
+    as well.
+    """
+    if growth is None or not growth.proof.missing:
+        return False
+    _take_in(growth.proof)
+    return growth.proof.missing > 0
+
+
+def watched(growth: Growth | None, call: Invocation, output: Any, found: Callable[[], None]) -> Any:
+    """Look at the gradient of a model's output when it comes; return the output to hand out.
+
+    An output of a model that is frozen as a whole has no gradient by itself: the loop may go on
+    from it, and it gets one for the first calls.
+
+    Args:
+        growth: Of the recipe that the call belongs to; counts what was proved.
+        call: What the model was called with.
+        output: The model's.
+        found: Called if the loss reads what is padded.
+    """
+    lengths = call.batch.lengths
+    if growth is None or lengths is None or not growth.outputs:
+        return output
+    proof = growth.proof
+    _take_in(proof)
+    proof.num_watched += 1
+    if not torch.is_grad_enabled():
+        return output
+    is_proving = proof.missing > 0
+    if not is_proving and proof.num_watched % _AGAIN_EVERY:
+        return output
+    leaves, layout = call.result(output)
+    seen, replaced = Seen(), False
+    for index, leaf in enumerate(leaves):
+        axis = growth.outputs.get(index)
+        if axis is None:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(seen.backward)
+        elif axis.fits(leaf, lengths):
+            size = axis.arranged(leaf, len(lengths.own)).shape[1]
+            seen.has_padding |= bool(axis.is_padding(lengths, size).any())
+            look = partial(_look, seen, axis, lengths, found)
+            if leaf.requires_grad:
+                leaf.register_hook(look)
+            else:
+                root = leaf.detach().requires_grad_()
+                root.register_hook(look)
+                leaves[index] = root.clone().as_subclass(Followed)  # the loop may write into it
+                replaced = True
+    proof.seen = seen
+    return call.put(output, leaves, layout) if replaced else output
+
+
+class Followed(Tensor):
+    """A tensor with a gradient that may be used as if it had none."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """See `Tensor.numpy`."""
+        return self.detach().numpy(force=force)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.detach().__array__(*args, **kwargs)
+
+
+class Seen:
+    """What came of one call that was watched."""
+
+    def __init__(self) -> None:
+        self.has_padding = False
+        self.came_back = False
+        """Whether a gradient has reached an output: padding would have been seen in it."""
+        self.shown = _OF_ONE_CALL
+        """What that shows; an output that no gradient reaches is not read."""
+
+    def backward(self, grad: Tensor) -> None:
+        """A gradient has come."""
+        self.came_back = True
+
+
+def _take_in(proof: Proof) -> None:
+    """Count the last call that was watched, if its gradient has come."""
+    seen, proof.seen = proof.seen, None
+    if seen is not None and seen.has_padding and seen.came_back:
+        proof.missing = max(0.0, proof.missing - seen.shown)
+        proof.num_watched *= not seen.shown  # a gradient of zero everywhere shows nothing
+
+
+def _look(
+    seen: Seen, axis: OutputAxis, lengths: Lengths, found: Callable[[], None], grad: Tensor
+) -> None:
+    with Attempt():
+        _look_at(seen, axis, lengths, found, grad)
+
+
+def _look_at(
+    seen: Seen, axis: OutputAxis, lengths: Lengths, found: Callable[[], None], grad: Tensor
+) -> None:
+    size = axis.arranged(grad.detach(), len(lengths.own)).abs()[..., None].flatten(2)
+    largest = size.max()
+    if not largest.isfinite():
+        return  # a scaled loss that overflowed
+    seen.came_back = True
+    places = (size > NEGLIGIBLE * largest).sum(2).cpu()
+    padding = torch.from_numpy(axis.is_padding(lengths, size.shape[1]))
+    if places[padding].any():
+        found()
+    elif padding.any():
+        shown = float(places[padding.any(1)].sum()) / size.shape[1]
+        seen.shown = min(seen.shown, shown)
