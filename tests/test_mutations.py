@@ -106,10 +106,10 @@ MUTATIONS = {
     ),
     "rows of a prefix that has changed are kept": Mutation(
         file="egeria_cache/cache/host.py",
-        old="""        log.log(level, "%s: cached activations are void", self._restless_since)
+        old="""        log.log(level, "%s: cached activations are void", self._passing)
         self._views.void(lambda view: True, unlink=unlink)
 """,
-        new="""        log.log(level, "%s: cached activations are void", self._restless_since)
+        new="""        log.log(level, "%s: cached activations are void", self._passing)
 """,
         caught_by="tests/skip/test_skip.py tests/hostile/test_prefix_tensors.py",
     ),

@@ -1,5 +1,5 @@
-"""Where the model is frozen up to and where it is cut, everybody who may move that, and what every
-side of a cache has to know. Written on the training thread.
+"""The state of a cache, which all sides of it share, and who moves the boundary. Written on the
+training thread.
 """
 
 from __future__ import annotations
@@ -7,12 +7,13 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from egeria_cache.errors import BoundaryError
-from egeria_cache.gate import Accounts, ServingPolicy, Turn
+from egeria_cache.gate import Counters, ServingPolicy
 from egeria_cache.prefetch import Views
-from egeria_cache.skip import SkipEngine, module_named
+from egeria_cache.skip import Cut, SkipEngine, module_named
 
 log = logging.getLogger("egeria")
 
@@ -23,13 +24,16 @@ class Status:
 
     gate: str
     """"auto", "always" or "never"."""
+    policy: ServingPolicy
+    """Whether serving pays, and whether a proof would."""
+    views: Views = field(default_factory=Views)
+    """What may be read."""
+    counters: Counters = field(default_factory=Counters)
     boundary: str | None = None
     """The last frozen module, as whoever set it named it."""
     set_by_hand: bool = True
     is_sought: bool = False
     """Whether the next call of the model finds the boundary."""
-    is_told: bool = False
-    """Whether it was said under this boundary that the prefix changes."""
     is_proved: bool = False
     """Whether the model was cut under this boundary: it is no mistake of whoever set it."""
     num_moves: int = 0
@@ -40,18 +44,39 @@ class Status:
     """Loaders in whose batches not every leaf is the samples' own, and why."""
     is_closed: bool = False
     is_filling: bool = False
-    """Whether samples are stored ahead of training: no step is measured then."""
+    """Whether samples are stored ahead of training: nothing is counted or measured then."""
     is_compiled: bool = False
     """Whether the model was last called as code that was compiled whole: it is served nothing."""
     since: float = field(default_factory=time.time)
     """When the cache was made, in seconds since the epoch."""
     process: int = field(default_factory=os.getpid)
     """Where the cache was made. A forked child has none of its threads: it computes everything."""
+    _told: set[Hashable] = field(default_factory=set)
 
     @property
     def is_forked(self) -> bool:
         """Whether this is a forked child of the process that made the cache."""
         return os.getpid() != self.process
+
+    def is_news(self, *what: Hashable) -> bool:
+        """Whether something is to be told: each is told once."""
+        is_news = what not in self._told
+        self._told.add(what)
+        return is_news
+
+    def forget(self, *what: Hashable) -> None:
+        """Tell it once more."""
+        self._told.discard(what)
+
+    def may_store(self, loader_name: str) -> bool:
+        """Whether what the model computes for this loader may be stored."""
+        return not (
+            self.is_closed
+            or self.gate == "never"
+            or loader_name in self.uncached
+            or loader_name in self.policy.stopped
+            or self.is_forked
+        )
 
 
 def shown_name(loader_key: str) -> str:
@@ -62,19 +87,9 @@ def shown_name(loader_key: str) -> str:
 class Boundary:
     """Moves the boundary of one engine: by the user, by a freeze controller, by the gate."""
 
-    def __init__(
-        self,
-        engine: SkipEngine,
-        status: Status,
-        views: Views,
-        policy: ServingPolicy,
-        accounts: Accounts,
-    ) -> None:
+    def __init__(self, engine: SkipEngine, status: Status) -> None:
         self._engine = engine
         self._status = status
-        self._views = views
-        self._policy = policy
-        self._accounts = accounts
         self.look_out = engine.look_out
         """Is to be called when a batch is given out, with which the model is called in some way."""
 
@@ -99,7 +114,8 @@ class Boundary:
         self._engine.follow(self._found)
 
     def _found(self, name: str | None, why: str) -> None:
-        self._status.is_sought = False
+        status = self._status
+        status.is_sought = False
         self._move(name, by_hand=False, reason="what trains has been looked at")
         if name is None:
             why = why or (
@@ -107,10 +123,10 @@ class Boundary:
                 "front with requires_grad_(False), and it is cached from then on"
             )
             # Said once where nothing ever was: later it is what the training wanted.
-            level = logging.INFO if self._status.num_moves else logging.WARNING
-            if self._accounts.counts.why_not != why:
+            level = logging.INFO if status.num_moves else logging.WARNING
+            if status.counters.counts.why_not != why:
                 log.log(level, why)
-            self._accounts.counts.why_not = why
+            status.counters.counts.why_not = why
 
     def _move(self, name: str | None, *, by_hand: bool, reason: str) -> None:
         status = self._status
@@ -119,29 +135,32 @@ class Boundary:
             return
         previous, status.boundary, status.set_by_hand = status.boundary, name, by_hand
         status.num_moves += 1
-        status.is_proved = status.is_told = False
-        self._accounts.counts.why_not = next(iter(status.uncached.values()), None)
-        self._policy.moved()
+        status.is_proved = False
+        status.forget("the prefix changed")
+        status.counters.counts.why_not = next(iter(status.uncached.values()), None)
+        status.policy.moved()
         if name is None:
-            self._views.void(lambda view: True, unlink=not by_hand)
+            status.views.void(lambda view: True, unlink=not by_hand)
         self._engine.set_boundary(name)
         self._void_unknown()
         log.info("boundary moved from %s to %s: %s", previous, name, reason)
 
-    def turn(self, loader_name: str, turn: Turn) -> None:
-        """Do what the gate found to be better."""
-        if turn.kind == "stop":
-            log.info("loader %r is computed from now on: %s", shown_name(loader_name), turn.why)
-            self._views.void(lambda view: view.loader_name == loader_name, unlink=False)
+    def look_earlier(self, cut: Cut) -> None:
+        """Cut before the last frozen module, if that is found to be better."""
+        found = None
+        if cut.boundary == self.frozen:
+            found = self._status.policy.look_earlier(cut.profile)
+        if found is None:
             return
-        log.info("the model is %s", turn.why)
-        self._engine.set_boundary(turn.where, frozen=self.frozen)
+        where, why = found
+        log.info("the model is %s", why)
+        self._engine.set_boundary(where, frozen=self.frozen)
         self._status.num_moves += 1
         self._void_unknown()
 
     def _void_unknown(self) -> None:
         """Void the views of cuts that lie beyond the boundary now."""
-        self._views.void(lambda view: not self._engine.knows(view.cut), unlink=False)
+        self._status.views.void(lambda view: not self._engine.knows(view.cut), unlink=False)
 
     def _checked(self, name: str) -> str:
         """Return the model's own name for the module, whose parameters must all be frozen."""

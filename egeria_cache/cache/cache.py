@@ -6,6 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
@@ -29,15 +30,13 @@ from egeria_cache.cache.port import LoaderPort, Passes
 from egeria_cache.device import runs_late
 from egeria_cache.errors import EgeriaError
 from egeria_cache.events import BoundaryMoved
-from egeria_cache.gate import Accounts, CacheStats, ServingPolicy
-from egeria_cache.prefetch import ReaderThreads, Views
+from egeria_cache.gate import CacheStats, ServingPolicy
+from egeria_cache.prefetch import ReaderThreads
 from egeria_cache.skip import RandomState, SkipEngine, inner_model, ordinary_arguments
 from egeria_cache.store import ActivationStore
 
 log = logging.getLogger("egeria")
-_PARTS = frozenset(
-    ("port", "_status", "_store", "_readers", "_views", "_accounts", "_policy", "_engine", "_moves")
-)  # fmt: skip
+_PARTS = frozenset(("port", "_status", "_store", "_readers", "_engine", "_moves"))
 """What `_open` makes."""
 _ATTACHED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ActivationCache]]
 _ATTACHED = weakref.WeakKeyDictionary()
@@ -134,27 +133,22 @@ class ActivationCache:
         _close_other(self.model, self)
         settings: dict[str, Any] = self._settings
         model, gate = self.model, settings["gate"]
-        self._status = status = Status(gate)
+        policy = ServingPolicy(gate, 0.95 if runs_late(device_of(model)) else 0.5)
+        self._status = status = Status(gate, policy)
         self._store = ActivationStore(
             self.directory, limit=settings["limit"], codec=settings["codec"],
             force_network=settings["force_network"],
         )  # fmt: skip
         self._readers = ReaderThreads()
-        self._views, self._accounts = Views(), Accounts()
-        self._policy = policy = ServingPolicy(gate, 0.95 if runs_late(device_of(model)) else 0.5)
-        host = CacheHost(
-            model, self._store, status, self._views, policy, self._accounts,
-            settings["audit_rate"],
-        )  # fmt: skip
+        host = CacheHost(model, self._store, status, settings["audit_rate"])
         self._engine = SkipEngine(
             model, host,
             padding_unread=settings["padding"] == "unread", method=settings["method"],
         )  # fmt: skip
-        self._moves = Boundary(self._engine, status, self._views, policy, self._accounts)
+        self._moves = Boundary(self._engine, status)
         self.port = LoaderPort(
-            status, self._moves, self._views, host, policy, self._accounts, self._readers,
-            Passes(self.directory), ring_batches=settings["ring_batches"], stats=self.stats,
-            gather=self._store.gather,
+            status, self._moves, host, self._readers, Passes(self.directory),
+            ring_batches=settings["ring_batches"], stats=self.stats, gather=self._store.gather,
         )  # fmt: skip
         """What its loaders ask; no part of what a user needs."""
         self._engine.attach()
@@ -229,8 +223,26 @@ class ActivationCache:
 
     def stats(self) -> CacheStats:
         """Return the counts so far."""
-        store = None if self._status.is_forked else self._store  # its locks may be held for ever
-        return self._accounts.stats(store, self._views, self._policy, self.boundary)
+        status = self._status
+        views, counts = status.views, status.counters.counts
+        counts = replace(counts, boundary=status.boundary, voided=views.num_voided)
+        if status.is_forked:  # the store's locks may be held for ever
+            why = "this is a forked child of the process that made the cache; call cache.reopen()"
+            return replace(counts, why_not=why)
+        on_disk, (raw_bytes, stored_bytes) = self._store.stats(), views.retired_bytes
+        return replace(
+            counts,
+            dropped_writes=on_disk.dropped_writes,
+            corrupt=on_disk.corrupt,
+            num_samples=on_disk.num_samples,
+            bytes_on_disk=on_disk.bytes_on_disk,
+            raw_bytes=on_disk.raw_bytes + raw_bytes,
+            stored_bytes=on_disk.stored_bytes + stored_bytes,
+            limit_bytes=on_disk.limit_bytes,
+            saved_s=status.policy.saved_s,
+            proof_s=status.policy.proof_s,
+            gate=status.policy.sentence(status.boundary),
+        )
 
     def report(self) -> str:
         """Return `stats()` as text for people."""
@@ -272,11 +284,10 @@ class ActivationCache:
             )
         self._status.is_filling = True
         try:
-            with self._accounts.aside():
-                return fill(
-                    self.model, self._engine, self.port, loader, self.flush, forward,
-                    progress=progress,
-                )  # fmt: skip
+            return fill(
+                self.model, self._engine, self.port, loader, self.flush, forward,
+                progress=progress,
+            )  # fmt: skip
         finally:
             self._status.is_filling = False
 
@@ -336,7 +347,7 @@ class ActivationCache:
     def _shut(self) -> None:
         self._status.is_closed = True
         self._engine.detach()
-        self._views.clear()
+        self._status.views.clear()
         if self._status.is_forked:
             return  # threads and locks are the parent's
         self._readers.close()

@@ -6,7 +6,6 @@ import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, compress
 from typing import Any, Literal
 
@@ -17,10 +16,8 @@ from torch import Tensor, nn
 from egeria_cache.attempt import place_of
 from egeria_cache.batch import Batch, Beside, Entry, SampleId, take_rows
 from egeria_cache.cache.boundary import Status, shown_name
-from egeria_cache.device import lock_ahead
 from egeria_cache.errors import BatchError, BoundaryError, EgeriaError, ParallelError
-from egeria_cache.gate import Accounts, ServingPolicy
-from egeria_cache.prefetch import PRINT, PlannedEntry, View, Views, record
+from egeria_cache.prefetch import PRINT, PlannedEntry, View, record
 from egeria_cache.samples import (
     DEFAULT_REUSE,
     BatchContext,
@@ -41,20 +38,6 @@ _MAX_SHOWN = 120
 _BESIDE = "what is done beside the training has failed"
 MAX_COST = 0.01
 """Part of the time that the audits' floor may take, beyond the first hit."""
-LOCKED_AHEAD = 4
-"""Batches for whose activations page-locked memory is taken with the proof: being captured, or on
-their way to the writer or to the device. To lock pages later would have training wait for that."""
-TOLD_CHAINS = 3
-"""Different operations on the first batches, before it is said that none has come again yet."""
-
-
-@dataclass(slots=True)
-class _Course:
-    """Where one loader stands at one cut."""
-
-    last_number: int = -1
-    num_served: int = 0
-    """Batches with hits in this epoch."""
 
 
 class AuditPlan:
@@ -74,7 +57,9 @@ class AuditPlan:
         self._rate = rate
         self._began: float | None = None
         self._random = random.Random(0)
-        self._courses: dict[tuple[str, int], _Course] = {}
+        self._served: dict[tuple[str, int], tuple[int, int]] = {}
+        """Of each loader at each cut: the last batch's number, and how many had hits so far in this
+        epoch."""
 
     def choose(
         self, loader: str, cut: int, number: int, hit: np.ndarray
@@ -89,28 +74,19 @@ class AuditPlan:
             hit: Bool, shape (B,).
         """
         num_hits = int(np.count_nonzero(hit))
+        last, served = self._served.get((loader, cut), (-1, 0))
+        served = 1 if number <= last else served + 1
+        self._served[loader, cut] = number, served
         count = int(self._rate * num_hits + self._random.random())
-        count = min(num_hits, max(count, self._floor(loader, cut, number)))
-        if not count:
+        if served.bit_count() == 1 and served.bit_length() % 2 == 1:  # a power of 4
+            now = time.perf_counter()
+            self._began = now if self._began is None else self._began
+            count = max(count, last < 0 or self.cost_s <= MAX_COST * (now - self._began))
+        if not (count and num_hits):
             return None
         rows = np.zeros(len(hit), bool)
-        rows[self._random.sample(np.flatnonzero(hit).tolist(), count)] = True
-        return rows, self._courses[loader, cut].num_served == 1
-
-    def _floor(self, loader: str, cut: int, number: int) -> int:
-        course = self._courses.setdefault((loader, cut), _Course())
-        is_first = course.last_number < 0
-        if number <= course.last_number:
-            course.num_served = 0
-        course.last_number = number
-        course.num_served += 1
-        served = course.num_served
-        is_turn = served.bit_count() == 1 and served.bit_length() % 2 == 1
-        if not is_turn:
-            return 0
-        now = time.perf_counter()
-        began = self._began = now if self._began is None else self._began
-        return int(is_first or self.cost_s <= MAX_COST * (now - began))
+        rows[self._random.sample(np.flatnonzero(hit).tolist(), min(num_hits, count))] = True
+        return rows, served == 1
 
 
 class CacheHost:
@@ -120,9 +96,6 @@ class CacheHost:
         model: The model.
         store: Where captured rows go.
         status: Of the cache.
-        views: What may be read; made and voided here.
-        policy: Is asked whether a proof is worth while, and told what it took.
-        accounts: Counts.
         audit_rate: Fraction of the hits to be recomputed.
     """
 
@@ -131,31 +104,17 @@ class CacheHost:
         model: nn.Module,
         store: ActivationStore,
         status: Status,
-        views: Views,
-        policy: ServingPolicy,
-        accounts: Accounts,
         audit_rate: float,
     ) -> None:
         self._model = model
         self._store = store
         self._status = status
-        self._views = views
-        self._policy = policy
-        self.idle = policy.idle
-        self._counts = accounts.counts
-        self._model_called = accounts.model_called
-        self._told_chains = self._told_unproved = self._told_bare = ""
-        self._chained: dict[Any, Any] = {}
-        """What the loop does to batches -> the samples of the one with which it began."""
-        self._told_failures: set[Any] = set()
-        """Kinds of errors of what is done beside the loop, and where they were raised."""
-        self._told_random: set[str] = set()
-        """Loaders of random samples of which it was said what is done with them."""
-        self._told_made: set[str] = set()
-        """Loaders of which it was said that leaves are made from company."""
-        self._told_postponed: set[str] = set()
-        self._restless_since: str | None = None
-        """Why nothing is served until the prefix has been still for a while."""
+        self._views = status.views
+        self._policy = status.policy
+        self.idle = status.policy.idle
+        self._counts = status.counters.counts
+        self._passing: str | None = None
+        """Why nothing is served, until something is."""
         self._audits = AuditPlan(audit_rate)
         self._opened: dict[str, set[int]] = {}
         """Of loaders whose data set changed: the cuts for which a generation was opened since."""
@@ -167,21 +126,13 @@ class CacheHost:
         context: BatchContext = batch.context
         name, status = batch.loader_name, self._status
         status.is_proved = True
-        if self._counts.why_not == self._restless_since:
-            self._counts.why_not = None
-        if (
-            status.is_forked
-            or status.gate == "never"
-            or name in status.uncached
-            or name in self._policy.stopped
-        ):
+        self._goes_on()
+        if not status.may_store(name):
             return
         found = self._open(batch, cut)
         if isinstance(found, str):
             self.leave_uncached(name, found)
             return
-        sizes = [batch.size * spec.num_bytes for spec in cut.tensors.values()]
-        lock_ahead(LOCKED_AHEAD * sizes, device_of(self._model))
         self._views.add(
             View(
                 loader_name=name,
@@ -271,16 +222,11 @@ class CacheHost:
         """Say so if the loop does something else to every batch: nothing stored would come back."""
         views = self._views.of(batch.loader_name)
         cuts = [cut, *(view.cut for view in views if view.cut.boundary == cut.boundary)]
-        chains = list(dict.fromkeys(_operations(one) for one in cuts))
-        shown = ", ".join(repr("; ".join(chain)) for chain in chains[:3])
-        self._chained.setdefault(chains[0], batch.ids)
+        # What it did to each of the model's inputs since the loader.
+        chains = {tuple(leaf["operations"] for leaf in c.fields["inputs"].values()) for c in cuts}
         if len(chains) <= MAX_CHAINS:
-            is_each = len({id(self._chained.get(chain)) for chain in chains}) == len(chains)
-            if len(chains) == TOLD_CHAINS and is_each and not self._counts.hits:
-                told = f"every batch so far was changed in another way ({shown})"
-                self.uncached(told, "Do it after the boundary, or in the data set")
-                self._told_chains = told
             return None
+        shown = ", ".join(sorted(repr("; ".join(chain)) for chain in chains)[:3])
         return (
             f"the loop changes its batches before the model in more than {MAX_CHAINS} ways ({shown}"
             ", ...), so that what is stored would not be asked for again; do it after the boundary,"
@@ -329,17 +275,15 @@ class CacheHost:
         whether they are stored.
         """
         source = batch.context.source
-        if source.study.made and batch.loader_name not in self._told_made:
-            self._told_made.add(batch.loader_name)
+        if source.study.made and self._status.is_news("made", batch.loader_name):
             log.warning(
                 "loader %r: the collate_fn makes leaf %s of a sample from its company, or draws "
                 "random numbers: batches are loaded whole in every epoch, and only the front's work"
                 " is spared. Make it in the data set or behind the loader", source.name,
                 ", ".join(map(repr, sorted(source.study.made))),
             )  # fmt: skip
-        if not source.is_random or batch.loader_name in self._told_random:
+        if not source.is_random or not self._status.is_news("random", batch.loader_name):
             return True
-        self._told_random.add(batch.loader_name)
         if source.why_not_served is not None:
             self.leave_uncached(batch.loader_name, source.why_not_served)
             return False
@@ -356,25 +300,21 @@ class CacheHost:
         context: BatchContext = batch.context
         if view.padding != (None if batch.lengths is None else batch.lengths.padding):
             return False  # it was loaded before it was known how samples are padded
-        for path, meta in context.metas.items():
-            expected = view.rows.get(path)
-            if expected is not None and expected.shape != meta.shape:
-                shapes = tuple(expected.shape[1:]), tuple(meta.shape[1:])
-                self.leave_uncached(
-                    batch.loader_name,
-                    f"leaf {path!r} has rows of shape {shapes[0]} in one batch and {shapes[1]} in "
-                    "another, and that is no padding",
-                )
-                return False
-        for path, value in view.constants_for(batch.size).items():
-            if not same_values(context.constants.get(path), value):
-                self.leave_uncached(
-                    batch.loader_name,
-                    f"leaf {path!r} is {value!r} in one batch and {context.constants.get(path)!r} "
-                    "in another; give it to the model as an argument",
-                )
-                return False
-        return True
+        shapes = {path: tuple(row.shape[1:]) for path, row in view.rows.items()}
+        now = {path: tuple(meta.shape[1:]) for path, meta in context.metas.items()}
+        differ = [path for path, shape in now.items() if shapes.get(path, shape) != shape]
+        constants = view.constants_for(batch.size)
+        differ += [p for p, v in constants.items() if not same_values(context.constants.get(p), v)]
+        if not differ:
+            return True
+        path = differ[0]
+        one, other = {**constants, **shapes}[path], {**context.constants, **now}.get(path)
+        self.leave_uncached(
+            batch.loader_name,
+            f"leaf {path!r} is {one!r} in one batch and {other!r} in another, and that is no "
+            "padding; give it to the model as an argument",
+        )
+        return False
 
     def _check_reopened(
         self, view: View, batch: Batch, rows: np.ndarray, tensors: Mapping[str, Tensor]
@@ -408,12 +348,16 @@ class CacheHost:
         entry.lengths, entry.whole = planned.lengths, planned.whole
         return entry
 
+    def _goes_on(self) -> None:
+        """Something is served again, or will be."""
+        if self._counts.why_not == self._passing:
+            self._counts.why_not = None
+
     # ---- audits ---------------------------------------------------------------------------------
 
     def audited(self, batch: Batch, entry: Entry) -> tuple[np.ndarray, bool] | None:
         """Choose the hits to be recomputed from the raw sample."""
-        if self._counts.why_not in (self._told_chains, self._told_unproved, self._restless_since):
-            self._counts.why_not = None
+        self._goes_on()
         number = batch.context.task.number
         chosen = self._audits.choose(batch.loader_name, id(entry.cut), number, entry.hit)
         if chosen is not None and self._has_new_data(batch):
@@ -489,30 +433,28 @@ class CacheHost:
         What is on disk stays, under the address of the weights it was computed with, unless that
         was seen late (`unlink`).
         """
-        self._restless_since = f"the frozen prefix changed ({reason})"
-        self._counts.why_not = self._restless_since
-        level = logging.INFO if self._status.is_told else logging.WARNING
-        self._status.is_told = True  # a prefix that goes on changing is not news
-        log.log(level, "%s: cached activations are void", self._restless_since)
+        self._passing = self._counts.why_not = f"the frozen prefix changed ({reason})"
+        # A prefix that goes on changing is not news.
+        is_news = self._status.is_news("the prefix changed")
+        level = logging.WARNING if is_news else logging.INFO
+        log.log(level, "%s: cached activations are void", self._passing)
         self._views.void(lambda view: True, unlink=unlink)
 
     def thawed(self, name: str, cut: str | None) -> None:
         """A part of the prefix is trained from now on; from there on nothing is served."""
         where = f"the model is cut after {cut!r} instead" if cut else "it is computed whole"
         reason = f"{name!r}, which was frozen, is trained again: {where}"
-        self._restless_since, self._counts.why_not = reason, None if cut else reason
+        self._passing, self._counts.why_not = reason, None if cut else reason
         log.log(logging.WARNING if self._status.set_by_hand else logging.INFO, reason)
         self._views.void(lambda view: True, unlink=False)
 
     def uncached(self, reason: str, remedy: str) -> None:
         """The model is called, and nothing can be served or stored: say what came instead."""
-        if self._told_chains and self._counts.why_not == self._told_chains:
-            return  # what the loop does to its batches has been named
         if self._counts.why_not in self._status.uncached.values():
-            return  # so has why a loader's batches do not know their samples
-        if self._leave_together() or self._counts.why_not not in (None, self._told_bare):
+            return  # why a loader's batches do not know their samples has been named
+        if self._leave_together() or self._counts.why_not is not None:
             return  # whatever it is, it came first
-        self._counts.why_not = self._told_bare = reason
+        self._counts.why_not = reason
         log.warning("a boundary is set, but nothing is cached: %s. %s", reason, remedy)
 
     def _leave_together(self) -> bool:
@@ -524,9 +466,9 @@ class CacheHost:
 
     def unproved(self, reason: str) -> None:
         """What is stored is not served as long as something has not been shown: say so, once."""
-        if self._told_unproved != reason:
+        if self._status.is_news(reason):
             log.warning(reason)
-        self._told_unproved = self._counts.why_not = reason
+        self._passing = self._counts.why_not = reason
 
     def refused(self, error: BoundaryError, *, at_first: bool = False) -> None:
         """The model cannot be cut here; where it could be before, that is no error of training."""
@@ -545,16 +487,14 @@ class CacheHost:
             self.failed_for(batch.loader_name, error)
             return
         self._counts.failures += 1
-        cause = _cause(error)
-        if cause not in self._told_failures:
-            self._told_failures.add(cause)
+        if self._status.is_news(_cause(error)):
             self._counts.why_not = f"{_BESIDE}: {_told(error)}"
             log.warning("calls of the model are computed: %s", self._counts.why_not)
 
     def failed_for(self, loader_name: str, error: Exception) -> None:
         """What is done beside the loop with a loader's batches went wrong: it is cached no more."""
         self._counts.failures += 1
-        self._told_failures.add(_cause(error))
+        self._status.is_news(_cause(error))
         if loader_name not in self._status.uncached:
             told = _told(error) if isinstance(error, EgeriaError) else f"{_BESIDE}: {_told(error)}"
             self.leave_uncached(loader_name, told)
@@ -571,9 +511,8 @@ class CacheHost:
         why = self._policy.postpones(name, padded=batch.lengths is not None, hits=source.served)
         if why is None:
             return None
-        if name not in self._told_postponed:
+        if self._status.is_news("postponed", name):
             log.info("loader %r is computed as yet: %s", shown_name(name), why)
-            self._told_postponed.add(name)
         return "plain"
 
     def timed(self, batch: Batch, front_s: float, forward_s: float) -> None:
@@ -595,7 +534,7 @@ class CacheHost:
         elif kind == "beside":
             self._policy.took_beside(seconds)
         elif kind != "compiled":
-            self._model_called()
+            self._status.counters.model_called()
             self._status.is_compiled = False
         elif boundary is not None:
             self._status.is_compiled = True
@@ -638,8 +577,3 @@ def _chosen(ids: Sequence[SampleId], mask: np.ndarray) -> list[SampleId]:
 
 def _at(rows: Any, at: np.ndarray) -> Any:
     return rows[torch.from_numpy(at)] if isinstance(rows, Tensor) else [rows[i] for i in at]
-
-
-def _operations(cut: Cut) -> tuple[str, ...]:
-    """Return what the loop did to each of the model's inputs since the loader."""
-    return tuple(leaf["operations"] for leaf in cut.fields["inputs"].values())

@@ -20,8 +20,8 @@ from egeria_cache.cache.boundary import Boundary, Status, shown_name
 from egeria_cache.cache.host import CacheHost
 from egeria_cache.device import runs_late
 from egeria_cache.errors import StoreError
-from egeria_cache.gate import Accounts, CacheStats, ServingPolicy
-from egeria_cache.prefetch import PlannedEntry, ReaderThreads, View, Views
+from egeria_cache.gate import CacheStats, Kind
+from egeria_cache.prefetch import PlannedEntry, ReaderThreads, View
 from egeria_cache.samples import Clock, LoaderSource
 from egeria_cache.store import ROOT_FORMAT, read_json, write_json
 
@@ -37,10 +37,7 @@ class LoaderPort:
         self,
         status: Status,
         boundary: Boundary,
-        views: Views,
         host: CacheHost,
-        policy: ServingPolicy,
-        accounts: Accounts,
         readers: ReaderThreads,
         passes: Passes,
         *,
@@ -53,14 +50,13 @@ class LoaderPort:
         self.passes = passes
         self._status = status
         self._boundary = boundary
-        self._views = views
         self._host = host
-        self._policy = policy
-        self._accounts = accounts
+        self._policy = policy = status.policy
+        self._counters = status.counters
         self.readers = readers
         """The threads that read ahead, shared by all loaders."""
         self._stats = stats
-        self.views = views.of
+        self.views = status.views.of
         """The generations a loader's samples may be read from now, deepest boundary first."""
         self.wants_timing = policy.wants_timing
         """Whether it is still to be seen what a batch of a loader costs without a cache."""
@@ -71,6 +67,8 @@ class LoaderPort:
         self.draws_count, self.data_changed = host.draws_count, host.data_changed
         self.gather = gather
         """Is told whether what is stored is not read soon: it is then written in larger groups."""
+        self.may_store = status.may_store
+        """Whether what the model computes for a loader may be stored."""
 
     @property
     def boundary(self) -> str | None:
@@ -95,7 +93,7 @@ class LoaderPort:
         """Those whose rows, if an earlier run left any, were compared with computed ones."""
         if self._status.is_forked or self._status.is_compiled:
             return []
-        return [view for view in self._views.of(loader_name) if view.is_checked]
+        return [view for view in self.views(loader_name) if view.is_checked]
 
     def adopt(self, source: LoaderSource) -> None:
         """Let a new loader read from its first batch on what others of its name have stored, if the
@@ -104,7 +102,7 @@ class LoaderPort:
         if self._status.boundary is None or self._status.is_forked or self.views(source.key):
             return
         name = shown_name(source.key)
-        alike = [v for v in self._views.everywhere() if shown_name(v.loader_name) == name]
+        alike = [v for v in self._status.views.everywhere() if shown_name(v.loader_name) == name]
         if not alike or source.key in self._status.uncached:
             return
         fields = source.fields
@@ -114,20 +112,9 @@ class LoaderPort:
             if view.is_checked and all(theirs.get(key) == fields.get(key) for key in asked):
                 source.counts |= view.counts
                 source.study.padding = source.study.padding or view.padding
-                self._views.add(replace(view, loader_name=source.key))
+                self._status.views.add(replace(view, loader_name=source.key))
         for key in list(dict.fromkeys(view.loader_name for view in alike))[:-MAX_ALIKE]:
-            self._views.forget(key)  # it asks again when it begins another pass
-
-    def may_store(self, loader_name: str) -> bool:
-        """Whether what the model computes for this loader may be stored."""
-        status = self._status
-        return not (
-            status.is_closed
-            or status.is_forked
-            or status.gate == "never"
-            or loader_name in status.uncached
-            or loader_name in self._policy.stopped
-        )
+            self._status.views.forget(key)  # it asks again when it begins another pass
 
     def serves(self, loader_name: str) -> bool:
         """Whether a boundary is set under which this loader is not refused."""
@@ -145,7 +132,7 @@ class LoaderPort:
     def refusal(self, loader_name: str) -> str | None:
         """Return why nothing is stored for this loader; None if something is."""
         reason = self._status.uncached.get(loader_name)
-        return reason or (None if self.views(loader_name) else self._accounts.counts.why_not)
+        return reason or (None if self.views(loader_name) else self._counters.counts.why_not)
 
     def leave_uncached(self, loader_name: str, reason: str) -> None:
         """Cache nothing for this loader, and say why, once."""
@@ -166,7 +153,7 @@ class LoaderPort:
 
     def padding_found(self, loader_name: str) -> None:
         """The loader's samples are padded where that was not known: what is stored has padding."""
-        self._views.void(lambda view: view.loader_name == loader_name, unlink=True)
+        self._status.views.void(lambda view: view.loader_name == loader_name, unlink=True)
 
     def tagged_leaves(self, loader_name: str) -> frozenset[str] | None:
         """The leaves that must know their samples; None for all."""
@@ -200,23 +187,24 @@ class LoaderPort:
 
     def count_batch(self, source: LoaderSource, num_samples: int, hit: np.ndarray | None) -> None:
         """Note what a batch consists of: yielded without hits, or served with some."""
-        self._accounts.batch(num_samples, hit, is_random=source.is_random)
+        if not self._status.is_filling:
+            self._counters.batch(num_samples, hit, is_random=source.is_random)
 
     def count_yielded(self, batch: Batch) -> None:
         """Note that a batch was yielded which the model should see."""
         if self._status.is_closed:
-            self._accounts.yielded_closed()
+            self._counters.yielded_closed()
         else:
-            self._accounts.yielded(batch)
+            self._counters.yielded(batch)
             self._boundary.look_out()
 
     def count_refetched(self, num_samples: int) -> None:
         """Note samples that were planned as hits, and had to be reloaded."""
-        self._accounts.counts.refetched += num_samples
+        self._counters.counts.refetched += 0 if self._status.is_filling else num_samples
 
     def data_settled(self, loader_name: str) -> None:
         """The data set that had changed is the same as in the last pass."""
-        self._accounts.counts.why_not = self._status.uncached.get(loader_name)
+        self._counters.counts.why_not = self._status.uncached.get(loader_name)
 
     def note_step(
         self,
@@ -228,20 +216,26 @@ class LoaderPort:
         is_control: bool = False,
     ) -> None:
         """Note what a whole training step cost, and stop skipping where it does not pay."""
-        boundary, frozen = self._status.boundary, self._boundary.frozen
-        if boundary is None or frozen is None or not num_samples or self._status.is_filling:
+        status, policy = self._status, self._policy
+        boundary = status.boundary
+        if boundary is None or not num_samples or status.is_filling:
             return
         view = entry.view if entry is not None else next(iter(self.views(loader_name)), None)
         if view is None and not self.may_store(loader_name):
             return
-        if entry is not None and entry.num_read:
-            self.readers.served(entry.read_s, may_be_none=not runs_late(entry.view.device))
-        turn = self._policy.step(
-            loader_name, boundary, frozen, view, seconds, num_samples, entry,
-            is_control=is_control,
-        )  # fmt: skip
-        if turn is not None:
-            self._boundary.turn(loader_name, turn)
+        kind: Kind
+        if entry is not None:
+            kind = "served" if entry.serves_most else "partial"
+            if entry.num_read:
+                self.readers.served(entry.read_s, may_be_none=not runs_late(entry.view.device))
+        else:
+            kind = "computed" if is_control or view is None else "captured"
+        why = policy.step(loader_name, boundary, kind, seconds, num_samples)
+        if why is not None:
+            log.info("loader %r is computed from now on: %s", shown_name(loader_name), why)
+            status.views.void(lambda view: view.loader_name == loader_name, unlink=False)
+        elif policy.seeks_cut and kind != "served" and view is not None:
+            self._boundary.look_earlier(view.cut)
 
     def log_epoch(self, loader_name: str, epoch: int) -> None:
         """Write one line at the end of an epoch, through `logging` at level INFO."""

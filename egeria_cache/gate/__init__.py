@@ -4,9 +4,8 @@ Owns numbers alone: no thread, no file, no clock. It never touches a model or a 
 what things took, and answers where to cut and whether to go on.
 """
 
-from egeria_cache.gate.accounts import Accounts
-from egeria_cache.gate.cost import Costs, choose
-from egeria_cache.gate.policy import ServingPolicy, Turn
-from egeria_cache.gate.stats import CacheStats
+from egeria_cache.gate.counters import CacheStats, Counters
+from egeria_cache.gate.policy import ServingPolicy, choose
+from egeria_cache.gate.steps import Kind
 
-__all__ = ["Accounts", "CacheStats", "Costs", "ServingPolicy", "Turn", "choose"]
+__all__ = ["CacheStats", "Counters", "Kind", "ServingPolicy", "choose"]

@@ -1,32 +1,51 @@
 """Whether a loader is served and from which cut: decided by whole steps.
 
-Pure: it is told what happened, and answers with a `Turn` where something should change. What is
-measured, and why whole steps have the last word: part J of docs/architecture.md.
+Pure: it is told what happened, and answers where something should change. What is measured, and why
+whole steps have the last word: part J of docs/architecture.md.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
 
-from egeria_cache.gate.cost import Costs, choose
 from egeria_cache.gate.schedule import Schedule
 from egeria_cache.gate.steps import Kind, StepTimer
-from egeria_cache.prefetch import PlannedEntry, View
 from egeria_cache.skip import Step
 
+_MIN_GAIN = 0.05
+"""Part of the prefix that another cut must save more: below it, noise decides."""
+_READ_S, _READ_S_PER_BYTE = 20e-6, 0.5e-9
+"""What it costs to look a sample up, and to decode and copy a byte of its activation."""
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What should change after a step."""
 
-    kind: Literal["stop", "earlier"]
-    """Compute this loader from now on; cut before the frozen boundary."""
-    why: str
-    where: str | None = None
-    """The earlier module."""
+def choose(profile: Sequence[Step], overlap: float) -> Step | None:
+    """Choose where to cut among the modules that returned before the frozen boundary did.
+
+    Skipping saves the forward of the prefix, and costs the reading of what is stored in its place.
+    An early activation may be five times the input and a later one one and a half, so the last
+    frozen module is not always the best.
+
+    Args:
+        profile: `Cut.profile`, in execution order; the last one is the frozen boundary.
+        overlap: Part of the reading that runs while the model computes, in [0, 1].
+
+    Returns:
+        None where no cut saves enough.
+    """
+
+    def saving(step: Step) -> float:
+        read_s = _READ_S + step.row_bytes * _READ_S_PER_BYTE
+        return step.seconds_per_sample - (1 - overlap) * read_s
+
+    possible = [step for step in profile if step.row_bytes > 0]
+    if not possible:
+        return None
+    least, last = _MIN_GAIN * profile[-1].seconds_per_sample, profile[-1]
+    best = max(possible, key=saving)
+    if last in possible and saving(best) - saving(last) <= least:
+        best = last
+    return best if saving(best) > least else None
 
 
 class ServingPolicy:
@@ -42,20 +61,21 @@ class ServingPolicy:
         self.mode = mode
         self.stopped: dict[str, str] = {}
         """Loaders for which skipping did not pay under this boundary, and why."""
+        self.idle: dict[str, str] = {}
+        """Loaders whose batches are computed plainly for the rest of the epoch, and why."""
         self.proof_s = 0.0
         """What proofs have taken so far."""
         self.beside_s = 0.0
         """What the cache has taken between two passes."""
+        self.seeks_cut = mode == "auto"
+        """Whether it was not yet looked for a cut before the frozen boundary."""
         self._unnoted_s = 0.0
-        """Of it, what belongs to a step that has not ended."""
+        """Taken by the cache in a step that has not ended."""
         self._may_postpone = mode == "auto" and os.environ.get("EGERIA_POSTPONE") != "0"
-        self._costs = Costs(overlap=overlap)
+        self._overlap = overlap
         self._earlier: str | None = None
-        self._has_chosen = False
         self._timers: dict[tuple[str, str], StepTimer] = {}
         self._schedules: dict[str, Schedule] = {}
-        self.idle: dict[str, str] = {}
-        """Loaders whose batches are computed plainly for the rest of the epoch, and why."""
 
     def moved(self) -> None:
         """The frozen boundary is another one: decide anew."""
@@ -63,18 +83,12 @@ class ServingPolicy:
         self.idle.clear()
         for loader, known in self._schedules.items():  # what was measured was of the other one
             self._schedules[loader] = Schedule(known.num_batches, known.epoch, hits=known.hits)
-        self._earlier, self._has_chosen = None, False
+        self._earlier, self.seeks_cut = None, self.mode == "auto"
 
     # ---- is it worth a proof? -----------------------------------------------------------------
 
     def begins(self, loader: str, epoch: int, num_batches: int | None) -> None:
-        """A loader's pass begins.
-
-        Args:
-            loader: Which.
-            epoch: The number of the pass.
-            num_batches: In it, if that is known.
-        """
+        """A loader's pass begins, of so many batches, if that is known."""
         if not self._may_postpone or num_batches is None:
             return
         schedule = self._schedules.setdefault(loader, Schedule(num_batches))
@@ -113,10 +127,6 @@ class ServingPolicy:
             self.idle[loader] = why
         return why
 
-    def is_postponed(self, loader: str) -> bool:
-        """Whether this loader is computed plainly as yet."""
-        return loader in self.idle
-
     def took_beside(self, seconds: float) -> None:
         """All that was done beside loading or computing a batch: nothing that computing costs."""
         self._unnoted_s += seconds
@@ -128,78 +138,53 @@ class ServingPolicy:
         return self.mode == "auto" and self._timer(loader, boundary).wants_control()
 
     def step(
-        self,
-        loader: str,
-        boundary: str,
-        frozen: str,
-        view: View | None,
-        seconds: float,
-        num_samples: float,
-        entry: PlannedEntry | None,
-        *,
-        is_control: bool,
-    ) -> Turn | None:
-        """Note what a whole training step cost; say what should change, if anything.
+        self, loader: str, boundary: str, kind: Kind, seconds: float, num_samples: float
+    ) -> str | None:
+        """Note what a whole training step cost; say why to stop serving its loader, if so.
 
         Args:
             loader: Whose batch it was.
             boundary: The boundary as the user named it.
-            frozen: The last frozen module, as the model names it.
-            view: Where the loader's batches enter now.
+            kind: What became of the batch.
             seconds: From one request for a batch to the next.
             num_samples: Of the batch.
-            entry: Its hits; None if it was computed whole.
-            is_control: It could have been served.
         """
-        timer = self._timer(loader, boundary)
+        timer = self._timers.get((loader, boundary)) or self._timer(loader, boundary)
         proof_s, self._unnoted_s = min(self._unnoted_s, seconds), 0.0
-        kind = _kind(entry, is_control=is_control or view is None)
         timer.step(kind, seconds, num_samples, proof_s=proof_s)
-        if self.mode != "auto" or view is None:
+        if kind != "served" or self.mode != "auto" or not timer.is_due:
             return None
-        if kind == "served":
-            return self._judge(loader, timer) if timer.is_due else None
-        return self._choose(view.cut.profile) if view.cut.boundary == frozen else None
-
-    def _judge(self, loader: str, timer: StepTimer) -> Turn | None:
         pays, why = timer.verdict
         if pays:
             return None
         self.stopped[loader] = why
-        return Turn("stop", why)
+        return why
 
-    def _choose(self, profile: tuple[Step, ...]) -> Turn | None:
-        """Look once for a cut before the frozen boundary."""
-        if self._has_chosen or not profile:
+    def look_earlier(self, profile: tuple[Step, ...]) -> tuple[str, str] | None:
+        """Look once for a cut before the frozen boundary; return where and why, if there is one."""
+        self.seeks_cut = not profile
+        found = choose(profile, self._overlap)
+        if found is None or found is profile[-1]:
             return None
-        self._has_chosen = True
-        where, last = choose(profile, self._costs), profile[-1]
-        if where in (None, last.name):
-            return None
-        there = next(step for step in profile if step.name == where)
+        last = profile[-1]
         self._earlier = (
-            f"cut at {where!r}, whose output is smaller: {there.row_bytes:,} bytes a sample, "
+            f"cut at {found.name!r}, whose output is smaller: {found.row_bytes:,} bytes a sample, "
             f"{last.row_bytes:,} at {last.name!r}"
         )
-        return Turn("earlier", self._earlier, where)
+        return found.name, self._earlier
 
     # ---- figures ------------------------------------------------------------------------------
 
     def sentence(self, boundary: str | None) -> str:
         """Say in words what was decided under this boundary, for the statistics."""
-        found = dict(self._decisions(boundary))
-        named = len(found) > 1
-        said = [f"{name!r} {what}" if named else what for name, what in found.items()]
-        return "; ".join([*said, self._earlier] if self._earlier else said)
-
-    def _decisions(self, boundary: str | None) -> Iterator[tuple[str, str]]:
-        for loader, why in self.idle.items():
-            yield loader.rpartition("#")[0], f"postponed: {why}"
+        found = {loader: f"postponed: {why}" for loader, why in self.idle.items()}
         for (loader, at), timer in self._timers.items():
-            if at == boundary and not self.is_postponed(loader):
+            if at == boundary and loader not in self.idle:
                 how = "off" if loader in self.stopped else "on"
-                why = self.stopped.get(loader) or timer.verdict[1]
-                yield loader.rpartition("#")[0], f"{how}: {why}"
+                found[loader] = f"{how}: {self.stopped.get(loader) or timer.verdict[1]}"
+        named = {loader.rpartition("#")[0]: what for loader, what in found.items()}
+        said = [f"{name!r} {what}" if len(named) > 1 else what for name, what in named.items()]
+        return "; ".join([*said, self._earlier] if self._earlier else said)
 
     @property
     def saved_s(self) -> float:
@@ -207,13 +192,4 @@ class ServingPolicy:
         return sum(timer.saved_s for timer in self._timers.values()) - self.beside_s
 
     def _timer(self, loader: str, boundary: str) -> StepTimer:
-        timer = self._timers.get((loader, boundary))
-        if timer is None:
-            timer = self._timers[loader, boundary] = StepTimer()
-        return timer
-
-
-def _kind(entry: PlannedEntry | None, *, is_control: bool) -> Kind:
-    if entry is None:
-        return "computed" if is_control else "captured"
-    return "served" if entry.serves_most else "partial"
+        return self._timers.setdefault((loader, boundary), StepTimer())

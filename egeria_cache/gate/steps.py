@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from statistics import median
 from typing import Literal
+
+import numpy as np
 
 Kind = Literal["served", "computed", "captured", "partial"]
 """Read, at least half of it; loaded and computed as without a cache; computed and stored; mostly
@@ -94,22 +95,14 @@ class StepTimer:
     @property
     def verdict(self) -> tuple[bool, str]:
         """Whether to go on skipping, and why: unless more than an error dearer than computing."""
-        served = self._recent.get("served", ())
+        served = np.array(self._recent.get("served", ()))
         if len(served) < _MIN_SERVED or not self._computed_s:
             return True, "until there is enough to compare"
-        values = _clipped(served)
-        per_sample = sum(values) / len(values)
+        served = np.minimum(served, _OUTLIER * np.median(served))
+        per_sample = float(served.mean())
         text = (
             f"{per_sample * 1e6:,.0f} us a sample from the cache, "
             f"{self._computed_s * 1e6:,.0f} computed"
         )
-        scatter = sum((value - per_sample) ** 2 for value in values)
-        error = math.sqrt(scatter / (len(values) - 1) / len(values))
+        error = float(served.std(ddof=1)) / math.sqrt(len(served))
         return per_sample - error < self._computed_s, text
-
-
-def _clipped(values: Iterable[float]) -> list[float]:
-    values = sorted(values)  # with every served step: `statistics` would take ten times as long
-    half, odd = divmod(len(values), 2)
-    most = _OUTLIER * (values[half] if odd else (values[half - 1] + values[half]) / 2)
-    return [min(value, most) for value in values] if values[-1] > most else values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,33 @@ from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.cache.host import CacheHost
 from egeria_cache.gate import policy
 from egeria_cache.gate.steps import StepTimer
+from egeria_cache.skip.serve.cut import Step
 from tests.helpers.nets import Images, Net, freeze, make_net, sgd, train_steps
+
+STEPS = [
+    Step("stem", seconds_per_sample=1e-4, row_bytes=400_000),
+    Step("layer1", seconds_per_sample=1e-3, row_bytes=200_000),
+    Step("layer2", seconds_per_sample=2e-3, row_bytes=100_000),
+]
+GROWN = [*STEPS, Step("up", seconds_per_sample=2.05e-3, row_bytes=1_600_000)]
+"""The last frozen module expands its input sixteen times, and costs next to nothing."""
+
+
+@pytest.mark.parametrize(
+    ("steps", "overlap", "cut"),
+    [
+        (GROWN, 0.5, "layer2"),
+        (GROWN, 0.0, "layer2"),
+        (GROWN, 1.0, "up"),
+        (STEPS, 1.0, "layer2"),
+        (STEPS[:1], 0.0, None),
+        ([replace(STEPS[0], row_bytes=0), STEPS[1]], 1.0, "layer1"),
+        ([replace(STEPS[0], row_bytes=0)], 1.0, None),
+    ],
+)
+def test_the_cut_that_saves_most_is_chosen_and_none_while_the_front_is_cheap(steps, overlap, cut):
+    found = policy.choose(steps, overlap)
+    assert (None if found is None else found.name) == cut
 
 
 def timer_of(computed, served, num_served=20, *, captured=None, proof_s=0.0):
@@ -211,7 +238,9 @@ def expanding():
 
 def test_an_activation_that_grew_is_cut_before_it_grew(tmp_path, monkeypatch):
     """The choice is given, not timed; the losses are those of a run that skips nothing."""
-    monkeypatch.setattr(policy, "choose", lambda steps, costs: "layer1")
+    monkeypatch.setattr(
+        policy, "choose", lambda steps, _: next(one for one in steps if one.name == "layer1")
+    )
     monkeypatch.setattr(StepTimer, "verdict", property(lambda self: (True, "goes on")))
     results = []
     for gate in ("auto", "never"):

@@ -237,7 +237,7 @@ def test_a_fork_after_use_trains_on_in_the_child_and_in_the_parent(workers):
 def test_a_child_never_waits_for_what_threads_held_when_it_was_forked():
     run_script(
         """
-        generation = cache._views.of(loader.source.key)[0].generation
+        generation = cache._status.views.of(loader.source.key)[0].generation
         found, locks = [generation, cache._store, *vars(cache._store).values()], []
         found += vars(generation).values()
         for thing in found:
