@@ -40,7 +40,7 @@ from egeria_cache.cache import host, port
 from egeria_cache.loader import assembly, one_pass, plan
 from egeria_cache.skip import engine
 from egeria_cache.skip.serve import call, placeholder, replay
-from egeria_cache.skip.serve.plan import RecipeBook
+from egeria_cache.skip.serve.plan import Recipe, RecipeBook
 
 STOP = 8
 """Layers of nine that are frozen."""
@@ -73,7 +73,7 @@ NAMED = (
     (AUDITS, engine.SkipEngine, "_recomputed"),
     ("counting", host.CacheHost, "note"),
     ("rows of the entry", prefetch.PlannedEntry, "load"),
-    ("what a replay may have to undo", replay, "_Undo"),
+    ("what a replay may have to undo", Recipe, "save_buffers"),
     ("skipped modules' calls", replay.ReplayRun, "__call__"),
     ("the model's code on placeholders", placeholder.Placeholder, "__torch_dispatch__"),
     ("replay", replay, "replay"),

@@ -228,7 +228,8 @@ class _ProbeRun(ReplayRun):
         values: dict[Slot, Tensor] = {
             slot: evidence.leaf(*slot).clone() for slot in recipe.slots().values()
         }
-        super().__init__(recipe, evidence.size, values, scene=scene_of(recipe, twin))
+        super().__init__(recipe, evidence.size, scene_of(recipe, twin))
+        self.begin(values)
         self.scene.made = []
         self.given: list[Slot] = []
         """The real tensors that skipped modules are given: step, leaf."""

@@ -446,7 +446,8 @@ def _replayed(
     contents = [tensor.clone() for tensor in given]
     recipe.copies = False
     twin = evidence.twins.fresh()
-    run = ReplayRun(recipe, evidence.size, values, scene=scene_of(recipe, twin))
+    run = ReplayRun(recipe, evidence.size, scene_of(recipe, twin))
+    run.begin(values)
     args, kwargs = prober.inputs(run, twin)
     evidence.before.restore(for_a_copy=True)
     with twin.intercept(recipe.modules, run):

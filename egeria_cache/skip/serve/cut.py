@@ -21,7 +21,6 @@ from torch.utils._pytree import TreeSpec
 from egeria_cache.batch import Fold, Lengths
 from egeria_cache.ragged import PaddedRows
 from egeria_cache.skip.serve.padded import RowGrowth, Rule
-from egeria_cache.skip.serve.placeholder import Source
 from egeria_cache.skip.serve.trace import Draw
 
 Slot = tuple[int, int]
@@ -246,15 +245,6 @@ class StepPlan:
     """Random numbers that it draws to no effect, drawn again so that later ones are the same."""
     single: bool = False
     """Whether the output is one leaf."""
-    _sources: list[frozenset[Source]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.single = self.spec.is_leaf()
-
-    def sources(self, index: int) -> list[frozenset[Source]]:
-        """Name the leaves of the output as step `index`."""
-        if not self._sources:
-            self._sources = [
-                frozenset({Source("step", self.name, index, j)}) for j in range(len(self.leaves))
-            ]
-        return self._sources

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_unflatten
 
 from egeria_cache.batch import Lengths
 from egeria_cache.skip.model.frozen import Named
@@ -25,7 +24,6 @@ from egeria_cache.skip.serve.call import Invocation, plain
 from egeria_cache.skip.serve.cut import Cut, Slot, Step, StepPlan, TensorSpec
 from egeria_cache.skip.serve.dynamic_shapes import MAX_LENGTHS, Growth
 from egeria_cache.skip.serve.padded import RowGrowth
-from egeria_cache.skip.serve.placeholder import Placeholder, Scene, Source, Unavailable
 from egeria_cache.skip.state.guards import PrefixGuard
 from egeria_cache.skip.state.surroundings import Surroundings
 
@@ -90,14 +88,8 @@ class Recipe:
     """How it looks for batches of other lengths, where samples are padded."""
     mutable: list[Tensor] = field(default_factory=list)
     """Buffers that the active part writes to: put back if a replay has to be abandoned."""
-    ready: dict[tuple[int, int], Any] = field(default_factory=dict)
-    """(step, batch size) -> what it returns on every hit, where that is one placeholder."""
-    _entries: list[tuple[str, Slot, TensorSpec]] | None = None
-    _modules: list[nn.Module] | None = None
-    _metas: dict[int, list[list[Tensor | None]]] = field(default_factory=dict)
-    _stage: Scene | None = None
-    _stand_ins: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
-    _inputs: dict[tuple[Any, ...], Placeholder] = field(default_factory=dict)
+    replays: dict[int, Any] = field(default_factory=dict)
+    """By batch size: what `replay.py` has made for all hits of that size."""
     _saved: list[tuple[list[Tensor], list[Tensor]]] = field(default_factory=list)
     _grown: dict[tuple[int, ...], Recipe] = field(default_factory=dict)
     """The same for batches of other lengths; one dict for all of them."""
@@ -118,10 +110,7 @@ class Recipe:
                 return None
             if len(known) >= MAX_LENGTHS:
                 del known[next(iter(known))]
-            known[whole] = replace(
-                self, steps=steps, _entries=None, _modules=None, _metas={}, _stage=None,
-                _stand_ins={}, _inputs={}, _saved=[], ready={},
-            )  # fmt: skip
+            known[whole] = replace(self, steps=steps, replays={})
         return known[whole]
 
     def settle(self, key: tuple[Any, ...]) -> None:
@@ -195,6 +184,10 @@ class Recipe:
         """Whether the boundary is called from within `module`, which may be a step as well."""
         return any(module is ancestor for ancestor in self.ancestors)
 
+    def unexpected(self, module: nn.Module, step: StepPlan) -> str:
+        """Say that another module ran than the one of this step."""
+        return f"{self.names[id(module)]!r} ran where {step.name!r} was expected"
+
     def slots(self) -> dict[str, Slot]:
         """Name the cached tensors."""
         named: dict[str, Slot] = {}
@@ -204,18 +197,6 @@ class Recipe:
                 calls = sum(other.module is step.module for other in self.steps[:i])
                 named[f"{name}#{calls}" if calls else name] = (i, j)
         return named
-
-    def entries(self) -> list[tuple[str, Slot, TensorSpec]]:
-        """Return name, place and description of the cached tensors; only once it is proved."""
-        if self._entries is None:
-            self._entries = [(n, slot, self.tensor_spec(slot)) for n, slot in self.slots().items()]
-        return self._entries
-
-    def taken_over(self) -> list[nn.Module]:
-        """Return `modules`; only once it is proved."""
-        if self._modules is None:
-            self._modules = self.modules
-        return self._modules
 
     def tensor_spec(self, slot: Slot) -> TensorSpec:
         """Return the spec of a cached tensor."""
@@ -227,34 +208,6 @@ class Recipe:
     def device(self) -> torch.device:
         """Where the cached tensors are."""
         return self.tensor_spec(next(iter(self.slots().values()))).device
-
-    def scene(self) -> Scene:
-        """Begin a run on placeholders."""
-        return Scene(self.names, frozenset(map(id, self.ancestors)))
-
-    def stage(self) -> Scene:
-        """Begin a run on placeholders that are made once and used by every hit.
-
-        Nothing is left of a run but its placeholders, which have no content; making them anew cost
-        more than calling the skipped modules.
-        """
-        if self._stage is None:
-            self._stage = self.scene()
-        self._stage.after_boundary = self._stage.finished = False
-        return self._stage
-
-    def input_placeholder(self, position: int, leaf: Tensor, scene: Scene) -> Placeholder:
-        """Stand for one of the model's inputs on a hit."""
-        with torch._C.DisableTorchFunctionSubclass():
-            key = (position, leaf.shape, leaf.stride())
-        found = self._inputs.get(key)
-        if found is None or found.scene is not scene:
-            source = frozenset({Source("leaf", self.leaf_names[position][0], position)})
-            found = Placeholder.of(leaf, source, scene)
-            if len(self._inputs) > 64:
-                self._inputs.clear()
-            self._inputs[key] = found
-        return found
 
     def save_buffers(self) -> None:
         """Remember what the active part may write to, until `put_back_buffers`."""
@@ -273,74 +226,6 @@ class Recipe:
         with torch.no_grad():
             for buffers, copies in self._saved:
                 torch._foreach_copy_(buffers, copies)
-
-    def hit_output(
-        self, index: int, batch_size: int, scene: Scene, values: Mapping[Slot, Tensor]
-    ) -> Any:
-        """Build what step `index` returns on a hit, from placeholders made once."""
-        step = self.steps[index]
-        leaves = self._stand_ins.get((index, batch_size))
-        if leaves is None:
-            leaves = self._leaves(index, batch_size, scene)
-            if len(self._stand_ins) > 16 * len(self.steps):
-                self._stand_ins.clear()
-                self.ready.clear()
-            self._stand_ins[index, batch_size] = leaves
-        if step.cached or step.constants or self.same:
-            leaves = self._with_values(index, leaves, values)
-        elif step.single:
-            self.ready[index, batch_size] = leaves[0]
-        return leaves[0] if step.single else tree_unflatten(leaves, step.spec)
-
-    def output(
-        self, index: int, batch_size: int, scene: Scene, values: Mapping[Slot, Tensor]
-    ) -> Any:
-        """Build what step `index` returns in a run on placeholders."""
-        leaves = self._with_values(index, self._leaves(index, batch_size, scene), values)
-        # Most modules return one tensor: there is nothing to put together.
-        step = self.steps[index]
-        return leaves[0] if step.single else tree_unflatten(leaves, step.spec)
-
-    def _leaves(self, index: int, batch_size: int, scene: Scene) -> list[Any]:
-        """Return what stands for the leaves of a step's output where nothing was stored."""
-        step, leaves = self.steps[index], list[Any]()
-        metas, sources = self._metas_at(batch_size)[index], step.sources(index)
-        for j, leaf in enumerate(step.leaves):
-            if isinstance(leaf, TensorSpec):
-                meta = metas[j]
-                assert meta is not None
-                leaves.append(Placeholder.like(meta, leaf.device, sources[j], scene))
-            elif isinstance(leaf, Unavailable):
-                leaves.append(Unavailable(sources[j]))
-            else:
-                leaves.append(leaf)
-        return leaves
-
-    def _with_values(
-        self, index: int, leaves: list[Any], values: Mapping[Slot, Tensor]
-    ) -> list[Any]:
-        """Put stored values and constants in their places."""
-        step, leaves = self.steps[index], list(leaves)
-        for j in range(len(leaves)):
-            slot = self.same.get((index, j), (index, j))
-            if slot in values:
-                leaves[j] = values[slot]
-            elif j in step.constants:
-                leaves[j] = step.constants[j].clone() if self.copies else step.constants[j]
-        return leaves
-
-    def _metas_at(self, batch_size: int) -> list[list[Tensor | None]]:
-        metas = self._metas.get(batch_size)
-        if metas is None:
-            if len(self._metas) > 16:
-                self._metas.clear()
-            meta = torch.device("meta")
-            metas = self._metas[batch_size] = [
-                [x.empty(batch_size, meta) if isinstance(x, TensorSpec) else None
-                 for x in step.leaves]
-                for step in self.steps
-            ]  # fmt: skip
-        return metas
 
 
 def _functions_in(value: Any, depth: int = 3) -> Iterator[Any]:

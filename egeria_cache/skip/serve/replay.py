@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -41,17 +41,26 @@ class PrefixDone(BaseException):
 class CaptureRun:
     """Handler for a forward that computes the prefix: keeps the tensors of the cut.
 
+    A recipe that does not know batches of these lengths yet does afterwards.
+
     Args:
         recipe: What to keep.
+        lengths: Of the batch, if samples are padded.
         batch_size: Rows of this forward.
         stop: Leave the model by `PrefixDone` when the boundary has returned.
     """
 
-    def __init__(self, recipe: Recipe, batch_size: int, *, stop: bool = False) -> None:
-        self.recipe = recipe
+    def __init__(
+        self, recipe: Recipe, lengths: Lengths | None, batch_size: int, *, stop: bool = False
+    ) -> None:
+        here = recipe.at(lengths)
+        self.recipe = here or recipe
         self.batch_size = batch_size
         self.stop = stop
         self.deviation: str | None = None
+        self._lengths = lengths
+        self._learnt: list[list[Any]] | None = [] if here is None else None
+        """The leaves of each step's output, where the recipe has to learn from them."""
         self._taken: dict[Slot, Tensor] = {}
         self._rows: dict[str, Tensor] | None = None
         self._position = 0
@@ -66,9 +75,8 @@ class CaptureRun:
             return original(*args, **kwargs)
         step = steps[self._position]
         if step.module is not module:
-            if self.recipe.surrounds(module):
-                return original(*args, **kwargs)
-            self._deviate(f"{self.recipe.names[id(module)]!r} ran where {step.name!r} was expected")
+            if not self.recipe.surrounds(module):
+                self._deviate(self.recipe.unexpected(module, step))
             return original(*args, **kwargs)
         self._inside = True
         try:
@@ -89,31 +97,48 @@ class CaptureRun:
         return None if self.deviation else self._rows
 
     def _keep(self, step: StepPlan, output: Any) -> None:
-        if step.single and isinstance(output, Tensor):  # as most modules do
-            if not step.cached and isinstance(step.leaves[0], TensorSpec):
-                return
-            leaves = [output]
+        leaves, spec = tree_flatten(output)
+        if spec != step.spec:
+            self._deviate(f"{step.name!r} returned another structure")
+        elif self._learnt is not None:
+            self._learnt.append(leaves)
         else:
-            leaves, spec = tree_flatten(output)
-            if spec != step.spec:
-                self._deviate(f"{step.name!r} returned another structure")
-                return
+            self._take(self._position, leaves)
+
+    def _take(self, index: int, leaves: list[Any]) -> None:
+        step = self.recipe.steps[index]
         if step.cached:
-            self.recipe.wants_grad |= wants_grad(self._position, leaves)
+            self.recipe.wants_grad |= wants_grad(index, leaves)
         for j, (leaf, known) in enumerate(zip(leaves, step.leaves, strict=True)):
             if j in step.cached:
                 if isinstance(leaf, Placeholder) or not known.matches(leaf, self.batch_size):
                     self._deviate(f"{step.name!r} returned another shape")
                     return
-                self._taken[self._position, j] = leaf
+                self._taken[index, j] = leaf
             elif isinstance(known, int | float | str | bool) and leaf != known:
                 self._deviate(f"{step.name!r} returned {leaf!r} where it gave {known!r}")
 
+    def _learn(self, outputs: list[list[Any]]) -> None:
+        """Let the recipe know batches of these lengths, and keep what it now says."""
+        recipe, lengths = self.recipe, self._lengths
+        assert recipe.growth is not None
+        assert lengths is not None
+        odd = recipe.growth.learn(recipe.steps, lengths.whole, self.batch_size, outputs)
+        here = None if odd is not None else recipe.at(lengths)
+        if here is None:
+            self._deviate(f"the shape of what {odd or recipe.boundary!r} returned follows no rule")
+            return
+        self.recipe = here
+        for index, leaves in enumerate(outputs):
+            self._take(index, leaves)
+
     def _finish(self) -> dict[str, Tensor]:
+        if self._learnt is not None:
+            self._learn(self._learnt)
         # Copies of the values as they stand when the boundary returns: in-place steps of the prefix
         # count; what the active part writes, perhaps through NumPy or `.data`, does not.
         rows = {}
-        for name, slot in self.recipe.slots().items():
+        for name, slot in self.recipe.slots().items() if not self.deviation else ():
             tensor = self._taken[slot]
             with torch.inference_mode(False), torch.no_grad():
                 view = self.recipe.tensor_spec(slot).to_rows(tensor)
@@ -126,79 +151,36 @@ class CaptureRun:
             raise BoundaryError.another_way(self.recipe.boundary, how)
 
 
-class LearnRun(CaptureRun):
-    """A `CaptureRun` for a batch of lengths that the recipe does not know yet: it does afterwards.
-
-    Args:
-        recipe: What to keep.
-        lengths: Of the batch.
-        batch_size: Rows of this forward.
-        stop: Leave the model by `PrefixDone` when the boundary has returned.
-    """
-
-    def __init__(
-        self, recipe: Recipe, lengths: Lengths, batch_size: int, *, stop: bool = False
-    ) -> None:
-        super().__init__(recipe, batch_size, stop=stop)
-        self._lengths = lengths
-        self._outputs: list[list[Any]] = []
-
-    def _keep(self, step: StepPlan, output: Any) -> None:
-        leaves, spec = tree_flatten(output)
-        if spec != step.spec:
-            self._deviate(f"{step.name!r} returned another structure")
-        self._outputs.append(leaves)
-
-    def _finish(self) -> dict[str, Tensor]:
-        recipe, whole = self.recipe, self._lengths.whole
-        assert recipe.growth is not None
-        odd = recipe.growth.learn(recipe.steps, whole, self.batch_size, self._outputs)
-        here = None if odd is not None else recipe.at(self._lengths)
-        if here is None:
-            self._deviate(f"the shape of what {odd or recipe.boundary!r} returned follows no rule")
-            return {}
-        self.recipe, outputs = here, self._outputs
-        for index, step in enumerate(here.steps):
-            self._position = index
-            super()._keep(step, tree_unflatten(outputs[index], step.spec))
-        self._position = len(here.steps)
-        return {} if self.deviation else super()._finish()
-
-
-def capturing(
-    recipe: Recipe, lengths: Lengths | None, batch_size: int, *, stop: bool = False
-) -> CaptureRun:
-    """Return the handler of a forward of `batch_size` rows, as long as a batch of these lengths."""
-    here = recipe.at(lengths)
-    if here is None:
-        assert lengths is not None
-        return LearnRun(recipe, lengths, batch_size, stop=stop)
-    return CaptureRun(here, batch_size, stop=stop)
+_MAX_SIZES = 16
+"""Sizes of batches that a recipe has a replay ready for."""
+_MAX_INPUTS = 64
 
 
 class ReplayRun:
-    """Handler for a forward that enters at the cut: skipped modules return what is stored."""
+    """Handler for a forward that enters at the cut: skipped modules return what is stored.
+
+    Made once for all hits of one batch size. Nothing is left of a run but its placeholders, which
+    have no content; making them anew cost more than calling the skipped modules.
+    """
 
     looks = False
     """Whether it looks at what skipped modules are called with."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        batch_size: int,
-        values: Mapping[Slot, Tensor],
-        *,
-        proven: bool = False,
-        scene: Scene | None = None,
-    ) -> None:
+    def __init__(self, recipe: Recipe, batch_size: int, scene: Scene | None = None) -> None:
         self.recipe = recipe
         self.batch_size = batch_size
+        self.scene = scene or Scene(recipe.names, frozenset(map(id, recipe.ancestors)))
+        self.modules = recipe.modules
+        self.entries = [(n, slot, recipe.tensor_spec(slot)) for n, slot in recipe.slots().items()]
+        """Name, place and description of the cached tensors."""
+        self._leaves: dict[int, list[Any]] = {}
+        self._inputs: dict[tuple[Any, ...], Placeholder] = {}
+
+    def begin(self, values: Mapping[Slot, Tensor]) -> None:
+        """Enter with these values of the cached tensors."""
         self.values = values
-        self.scene = scene or (recipe.stage() if proven else recipe.scene())
-        self._output = recipe.hit_output if proven else recipe.output
-        self._ready: Mapping[tuple[int, int], Any] = recipe.ready if proven else {}
-        self._position = 0
-        self._inside = False
+        self._position, self._inside = 0, False
+        self.scene.after_boundary = self.scene.finished = False
 
     def __call__(
         self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
@@ -211,7 +193,7 @@ class ReplayRun:
         if step.module is not module:
             if self.recipe.surrounds(module):
                 return original(*args, **kwargs)
-            how = f"{self.recipe.names[id(module)]!r} ran where {step.name!r} was expected"
+            how = self.recipe.unexpected(module, step)
             raise BoundaryError.another_way(self.recipe.boundary, how)
         if step.run:
             self.running(index, args, kwargs)
@@ -226,9 +208,10 @@ class ReplayRun:
                 self.skipping(index, args, kwargs)
             for draw in step.draws:
                 draw.again()
-            output = self._ready.get((index, self.batch_size))
-            if output is None:
-                output = self._output(index, self.batch_size, self.scene, self.values)
+            leaves = self._leaves.get(index) or self._stand_ins(index)
+            if step.cached or step.constants or self.recipe.same:
+                leaves = self._with_values(index, leaves)
+            output = leaves[0] if step.single else tree_unflatten(leaves, step.spec)
         self._position += 1
         self.scene.after_boundary = self._position == len(steps)
         return output
@@ -242,6 +225,46 @@ class ReplayRun:
     def ran(self, index: int, output: Any) -> None:
         """Look at what a module that is not skipped returned; a rehearsal does."""
 
+    def input(self, position: int, leaf: Tensor) -> Tensor:
+        """Return what the model is given for one of its inputs: a placeholder if that will do."""
+        recipe = self.recipe
+        if position in recipe.kept or position not in recipe.leaf_names:
+            result: Tensor = plain(leaf)
+            return result
+        with torch._C.DisableTorchFunctionSubclass():
+            key = (position, leaf.shape, leaf.stride())
+        if key not in self._inputs:
+            if len(self._inputs) >= _MAX_INPUTS:
+                self._inputs.clear()
+            source = frozenset({Source("leaf", recipe.leaf_names[position][0], position)})
+            self._inputs[key] = Placeholder.of(leaf, source, self.scene)
+        return self._inputs[key]
+
+    def _stand_ins(self, index: int) -> list[Any]:
+        """Return what stands for the leaves of a step's output where nothing was stored."""
+        step, leaves = self.recipe.steps[index], list[Any]()
+        for j, leaf in enumerate(step.leaves):
+            sources = frozenset({Source("step", step.name, index, j)})
+            if isinstance(leaf, TensorSpec):
+                meta = leaf.empty(self.batch_size, torch.device("meta"))
+                leaves.append(Placeholder.like(meta, leaf.device, sources, self.scene))
+            else:
+                leaves.append(Unavailable(sources) if isinstance(leaf, Unavailable) else leaf)
+        if self.scene.made is None:  # else a rehearsal looks who keeps them
+            self._leaves[index] = leaves
+        return leaves
+
+    def _with_values(self, index: int, leaves: list[Any]) -> list[Any]:
+        """Put stored values and constants in their places."""
+        step, leaves, recipe = self.recipe.steps[index], list(leaves), self.recipe
+        for j in range(len(leaves)):
+            slot = recipe.same.get((index, j), (index, j))
+            if slot in self.values:
+                leaves[j] = self.values[slot]
+            elif j in step.constants:
+                leaves[j] = step.constants[j].clone() if recipe.copies else step.constants[j]
+        return leaves
+
 
 Forward = Callable[..., Any]
 Rows = dict[str, Tensor]
@@ -249,7 +272,7 @@ Rows = dict[str, Tensor]
 
 def full(forward: Forward, recipe: Recipe, call: Invocation) -> tuple[Any, CaptureRun]:
     """Compute every row; what crosses the boundary is captured on the way."""
-    capture = capturing(recipe, call.batch.lengths, call.batch.size)
+    capture = CaptureRun(recipe, call.batch.lengths, call.batch.size)
     args, kwargs = call.plain()
     with intercept(recipe.modules, capture):
         return forward(*args, **kwargs), capture
@@ -298,7 +321,7 @@ def prefix(
     Raises:
         BoundaryError: The model took another way this time.
     """
-    capture = capturing(source, call.batch.lengths, int(rows.sum()), stop=True)
+    capture = CaptureRun(source, call.batch.lengths, int(rows.sum()), stop=True)
     args, kwargs = inputs or call.rows(rows)
     generators = RandomState.now() if source.draws else None
     # The code around the boundary will run again, in the replay: let it count once.
@@ -343,71 +366,47 @@ def replay(
             is where any other error is ours; the model's own are the loop's.
     """
     size = call.batch.size
+    run = source.replays.get(size)
+    if run is None:
+        if len(source.replays) >= _MAX_SIZES:
+            source.replays.clear()
+        run = source.replays[size] = ReplayRun(source, size)
+    run.begin(_values(source, run, stored))
+    capture: CaptureRun | None = None
+    with ExitStack() as stack:
+        args, kwargs = call.noted(call.rebuild(run.input))
+        generators = torch.get_rng_state()
+        source.save_buffers()
+        stack.enter_context(intercept(run.modules, run))
+        if recipe is not None and recipe is not source:  # around the replay of the same modules
+            capture = CaptureRun(recipe, call.batch.lengths, size)
+            stack.enter_context(intercept(capture.recipe.modules, capture))
+        try:
+            output = forward(*args, **kwargs)
+        except Exception as error:
+            if is_ours(error):
+                torch.set_rng_state(generators)
+                source.put_back_buffers()
+            raise
+        finally:
+            run.scene.finished = True
+    if source.opaque_outputs:
+        output = _hide(call, output, source.opaque_outputs)
+    return output, capture.rows() if capture is not None else None
+
+
+def _values(source: Recipe, run: ReplayRun, stored: Mapping[str, Tensor]) -> dict[Slot, Tensor]:
+    """Return the cached tensors as the model had them."""
     values = {
         slot: spec.from_rows(stored[name].clone() if source.copies else stored[name])
-        for name, slot, spec in source.entries()
+        for name, slot, spec in run.entries
     }
     if source.wants_grad and torch.is_grad_enabled():
         for slot in source.wants_grad & values.keys():
             leaf = values[slot].detach().requires_grad_()
             # What the model writes into may not be a leaf.
             values[slot] = leaf.clone() if source.copies else leaf
-    run = ReplayRun(source, size, values, proven=True)
-    capture = CaptureRun(recipe, size) if recipe is not None and recipe is not source else None
-    args, kwargs = call.noted(call.rebuild(lambda i, leaf: _input(source, run, i, leaf)))
-    undo = _Undo(source)
-    try:
-        with intercept(*_handler(source, run, capture)):
-            output = forward(*args, **kwargs)
-    except Exception as error:
-        if is_ours(error):
-            undo.restore()
-        raise
-    finally:
-        run.scene.finished = True
-    if source.opaque_outputs:
-        output = _hide(call, output, source.opaque_outputs)
-    return output, capture.rows() if capture is not None else None
-
-
-class _Undo:
-    """Takes back what an abandoned replay did: random draws, and writes to active buffers."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self._rng = torch.get_rng_state()
-        self._recipe = recipe
-        recipe.save_buffers()
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._rng)
-        self._recipe.put_back_buffers()
-
-
-def _input(source: Recipe, replay: ReplayRun, position: int, leaf: Tensor) -> Tensor:
-    if position in source.kept or position not in source.leaf_names:
-        result: Tensor = plain(leaf)
-        return result
-    return source.input_placeholder(position, leaf, replay.scene)
-
-
-def _handler(
-    source: Recipe, replay: ReplayRun, capture: CaptureRun | None
-) -> tuple[list[nn.Module], Callable[..., Any]]:
-    """Route calls to the replay, and around it to the capture of a later boundary."""
-    if capture is None:
-        return source.taken_over(), replay
-    recipe = capture.recipe
-    old, new = set(map(id, source.modules)), set(map(id, recipe.modules))
-
-    def handle(module: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
-        if id(module) in old:
-            original = functools.partial(replay, module, original)
-        if id(module) in new:
-            return capture(module, original, *args, **kwargs)
-        return original(*args, **kwargs)
-
-    both = {id(m): m for m in (*source.modules, *recipe.modules)}
-    return list(both.values()), handle
+    return values
 
 
 def _hide(call: Invocation, output: Any, opaque: frozenset[int]) -> Any:
