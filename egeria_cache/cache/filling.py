@@ -156,7 +156,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     finally:
         model.train(was_training)
         for each in kept:
-            each.restore()
+            each.put_back()
         generators.restore()
         with torch.no_grad():
             for buffer, content in before:

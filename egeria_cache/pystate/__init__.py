@@ -4,7 +4,7 @@ Owns the one list of what is foreign, opaque, or an atom (`foreign.py`). It runs
 user's, and knows nothing of models that are cached or of stores: whoever asks (the content address,
 the guards, the dry run, the data set's fingerprint) says what to look at.
 
-`content` and `look` digest, `remembered` and `counters` keep what was and put it back or ahead,
+`content` and `look` digest, `snapshot` keeps what was (`places`) and puts it back or `ahead`,
 `copier` copies, `code` follows functions by the names that they read (`bytecode`).
 """
 
@@ -12,7 +12,6 @@ from egeria_cache.pystate.bytecode import attributes_of, names_in, texts_in
 from egeria_cache.pystate.code import Code, bases_of, has_settings, in_class, reached
 from egeria_cache.pystate.content import describe, digest, is_content, tensor_digest
 from egeria_cache.pystate.copier import Copier, is_shared
-from egeria_cache.pystate.counters import Kept, deciding, unmoved
 from egeria_cache.pystate.foreign import (
     StandIn,
     entries,
@@ -26,24 +25,40 @@ from egeria_cache.pystate.foreign import (
     own_slots,
 )
 from egeria_cache.pystate.look import Glance, Portrait, is_below, portrait
+from egeria_cache.pystate.places import Names, OfClass
 from egeria_cache.pystate.prints import PLAIN, array_print, plain_print, tensor_print
-from egeria_cache.pystate.remembered import Moved, RandomState, Remembered, stashed
+from egeria_cache.pystate.random_state import RandomState
+from egeria_cache.pystate.snapshot import (
+    CODE,
+    DATA,
+    MODELS,
+    VALUES,
+    Moved,
+    Reach,
+    Snapshot,
+    stashed,
+)
 
 __all__ = [
+    "CODE",
+    "DATA",
+    "MODELS",
     "PLAIN",
+    "VALUES",
     "Code",
     "Copier",
     "Glance",
-    "Kept",
     "Moved",
+    "Names",
+    "OfClass",
     "Portrait",
     "RandomState",
-    "Remembered",
+    "Reach",
+    "Snapshot",
     "StandIn",
     "array_print",
     "attributes_of",
     "bases_of",
-    "deciding",
     "describe",
     "digest",
     "entries",
@@ -68,5 +83,4 @@ __all__ = [
     "tensor_digest",
     "tensor_print",
     "texts_in",
-    "unmoved",
 ]

@@ -9,11 +9,16 @@ import dis
 import functools
 import itertools
 from itertools import chain
-from types import CodeType
-from typing import NamedTuple
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+from egeria_cache.kinds import LIBRARIES
+from egeria_cache.pystate.foreign import is_library
 
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _STORES = ("STORE_GLOBAL", "DELETE_GLOBAL")
+_BY_TEXT = "globals", "getattr", "setattr", "vars"
+"""With these, code finds by a text what it names."""
 _FREE = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
 
 
@@ -61,3 +66,25 @@ def texts_in(code: CodeType) -> tuple[str, ...]:
     """Return the texts in `code`: what it asks for by name, of the environment, say."""
     inner = (texts_in(one) for one in code.co_consts if isinstance(one, CodeType))
     return *(one for one in code.co_consts if type(one) is str), *chain.from_iterable(inner)
+
+
+def globals_of(function: FunctionType) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
+    """Return the globals that a function reads or assigns, also by a text: (where, names); and
+    those that it names of the user's modules.
+    """
+    names, scope = names_in(function.__code__), function.__globals__
+    by_text = not set(names.all).isdisjoint(_BY_TEXT)
+    texts = texts_in(function.__code__) if by_text else ()
+    own = dict.fromkeys((*names.loaded, *names.stored, *(t for t in texts if t in scope)))
+    found = [(scope, tuple(own))] if own else []
+    for name in own:
+        module = scope.get(name)
+        if isinstance(module, ModuleType) and not is_library(module.__name__):
+            inner = vars(module)
+            found.append((inner, tuple(n for n in {*names.all, *texts} if n in inner)))
+    return found
+
+
+def is_installed_code(code: CodeType) -> bool:
+    """Whether it is a library's, or Python's own."""
+    return code.co_filename.startswith((*LIBRARIES, "<frozen"))

@@ -11,11 +11,13 @@ from __future__ import annotations
 import array
 import functools
 import io
+import itertools
 import random
 import threading
 import types
 import warnings
 import weakref
+from ast import literal_eval
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -30,6 +32,7 @@ from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate.foreign import (
     ATOMS,
     MEMORY,
+    SINGLES,
     StandIn,
     is_compiled,
     is_foreign,
@@ -37,6 +40,7 @@ from egeria_cache.pystate.foreign import (
     own_dict,
     slot_names,
 )
+from egeria_cache.pystate.places import GENERATORS, Generator, Items
 
 _MAX_OBJECTS = 300_000
 _MAX_BYTES = 2 << 30
@@ -228,92 +232,57 @@ class Copier:
                 new.flat[i] = self(item)
         return new
 
-    # ---- generators ---------------------------------------------------------------------------
-
-    def _torch_generator(self, value: torch.Generator) -> Any:
-        if value is torch.default_generator:
+    def _generator(self, value: Any) -> Any:
+        if any(value is single for single in SINGLES):
             return value
-        return self._keep(value, value.clone_state())
-
-    def _numpy_generator(self, value: np.random.Generator) -> Any:
-        return self._keep(value, type(value)(self(value.bit_generator)))
-
-    def _bit_generator(self, value: np.random.BitGenerator) -> Any:
-        new = type(value)(0)
-        new.state = value.state
-        return self._keep(value, new)
-
-    def _random_state(self, value: np.random.RandomState) -> Any:
-        if value is np.random.mtrand._rand:
-            return value
-        new = np.random.RandomState(0)
-        new.set_state(value.get_state())
-        return self._keep(value, new)
-
-    def _python_random(self, value: random.Random) -> Any:
-        if value is random._inst:
-            return value
-        if type(value) is not random.Random:
-            return self._object(value)
-        new = random.Random(0)
-        new.setstate(value.getstate())
+        if isinstance(value, np.random.Generator):
+            return self._keep(value, type(value)(self(value.bit_generator)))
+        if isinstance(value, torch.Generator):
+            new: Any = torch.Generator(value.device)
+        else:
+            new = type(value)(0)
+        Generator("", value).write(new, Generator("", value).read(value))
         return self._keep(value, new)
 
     # ---- containers ---------------------------------------------------------------------------
 
-    def _list(self, value: list[Any]) -> Any:
-        new = self._keep(value, list.__new__(type(value)))
-        list.extend(new, [self(item) for item in list.__iter__(value)])
-        return self._with_attributes(value, new)
-
-    def _tuple(self, value: tuple[Any, ...]) -> Any:
-        items = [self(item) for item in tuple.__iter__(value)]
-        if all(a is b for a, b in zip(items, tuple.__iter__(value), strict=True)):
-            return value
-        known = self.pairs.get(id(value))  # a cycle through the tuple has made it
-        return self._keep(value, tuple.__new__(type(value), items)) if known is None else known[1]
-
-    def _set(self, value: set[Any]) -> Any:
-        new = self._keep(value, set.__new__(type(value)))
-        set.update(new, [self(item) for item in set.__iter__(value)])
-        return self._with_attributes(value, new)
-
-    def _frozenset(self, value: frozenset[Any]) -> Any:
-        items = [self(item) for item in value]
-        same = all(a is b for a, b in zip(items, value, strict=True))
-        return value if same else self._keep(value, frozenset.__new__(type(value), items))
-
-    def _dict(self, value: dict[Any, Any]) -> Any:
-        base = OrderedDict if isinstance(value, OrderedDict) else dict
+    def _container(self, value: Any) -> Any:
+        base: Any = next(base for base in _MUTABLE if isinstance(value, base))
         new = self._keep(value, base.__new__(type(value)))
-        if not value and type(value) in (dict, OrderedDict):  # a module has ten, of hooks
-            return new
-        if isinstance(value, defaultdict):
+        if isinstance(value, deque):
+            deque.__init__(new, (), value.maxlen)
+        elif isinstance(value, defaultdict):
             defaultdict.__init__(new, self(value.default_factory))
-        for key, item in list(base.items(value)):
-            if type(key) is str and type(item) in ATOMS:
-                base.__setitem__(new, key, item)
-                continue
-            self._where.append(key if type(key) is str else "[...]")
-            base.__setitem__(new, self(key), self(item))
-            self._where.pop()
-        return self._with_attributes(value, new)
-
-    def _deque(self, value: deque[Any]) -> Any:
-        new = self._keep(value, deque.__new__(type(value)))
-        deque.__init__(new, [self(item) for item in value], value.maxlen)
-        return self._with_attributes(value, new)
-
-    def _mapping_proxy(self, value: Any) -> Any:
-        return value
-
-    def _with_attributes(self, value: Any, new: Any) -> Any:
+        if value:  # a module has ten that are empty, of hooks
+            items = Items("", value)
+            items.write(new, self._each(items.read(value)))
         own = own_dict(value) if type(value).__module__ != "builtins" else None
         if own:
-            object.__getattribute__(new, "__dict__").update(
-                {key: self(item) for key, item in own.items()}
-            )
+            object.__getattribute__(new, "__dict__").update(self._each(own))
         return new
+
+    def _each(self, held: Any) -> Any:
+        """Return copies of what something holds."""
+        if not isinstance(held, dict):
+            return type(held)(map(self, held))
+        copies = {}
+        for key, item in list(held.items()):
+            if type(key) is str and type(item) in ATOMS:
+                copies[key] = item
+                continue
+            self._where.append(key if type(key) is str else "[...]")
+            copies[self(key)] = self(item)
+            self._where.pop()
+        return copies
+
+    def _fixed_items(self, value: Any) -> Any:
+        """Return a tuple or a frozen set of copies; itself, if all in it is shared."""
+        items = [self(item) for item in value]
+        if all(a is b for a, b in zip(items, value, strict=True)):
+            return value
+        base: Any = tuple if isinstance(value, tuple) else frozenset
+        known = self.pairs.get(id(value))  # a cycle through it has made it
+        return self._keep(value, base.__new__(type(value), items)) if known is None else known[1]
 
     # ---- code that is bound to something ------------------------------------------------------
 
@@ -373,13 +342,6 @@ class Copier:
         keywords = {key: self(item) for key, item in value.keywords.items()}
         return self._keep(value, type(value)(func, *args, **keywords))
 
-    def _stand_in(self, value: Any) -> Any:
-        """Copy what we have put into a module, a `train` or a `forward` of our own."""
-        known = self.pairs.get(id(value))
-        if known is not None:
-            return known[1]
-        return self(value) if isinstance(value, StandIn) else self._object(value)
-
     # ---- what else there is -------------------------------------------------------------------
 
     def _weak(self, value: weakref.ref[Any]) -> Any:
@@ -387,16 +349,12 @@ class Copier:
         new = self(target)
         return value if new is target else self._keep(value, weakref.ref(new))
 
-    def _weak_mapping(self, value: Any) -> Any:
+    def _weak_container(self, value: Any) -> Any:
         new = self._keep(value, type(value)())
-        for key, item in list(value.items()):
-            new[self(key)] = self(item)
-        return new
-
-    def _weak_set(self, value: Any) -> Any:
-        new = self._keep(value, type(value)())
-        for item in list(value):
-            new.add(self(item))
+        if isinstance(value, weakref.WeakSet):
+            new.update([self(item) for item in list(value)])
+        else:
+            new.update({self(key): self(item) for key, item in list(value.items())})
         return new
 
     def _outside(self, value: Any) -> Any:
@@ -417,16 +375,8 @@ class Copier:
         return Uncopied(f"{self._path()} ({type(value).__name__})")
 
     def _iterator(self, value: Any) -> Any:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                make, args, *state = value.__reduce__()
-            new = make(*(self(arg) for arg in args))
-            if state:
-                new.__setstate__(self(state[0]))
-        except (TypeError, AttributeError):
-            new = self._uncopied(value)
-        return self._keep(value, new)
+        new = iterator_copy(value, self)
+        return self._keep(value, self._uncopied(value) if new is value else new)
 
     def _object(self, value: Any) -> Any:
         own, slots = own_dict(value), slot_names(type(value))
@@ -438,25 +388,56 @@ class Copier:
             return value
         self._keep(value, new)
         if own is not None:
-            copies = object.__getattribute__(new, "__dict__")
-            for key, item in list(own.items()):
-                kind = type(item)
-                if kind in ATOMS:
-                    copies[key] = item
-                    continue
-                if kind in (dict, OrderedDict) and not item and id(item) not in self.pairs:
-                    copies[key] = self._keep(item, kind())  # a module has ten, of hooks
-                    continue
-                self._where.append(str(key))
-                ours = key in _STAND_INS and isinstance(value, nn.Module) and _is_ours(item)
-                copies[key] = self._stand_in(item) if ours else self(item)
-                self._where.pop()
+            if isinstance(value, nn.Module):
+                self._stand_ins(own)
+            object.__getattribute__(new, "__dict__").update(self._each(own))
         for name in slots:
             try:
                 object.__setattr__(new, name, self(object.__getattribute__(value, name)))
             except AttributeError:  # not set
                 continue
         return new
+
+    def _stand_ins(self, own: dict[str, Any]) -> None:
+        """Copy what we have put into a module, a `train` or a `forward` of our own."""
+        for name in _STAND_INS:
+            found = own.get(name)
+            if found is not None and _is_ours(found) and id(found) not in self.pairs:
+                self(found) if isinstance(found, StandIn) else self._object(found)
+
+
+ITERATORS = frozenset(
+    {itertools.count, itertools.cycle, type(iter([])), type(iter(())), type(iter(range(0)))}
+)
+"""Those that can be copied where they stand."""
+
+
+def iterator_copy(value: Any, of: Callable[[Any], Any] = lambda part: part) -> Any:
+    """Return a copy of an iterator of Python's own, as it stands, or itself if there is none.
+
+    What it goes through is what `of` gives for it.
+    """
+    kind = type(value)
+    if not hasattr(kind, "__next__") or kind.__module__ not in ("builtins", "itertools"):
+        return value
+    if kind is itertools.count:
+        return itertools.count(*start_of(value))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            make, args, *state = value.__reduce__()
+        new = make(*map(of, args))
+        if state:
+            new.__setstate__(of(state[0]))
+    except (TypeError, AttributeError):  # those of the newest Pythons cannot be
+        return value
+    return new
+
+
+def start_of(count: itertools.count[Any]) -> tuple[Any, ...]:
+    """Return the next number that it gives, and the step."""
+    found = literal_eval(repr(count)[len("count") :])
+    return found if isinstance(found, tuple) else (found,)
 
 
 def _is_ours(func: Any) -> bool:
@@ -473,15 +454,11 @@ def is_shared(module: nn.Module) -> bool:
     )
 
 
+_MUTABLE = (OrderedDict, dict, list, set, deque)
 _MAKERS: dict[type, Callable[[Copier, Any], Any]] = {
-    list: Copier._list,
-    tuple: Copier._tuple,
-    dict: Copier._dict,
-    OrderedDict: Copier._dict,
-    defaultdict: Copier._dict,
-    set: Copier._set,
-    frozenset: Copier._frozenset,
-    deque: Copier._deque,
+    **dict.fromkeys((*_MUTABLE, defaultdict), Copier._container),
+    tuple: Copier._fixed_items,
+    frozenset: Copier._fixed_items,
     nn.Parameter: Copier._tensor,
     Tensor: Copier._tensor,
     types.FunctionType: Copier._function,
@@ -489,27 +466,20 @@ _MAKERS: dict[type, Callable[[Copier, Any], Any]] = {
     types.BuiltinMethodType: Copier._builtin_method,
     types.MethodWrapperType: Copier._builtin_method,
     types.GeneratorType: Copier._iterator,
-    types.MappingProxyType: Copier._mapping_proxy,
+    types.MappingProxyType: lambda _, value: value,
+    random.Random: Copier._generator,
     weakref.ref: Copier._weak,
-    weakref.WeakKeyDictionary: Copier._weak_mapping,
-    weakref.WeakValueDictionary: Copier._weak_mapping,
-    weakref.WeakSet: Copier._weak_set,
+    weakref.WeakKeyDictionary: Copier._weak_container,
+    weakref.WeakValueDictionary: Copier._weak_container,
+    weakref.WeakSet: Copier._weak_container,
 }
-_FAMILIES: tuple[tuple[type, Callable[[Copier, Any], Any]], ...] = (
+_FAMILIES: tuple[tuple[Any, Callable[[Copier, Any], Any]], ...] = (
     (StandIn, Copier._our_own),
     (nn.Module, Copier._module),
     (Tensor, Copier._tensor),
     (np.ndarray, Copier._array),
-    (torch.Generator, Copier._torch_generator),
-    (np.random.Generator, Copier._numpy_generator),
-    (np.random.BitGenerator, Copier._bit_generator),
-    (np.random.RandomState, Copier._random_state),
-    (random.Random, Copier._python_random),
+    (GENERATORS, Copier._generator),
     (functools.partial, Copier._partial),
-    (dict, Copier._dict),
-    (list, Copier._list),
-    (tuple, Copier._tuple),
-    (set, Copier._set),
-    (frozenset, Copier._frozenset),
-    (deque, Copier._deque),
+    (_MUTABLE, Copier._container),
+    ((tuple, frozenset), Copier._fixed_items),
 )

@@ -16,15 +16,20 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
+from itertools import chain
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.hooks import RemovableHandle
 
 from egeria_cache.device import FOREIGN_PACKAGES
+from egeria_cache.kinds import is_installed
 
 ATOMS: frozenset[type] = frozenset(
     {
@@ -38,7 +43,7 @@ ATOMS: frozenset[type] = frozenset(
 _CLASSES = (
     type, ModuleType, enum.Enum, str, bytes, int, float, complex, BaseException, io.IOBase,
     logging.Logger, logging.Handler, logging.LoggerAdapter, threading.Thread, threading.local,
-    Dataset, DataLoader, Sampler, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler,
+    Dataset, DataLoader, Sampler, Optimizer, LRScheduler,
     torch.jit.ScriptFunction, np.generic, np.dtype,
 )  # fmt: skip
 _ROOTS = frozenset(
@@ -67,7 +72,17 @@ _LIBRARIES = sys.stdlib_module_names | {
     "scipy", "sklearn", "timm", "tokenizers", "torch", "torchaudio", "torchmetrics", "torchvision",
     "transformers",
 }  # fmt: skip
-_SINGLES = (random._inst, np.random.mtrand._rand, torch.default_generator)
+_OPAQUE = tuple(f"{name}." for name in (
+    "egeria_cache", "egeria_core", "threading", "_thread", "weakref", "asyncio", "queue",
+    "concurrent", "socket", "_io", "multiprocessing.context", "multiprocessing.queues",
+    "multiprocessing.synchronize", "multiprocessing.process", "multiprocessing.managers", "typing",
+))  # fmt: skip
+"""Modules of the interpreter, and ours, whose objects say nothing about a sample."""
+_TRAINING = (Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader)
+_TELLING = (RemovableHandle, logging.Logger, logging.LoggerAdapter, logging.Handler)
+SHARED = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
+"""Memory that other processes may write to."""
+SINGLES = (random._inst, np.random.mtrand._rand, torch.default_generator)
 
 
 class StandIn:
@@ -124,7 +139,7 @@ def is_foreign(value: Any) -> bool:
     if isinstance(value, nn.Module):
         return False
     cls = type(value)
-    if isinstance(value, _CLASSES) or any(value is single for single in _SINGLES):
+    if isinstance(value, _CLASSES) or any(value is single for single in SINGLES):
         return True
     name = cls.__module__
     if name.partition(".")[0] in _ROOTS or name.startswith(_PACKAGES):
@@ -192,9 +207,22 @@ def own_dict(value: Any) -> dict[str, Any] | None:
 
 def own_slots(value: Any) -> dict[str, Any]:
     """Return what an object of a user's class holds in slots."""
-    if is_foreign(value) or type(value).__module__.partition(".")[0] in sys.stdlib_module_names:
-        return {}  # those of the library keep there what they have worked out
-    return {name: getattr(value, name, None) for name in slot_names(type(value))}
+    return {} if is_foreign(value) else slots_of(value)
+
+
+def slots_of(value: Any) -> dict[str, Any]:
+    """Return what any object holds in slots; none of the standard library's, which keep there what
+    they have worked out.
+    """
+    if is_standard(type(value)):
+        return {}
+    held = {}
+    for name in slot_names(type(value)):
+        try:
+            held[name] = object.__getattribute__(value, name)
+        except AttributeError:  # not set
+            continue
+    return held
 
 
 def slot_names(cls: type) -> list[str]:
@@ -208,3 +236,45 @@ def slot_names(cls: type) -> list[str]:
             if name not in ("__dict__", "__weakref__"):
                 names.append(name)
     return names
+
+
+def is_data_set(value: Any) -> bool:
+    """Whether it gives samples by index."""
+    kind = type(value)
+    return isinstance(value, Dataset) or (hasattr(kind, "__getitem__") and hasattr(kind, "__len__"))
+
+
+def is_training(value: Any) -> bool:
+    """Whether an object trains, or tells of it; or holds what does, as trainers and their helpers.
+
+    A module without parameters is a transform, and a data set or a transform that holds a model
+    runs it.
+    """
+    if _is_one_of_training(value) or isinstance(value, _TELLING):
+        return True
+    if callable(value) or is_data_set(value):
+        return False
+    held = [*(own_dict(value) or {}).values(), *slots_of(value).values()]
+    lists = [part for part in held if type(part) in (list, tuple)]
+    return any(map(_is_one_of_training, chain(held, *lists)))
+
+
+def _is_one_of_training(value: Any) -> bool:
+    if isinstance(value, nn.Module):
+        return next(value.parameters(), None) is not None
+    return isinstance(value, _TRAINING)
+
+
+def is_users(kind: type) -> bool:
+    """Whether a class belongs neither to Python nor to a library."""
+    return not (is_standard(kind) or is_opaque(kind) or is_installed(kind))
+
+
+def is_opaque(kind: type) -> bool:
+    """Whether objects of a class say nothing about a sample."""
+    return f"{kind.__module__}.".startswith(_OPAQUE)
+
+
+def is_standard(kind: type) -> bool:
+    """Whether a class is of the standard library."""
+    return kind.__module__.partition(".")[0] in sys.stdlib_module_names

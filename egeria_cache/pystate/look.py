@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import array
 import functools
-import logging
 import os
 import sys
 import weakref
@@ -24,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import chain, islice
+from itertools import islice
 from operator import is_
 from types import (
     BuiltinFunctionType,
@@ -42,15 +41,13 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.hooks import RemovableHandle
+from torch.utils.data import Dataset
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.kinds import LIBRARIES, home, is_installed, kind_name
+from egeria_cache.kinds import home, is_installed, kind_name
 from egeria_cache.pystate import prints as content
-from egeria_cache.pystate.bytecode import names_in, texts_in
+from egeria_cache.pystate.bytecode import is_installed_code, names_in, texts_in
+from egeria_cache.pystate.foreign import is_data_set, is_opaque, is_standard, is_training
 
 MAX_NODES = 20_000
 """Objects that are looked at; what lies beyond is left out."""
@@ -60,18 +57,10 @@ MAX_DEPTH = 24
 _MEMORY = (array.array, bytearray, memoryview)
 _SMALL_BYTES = 1 << 16
 """An array up to this size is read whole at a glance."""
-_OPAQUE = tuple(f"{name}." for name in (
-    "egeria_cache", "egeria_core", "threading", "_thread", "weakref", "asyncio", "queue",
-    "concurrent", "socket", "_io", "multiprocessing.context", "multiprocessing.queues",
-    "multiprocessing.synchronize", "multiprocessing.process", "multiprocessing.managers", "typing",
-))  # fmt: skip
-"""Modules of the interpreter, and ours, whose objects say nothing about a sample."""
-_TRAINING = (Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader)
 _BY_VALUE = content.PLAIN.union({slice})
 """Made anew whenever an object says what it is made of."""
 _OWN = ("fingerprint", "_fingerprint")
 """What a data set says of itself."""
-_TELLING = (RemovableHandle, logging.Logger, logging.LoggerAdapter, logging.Handler)
 _LEADS = ContextVar, weakref.ref
 """Lead to something else."""
 
@@ -335,7 +324,7 @@ class _Walk:
         """
         self._note(path, kind_name(kind))
         for base in kind.__mro__[:-1]:
-            if _is_standard(base) or is_opaque(base):
+            if is_standard(base) or is_opaque(base):
                 continue
             if is_installed(base):
                 top = base.__module__.partition(".")[0]
@@ -357,7 +346,7 @@ class _Walk:
             return
         if is_training(value) and (self._is_within_reach or not _is_frozen(value)):
             return
-        if _is_data_set(value):
+        if is_data_set(value):
             with self.within_reach(False):
                 self._parts(path, value, depth)
         elif self._is_within_reach and not callable(value):
@@ -372,7 +361,7 @@ class _Walk:
         if isinstance(value, torch.Generator):
             self._note(path, f"generator {value.initial_seed()}")
             return
-        if not _is_standard(kind):
+        if not is_standard(kind):
             self.visit(kind_name(kind), kind, depth + 1)
         elif kind is not SimpleNamespace and " at 0x" not in (text := repr(value)):
             self._note(path, text)
@@ -425,7 +414,7 @@ def attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _own_fingerprint(value: Any) -> Any:
     """Return what a data set says of itself; None if it does not."""
-    if not _is_data_set(value):
+    if not is_data_set(value):
         return None
     for name in _OWN:
         # Not what a wrapper hands on from the data set inside of it.
@@ -438,35 +427,9 @@ def _own_fingerprint(value: Any) -> Any:
     return None
 
 
-def _is_data_set(value: Any) -> bool:
-    kind = type(value)
-    return isinstance(value, Dataset) or (hasattr(kind, "__getitem__") and hasattr(kind, "__len__"))
-
-
-def is_training(value: Any) -> bool:
-    """Whether an object trains, or tells of it; or holds what does, as trainers and their helpers.
-
-    A module without parameters is a transform, and a data set or a transform that holds a model
-    runs it.
-    """
-    if _is_one_of_training(value) or isinstance(value, _TELLING):
-        return True
-    if callable(value) or _is_data_set(value):
-        return False
-    held = [part for _, part in attributes(value)]
-    lists = [part for part in held if type(part) in (list, tuple)]
-    return any(map(_is_one_of_training, chain(held, *lists)))
-
-
 def _is_frozen(value: Any) -> bool:
     """Whether it is a model that does not train: one that a data set has is a part of it."""
     return isinstance(value, nn.Module) and not any(p.requires_grad for p in value.parameters())
-
-
-def _is_one_of_training(value: Any) -> bool:
-    if isinstance(value, nn.Module):
-        return next(value.parameters(), None) is not None
-    return isinstance(value, _TRAINING)
 
 
 def _is_active(value: Any) -> bool:
@@ -480,7 +443,7 @@ def _is_pickled_otherwise(kind: type) -> bool:
     """Whether objects of a library's class say themselves what they are made of: tables, say."""
     names = ("__reduce__", "__reduce_ex__", "__getstate__")
     own = any(getattr(kind, name, None) is not getattr(object, name, None) for name in names)
-    return own and is_installed(kind) and not _is_standard(kind)
+    return own and is_installed(kind) and not is_standard(kind)
 
 
 def _state_of(value: Any) -> list[Any]:
@@ -494,20 +457,6 @@ def _state_of(value: Any) -> list[Any]:
 
 def _is_value(value: Any) -> bool:
     return type(value) in content.PLAIN or isinstance(value, list | tuple | dict | np.ndarray)
-
-
-def is_users(kind: type) -> bool:
-    """Whether a class belongs neither to Python nor to a library."""
-    return not (_is_standard(kind) or is_opaque(kind) or is_installed(kind))
-
-
-def is_opaque(kind: type) -> bool:
-    """Whether objects of a class say nothing about a sample."""
-    return f"{kind.__module__}.".startswith(_OPAQUE)
-
-
-def _is_standard(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in sys.stdlib_module_names
 
 
 def _text(value: Any) -> str:
@@ -525,8 +474,9 @@ def _look_at_code(code: CodeType) -> tuple[int, tuple[str, ...], tuple[str, ...]
     if known is None:
         digest = xxhash.xxh3_64()
         _add_code(digest, code)
+        read = () if is_installed_code(code) else names_in(code).loaded
         settings = () if {"environ", "getenv"}.isdisjoint(names_in(code).all) else texts_in(code)
-        known = _CODE[id(code)] = code, digest.intdigest(), globals_of(code), settings
+        known = _CODE[id(code)] = code, digest.intdigest(), read, settings
     return known[1:]
 
 
@@ -540,9 +490,3 @@ def _add_code(digest: Any, code: CodeType) -> None:
             digest.update(repr(sorted(map(repr, constant))).encode())
         else:
             digest.update(repr(constant).encode("utf-8", "replace"))
-
-
-def globals_of(code: CodeType) -> tuple[str, ...]:
-    """Return the globals that code reads, as far as it is none of a library's."""
-    is_library = code.co_filename.startswith((*LIBRARIES, "<frozen"))
-    return () if is_library else names_in(code).loaded

@@ -20,7 +20,7 @@ from torch.utils.data import get_worker_info
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import Axis, SampleId, find_lists, flatten, sample_seed
-from egeria_cache.pystate import Kept, deciding, unmoved
+from egeria_cache.pystate import Snapshot
 from egeria_cache.samples.collation import (
     NOWHERE,
     Places,
@@ -29,6 +29,7 @@ from egeria_cache.samples.collation import (
     own_lengths,
 )
 from egeria_cache.samples.company import Company, Told
+from egeria_cache.samples.counters import deciding, kept_of, unmoved
 from egeria_cache.samples.fingerprint import Look, look, sample_print
 from egeria_cache.samples.generators import GENERATORS, preserved
 from egeria_cache.threads import in_turns
@@ -116,7 +117,7 @@ class SampleLoader:
         self._num_undrawn = 0
         self.company = Company()
 
-    def out_of_turn(self, kept: Kept | None = None) -> AbstractContextManager[Kept]:
+    def out_of_turn(self, kept: Snapshot | None = None) -> AbstractContextManager[Snapshot]:
         """Load what training does not ask for now: what loading moves is put back, as `kept`."""
         return unmoved({"data set": self.dataset, "collate_fn": self.collate}, kept)
 
@@ -124,7 +125,7 @@ class SampleLoader:
         """Return the task's samples in order, described if the task says so; None for no task."""
         if task.looks:
             roots = {"data set": self.dataset, "collate_fn": self.collate}
-            kept = Kept(roots)
+            kept = kept_of(roots)
             seen = look(roots, lambda: self.load(task), self.collate)
             if kept.has_moved():
                 some = task.at(range(0, len(task.ids), 4))

@@ -28,7 +28,7 @@ from egeria_cache.batch import (
     take_rows,
     unwrap,
 )
-from egeria_cache.pystate import Kept
+from egeria_cache.pystate import Snapshot
 from egeria_cache.samples.aside import Aside
 from egeria_cache.samples.content import same_values
 from egeria_cache.samples.draws import Clock, Draws
@@ -276,7 +276,7 @@ class LoaderSource:
         if self.aside is not None:
             self.aside.close()
 
-    def _answer(self, task: Task, kept: Kept | None = None) -> Loaded:
+    def _answer(self, task: Task, kept: Snapshot | None = None) -> Loaded:
         task = task._replace(compares=False)
         if self.aside is not None:
             loaded = self.aside.ask(task)
@@ -296,7 +296,7 @@ class LoaderSource:
                 unwrap(tensor).copy_(held)
         return loaded
 
-    def _answer_here(self, task: Task, kept: Kept | None) -> Loaded:
+    def _answer_here(self, task: Task, kept: Snapshot | None) -> Loaded:
         with self.samples.out_of_turn(kept) as kept:
             loaded = self.load_planned(task)
             if kept.has_moved(names=False):  # it may lie in what is put back

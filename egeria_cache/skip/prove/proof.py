@@ -338,7 +338,7 @@ def _check_counted(evidence: Evidence, recipe: Recipe) -> dict[Any, Any]:
         return _cached_of(recompute(evidence, few, twin=twin, ahead=ahead), recipe)
 
     now, _ = later(), later(0)
-    again = {one.mark: one for one in evidence.before.outside.moved(twin.copy_of)}
+    again = {one.mark: one for one in evidence.before.outside.moved_whole(twin.copy_of)}
     for one in evidence.counted:
         if not one.is_replayed and one.mark in again and again[one.mark].is_past(one):
             raise BoundaryError.impure(recipe.boundary, f"{one.name} moves with every call of it")
@@ -454,7 +454,7 @@ def _replayed(
         leaves, layout = twin.call.result(twin.forward(*args, **kwargs))
     if layout != evidence.result[1]:
         raise BoundaryError.not_proved(evidence.boundary, "the output has another structure")
-    moved = {one.mark for one in evidence.before.outside.moved(twin.copy_of)}
+    moved = {one.mark for one in evidence.before.outside.moved_whole(twin.copy_of)}
     for one in evidence.counted:
         one.is_replayed = one.mark in moved
     after = RandomState.now()

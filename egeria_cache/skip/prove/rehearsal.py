@@ -186,7 +186,7 @@ class Rehearsal:
             outputs=plain_run.outputs,
             seconds=plain_run.seconds,
             moved=twin.moved,
-            counted=before.outside.moved(twin.copy_of),
+            counted=before.outside.moved_whole(twin.copy_of),
             result=result,
             given=twin.call.leaves,
             twins=twins,

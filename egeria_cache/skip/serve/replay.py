@@ -19,7 +19,7 @@ from egeria_cache.attempt import Attempt, is_ours
 from egeria_cache.batch import Lengths
 from egeria_cache.device import runs_late, synchronize
 from egeria_cache.errors import BoundaryError
-from egeria_cache.pystate import RandomState, Remembered
+from egeria_cache.pystate import Names, RandomState, Snapshot
 from egeria_cache.skip.model.calls import intercept
 from egeria_cache.skip.serve.call import Invocation, plain
 from egeria_cache.skip.serve.compare import difference, tolerance
@@ -327,18 +327,18 @@ def prefix(
     # The code around the boundary will run again, in the replay: let it count once.
     outside = source.surroundings.but_modules() if source.surroundings is not None else None
     if outside is not None:
-        outside.restore(for_a_copy=True)
-    state = Remembered(slots=[(module.__dict__, key) for module, key in source.moving])
-    state.restore(for_a_copy=True)
+        outside.put_back(copies=True)
+    state = Snapshot((), [Names("", vars(module), (key,)) for module, key in source.moving])
+    state.put_back(copies=True)
     try:
         with intercept(source.modules, capture):
             quietly(forward, *args, **kwargs)
     except PrefixDone:
         pass
     finally:
-        state.restore()
+        state.put_back()
         if outside is not None:
-            outside.restore()
+            outside.put_back()
     if generators is not None:
         generators.restore()  # the replay draws what the whole forward would
     fresh = capture.rows()

@@ -1,0 +1,283 @@
+"""Where something may change: how to read what stands there, and how to write it back.
+
+No code of the user's is run for it. What has names (attributes, variables, globals) reads as a
+dict of them; a container, an array or a generator as a copy of its content.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import CellType, GeneratorType, MemberDescriptorType
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from egeria_cache.pystate.foreign import MEMORY, own_dict, slots_of
+
+_STAND_INS = ("forward", "train")
+"""What stands on a module that is held in inference mode, or attached."""
+
+
+@dataclass(slots=True)
+class Place:
+    """One thing whose content may change."""
+
+    path: str
+    where: Any
+
+    has_names: ClassVar[bool] = False
+    """Whether it holds things of their own, by name."""
+    is_named_by_code: ClassVar[bool] = False
+    """Whether code finds these by their names: globals, variables of closures, of classes."""
+
+    def mark(self, name: Any) -> Any:
+        """Return what tells it, or what has a name in it, from all else."""
+        return id(self.where) if name is None else (id(self.where), name)
+
+    def read(self, where: Any) -> Any:
+        """Return what `where` holds, which is this or a copy of it."""
+        raise NotImplementedError
+
+    def write(self, where: Any, kept: Any) -> None:
+        """Have `where` hold that."""
+        raise NotImplementedError
+
+
+class Named(Place):
+    """What has names."""
+
+    __slots__ = ()
+    has_names = True
+
+    def write(self, where: Any, kept: dict[Any, Any]) -> None:
+        """Have exactly these names stand for exactly these things."""
+        now = self.read(where)
+        for name in now.keys() - kept.keys():
+            self.drop(where, name)
+        for name, part in kept.items():
+            if name not in now or now[name] is not part:
+                self.put(where, name, part)
+
+    def put(self, where: Any, name: str, part: Any) -> None:
+        """Have a name stand for something."""
+        where[name] = part
+
+    def drop(self, where: Any, name: str) -> None:
+        """Have it stand for nothing."""
+        del where[name]
+
+
+class Attributes(Named):
+    """What an object holds: in its dict, and in its slots."""
+
+    __slots__ = ()
+
+    def read(self, where: Any) -> dict[str, Any]:
+        """Return them; of a module, but for what stands on one that is held."""
+        held = {**(own_dict(where) or {}), **slots_of(where)}
+        if isinstance(where, nn.Module):
+            ours = (*_STAND_INS, "training") if "train" in held else _STAND_INS
+            return {name: part for name, part in held.items() if name not in ours}
+        return held
+
+    def put(self, where: Any, name: str, part: Any) -> None:
+        """Set an attribute, and call no `__setattr__`."""
+        if isinstance(getattr(type(where), name, None), MemberDescriptorType):
+            object.__setattr__(where, name, part)
+        else:
+            object.__getattribute__(where, "__dict__")[name] = part
+
+    def drop(self, where: Any, name: str) -> None:
+        """Delete one."""
+        object.__delattr__(where, name)
+
+
+class OfClass(Named):
+    """The attributes of a class."""
+
+    __slots__ = ()
+    is_named_by_code = True
+
+    def read(self, where: type) -> dict[str, Any]:
+        """Return all but the interpreter's own."""
+        return {name: part for name, part in vars(where).items() if not name.startswith("__")}
+
+    def put(self, where: type, name: str, part: Any) -> None:
+        """Set one, and call no metaclass."""
+        type.__setattr__(where, name, part)
+
+    def drop(self, where: type, name: str) -> None:
+        """Delete one."""
+        type.__delattr__(where, name)
+
+
+@dataclass(slots=True)
+class Names(Named):
+    """Some entries of a dict: globals that code reads or assigns."""
+
+    names: Iterable[str]
+
+    is_named_by_code: ClassVar[bool] = True
+
+    def read(self, where: dict[str, Any]) -> dict[str, Any]:
+        """Return those that there are."""
+        return {name: where[name] for name in self.names if name in where}
+
+
+class Cell(Named):
+    """A variable of a closure; the last part of its path is its name."""
+
+    __slots__ = ()
+    is_named_by_code = True
+
+    def mark(self, name: Any) -> Any:
+        """Return the same for the variable as for its cell."""
+        return id(self.where)
+
+    def read(self, where: CellType) -> dict[str, Any]:
+        """Return it, if it was assigned."""
+        try:
+            return {self.path.rpartition(".")[2]: where.cell_contents}
+        except ValueError:
+            return {}
+
+    def put(self, where: CellType, name: str, part: Any) -> None:
+        """Assign it."""
+        where.cell_contents = part
+
+    def drop(self, where: CellType, name: str) -> None:
+        """Have it be unassigned."""
+        del where.cell_contents
+
+
+class Items(Place):
+    """What a container holds; none of its class's code is run."""
+
+    __slots__ = ()
+
+    def read(self, where: Any) -> Any:
+        """Return its items, in a plain container."""
+        if isinstance(where, dict):
+            return dict((OrderedDict if isinstance(where, OrderedDict) else dict).items(where))
+        if isinstance(where, set):
+            return set(set.__iter__(where))
+        return [*(list if isinstance(where, list) else deque).__iter__(where)]
+
+    def write(self, where: Any, kept: Any) -> None:
+        """Have it hold these, in their order."""
+        if isinstance(where, dict):
+            base = OrderedDict if isinstance(where, OrderedDict) else dict
+            base.clear(where)
+            for key, item in kept.items():
+                base.__setitem__(where, key, item)
+        elif isinstance(where, set):
+            set.clear(where)
+            set.update(where, kept)
+        elif isinstance(where, deque):
+            deque.clear(where)
+            deque.extend(where, kept)
+        else:
+            list.__setitem__(where, slice(None), kept)
+
+
+class Length(Place):
+    """How long a list is that is too long to be kept."""
+
+    __slots__ = ()
+
+    def read(self, where: list[Any]) -> range:
+        """Return it as a range of so many."""
+        return range(len(where))
+
+    def write(self, where: list[Any], kept: range | int) -> None:
+        """Cut it off, or have it be so long, with more of the last; what was taken stays so."""
+        if isinstance(kept, range):
+            del where[len(kept) :]
+        else:
+            where += where[-1:] * (kept - len(where))
+
+
+class Elements(Place):
+    """What a tensor, an array, or other memory holds."""
+
+    __slots__ = ()
+
+    def read(self, where: Any) -> Any:
+        """Return a copy of it."""
+        if isinstance(where, Tensor):
+            return where.detach().clone()
+        if isinstance(where, bytearray | array):
+            return where[:]
+        return where.copy() if isinstance(where, np.ndarray) else bytes(where)
+
+    def write(self, where: Any, kept: Any) -> None:
+        """Copy that into it, of another size where need be."""
+        if isinstance(where, Tensor):
+            with torch.no_grad():
+                if where.shape != kept.shape:
+                    where.data = kept.clone()
+                where.data.copy_(kept)
+        elif isinstance(where, np.ndarray):
+            where[...] = kept
+        elif isinstance(where, bytearray | array):
+            where[:] = kept
+        else:
+            memoryview(where).cast("B")[:] = kept
+
+
+class Generator(Place):
+    """Where a generator of random numbers is; a generator of Python's cannot be set back."""
+
+    __slots__ = ()
+
+    def read(self, where: Any) -> Any:
+        """Return its state."""
+        if isinstance(where, torch.Generator | np.random.RandomState):
+            return where.get_state()
+        if isinstance(where, GeneratorType):
+            return where
+        if isinstance(where, random.Random):
+            return where.getstate()
+        return getattr(where, "bit_generator", where).state
+
+    def write(self, where: Any, kept: Any) -> None:
+        """Have it go on from there."""
+        if isinstance(where, torch.Generator | np.random.RandomState):
+            where.set_state(kept)
+        elif isinstance(where, random.Random):
+            where.setstate(kept)
+        elif not isinstance(where, GeneratorType):
+            getattr(where, "bit_generator", where).state = kept
+
+
+GENERATORS = (
+    torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator
+)  # fmt: skip
+
+
+def place_of(path: str, value: Any, max_items: int, max_bytes: int) -> Place | None:
+    """Return what can be put back of a value as a whole; None if that is nothing, or too much."""
+    if isinstance(value, dict | list | set | deque):
+        if len(value) <= max_items:
+            return Items(path, value)
+        return Length(path, value) if isinstance(value, list) else None
+    if isinstance(value, Tensor):
+        if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided:
+            return None
+        fixed = value.is_meta or value.is_inference() or value.requires_grad
+        return None if fixed or value.nbytes > max_bytes else Elements(path, value)
+    if isinstance(value, np.ndarray):
+        is_kept = value.flags.writeable and not value.dtype.hasobject and value.nbytes <= max_bytes
+        return Elements(path, value) if is_kept else None
+    if isinstance(value, MEMORY):
+        return Elements(path, value) if memoryview(value).nbytes <= max_bytes else None
+    if isinstance(value, GeneratorType):
+        return None if value.gi_frame is None else Generator(path, value)
+    is_random = isinstance(value, (*GENERATORS, random.Random))
+    return Generator(path, value) if is_random else None

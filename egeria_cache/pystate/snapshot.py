@@ -1,0 +1,387 @@
+"""What some objects, and all that they hold, are like now: compared, put back in place, put ahead.
+
+What can be reached is looked through the near first: attributes, items, closures, defaults, classes
+with what they inherit, and the globals that code of the user's reads and assigns.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import pickle
+import weakref
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import is_
+from threading import Thread, local
+from types import (
+    BuiltinMethodType,
+    FunctionType,
+    GeneratorType,
+    MappingProxyType,
+    MethodType,
+    MethodWrapperType,
+)
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from egeria_cache.attempt import Attempt
+from egeria_cache.kinds import home
+from egeria_cache.pystate.ahead import ahead, same_content
+from egeria_cache.pystate.bytecode import globals_of, is_installed_code
+from egeria_cache.pystate.copier import ITERATORS, Copier, Uncopied, iterator_copy
+from egeria_cache.pystate.foreign import (
+    ATOMS,
+    MEMORY,
+    SHARED,
+    StandIn,
+    is_foreign,
+    is_library,
+    is_opaque,
+    is_outside,
+    is_put_back,
+    is_training,
+    is_users,
+    own_dict,
+    slots_of,
+)
+from egeria_cache.pystate.places import (
+    Attributes,
+    Cell,
+    Named,
+    Names,
+    OfClass,
+    Place,
+    place_of,
+)
+from egeria_cache.pystate.random_state import RandomState
+
+_METHODS = (MethodType, BuiltinMethodType, MethodWrapperType)
+_PARTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (_METHODS, ("__func__", "__self__")),
+    (FunctionType, ("__defaults__", "__kwdefaults__")),
+    (functools.partial, ("func", "args", "keywords")),
+    (property, ("fget", "fset")),
+    (staticmethod | classmethod, ("__func__",)),
+)
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, MappingProxyType)
+_CODE = (FunctionType, type, property, staticmethod, classmethod)
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far is looked, and how much of what is found is kept."""
+
+    lets_be: Callable[[Any], bool]
+    max_objects: int = 100_000
+    max_items: int = 1 << 30
+    """Of a container that is kept whole."""
+    max_held: int = 1 << 30
+    """Of its items that are looked into."""
+    max_bytes: int = 256 << 20
+    """Of all tensors and arrays together."""
+    follows_code: bool = True
+
+
+def _is_beyond_models(value: Any) -> bool:
+    if isinstance(value, FunctionType | type):
+        return is_library(value.__module__)
+    if isinstance(value, functools._lru_cache_wrapper):  # it runs once for us and the user
+        return True
+    looked_at = (StandIn, local, *MEMORY, *_CONTAINERS)
+    return not isinstance(value, looked_at) and is_foreign(value) and not is_put_back(value)
+
+
+def _is_beyond_values(value: Any) -> bool:
+    return isinstance(value, nn.Module) or _is_beyond_models(value)
+
+
+def _is_beyond_data(value: Any) -> bool:
+    if isinstance(value, type):
+        return not is_users(value)
+    if isinstance(value, FunctionType):
+        return is_installed_code(value.__code__) and not value.__closure__
+    if is_opaque(type(value)) or is_training(value) or isinstance(value, SHARED):
+        return True
+    if isinstance(value, Tensor):  # another process's, too
+        return not value.is_cpu or value.is_shared()
+    held = (own_dict(value) or {}).values()
+    return any(isinstance(part, Thread | Executor) for part in held)  # which write, too
+
+
+MODELS = Reach(_is_beyond_models, follows_code=False)
+"""All that the code of a model may touch."""
+VALUES = Reach(_is_beyond_values, follows_code=False)
+"""The same, but for modules."""
+CODE = Reach(_is_beyond_values, 20_000, max_held=64, max_bytes=0)
+"""The same, and the code that finds it."""
+DATA = Reach(_is_beyond_data, 1024, 4096, 64, 1 << 20)
+"""What loading samples may move; a larger array is data."""
+
+
+class Snapshot:
+    """What some objects are like now.
+
+    Args:
+        roots: (name, object): where to begin.
+        places: Further things that may change, with all that they hold.
+        reach: How far to look.
+    """
+
+    def __init__(
+        self,
+        roots: Iterable[tuple[str, Any]] = (),
+        places: Iterable[Place] = (),
+        reach: Reach = MODELS,
+    ) -> None:
+        self._reach = reach
+        self._left = reach.max_bytes
+        self.places: list[Place] = []
+        self._kept: list[Any] = []
+        self._alive: dict[int, Any] = {}
+        pending = deque(roots)
+        for place in places:
+            pending += self._keep(place)
+        while pending and len(self._alive) < reach.max_objects:
+            path, value = pending.popleft()
+            is_atom = type(value) in ATOMS and not isinstance(value, _CODE)
+            if id(value) in self._alive or is_atom:
+                continue
+            self._alive[id(value)] = value
+            if reach.follows_code:
+                pending.append((type(value).__qualname__, type(value)))
+            with Attempt():  # it may be a handle of some kind
+                if not reach.lets_be(value):
+                    pending += self._look(path, value)
+        tensors = [place.where for place in self.places if isinstance(place.where, Tensor)]
+        # One each: older releases of PyTorch take no tuple.
+        self._versions = [*map(torch.autograd._unsafe_preserve_version_counter, tensors)]
+
+    @property
+    def objects(self) -> Iterable[Any]:
+        """All that was looked at."""
+        return self._alive.values()
+
+    @property
+    def used_up(self) -> str | None:
+        """Name a generator that runs: nobody can put it back."""
+        both = zip(self.places, self._kept, strict=True)
+        return next((place.path for place, kept in both if type(kept) is GeneratorType), None)
+
+    def put_back(self, *, copies: bool = False) -> None:
+        """Have them be like that again; as often as need be.
+
+        Args:
+            copies: Have copies stand in the place of iterators, which cannot be set back, and what
+                leads out of the process be out of reach of a model's code. Without it, they stand
+                in their place again.
+        """
+        for place, kept in zip(self.places, self._kept, strict=True):
+            new = self._lent(place, kept) if copies else kept
+            with Attempt():
+                if not _same(place.read(place.where), new):
+                    place.write(place.where, new)
+        for version in self._versions:
+            version.__exit__(None, None, None)
+
+    def has_moved(self, *, names: bool = True) -> bool:
+        """Whether they are not like that; without `names`, containers and arrays alone."""
+        return any(
+            not _same(place.read(place.where), kept)
+            for place, kept in zip(self.places, self._kept, strict=True)
+            if names or not place.has_names
+        )
+
+    def now(self) -> list[Any]:
+        """Return what they are like by now."""
+        return [self._lent(place, place.read(place.where)) for place in self.places]
+
+    def moved(self, once: list[Any], twice: list[Any]) -> Iterator[Moved]:
+        """Yield what differs between two such times, and can be put ahead."""
+        for place, before, after in zip(self.places, once, twice, strict=True):
+            parts = [Moved(place, None, before, after)]
+            if place.has_names:
+                parts = [Moved(place, name, before.get(name), after[name]) for name in after]
+            for part in parts:
+                with Attempt():
+                    if ahead(part.once, part.twice, 1) is not None:
+                        yield part
+
+    def moved_whole(self, of: Callable[[Any], Any]) -> list[Moved]:
+        """Return what has moved since, every part of it, with all that is put ahead with it.
+
+        Args:
+            of: Returns the copy that was run of what was copied, else the thing itself.
+        """
+        found = []
+        for place, before in zip(self.places, self._kept, strict=True):
+            if isinstance(place.where, nn.Module):
+                continue  # the copies of a model's own are looked at apart
+            after = place.read(of(place.where))
+            parts = [Moved(place, None, before, after, True)]
+            if isinstance(after, dict):
+                parts = [Moved(place, key, before.get(key), after[key], True) for key in after]
+            found += [
+                one for one in parts if ahead(one.once, one.twice, 1, wholly=True) is not None
+            ]
+        return found
+
+    def _lent(self, place: Place, kept: Any) -> Any:
+        """Return it with copies of what cannot be set back."""
+        values = kept.values() if isinstance(kept, dict) else kept if type(kept) is list else ()
+        is_reached = place.is_named_by_code and self._reach is not DATA
+        if not is_reached and ITERATORS.isdisjoint(map(type, values)):
+            return kept
+        copied = _out_of_reach if is_reached else iterator_copy
+        if isinstance(kept, list):
+            return [copied(value) for value in kept]
+        lent = {name: copied(value) for name, value in kept.items()}
+        if isinstance(place, Names) and is_reached and "open" in place.names:
+            lent.setdefault("open", Uncopied("open"))
+        return lent
+
+    def _keep(self, place: Place) -> list[tuple[str, Any]]:
+        """Keep what a place holds; return what that is."""
+        kept = place.read(place.where)
+        self.places.append(place)
+        self._kept.append(kept)
+        if not isinstance(place, Named):
+            return []
+        return [(f"{place.path}.{name}", part) for name, part in kept.items()]
+
+    def _look(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """Keep one object; yield what else it holds."""
+        for place in self._places(path, value):
+            yield from self._keep(place)
+        if isinstance(value, _CONTAINERS):
+            yield from self._items(path, value)
+        for kinds, names in _PARTS:
+            if isinstance(value, kinds):
+                yield from ((path, getattr(value, name, None)) for name in names)
+        if isinstance(value, type):
+            yield from ((base.__qualname__, base) for base in value.__bases__)
+        elif isinstance(value, weakref.ref):
+            yield path, value()
+        elif isinstance(value, local):
+            yield path, vars(value)
+
+    def _items(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        mapping = isinstance(value, dict | MappingProxyType)
+        items = value.values() if mapping else value
+        if len(value) > self._reach.max_items or ATOMS.issuperset(map(type, items)):
+            return
+        pairs = value.items() if mapping else enumerate(value)
+        held = ((f"{path}[{key!r:.40}]", item) for key, item in pairs if type(item) not in ATOMS)
+        yield from itertools.islice(held, self._reach.max_held)
+
+    def _places(self, path: str, value: Any) -> Iterator[Place]:
+        follows = self._reach.follows_code
+        if isinstance(value, type):
+            if follows:
+                yield OfClass(value.__qualname__, value)
+            return
+        if isinstance(value, FunctionType):
+            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                yield Cell(f"{path}.{name}", cell)
+            for scope, names in globals_of(value) if follows else ():
+                yield Names(home(scope.get("__name__", "")), scope, names)
+        whole = place_of(path, value, self._reach.max_items, self._left)
+        if whole is not None:
+            self._left -= value.nbytes if isinstance(value, Tensor | np.ndarray) else 0
+            yield whole
+        if isinstance(value, Tensor) or (isinstance(value, StandIn) and not value.is_copied):
+            return
+        if own_dict(value) is not None or slots_of(value):
+            yield Attributes(path, value)
+
+
+@dataclass(slots=True)
+class Moved:
+    """What was one thing, and is another after it was moved."""
+
+    place: Place
+    key: Any
+    """None for what is moved as a whole."""
+    once: Any
+    twice: Any
+    wholly: bool = False
+    """Whether it is put ahead with all that it holds: none of it is watched if nothing comes of
+    that."""
+    is_replayed: bool = False
+    """Whether it moves on hits as well."""
+
+    @property
+    def where(self) -> Any:
+        """The dict, class, object, cell, list, tensor or array that holds it."""
+        return self.place.where
+
+    @property
+    def path(self) -> str:
+        """Where it is."""
+        return self.place.path + (f".{self.key}" if self.key else "")
+
+    @property
+    def name(self) -> str:
+        """What it is called, if it has a name."""
+        kind = type(self.place.where).__name__
+        return repr(self.key) if isinstance(self.key, str) else f"a {kind} outside of the model"
+
+    @property
+    def mark(self) -> Any:
+        """What tells the place from others; see `Code.unread`."""
+        return self.place.mark(self.key)
+
+    def is_past(self, other: Moved) -> bool:
+        """Whether another run moved it further."""
+        return not same_content(other.twice, self.twice)
+
+    def put_ahead(self, by: int, of: Callable[[Any], Any] = lambda where: where) -> None:
+        """Let it be what it might be so many calls later."""
+        where = of(self.place.where)
+        later = ahead(self.once, self.twice, by, wholly=self.wholly)
+        if self.key is not None:
+            later = self.place.read(where) | {self.key: later}
+        self.place.write(where, later)
+
+
+def _out_of_reach(value: Any) -> Any:
+    is_kept = not is_outside(value) or isinstance(value, (*MEMORY, local))
+    return value if is_kept else Copier()(value)
+
+
+def _same(now: Any, kept: Any) -> bool:
+    """Whether something is as it was: holds the same objects, or the same bytes."""
+    if now is kept or type(now) is not type(kept):
+        return now is kept
+    if isinstance(now, dict):
+        return _same([*now, *now.values()], [*kept, *kept.values()])
+    if isinstance(now, list):
+        return len(now) == len(kept) and all(map(is_, now, kept))
+    if isinstance(now, Tensor):
+        return now.shape == kept.shape and torch.equal(now, kept)
+    if isinstance(now, np.ndarray):
+        return bool(now.shape == kept.shape and now.tobytes() == kept.tobytes())
+    if isinstance(now, set | range | bytes | bytearray | array):
+        return bool(now == kept)
+    return pickle.dumps(now) == pickle.dumps(kept)
+
+
+@contextmanager
+def stashed(model: nn.Module) -> Iterator[None]:
+    """Put back the model's state and the random generators when the block ends.
+
+    For forwards that only the user's own code can start, so that they cannot run on a copy.
+    """
+    state, generators = Snapshot([("", model)]), RandomState.now()
+    try:
+        yield
+    finally:
+        state.put_back()
+        generators.restore()

@@ -1,0 +1,65 @@
+"""What loading moves: put back where samples are loaded out of turn, or put ahead to see whether it
+decides what a sample is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from egeria_cache.attempt import Attempt
+from egeria_cache.pystate import DATA, Moved, Snapshot
+
+_AHEAD = 1, 12, 130, 777, 12_345, 1_234_567
+"""Of no common period."""
+_MAX_ASKED = 32
+
+
+def kept_of(roots: Mapping[str, Any]) -> Snapshot:
+    """Return what some objects are like now; from here on copies of iterators run."""
+    kept = Snapshot(roots.items(), reach=DATA)
+    kept.put_back(copies=True)
+    return kept
+
+
+@contextmanager
+def unmoved(roots: Mapping[str, Any], kept: Snapshot | None = None) -> Iterator[Snapshot]:
+    """Have what loading moves be what it was when this ends; `kept` is that, if it is known."""
+    now = kept or kept_of(roots)
+    try:
+        yield now
+    finally:
+        now.put_back(copies=kept is not None)
+
+
+def deciding(roots: Mapping[str, Any], load: Callable[[], Any]) -> str | None:
+    """Name something that counts what is loaded, and decides what that is.
+
+    What is another thing after the same samples are loaded again is put ahead, by little and much.
+
+    Args:
+        roots: The data set and the collate function by name, whose state may move.
+        load: Loads some samples; returns what tells them from others.
+    """
+    load()  # what is opened, or filled, once
+    with unmoved(roots) as kept:
+        given, once = load(), kept.now()
+        load()
+        found = list(itertools.islice(kept.moved(once, kept.now()), _MAX_ASKED))
+
+        def differs(some: list[Moved], by: int) -> bool:
+            kept.put_back(copies=True)
+            with Attempt():
+                for i, one in enumerate(some):
+                    one.put_ahead(by + i)
+                return bool(load() != given)
+            return False
+
+        if not found or differs([], 0):  # what draws, by itself
+            return None
+        for by in _AHEAD:
+            if differs(found, by):
+                return next((one.path for one in found if differs([one], by)), found[0].path)
+    return None
