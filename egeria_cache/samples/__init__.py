@@ -8,8 +8,8 @@ store; a sample is what the data set gives.
 `generators.py` seeds and restores the global generators around each sample, `source.py` is one
 loader's data set with its names and its self-test, `study.py` finds out what its collate function
 does (`collation.py`), `fingerprint.py` says which data set it is and whether it still is, by the
-content of all that decides a sample (`pystate`), and by what loading moves (`counters.py`). `content.py` compares
-samples.
+content of all that decides a sample (`pystate`), and by what loading moves (`counters.py`).
+`content.py` compares samples.
 """
 
 from egeria_cache.samples.collation import find_places, own_lengths
