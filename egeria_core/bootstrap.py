@@ -9,6 +9,33 @@ import math
 from collections import deque
 from typing import Any
 
+from torch import Tensor
+
+
+class MeanLoss:
+    """Mean of the training losses since it was last taken; these are summed where they lie.
+
+    Reading each would make the host wait for the device on every step.
+    """
+
+    def __init__(self, total: Tensor | float = 0.0, count: int = 0) -> None:
+        self._total, self.count = total, count
+
+    def add(self, loss: Tensor | float) -> None:
+        """Take the loss of one step, a scalar."""
+        value = loss.detach().float() if isinstance(loss, Tensor) else float(loss)
+        self._total, self.count = self._total + value, self.count + 1
+
+    def take(self) -> float:
+        """Return the mean, and begin anew."""
+        total, count = self.state()
+        self._total, self.count = 0.0, 0
+        return total / count
+
+    def state(self) -> tuple[float, int]:
+        """Return sum and number of the losses, as the constructor takes them."""
+        return float(self._total), self.count
+
 
 class Bootstrap:
     """Ends when the smoothed training loss changes by less than `change` between two looks.

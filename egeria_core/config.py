@@ -120,24 +120,19 @@ class ControllerConfig:
         roomy = runs_late(device_type) or (os.cpu_count() or 1) > ROOMY_ABOVE_CPUS
         return "process" if roomy else "inline"
 
-    def interval(self, num_layers: int, *, measured: bool, moves: bool = False) -> int:
-        """Return n.
-
-        Args:
-            num_layers: Of the model.
-            measured: Whether the policy measures anything.
-            moves: Whether it is the layers' movement.
+    def interval(self, num_layers: int, measure: str) -> int:
+        """Return n for a model of so many layers, and a policy that measures this.
 
         Raises:
             ValueError: Neither the interval nor the schedule's length was given.
         """
         if self.evaluate_every is not None:
             return self.evaluate_every
-        if moves:
+        if measure == "movement":
             return movement_interval(self.total_steps, num_layers)
         if self.total_steps is not None:
             return guideline_interval(self.total_steps, num_layers, self.window)
-        if not measured:
+        if measure == "nothing":
             return 1
         raise ValueError(
             "give total_steps (optimizer steps in the whole schedule, from which the paper's "

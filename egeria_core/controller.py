@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -17,24 +18,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from egeria_cache import BoundaryMoved
 from egeria_cache.arguments import names_known
-from egeria_core.bootstrap import Bootstrap
+from egeria_core.bootstrap import Bootstrap, MeanLoss
 from egeria_core.config import ControllerConfig, EvaluatorKind, ReferenceKind
 from egeria_core.errors import PolicyError
 from egeria_core.freezer import Freezer
 from egeria_core.history import History, Verdict
 from egeria_core.learning_rate import UnfreezeRule
-from egeria_core.policies import Movement, Policy, Reading, StaticPolicy, make_policy
+from egeria_core.policies import Policy, Reading, StaticPolicy, make_policy
 from egeria_core.ranks import Ranks, rebuild, to_shards, unwrap, whole
 from egeria_core.savings import MoveCost, Savings, Schedule
-from egeria_core.watch import (
-    ActivationMeter,
-    BringsMeter,
-    LayerMap,
-    Meter,
-    MovementMeter,
-    Watched,
-    can_be_read,
-)
+from egeria_core.watch import METERS, BringsMeter, LayerMap, Meter, Watched, can_be_read
 
 log = logging.getLogger("egeria")
 
@@ -117,28 +110,24 @@ class FreezeController:
             evaluator=evaluator, unfreeze_rule=unfreeze_rule, bootstrap=bootstrap,
             move_cost=move_cost, batch_dim=batch_dim, log_path=log_path,
         )  # fmt: skip
-        self._start(model, optimizer, cache, policy, lr_scheduler, listeners)
-
-    def _start(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        cache: BoundaryListener | None,
-        policy: str | Policy | None,
-        lr_scheduler: LRScheduler | Callable[[int], float] | None,
-        listeners: Iterable[Callable[[BoundaryMoved], None]],
-    ) -> None:
-        """Make the parts, as the configuration says."""
-        self.model, self._ddp = unwrap(model)
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(f"the second argument is the optimizer; got {type(optimizer).__name__}")
+        self.model, self._ddp = unwrap(model)
         self.optimizer = optimizer
-        schedule = Schedule(lr_scheduler, self.config.total_steps)
+        schedule = Schedule(lr_scheduler, total_steps)
         if policy is None:
             policy = "budget" if schedule.has_end and can_be_read(optimizer) else "plasticity"
             _warn_of_unread(policy, self.config)
         self.policy = make_policy(policy, self.config)
-        if self.policy.measure == "movement" and not schedule.has_end:
+        self._listeners: list[Callable[[BoundaryMoved], None]] = list(listeners)
+        if cache is not None:
+            self._listeners.insert(0, cache.on_boundary_moved)
+        self._start(schedule)
+
+    def _start(self, schedule: Schedule) -> None:
+        """Make the parts, as the configuration and the policy say."""
+        measure = self.policy.measure
+        if measure == "movement" and not schedule.has_end:
             raise ValueError(
                 f"{type(self.policy).__name__} weighs what is left of the schedule: give "
                 "total_steps, or an lr_scheduler that knows its end (OneCycleLR, CosineAnnealingLR)"
@@ -146,28 +135,21 @@ class FreezeController:
         self._ranks = self._make_ranks()
         self.history = History(self.config.log_path if self._ranks.is_first else None)
         self._map = self._make_map()
-        self._every = self.config.interval(
-            len(self._map.layers), measured=self._measures, moves=self._reads_movement
+        self._every = self.config.interval(len(self._map.layers), measure)
+        self._bootstrap = self.config.bootstrap_for(measure)
+        self._savings = Savings(
+            self.optimizer, self._map, schedule, self._ranks, self.config.move_cost
         )
-        self._bootstrap = self.config.bootstrap_for(self.policy.measure)
-        self._savings = Savings(optimizer, self._map, schedule, self._ranks, self.config.move_cost)
-        self._listeners: list[Callable[[BoundaryMoved], None]] = list(listeners)
-        if cache is not None:
-            self._listeners.insert(0, cache.on_boundary_moved)
         self._freezer = Freezer(self.model)
         self._untold: list[BoundaryMoved] = []
         self._frozen = self._declined = self._step = 0
         self._tied: set[tuple[str, str]] = set()
         self._schedule: list[tuple[int, str | None]] = []
-        self._loss_sum: Tensor | float = 0.0
-        self._num_losses = 0
-        self._meter = Meter()
-        measures = self._ranks.measures or (self._ranks.is_sharded and self.per_layer)
-        if self._measures and measures:
-            self._meter = self._make_meter()
-            self._finalizer = weakref.finalize(self, self._meter.close)
+        self._losses = MeanLoss()
+        self._meter = self._make_meter()
+        self._finalizer = weakref.finalize(self, self._meter.close)
         self.policy.bind(self.boundaries)
-        if not self._measures:
+        if measure == "nothing":
             # A boundary that is to hold from the first forward on.
             self._decide(None)
 
@@ -178,26 +160,16 @@ class FreezeController:
         return LayerMap(self.model, self.config.layers, self.config.num_layers)
 
     def _make_meter(self) -> Meter:
+        policy = self.policy
+        kind = policy if isinstance(policy, BringsMeter) else METERS[policy.measure]
+        self.per_layer = kind.per_layer
+        """Whether every rank measures its part of each layer; else one measures the front."""
         watched = Watched(
             self.model, self.optimizer, self._map, self._every, self.config, self.history
         )
-        if isinstance(self.policy, BringsMeter):
-            return self.policy.make_meter(watched)
-        return MovementMeter(watched) if self._reads_movement else ActivationMeter(watched)
-
-    @property
-    def _measures(self) -> bool:
-        return self.policy.measure != "nothing"
-
-    @property
-    def _reads_movement(self) -> bool:
-        return self.policy.measure == "movement"
-
-    @property
-    def per_layer(self) -> bool:
-        """Whether every rank measures its part of each layer; else one measures the front."""
-        policy = self.policy
-        return policy.per_layer if isinstance(policy, BringsMeter) else self._reads_movement
+        if self._ranks.measures or (self._ranks.is_sharded and self.per_layer):
+            return kind.make_meter(watched)
+        return Meter(watched)
 
     @property
     def layers(self) -> list[str]:
@@ -240,31 +212,29 @@ class FreezeController:
             PolicyError: A policy answered something impossible.
         """
         self._step += 1
-        self._savings.tick(self._step)
+        self._savings.schedule.look(self._step)
         if not self._map.resolved:
             self._resolve()
         self._meter.note(loss)
-        due = self._step % self._every == 0
         if not self._bootstrapped(loss):
             return
         # Verdicts are taken at evaluation points only, though they may be ready earlier: so runs,
         # ranks and resumed runs decide at the same steps as long as the evaluator keeps up.
-        verdicts = self._exchange() if due else []
-        for verdict in verdicts:
-            self._decide(verdict)
-        if due:
+        verdicts: list[Verdict] = []
+        if self.policy.measure != "nothing" and self._step % self._every == 0:
             self._measure()
-            for verdict in self._exchange(only_immediate=True):
-                verdicts.append(verdict)
-                self._decide(verdict)
-        if not verdicts and not self._reads_movement:
+            verdicts = self._ranks.share(self._meter.collect(), self._frozen)
+        for verdict in verdicts:
+            self._record(verdict)
+            self._decide(verdict)
+        if not verdicts:
             self._decide(None)
         self._prepare()
 
     def _measure(self) -> None:
         """Measure, if this process does; of a sharded front layer all ranks give their part."""
         front: list[nn.Module] = []
-        if self._ranks.is_sharded and self._measures and not self.per_layer:
+        if self._ranks.is_sharded and not self.per_layer:
             names = self._map.layers[self._front].modules
             front = [self.model.get_submodule(name) for name in names]
         with whole(front):
@@ -299,27 +269,13 @@ class FreezeController:
             return True
         if loss is None:
             raise ValueError("step(loss) needs the training loss until bootstrapping is over")
-        # Summed where it lies: reading it on every step would make the host wait for the device.
-        self._loss_sum = self._loss_sum + (loss.detach() if isinstance(loss, Tensor) else loss)
-        self._num_losses += 1
+        self._losses.add(loss)
         if self._step % self._bootstrap.interval(self._every, self.config.total_steps):
             return False
-        (mean,) = self._ranks.agree(float(self._loss_sum) / self._num_losses)
-        self._loss_sum, self._num_losses = 0.0, 0
+        (mean,) = self._ranks.agree(self._losses.take())
         done = self._bootstrap.observe(mean)
         self.history.add("bootstrap", self._step, loss=mean, done=done)
         return done
-
-    def _exchange(self, *, only_immediate: bool = False) -> list[Verdict]:
-        """Collect verdicts on rank 0 and hand them to every rank."""
-        if not self._measures:
-            return []
-        idle = only_immediate and not self._meter.immediate
-        verdicts = [] if idle else self._meter.collect()
-        verdicts = self._ranks.share(verdicts, self._frozen)
-        for verdict in verdicts:
-            self._record(verdict)
-        return verdicts
 
     def _record(self, verdict: Verdict) -> None:
         fields: dict[str, Any] = {
@@ -337,9 +293,10 @@ class FreezeController:
 
     def _decide(self, verdict: Verdict | None) -> None:
         """Ask the policy, and do as it says."""
-        movement = prospect = None
-        if self._reads_movement and verdict is not None:
-            movement = Movement.of(verdict.values or ())
+        prospect = None
+        if verdict is None:
+            verdict = Verdict(self._step, self._front, None)
+        elif self.policy.measure == "movement":
             prospect = self._savings.prospect(self._step, self._every)
         frozen = self.policy.observe(
             Reading(
@@ -347,14 +304,15 @@ class FreezeController:
                 num_layers=len(self._map.layers),
                 lr=tuple(float(group["lr"]) for group in self.optimizer.param_groups),
                 total_steps=self.config.total_steps,
-                value=None if verdict is None else verdict.value,
-                layer=None if verdict is None else verdict.layer,
-                values=None if verdict is None else verdict.values,
-                movement=movement,
+                value=verdict.value,
+                layer=verdict.layer,
+                values=verdict.values,
                 prospect=prospect,
             )
         )
-        self._record_notes()
+        take: Callable[[], list[dict[str, Any]]] = getattr(self.policy, "take_notes", list)
+        for note in take():
+            self.history.add("decision", self._step, **note)
         if not 0 <= frozen < len(self._map.layers):
             raise PolicyError(
                 f"{type(self.policy).__name__} asks for {frozen} frozen layers of "
@@ -372,20 +330,14 @@ class FreezeController:
             else:
                 self._decline(frozen, payoff)
 
-    def _record_notes(self) -> None:
-        """Write down what the policy decided, and against what."""
-        take: Callable[[], list[dict[str, Any]]] | None = getattr(self.policy, "take_notes", None)
-        for note in take() if take is not None else ():
-            self.history.add("decision", self._step, **note)
-
     def _decline(self, frozen: int, payoff: MoveCost) -> None:
         """Leave a move that cannot pay; the policy goes on as if it had been made."""
         self._declined = frozen
         boundary = self._map.boundaries[frozen - 1]
-        self.history.add("declined", self._step, boundary=boundary, **payoff.fields())
+        self.history.add("declined", self._step, boundary=boundary, **asdict(payoff))
         log.info(
             "egeria: did not freeze %s at step %d: it %s, and a move costs %.2g steps",
-            boundary, self._step, payoff, payoff.cost,
+            boundary, self._step, payoff, payoff.cost_steps,
         )  # fmt: skip
 
     def _move(self, frozen: int, reason: str, payoff: MoveCost | None = None) -> None:
@@ -418,7 +370,7 @@ class FreezeController:
             num_layers=len(self._map.layers),
             active_parameters=sum(size for size, trains in sizes if trains),
             total_parameters=sum(size for size, _ in sizes),
-            **({} if payoff is None else payoff.fields()),
+            **({} if payoff is None else asdict(payoff)),
         )
         if event.boundary is not None and payoff is not None:
             log.info(
@@ -493,7 +445,7 @@ class FreezeController:
             "map": self._map.state_dict(),
             "policy": self.policy.state_dict(),
             "bootstrap": None if self._bootstrap is None else self._bootstrap.state_dict(),
-            "loss": [float(self._loss_sum), self._num_losses],
+            "loss": self._losses.state(),
             "frozen": self._frozen,
             "schedule": [list(move) for move in self._schedule],
             "history": list(self.history),
@@ -513,7 +465,7 @@ class FreezeController:
         self.policy.load_state_dict(state["policy"])
         if self._bootstrap is not None and state["bootstrap"] is not None:
             self._bootstrap.load_state_dict(state["bootstrap"])
-        self._loss_sum, self._num_losses = state["loss"]
+        self._losses = MeanLoss(*state["loss"])
         self.history[:] = [dict(record) for record in state["history"]]
         if self._frozen:
             self._move(0, "resumed")

@@ -19,7 +19,7 @@ from egeria_core.history import Verdict
 from egeria_core.pipeline.elastic import ElasticPipeline
 from egeria_core.policies import Policy
 from egeria_core.ranks import Ranks
-from egeria_core.watch import LayerMap, Meter
+from egeria_core.watch import LayerMap
 
 
 class PipelineController(FreezeController):
@@ -69,9 +69,18 @@ class PipelineController(FreezeController):
     def _make_ranks(self) -> Ranks:
         return _PipelineRanks(self)
 
-    def _make_meter(self) -> Meter:
-        meter = super()._make_meter()
-        return meter if self.per_layer else _OwnersMeter(meter, self)
+    def _measure(self) -> None:
+        if self._is_mine:
+            super()._measure()
+
+    def _prepare(self) -> None:
+        if self._is_mine:
+            super()._prepare()
+
+    @property
+    def _is_mine(self) -> bool:
+        """Whether this rank measures now."""
+        return self.per_layer or self.front_owner == self.pipeline.rank
 
     def _follow(self) -> None:
         boundary = self.boundary
@@ -87,7 +96,7 @@ class PipelineController(FreezeController):
     @property
     def front_owner(self) -> int:
         """The rank that trains the frontmost active layer."""
-        return self.owner(self.num_frozen)
+        return self.owner(self._front)
 
 
 class _PipelineRanks(Ranks):
@@ -130,28 +139,3 @@ class _PipelineRanks(Ranks):
             own = readings[self._controller.owner(place % count)]
             joined.append(own[head + place] if own else None)
         return tuple(joined)
-
-
-class _OwnersMeter(Meter):
-    """A meter that only works on the rank that trains the frontmost active layer."""
-
-    def __init__(self, meter: Meter, controller: PipelineController) -> None:
-        self._meter, self._controller = meter, controller
-        for name in ("bind", "note", "collect", "state_dict", "load_state_dict", "close"):
-            setattr(self, name, getattr(meter, name))
-
-    @property
-    def _is_mine(self) -> bool:
-        return self._controller.front_owner == self._controller.pipeline.rank
-
-    @property
-    def immediate(self) -> bool:  # type: ignore[override]
-        return self._meter.immediate
-
-    def prepare(self, frozen: int) -> None:
-        if self._is_mine:
-            self._meter.prepare(frozen)
-
-    def measure(self, step: int, frozen: int) -> None:
-        if self._is_mine:
-            self._meter.measure(step, frozen)

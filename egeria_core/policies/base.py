@@ -10,14 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from egeria_core.policies.harm import Movement
-
 Measure = Literal["plasticity", "movement", "nothing", "own"]
 """What the controller measures for a policy at every evaluation.
 
 - `plasticity`: SP loss of the frontmost active layer against its reference;
-- `movement`: per layer, how far its weights move in a step and what that takes off the loss; such
-  a policy is asked when there is a reading, and not on the steps between;
+- `movement`: per layer, how far its weights move in a step and what that takes off the loss; as
+  `Movement.of` takes them;
 - `nothing`;
 - `own`: the policy brings a meter (`egeria_core.watch.BringsMeter`).
 """
@@ -61,8 +59,6 @@ class Reading:
     """Which layer `value` belongs to."""
     values: tuple[float | None, ...] | None = None
     """Per-layer measures, of meters that read them; None for a layer that has none."""
-    movement: Movement | None = None
-    """What was read of all layers (`movement` only)."""
     prospect: Prospect | None = None
     """What is left, where it is known; given along with a reading."""
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from egeria_core.policies.base import Measure, Prospect, Reading
-from egeria_core.policies.harm import HarmEstimate
+from egeria_core.policies.harm import HarmEstimate, Movement
 
 DEFAULT_BUDGET = 0.01
 """In nats this is below the deviation between two seeds of a small language model (0.014)."""
@@ -78,9 +78,9 @@ class BudgetPolicy:
 
     def observe(self, reading: Reading) -> int:
         """Take one reading; see the class."""
-        if reading.movement is None or reading.prospect is None:
+        if reading.values is None or reading.prospect is None:
             return self.frozen
-        self.estimate.observe(reading.movement)
+        self.estimate.observe(Movement.of(reading.values))
         prospect = reading.prospect
         if self._has_risen(max(reading.lr)):
             return 0

@@ -15,7 +15,6 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -34,41 +33,19 @@ CPU_SHARE = 4
 Waiting = Future[Verdict]
 
 
-class Evaluator(Protocol):
-    """Takes evaluations, gives verdicts in the same order; for the training thread alone."""
-
-    immediate: bool
-    """Whether `poll` right after `submit` returns its verdict."""
-
-    def submit(self, item: InputItem) -> bool:
-        """Hand over; False when it was dropped. Never waits.
-
-        Raises:
-            EvaluatorError: Inline only: the evaluation failed.
-        """
-
-    def poll(self, timeout_s: float = 0.0) -> list[Verdict]:
-        """Return the verdicts that are ready, having waited so long for all of them.
-
-        Raises:
-            EvaluatorError: Once, when the evaluator has died; it gives nothing from then on.
-        """
-
-    def close(self) -> None:
-        """Stop; idempotent."""
-
-
 class InlineEvaluator:
     """Runs the reference in `submit`: reproducible."""
-
-    immediate = True
 
     def __init__(self, kind: ReferenceKind) -> None:
         self._runner = ReferenceRunner(kind)
         self._ready: list[Verdict] = []
 
     def submit(self, item: InputItem) -> bool:
-        """Run the reference now."""
+        """Run the reference now; never dropped.
+
+        Raises:
+            EvaluatorError: The evaluation failed.
+        """
         # Building one may initialise weights, and a layer's own code may draw.
         host, devices = torch.get_rng_state(), random_states()
         try:
@@ -101,8 +78,6 @@ class ProcessEvaluator:
     Args:
         kind: Reference to use.
     """
-
-    immediate = False
 
     def __init__(self, kind: ReferenceKind) -> None:
         threads = max(1, (os.cpu_count() or 1) // CPU_SHARE)
@@ -158,7 +133,7 @@ class ProcessEvaluator:
 
     def submit(self, item: InputItem) -> bool:
         """Queue for sending, or drop where others wait already."""
-        if self._lost or len(self._waiting) >= QUEUE_LENGTH:
+        if self._lost or sum(not answer.done() for answer in self._waiting) >= QUEUE_LENGTH:
             return False
         answer: Waiting = Future()
         self._waiting.append(answer)
@@ -166,7 +141,11 @@ class ProcessEvaluator:
         return True
 
     def poll(self, timeout_s: float = 0.0) -> list[Verdict]:
-        """Return the verdicts that are ready; raise once when the process is gone."""
+        """Return the verdicts that are ready, having waited so long for all of them.
+
+        Raises:
+            EvaluatorError: Once, when the process has died; it gives nothing from then on.
+        """
         wait(self._waiting, timeout_s, FIRST_EXCEPTION)
         verdicts: list[Verdict] = []
         while self._waiting and self._waiting[0].done():
@@ -190,6 +169,10 @@ class ProcessEvaluator:
         self._items.put(None)
         self._thread.join(timeout=30.0)
         self._pipe.close()
+
+
+Evaluator = InlineEvaluator | ProcessEvaluator
+"""Takes evaluations, gives verdicts in the same order; for the training thread alone."""
 
 
 def _search_path() -> list[str]:

@@ -34,7 +34,7 @@ def _has_vnni() -> bool:
 
 
 @contextmanager
-def _quantization() -> Iterator[None]:
+def quantization() -> Iterator[None]:
     """Select the fastest engine that this build of PyTorch has, quietly, and put it back."""
     before = torch.backends.quantized.engine
     engines = torch.backends.quantized.supported_engines
@@ -58,7 +58,6 @@ class DynamicInt8Reference:
     """Linear layers in int8 per channel, activations quantised as they come: for transformers."""
 
     name = "int8-dynamic"
-    exact = False
     costly = True
 
     def __init__(self) -> None:
@@ -69,7 +68,7 @@ class DynamicInt8Reference:
         from torch.ao.quantization import per_channel_dynamic_qconfig, quantize_dynamic
 
         root = nn.ModuleList(copy.deepcopy(list(modules)))
-        with _quantization():
+        with quantization():
             quantize_dynamic(root, {nn.Linear: per_channel_dynamic_qconfig}, inplace=True)
         self._modules = list(root)
         if not any("quantized" in type(m).__module__ for m in root.modules()):
@@ -77,7 +76,7 @@ class DynamicInt8Reference:
 
     def run(self, probe: Probe) -> Tensor:
         """Run the quantised copies."""
-        with _quantization():
+        with quantization():
             return run_layer(self._modules, probe)
 
 
@@ -85,7 +84,6 @@ class StaticInt8Reference:
     """Weights and activations in int8, traced by FX and calibrated on the probe: for CNNs."""
 
     name = "int8-static"
-    exact = False
     costly = True
 
     def __init__(self) -> None:
@@ -98,7 +96,7 @@ class StaticInt8Reference:
 
         chain = _as_graph(copy.deepcopy(list(modules)), probe)
         inputs = tuple(_tensor_inputs(probe))
-        with _quantization(), torch.no_grad():
+        with quantization(), torch.no_grad():
             mapping = get_default_qconfig_mapping(torch.backends.quantized.engine)
             prepared = prepare_fx(chain, mapping, inputs)
             # The probe's rows are what the reference will be asked about: more data bring nothing.
@@ -111,7 +109,7 @@ class StaticInt8Reference:
         """Run the converted graph."""
         if self._graph is None:
             raise EvaluatorError("run before build")
-        with _quantization(), torch.no_grad():
+        with quantization(), torch.no_grad():
             output: Any = self._graph(*_tensor_inputs(probe))
         return activation_of(output, probe)
 

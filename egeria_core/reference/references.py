@@ -18,9 +18,7 @@ class Reference(Protocol):
     """One layer, frozen in time. Not thread-safe."""
 
     name: str
-    """As it appears in the history."""
-    exact: bool
-    """Whether it returns what the layer itself returns; nothing to check then."""
+    """As it appears in the history. Only `fp32` returns what the layer itself returns."""
     costly: bool
     """Whether a refresh is much dearer than copying weights."""
 
@@ -89,8 +87,7 @@ class FloatReference:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self.exact = dtype is torch.float32
-        self.name = "fp32" if self.exact else "bf16"
+        self.name = "fp32" if dtype is torch.float32 else "bf16"
         self._copies: list[nn.Module] = []
 
     def build(self, modules: Sequence[nn.Module], probe: Probe) -> None:

@@ -12,19 +12,21 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from egeria_cache.device import Event
 from egeria_core.config import ReferenceKind
 from egeria_core.errors import EvaluatorError
 from egeria_core.history import Verdict
 from egeria_core.plasticity import sp_loss
-from egeria_core.reference.int8 import DynamicInt8Reference, StaticInt8Reference
+from egeria_core.reference.int8 import DynamicInt8Reference, StaticInt8Reference, quantization
 from egeria_core.reference.references import FloatReference, Reference, run_layer
 from egeria_core.reference.snapshot import Weights, copy_between, copy_modules, load_weights
 from egeria_core.reference.tap import Probe
 
-INT8_PAYS_ABOVE_S = 0.02
-"""An int8 build takes 0.1-3 s; W forwards of the probe must cost more than that to win it back."""
+INT8_PAYS_ABOVE = 2e9
+"""Floating-point operations of the layer's forward on the probe, some 20 ms of a CPU. An int8 build
+takes 0.1-3 s, which W such forwards must win back. Counted, not timed: runs must take the same."""
 MAX_NOISE = 1e-3
 """SP between the reference and fp32 with the same weights, at any plasticity: past it the
 quantised layer is another layer (seen in working ones: 6e-8 to 6e-6)."""
@@ -37,29 +39,17 @@ class ReferenceChain:
 
     Args:
         kind: What was asked for.
-        candidates: In order of preference; None: by `kind` and the layer's own structure.
     """
 
-    def __init__(
-        self, kind: ReferenceKind, candidates: Sequence[Callable[[], Reference]] | None = None
-    ) -> None:
+    def __init__(self, kind: ReferenceKind) -> None:
         self._kind = kind
-        self._others = None if candidates is None else list(candidates)
+        self._others: list[Callable[[], Reference]] | None = None
         """What to fall back on; None: not yet chosen."""
-        self._reference: Reference | None = None
+        self.reference: Reference | None = None
+        """In use; None: not yet built, or given up."""
         self._distrusted = False
         self.noise = 0.0
         """SP between the reference and full precision with the same weights, at the last build."""
-
-    @property
-    def name(self) -> str:
-        """Name of the reference in use."""
-        return "none" if self._reference is None else self._reference.name
-
-    @property
-    def costly(self) -> bool:
-        """Whether a refresh is much dearer than copying weights."""
-        return self._reference is not None and self._reference.costly
 
     def refresh(self, modules: Sequence[nn.Module], probe: Probe) -> list[str]:
         """Rebuild from the modules' present weights; return one line for every fallback taken.
@@ -71,45 +61,39 @@ class ReferenceChain:
         if self._others is None:
             self._others = self._choose(modules, probe)
         if self._distrusted:
-            self._reference, self._distrusted = None, False
+            self.reference, self._distrusted = None, False
         while True:
-            new = self._reference is None
-            if self._reference is None:
-                self._reference = self._others.pop(0)()
+            reference = self.reference or self._others.pop(0)()
             try:
-                self._build(self._reference, modules, probe, new=new)
+                self._build(reference, modules, probe)
+                self.reference = reference
                 return notes
             except Exception as error:  # quantisation tools fail in their own ways
                 if not self._others:
                     raise
-                notes.append(f"{self.name} reference not used: {type(error).__name__}: {error}")
-                self._reference = None
+                why = f"{type(error).__name__}: {error}"
+                notes.append(f"{reference.name} reference not used: {why}")
+                self.reference = None
 
-    def _build(
-        self, reference: Reference, modules: Sequence[nn.Module], probe: Probe, *, new: bool
-    ) -> None:
+    def _build(self, reference: Reference, modules: Sequence[nn.Module], probe: Probe) -> None:
         reference.build(modules, probe)
         self.noise = 0.0
-        if not reference.exact:
+        if reference.name != "fp32":
             self.noise = float(sp_loss(run_layer(modules, probe), reference.run(probe)))
-        elif new:
+        elif self.reference is None:
             reference.run(probe)  # a layer that cannot run here shows it now
         if self._others and not self.noise <= MAX_NOISE:
             raise ValueError(f"self-check: SP to fp32 with the same weights is {self.noise:.2g}")
 
-    def run(self, probe: Probe) -> Tensor:
-        """Return the reference's activation."""
-        assert self._reference is not None, "run before refresh"
-        return self._reference.run(probe)
-
     def heed(self, plasticity: float) -> list[str]:
         """Take note of a reading; where the reference's noise drowns it, change at next refresh."""
+        assert self.reference is not None
         if self._distrusted or not self._others or self.noise <= NOISE_SHARE * plasticity:
             return []
         self._distrusted = True
         return [
-            f"{self.name} reference given up: its noise {self.noise:.2g} is not well below the "
-            f"plasticity {plasticity:.2g}"
+            f"{self.reference.name} reference given up: its noise {self.noise:.2g} is not well "
+            f"below the plasticity {plasticity:.2g}"
         ]
 
     def _choose(self, modules: Sequence[nn.Module], probe: Probe) -> list[Callable[[], Reference]]:
@@ -120,18 +104,18 @@ class ReferenceChain:
             return [full]
         if self._kind == "bf16":
             return [half, full]
-        if self._kind == "auto" and _forward_s(modules, probe) < INT8_PAYS_ABOVE_S:
+        if self._kind == "auto" and _arithmetic(modules, probe) < INT8_PAYS_ABOVE:
             return [full]
         inner = [m for module in modules for m in module.modules()]
         convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in inner)
         return [StaticInt8Reference if convolves else DynamicInt8Reference, half, full]
 
 
-def _forward_s(modules: Sequence[nn.Module], probe: Probe) -> float:
-    run_layer(modules, probe)
-    start = time.perf_counter()
-    run_layer(modules, probe)
-    return time.perf_counter() - start
+def _arithmetic(modules: Sequence[nn.Module], probe: Probe) -> int:
+    """Return the floating-point operations of a forward; that of a fused layer is taken apart."""
+    with quantization(), FlopCounterMode(display=False) as counted:
+        run_layer(modules, probe)
+    return int(counted.get_total_flops())
 
 
 @dataclass(slots=True)
@@ -190,12 +174,16 @@ class ReferenceRunner:
         load_weights(self._present, item.weights)
         verdict = Verdict(item.step, item.layer, None)
         if item.judge:
-            theirs = self._chain.run(item.probe)
+            reference = self._chain.reference
+            if reference is None:
+                raise EvaluatorError(f"layer {item.layer} has no reference yet")
+            theirs = reference.run(item.probe)
             verdict.value = float(item.distance(run_layer(self._present, item.probe), theirs))
-            verdict.reference, verdict.noise = self._chain.name, self._chain.noise
+            verdict.reference, verdict.noise = reference.name, self._chain.noise
             verdict.notes += self._chain.heed(verdict.value)
         if item.refresh:
             copy_between(self._present, self._past)
             verdict.notes += self._chain.refresh(self._past, item.probe)
-        verdict.costly, verdict.seconds = self._chain.costly, time.perf_counter() - start
+        verdict.costly = self._chain.reference is not None and self._chain.reference.costly
+        verdict.seconds = time.perf_counter() - start
         return verdict

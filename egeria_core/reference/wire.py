@@ -55,12 +55,9 @@ def send(connection: Connection, message: Any) -> None:
     buffers: list[pickle.PickleBuffer] = []
     head = io.BytesIO()
     _Pickler(head, protocol=5, buffer_callback=buffers.append).dump(message)
-    raw = [buffer.raw() for buffer in buffers]
-    connection.send_bytes(pickle.dumps([len(piece) for piece in raw]))
-    connection.send_bytes(head.getbuffer())
-    for piece in raw:
-        if len(piece):
-            connection.send_bytes(piece)
+    connection.send((head.getvalue(), len(buffers)))
+    for buffer in buffers:
+        connection.send_bytes(buffer.raw())
 
 
 def receive(connection: Connection) -> Any:
@@ -69,10 +66,5 @@ def receive(connection: Connection) -> Any:
     Raises:
         EOFError: The other end is gone.
     """
-    sizes = pickle.loads(connection.recv_bytes())
-    head = connection.recv_bytes()
-    buffers = [bytearray(size) for size in sizes]
-    for buffer in buffers:
-        if buffer:
-            connection.recv_bytes_into(buffer)
-    return pickle.loads(head, buffers=buffers)
+    head, count = connection.recv()
+    return pickle.loads(head, buffers=[bytearray(connection.recv_bytes()) for _ in range(count)])

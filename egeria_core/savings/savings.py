@@ -26,28 +26,18 @@ BACKWARD_SHARE = 2 / 3
 class MoveCost:
     """One move, weighed."""
 
-    saving: float
-    """Over the rest of the schedule, in steps."""
-    cost: float
-    """In steps."""
-    left: int
-    """Steps left."""
+    saving_steps: float
+    """Over the rest of the schedule."""
+    cost_steps: float
+    left_steps: int
 
     @property
     def pays(self) -> bool:
         """Whether it saves at least what it costs."""
-        return self.saving >= self.cost
-
-    def fields(self) -> dict[str, Any]:
-        """Return what the history keeps."""
-        return {
-            "saving_steps": self.saving,
-            "cost_steps": self.cost,
-            "left_steps": self.left,
-        }
+        return self.saving_steps >= self.cost_steps
 
     def __str__(self) -> str:
-        return f"saves {self.saving:.3g} of the {self.left} steps left"
+        return f"saves {self.saving_steps:.3g} of the {self.left_steps} steps left"
 
 
 def saved_parts(parts: Sequence[float] | None, sizes: Sequence[int]) -> list[float]:
@@ -88,13 +78,9 @@ class Savings:
         move_cost: float,
     ) -> None:
         self._mean_rate = MeanRate(optimizer)
-        self._layers, self._ranks, self._schedule = layers, ranks, schedule
+        self._layers, self._ranks, self.schedule = layers, ranks, schedule
         self._move_cost = move_cost
         self._saves: tuple[float, ...] | None = None
-
-    def tick(self, step: int) -> None:
-        """One more training step is done."""
-        self._schedule.look(step)
 
     def resolve(self) -> None:
         """The layers are settled, by one forward that was counted. On every rank."""
@@ -107,7 +93,7 @@ class Savings:
         self._saves = tuple(saves)
 
     def _remaining(self, step: int) -> Remaining | None:
-        return self._schedule.remaining(step, self._mean_rate())
+        return self.schedule.remaining(step, self._mean_rate())
 
     def prospect(self, step: int, every: int) -> Prospect | None:
         """Return what a policy may weigh after `step` steps; None: it is not known."""
@@ -138,10 +124,10 @@ class Savings:
         """Return what was counted and measured."""
         return {
             "saves": None if self._saves is None else list(self._saves),
-            "schedule": self._schedule.state_dict(),
+            "schedule": self.schedule.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
         self._saves = None if state["saves"] is None else tuple(state["saves"])
-        self._schedule.load_state_dict(state["schedule"])
+        self.schedule.load_state_dict(state["schedule"])

@@ -12,7 +12,15 @@ from egeria_core.watch.layers import Layer, find_layers
 from egeria_core.watch.meter import BringsMeter, Meter, Watched
 from egeria_core.watch.movement import MovementMeter, bare_optimizer, can_be_read
 
+METERS: dict[str, type[Meter]] = {
+    "nothing": Meter,
+    "plasticity": ActivationMeter,
+    "movement": MovementMeter,
+}
+"""By what a policy measures."""
+
 __all__ = [
+    "METERS",
     "ActivationMeter",
     "BringsMeter",
     "Layer",

@@ -78,11 +78,6 @@ class ActivationMeter(Meter):
         self._kept: tuple[Probe, Weights] | None = None
         self._kept_ready: Event | None = None
 
-    @property
-    def immediate(self) -> bool:  # type: ignore[override]
-        """Whether the evaluator works in `measure`."""
-        return self._evaluator is not None and self._evaluator.immediate
-
     def bind(self) -> None:
         """Hook every layer that can become the front, unless that has been done."""
         names = [layer.modules for layer in self._layers.layers[:-1]]

@@ -35,8 +35,16 @@ class Meter:
     For the training thread alone.
     """
 
-    immediate = True
-    """Whether `collect` right after `measure` returns its verdict."""
+    per_layer: bool = False
+    """Whether every rank measures its part of each layer; else one rank measures the front."""
+
+    @classmethod
+    def make_meter(cls, watched: Watched) -> Meter:
+        """Return the meter of one run."""
+        return cls(watched)
+
+    def __init__(self, watched: Watched) -> None:
+        """Take what is watched."""
 
     def bind(self) -> None:
         """The layers are known, or have changed."""

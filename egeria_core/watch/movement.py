@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from egeria_core.bootstrap import MeanLoss
 from egeria_core.history import Verdict
 from egeria_core.learning_rate import MeanRate
 from egeria_core.ranks import global_sums, is_sharded, local_part
@@ -69,6 +70,8 @@ class MovementMeter(Meter):
         TypeError: The optimizer's steps cannot be watched.
     """
 
+    per_layer = True
+
     def __init__(self, watched: Watched) -> None:
         optimizer = watched.optimizer
         if not can_be_read(optimizer):
@@ -82,8 +85,7 @@ class MovementMeter(Meter):
         self._mean_rate = MeanRate(self._optimizer)
         self._next = self._steps = 0
         self._rate = self._rate_before = 0.0
-        self._losses: Tensor | float = 0.0
-        self._num_losses = 0
+        self._losses = MeanLoss()
         self._read: list[tuple[int, Tensor]] = []
         self._opened: _Opened | None = None
         self._ready: list[Verdict] = []
@@ -103,7 +105,7 @@ class MovementMeter(Meter):
         self._next, self._read, self._idle = 0, [], set[int]()
 
     def note(self, loss: Tensor | float | None) -> None:
-        """Take the loss of one step; summed where it lies, so that nobody waits for the device.
+        """Take the loss of one step.
 
         Raises:
             ValueError: There is none.
@@ -113,9 +115,7 @@ class MovementMeter(Meter):
                 "step(loss) needs the training loss of every step: what freezing may cost is told "
                 "from how it falls"
             )
-        value = loss.detach().float() if isinstance(loss, Tensor) else float(loss)
-        self._losses = self._losses + value
-        self._num_losses += 1
+        self._losses.add(loss)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._opened = None
@@ -178,21 +178,16 @@ class MovementMeter(Meter):
         self._read.append((opened.layer, row if sharded is None else global_sums(row, sharded)))
 
     def measure(self, step: int, frozen: int) -> None:
-        """Reduce what was read since the last verdict to numbers: one transfer for all."""
+        """Reduce what was read since the last verdict to numbers: one transfer for all layers."""
         self._heed_silence()
-        if not self._num_losses:
+        if not self._losses.count:
             return
-        loss, rows = self._losses, [row for _, row in self._read]
-        if isinstance(loss, Tensor):
-            target = rows[0].device if rows else loss.device
-            rows.append(torch.stack([loss.reshape(()).to(target)] * 3))
+        rows = [row for _, row in self._read]
         numbers = torch.stack([row.to(rows[0].device) for row in rows]).tolist() if rows else []
-        mean = (numbers.pop()[0] if isinstance(loss, Tensor) else loss) / self._num_losses
-        values = self._by_layer(numbers)
         middle = (self._rate_before + self._rate) / 2
+        values = (self._losses.take(), middle, *self._by_layer(numbers))
         self._rate_before, self._read = self._rate, []
-        self._losses, self._num_losses = 0.0, 0
-        self._ready.append(Verdict(step, frozen, None, (mean, middle, *values)))
+        self._ready.append(Verdict(step, frozen, None, values))
 
     def _by_layer(self, numbers: Sequence[Sequence[float]]) -> list[float | None]:
         """Return -g . d and |d| / |theta| per layer, from the rows that were read."""
@@ -232,7 +227,7 @@ class MovementMeter(Meter):
             "idle": sorted(self._idle),
             "steps": self._steps,
             "rate": [self._rate, self._rate_before],
-            "losses": [float(self._losses), self._num_losses],
+            "losses": self._losses.state(),
             "read": [[layer, *row.tolist()] for layer, row in self._read],
         }
 
@@ -243,7 +238,7 @@ class MovementMeter(Meter):
         self._idle = set(state["idle"])
         self._next, self._steps = state["next"], state["steps"]
         self._rate, self._rate_before = state["rate"]
-        self._losses, self._num_losses = state["losses"]
+        self._losses = MeanLoss(*state["losses"])
         self._read = [(int(layer), torch.tensor(row)) for layer, *row in state["read"]]
 
     def close(self) -> None:

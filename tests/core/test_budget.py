@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from egeria_core import FreezeController
-from egeria_core.policies import BudgetPolicy, Movement, PlasticityPolicy, Prospect, Reading
+from egeria_core.policies import BudgetPolicy, PlasticityPolicy, Prospect, Reading
 from tests.helpers.core_nets import batch, mlp
 from tests.helpers.steps import take_step
 
@@ -32,7 +32,7 @@ def observe(
     return policy.observe(
         Reading(
             step=3 * n, num_layers=3, lr=(lr,),
-            movement=Movement(loss, 0.3 * n if rate is None else rate, decrease, speed),
+            values=(loss, 0.3 * n if rate is None else rate, *decrease, *speed),
             prospect=Prospect(**(options | prospect)),
         )
     )  # fmt: skip
