@@ -135,7 +135,7 @@ class _Missing:
             return [False] * len(indices)
         views[0].refresh()
         ids = self._source.identify(indices)
-        draws = self._source.stored_as(self.loader._draws_of(ids))
+        draws = self.loader._draws_of(ids)
         found: Sequence[bool] = views[0].contains(ids, draws).tolist()
         return found
 
