@@ -16,6 +16,7 @@ served, the user must have been told by the third call after the last `turn()`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -50,6 +52,7 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "default": {},
     "audited": {"gate": "always"},
 }
+ROW = "given"
 FEW = "EGERIA_FEW_WAYS"
 """Set where not all is to be run: a try then leaves out one way."""
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -191,6 +194,7 @@ class Run:
         optimizer: Any = None,
         each_epoch: Callable[[int], Any] | None = None,
         each_step: Callable[[int], Any] | None = None,
+        catching: tuple[type[Exception], ...] = (),
     ) -> Any:
         """Train as anybody does, record each loss and the final weights; return the optimizer."""
         optimizer = optimizer or sgd(model)
@@ -201,7 +205,8 @@ class Run:
             for number, batch in enumerate(loader):
                 if each_step is not None:
                     each_step(epoch * len(loader) + number)
-                self.step((loss or cross_entropy)(model, batch), optimizer)
+                with contextlib.suppress(*catching):
+                    self.step((loss or cross_entropy)(model, batch), optimizer)
         self.see(model)
         return optimizer
 
@@ -320,38 +325,41 @@ class _Listener(logging.Handler):
 def hostile(
     script: Any = None,
     *,
-    served: bool = False,
-    limit: str | None = None,
-    error: str | None = None,
-    told: str | None = None,
-    silent: bool = False,
+    over: dict[str, Any] | None = None,
+    cases: int | None = None,
+    **claims: Any,
 ) -> Any:
     """Make a pytest test of a script; its name is a claim.
 
     Args:
-        script: Takes a `Run`, and arguments that `pytest.mark.parametrize` gives.
-        served: It can be served: the last pass must have hits.
-        limit: The row of the table in `docs/correctness.md` that says what cannot be seen here.
-            What is served may then be wrong; but served with the default audit it must be noticed.
-            The script ends an epoch after its `turn()`.
-        error: The sentence of `docs/correctness.md` that says why this is not as in plain PyTorch.
-        told: It is served, or what is said must name this; and it is said once, not every time.
-        silent: It is served, and nothing is said.
+        script: Takes a `Run`, what a row of `over` holds, and what `pytest.mark.parametrize` gives.
+        over: Rows by their names; each is one try. Tuples are several arguments.
+        cases: How many tries are run by default, if not two.
+        claims: `judge`'s.
     """
-    claims = {"served": served, "limit": limit, "error": error, "told": told, "silent": silent}
     if script is None:
-        return functools.partial(hostile, **claims)
+        return functools.partial(hostile, over=over, cases=cases, **claims)
 
     def test(**arguments: Any) -> None:
         __tracebackhide__ = True
-        judge(functools.partial(script, **arguments), **claims)
+        row = arguments.pop(ROW, ())
+        given = row if isinstance(row, tuple) else (row,)
+        bound = functools.partial(script, **arguments)
+        judge(functools.wraps(script)(lambda run: bound(run, *given)), **claims)
 
-    signature = inspect.signature(script)
-    parameters = list(signature.parameters.values())[1:]
-    test.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    parameters = list(inspect.signature(script).parameters.values())[1:]
+    marks = list(getattr(script, "pytestmark", ()))
+    if cases is not None:
+        marks.append(pytest.mark.cases(cases).mark)
+    if over is not None:
+        marks = [pytest.mark.parametrize(ROW, over.values(), ids=list(over)).mark, *marks]
+        size = max(len(row) if isinstance(row, tuple) else 1 for row in over.values())
+        row = inspect.Parameter(ROW, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = [row, *parameters[size:]]
+    test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     test.__name__ = test.__qualname__ = script.__name__
     test.__module__, test.__doc__ = script.__module__, script.__doc__
-    test.pytestmark = getattr(script, "pytestmark", [])  # type: ignore[attr-defined]
+    test.pytestmark = marks  # type: ignore[attr-defined]
     return test
 
 
@@ -364,7 +372,18 @@ def judge(
     told: str | None = None,
     silent: bool = False,
 ) -> None:
-    """Run a script in all ways, and raise the worst of what was found."""
+    """Run a script in all ways, and raise the worst of what was found.
+
+    Args:
+        script: A try.
+        served: It can be served: the last pass must have hits.
+        limit: The row of the table in `docs/correctness.md` that says what cannot be seen here.
+            What is served may then be wrong; but served with the default audit it must be noticed.
+            The script ends an epoch after its `turn()`.
+        error: The sentence of `docs/correctness.md` that says why this is not as in plain PyTorch.
+        told: It is served, or what is said must name this; and it is said once, not every time.
+        silent: It is served, and nothing is said.
+    """
     __tracebackhide__ = True
     documented = " ".join(DOCUMENTS.read_text().split())
     for claim in (limit, error):
@@ -372,8 +391,7 @@ def judge(
     ways = [way for way in WAYS if way != "audited" or limit is not None]
     if FEW in os.environ:
         # The plain run, the one that is served most, and one of the others in turns.
-        name = getattr(script, "func", script).__name__
-        ways.remove(("never", "default")[zlib.crc32(name.encode()) % 2])
+        ways.remove(("never", "default")[zlib.crc32(script.__name__.encode()) % 2])
     traces = {}
     for way in ways:
         with tempfile.TemporaryDirectory(prefix="egeria-hostile-", dir=MEMORY) as directory:

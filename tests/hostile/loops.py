@@ -59,13 +59,18 @@ def changed(
             return
         run.turn()
         change(model)
-        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        new = [p for p in model.parameters() if id(p) not in known]
-        if new:
-            optimizer.add_param_group({"params": new})
+        add_new(optimizer, model)
 
     loader = run.loader(rows() if data is None else data)
     run.fit(model, loader, epochs, each_epoch=each_epoch, optimizer=optimizer)
+
+
+def add_new(optimizer: Any, model: nn.Module) -> None:
+    """Have an optimizer train what a model has that it does not know."""
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    new = [p for p in model.parameters() if id(p) not in known]
+    if new:
+        optimizer.add_param_group({"params": new})
 
 
 def numbered(function: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor]:

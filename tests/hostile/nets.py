@@ -125,6 +125,13 @@ class Pairs(Dataset):
         return (x if self.transform is None else self.transform(x)), self.y[index]
 
 
+def made(get, n: int = NUM_SAMPLES, **state):
+    """Return a data set of a class of its own, with a state: `get(data, index)` is a sample."""
+    data = type("Own", (Pairs,), {"__getitem__": get})(n)
+    vars(data).update(state)
+    return data
+
+
 class Normed(Net):
     """A front with LayerNorm and BatchNorm."""
 

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.hostile.harness import cross_entropy, hostile, sgd
+from tests.hostile.harness import hostile, sgd
+from tests.hostile.loops import add_new
 from tests.hostile.nets import (
     ConvNet,
     Net,
@@ -48,7 +49,11 @@ class Quiet(Blocks):
     def __init__(self):
         super().__init__()
         self.stem = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8))
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.blocks = nn.ModuleList(layer() for _ in range(4))
+
+
+def layer(*_):
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh())
 
 
 def front(model, number):
@@ -62,17 +67,14 @@ def frozen(run, model=None, start=2):
     return run.freeze(model or Quiet(), "auto", ("stem", *(f"blocks.{i}" for i in range(start))))
 
 
-def automatic(run, change=lambda model, epoch: None, model=None, epochs=6, start=2):
-    model = frozen(run, model, start)
+def automatic(run, change=lambda model, epoch: None, model=None, epochs=6):
+    model = frozen(run, model)
+    optimizer = sgd(model, 0.05)
 
     def each_epoch(epoch):
         change(model, epoch)
-        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        new = [p for p in model.parameters() if id(p) not in known]
-        if new:
-            optimizer.add_param_group({"params": new})
+        add_new(optimizer, model)
 
-    optimizer = sgd(model, 0.05)
     run.fit(model, run.loader(rows()), epochs, each_epoch=each_epoch, optimizer=optimizer)
 
 
@@ -86,11 +88,9 @@ SCHEDULES = {
 }
 
 
-@hostile(served=True)
-@pytest.mark.parametrize("kind", SCHEDULES)
-def test_auto_follows_a_schedule(run, kind):
-    schedule = SCHEDULES[kind]
-    automatic(run, lambda m, e: front(m, schedule[e]), epochs=8)
+@hostile(over={kind: [schedule] for kind, schedule in SCHEDULES.items()}, served=True)
+def test_auto_follows_a_schedule(run, schedule):
+    automatic(run, lambda m, e: front(m, schedule[0][e]), epochs=8)
 
 
 @hostile(served=True)
@@ -111,10 +111,6 @@ def test_auto_with_a_step_thawed_in_mid_epoch(run):
 def put(number, block):
     """What puts a block, made of the one that is there, in the place of one."""
     return lambda model: model.blocks.__setitem__(number, block(model.blocks[number]))
-
-
-def layer(*_):
-    return nn.Sequential(nn.Linear(8, 8), nn.Tanh())
 
 
 def prompted(model):
@@ -159,11 +155,8 @@ CHANGES = {
 }
 
 
-@hostile
-@pytest.mark.cases(4)
-@pytest.mark.parametrize("what", CHANGES)
-def test_auto_when_the_model_becomes_another(run, what):
-    at, change = CHANGES[what]
+@hostile(over=CHANGES, cases=4)
+def test_auto_when_the_model_becomes_another(run, at, change):
     automatic(run, lambda m, e: change(m) if e == at else None)
 
 
@@ -181,6 +174,11 @@ def test_auto_with_other_calls_first(run, first):
     run.fit(model, loader, 4, optimizer=sgd(model, 0.05))
 
 
+def under_auto(model, run):
+    """Freeze the front, as `boundary="auto"` finds it."""
+    return run.freeze(model, "middle" if run.is_plain else "auto", ("early", "middle"))
+
+
 @hostile(served=True)
 def test_auto_with_a_side_network_that_trains_and_is_called_first(run):
     def forward(self, x):
@@ -188,18 +186,13 @@ def test_auto_with_a_side_network_that_trains_and_is_called_first(run):
         return self.back(self.front(x)) + side
 
     torch.manual_seed(3)
-    model = net(forward=forward, side=nn.Linear(6, 3))
-    run.fit(run.freeze(model, "middle" if run.is_plain else "auto", ("early", "middle")),
-            run.loader(rows()), 4)  # fmt: skip
+    run.fit(under_auto(net(forward=forward, side=nn.Linear(6, 3)), run), run.loader(rows()), 4)
 
 
 @hostile(served=True)
 def test_auto_under_a_checkpoint_of_the_whole_model(run):
-    model = run.freeze(Net(), "middle" if run.is_plain else "auto", ("early", "middle"))
-    run.fit(
-        model, run.loader(rows()), 4,
-        loss=lambda m, b: F.cross_entropy(checkpoint(m, b[0], use_reentrant=False), b[1]),
-    )  # fmt: skip
+    loss = lambda m, b: F.cross_entropy(checkpoint(m, b[0], use_reentrant=False), b[1])  # noqa: E731
+    run.fit(under_auto(Net(), run), run.loader(rows()), 4, loss=loss)
 
 
 @hostile
@@ -208,13 +201,7 @@ def test_auto_then_a_deep_copy_that_trains_all(run):
     loader = run.loader(rows())
     run.fit(model, loader, 2, optimizer=sgd(model, 0.05))
     other = copy.deepcopy(model).requires_grad_(True)
-    optimizer = sgd(other, 0.05)
-    for batch in loader:
-        loss = cross_entropy(other, batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    run.see(other)
+    run.fit(other, loader, 1, optimizer=sgd(other, 0.05))
     run.fit(model, loader, 2, optimizer=sgd(model, 0.05))
 
 
@@ -238,20 +225,20 @@ def filled_and_trained(run, model=None, boundary="middle", data=None, change=Non
 
 
 FILLED = {
-    "plain": lambda: ((), {}),
-    "shuffled": lambda: ((), {"shuffle": True}),
-    "uneven": lambda: ((), {"batch_size": 7, "drop_last": True}),
-    "with norms and dropout": lambda: ((ConvNet(), "body", images()), {"shuffle": True}),
-    "with tokens": lambda: ((Tokens(), "block", sentences()), {}),
-    "under auto": lambda: ((Blocks(), "auto"), {}),
+    "plain": lambda run: filled_and_trained(run),
+    "shuffled": lambda run: filled_and_trained(run, shuffle=True),
+    "uneven": lambda run: filled_and_trained(run, batch_size=7, drop_last=True),
+    "with norms and dropout": lambda run: filled_and_trained(
+        run, ConvNet(), "body", images(), shuffle=True
+    ),
+    "with tokens": lambda run: filled_and_trained(run, Tokens(), "block", sentences()),
+    "under auto": lambda run: filled_and_trained(run, Blocks(), "auto"),
 }
 
 
-@hostile(served=True)
-@pytest.mark.parametrize("kind", FILLED)
-def test_filled_then_trained(run, kind):
-    args, kwargs = FILLED[kind]()
-    filled_and_trained(run, *args, **kwargs)
+@hostile(over=FILLED, served=True)
+def test_filled_then_trained(run, script):
+    script(run)
 
 
 def patched(model, data):
@@ -269,10 +256,9 @@ LATER = {
 }
 
 
-@hostile
-@pytest.mark.parametrize("what", LATER)
-def test_filled_then_something_changes(run, what):
-    filled_and_trained(run, data=Pairs(), change=LATER[what])
+@hostile(over=LATER)
+def test_filled_then_something_changes(run, change):
+    filled_and_trained(run, data=Pairs(), change=change)
 
 
 @hostile

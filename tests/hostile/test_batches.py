@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 from torch.nn import functional as F
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from tests.hostile.harness import hostile, judge, sgd
 from tests.hostile.loops import ce, numbered, trained
-from tests.hostile.nets import ConvNet, Net, Pairs, images, inputs, labels, net, rows
+from tests.hostile.nets import ConvNet, Net, images, inputs, labels, made, net, rows
+from tests.hostile.places import WRITES
 
 # ---- values written in place ------------------------------------------------------------------
 
@@ -23,63 +24,46 @@ def by_relu(x, f):
     x.add_(f)
 
 
-def by_storage(x, f):
-    x.untyped_storage().copy_((x * f).detach().clone().untyped_storage())
-
-
 def by_row(x, f):
     for row in x:
         row.mul_(f)
 
 
-WRITES = {
-    "a method": lambda x, f: x.mul_(f),
-    "numpy": lambda x, f: np.multiply(x.numpy(), f, out=x.numpy()),
-    "data": lambda x, f: x.data.mul_(f),
+WRITTEN = WRITES | {
     "an index": lambda x, f: x[:, :3].fill_(f),
-    "detached": lambda x, f: x.detach().mul_(f),
-    "a view": lambda x, f: x.view(-1)[::2].mul_(f),
     "rows": by_row,
     "a chunk": lambda x, f: x.chunk(2)[0].mul_(f),
     "a column": lambda x, f: x.unbind(1)[0].fill_(f),
     "out": lambda x, f: torch.mul(x, f, out=x),
-    "dlpack": lambda x, f: torch.from_dlpack(x).mul_(f),
     "a mask": lambda x, f: x.masked_fill_(x > 0, f),
-    "set": lambda x, f: x.set_((x * f).detach().clone()),
-    "new data": lambda x, f: setattr(x, "data", x.data * f),
     "relu": by_relu,
-    "storage": by_storage,
     "another row": lambda x, f: x[0].copy_(x[1]),
     "swapped": lambda x, f: torch.utils.swap_tensors(x, torch.full_like(x, 0.1 * f)),
+    "transposed": lambda x, f: x.transpose_(0, 1),  # six samples of six numbers
 }
 
 
-@hostile
-@pytest.mark.cases(6)
-@pytest.mark.parametrize("how", WRITES)
-def test_a_batch_written_in_place_is_what_the_model_sees(run, how):
-    """It is left alone while it is stored, and then it is not."""
+def writing(run, write, factor):
+    """Return a loss that writes to each batch from the second epoch on."""
 
     def loss(model, x, y, step):
-        if step == 3:
+        if step == 4:
             run.turn()
-        if step >= 3:
-            WRITES[how](x, 2.0)
+        if step >= 4:
+            write(x, factor(step))
         return ce(model, x, y)
 
-    trained(run, numbered(loss))
+    return numbered(loss)
 
 
-@hostile
-@pytest.mark.parametrize("how", ["a method", "numpy", "data"])
-def test_a_batch_written_in_every_epoch_is_what_the_model_sees(run, how):
-    def loss(model, x, y, step):
-        if step == 3:
-            run.turn()  # so far the values were multiplied by one
-        WRITES[how](x, 1.0 + 0.3 * (step // 3))
-        return ce(model, x, y)
+@hostile(over=WRITTEN, cases=6)
+def test_a_batch_written_in_place_is_what_the_model_sees(run, write):
+    trained(run, writing(run, write, lambda step: 2.0), batch_size=6)
 
-    trained(run, numbered(loss))
+
+@hostile(over={how: WRITES[how] for how in ("a method", "numpy", "its data")})
+def test_a_batch_written_in_every_epoch_is_what_the_model_sees(run, write):
+    trained(run, writing(run, write, lambda step: 1.0 + 0.3 * (step // 4)), batch_size=6)
 
 
 # ---- loops that are right, and served where they can be ---------------------------------------
@@ -228,25 +212,9 @@ LOOPS = {
 }
 
 
-@hostile
-@pytest.mark.cases(12)
-@pytest.mark.parametrize("how", LOOPS)
-def test_whatever_a_loop_does_to_its_batches_is_right(run, how):
-    trained(run, numbered(LOOPS[how]), epochs=4)
-
-
-@hostile
-def test_square_batches_transposed_in_place_are_transposed(run):
-    """Six samples of six numbers: only the values tell that the batch was turned."""
-
-    def loss(model, x, y, step):
-        if step == 4:
-            run.turn()
-        if step >= 4:
-            x.transpose_(0, 1)
-        return ce(model, x, y)
-
-    trained(run, numbered(loss), batch_size=6)
+@hostile(over=LOOPS, cases=12)
+def test_whatever_a_loop_does_to_its_batches_is_right(run, loss):
+    trained(run, numbered(loss), epochs=4)
 
 
 MEAN, STD = torch.linspace(-0.5, 0.5, 6), torch.linspace(0.5, 1.5, 6)
@@ -288,19 +256,21 @@ SERVED = {
 }
 
 
-@hostile(served=True)
-@pytest.mark.cases(5)
-@pytest.mark.parametrize("how", SERVED)
-def test_what_can_be_followed_is_served(run, how):
-    trained(run, numbered(SERVED[how]), epochs=5)
+@hostile(over=SERVED, cases=5, served=True)
+def test_what_can_be_followed_is_served(run, loss):
+    trained(run, numbered(loss), epochs=5)
+
+
+def of_images(run, change):
+    """Train on what is made of images."""
+    loss = numbered(lambda m, x, y, n: ce(m, change(x, n), y))
+    trained(run, loss, model=ConvNet(), data=images(), boundary="body")
 
 
 @hostile(served=True)
 def test_images_are_normalised_per_channel(run):
     mean, std = torch.tensor([0.1, -0.1]), torch.tensor([0.9, 1.1])
-    prepare = lambda x: (x - mean[None, :, None, None]) / std.view(1, 2, 1, 1)  # noqa: E731
-    loss = numbered(lambda m, x, y, n: ce(m, prepare(x), y))
-    trained(run, loss, model=ConvNet(), data=images(), boundary="body")
+    of_images(run, lambda x, n: (x - mean[None, :, None, None]) / std.view(1, 2, 1, 1))
 
 
 @hostile(served=True)
@@ -328,11 +298,9 @@ IMAGES = {
 }
 
 
-@hostile
-@pytest.mark.parametrize("how", IMAGES)
-def test_images_that_are_made_others_are_right(run, how):
-    loss = numbered(lambda m, x, y, n: ce(m, IMAGES[how](x, n), y))
-    trained(run, loss, model=ConvNet(), data=images(), boundary="body")
+@hostile(over=IMAGES)
+def test_images_that_are_made_others_are_right(run, change):
+    of_images(run, change)
 
 
 NAMED = {
@@ -365,16 +333,15 @@ SPLITS = {
 }
 
 
-@hostile(served=True)
-@pytest.mark.parametrize("how", SPLITS)
-def test_micro_batches_are_served(run, how):
+@hostile(over=SPLITS, served=True)
+def test_micro_batches_are_served(run, split):
     model = run.freeze(Net())
     loader = run.loader(rows())
     optimizer = sgd(model)
-    for _ in range(4):
+    for epoch in range(4):
         for x, y in loader:
-            optimizer.zero_grad(set_to_none=how != "split")
-            for part, targets in SPLITS[how](x, y):
+            optimizer.zero_grad(set_to_none=epoch % 2 == 0)
+            for part, targets in split(x, y):
                 loss = ce(model, part, targets) * len(targets) / len(y)
                 run.record(loss)
                 loss.backward()
@@ -430,15 +397,9 @@ def test_features_mixed_behind_the_boundary_are_served(run):
 # ---- several inputs ---------------------------------------------------------------------------
 
 
-class Triples(Dataset):
-    def __init__(self):
-        self.x, self.y = inputs(), labels()
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, i):
-        return self.x[i], self.x[(i + 1) % 24], self.x[(i + 5) % 24], self.y[i]
+def triples():
+    views = lambda d, i: (d.x[i], d.x[(i + 1) % 24], d.x[(i + 5) % 24], d.y[i])  # noqa: E731
+    return made(views)
 
 
 def triplet(m, a, p, n, y, step):
@@ -460,27 +421,27 @@ def swapped(m, a, p, n, y, step):
     return F.cross_entropy(m(a) + 0.5 * m(p), y)
 
 
-@hostile
-@pytest.mark.parametrize("loss", [triplet, joined_triplet, in_turns, swapped])
+INPUTS = {"apart": triplet, "joined": joined_triplet, "in turns": in_turns, "swapped": swapped}
+
+
+@hostile(over=INPUTS)
 def test_several_inputs_are_each_their_own(run, loss):
-    trained(run, numbered(loss), data=Triples(), epochs=6)
+    trained(run, numbered(loss), data=triples(), epochs=6)
 
 
 @hostile
 def test_a_siamese_model_calls_its_front_twice(run):
     model = net(forward=lambda m, a, b: m.back(m.front(a)) - m.back(m.front(b)))
     loss = lambda m, b: F.cross_entropy(m(b[0], b[1]), b[3])  # noqa: E731
-    trained(run, loss, data=Triples(), model=model, epochs=4)
+    trained(run, loss, data=triples(), model=model, epochs=4)
 
 
 @hostile
 @pytest.mark.parametrize("kind", ["tensor", "list"])
 def test_several_crops_of_a_sample_are_right(run, kind):
-    class Crops(Pairs):
-        def __getitem__(self, i):
-            x, y = super().__getitem__(i)
-            crops = [x, x.flip(0), x * 2]
-            return (torch.stack(crops) if kind == "tensor" else crops), y
+    def get(data, i):
+        crops = [data.x[i], data.x[i].flip(0), data.x[i] * 2]
+        return (torch.stack(crops) if kind == "tensor" else crops), data.y[i]
 
     def loss(model, batch):
         x, y = batch
@@ -488,4 +449,4 @@ def test_several_crops_of_a_sample_are_right(run, kind):
             return sum(ce(model, crop, y) for crop in x)
         return F.cross_entropy(model(x.flatten(0, 1)).unflatten(0, (-1, 3)).mean(1), y)
 
-    trained(run, loss, data=Crops(), epochs=4)
+    trained(run, loss, data=made(get), epochs=4)

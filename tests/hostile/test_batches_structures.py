@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 import pickle
 import random
 import types
@@ -15,11 +16,22 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, StackDataset, TensorDataset, default_collate
+from torch.utils.data import StackDataset, TensorDataset, default_collate
 
 from tests.hostile.harness import hostile
 from tests.hostile.loops import ce, trained
-from tests.hostile.nets import NUM_SAMPLES, Net, Pairs, Tokens, inputs, labels, net, rows, saved
+from tests.hostile.nets import (
+    NUM_SAMPLES,
+    Net,
+    Pairs,
+    Tokens,
+    inputs,
+    labels,
+    made,
+    net,
+    rows,
+    saved,
+)
 from tests.hostile.nets import sentences as token_rows
 
 # ---- kinds of batches -------------------------------------------------------------------------
@@ -104,18 +116,16 @@ def collating(make):
     return lambda samples: make(*default_collate(samples))
 
 
-@hostile(served=True)
-@pytest.mark.cases(5)
+@hostile(over=KINDS, cases=5, served=True)
 @pytest.mark.parametrize("whole", [False, True], ids=["taken apart", "given whole"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_batches_of_any_kind_are_served(run, kind, whole):
+def test_batches_of_any_kind_are_served(run, make, whole):
     model = net(forward=lambda m, batch: Net.forward(m, read(batch)[0] if whole else batch))
 
     def loss(model, batch):
         x, y = read(batch)
         return F.cross_entropy(model(batch if whole else x), y)
 
-    trained(run, loss, model=model, collate_fn=collating(KINDS[kind]))
+    trained(run, loss, model=model, collate_fn=collating(make))
 
 
 @hostile(served=True)
@@ -153,23 +163,21 @@ CHANGING = {
 }
 
 
-@hostile(served=True)
-@pytest.mark.cases(3)
+@hostile(over=CHANGING, cases=3, served=True)
 @pytest.mark.parametrize("kind", ["dict", "mapping", "object", "namespace"])
-@pytest.mark.parametrize("how", CHANGING)
-def test_a_model_may_leave_its_results_in_the_batch(run, how, kind):
+def test_a_model_may_leave_its_results_in_the_batch(run, change, kind):
     """As sentence encoders do: each part reads the batch, and puts what it makes into it."""
 
     def forward(model, batch):
         front = model.front(batch["x"] if kind in ("dict", "mapping") else batch.x)
-        return CHANGING[how](batch, front, model.back(front))
+        return change(batch, front, model.back(front))
 
     def loss(model, batch):
         returned = model(batch)
         found = batch if kind == "dict" else vars(batch).get("data", vars(batch))
         run.see(sorted(found))
         run.see(returned is batch)
-        out = found["out"][1][0] if how == "an inner list" else found["out"]
+        out = found["out"][1][0] if isinstance(found["out"], list) else found["out"]
         for name in ("front", "x"):
             run.see(found.get(name, out).detach().clone())
         return F.cross_entropy(out, found["y"])
@@ -211,33 +219,27 @@ def with_extra(run, extra, whole):
     trained(run, loss, model=model, collate_fn=collate)
 
 
-@hostile(served=True)
-@pytest.mark.cases(3)
-@pytest.mark.parametrize(
-    ("kind", "whole"),
-    [*((kind, False) for kind in EXTRA), *((kind, True) for kind in ("count", "text", "nested"))],
-)
-def test_a_batch_may_hold_more_than_rows(run, kind, whole):
-    with_extra(run, EXTRA[kind], whole)
+@hostile(over=EXTRA, cases=3, served=True)
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_batch_may_hold_more_than_rows(run, extra, whole):
+    with_extra(run, extra, whole)
 
 
-@hostile
-@pytest.mark.parametrize("kind", ODD)
-def test_odd_companions_of_a_batch_are_served_or_told(run, kind):
-    with_extra(run, ODD[kind], whole=False)
+@hostile(over=ODD)
+def test_odd_companions_of_a_batch_are_served_or_told(run, extra):
+    with_extra(run, extra, whole=False)
 
 
 @hostile(served=True)
 def test_names_lists_and_numbers_of_samples_are_served(run):
-    class Texts(Pairs):
-        def __getitem__(self, i):
-            return {"x": self.x[i], "y": int(self.y[i]), "name": f"row {i}", "tags": ["a", f"b{i}"]}
+    def get(data, i):
+        return {"x": data.x[i], "y": int(data.y[i]), "name": f"row {i}", "tags": ["a", f"b{i}"]}
 
     def loss(model, batch):
         run.see("".join(batch["name"]) + "".join(batch["tags"][1]))
         return ce(model, batch["x"], batch["y"])
 
-    trained(run, loss, data=Texts())
+    trained(run, loss, data=made(get))
 
 
 @hostile(served=True)
@@ -300,8 +302,7 @@ def masked(run, where):
     )  # fmt: skip
 
 
-@hostile(served=True)
-@pytest.mark.parametrize("where", ["collate", "model"])
+@hostile(over={"collate": "collate", "model": "model"}, served=True)
 def test_masks_of_padded_sentences_are_served(run, where):
     masked(run, where)
 
@@ -401,43 +402,35 @@ COLLATES = {
     "a buffer": (Buffered, first_two),
     "a buffer through numpy": (lambda: Buffered(True), first_two),
     "one dict": (shell, shell_loss),
-    "weights by place": (lambda: collating(weighted), weighted_loss),
-    "an array": (
-        lambda: collating(lambda x, y: (x, y, np.arange(1.0, 1 + len(y)))), array_loss,
-    ),
-    "arrays alone": (
-        lambda: collating(lambda x, y: (x.numpy(), y.numpy())),
-        lambda m, b: ce(m, torch.from_numpy(b[0]), torch.from_numpy(b[1])),
-    ),
-    "a list": (lambda: collating(lambda x, y: (x, y, [])), list_loss),
-    "one memory twice": (lambda: collating(lambda x, y: {"x": x, "same": x, "y": y}), shared_loss),
-    "a default dict": (
-        lambda: collating(
-            lambda x, y: collections.defaultdict(lambda: torch.ones(()), x=x, y=y)
-        ),
-        lambda m, b: ce(m, b["x"], b["y"]) * b["weight"],
-    ),
-    "normalised over the batch": (
-        lambda: collating(lambda x, y: ((x - x.mean(0)) / (x.std(0) + 1), y)), first_two,
-    ),
-    "mixup": (
-        lambda: collating(lambda x, y: (0.5 * x + 0.5 * x.flip(0), y, y.flip(0))), mixed_loss,
-    ),
-    "mixup by the size": (lambda: collating(mixed_by_size), first_two),
     "a count": (lambda: Counting(lambda c: 0), lambda m, b: first_two(m, b) * (1 + len(b))),
     "a count that decides late": (lambda: Counting(lambda c: 0.01 * (c.calls > 4)), first_two),
     "a draw of its own, late": (
         lambda: Counting(lambda c: 0.1 * c.own.random() * (c.calls > 6)), first_two,
     ),
+    **{
+        kind: (functools.partial(collating, make), loss)
+        for kind, make, loss in (
+            ("weights by place", weighted, weighted_loss),
+            ("an array", lambda x, y: (x, y, np.arange(1.0, 1 + len(y))), array_loss),
+            ("arrays alone", lambda x, y: (x.numpy(), y.numpy()),
+             lambda m, b: ce(m, torch.from_numpy(b[0]), torch.from_numpy(b[1]))),
+            ("a list", lambda x, y: (x, y, []), list_loss),
+            ("one memory twice", lambda x, y: {"x": x, "same": x, "y": y}, shared_loss),
+            ("a default dict",
+             lambda x, y: collections.defaultdict(lambda: torch.ones(()), x=x, y=y),
+             lambda m, b: ce(m, b["x"], b["y"]) * b["weight"]),
+            ("normalised over the batch",
+             lambda x, y: ((x - x.mean(0)) / (x.std(0) + 1), y), first_two),
+            ("mixup", lambda x, y: (0.5 * x + 0.5 * x.flip(0), y, y.flip(0)), mixed_loss),
+            ("mixup by the size", mixed_by_size, first_two),
+        )
+    },
 }  # fmt: skip
 
 
-@hostile
-@pytest.mark.cases(8)
+@hostile(over=COLLATES, cases=8)
 @pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
-@pytest.mark.parametrize("kind", COLLATES)
-def test_a_collate_function_of_any_kind_is_right(run, kind, shuffle):
-    make, loss = COLLATES[kind]
+def test_a_collate_function_of_any_kind_is_right(run, make, loss, shuffle):
     trained(run, loss, collate_fn=make(), shuffle=shuffle, epochs=4)
 
 
@@ -484,10 +477,10 @@ class Dropping(Encoding):
         super().__setitem__(key, value * 2 if key == "x" else value)
 
 
-@hostile
-@pytest.mark.parametrize(
-    "kind", [Scaled, Doubling, Frozen, Keyed, Attributed, Dropping], ids=lambda kind: kind.__name__
-)
+STRUCTURES = (Scaled, Doubling, Frozen, Keyed, Attributed, Dropping)
+
+
+@hostile(over={kind.__name__: kind for kind in STRUCTURES})
 def test_a_structure_is_made_once(run, kind):
     def loss(model, batch):
         assert type(batch) is kind
@@ -540,30 +533,26 @@ def to_dense(x):
     return (x.to_dense() if x.layout != torch.strided else x).float()
 
 
-@hostile
-@pytest.mark.cases(4)
-@pytest.mark.parametrize("kind", TENSORS)
+@hostile(over=TENSORS, cases=4)
 @pytest.mark.parametrize("where", ["loop", "model"])
-def test_tensors_of_any_kind_pass(run, kind, where):
+def test_tensors_of_any_kind_pass(run, collate, where):
     model = net(forward=lambda m, x: Net.forward(m, to_dense(x) if where == "model" else x))
 
     def loss(model, batch):
         x, y = batch
-        run.see(type(x).__name__ if kind == "subclassed" else "Tensor")
+        run.see(isinstance(x, Labelled))
         return ce(model, x if where == "model" else to_dense(x), y)
 
-    trained(run, loss, model=model, collate_fn=TENSORS[kind])
+    trained(run, loss, model=model, collate_fn=collate)
 
 
 @hostile
 def test_rows_padded_to_the_longest_of_their_batch_pass(run):
     class Ragged(Pairs):
         def __getitems__(self, indices):
-            longest = max(2 + i % 4 for i in indices)
-            return [
-                (F.pad(inputs()[i, : 2 + i % 4], (0, longest - 2 - i % 4)), labels()[i])
-                for i in indices
-            ]
+            lengths = [2 + i % 4 for i in indices]
+            rows = [self.x[i, :length] for i, length in zip(indices, lengths, strict=True)]
+            return [*zip(nn.utils.rnn.pad_sequence(rows, True), self.y[indices], strict=True)]
 
     model = net(forward=lambda m, x: Net.forward(m, F.pad(x, (0, 6 - x.shape[1]))))
     trained(run, model=model, data=Ragged(), shuffle=True)
@@ -595,20 +584,10 @@ KEYS = {
 }
 
 
-@hostile
-@pytest.mark.cases(3)
-@pytest.mark.parametrize("kind", KEYS)
-def test_a_sampler_may_give_items_of_any_kind(run, kind):
-    make, number = KEYS[kind]
-
-    class Keyed(Dataset):
-        def __len__(self):
-            return NUM_SAMPLES
-
-        def __getitem__(self, key):
-            return inputs()[number(key)], labels()[number(key)]
-
-    trained(run, data=Keyed(), sampler=[make(i) for i in range(NUM_SAMPLES)])
+@hostile(over=KEYS, cases=3)
+def test_a_sampler_may_give_items_of_any_kind(run, make, number):
+    data = made(lambda data, key: (data.x[number(key)], data.y[number(key)]))
+    trained(run, data=data, sampler=[make(i) for i in range(NUM_SAMPLES)])
 
 
 @hostile

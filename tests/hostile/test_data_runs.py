@@ -8,14 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from tests.hostile.harness import hostile
-from tests.hostile.nets import Collate, Net, Pairs, Scale, inputs, labels, net, rows
+from tests.hostile.nets import Collate, Net, Pairs, Scale, inputs, labels, made, net, rows
 
 LONG = 48
 SAMPLED = np.unique(np.linspace(0, LONG - 1, 32).astype(int)).tolist()
@@ -38,40 +37,33 @@ FIRST_HALF, WHOLE = ([[*range(i, i + 8)] for i in range(start, LONG, 8)] for sta
 
 def two_runs(run, one, other, *, collates=(None, None), interrupted=True, make=(Net, Net)):
     """Train twice in one directory. Interrupted: the second run's first batch is new to it."""
-    session(
-        run, one, order=FIRST_HALF if interrupted else WHOLE, collate_fn=collates[0], make=make[0]
-    )
+    order = FIRST_HALF if interrupted else WHOLE
+    session(run, one, order=order, collate_fn=collates[0], make=make[0])
     run.turn()
     session(run, other, order=WHOLE, collate_fn=collates[1], make=make[1])
 
 
-class Hidden(Pairs):
-    """Only samples that a glance does not meet are transformed."""
-
-    def __init__(self, transform):
-        super().__init__(LONG)
-        self.transform = transform
-
-    def __getitem__(self, index):
-        return (self.transform if index in HIDDEN else lambda x: x)(self.x[index]), self.y[index]
+def hidden(transform):
+    """Return a data set of which only samples that a glance does not meet are transformed."""
+    get = lambda d, i: (d.transform(d.x[i]) if i in HIDDEN else d.x[i], d.y[i])  # noqa: E731
+    return made(get, LONG, transform=transform)
 
 
 def scale_by(factor):
     return lambda x: x * factor
 
 
-class Arrays(Dataset):
-    """Data as people keep it: arrays, lists, tables, files."""
+def arrays(y):
+    """Return data as people keep them: arrays, lists."""
+    return made(lambda data, i: (data.x[i], torch.as_tensor(data.y[i])), LONG, y=y)
 
-    def __init__(self, y, files=None):
-        self.x, self.y, self.files = inputs(LONG), y, files
 
-    def __len__(self):
-        return LONG
-
-    def __getitem__(self, index):
-        y = self.y[index] if self.files is None else int(Path(self.files[index]).stem)
-        return self.x[index], torch.as_tensor(y)
+def files_of(y):
+    """Return data whose labels are the names of files."""
+    files = [f"data/{i}/{label}.txt" for i, label in enumerate(y)]
+    return made(
+        lambda data, i: (data.x[i], int(Path(data.files[i]).stem)), LONG, y=None, files=files
+    )
 
 
 class HuggingFace(Dataset):
@@ -90,16 +82,13 @@ class HuggingFace(Dataset):
         return self.row(index)
 
 
-class Printed(Arrays):
-    """Has a fingerprint of its own, that is long."""
-
-    def __init__(self, y):
-        super().__init__(y)
-        self.print_of = torch.zeros(5000, dtype=torch.long)
-        self.print_of[2500 : 2500 + LONG] = y
-
-    def fingerprint(self):
-        return self.print_of
+def printed(y):
+    """Return data that have a fingerprint of their own, that is long."""
+    data = arrays(y)
+    print_of = torch.zeros(5000, dtype=torch.long)
+    print_of[2500 : 2500 + LONG] = y
+    type(data).fingerprint = lambda self: print_of
+    return data
 
 
 def relabelled():
@@ -112,24 +101,20 @@ def of_labels(make):
     return lambda: (make(labels(LONG)), make(relabelled()))
 
 
-def files_of(y):
-    return Arrays(None, [f"data/{i}/{label}.txt" for i, label in enumerate(y)])
-
-
 OTHERS = {
-    "a transform's setting": lambda: (Hidden(Scale(1.0)), Hidden(Scale(2.0))),
-    "a transform's closure": lambda: (Hidden(scale_by(1.0)), Hidden(scale_by(2.0))),
+    "a transform's setting": lambda: (hidden(Scale(1.0)), hidden(Scale(2.0))),
+    "a transform's closure": lambda: (hidden(scale_by(1.0)), hidden(scale_by(2.0))),
     "a module as a transform": lambda: (
-        Hidden(nn.LeakyReLU(0.1)), Hidden(nn.LeakyReLU(0.9)),
+        hidden(nn.LeakyReLU(0.1)), hidden(nn.LeakyReLU(0.9)),
     ),
     "weights of a transform": lambda: (
-        Hidden(nn.Linear(6, 6).requires_grad_(False)), Hidden(nn.Linear(6, 6).requires_grad_(False))
+        hidden(nn.Linear(6, 6).requires_grad_(False)), hidden(nn.Linear(6, 6).requires_grad_(False))
     ),
-    "labels in a tensor": of_labels(Arrays),
-    "labels in a list": of_labels(lambda y: Arrays(y.tolist())),
+    "labels in a tensor": of_labels(arrays),
+    "labels in a list": of_labels(lambda y: arrays(y.tolist())),
     "labels in names of files": of_labels(files_of),
     "labels of a TensorDataset": of_labels(lambda y: TensorDataset(inputs(LONG), y)),
-    "a long fingerprint": of_labels(Printed),
+    "a long fingerprint": of_labels(printed),
     "a table with a fingerprint": lambda: (
         HuggingFace(labels(LONG), "a1"), HuggingFace(relabelled(), "b2"),
     ),
@@ -139,15 +124,18 @@ OTHERS = {
 }  # fmt: skip
 
 
-@hostile
-@pytest.mark.cases(4)
-@pytest.mark.parametrize("what", OTHERS)
-def test_other_data_in_a_second_run_are_other_data(run, what):
-    two_runs(run, *OTHERS[what]())
+@hostile(over=OTHERS, cases=4)
+def test_other_data_in_a_second_run_are_other_data(run, make):
+    two_runs(run, *make())
 
 
-@hostile
-@pytest.mark.parametrize("make", [Collate, lambda scale: Collate(torch.full((6,), scale)).__call__])
+SCALED = {
+    "a number": Collate,
+    "a tensor of a method": lambda scale: Collate(torch.full((6,), scale)).__call__,
+}
+
+
+@hostile(over=SCALED)
 def test_another_collate_function_in_a_second_run_gives_other_data(run, make):
     data = Pairs(LONG)
     two_runs(run, data, data, collates=(make(1.0), make(2.0)))
@@ -215,13 +203,12 @@ def changed_by(change):
     return make
 
 
-@hostile
-@pytest.mark.cases(4)
-@pytest.mark.parametrize(
-    ("where", "interrupted"), [*((where, True) for where in FRONTS), ("forward", False)]
-)
-def test_a_front_that_changed_between_two_runs_is_another(run, where, interrupted):
-    make = tuple(changed_by(change) for change in FRONTS[where])
+INTERRUPTED = {where: (*changes, True) for where, changes in FRONTS.items()}
+
+
+@hostile(over=INTERRUPTED | {"forward, in a whole run": (*FRONTS["forward"], False)}, cases=4)
+def test_a_front_that_changed_between_two_runs_is_another(run, one, other, interrupted):
+    make = changed_by(one), changed_by(other)
     two_runs(run, rows(LONG), rows(LONG), interrupted=interrupted, make=make)
 
 
@@ -235,11 +222,10 @@ SAME = {
 }
 
 
-@hostile(served=True)
-@pytest.mark.parametrize("kind", SAME)
-def test_a_second_run_over_the_same_is_served_at_once(run, kind):
-    session(run, **SAME[kind]())
-    session(run, **SAME[kind](), epochs=1)
+@hostile(over=SAME, served=True)
+def test_a_second_run_over_the_same_is_served_at_once(run, make):
+    session(run, **make())
+    session(run, **make(), epochs=1)
 
 
 @hostile(served=True)

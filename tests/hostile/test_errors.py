@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from tests.hostile.harness import cross_entropy, hostile, judge, sgd
+from tests.hostile.harness import cross_entropy, hostile, judge
 from tests.hostile.loops import ce, numbered, trained
 from tests.hostile.nets import NUM_SAMPLES, Net, inputs, labels, net, rows, saved, seeded
 
@@ -35,8 +35,7 @@ def test_a_learned_perturbation_of_the_input_trains(run):
     run.see(delta)
 
 
-@hostile(served=True)
-@pytest.mark.parametrize("fails", [lambda n: n < 3, lambda n: n % 5 == 1], ids=["first", "turns"])
+@hostile(over={"first": lambda n: n < 3, "turns": lambda n: n % 5 == 1}, served=True)
 def test_errors_of_a_head_are_the_loops(run, fails):
     def back(model, h):
         model.num_calls += 1
@@ -45,13 +44,7 @@ def test_errors_of_a_head_are_the_loops(run, fails):
         return Net.back(model, h)
 
     model = run.freeze(net(back=back, num_calls=0))
-    optimizer = sgd(model)
-    for _ in range(4):
-        for batch in run.loader(rows()):
-            try:
-                run.step(cross_entropy(model, batch), optimizer)
-            except FloatingPointError:
-                run.see("an error")
+    run.fit(model, run.loader(rows()), 4, catching=(FloatingPointError,))
     run.see(model.num_calls)
 
 
@@ -113,10 +106,8 @@ READ = {
 }
 
 
-@hostile
-@pytest.mark.parametrize("what", READ)
-def test_what_the_loop_asks_the_model_for_besides_it_gets(run, what):
-    make, loss = READ[what]
+@hostile(over=READ)
+def test_what_the_loop_asks_the_model_for_besides_it_gets(run, make, loss):
     trained(run, numbered(loss), model=make())
 
 
@@ -165,24 +156,27 @@ def deep(model, x):
     return h
 
 
-@hostile
-@pytest.mark.parametrize("kind", ["as large as a constant", "another way", "layers at random"])
-def test_a_front_that_differs_from_batch_to_batch_passes(run, kind):
+def with_a_table():
+    table = nn.Parameter(torch.randn(4, 6), requires_grad=False)
+    return net(front=lambda m, x: Net.front(m, x[:, None] + m.table).mean(1), table=table)
+
+
+DIFFERING = {
+    "as large as a constant": with_a_table,
+    "another way": lambda: net(front=one_by_one),
+    "layers at random": lambda: net(front=deep, depth=2),
+}
+
+
+@hostile(over=DIFFERING)
+def test_a_front_that_differs_from_batch_to_batch_passes(run, make):
     """Four positions and a last batch of four; layer drop by the loop's own choice."""
-    model, generator = net(front=one_by_one), seeded(3)
-    if kind == "as large as a constant":
-        table = nn.Parameter(torch.randn(4, 6), requires_grad=False)
-        model = net(front=lambda m, x: Net.front(m, x[:, None] + m.table).mean(1), table=table)
-    if kind == "layers at random":
-        model = net(front=deep, depth=2)
+    generator = seeded(3)
 
     def each_step(model, step):
         model.depth = int(torch.randint(1, 4, (), generator=generator))
 
-    trained(
-        run, model=model, data=rows(20), epochs=4,
-        each_step=each_step if kind == "layers at random" else None,
-    )  # fmt: skip
+    trained(run, model=make(), data=rows(20), epochs=4, each_step=each_step)
 
 
 # ---- copies -----------------------------------------------------------------------------------
@@ -205,6 +199,10 @@ class Plain(Net):
         return self.head(torch.tanh(self.late(torch.tanh(h))))
 
 
+def exported(model):
+    return torch.export.export(model, (inputs(),)).module()
+
+
 def cloned_by_state(model):
     other = Plain()
     other.load_state_dict(model.state_dict())
@@ -217,23 +215,21 @@ COPIES = {
     "copy": copy.copy,
     "pickled": lambda m: pickle.loads(pickle.dumps(m)),
     "saved whole": lambda m: torch.load(saved(m), weights_only=False),
-    "exported": lambda m: torch.export.export(m, (inputs(),)).module(),
+    "exported": exported,
     "symbolic": torch.fx.symbolic_trace,
     "cloned by state": cloned_by_state,
 }
 
 
-@hostile(served=True)
-@pytest.mark.cases(3)
-@pytest.mark.parametrize("kind", COPIES)
-def test_a_copy_of_any_kind_is_made_while_training_goes_on(run, kind):
+@hostile(over=COPIES, cases=3, served=True)
+def test_a_copy_of_any_kind_is_made_while_training_goes_on(run, make):
     model = run.freeze(Plain())
     loader = run.loader(rows())
     run.fit(model, loader, 2)
-    other = COPIES[kind](model)
+    other = make(model)
     with torch.no_grad():
         run.see(other(inputs()))
-        for x, _ in loader if kind != "exported" else ():
+        for x, _ in loader if make is not exported else ():
             run.record(other(x).sum())
     run.fit(model, loader, 2)
 
@@ -244,50 +240,45 @@ def test_a_model_is_scripted_before_a_cache_is_attached(run):
     run.see(quietly(torch.jit.script)(model)(inputs()))
 
 
-@hostile
-@pytest.mark.parametrize("kind", ["lock", "file", "generator", "raises", "itself", "lambda"])
-def test_a_model_that_cannot_be_copied_is_right(run, kind):
-    class Held(Net):
-        def __deepcopy__(self, memo):
-            if kind == "raises":
-                raise RuntimeError("this model is not to be copied")
-            return super().__deepcopy__(memo)
+def not_to_be_copied(model, memo):
+    raise RuntimeError("this model is not to be copied")
 
-    model = Held() if kind == "raises" else Net()
-    model.early.extra = {
-        "lock": threading.Lock,
-        "file": lambda: io.StringIO("open"),
-        "generator": lambda: (i for i in range(9)),
-        "raises": lambda: None,
-        "itself": lambda: [model],
-        "lambda": lambda: lambda x: x,
-    }[kind]()
+
+NOT_COPIED = {
+    "lock": lambda model: threading.Lock(),
+    "file": lambda model: io.StringIO("open"),
+    "generator": lambda model: (i for i in range(9)),
+    "itself": lambda model: [model],
+    "lambda": lambda model: lambda x: x,
+    "raises": lambda model: setattr(type(model), "__deepcopy__", not_to_be_copied),
+}
+
+
+@hostile(over=NOT_COPIED)
+def test_a_model_that_cannot_be_copied_is_right(run, held):
+    model = net()
+    model.early.extra = held(model)
     trained(run, model=model)
 
 
 # ---- functional calls -------------------------------------------------------------------------
 
 
-def with_other_head(m, x):
-    other = {f"head.{name}": p * 0.5 for name, p in m.head.named_parameters()}
-    return torch.func.functional_call(m, other, (x,))
-
-
-def with_other_front(m, x, n):
-    other = {"early.weight": m.early.weight * (1 + n // 3)}
-    return torch.func.functional_call(m, other, (x,))
+def functional(changes):
+    """Return a loss of a call with other parameters; `changes(model, step)` gives them."""
+    call = lambda m, x, n: torch.func.functional_call(m, changes(m, n), (x,))  # noqa: E731
+    return numbered(lambda m, x, y, n: F.cross_entropy(call(m, x, n), y) + ce(m, x, y))
 
 
 @hostile(served=True)
 def test_functional_calls_with_another_head_are_served(run):
-    loss = lambda m, x, y, n: F.cross_entropy(with_other_head(m, x), y) + ce(m, x, y)  # noqa: E731
-    trained(run, numbered(loss), epochs=4)
+    other = lambda m, n: {f"head.{k}": p * 0.5 for k, p in m.head.named_parameters()}  # noqa: E731
+    trained(run, functional(other), epochs=4)
 
 
 @hostile
 def test_functional_calls_with_another_front_are_right(run):
-    loss = lambda m, x, y, n: F.cross_entropy(with_other_front(m, x, n), y) + ce(m, x, y)  # noqa: E731
-    trained(run, numbered(loss), epochs=4)
+    trained(run, functional(lambda m, n: {"early.weight": m.early.weight * (1 + n // 3)}), epochs=4)
 
 
 def grad(m, x):
@@ -319,9 +310,11 @@ def head_gradients(m, x):
     return sum(g.square().sum() for g in gradients.values())
 
 
+LOOKS = (grad, jvp, vmap, trace, per_sample_gradients, head_gradients)
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-@hostile(served=True)
-@pytest.mark.parametrize("look", [grad, jvp, vmap, trace, per_sample_gradients, head_gradients])
+@hostile(over={look.__name__: look for look in LOOKS}, served=True)
 @pytest.mark.parametrize("before", [False, True])
 def test_torch_func_over_a_batch(run, look, before):
     def loss(model, batch):
@@ -399,14 +392,21 @@ def test_a_thread_that_runs_beside_the_training(run, same):
         thread.join()
 
 
-class Counting(TorchDispatchMode):
+class Passing:
+    """A mode that looks at every operation and does nothing."""
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
+    __torch_function__ = __torch_dispatch__
 
-class Watching(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
+
+class Counting(Passing, TorchDispatchMode):
+    pass
+
+
+class Watching(Passing, TorchFunctionMode):
+    pass
 
 
 CONTEXTS = {
@@ -421,12 +421,10 @@ CONTEXTS = {
 }
 
 
-@hostile
-@pytest.mark.cases(3)
-@pytest.mark.parametrize("kind", CONTEXTS)
-def test_any_context_of_torchs_may_surround_the_model(run, kind):
+@hostile(over=CONTEXTS, cases=3)
+def test_any_context_of_torchs_may_surround_the_model(run, context):
     def loss(model, batch):
-        with CONTEXTS[kind]():
+        with context():
             return cross_entropy(model, batch)
 
     with warnings.catch_warnings():
@@ -483,11 +481,8 @@ def test_a_hook_within_the_front_whose_leaf_requires_grad(run):
 
 @hostile(served=True)
 def test_a_model_exported_while_it_is_attached(run):
-    model = run.freeze(Net())
-    optimizer, loader = sgd(model), run.loader(rows())
-    for epoch in range(4):
-        for batch in loader:
-            run.step(cross_entropy(model, batch), optimizer)
-        if epoch == 1:
-            run.see(torch.export.export(model, (inputs(),)).module()(inputs()))
-    run.see(model)
+    def each_epoch(model, epoch):
+        if epoch == 2:
+            run.see(exported(model)(inputs()))
+
+    trained(run, each_epoch=each_epoch, epochs=4)

@@ -22,30 +22,29 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from tests.hostile.harness import cross_entropy, hostile, sgd
+from tests.hostile.harness import hostile
 from tests.hostile.loops import trained
 from tests.hostile.nets import (
     NUM_SAMPLES,
     ConvNet,
     Net,
-    Pairs,
     images,
     inputs,
     labels,
+    made,
+    net,
     rows,
     seeded,
 )
 
 
-class Dropping(Net):
-    """A head that draws from torch's global generator in every step."""
-
-    def back(self, h):
-        return super().back(F.dropout(h, 0.3, self.training))
+def dropping():
+    """Return a net whose head draws from torch's global generator in every step."""
+    return net(back=lambda m, h: Net.back(m, F.dropout(h, 0.3, m.training)))
 
 
 class Lazily(Sampler):
-    """Yields what a function gives, asked as late as possible."""
+    """Yields what a function gives, asked as late as possible, and says how far it is."""
 
     def __init__(self, draw, n=NUM_SAMPLES):
         self.draw, self.n, self.drawn = draw, n, 0
@@ -69,93 +68,64 @@ def test_a_sampler_that_adapts_to_losses_sees_the_losses_so_far(run):
         members = by_class[int(losses.argmax())]
         return members[i % len(members)]
 
-    model = run.freeze(Net())
-    loader = run.loader(rows(), sampler=Lazily(draw), batch_size=4)
-    optimizer = sgd(model)
-    for _ in range(3):
-        for x, y in loader:
-            each = F.cross_entropy(model(x), y, reduction="none")
-            for c in range(3):
-                if (y == c).any():
-                    losses[c] = each.detach()[y == c].mean()
-            run.step(each.mean(), optimizer)
-    run.see(model)
+    def loss(model, batch):
+        each = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        for c in batch[1].unique().tolist():
+            losses[c] = each.detach()[batch[1] == c].mean()
+        return each.mean()
+
+    trained(run, loss, sampler=Lazily(draw), batch_size=4)
 
 
-@hostile
-@pytest.mark.parametrize("kind", ["torch", "numpy", "python"])
-def test_a_sampler_that_shares_a_generator_with_training_draws_when_asked(run, kind):
-    draw = {
-        "torch": lambda i: int(torch.randint(NUM_SAMPLES, ())),
-        "numpy": lambda i: int(np.random.randint(NUM_SAMPLES)),
-        "python": lambda i: random.randrange(NUM_SAMPLES),
-    }[kind]
+DRAWS = {
+    "torch": (lambda i: int(torch.randint(NUM_SAMPLES, ())), lambda: float(torch.rand(()))),
+    "numpy": (lambda i: int(np.random.randint(NUM_SAMPLES)), np.random.rand),
+    "python": (lambda i: random.randrange(NUM_SAMPLES), random.random),
+}
 
-    class Noisy(Net):
-        def back(self, h):
-            noise = {
-                "torch": lambda: float(torch.rand(())),
-                "numpy": np.random.rand,
-                "python": random.random,
-            }[kind]()
-            return super().back(h * (1 + noise))
 
-    run.fit(run.freeze(Noisy()), run.loader(rows(), sampler=Lazily(draw)), 4)
+@hostile(over=DRAWS)
+def test_a_sampler_that_shares_a_generator_with_training_draws_when_asked(run, draw, noise):
+    model = net(back=lambda m, h: Net.back(m, h * (1 + noise())))
+    trained(run, model=model, sampler=Lazily(draw), epochs=4)
 
 
 @hostile
 def test_a_generator_that_the_loader_and_the_loop_share_is_drawn_from_in_order(run):
     generator = seeded(4)
-    model = run.freeze(Net())
 
     def loss(model, batch):
         scale = 1 + torch.rand((), generator=generator)
         return F.cross_entropy(model(batch[0]) * scale, batch[1])
 
-    run.fit(model, run.loader(rows(), shuffle=True, generator=generator), 4, loss=loss)
+    trained(run, loss, shuffle=True, generator=generator, epochs=4)
+
+
+def first_two(loader, epochs=4):
+    return (batch for _ in range(epochs) for batch in itertools.islice(loader, 2))
 
 
 @hostile
 def test_an_early_break_leaves_a_lazy_sampler_where_dataloader_does(run):
-    sampler = Lazily(lambda i: int(torch.randint(NUM_SAMPLES, ())))
-    model = run.freeze(Dropping())
-    loader = run.loader(rows(), sampler=sampler)
-    optimizer = sgd(model)
-    for _ in range(4):
-        for number, (x, y) in enumerate(loader):
-            run.step(F.cross_entropy(model(x), y), optimizer)
+    sampler = Lazily(DRAWS["torch"][0])
+
+    def batches(loader):
+        for batch in first_two(loader):
             run.see(sampler.drawn)
-            if number == 1:
-                break
-    run.see(model)
+            yield batch
+
+    model = run.freeze(dropping())
+    run.fit(model, batches(run.loader(rows(), sampler=sampler)), 1)
 
 
 @hostile
 def test_a_sampler_with_a_state_tells_where_training_is(run):
     """As checkpoints of torchdata's samplers do, in the middle of an epoch."""
-
-    class Stateful(Sampler):
-        def __init__(self):
-            self.at = 0
-
-        def __len__(self):
-            return NUM_SAMPLES
-
-        def __iter__(self):
-            for i in range(NUM_SAMPLES):
-                self.at = i
-                yield (7 * i) % NUM_SAMPLES
-
-        def state_dict(self):
-            return {"at": self.at}
-
-        def load_state_dict(self, state):
-            self.at = state["at"]
-
-    sampler = Stateful()
-    model = run.freeze(Net())
-    loader = run.loader(rows(), sampler=sampler, batch_size=4)
-    run.fit(model, loader, 4, each_step=lambda step: run.see(sampler.state_dict()["at"]))
+    sampler = Lazily(lambda i: (7 * i) % NUM_SAMPLES)
+    sampler.state_dict = lambda: {"at": sampler.drawn}
+    sampler.load_state_dict = lambda state: setattr(sampler, "drawn", state["at"])
+    see = lambda model, step: run.see(sampler.state_dict()["at"])  # noqa: E731
+    trained(run, sampler=sampler, batch_size=4, epochs=4, each_step=see)
 
 
 class Growing(Sampler):
@@ -180,18 +150,18 @@ class Growing(Sampler):
 @pytest.mark.parametrize("when", ["epoch", "step"])
 def test_batches_that_grow_grow_when_the_loop_says_so(run, when):
     sampler = Growing()
-    model = run.freeze(Net())
-    loader = run.loader(rows(), batch_sampler=sampler)
-    optimizer = sgd(model)
-    for epoch in range(4):
-        if when == "epoch":
-            sampler.size = 2 * (epoch + 1)
-        for number, (x, y) in enumerate(loader):
-            if when == "step" and number == 2:
-                sampler.size = min(8, sampler.size + 2)
-            run.see(len(x))
-            run.step(F.cross_entropy(model(x), y), optimizer)
-    run.see(model)
+
+    def batches(loader):
+        for epoch in range(4):
+            if when == "epoch":
+                sampler.size = 2 * (epoch + 1)
+            for number, batch in enumerate(loader):
+                if when == "step" and number == 2:
+                    sampler.size = min(8, sampler.size + 2)
+                run.see(len(batch[0]))
+                yield batch
+
+    run.fit(run.freeze(Net()), batches(run.loader(rows(), batch_sampler=sampler)), 1)
 
 
 SAMPLERS = {
@@ -210,17 +180,14 @@ SAMPLERS = {
 }
 
 
-@hostile(served=True)
-@pytest.mark.cases(4)
-@pytest.mark.parametrize("kind", SAMPLERS)
-def test_ordinary_samplers_are_served_in_their_order(run, kind):
-    trained(run, model=Dropping(), epochs=5, **SAMPLERS[kind]())
+@hostile(over=SAMPLERS, cases=4, served=True)
+def test_ordinary_samplers_are_served_in_their_order(run, options):
+    trained(run, model=dropping(), epochs=5, **options())
 
 
-@hostile(served=True)
-@pytest.mark.parametrize("kind", ["replacement", "batches"])
-def test_the_same_of_images_with_norms(run, kind):
-    trained(run, epochs=4, model=ConvNet(), data=images(), boundary="body", **SAMPLERS[kind]())
+@hostile(over={kind: SAMPLERS[kind] for kind in ("replacement", "batches")}, served=True)
+def test_the_same_of_images_with_norms(run, options):
+    trained(run, epochs=4, model=ConvNet(), data=images(), boundary="body", **options())
 
 
 @hostile
@@ -233,44 +200,32 @@ def test_weights_that_the_loop_changes_decide_the_next_epoch(run):
     trained(run, sampler=sampler, each_epoch=each_epoch, epochs=4)
 
 
+class Epochal(Sampler):
+    epoch = 0
+
+    def __len__(self):
+        return 24
+
+    def __iter__(self):
+        return iter(torch.randperm(24, generator=seeded(self.epoch)).tolist())
+
+
 @hostile
 def test_a_sampler_that_listens_to_set_epoch_has_each_epochs_order(run):
-    class Epochal(Sampler):
-        epoch = 0
-
-        def __len__(self):
-            return 24
-
-        def __iter__(self):
-            return iter(torch.randperm(24, generator=seeded(self.epoch)).tolist())
-
     sampler = Epochal()
     trained(run, sampler=sampler, each_epoch=lambda m, e: setattr(sampler, "epoch", e), epochs=4)
 
 
 @hostile
 def test_an_endless_sampler_is_drawn_from_as_far_as_is_needed(run):
-    drawn = itertools.count()
-    last = [0]
+    sampler = Lazily(lambda i: i % NUM_SAMPLES, 10**9)
 
-    class Endless(Sampler):
-        def __len__(self):
-            return 10**9
+    def batches(loader):
+        for batch in itertools.islice(loader, 12):
+            yield batch
+            run.see(sampler.drawn)
 
-        def __iter__(self):
-            for i in drawn:
-                last[0] = i
-                yield i % NUM_SAMPLES
-
-    model = run.freeze(Net())
-    iterator = iter(run.loader(rows(), sampler=Endless()))
-    optimizer = sgd(model)
-    for _ in range(12):
-        x, y = next(iterator)
-        run.step(F.cross_entropy(model(x), y), optimizer)
-        run.see(last[0])
-    del iterator
-    run.see(model)
+    run.fit(run.freeze(Net()), batches(run.loader(rows(), sampler=sampler)), 1)
 
 
 def by_hand(loader, other):
@@ -311,7 +266,7 @@ def in_a_thread(loader, other):
 PASSES = {
     "one iterator": by_hand,
     "fetched ahead": fetched_ahead,
-    "broken off": lambda loader, other: (b for _ in range(6) for b in itertools.islice(loader, 2)),
+    "broken off": lambda loader, other: first_two(loader, 6),
     "the first alone": lambda loader, other: (next(iter(loader)) for _ in range(9)),
     "two in step": lambda loader, other: (
         b for _ in range(4) for pair in zip(loader, loader, strict=True) for b in pair
@@ -325,42 +280,28 @@ PASSES = {
 }
 
 
-@hostile
-@pytest.mark.cases(4)
-@pytest.mark.parametrize("how", PASSES)
-def test_however_a_loop_passes_over_its_loaders_the_batches_are_the_same(run, how):
-    model = run.freeze(Dropping())
-    loader = run.loader(rows(), shuffle=how != "cycled")
-    batches = PASSES[how](loader, run.loader(rows(seed=7), shuffle=True))
-    optimizer = sgd(model)
-    for batch in batches:
-        run.step(cross_entropy(model, batch), optimizer)
-    run.see(model)
+@hostile(over=PASSES, cases=4)
+def test_however_a_loop_passes_over_its_loaders_the_batches_are_the_same(run, passes):
+    model = run.freeze(dropping())
+    loader = run.loader(rows(), shuffle=passes is not PASSES["cycled"])
+    run.fit(model, passes(loader, run.loader(rows(seed=7), shuffle=True)), 1)
 
 
-@hostile(served=True)
-@pytest.mark.parametrize("how", ["one iterator", "fetched ahead", "broken off"])
-def test_and_served_where_all_is_asked_for_in_turn(run, how):
-    model = run.freeze(Dropping())
-    optimizer = sgd(model)
-    for batch in PASSES[how](run.loader(rows(), shuffle=True), None):
-        run.step(cross_entropy(model, batch), optimizer)
-    run.see(model)
+@hostile(over={how: PASSES[how] for how in ("one iterator", "fetched ahead", "broken off")},
+         served=True)  # fmt: skip
+def test_and_served_where_all_is_asked_for_in_turn(run, passes):
+    run.fit(run.freeze(dropping()), passes(run.loader(rows(), shuffle=True), None), 1)
 
 
 @hostile
 def test_a_batch_size_that_the_loop_changes(run):
     model = run.freeze(Net())
-    optimizer = sgd(model)
-    for size in (4, 8, 24, 3):
-        for batch in run.loader(rows(), size):
-            run.step(cross_entropy(model, batch), optimizer)
-    run.see(model)
+    run.fit(model, (batch for size in (4, 8, 24, 3) for batch in run.loader(rows(), size)), 1)
 
 
 @hostile(served=True)
 def test_a_peek_at_the_first_batch_changes_nothing_that_it_does_not_under_dataloader(run):
-    model = run.freeze(Dropping())
+    model = run.freeze(dropping())
     loader = run.loader(rows(), shuffle=True)
     run.see(next(iter(loader))[0].shape[0])
     run.fit(model, loader, 2)
@@ -371,7 +312,7 @@ def test_a_peek_at_the_first_batch_changes_nothing_that_it_does_not_under_datalo
 @hostile(served=True)
 def test_a_pass_over_the_loader_without_the_model_does_no_harm(run):
     """A mean over the data set, a count of classes."""
-    model = run.freeze(Dropping())
+    model = run.freeze(dropping())
     loader = run.loader(rows(), shuffle=True)
 
     def each_epoch(epoch):
@@ -384,24 +325,14 @@ def test_a_pass_over_the_loader_without_the_model_does_no_harm(run):
 # ---- workers ----------------------------------------------------------------------------------
 
 
-class File(Pairs):
-    """Opens its file on first use, and seeks in it: an offset that two processes must not share."""
-
-    def __init__(self, path):
-        super().__init__()
-        self.path, self.file = path, None
-
-    def __getitem__(self, index):
-        if self.file is None:
-            self.file = self.path.open("rb", buffering=0)
-        self.file.seek(28 * index)
-        first = self.file.read(12)
-        row = np.frombuffer(first + self.file.read(16), np.float32)
-        return torch.from_numpy(row[:6].copy()), int(row[6])
-
-    def __del__(self):
-        if self.file is not None:
-            self.file.close()
+def seeking(data, index):
+    """Open a file on first use, and seek in it: an offset that two processes must not share."""
+    if data.file is None:
+        data.file = data.path.open("rb", buffering=0)
+    data.file.seek(28 * index)
+    first = data.file.read(12)
+    row = np.frombuffer(first + data.file.read(16), np.float32)
+    return torch.from_numpy(row[:6].copy()), int(row[6])
 
 
 @hostile(served=True)
@@ -411,34 +342,31 @@ def test_a_file_opened_lazily_is_each_workers_own(run, persistent):
         path = Path(folder) / "rows"
         table = np.concatenate([inputs().numpy(), labels().numpy()[:, None]], 1)
         path.write_bytes(table.astype(np.float32).tobytes())
-        data = File(path)
+        data = made(seeking, path=path, file=None)
         trained(run, data=data, num_workers=2, persistent_workers=persistent, shuffle=True)
         run.see(data.file is None)
+        if data.file is not None:
+            data.file.close()
 
 
-@hostile
-def test_a_data_set_that_only_works_in_a_worker_works(run):
-    class Here(Pairs):
-        def __getitem__(self, index):
-            assert get_worker_info() is not None, "loaded in the main process"
-            return super().__getitem__(index)
-
-    trained(run, data=Here(), num_workers=1, epochs=2)
+def only_in_a_worker(data, index):
+    assert get_worker_info() is not None, "loaded in the main process"
+    return data.x[index], data.y[index]
 
 
-@hostile
-def test_a_database_opened_by_the_workers_is_open(run):
-    class Opened(Pairs):
-        database = None
+def of_a_database(data, index):
+    return data.database[index], data.y[index]
 
-        def __getitem__(self, index):
-            return self.database[index], self.y[index]
 
-    def initialise(worker):
-        dataset = get_worker_info().dataset
-        getattr(dataset, "dataset", dataset).database = inputs()
+def opening(worker):
+    dataset = get_worker_info().dataset
+    getattr(dataset, "dataset", dataset).database = inputs()
 
-    trained(run, data=Opened(), num_workers=1, worker_init_fn=initialise, epochs=2)
+
+@hostile(over={"asked in a worker": only_in_a_worker, "opened by a worker": of_a_database})
+def test_a_data_set_that_only_works_in_a_worker_works(run, get):
+    data = made(get, database=None)
+    trained(run, data=data, num_workers=1, worker_init_fn=opening, epochs=2)
 
 
 @hostile(served=True)
@@ -482,13 +410,9 @@ def test_an_early_break_with_workers_leaves_the_order_alone(run):
 def test_a_module_in_the_data_set_stays_in_the_main_process(run):
     """A data set that tokenises with a small network, in the mode that the loop left it in."""
 
-    class Featuring(Pairs):
-        def __init__(self):
-            super().__init__()
-            self.network = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)).eval()
+    def get(data, index):
+        with torch.no_grad():
+            return data.network(data.x[index]), data.y[index]
 
-        def __getitem__(self, index):
-            with torch.no_grad():
-                return self.network(self.x[index]), self.y[index]
-
-    trained(run, data=Featuring())
+    network = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)).eval()
+    trained(run, data=made(get, network=network))

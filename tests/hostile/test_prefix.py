@@ -42,10 +42,9 @@ THAWED = {
 }
 
 
-@hostile
-@pytest.mark.parametrize("what", THAWED)
-def test_a_part_of_the_front_that_is_thawed_by_hand_trains(run, what):
-    changed(run, THAWED[what])
+@hostile(over=THAWED)
+def test_a_part_of_the_front_that_is_thawed_by_hand_trains(run, change):
+    changed(run, change)
 
 
 @hostile
@@ -65,13 +64,12 @@ SCHEDULES = {
 }
 
 
-@hostile
-@pytest.mark.parametrize("when", SCHEDULES)
-def test_a_part_trains_from_that_very_step_on(run, when):
+@hostile(over=SCHEDULES)
+def test_a_part_trains_from_that_very_step_on(run, schedule):
     def each_step(model, step):
-        if step in SCHEDULES[when]:
+        if step in schedule:
             run.turn()
-            name, wanted = SCHEDULES[when][step]
+            name, wanted = schedule[step]
             model.get_submodule(name).requires_grad_(wanted).zero_grad(set_to_none=True)
 
     trained(run, each_step=each_step, epochs=4)
@@ -197,10 +195,9 @@ CONTAINERS = {
 }
 
 
-@hostile
-@pytest.mark.parametrize("how", CONTAINERS)
-def test_a_container_of_the_front_may_change(run, how):
-    changed(run, CONTAINERS[how], Stacked(), boundary="last")
+@hostile(over=CONTAINERS)
+def test_a_container_of_the_front_may_change(run, change):
+    changed(run, change, Stacked(), boundary="last")
 
 
 def listed():
@@ -266,11 +263,8 @@ CHILDREN = {
 }  # fmt: skip
 
 
-@hostile
-@pytest.mark.cases(4)
-@pytest.mark.parametrize("what", CHILDREN)
-def test_a_child_of_the_front_may_change(run, what):
-    make, change = CHILDREN[what]
+@hostile(over=CHILDREN, cases=4)
+def test_a_child_of_the_front_may_change(run, make, change):
     changed(run, change, make())
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import types
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -131,90 +130,36 @@ FORWARDS = {
 }  # fmt: skip
 
 
-@hostile
-@pytest.mark.cases(6)
-@pytest.mark.parametrize("which", FORWARDS)
-def test_code_that_is_patched_runs(run, which):
-    make, change = FORWARDS[which]
+@hostile(over=FORWARDS, cases=6)
+def test_code_that_is_patched_runs(run, make, change):
     changed(run, change, make())
 
 
 # ---- code that it calls -----------------------------------------------------------------------
 
 
-def global_scale():
-    return 1.0
+def global_function():
+    return torch.tanh
 
 
 @hostile
 def test_a_global_function_replaced_is_called(run, monkeypatch):
+    model = net(front=lambda m, x: m.middle(global_function()(m.early(x))))
     with monkeypatch.context() as patched:
-        changed(
-            run, lambda m: patched.setitem(globals(), "global_scale", lambda: 2.0),
-            layered(lambda layer, h: h * global_scale()),
-        )  # fmt: skip
+        changed(run, lambda m: patched.setitem(globals(), "global_function", lambda: F.relu), model)
 
 
-def with_a_default():
-    def read(factor=1.0):
-        return factor
-
-    return layered(lambda layer, h: h * read()), lambda m: setattr(read, "__defaults__", (2.0,))
-
-
-def closure_in_a_closure():
-    factor = 1.0
-
-    def inner():
-        return factor
-
-    def change(model):
-        nonlocal factor
-        factor = 2.0
-
-    return layered(lambda layer, h: h * inner()), change
-
-
-def function_in_a_table():
-    table = {"act": torch.tanh}
-    model = net(front=lambda m, x: m.middle(table["act"](m.early(x))))
-    return model, lambda m: table.update(act=torch.relu)
-
-
-def name_in_a_table():
-    table = {"tanh": torch.tanh, "relu": torch.relu}
-    model = net(front=lambda m, x: m.middle(table[m.act](m.early(x))), act="tanh")
-    return model, lambda m: setattr(m, "act", "relu")
-
-
-class Machine:
-    factor = 1.0
-
-    def __call__(self):
-        return self.factor
-
-
-def method_of_an_object():
-    machine = Machine()
-    model = layered(lambda layer, h: h * layer.read())
-    model.early.read = machine.__call__
-    return model, lambda m: setattr(machine, "factor", 2.0)
-
-
-CALLED = {
-    "its defaults": with_a_default,
-    "a closure in its closure": closure_in_a_closure,
-    "by a table": function_in_a_table,
-    "by its name": name_in_a_table,
-    "a method of an object": method_of_an_object,
+TABLED = {
+    "by a table": (lambda m: "act", lambda m, table: table.update(act=torch.relu)),
+    "by its name": (lambda m: m.act, lambda m, table: setattr(m, "act", "relu")),
 }
 
 
-@hostile
-@pytest.mark.parametrize("how", CALLED)
-def test_what_a_function_that_the_front_calls_hangs_on_is_obeyed(run, how):
-    model, change = CALLED[how]()
-    changed(run, change, model)
+@hostile(over=TABLED)
+def test_a_function_that_the_front_finds_in_a_table_is_called(run, name_of, change):
+    table = {"act": torch.tanh, "relu": torch.relu}
+    model = net(front=lambda m, x: m.middle(table[name_of(m)](m.early(x))), act="act")
+    changed(run, lambda m: change(m, table), model)
 
 
 # ---- hooks ------------------------------------------------------------------------------------
@@ -233,20 +178,23 @@ HOOKS = {
 }
 
 
-@hostile
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [*((kind, "early") for kind in HOOKS), ("forward", "middle"), ("pre", "middle"), ("pre", "")],
-)
-def test_a_hook_that_joins_the_front_is_called(run, kind, name):
-    changed(run, lambda model: HOOKS[kind](model.get_submodule(name)))
+JOINING = {
+    **{kind: (hook, "early") for kind, hook in HOOKS.items()},
+    "at the boundary": (HOOKS["forward"], "middle"),
+    "pre, at the boundary": (HOOKS["pre"], "middle"),
+    "pre, of the model": (HOOKS["pre"], ""),
+}
 
 
-@hostile
-@pytest.mark.parametrize("kind", ["forward", "pre"])
-def test_a_hook_that_leaves_the_front_is_gone(run, kind):
+@hostile(over=JOINING)
+def test_a_hook_that_joins_the_front_is_called(run, hook, name):
+    changed(run, lambda model: hook(model.get_submodule(name)))
+
+
+@hostile(over={kind: HOOKS[kind] for kind in ("forward", "pre")})
+def test_a_hook_that_leaves_the_front_is_gone(run, hook):
     model = Net()
-    handle = HOOKS[kind](model.early)
+    handle = hook(model.early)
     changed(run, lambda model: handle.remove(), model)
 
 
@@ -258,40 +206,37 @@ def test_a_hook_whose_mind_changes_is_obeyed(run):
     changed(run, lambda model: scale.__setitem__(0, 3.0), model)
 
 
-@hostile
-@pytest.mark.parametrize("kind", ["forward", "pre"])
-def test_a_global_hook_that_joins_is_called(run, kind):
+def double(module, args, out=None):
+    if not isinstance(module, nn.Linear) or module.in_features != 6:
+        return None
+    return out * 2 if out is not None else (args[0] * 2,)
+
+
+REGISTERS = {
+    "forward": torch_module.register_module_forward_hook,
+    "pre": torch_module.register_module_forward_pre_hook,
+}
+
+
+@hostile(over=REGISTERS)
+def test_a_global_hook_that_joins_is_called(run, register):
     handles = []
-
-    def double(module, args, out=None):
-        if not isinstance(module, nn.Linear) or module.in_features != 6:
-            return None
-        return out * 2 if out is not None else (args[0] * 2,)
-
-    def change(model):
-        register = torch_module.register_module_forward_hook
-        if kind == "pre":
-            register = torch_module.register_module_forward_pre_hook
-        handles.append(register(double))
-
     try:
-        changed(run, change)
+        changed(run, lambda model: handles.append(register(double)))
     finally:
         for handle in handles:
             handle.remove()
 
 
-@hostile(served=True)
-@pytest.mark.parametrize(
-    "register",
-    [
-        lambda m: m.late.register_forward_hook(lambda m, a, out: out * 2),
-        lambda m: m.head.register_full_backward_hook(lambda m, gi, go: None),
-        lambda m: m.early.register_state_dict_pre_hook(lambda *a: None),
-        lambda m: m.late.weight.register_hook(lambda grad: grad * 0.5),
-    ],
-    ids=["forward hook behind", "backward hook behind", "state dict hook", "gradient hook"],
-)
+BESIDE = {
+    "forward hook behind": lambda m: m.late.register_forward_hook(lambda m, a, out: out * 2),
+    "backward hook behind": lambda m: m.head.register_full_backward_hook(lambda m, gi, go: None),
+    "state dict hook": lambda m: m.early.register_state_dict_pre_hook(lambda *a: None),
+    "gradient hook": lambda m: m.late.weight.register_hook(lambda grad: grad * 0.5),
+}
+
+
+@hostile(over=BESIDE, served=True)
 def test_a_hook_that_does_not_concern_the_front_is_served_on(run, register):
     changed(run, register)
 

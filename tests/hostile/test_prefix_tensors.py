@@ -16,6 +16,7 @@ from torch.optim import swa_utils
 from tests.hostile.harness import Run, cross_entropy, hostile, sgd
 from tests.hostile.loops import changed, trained
 from tests.hostile.nets import ConvNet, Net, Normed, images, net, rows, saved
+from tests.hostile.places import WRITES
 
 
 def load(model, **changes):
@@ -52,38 +53,27 @@ def swapped_in_place(model):
     torch.utils.swap_tensors(model.early.weight, other)
 
 
-def untyped_storage(model):
-    other = (-model.early.weight).clone().untyped_storage()
-    model.early.weight.untyped_storage().copy_(other)
-
-
-WRITES = {
-    "in place": lambda m: m.early.weight.mul_(-1),
-    "past its version": lambda m: m.early.weight.data.mul_(-1),
-    "new data": lambda m: setattr(m.early.weight, "data", -m.early.weight.data),
-    "through numpy": lambda m: m.early.weight.detach().numpy().__imul__(-1),
-    "through dlpack": lambda m: torch.from_dlpack(m.early.weight.detach()).mul_(-1),
+WEIGHTS = {
+    **{
+        f"by {how}": lambda m, write=write: write(m.early.weight, -3.0)
+        for how, write in WRITES.items()
+    },
     "another parameter": swapped_parameter,
     "as a vector": written_as_a_vector,
-    "a view of it": lambda m: m.early.weight.view(-1)[3:9].fill_(2),
     "initialised": initialised_again,
     "loaded": lambda m: load(m, early__weight=1.0),
     "loaded by assignment": loaded_by_assignment,
     "loaded by assignment, and trained": lambda m: loaded_by_assignment(m, True),
     "swapped in place": swapped_in_place,
-    "storage": untyped_storage,
-    "another storage": lambda m: m.early.weight.set_((m.early.weight * 3).clone()),
     "foreach": lambda m: torch._foreach_mul_([m.early.weight, m.early.bias], -1.0),
     "no bias": lambda m: setattr(m.early, "bias", None),
     "tied to the head's": lambda m: setattr(m.middle, "weight", m.late.weight),
 }
 
 
-@hostile
-@pytest.mark.cases(5)
-@pytest.mark.parametrize("how", WRITES)
-def test_a_written_weight_is_used(run, how):
-    changed(run, torch.no_grad()(WRITES[how]))
+@hostile(over=WEIGHTS, cases=5)
+def test_a_written_weight_is_used(run, write):
+    changed(run, torch.no_grad()(write))
 
 
 @hostile
@@ -135,11 +125,8 @@ BUFFERS = {
 }  # fmt: skip
 
 
-@hostile
-@pytest.mark.cases(4)
-@pytest.mark.parametrize("how", BUFFERS)
-def test_a_buffer_that_is_written_is_used(run, how):
-    make, change = BUFFERS[how]
+@hostile(over=BUFFERS, cases=4)
+def test_a_buffer_that_is_written_is_used(run, make, change):
     changed(run, change, make())
 
 
@@ -151,17 +138,13 @@ def test_loading_equal_values_every_epoch_is_served(run):
     trained(run, each_epoch=lambda model, epoch: load(model), epochs=6)
 
 
-@hostile(served=True)
-def test_swapping_averages_in_and_out_every_epoch_is_served(run):
-    """EMA for the evaluation: the frozen weights' averages are the weights."""
-    model = run.freeze(Net())
-    ema = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
+def evaluating_an_average(run, model, averages):
+    """Train, and swap averaged weights in before each epoch, for an evaluation."""
     loader = run.loader(rows())
 
     def evaluate(epoch):
-        ema.update_parameters(model)
         kept = copy.deepcopy(model.state_dict())
-        model.load_state_dict(ema.module.state_dict())
+        model.load_state_dict(averages())
         model.eval()
         with torch.no_grad():
             for x, _ in loader:
@@ -169,6 +152,19 @@ def test_swapping_averages_in_and_out_every_epoch_is_served(run):
         model.load_state_dict(kept)
 
     run.fit(model, loader, 5, each_epoch=evaluate)
+
+
+@hostile(served=True)
+def test_swapping_averages_in_and_out_every_epoch_is_served(run):
+    """EMA for the evaluation: the frozen weights' averages are the weights."""
+    model = run.freeze(Net())
+    ema = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
+
+    def averages():
+        ema.update_parameters(model)
+        return ema.module.state_dict()
+
+    evaluating_an_average(run, model, averages)
 
 
 def test_an_average_is_evaluated_over_loaders_of_its_own_without_a_word(tmp_path):
@@ -192,23 +188,10 @@ def test_an_average_is_evaluated_over_loaders_of_its_own_without_a_word(tmp_path
 def test_averages_over_a_thawed_past_differ_and_are_used(run):
     """The EMA began before the freeze: swapped in, the front is another."""
     model = Net()
-    ema = {key: value.clone() for key, value in model.state_dict().items()}
+    ema = copy.deepcopy(model.state_dict())
     for parameter in model.parameters():
         parameter.data.mul_(1.5)
-    run.freeze(model)
-    loader = run.loader(rows())
-
-    def evaluate(epoch):
-        kept = {key: value.clone() for key, value in model.state_dict().items()}
-        with torch.no_grad():
-            for key, value in model.state_dict().items():
-                value.copy_(ema[key])
-            model.eval()
-            for x, _ in loader:
-                run.record(model(x).square().mean())
-            model.load_state_dict(kept)
-
-    run.fit(model, loader, 4, each_epoch=evaluate)
+    evaluating_an_average(run, run.freeze(model), lambda: ema)
 
 
 @hostile
@@ -248,14 +231,14 @@ def test_a_lookahead_optimizer_that_writes_all_weights_is_right(run):
 
 @hostile
 def test_noise_put_on_the_weights_and_taken_off_in_each_step(run):
-    model = run.freeze(Net())
-    optimizer = sgd(model)
-    for x, y in [batch for _ in range(4) for batch in run.loader(rows())]:
+    def loss(model, batch):
         noise = 0.1 * torch.randn_like(model.early.weight)
         model.early.weight.data.add_(noise)
-        run.step(F.cross_entropy(model(x), y), optimizer)
+        value = cross_entropy(model, batch)
         model.early.weight.data.sub_(noise)
-    run.see(model)
+        return value
+
+    trained(run, loss, epochs=4)
 
 
 @hostile
@@ -276,44 +259,49 @@ def test_a_model_that_was_saved_and_loaded_takes_its_place(run, how):
 
 @hostile
 def test_a_deep_copy_whose_front_is_written_leaves_the_model_alone(run):
-    model = run.freeze(Net())
-    loader, optimizer = run.loader(rows()), sgd(model)
-    for epoch in range(3):
+    copies = []
+
+    def each_epoch(model, epoch):
         if epoch == 1:
-            other = copy.deepcopy(model)
-            with torch.no_grad():
-                other.early.weight.zero_()
-            other.requires_grad_(True)
-        for x, y in loader:
-            run.step(cross_entropy(model, (x, y)), optimizer)
-            if epoch >= 1:
-                run.see(other(x).sum())
+            copies.append(copy.deepcopy(model).requires_grad_(True))
+            copies[0].early.weight.data.zero_()
+
+    def loss(model, batch):
+        for other in copies:
+            run.see(other(batch[0]).sum())
+        return cross_entropy(model, batch)
+
+    trained(run, loss, each_epoch=each_epoch)
 
 
-@hostile(served=True)
-@pytest.mark.parametrize("clip", ["norm", "value"])
-def test_clipping_and_sharpness_in_the_active_part_are_served(run, clip):
+class Clipped(torch.optim.SGD):
+    """Clips gradients in one way before each step."""
+
+    how = "norm"
+
+    def step(self, closure=None):
+        getattr(nn.utils, f"clip_grad_{self.how}_")(self.param_groups[0]["params"], 0.1)
+        return super().step(closure)
+
+
+@hostile(over={"norm": "norm", "value": "value"}, served=True)
+def test_clipping_in_the_active_part_is_served(run, how):
+    make = type("Clipping", (Clipped,), {"how": how})
+    trained(run, optimizer=lambda model: make(model.parameters(), 0.2, momentum=0.9))
+
+
+OPTIMIZERS = {
+    "AdamW": lambda active: torch.optim.AdamW(active, lr=0.01),
+    "Adagrad": lambda active: torch.optim.Adagrad(active, lr=0.01),
+    "RMSprop": lambda active: torch.optim.RMSprop(active, lr=0.01),
+    "LBFGS": lambda active: torch.optim.LBFGS(active, lr=0.1, max_iter=3),
+}
+
+
+@hostile(over=OPTIMIZERS, served=True)
+def test_any_optimizer_behind_the_boundary_is_served(run, make):
     model = run.freeze(Net())
-    optimizer = sgd(model)
-    loader = run.loader(rows())
-    for _ in range(3):
-        for batch in loader:
-            loss = cross_entropy(model, batch)
-            run.record(loss)
-            optimizer.zero_grad()
-            loss.backward()
-            getattr(nn.utils, f"clip_grad_{clip}_")(model.parameters(), 0.1)
-            optimizer.step()
-    run.see(model)
-
-
-@hostile(served=True)
-@pytest.mark.parametrize("name", ["AdamW", "Adagrad", "RMSprop", "LBFGS"])
-def test_any_optimizer_behind_the_boundary_is_served(run, name):
-    model = run.freeze(Net())
-    active = [p for p in model.parameters() if p.requires_grad]
-    make = getattr(torch.optim, name)
-    optimizer = make(active, lr=0.01) if name != "LBFGS" else make(active, lr=0.1, max_iter=3)
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
     loader = run.loader(rows())
     for _ in range(3):
         for batch in loader:
@@ -353,24 +341,27 @@ def old_spectral_norm(model):
         nn.utils.spectral_norm(model.early)
 
 
-def frozen_weight_norm(model):
-    weight_norm(model)
-    model.early.requires_grad_(False)
-
-
-def frozen_spectral_norm(model):
+def spectral_norm(model):
     parametrizations.spectral_norm(model.early)
-    model.early.requires_grad_(False)
 
 
 def pruned(model):
     prune.l1_unstructured(model.early, "weight", amount=0.5)
 
 
-def pruned_for_good(model):
+def removed(model):
     pruned(model)
     prune.remove(model.early, "weight")
-    model.early.requires_grad_(False)
+
+
+def frozen(change):
+    """Return what changes the first layer and freezes what that brought."""
+
+    def changed(model):
+        change(model)
+        model.early.requires_grad_(False)
+
+    return changed
 
 
 class Doubled(nn.Module):
@@ -388,14 +379,20 @@ def merged(model):
     parametrize.remove_parametrizations(model.early, "weight")
 
 
-NORMS = [
-    weight_norm, frozen_weight_norm, frozen_spectral_norm, old_weight_norm, old_spectral_norm,
-    pruned, pruned_for_good, parametrized, merged,
-]  # fmt: skip
+NORMS = {
+    "weight norm": weight_norm,
+    "frozen weight norm": frozen(weight_norm),
+    "frozen spectral norm": frozen(spectral_norm),
+    "old weight norm": old_weight_norm,
+    "old spectral norm": old_spectral_norm,
+    "pruned": pruned,
+    "pruned for good": frozen(removed),
+    "parametrized": parametrized,
+    "merged": merged,
+}
 
 
-@hostile
-@pytest.mark.parametrize("change", NORMS, ids=lambda change: change.__name__)
+@hostile(over=NORMS)
 def test_a_front_that_is_reparametrised_in_mid_run_is_used(run, change):
     changed(run, change)
 
@@ -405,16 +402,13 @@ def test_a_front_that_is_reparametrised_in_mid_run_is_used(run, change):
 def test_a_parametrization_that_is_taken_off_is_gone(run, leave):
     model = Net()
     parametrized(model)
-
-    def change(model):
-        parametrize.remove_parametrizations(model.early, "weight", leave_parametrized=leave)
-        model.early.requires_grad_(False)
-
-    changed(run, change, model)
+    taken_off = lambda m: parametrize.remove_parametrizations(  # noqa: E731
+        m.early, "weight", leave_parametrized=leave
+    )
+    changed(run, frozen(taken_off), model)
 
 
-@hostile(served=True)
-@pytest.mark.parametrize("before", NORMS[1:], ids=lambda change: change.__name__)
+@hostile(over={kind: NORMS[kind] for kind in NORMS if kind != "weight norm"}, served=True)
 def test_a_front_that_was_reparametrised_before_is_served(run, before):
     model = Net()
     before(model)

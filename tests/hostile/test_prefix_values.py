@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import array
-import contextvars
-import ctypes
-import dataclasses
 import functools
-import os
-import threading
 import types
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,83 +14,9 @@ from torch.nn import functional as F
 from tests.hostile.harness import AT_RUN_TIME, cross_entropy, hostile
 from tests.hostile.loops import changed, numbered, trained
 from tests.hostile.nets import ConvNet, Net, Tokens, images, layered, net, rows, sentences
+from tests.hostile.places import ELSEWHERE, HELD, REPLACED, TABLE, Config, scale
 
-# ---- plain attributes, of a module of the front and of the code around it ----------------------
-
-
-@dataclasses.dataclass
-class Config:
-    scale: float = 1.0
-
-
-class Nested:
-    def __init__(self, inner):
-        self.inner = inner
-
-
-class Slotted:
-    __slots__ = ("scale",)
-
-    def __init__(self, scale):
-        self.scale = scale
-
-
-def cell(value):
-    """Return a function with a closure, and what changes it."""
-
-    def read():
-        return value
-
-    def write(new):
-        nonlocal value
-        value = new
-
-    return read, write
-
-
-def put(**attributes):
-    def change(module):
-        for name, value in attributes.items():
-            setattr(module, name, value)
-
-    return change
-
-
-SETTINGS = {
-    "float": (lambda: 1.0, lambda s: s, put(setting=2.0)),
-    "str": (lambda: "tanh", lambda s: 1.0 if s == "tanh" else 2.0, put(setting="relu")),
-    "list": (lambda: [1.0, 0.0], lambda s: s[0], lambda m: m.setting.__setitem__(0, 2.0)),
-    "dict": (lambda: {"a": 1.0}, lambda s: s["a"], lambda m: m.setting.update(a=2.0)),
-    "array replaced": (
-        lambda: np.ones(1, np.float32), lambda s: s[0].item(),
-        put(setting=np.full(1, 2, np.float32)),
-    ),
-    "array in place": (
-        lambda: np.ones(1, np.float32), lambda s: s[0].item(),
-        lambda m: m.setting.__setitem__(0, 2.0),
-    ),
-    "plain tensor replaced": (
-        lambda: torch.ones(1), lambda s: s, put(setting=torch.full((1,), 2.0)),
-    ),
-    "plain tensor in place": (lambda: torch.ones(1), lambda s: s, lambda m: m.setting.mul_(2)),
-    "tensor in an object": (
-        lambda: Nested(torch.ones(1)), lambda s: s.inner,
-        lambda m: setattr(m.setting, "inner", torch.full((1,), 2.0)),
-    ),
-    "object": (lambda: Nested(1.0), lambda s: s.inner, lambda m: setattr(m.setting, "inner", 2.0)),
-    "object in an object": (
-        lambda: Nested(Nested(1.0)), lambda s: s.inner.inner,
-        lambda m: setattr(m.setting.inner, "inner", 2.0),
-    ),
-    "slots": (lambda: Slotted(1.0), lambda s: s.scale, lambda m: setattr(m.setting, "scale", 2.0)),
-    "dataclass": (Config, lambda s: s.scale, lambda m: setattr(m.setting, "scale", 2.0)),
-    "namespace": (
-        lambda: types.SimpleNamespace(a=1.0), lambda s: s.a, lambda m: setattr(m.setting, "a", 2.0),
-    ),
-    "function replaced": (lambda: lambda: 1.0, lambda s: s(), put(setting=lambda: 2.0)),
-    "closure": (lambda: cell(1.0), lambda s: s[0](), lambda m: m.setting[1](2.0)),
-    "iterator": (lambda: iter([1.0] * 200 + [2.0] * 9), lambda s: 1.0, put(setting=iter([]))),
-}  # fmt: skip
+# ---- a number that the front reads, wherever it lies ------------------------------------------
 
 
 class Tuned(nn.Linear):
@@ -122,156 +41,64 @@ class Around(Net):
         return self.middle(torch.tanh(self.early(x)) * self.read(self.setting))
 
 
-def tuned(part, setting, read):
-    if part == "the model":
+def tuned(part, setting, read=lambda setting: setting):
+    if part == "":
         return Around(setting, read)
     model = Net()
     setattr(model, part, Tuned(setting, read, 6 if part == "early" else 8))
     return model
 
 
-KINDS = [kind for kind in SETTINGS if kind != "iterator"]
-FEW = ["float", "str", "dict", "array in place", "tensor in an object", "dataclass", "closure"]
+def put(part, **attributes):
+    """What sets attributes of a part of the model."""
+
+    def change(model):
+        for name, value in attributes.items():
+            setattr(model.get_submodule(part), name, value)
+
+    return change
 
 
-@hostile
-@pytest.mark.cases(6)
-@pytest.mark.parametrize(
-    ("part", "kind"),
-    [
-        *(("early", kind) for kind in KINDS),
-        *(("the model", kind) for kind in FEW),
-        *(("middle", kind) for kind in ("float", "list", "object")),
-    ],
-)
-def test_a_setting_that_changes_is_obeyed(run, part, kind):
-    make, read, change = SETTINGS[kind]
-    at = (lambda m: m) if part == "the model" else (lambda m: m.get_submodule(part))
-    changed(run, lambda m: change(at(m)), tuned(part, make(), read))
+SETTINGS = REPLACED | HELD
+FEW = ["a float", "a word", "a table", "an array", "a tensor in an object", "a closure"]
+HOLDERS = {
+    **{f"the first layer's {kind}": ("early", SETTINGS[kind]) for kind in SETTINGS},
+    **{f"the model's {kind}": ("", SETTINGS[kind]) for kind in FEW},
+    **{f"the boundary's {kind}": ("middle", SETTINGS[kind]) for kind in ("a float", "a list")},
+}
 
 
-@hostile
-def test_an_attribute_that_is_not_read_does_no_harm(run):
-    make, read, change = SETTINGS["iterator"]
-    changed(run, lambda m: change(m.early), tuned("early", make(), read))
+@hostile(over=HOLDERS, cases=6)
+def test_a_setting_that_changes_is_obeyed(run, part, place):
+    make, read, write = place
+
+    def change(model):
+        owner = model.get_submodule(part)
+        if write is None:
+            owner.setting = make(2.0)
+        else:
+            write(owner.setting, 2.0)
+
+    changed(run, change, tuned(part, make(1.0), read))
 
 
-@hostile(served=True)
-def test_an_attribute_set_to_what_it_was_is_served_on(run):
-    make, read, _ = SETTINGS["dict"]
-    model = tuned("early", make(), read)
-    changed(run, lambda m: setattr(m.early, "setting", {"a": 1.0}), model, epochs=6)
-
-
-@hostile(served=True)
-def test_settings_of_the_active_part_are_free(run):
-    make, read, change = SETTINGS["float"]
-    changed(run, lambda m: change(m.late), tuned("late", make(), read))
-
-
-@hostile
-def test_a_config_that_all_modules_share_is_obeyed(run):
-    config = Config()
-    model = tuned("early", config, lambda s: s.scale)
-    model.config = config
-    changed(run, lambda m: setattr(m.config, "scale", 2.0), model)
-
-
-# ---- what the front reads, wherever it lies ---------------------------------------------------
-
-GLOBAL_SCALE = 1.0
-GLOBAL_TABLE = {"scale": 1.0}
-SCALE = contextvars.ContextVar("scale", default=1.0)
-OBJECT = Nested(1.0)
-MODULE = types.ModuleType("user_settings")
-
-
-class Kept(threading.local):
-    scale = 1.0
-
-
-def scaled(h):
-    return h * scaled.by
-
-
-def set_global(at, k):
-    global GLOBAL_SCALE
-    GLOBAL_SCALE = k
-
-
-class One:
-    factor = 1.0
-
-    def __call__(self):
-        return 1.0
-
-
-class Other(One):
-    def __call__(self):
-        return 2.0
-
-
-class Elsewhere:
-    def __init__(self, table):
-        self.table = table
-
-    def __get__(self, instance, owner):
-        return self.table["scale"]
-
-
-PLACES = {
-    "global": (lambda: None, lambda at: GLOBAL_SCALE, set_global),
-    "global table": (
-        lambda: None, lambda at: GLOBAL_TABLE["scale"], lambda at, k: GLOBAL_TABLE.update(scale=k),
-    ),
-    "array": (lambda: array.array("d", [1.0]), lambda at: at[0],
-              lambda at, k: at.__setitem__(0, k)),
-    "ctypes": (lambda: ctypes.c_double(1), lambda at: at.value,
-               lambda at, k: setattr(at, "value", k)),
-    "bytes": (lambda: bytearray([10]), lambda at: at[0] / 10,
-              lambda at, k: at.__setitem__(0, int(10 * k))),
-    "thread-local": (Kept, lambda at: at.scale, lambda at, k: setattr(at, "scale", k)),
-    "function": (lambda: scaled, lambda at: scaled(1.0), lambda at, k: setattr(scaled, "by", k)),
-    "context": (lambda: None, lambda at: SCALE.get(), lambda at, k: SCALE.set(k)),
-    "environment": (lambda: None, lambda at: float(os.environ["HOSTILE_SCALE"]),
-                    lambda at, k: os.environ.update(HOSTILE_SCALE=str(k))),
-    "module": (lambda: None, lambda at: MODULE.scale,
-               lambda at, k: setattr(MODULE, "scale", k)),
-    "object in a global": (
-        lambda: OBJECT, lambda at: OBJECT.inner, lambda at, k: setattr(OBJECT, "inner", k),
-    ),
-    "object two deep in a closure": (
-        lambda: Nested(Nested(1.0)), lambda at: at.inner.inner,
-        lambda at, k: setattr(at.inner, "inner", k),
-    ),
-    "attribute of a class": (lambda: One, lambda at: at.factor,
-                             lambda at, k: setattr(One, "factor", k)),
-    "attribute of an object's class": (
-        One, lambda at: at.factor, lambda at, k: setattr(One, "factor", k),
-    ),
-    "class of an object": (
-        One, lambda at: at(), lambda at, k: setattr(at, "__class__", One if k == 1 else Other),
-    ),
-    "operator of a class": (
-        One, lambda at: at(), lambda at, k: setattr(One, "__call__", lambda self: k),
-    ),
-}  # fmt: skip
-
-
-@hostile
-@pytest.mark.cases(4)
-@pytest.mark.parametrize("kind", PLACES)
-def test_a_number_that_the_front_reads_wherever_it_lies(run, kind):
-    make, read, write = PLACES[kind]
-    at = make()
-    write(at, 1.0)
+@hostile(over=HELD | ELSEWHERE, cases=6)
+def test_a_number_that_the_front_reads_wherever_it_lies(run, make, read, write):
+    at = make(1.0)
     changed(run, lambda m: write(at, 2.0), layered(lambda layer, h: h * read(at)))
 
 
+class Elsewhere:
+    def __get__(self, instance, owner):
+        return TABLE["scale"]
+
+
+MODULE = types.ModuleType("user_functions")
+HARDTANH = F.hardtanh
 FOUND_LATE = {
     "descriptor": (
-        lambda: type("Described", (), {"scale": Elsewhere(GLOBAL_TABLE)})(),
-        lambda at: at.scale, lambda at, k: GLOBAL_TABLE.update(scale=k),
+        lambda: type("Described", (), {"scale": Elsewhere()})(), scale,
+        lambda at, k: TABLE.update(scale=k),
     ),
     "function in a module": (
         lambda: None, lambda at: MODULE.scale(), lambda at, k: setattr(MODULE, "scale", lambda: k),
@@ -293,14 +120,10 @@ FOUND_LATE = {
         lambda at, k: setattr(F, "hardtanh", HARDTANH if k == 1 else torch.relu),
     ),
 }  # fmt: skip
-HARDTANH = F.hardtanh
 
 
-@hostile(limit=AT_RUN_TIME)
-@pytest.mark.cases(4)
-@pytest.mark.parametrize("kind", FOUND_LATE)
-def test_what_is_found_at_run_time_only_is_found_by_the_audit(run, kind):
-    make, read, write = FOUND_LATE[kind]
+@hostile(over=FOUND_LATE, cases=4, limit=AT_RUN_TIME)
+def test_what_is_found_at_run_time_only_is_found_by_the_audit(run, make, read, write):
     at = make()
     write(at, 1.0)
     try:
@@ -315,23 +138,54 @@ def test_a_setting_of_the_head_that_the_front_looks_at_is_obeyed(run):
     model = Net()
     model.head.scale = 1.0
     model.early = Tuned([model.head], lambda s: s[0].scale)
-    changed(run, lambda m: setattr(m.head, "scale", 2.0), model)
+    changed(run, put("head", scale=2.0), model)
+
+
+def of_a_class():
+    model = layered(lambda layer, h: h * layer.by, by=1.0)
+    return model, lambda m: setattr(type(m.early), "by", 2.0)
+
+
+def of_a_property():
+    where = Config()
+    model = layered(
+        lambda layer, h: h * layer.by, where=where, by=property(lambda layer: layer.where.scale)
+    )
+    return model, lambda m: setattr(where, "scale", 2.0)
+
+
+def of_a_config_that_all_share():
+    model = tuned("early", Config(), scale)
+    model.config = model.early.setting
+    return model, lambda m: setattr(m.config, "scale", 2.0)
+
+
+SHARED = {"class": of_a_class, "property": of_a_property, "config": of_a_config_that_all_share}
+
+
+@hostile(over=SHARED)
+def test_an_attribute_that_layers_share_is_obeyed(run, make):
+    model, change = make()
+    changed(run, change, model)
 
 
 @hostile
-@pytest.mark.parametrize("how", ["class", "property"])
-def test_an_attribute_of_the_layers_class_is_obeyed(run, how):
-    where = Nested(1.0)
-    if how == "class":
-        changed(
-            run, lambda m: setattr(type(m.early), "by", 2.0),
-            layered(lambda layer, h: h * layer.by, by=1.0),
-        )  # fmt: skip
-    else:
-        model = layered(
-            lambda layer, h: h * layer.by, where=where, by=property(lambda layer: layer.where.inner)
-        )
-        changed(run, lambda m: setattr(where, "inner", 2.0), model)
+def test_an_attribute_that_is_not_read_does_no_harm(run):
+    model = tuned("early", iter([1.0] * 9), lambda setting: 1.0)
+    changed(run, put("early", setting=iter([])), model)
+
+
+FREE = {
+    "set to what it was": (
+        lambda: tuned("early", {"a": 1.0}, lambda s: s["a"]), put("early", setting={"a": 1.0}),
+    ),
+    "of the active part": (lambda: tuned("late", 1.0), put("late", setting=2.0)),
+}  # fmt: skip
+
+
+@hostile(over=FREE, served=True)
+def test_an_attribute_that_makes_no_other_front_is_served_on(run, make, change):
+    changed(run, change, make(), epochs=6)
 
 
 # ---- settings of torch's own modules ----------------------------------------------------------
@@ -345,6 +199,7 @@ class Zoo(nn.Module):
         self.early = nn.Sequential(*layers)
         self.middle = nn.Flatten(1)
         self.head = nn.LazyLinear(3)
+        self(images().tensors[0])  # the head is lazy
 
     def forward(self, x):
         return self.head(self.middle(self.early(x)) * 3)
@@ -354,68 +209,50 @@ TORCH_SETTINGS = {
     "BatchNorm.eps": (lambda: nn.BatchNorm2d(2), {"eps": 1.0}),
     "GroupNorm.eps": (lambda: nn.GroupNorm(1, 2), {"eps": 1.0}),
     "GroupNorm.num_groups": (lambda: nn.GroupNorm(1, 2), {"num_groups": 2}),
-    "Conv.padding_mode": (
-        lambda: nn.Conv2d(2, 4, 3, padding=1), {"padding_mode": "circular"},
+    "Conv.padding_mode": (lambda: nn.Conv2d(2, 4, 3, padding=1), {"padding_mode": "circular"}),
+    "Conv.dilation": (
+        lambda: nn.Conv2d(2, 4, 3, padding=2, dilation=2),
+        {"dilation": (1, 1), "padding": (1, 1)},
     ),
     "LeakyReLU.negative_slope": (nn.LeakyReLU, {"negative_slope": 0.5}),
     "AvgPool.divisor": (lambda: nn.AvgPool2d(2, 2), {"divisor_override": 1}),
     "Threshold.value": (lambda: nn.Threshold(0.1, 0.0), {"value": 5.0}),
     "Softmax.dim": (lambda: nn.Softmax(1), {"dim": 2}),
-}  # fmt: skip
+}
 
 
-@hostile
-@pytest.mark.parametrize("kind", TORCH_SETTINGS)
-def test_a_setting_of_torchs_own_modules_is_obeyed(run, kind):
-    make, attributes = TORCH_SETTINGS[kind]
-    model = Zoo(make())
-    model(images().tensors[0])  # the head is lazy
-    changed(run, lambda m: put(**attributes)(m.early[0]), model, images())
+@hostile(over=TORCH_SETTINGS)
+def test_a_setting_of_torchs_own_modules_is_obeyed(run, make, attributes):
+    changed(run, put("early.0", **attributes), Zoo(make()), images())
 
 
-@hostile
-def test_a_stride_that_changes_is_obeyed(run):
-    model = Net()
-    model.early = nn.Sequential(
-        nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3, stride=1), nn.AdaptiveAvgPool1d(4), nn.Flatten()
-    )
-    changed(run, lambda m: put(stride=(2,))(m.early[1]), model)
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.scale = nn.Linear(8, 24), 0.35
 
-
-@hostile(served=True)
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda m: put(p=0.7)(m.stem[3]),
-        lambda m: put(momentum=0.5)(m.stem[1]),
-        lambda m: put(note="no one reads this")(m.head),
-    ],
-    ids=["p of held dropout", "momentum of held BatchNorm", "a note"],
-)
-def test_settings_that_decide_nothing_are_served_in_the_end(run, change):
-    changed(run, change, ConvNet(), images(), boundary="body", epochs=7)
+    def forward(self, x, src_key_padding_mask=None):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return x + (q @ k.mT * self.scale).softmax(-1) @ v
 
 
 @hostile
 def test_an_attention_scale_that_changes_is_obeyed(run):
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv, self.scale = nn.Linear(8, 24), 0.35
+    model = Tokens()
+    model.block = Attention()
+    changed(run, put("block", scale=5.0), model, sentences(), boundary="block")
 
-        def forward(self, x):
-            q, k, v = self.qkv(x).chunk(3, -1)
-            return x + (q @ k.mT * self.scale).softmax(-1) @ v
 
-    class Small(Tokens):
-        def __init__(self):
-            super().__init__()
-            self.block = Attention()
+DECIDE_NOTHING = {
+    "p of held dropout": put("stem.3", p=0.7),
+    "momentum of held BatchNorm": put("stem.1", momentum=0.5),
+    "a note": put("head", note="no one reads this"),
+}
 
-        def forward(self, tokens):
-            return self.head(torch.tanh(self.late(self.block(self.embed(tokens)))).mean(1))
 
-    changed(run, lambda m: put(scale=5.0)(m.block), Small(), sentences(), boundary="block")
+@hostile(over=DECIDE_NOTHING, served=True)
+def test_settings_that_decide_nothing_are_served_in_the_end(run, change):
+    changed(run, change, ConvNet(), images(), boundary="body", epochs=7)
 
 
 # ---- modes ------------------------------------------------------------------------------------
@@ -426,12 +263,13 @@ def asking(ask):
     return net(front=lambda m, x: m.middle(m.early(x) * (2.0 if ask(m) else 1.0)).float())
 
 
-@hostile
-@pytest.mark.parametrize(
-    ("ask", "eval_"),
-    [(lambda m: m.training, True), (lambda m: torch.is_grad_enabled(), False)],
-    ids=["training", "gradients"],
-)
+ASKED = {
+    "training": (lambda m: m.training, True),
+    "gradients": (lambda m: torch.is_grad_enabled(), False),
+}
+
+
+@hostile(over=ASKED)
 def test_code_that_asks_for_a_mode_is_asked_again(run, ask, eval_):
     model = run.freeze(asking(ask))
     loader = run.loader(rows())
@@ -445,38 +283,31 @@ def test_code_that_asks_for_a_mode_is_asked_again(run, ask, eval_):
     run.fit(model, loader, 3, each_epoch=evaluate)
 
 
-def in_autocast(switch, parts=1):
-    """Return a loss in autocast, where the switch is on."""
+def autocast_in(run, epochs, parts=1, model=None):
+    """Train in autocast in some epochs of four."""
+    switch = [False]
+
+    def each_epoch(model, epoch):
+        if epoch == 2:
+            run.turn()
+        switch[0] = epoch in epochs
 
     def loss(model, batch):
         with torch.autocast("cpu", torch.bfloat16, enabled=switch[0]):
             out = torch.cat([model(x) for x in batch[0].chunk(parts)])
         return F.cross_entropy(out.float(), batch[1])
 
-    return loss
+    trained(run, loss, model=model, each_epoch=each_epoch, epochs=4)
 
 
 @hostile
 def test_a_front_that_asks_whether_autocast_is_on_is_asked_again(run):
-    switch = [False]
-
-    def each_epoch(model, epoch):
-        if epoch == 2:
-            run.turn()
-        switch[0] = epoch >= 2
-
-    model = asking(lambda m: torch.is_autocast_enabled("cpu"))
-    trained(run, in_autocast(switch), model=model, each_epoch=each_epoch, epochs=4)
+    autocast_in(run, (2, 3), model=asking(lambda m: torch.is_autocast_enabled("cpu")))
 
 
-@hostile(served=True)
-@pytest.mark.parametrize("parts", [1, 2])
+@hostile(over={"whole": 1, "in parts": 2}, served=True)
 def test_autocast_in_one_epoch_alone(run, parts):
-    switch = [False]
-    trained(
-        run, in_autocast(switch, parts), epochs=4,
-        each_epoch=lambda model, epoch: switch.__setitem__(0, epoch == 1),
-    )  # fmt: skip
+    autocast_in(run, (1,), parts)
 
 
 @hostile(served=True)
@@ -518,10 +349,9 @@ ODD = {
 }  # fmt: skip
 
 
-@hostile
-@pytest.mark.parametrize("kind", ODD)
-def test_models_with_modes_of_their_own_are_right(run, kind):
-    trained(run, model=ODD[kind]())
+@hostile(over=ODD)
+def test_models_with_modes_of_their_own_are_right(run, make):
+    trained(run, model=make())
 
 
 # ---- counts and schedules ---------------------------------------------------------------------
@@ -566,82 +396,56 @@ LATE = {
 }
 
 
-@hostile
-@pytest.mark.parametrize("what", LATE)
-def test_a_counter_of_the_models_own_that_decides_of_the_front(run, what):
-    trained(run, model=counts(LATE[what]), epochs=10)
+@hostile(over=LATE)
+def test_a_counter_of_the_models_own_that_decides_of_the_front(run, decide):
+    trained(run, model=counts(decide), epochs=10)
 
 
 @hostile(served=True)
 def test_a_counter_of_the_models_own_that_decides_nothing_of_the_front(run):
-    model = trained(run, model=counts(lambda h, calls: h), epochs=4)
-    run.see(model.calls)
+    run.see(trained(run, model=counts(lambda h, calls: h), epochs=4).calls)
 
 
 @hostile
-@pytest.mark.parametrize("part", ["early", "the model"])
+@pytest.mark.parametrize("part", ["early", ""], ids=["of a layer", "of the model"])
 @pytest.mark.parametrize("when", ["each_step", "each_epoch"])
 def test_a_temperature_that_the_loop_lowers_is_obeyed(run, part, when):
-    def lower(model, number):
-        put(setting=0.8**number)(model if part == "the model" else model.early)
-
-    trained(run, model=tuned(part, 1.0, lambda s: s), epochs=4, **{when: lower})
+    lower = lambda model, number: put(part, setting=0.8**number)(model)  # noqa: E731
+    trained(run, model=tuned(part, 1.0), epochs=4, **{when: lower})
 
 
 @hostile(served=True)
 def test_a_temperature_of_the_head_may_fall_each_step(run):
-    trained(
-        run, model=tuned("late", 1.0, lambda s: s), epochs=4,
-        each_step=lambda model, step: setattr(model.late, "setting", 0.9**step),
-    )  # fmt: skip
+    lower = lambda model, step: put("late", setting=0.9**step)(model)  # noqa: E731
+    trained(run, model=tuned("late", 1.0), epochs=4, each_step=lower)
 
 
 # ---- arguments --------------------------------------------------------------------------------
 
 
-def scale_of(given):
-    if isinstance(given, Config):
-        return given.scale
-    if isinstance(given, dict):
-        return given["scale"]
-    if isinstance(given, np.ndarray | list):
-        return float(given[0])
-    return given
+def early(read=lambda given: given):
+    return net(forward=lambda m, x, given: m.back(m.front(x * read(given))))
 
 
-def given_early(model, x, given):
-    return model.back(model.front(x * scale_of(given)))
+def late():
+    return net(forward=lambda m, x, given: m.back(m.front(x) * given))
 
 
-def given_late(model, x, given):
-    return model.back(model.front(x) * given)
+INSIDE = ("an object", "an array", "a table", "a list", "a tensor", "a tensor past its version")
 
 
-ARGUMENTS = {
-    "config": (Config, lambda g: setattr(g, "scale", 2.0)),
-    "array": (lambda: np.ones(1, np.float32), lambda g: g.__setitem__(0, 2.0)),
-    "dict": (lambda: {"scale": 1.0}, lambda g: g.update(scale=2.0)),
-    "list": (lambda: [1.0], lambda g: g.__setitem__(0, 2.0)),
-    "tensor": (lambda: torch.ones(()), lambda g: g.mul_(2)),
-    "tensor written past its version": (lambda: torch.ones(()), lambda g: g.data.mul_(2)),
-}
-
-
-@hostile
-@pytest.mark.cases(3)
-@pytest.mark.parametrize("kind", ARGUMENTS)
-def test_an_argument_that_changes_inside_is_read_again(run, kind):
-    make, change = ARGUMENTS[kind]
-    given = make()
+@hostile(over={kind: HELD[kind] for kind in INSIDE}, cases=3)
+def test_an_argument_that_changes_inside_is_read_again(run, make, read, write):
+    given = make(1.0)
 
     def each_epoch(model, epoch):
         if epoch == 2:
             run.turn()
-            change(given)
+            write(given, 2.0)
 
     trained(
-        run, lambda m, b: F.cross_entropy(m(b[0], given), b[1]), model=net(forward=given_early),
-        epochs=4, each_epoch=each_epoch,
+        run, lambda m, b: F.cross_entropy(m(b[0], given), b[1]), model=early(read), epochs=4,
+        each_epoch=each_epoch,
     )  # fmt: skip
 
 
@@ -650,26 +454,27 @@ def given(values):
     return numbered(lambda m, x, y, step: cross_entropy(lambda x: m(x, values(step)), (x, y)))
 
 
-@hostile
-@pytest.mark.parametrize(
-    "values",
-    [lambda step: Config(1.0 if step < 6 else 2.0), lambda step: 1.0 + 0.1 * step],
-    ids=["a new object in the place of one that is gone", "a schedule"],
-)
-def test_another_argument_of_the_front_is_another(run, values):
+ANOTHER = {
+    "a new object in the place of one that is gone": (
+        scale, lambda step: Config(1.0 if step < 6 else 2.0),
+    ),
+    "a schedule": (float, lambda step: 1.0 + 0.1 * step),
+}  # fmt: skip
+
+
+@hostile(over=ANOTHER)
+def test_another_argument_of_the_front_is_another(run, read, values):
     """Objects are told apart by what they hold: a new one may have the old one's address."""
-    trained(run, given(values), model=net(forward=given_early), epochs=4)
+    trained(run, given(values), model=early(read), epochs=4)
 
 
-@hostile(served=True)
-@pytest.mark.parametrize(
-    ("forward", "values"),
-    [
-        (given_late, lambda step: 1.0 + 0.1 * step),
-        (given_late, lambda step: torch.tensor(1.0 + 0.1 * step)),
-        (given_early, lambda step: float(1 + step % 2)),
-    ],
-    ids=["a schedule of the head", "as a tensor", "a flag of the front that alternates"],
-)
-def test_arguments_that_do_not_make_another_front_are_served(run, forward, values):
-    trained(run, given(values), model=net(forward=forward), epochs=5)
+NO_OTHER_FRONT = {
+    "a schedule of the head": (late, lambda step: 1.0 + 0.1 * step),
+    "as a tensor": (late, lambda step: torch.tensor(1.0 + 0.1 * step)),
+    "a flag of the front that alternates": (early, lambda step: float(1 + step % 2)),
+}
+
+
+@hostile(over=NO_OTHER_FRONT, served=True)
+def test_arguments_that_do_not_make_another_front_are_served(run, make, values):
+    trained(run, given(values), model=make(), epochs=5)

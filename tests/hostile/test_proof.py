@@ -25,7 +25,8 @@ from tests.hostile.nets import (
     rows,
     seeded,
     sentences,
-)  # fmt: skip
+)
+from tests.hostile.places import WRITES
 
 
 def statistic(of):
@@ -72,27 +73,25 @@ def alike():
 
 ONE_FIRST = [[0], *[[*range(i, i + 8)] for i in (0, 8, 16)], [23, 2, 4, 6]]
 BATCHES = {
-    "shuffled": (rows, {"shuffle": True}),
-    "one sample first": (rows, {"batch_sampler": ONE_FIRST}),
-    "a last partial batch": (lambda: rows(20), {"shuffle": True}),
-    "all alike": (alike, {}),
+    "shuffled": (rows, {"shuffle": True}, STATISTICS),
+    "one sample first": (
+        rows, {"batch_sampler": ONE_FIRST}, ("maximum", "number of rows", "mean", "any"),
+    ),
+    "a last partial batch": (
+        lambda: rows(20), {"shuffle": True}, ("maximum", "number of rows", "first row"),
+    ),
+    "all alike": (alike, {}, ("maximum", "mean", "position in the batch")),
+}  # fmt: skip
+TAKEN = {
+    f"{kind}, {batches}": (STATISTICS[kind], make, options)
+    for batches, (make, options, kinds) in BATCHES.items()
+    for kind in kinds
 }
 
 
-@hostile
-@pytest.mark.cases(8)
-@pytest.mark.parametrize(
-    ("kind", "batches"),
-    [
-        *((kind, "shuffled") for kind in STATISTICS),
-        *((kind, "one sample first") for kind in ("maximum", "number of rows", "mean", "any")),
-        *((kind, "a last partial batch") for kind in ("maximum", "number of rows", "first row")),
-        *((kind, "all alike") for kind in ("maximum", "mean", "position in the batch")),
-    ],
-)
-def test_a_statistic_of_the_batch_is_seen(run, kind, batches):
-    make, kwargs = BATCHES[batches]
-    trained(run, model=statistic(STATISTICS[kind]), data=make(), epochs=4, **kwargs)
+@hostile(over=TAKEN, cases=8)
+def test_a_statistic_of_the_batch_is_seen(run, of, make, options):
+    trained(run, model=statistic(of), data=make(), epochs=4, **options)
 
 
 OTHERS = {
@@ -103,10 +102,9 @@ OTHERS = {
 }
 
 
-@hostile
+@hostile(over=OTHERS)
 @pytest.mark.parametrize("row", range(8))
-@pytest.mark.parametrize("other", OTHERS)
-def test_one_row_alone_that_reads_another_is_seen(run, row, other):
+def test_one_row_alone_that_reads_another_is_seen(run, other, row):
     """Whichever of the first batch it is, it has another company in some part of the proof."""
     x = inputs()
     x[:, 0] = 0
@@ -114,7 +112,7 @@ def test_one_row_alone_that_reads_another_is_seen(run, row, other):
 
     def front(model, x):
         h = torch.tanh(model.early(x))
-        return model.middle(h + (x[:, :1] > 4) * OTHERS[other](h))
+        return model.middle(h + (x[:, :1] > 4) * other(h))
 
     run.fit(run.freeze(net(front=front)), run.loader(TensorDataset(x, labels())), 1)
     run.turn()
@@ -183,18 +181,15 @@ class Lengths(nn.Module):
         return mask.sum(1).max()
 
 
-class Longest(Net):
+def longest_inside(model, x):
+    longest = model.lengths(x > 0)
+    return model.back(model.middle(torch.tanh(model.early(x)) * longest))
+
+
+def longest_behind(model, x):
     """A module returns how long the longest of the batch is; the head uses it."""
-
-    def __init__(self, inside=False):
-        super().__init__()
-        self.lengths, self.inside = Lengths(), inside
-
-    def forward(self, x):
-        longest = self.lengths(x > 0)
-        h = torch.tanh(self.early(x))
-        h = self.middle(h * longest if self.inside else h)
-        return self.back(h) * (1 if self.inside else longest)
+    longest = model.lengths(x > 0)
+    return model.back(model.middle(torch.tanh(model.early(x)))) * longest
 
 
 def with_lengths():
@@ -205,11 +200,12 @@ def with_lengths():
     return TensorDataset(x, labels())
 
 
-@hostile
-@pytest.mark.parametrize("inside", [True, False])
-def test_the_longest_of_the_batch_is_no_constant(run, inside):
-    model = run.freeze(Longest(inside))
-    run.fit(model, run.loader(with_lengths(), shuffle=True), 4)
+@hostile(over={"inside": longest_inside, "behind": longest_behind})
+def test_the_longest_of_the_batch_is_no_constant(run, forward):
+    torch.manual_seed(5)
+    model = net(forward=forward, lengths=Lengths())
+    model.lengths = model._modules.pop("lengths")
+    trained(run, model=model, data=with_lengths(), shuffle=True, epochs=4)
 
 
 NUMBERS = {
@@ -222,10 +218,9 @@ NUMBERS = {
 }
 
 
-@hostile
-@pytest.mark.parametrize("kind", NUMBERS)
-def test_a_number_taken_from_the_batch_is_no_constant(run, kind):
-    forward = lambda m, x: m.back(m.front(x) * (1 + 0.1 * NUMBERS[kind](x)))  # noqa: E731
+@hostile(over=NUMBERS)
+def test_a_number_taken_from_the_batch_is_no_constant(run, number):
+    forward = lambda m, x: m.back(m.front(x) * (1 + 0.1 * number(x)))  # noqa: E731
     trained(run, model=net(forward=forward), data=rows(20), shuffle=True, epochs=4)
 
 
@@ -247,33 +242,38 @@ def zeroed(h):
 
 
 PAST = {
-    "data": lambda h: h.data.mul_(2),
-    "numpy": lambda h: h.detach().numpy().__imul__(2),
-    "detach": lambda h: h.detach().mul_(2),
+    "mul_": zeroed,
+    **{
+        how: lambda h, write=WRITES[how]: write(h, 2.0) for how in ("its data", "numpy", "detached")
+    },
 }
 
 
-@hostile
-@pytest.mark.parametrize("how", PAST)
-@pytest.mark.parametrize("who", ["the head", "a hook"])
-def test_a_feature_written_behind_the_boundary_is_not_stored_so(run, how, who):
-    """Code of the head, or a hook, writes into what the boundary returned."""
-
+def written_by_the_head(write):
     def back(model, h):
-        PAST[how](h)
+        write(h)
         return Net.back(model, h)
 
+    return net(back=back)
+
+
+def written_by_a_hook(write):
     def hook(module, args):
-        PAST[how](args[0])
+        write(args[0])
 
-    model = net(back=back) if who == "the head" else Net()
-    if who == "a hook":
-        model.late.register_forward_pre_hook(hook)
-    trained(run, model=model, epochs=4)
+    model = Net()
+    model.late.register_forward_pre_hook(hook)
+    return model
 
 
-@hostile
-@pytest.mark.parametrize("write", [zeroed, *PAST.values()], ids=["mul_", *PAST])
+@hostile(over={how: write for how, write in PAST.items() if how != "mul_"})
+@pytest.mark.parametrize("make", [written_by_the_head, written_by_a_hook])
+def test_a_feature_written_behind_the_boundary_is_not_stored_so(run, write, make):
+    """Code of the head, or a hook, writes into what the boundary returned."""
+    trained(run, model=make(write), epochs=4)
+
+
+@hostile(over=PAST)
 def test_a_returned_feature_written_by_the_loop_is_not_stored_so(run, write):
     def forward(model, x):
         h = model.front(x)
@@ -306,11 +306,10 @@ OWN = {
 }
 
 
-@hostile
-@pytest.mark.parametrize("kind", OWN)
-def test_a_generator_of_the_fronts_own_goes_on(run, kind):
+@hostile(over=OWN)
+def test_a_generator_of_the_fronts_own_goes_on(run, make):
     front = lambda m, x: Net.front(m, x * (1 + float(m.draw())))  # noqa: E731
-    trained(run, model=net(front=front, draw=OWN[kind]()), epochs=4)
+    trained(run, model=net(front=front, draw=make()), epochs=4)
 
 
 @hostile

@@ -2,15 +2,6 @@
 
 from __future__ import annotations
 
-import array
-import contextvars
-import ctypes
-import io
-import multiprocessing
-import sqlite3
-import tempfile
-import threading
-
 import pytest
 import torch
 from torch import nn
@@ -19,14 +10,10 @@ from torch.utils.data import default_collate
 
 from tests.hostile.harness import Run, hostile, judge
 from tests.hostile.loops import ce, trained
-from tests.hostile.nets import Net, Pairs, net, rows
+from tests.hostile.nets import Net, made, net, rows
+from tests.hostile.places import COUNTERS
 
 # ---- memory that is shared across the cut --------------------------------------------------------
-
-
-class Identity(nn.Module):
-    def forward(self, x):
-        return x
 
 
 class Shared(Net):
@@ -46,26 +33,25 @@ class Shared(Net):
         return self.head(torch.tanh(z.flatten(1)) + h)
 
 
-class Views(nn.Module):
-    def forward(self, x):
-        return x[:, :], x[:, :4]
+def module(forward):
+    """Return a module of a class of its own."""
+    return type("Own", (nn.Module,), {"forward": forward})()
 
 
 BOUNDARIES = {
-    "identity": Identity,
+    "identity": lambda: module(lambda self, x: x),
     "nn.Identity": nn.Identity,
     "dropout": lambda: nn.Dropout(0.0),
     "flatten": nn.Flatten,
     "relu in place": lambda: nn.ReLU(inplace=True),
-    "views": Views,
+    "views": lambda: module(lambda self, x: (x[:, :], x[:, :4])),
 }
 
 
-@pytest.mark.parametrize("kind", list(BOUNDARIES))
+@hostile(over=BOUNDARIES)
 @pytest.mark.parametrize("late", [0, 7])
-@hostile
-def test_a_boundary_that_returns_its_input_and_a_head_that_writes(run, kind, late):
-    trained(run, model=Shared(BOUNDARIES[kind](), late), epochs=4)
+def test_a_boundary_that_returns_its_input_and_a_head_that_writes(run, make, late):
+    trained(run, model=Shared(make(), late), epochs=4)
 
 
 def by_a_flag(m, x, late):
@@ -85,8 +71,7 @@ def residual_stream(m, x, late):
     return m.head(torch.tanh(z + h))
 
 
-@pytest.mark.parametrize("write", [by_a_flag, residual_stream])
-@hostile
+@hostile(over={"a view": by_a_flag, "the stream": residual_stream})
 def test_a_head_that_writes_to_the_front_s_output_late(run, write):
     model = net(forward=lambda m, x: write(m, x, m.late_now), late_now=False)
     trained(run, model=model, epochs=4, each_epoch=lambda m, e: setattr(m, "late_now", e == 2))
@@ -112,10 +97,8 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("kind", list(WRITERS))
-@hostile
-def test_a_model_that_writes_to_its_input_late(run, kind):
-    collate, call = WRITERS[kind]
+@hostile(over=WRITERS)
+def test_a_model_that_writes_to_its_input_late(run, collate, call):
     trained(
         run, lambda m, b: F.cross_entropy(call(m, b), b[-1]), epochs=5, collate_fn=collate,
         model=net(forward=writing, writes=False),
@@ -155,10 +138,11 @@ def centred_if(limit):
     return collate
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("collate", [by_difficulty, relabelled, centred_if(2.2)])
+LOOKING = {"sorted": by_difficulty, "relabelled": relabelled, "centred": centred_if(2.2)}
+
+
+@hostile(over=LOOKING, cases=1)
 @pytest.mark.parametrize("shuffle", [False, True])
-@hostile
 def test_a_collate_function_that_looks_at_company(run, collate, shuffle):
     trained(run, data=rows(96), collate_fn=collate, shuffle=shuffle, epochs=4)
 
@@ -191,9 +175,8 @@ def relabelled_if_large(samples):
     return x, (y + 1) % 3 if float(x.max()) > 3.0 else y
 
 
-@pytest.mark.parametrize("collate", [centred_if(3.0), relabelled_if_large])
+@hostile(over={"centred": centred_if(3.0), "relabelled": relabelled_if_large})
 @pytest.mark.parametrize("workers", [0, 2])
-@hostile
 def test_a_collate_function_that_looks_at_company_in_a_late_batch_alone(run, collate, workers):
     data = rows(96)
     data.tensors[0].clamp_(-2, 2)[20, 1] = 3.5
@@ -245,93 +228,32 @@ def test_samples_are_compared_under_a_collate_function_that_uses_its_memory_agai
 
 # ---- state that no copy reaches ------------------------------------------------------------------
 
-
-class Kept(threading.local):
-    calls = 0
-
-
-NOW = contextvars.ContextVar("calls")
+COPIED = ("ctypes", "an array of Python's", "a thread's own")
+NOT_COPIED = ("shared memory", "a text", "a database", "a function", "a context", "a file")
 
 
-def counted(model):
-    counted.calls += 1
-    return counted.calls
-
-
-def in_value(counter):
-    counter.value += 1
-    return counter.value
-
-
-def in_array(counter):
-    counter[0] += 1
-    return counter[0]
-
-
-def in_thread(counter):
-    counter.calls += 1
-    return counter.calls
-
-
-def in_text(counter):
-    counter.write("x")
-    return counter.tell()
-
-
-def in_database(counter):
-    counter.execute("create table if not exists t (x)")
-    counter.execute("insert into t values (1)")
-    return counter.execute("select count(*) from t").fetchone()[0]
-
-
-def in_context(counter):
-    counter.set(counter.get(0) + 1)
-    return counter.get()
-
-
-def in_file(counter):
-    with open(counter, "a") as file:
-        file.write("x")
-        return file.tell()
-
-
-COUNTERS = {
-    "multiprocessing": (lambda: multiprocessing.Value("i", 0), in_value),
-    "ctypes": (lambda: ctypes.c_int(0), in_value),
-    "array": (lambda: array.array("i", [0]), in_array),
-    "thread-local": (Kept, in_thread),
-    "text": (io.StringIO, in_text),
-    "sqlite": (lambda: sqlite3.connect(":memory:"), in_database),
-    "function": (lambda: counted, lambda counter: counter(None)),
-    "context": (lambda: NOW, in_context),
-    "path": (lambda: tempfile.mkstemp()[1], in_file),
-}
-COPIED = ("ctypes", "array", "thread-local")
-
-
-@pytest.mark.parametrize("kind", list(COUNTERS))
+@pytest.mark.parametrize("kind", COPIED + NOT_COPIED)
 @pytest.mark.parametrize("place", ["attribute", "global"])
 @pytest.mark.parametrize("boundary", ["middle", "auto"])
 def test_a_head_that_counts_in_an_object_made_in_c(kind, place, boundary):
     """What a dry run cannot copy it does not use: the first loss is the plain one's."""
 
     def script(run):
-        make, count = COUNTERS[kind]
-        counter, counted.calls = make(), 0
-        NOW.set(0)
+        make, tick = COUNTERS[kind]
+        counter = make()
         outside = counter if place == "global" else None
 
         def forward(self, x):
             h = self.front(x)
             own = self.counter if outside is None else outside
-            return self.back(h) * (1 + 0.05 * count(own))
+            return self.back(h) * (1 + 0.05 * tick(own))
 
         model = net(forward=forward)
         if place == "attribute":
             model.counter = counter
         where = "middle" if run.is_plain else boundary
         run.fit(run.freeze(model, where, ("early", "middle")), run.loader(rows()), 3)
-        run.see(float(count(counter)))
+        run.see(float(tick(counter)))
         if hasattr(counter, "close"):
             counter.close()
 
@@ -352,11 +274,10 @@ READS = {
 }
 
 
-@pytest.mark.parametrize("kind", list(READS))
-@hostile
-def test_a_trained_number_that_is_read_before_the_boundary_without_a_gradient(run, kind):
+@hostile(over=READS)
+def test_a_trained_number_that_is_read_before_the_boundary_without_a_gradient(run, read):
     def forward(model, x):
-        h = model.middle(READS[kind](torch.tanh(model.early(x)), model.alpha))
+        h = model.middle(read(torch.tanh(model.early(x)), model.alpha))
         return model.back(h) * model.alpha
 
     trained(
@@ -370,11 +291,6 @@ def test_a_trained_number_that_is_read_before_the_boundary_without_a_gradient(ru
 # ---- idioms that raise when they are tried alone -------------------------------------------------
 
 
-class Broken(Pairs):
-    def __getitem__(self, index):
-        return None if index % 5 == 2 else super().__getitem__(index)
-
-
 def replaced(samples):
     good = [s for s in samples if s is not None]
     return default_collate([good[i % len(good)] if s is None else s for i, s in enumerate(samples)])
@@ -384,11 +300,11 @@ def dropped(samples):
     return default_collate([s for s in samples if s is not None])
 
 
-@pytest.mark.parametrize("collate", [replaced, dropped])
+@hostile(over={"replaced": replaced, "dropped": dropped})
 @pytest.mark.parametrize("workers", [0, 2])
-@hostile
 def test_none_replaced_by_a_good_sample_of_the_batch(run, collate, workers):
-    trained(run, data=Broken(), collate_fn=collate, num_workers=workers, epochs=4)
+    data = made(lambda data, i: None if i % 5 == 2 else (data.x[i], data.y[i]))
+    trained(run, data=data, collate_fn=collate, num_workers=workers, epochs=4)
 
 
 # ---- left uncached without need ------------------------------------------------------------------
@@ -424,7 +340,6 @@ JOINED = {
 }
 
 
-@pytest.mark.parametrize("kind", list(JOINED))
-@hostile(served=True)
-def test_joined_and_shaped_inputs_are_served(run, kind):
-    trained(run, lambda m, b: F.cross_entropy(JOINED[kind](m, b[0]), b[1]), epochs=4)
+@hostile(over=JOINED, served=True)
+def test_joined_and_shaped_inputs_are_served(run, call):
+    trained(run, lambda m, b: F.cross_entropy(call(m, b[0]), b[1]), epochs=4)

@@ -15,7 +15,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from tests.hostile.harness import cross_entropy, hostile, sgd
 from tests.hostile.loops import ce, numbered, trained
-from tests.hostile.nets import ConvNet, Net, Pairs, Tokens, images, net, rows, sentences
+from tests.hostile.nets import ConvNet, Net, Pairs, Tokens, images, made, net, rows, sentences
 
 # ---- loaders and evaluations ------------------------------------------------------------------
 
@@ -33,9 +33,8 @@ def test_a_loader_made_anew_every_epoch_is_served(run, data_too):
 def test_two_loaders_of_one_model_are_both_served(run):
     model = run.freeze(Net())
     loaders = [run.loader(rows()), run.loader(rows(seed=7), ours={"name": "other"})]
-    for _ in range(3):
-        for loader in loaders:
-            run.fit(model, loader, 1)
+    for loader in loaders * 3:
+        run.fit(model, loader, 1)
 
 
 @hostile(served=True)
@@ -81,13 +80,8 @@ def test_three_leaves_of_a_batch_are_three_calls_of_one(run):
 def test_calls_that_raise_and_are_caught_are_none(run, boundary, failing):
     where = "middle" if run.is_plain else boundary
     model = run.freeze(Net(), where, ("early", "middle"))
-    optimizer, step = sgd(model), 0
-    for _ in range(4):
-        for x, y in run.loader(rows()):
-            with contextlib.suppress(RuntimeError):
-                run.step(F.cross_entropy(model(x[:, :5] if step in failing else x), y), optimizer)
-            step += 1
-    run.see(model)
+    loss = numbered(lambda m, x, y, n: ce(m, x[:, :5] if n in failing else x, y))
+    run.fit(model, run.loader(rows()), 4, loss=loss, catching=(RuntimeError,))
 
 
 @hostile(served=True)
@@ -102,13 +96,9 @@ def test_compiled_blocks_whose_norms_train_are_served(run, parts):
 
 @hostile
 def test_training_in_eval_mode(run):
-    model = run.freeze(ConvNet(), "body")
-    loader, optimizer = run.loader(images()), sgd(model, 0.05)
-    for epoch in range(4):
-        model.train(epoch % 2 == 0)
-        for batch in loader:
-            run.step(cross_entropy(model, batch), optimizer)
-    run.see(model)
+    modes = lambda model, step: model.train(step // 3 % 2 == 0)  # noqa: E731
+    trained(run, model=ConvNet(), data=images(), boundary="body", each_step=modes, epochs=4,
+            optimizer=lambda m: sgd(m, 0.05))  # fmt: skip
 
 
 @hostile
@@ -162,8 +152,7 @@ def loss_of_two_kinds(m, x, y, n):
     return (F.cross_entropy if n % 2 else F.multi_margin_loss)(m(x), y)
 
 
-@hostile(served=True)
-@pytest.mark.parametrize("loss", [twice, loss_of_two_kinds])
+@hostile(over={"twice": twice, "of two kinds": loss_of_two_kinds}, served=True)
 def test_losses_of_any_kind_are_served(run, loss):
     trained(run, numbered(loss), model=dropping())
 
@@ -189,16 +178,16 @@ def test_batches_and_steps_of_other_numbers_are_served(run, steps):
 @hostile(served=True)
 def test_adversarial_features_in_turns(run):
     """A critic on the head's output, trained in turns with the head."""
-    model, critic = run.freeze(Net()), nn.Linear(3, 1)
-    loader, one, two = run.loader(rows()), sgd(model), sgd(critic)
-    for _ in range(4):
-        for number, (x, y) in enumerate(loader):
-            out = model(x)
-            if number % 2:
-                run.step(critic(out.detach()).square().mean(), two)
-            else:
-                run.step(F.cross_entropy(out, y) + critic(out).mean(), one)
-    run.see(model)
+
+    def loss(model, x, y, step):
+        out = model(x)
+        if step % 2:
+            return critic(out.detach()).square().mean()
+        return F.cross_entropy(out, y) + critic(out).mean()
+
+    critic = nn.Linear(3, 1)
+    both = lambda m: sgd(nn.ModuleList([m, critic]))  # noqa: E731
+    trained(run, numbered(loss), optimizer=both, epochs=4)
 
 
 @hostile(served=True)
@@ -316,8 +305,7 @@ class Module(nn.Module):
 
 @hostile(served=True)
 def test_a_model_inside_of_the_users_module_is_served(run):
-    outer = Module(run.freeze(Net()))
-    run.fit(outer, run.loader(rows()), 4, loss=lambda outer, batch: outer.training_step(batch))
+    run.fit(Module(run.freeze(Net())), run.loader(rows()), 4, loss=Module.training_step)
 
 
 def lossy(model, x, y=None):
@@ -336,12 +324,13 @@ def hidden_loss(m, b):
     return F.cross_entropy(out["logits"], b[1]) + sum(h.mean() for h in out["hidden"])
 
 
-@hostile(served=True)
-@pytest.mark.parametrize(
-    ("forward", "loss"),
-    [(lossy, lambda m, b: m(b[0], y=b[1])[1]), (returning, hidden_loss)],
-    ids=["the loss", "hidden states"],
-)
+RETURNED = {
+    "the loss": (lossy, lambda m, b: m(b[0], y=b[1])[1]),
+    "hidden states": (returning, hidden_loss),
+}
+
+
+@hostile(over=RETURNED, served=True)
 def test_what_the_model_returns_besides_is_served(run, forward, loss):
     trained(run, loss, model=net(forward=forward))
 
@@ -359,12 +348,9 @@ def test_a_boundary_that_moves_is_served_where_it_comes_to_rest(run, order):
 @hostile
 def test_a_boundary_moved_every_epoch(run):
     model = run.freeze(Net())
-    loader, optimizer = run.loader(rows()), torch.optim.SGD(model.parameters(), 0.1)
-    for epoch in range(4):
-        run.move(model, ["early", "middle"][epoch % 2])
-        for batch in loader:
-            run.step(cross_entropy(model, batch), optimizer)
-    run.see(model)
+    move = lambda epoch: run.move(model, ["early", "middle"][epoch % 2])  # noqa: E731
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run.fit(model, run.loader(rows()), 4, each_epoch=move, optimizer=optimizer)
 
 
 def frozen_and_thawed(model, epoch):
@@ -388,11 +374,15 @@ def loaded_from_a_checkpoint(model, epoch):
         model.load_state_dict(model.kept)
 
 
-CHANGES = [frozen_and_thawed, replaced_by_a_wider, adapter_that_joins, loaded_from_a_checkpoint]
+CHANGES = {
+    "frozen and thawed": frozen_and_thawed,
+    "replaced by a wider": replaced_by_a_wider,
+    "an adapter that joins": adapter_that_joins,
+    "loaded from a checkpoint": loaded_from_a_checkpoint,
+}
 
 
-@hostile(served=True)
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@hostile(over=CHANGES, served=True)
 def test_the_active_part_may_change_at_will(run, change):
     """Its layers are frozen, classes are added, weights and optimizers loaded."""
     model = run.freeze(Net())
@@ -452,49 +442,36 @@ def halved(model, x, y, n):
 def test_an_error_of_the_model_is_the_models_own(run, where):
     """The loop goes on with the next batch, or with halves of this one."""
     model = run.freeze(net(Failing, where=where))
-    loader, optimizer = run.loader(rows(21)), sgd(model)
     loss = numbered(halved if where == "memory" else lambda m, x, y, n: ce(m, x, y))
-    for _ in range(4):
-        for batch in loader:
-            with contextlib.suppress(ArithmeticError):
-                run.step(loss(model, batch), optimizer)
-    run.see(model)
+    run.fit(model, run.loader(rows(21)), 4, loss=loss, catching=(ArithmeticError,))
 
 
 @hostile
 def test_an_error_of_the_data_set_is_the_data_sets_own(run):
-    class Raising(Pairs):
-        fails = False
+    def get(data, index):
+        if data.fails and index == 12:
+            raise OSError("not there for the moment")
+        return data.x[index], data.y[index]
 
-        def __getitem__(self, index):
-            if self.fails and index == 12:
-                raise OSError("not there for the moment")
-            return super().__getitem__(index)
-
-    data = Raising()
-    model = run.freeze(Net())
-    loader = run.loader(data)
-    optimizer = sgd(model)
-    for epoch in range(4):
-        data.fails = epoch == 0
+    data, model = made(get, fails=True), run.freeze(Net())
+    loader, optimizer = run.loader(data), sgd(model)
+    for _ in range(4):
         with contextlib.suppress(OSError):
-            for batch in loader:
-                run.step(cross_entropy(model, batch), optimizer)
-    run.see(model)
+            run.fit(model, loader, 1, optimizer=optimizer)
+        data.fails = False
 
 
 @hostile(served=True)
 def test_an_error_of_the_loop_and_a_new_epoch(run):
+    def each_step(step):
+        if step == 2:
+            raise ZeroDivisionError
+
     model = run.freeze(Net())
-    loader = run.loader(rows(), shuffle=True)
-    optimizer = sgd(model)
+    loader, optimizer = run.loader(rows(), shuffle=True), sgd(model)
     for _ in range(5):
         with contextlib.suppress(ZeroDivisionError):
-            for number, batch in enumerate(loader):
-                run.step(cross_entropy(model, batch), optimizer)
-                if number == 1:
-                    raise ZeroDivisionError
-    run.see(model)
+            run.fit(model, loader, 1, optimizer=optimizer, each_step=each_step)
 
 
 @hostile

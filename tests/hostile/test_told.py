@@ -6,36 +6,30 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset
 
-from tests.hostile.harness import cross_entropy, hostile, judge, sgd
+from tests.hostile.harness import cross_entropy, hostile, judge
 from tests.hostile.loops import trained
-from tests.hostile.nets import NUM_SAMPLES, Net, inputs, labels, net, rows
+from tests.hostile.nets import NUM_SAMPLES, Net, inputs, labels, made, net, rows, seeded
 
 
-class Wrapping:
-    """A loader around the loader, that makes tensors of its own."""
-
-    def __init__(self, loader):
-        self.loader = loader
-
-    def __len__(self):
-        return len(self.loader)
+class Wrapping(list):
+    """Batches of a loader as tensors of its own, made anew in each pass."""
 
     def __iter__(self):
-        for x, y in self.loader:
-            yield torch.tensor(x.tolist()), torch.tensor(y.tolist())
+        for loader in super().__iter__():
+            for x, y in loader:
+                yield torch.tensor(x.tolist()), torch.tensor(y.tolist())
 
 
-@hostile
-def test_a_wrapper_that_makes_other_tensors_is_told(run):
-    run.fit(run.freeze(Net()), Wrapping(run.loader(rows())), 3)
-
-
-@hostile
-def test_a_loop_without_our_loader_is_told(run):
+def without_our_loader(run):
     x, y = rows().tensors
-    run.fit(run.freeze(Net()), [(x[:8], y[:8]), (x[8:16], y[8:16])], 3)
+    return [(x[:8], y[:8]), (x[8:16], y[8:16])]
+
+
+@hostile(over={"a wrapper": lambda run: Wrapping([run.loader(rows())]), "none": without_our_loader})
+def test_a_loop_without_our_loader_is_told(run, batches):
+    run.fit(run.freeze(Net()), batches(run), 3)
 
 
 @hostile
@@ -53,25 +47,10 @@ def test_an_iterable_data_set_is_told(run):
 @hostile
 def test_a_data_set_that_differs_every_time_is_told(run):
     """Its own generator goes on from sample to sample: nothing seeds it."""
-
-    class Restless(TensorDataset):
-        generator = torch.Generator().manual_seed(3)
-
-        def __getitem__(self, index):
-            x, y = super().__getitem__(index)
-            return x + torch.rand((), generator=self.generator), y
-
+    generator = seeded(3)
+    restless = made(lambda d, i: (d.x[i] + torch.rand((), generator=generator), d.y[i]))
     # The draws of the self-test move this generator: the numbers are of no use, the words are.
-    model = run.freeze(Net())
-    loader = run.loader(Restless(inputs(), labels()))
-    optimizer = sgd(model)
-    for _ in range(3):
-        for batch in loader:
-            loss = cross_entropy(model, batch)
-            run.record(0.0)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    trained(run, lambda m, b: 0.0 * cross_entropy(m, b), data=restless)
 
 
 def mixing(model, x):
@@ -102,9 +81,8 @@ MODELS = {
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("kind", MODELS)
-def test_a_boundary_that_cannot_be_cut_is_told_by_name(kind):
-    told, make = MODELS[kind]
+@pytest.mark.parametrize(("told", "make"), MODELS.values(), ids=list(MODELS))
+def test_a_boundary_that_cannot_be_cut_is_told_by_name(told, make):
     judge(lambda run: trained(run, model=make()), told=told)
 
 
@@ -133,10 +111,9 @@ IN_LISTS = {
 }
 
 
-@pytest.mark.parametrize("kind", IN_LISTS)
-def test_batches_without_rows_are_told_as_such(kind):
-    options, loss = IN_LISTS[kind]
-    judge(lambda run: trained(run, loss, **options), told="in the collate_fn")
+@hostile(over=IN_LISTS, told="in the collate_fn")
+def test_batches_without_rows_are_told_as_such(run, options, loss):
+    trained(run, loss, **options)
 
 
 @hostile

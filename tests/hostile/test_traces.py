@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import dataclasses
 import functools
 import io
 import itertools
@@ -26,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.hostile.harness import cross_entropy, hostile, judge
 from tests.hostile.loops import trained
 from tests.hostile.nets import ConvNet, Net, images, layered, net, rows
+from tests.hostile.places import COUNTERS
 
 
 def looked_at(run, model, look, **kwargs):
@@ -42,10 +42,6 @@ def looked_at(run, model, look, **kwargs):
 def headed(act, **state):
     """Return a net whose head does something besides."""
     return net(back=lambda m, h: Net.back(m, act(m, h)), **state)
-
-
-def drawing(model, h):
-    return h * (1 + float(model.draw()))
 
 
 def averaging_in_place(model, h):
@@ -116,11 +112,6 @@ def shrinking(layer, h):
     return h
 
 
-def moved(setting):
-    setting.calls += 1
-    return min(1.0, setting.calls / 6)
-
-
 num_counted = 0
 
 
@@ -166,45 +157,36 @@ def with_spectral_norm():
     return model
 
 
-class Counting:
-    calls = 0
-
-    def __call__(self, h):
-        type(self).calls += 1
-        self.own = getattr(self, "own", 0) + 1
-        return h * min(1.0, (self.own + type(self).calls) / 12)
-
-
 def keeping(kind):
-    """A head that writes to something of its function's own."""
-    count, averages, log = Counting(), torch.zeros(8), []
-    numbers, table, slots = np.zeros(2), {"calls": 0}, collections.OrderedDict(seen=0)
-    Counting.calls = 0
+    """Return a net whose head counts in something."""
+    make, tick = COUNTERS[kind]
+    return headed(lambda m, h: h * min(1.0, tick(m.held) / 6), held=make())
 
-    def write(h):
-        if kind == "an object":
-            return count(h)
-        if kind == "a tensor":
-            averages.lerp_(h.detach().mean(0), 0.1)
-            return h - averages.clone()
-        if kind == "a list that grows":
-            log.append(h.detach().mean().item())
-            return h * min(1.0, len(log) / 6)
-        numbers[0] += 1
-        table["calls"] += 1
-        slots["seen"] += 1
-        return h * min(1.0, (numbers[0] + table["calls"] + slots["seen"]) / 18)
 
-    return headed(lambda model, h: write(h))
+def keeping_in_a_closure(kind):
+    make, tick = COUNTERS[kind]
+    held = make()
+    return headed(lambda m, h: h * min(1.0, tick(held) / 6))
+
+
+def averaging_in_a_closure():
+    averages = torch.zeros(8)
+
+    def act(model, h):
+        averages.lerp_(h.detach().mean(0), 0.1)
+        return h - averages.clone()
+
+    return headed(act)
 
 
 # More of them, around one call: `skip/test_traces.py`.
 HEADS = {
     **{
-        f"{kind} in a closure": functools.partial(keeping, kind)
-        for kind in ("an object", "a tensor", "a list that grows", "an array and tables")
+        f"{kind} in a closure": functools.partial(keeping_in_a_closure, kind)
+        for kind in ("an object", "a class", "a list that grows", "an array", "a table", "a deque")
     },
-    "an iterator": lambda: headed(drawing, draw=functools.partial(next, itertools.count(0, 0.01))),
+    **{kind: functools.partial(keeping, kind) for kind in ("slots", "an iterator")},
+    "a tensor in a closure": averaging_in_a_closure,
     "an average in place": lambda: headed(averaging_in_place, bank=torch.zeros(8)),
     "buffers": with_codes,
     "spectral norm": with_spectral_norm,
@@ -213,20 +195,12 @@ HEADS = {
     "weights with noise": lambda: headed(noisy),
     "gradients": lambda: headed(penalising),
     **{f"a function in {kind}": functools.partial(calling, kind) for kind in COUNTED},
-    "slots of a setting": lambda: headed(
-        lambda m, h: h * m.setting.moved(),
-        setting=dataclasses.make_dataclass(
-            "Setting", [("calls", int, 0)], slots=True, namespace={"moved": moved}
-        )(),
-    ),
 }
 
 
-@hostile(served=True)
-@pytest.mark.cases(4)
-@pytest.mark.parametrize("kind", HEADS)
-def test_what_a_head_remembers_moves_once_a_step(run, kind):
-    trained(run, model=HEADS[kind]())
+@hostile(over=HEADS, cases=4, served=True)
+def test_what_a_head_remembers_moves_once_a_step(run, make):
+    trained(run, model=make())
 
 
 TALLY = {"calls": 0}
@@ -367,10 +341,8 @@ FRONTS = {
 }  # fmt: skip
 
 
-@hostile
-@pytest.mark.cases(3)
-@pytest.mark.parametrize("kind", FRONTS)
-def test_what_a_front_does_besides_it_does_once_a_step(run, kind):
+@hostile(over=FRONTS, cases=3)
+def test_what_a_front_does_besides_it_does_once_a_step(run, make):
     def loss(model, batch):
         value = cross_entropy(model, batch)
         run.see(batch[0].sum())
@@ -378,7 +350,7 @@ def test_what_a_front_does_besides_it_does_once_a_step(run, kind):
         run.see(str(getattr(model, "kept", "")))
         return value * (1 + sum(getattr(model, "kept", ())) / 30)
 
-    trained(run, loss, model=FRONTS[kind](), epochs=4)
+    trained(run, loss, model=make(), epochs=4)
 
 
 def into_a_list(model, x, y, out):
@@ -394,8 +366,7 @@ def into_a_dict(model, x, y, out):
     return model.back(out["feature"])
 
 
-@hostile
-@pytest.mark.parametrize(("forward", "kind"), [(into_a_list, list), (into_a_dict, dict)])
+@hostile(over={"a list": (into_a_list, list), "a dict": (into_a_dict, dict)})
 def test_what_is_given_to_the_model_is_filled_once(run, forward, kind):
     def loss(model, batch):
         filled = kind()
@@ -415,10 +386,9 @@ LEFT = {
 }
 
 
-@hostile(served=True)
-@pytest.mark.parametrize("what", LEFT)
-def test_nothing_is_left_behind(run, what):
-    looked_at(run, ConvNet(), LEFT[what], boundary="body", data=images())
+@hostile(over=LEFT, served=True)
+def test_nothing_is_left_behind(run, look):
+    looked_at(run, ConvNet(), look, boundary="body", data=images())
 
 
 @hostile(served=True)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
-from tests.ordinary.corpus import CORPUS, Program, run
+from tests.ordinary.corpus import CORPUS, Program, run, table
 
 
 def marked(program: Program):
     marks = [] if program.default else [pytest.mark.long]
-    if program.fails is not None:
-        marks.append(pytest.mark.xfail(reason=program.fails))
     return pytest.param(program, marks=marks, id=program.name)
 
 
@@ -36,3 +35,9 @@ def test_an_ordinary_program_trains_as_before_and_is_served(program, tmp_path):
         if text not in of_modes and not (program.told and re.search(program.told, text))
     ]
     assert (told, result.warned) == ([], [])
+
+
+def test_the_documents_table_of_programs_is_that_of_the_corpus():
+    text = Path(__file__).parents[2].joinpath("docs", "ordinary.md").read_text()
+    found = "".join(line for line in text.splitlines(keepends=True) if line.startswith("|"))
+    assert found == table()

@@ -4,9 +4,9 @@ import argparse
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from toys import sentences, tokenizer as load_tokenizer
+from toys import bert_config, sentences, tokenizer as load_tokenizer
 from torch.utils.data import DataLoader
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertForSequenceClassification
 from transformers import get_linear_schedule_with_warmup
 
 from egeria_cache import ActivationCache  # +
@@ -34,10 +34,7 @@ def training_function(args):
     accelerator = Accelerator(cpu=True, project_dir="runs")
     set_seed(42)
     train_dataloader, eval_dataloader, vocab_size = get_dataloaders(accelerator, 8)
-    model = BertForSequenceClassification(
-        BertConfig(vocab_size=vocab_size, hidden_size=32, num_hidden_layers=3,
-                   num_attention_heads=4, intermediate_size=64)
-    )  # fmt: skip
+    model = BertForSequenceClassification(bert_config(vocab_size))
     for module in (model.bert.embeddings, *model.bert.encoder.layer[:2]):
         module.requires_grad_(False)
     optimizer = torch.optim.AdamW(params=model.parameters(), lr=2e-4)

@@ -1,9 +1,8 @@
 # Text classification with the Trainer, evaluation and checkpoints at each epoch.
 import numpy as np
 from datasets import Dataset
-from toys import sentences, tokenizer as load_tokenizer
+from toys import bert_config, sentences, tokenizer as load_tokenizer
 from transformers import (
-    BertConfig,
     BertForSequenceClassification,
     DataCollatorWithPadding,
     Trainer,  # -
@@ -27,10 +26,7 @@ def main():
     dataset = Dataset.from_dict({"text": texts, "label": labels})
     dataset = dataset.map(lambda x: tokenizer(x["text"], truncation=True), batched=True)
     split = dataset.train_test_split(test_size=16, seed=0)
-    model = BertForSequenceClassification(
-        BertConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=3,
-                   num_attention_heads=4, intermediate_size=64, num_labels=2)
-    )  # fmt: skip
+    model = BertForSequenceClassification(bert_config(len(tokenizer)))
     for name, param in model.named_parameters():
         if name.startswith(("bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1")):
             param.requires_grad = False

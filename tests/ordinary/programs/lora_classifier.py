@@ -1,9 +1,9 @@
 # LoRA on the last layers of a BERT, the rest as it is.
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
-from toys import sentences, tokenizer as load_tokenizer
+from toys import bert_config, sentences, tokenizer as load_tokenizer
 from torch.utils.data import DataLoader
-from transformers import BertConfig, BertForSequenceClassification, set_seed
+from transformers import BertForSequenceClassification, set_seed
 
 from egeria_cache import ActivationCache  # +
 
@@ -20,10 +20,7 @@ def collate_fn(examples):
 
 
 train_dataloader = DataLoader(examples, shuffle=True, collate_fn=collate_fn, batch_size=8)
-model = BertForSequenceClassification(
-    BertConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=4,
-               num_attention_heads=4, intermediate_size=64)
-)  # fmt: skip
+model = BertForSequenceClassification(bert_config(len(tokenizer), layers=4))
 peft_config = LoraConfig(
     task_type=TaskType.SEQ_CLS, r=4, lora_alpha=16, lora_dropout=0.0,
     target_modules=["query", "value"], layers_to_transform=[3],

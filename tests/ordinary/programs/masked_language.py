@@ -1,8 +1,8 @@
 # Masked language modelling: the collator masks tokens at random, so that nothing can be reused.
 import torch
-from toys import sentences, tokenizer as load_tokenizer
+from toys import bert_config, sentences, tokenizer as load_tokenizer
 from torch.utils.data import DataLoader
-from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling, set_seed
+from transformers import BertForMaskedLM, DataCollatorForLanguageModeling, set_seed
 
 from egeria_cache import ActivationCache  # +
 
@@ -12,10 +12,7 @@ dataset = [tokenizer(t, padding="max_length", max_length=14, truncation=True)
            for t in sentences(32)[0]]  # fmt: skip
 collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
 dataloader = DataLoader(dataset, shuffle=True, batch_size=8, collate_fn=collator)
-model = BertForMaskedLM(
-    BertConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=3,
-               num_attention_heads=4, intermediate_size=64)
-)  # fmt: skip
+model = BertForMaskedLM(bert_config(len(tokenizer)))
 model.bert.encoder.layer[0].requires_grad_(False)
 for name, p in model.bert.embeddings.named_parameters():
     p.requires_grad_(False)

@@ -2,9 +2,9 @@
 from dataclasses import dataclass
 
 import torch
-from toys import sentences, tokenizer as load_tokenizer
+from toys import bert_config, sentences, tokenizer as load_tokenizer
 from torch.utils.data import DataLoader
-from transformers import BertConfig, BertForMultipleChoice, set_seed
+from transformers import BertForMultipleChoice, set_seed
 
 from egeria_cache import ActivationCache  # +
 
@@ -50,10 +50,7 @@ train_dataloader = DataLoader(
     Swag(24, tokenizer), shuffle=True, batch_size=4,
     collate_fn=DataCollatorForMultipleChoice(tokenizer),
 )  # fmt: skip
-model = BertForMultipleChoice(
-    BertConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=3,
-               num_attention_heads=4, intermediate_size=64)
-)  # fmt: skip
+model = BertForMultipleChoice(bert_config(len(tokenizer)))
 model.bert.embeddings.requires_grad_(False)
 model.bert.encoder.layer[:2].requires_grad_(False)
 optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=5e-4)

@@ -1,8 +1,8 @@
 # Questions and contexts, padded to one length; start and end are learnt.
 import torch
-from toys import sentences, tokenizer as load_tokenizer
+from toys import bert_config, sentences, tokenizer as load_tokenizer
 from torch.utils.data import DataLoader
-from transformers import BertConfig, BertForQuestionAnswering, default_data_collator, set_seed
+from transformers import BertForQuestionAnswering, default_data_collator, set_seed
 
 from egeria_cache import ActivationCache  # +
 
@@ -21,10 +21,7 @@ for i, (question, context) in enumerate(zip(questions, contexts)):
 train_dataloader = DataLoader(
     features, shuffle=True, collate_fn=default_data_collator, batch_size=8
 )
-config = BertConfig(
-    vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
-    intermediate_size=64,
-)  # fmt: skip
+config = bert_config(len(tokenizer))
 model = BertForQuestionAnswering(config)
 for name, p in model.named_parameters():
     p.requires_grad = name.startswith(("bert.encoder.layer.2", "qa_outputs"))

@@ -1,9 +1,8 @@
 # A plain loop that saves the model and its tokenizer after each epoch, and pushes it nowhere.
 import torch
-from toys import sentences, tokenizer as load_tokenizer
+from toys import bert_config, sentences, tokenizer as load_tokenizer
 from torch.utils.data import DataLoader
 from transformers import (
-    BertConfig,
     BertForSequenceClassification,
     DataCollatorWithPadding,
     get_scheduler,
@@ -18,10 +17,7 @@ texts, labels = sentences(48)
 dataset = [{**tokenizer(t), "labels": y} for t, y in zip(texts, labels)]
 collator = DataCollatorWithPadding(tokenizer=tokenizer)
 dataloader = DataLoader(dataset, shuffle=True, batch_size=8, collate_fn=collator)
-model = BertForSequenceClassification(
-    BertConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=4,
-               num_attention_heads=4, intermediate_size=64)
-)  # fmt: skip
+model = BertForSequenceClassification(bert_config(len(tokenizer), layers=4))
 for param in model.base_model.parameters():
     param.requires_grad = False
 optimizer = torch.optim.AdamW(model.classifier.parameters(), lr=5e-3)

@@ -1,18 +1,15 @@
 # Sentence embeddings: pairs, a mean over tokens, in-batch negatives.
 import torch
 from sentence_transformers import InputExample, SentenceTransformer, losses, models
-from toys import sentences, tokenizer as load_tokenizer
+from toys import bert_config, sentences, tokenizer as load_tokenizer
 from torch.utils.data import DataLoader
-from transformers import BertConfig, BertModel, set_seed
+from transformers import BertModel, set_seed
 
 from egeria_cache import ActivationCache  # +
 
 set_seed(0)
 tokenizer = load_tokenizer()
-BertModel(
-    BertConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=3,
-               num_attention_heads=4, intermediate_size=64)
-).save_pretrained("bert")  # fmt: skip
+BertModel(bert_config(len(tokenizer))).save_pretrained("bert")
 tokenizer.save_pretrained("bert")
 word = models.Transformer("bert", max_seq_length=16)
 model = SentenceTransformer(modules=[word, models.Pooling(32)], device="cpu")

@@ -1,4 +1,4 @@
-"""What the programs would download: small pictures, sentences, a tokenizer, a ResNet."""
+"""What the programs would download: small pictures, sentences, a tokenizer, models."""
 
 from __future__ import annotations
 
@@ -153,6 +153,13 @@ def sentences(size=48, shortest=4, longest=12, seed=2):
         texts.append(" ".join(WORDS[i] for i in picks))
         labels.append(int((picks < len(WORDS) // 2).sum() * 2 > length))
     return texts, labels
+
+
+def bert_config(vocab_size, layers=3):
+    from transformers import BertConfig
+
+    return BertConfig(vocab_size=vocab_size, hidden_size=32, num_hidden_layers=layers,
+                      num_attention_heads=4, intermediate_size=64)  # fmt: skip
 
 
 def tokenizer(**kwargs):
