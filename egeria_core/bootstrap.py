@@ -6,10 +6,10 @@ Networks have a critical period at the start of training; what is frozen then st
 from __future__ import annotations
 
 import math
-from collections import deque
-from typing import Any
 
 from torch import Tensor
+
+from egeria_core.remembered import Remembered
 
 
 class MeanLoss:
@@ -37,7 +37,7 @@ class MeanLoss:
         return float(self._total), self.count
 
 
-class Bootstrap:
+class Bootstrap(Remembered):
     """Ends when the smoothed training loss changes by less than `change` between two looks.
 
     Args:
@@ -49,6 +49,8 @@ class Bootstrap:
         fall: The smoothed loss must be below its first value by this part. A loss that has not
             begun to fall changes as little as one that has settled. None: not asked for.
     """
+
+    remembers = ("done", "_recent", "_previous", "_first")
 
     def __init__(
         self,
@@ -64,7 +66,8 @@ class Bootstrap:
             raise ValueError(f"share and fall must lie in [0, 1), got {share} and {fall}")
         self.change, self.share, self.fall = change, share, fall
         self.done = False
-        self._recent: deque[float] = deque(maxlen=smoothing)
+        self._smoothing = smoothing
+        self._recent: list[float] = []
         self._previous: float | None = None
         self._first: float | None = None
 
@@ -79,8 +82,8 @@ class Bootstrap:
             return True
         if self._first is None and math.isfinite(loss):
             self._first = loss
-        self._recent.append(loss)
-        if len(self._recent) < (self._recent.maxlen or 1):
+        self._recent = [*self._recent, loss][-self._smoothing :]
+        if len(self._recent) < self._smoothing:
             return False
         smooth = sum(self._recent) / len(self._recent)
         previous, self._previous = self._previous, smooth
@@ -93,19 +96,3 @@ class Bootstrap:
         if self.fall is None or self._first is None:
             return True
         return smooth <= self._first - self.fall * abs(self._first)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the stage and the recent losses."""
-        return {
-            "done": self.done,
-            "recent": list(self._recent),
-            "previous": self._previous,
-            "first": self._first,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`."""
-        self.done, self._previous = state["done"], state["previous"]
-        self._first = state.get("first")
-        self._recent.clear()
-        self._recent.extend(state["recent"])

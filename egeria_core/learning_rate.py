@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from egeria_core.remembered import Remembered
+
 __all__ = ["MeanRate", "TenfoldDrop", "UnfreezeRule", "WarmRestart", "parse_rule"]
 
 
@@ -51,47 +53,42 @@ class UnfreezeRule(Protocol):
         """Continue from `state_dict()`."""
 
 
-class TenfoldDrop:
+class TenfoldDrop(Remembered):
     """Unfreeze when every group's rate has fallen to `factor` of what it was at the first freeze.
 
     The reference point is the freeze of the *frontmost* layer (section 4.2.2): later freezes do
     not move it, an unfreeze clears it.
     """
 
+    remembers = ("_at_freeze",)
+
     def __init__(self, factor: float = 0.1) -> None:
         if not 0 < factor < 1:
             raise ValueError(f"factor must lie between 0 and 1, got {factor}")
         self.factor = factor
-        self._at_freeze: tuple[float, ...] | None = None
+        self._at_freeze: list[float] | None = None
 
     def should_unfreeze(self, step: int, lr: tuple[float, ...], frozen: int) -> bool:
         """Compare with the rates at the frontmost freeze."""
         if frozen == 0 or self._at_freeze is None or len(self._at_freeze) != len(lr):
             # The layer freezes after this answer: the rate of the last step without frozen
             # layers is the rate at the freeze, even if it drops before the next step.
-            self._at_freeze = lr
+            self._at_freeze = list(lr)
             return False
         # A group that had no rate at the freeze (still warming up) has no drop to measure.
         ratios = [now / then for now, then in zip(lr, self._at_freeze, strict=True) if then > 0]
         # 0.1 * 0.1 is 0.010000000000000002: without the slack the drop would be missed.
         return bool(ratios) and max(ratios) <= self.factor * (1 + 1e-6)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the rates at the frontmost freeze."""
-        return {"at_freeze": None if self._at_freeze is None else list(self._at_freeze)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`."""
-        at_freeze = state["at_freeze"]
-        self._at_freeze = None if at_freeze is None else tuple(at_freeze)
-
-
-class WarmRestart:
+class WarmRestart(Remembered):
     """Unfreeze when the rate jumps up: `rise` times the lowest rate since the last restart.
 
     For `CosineAnnealingWarmRestarts` and cyclical schedules. The slow rise of a triangular cycle
     counts once, when it has risen that far.
     """
+
+    remembers = ("_lowest", "_falling")
 
     def __init__(self, rise: float = 2.0) -> None:
         if rise <= 1:
@@ -115,23 +112,13 @@ class WarmRestart:
             self._lowest = now
         return False
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the lowest rate of this cycle."""
-        return {"lowest": self._lowest, "falling": self._falling}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`."""
-        self._lowest, self._falling = state["lowest"], state["falling"]
-
 
 def parse_rule(rule: str | UnfreezeRule) -> UnfreezeRule:
     """Return the rule itself, or the one that a short name stands for."""
     if not isinstance(rule, str):
         return rule
-    known: dict[str, type[UnfreezeRule]] = {
-        "tenfold_drop": TenfoldDrop,
-        "warm_restart": WarmRestart,
-    }
+    known: dict[str, type[UnfreezeRule]]
+    known = {"tenfold_drop": TenfoldDrop, "warm_restart": WarmRestart}
     if rule not in known:
         raise ValueError(f"unknown unfreeze rule {rule!r}; known: {', '.join(sorted(known))}")
     return known[rule]()

@@ -4,8 +4,8 @@
 the blocks that are left, serves the front from the cache, and unfreezes. Then one process trains
 the same blocks on the same batches, and the losses are compared.
 
-Each rank loads a quarter of every batch. `--schedule 1F1B` or `Interleaved1F1B`, `--on-freeze
-replicate` or `stay`, and `--policy plasticity` (any policy known by name) change what happens.
+Each rank loads a quarter of every batch. `--schedule 1F1B`, `--on-freeze replicate` or
+`stay`, and `--policy plasticity` (any policy known by name) change what happens.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from egeria_core.pipeline import PipelinePlan, ScheduleName, check_schedule
+from egeria_core.pipeline import PipelinePlan
 
-from .orders import Task, rank_order
+from .orders import ScheduleName, Task, named_schedule, rank_order
 
 __all__ = ["LAYOUTS", "Bubbles", "Layout", "Slot", "count_bubbles", "count_plan"]
 
@@ -92,7 +92,7 @@ def count_bubbles(
     Raises:
         ValueError: An argument is out of its range, or the schedule cannot be had.
     """
-    name, ranks = check_schedule(schedule), stages if ranks is None else ranks
+    name, ranks = named_schedule(schedule), stages if ranks is None else ranks
     if min(stages, microbatches, minibatches, ranks) < 1 or backward <= 0:
         raise ValueError("stages, microbatches, minibatches, ranks and backward must be positive")
     if not 0 <= frozen < stages:
@@ -142,7 +142,7 @@ def count_plan(plan: PipelinePlan, *, backward: float = 1) -> Bubbles:
     Returns:
         In units of a stage's forward where nothing is frozen and all stages cost the same.
     """
-    unit = Fraction(sum(plan.costs)) / (plan.ranks * plan.per_rank) or Fraction(1)
+    unit = Fraction(sum(plan.costs)) / plan.ranks or Fraction(1)
     costs = []
     for start, stop in plan.stages:
         forward = sum(map(Fraction, plan.costs[start:stop]), Fraction(0))

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from egeria_core.pipeline import SCHEDULES
-
 from .bubbles import Bubbles, Layout, count_bubbles
+from .orders import SCHEDULES
 
 __all__ = ["COLUMNS", "draw_schedule", "draw_schedules", "main"]
 

@@ -6,11 +6,20 @@ Stage s of S lies on rank s mod R. Micro-batches are numbered through all mini-b
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from egeria_core.pipeline import ScheduleName
+__all__ = ["SCHEDULES", "ScheduleName", "Task", "named_schedule", "rank_order"]
 
-__all__ = ["Task", "rank_order"]
+ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B"]
+SCHEDULES: tuple[ScheduleName, ...] = ("GPipe", "1F1B", "Interleaved1F1B")
+
+
+def named_schedule(name: str) -> ScheduleName:
+    """Return the schedule's name as it is written here, whatever its case."""
+    for known in SCHEDULES:
+        if known.lower() == name.lower().removeprefix("schedule"):
+            return known
+    raise ValueError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}")
 
 
 class Task(NamedTuple):

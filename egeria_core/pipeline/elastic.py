@@ -23,7 +23,7 @@ from egeria_core.pipeline.engine import Engine, check_torch
 from egeria_core.pipeline.plan import OnFreeze, PipelinePlan, ScheduleName
 from egeria_core.pipeline.rows import count_rows, route
 from egeria_core.pipeline.transfer import Carrier, drop_block, make_room
-from egeria_core.ranks import Peers
+from egeria_core.ranks import all_there
 
 log = logging.getLogger("egeria")
 ON_FREEZE = ("repartition", "replicate", "stay")
@@ -102,13 +102,12 @@ class ElasticPipeline:
         optimizers: One, or several, made over the parameters of all blocks.
         loss_function: From a micro-batch's output and targets to the mean loss of its rows.
         microbatches: Into how many a batch is cut.
-        schedule: "GPipe", "1F1B" or "Interleaved1F1B".
+        schedule: "GPipe" or "1F1B".
         on_freeze: "repartition", the active blocks are spread over all ranks, with weights and
             optimizer state; "replicate", freed ranks become replicas of the others; "stay", no
             block moves.
         cache: Directory for the front's activations; ranks of one host may share it. None: the
             front is computed each time; with "stay" it then remains in the pipeline.
-        stages_per_rank: Of Interleaved1F1B; 2 by default.
         costs: Relative cost of each block, to balance the stages; equal by default.
         device: Where this rank computes; that of the blocks by default.
         group: The ranks; all by default.
@@ -132,7 +131,6 @@ class ElasticPipeline:
         schedule: str = "1F1B",
         on_freeze: OnFreeze = "repartition",
         cache: str | Path | None = None,
-        stages_per_rank: int | None = None,
         costs: Sequence[float] | None = None,
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
@@ -161,10 +159,9 @@ class ElasticPipeline:
         self.wire = torch.device("cpu") if "gloo" in backend else self.device
         """Where the group's messages lie."""
         world = dist.get_world_size(self.group)
-        interleaved = schedule.lower().removeprefix("schedule") == "interleaved1f1b"
         self.plan = PipelinePlan.start(
             [1.0] * len(self._blocks) if costs is None else costs, world, schedule=schedule,
-            microbatches=microbatches, per_rank=stages_per_rank or (2 if interleaved else 1),
+            microbatches=microbatches,
         )  # fmt: skip
         """What is where now."""
         if len(self.plan.costs) != len(self._blocks):
@@ -176,7 +173,6 @@ class ElasticPipeline:
         self.bytes_copied = 0
         """Weights and buffers that this rank received as part of the front."""
         self._loss_function = loss_function
-        self._peers = Peers(self.group)
         self._carrier = Carrier(self.group, self.device, self.wire, self.optimizers)
         self._engine: Engine | None = None
         self._expected = 0
@@ -226,7 +222,7 @@ class ElasticPipeline:
         Raises:
             EgeriaError: The ranks' rows do not fit into one batch.
         """
-        with self._peers.named():
+        with all_there(self.group):
             return self._run(inputs, targets, None)
 
     def evaluate(
@@ -243,7 +239,7 @@ class ElasticPipeline:
         Returns:
             The mean over the rows of all ranks, on every rank.
         """
-        with self._peers.named():
+        with all_there(self.group):
             return self._run(inputs, targets, measure or self._loss_function)
 
     def _run(
@@ -261,7 +257,7 @@ class ElasticPipeline:
         size, bounds = self.plan.rows_of(counts.total)
         begins, ends = [(0, 0)] * self.plan.ranks, [(0, 0)] * self.plan.ranks
         for lane, run in zip(self.plan.pipelines, bounds, strict=True):
-            begins[lane[0]] = ends[lane[(len(self.plan.stages) - 1) % len(lane)]] = run
+            begins[lane[0]] = ends[lane[-1]] = run
         to = (self.group, self.wire, self.device)
         rows = route(rows, counts.rows, begins, *to)
         targets = route(targets, counts.rows, ends, *to)
@@ -291,25 +287,21 @@ class ElasticPipeline:
         Returns:
             The norm before, on every rank.
         """
-        own = [
-            parameter.grad
-            for index, block in enumerate(self._blocks)
-            if self.rank in self.plan.homes[index]
-            for parameter in block.parameters()
-            if parameter.grad is not None
-        ]
-        counted = [
-            parameter.grad
-            for index, block in enumerate(self._blocks)
-            if self.rank == self.owner(index)
-            for parameter in block.parameters()
-            if parameter.grad is not None
-        ]
+        own, counted = (
+            [
+                parameter.grad
+                for block, homes in zip(self._blocks, self.plan.homes, strict=True)
+                if self.rank in homes[:counting]
+                for parameter in block.parameters()
+                if parameter.grad is not None
+            ]
+            for counting in (None, 1)
+        )
         square = torch.zeros((), device=self.device)
         if counted:
             square = nn.utils.get_total_norm(counted).square()
         square = square.to(self.wire)
-        with self._peers.named():
+        with all_there(self.group):
             dist.all_reduce(square, group=self.group)
         norm = square.sqrt().to(self.device)
         for gradient in own:
@@ -332,7 +324,7 @@ class ElasticPipeline:
                 raise ValueError(
                     f"parameter {name!r} of the first {frozen} blocks is trainable; freeze it first"
                 )
-        with self._peers.named():
+        with all_there(self.group):
             self._move_to(self.plan.frozen_to(frozen, self.on_freeze, has_front=self.has_front))
 
     def _move_to(self, new: PipelinePlan) -> None:
@@ -390,7 +382,7 @@ class ElasticPipeline:
                 ranks, if on any.
         """
         states: list[Any] = [None] * self.plan.ranks
-        with self._peers.named():
+        with all_there(self.group):
             own = state["rank"], state["ranks"]
             dist.all_gather_object(states, own, group=self.group)
         for rank, (saved_by, num_ranks) in enumerate(states):
@@ -419,7 +411,7 @@ class ElasticPipeline:
             own = block.state_dict() if self.rank == self.owner(index) else None
             shared: list[Any] = [None if own is None else {k: v.cpu() for k, v in own.items()}]
             source = dist.get_global_rank(self.group, self.owner(index))
-            with self._peers.named():
+            with all_there(self.group):
                 dist.broadcast_object_list(shared, src=source, group=self.group, device=self.wire)
             state.update({f"{name}.{key}": value for key, value in shared[0].items()})
         return state

@@ -17,7 +17,6 @@ from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
-    ScheduleInterleaved1F1B,
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
@@ -49,7 +48,7 @@ def check_torch() -> None:
 
 
 class Engine:
-    """This rank's stages under one plan.
+    """This rank's stage under one plan.
 
     Args:
         plan: What is where.
@@ -76,34 +75,24 @@ class Engine:
         self._measure = loss_function
         self._share = plan.microbatches // len(plan.pipelines)
         self._schedules: dict[Any, Any] = {}
-        self._stages: dict[int, nn.Module] = {}
+        self._stage: nn.Module | None = None
         self._group: dist.ProcessGroup | None = None
         self._targets: Any = None
         self._weight = 0.0
         place = plan.place_of(rank)
         if place is None:
             return
-        lane, at = plan.pipelines[place[0]], place[1]
+        lane, self._at = plan.pipelines[place[0]], place[1]
         self._group = group_of(lane)
-        for index in range(at, len(plan.stages), len(lane)):
-            start, stop = plan.stages[index]
-            module: nn.Module = StageModule(blocks[start:stop], root)
-            twins = [other[at] for other in plan.pipelines]
-            if len(twins) > 1 and any(p.requires_grad for p in module.parameters()):
-                # The replicas' weights are equal already: they were sent.
-                options: dict[str, Any] = {_SYNC_BUFFERS: False, "init_sync": False}
-                module = DistributedDataParallel(module, process_group=group_of(twins), **options)
-            self._stages[index] = module
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the pipeline's input is wanted here."""
-        return 0 in self._stages
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the targets are wanted here."""
-        return len(self._plan.stages) - 1 in self._stages
+        start, stop = plan.stages[self._at]
+        self._stage = StageModule(blocks[start:stop], root)
+        twins = [other[self._at] for other in plan.pipelines]
+        if len(twins) > 1 and any(p.requires_grad for p in self._stage.parameters()):
+            # The replicas' weights are equal already: they were sent.
+            options: dict[str, Any] = {_SYNC_BUFFERS: False, "init_sync": False}
+            self._stage = DistributedDataParallel(
+                self._stage, process_group=group_of(twins), **options
+            )
 
     def step(
         self,
@@ -130,10 +119,10 @@ class Engine:
             The part of the mean loss that was computed on this rank; 0 where there is none.
         """
         loss = torch.zeros((), device=self._device)
-        if not self._stages:
+        if self._stage is None:
             return loss
         padded = size * self._share
-        arguments = [_fill_up(rows, padded) for rows in inputs] if self.is_first else []
+        arguments = [_fill_up(rows, padded) for rows in inputs] if self._at == 0 else []
         trains = measure is None
         key = (trains, size, kind)
         schedule = self._schedules.pop(key, None) or self._make_schedule(trains=trains)
@@ -142,7 +131,7 @@ class Engine:
             del self._schedules[next(iter(self._schedules))]
         keywords: dict[str, Any] = {}
         losses: list[Tensor] = []
-        if self.is_last:
+        if self._at == len(self._plan.stages) - 1:
             numbers = torch.arange(padded)
             numbers[num_rows:] = -1
             self._targets, self._weight = targets, len(self._plan.pipelines) / total
@@ -160,16 +149,13 @@ class Engine:
         return loss
 
     def _make_schedule(self, *, trains: bool) -> Any:
-        stages = [
-            _Stage(module, index, len(self._plan.stages), self._device, group=self._group)
-            for index, module in self._stages.items()
-        ]
-        options = {"loss_fn": self._loss, "scale_grads": False}
-        if self._plan.schedule == "Interleaved1F1B":
-            return ScheduleInterleaved1F1B(stages, self._share, **options)  # type: ignore[arg-type]
+        assert self._stage is not None
+        stage = _Stage(
+            self._stage, self._at, len(self._plan.stages), self._device, group=self._group
+        )
         # Forwards alone have one order.
         kind = Schedule1F1B if trains and self._plan.schedule == "1F1B" else ScheduleGPipe
-        return kind(stages[0], self._share, **options)  # type: ignore[arg-type]
+        return kind(stage, self._share, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, output: Any, numbers: Tensor) -> Tensor:
         """Return a micro-batch's part of the mean loss; rows that fill it up have none."""

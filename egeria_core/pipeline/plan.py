@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B"]
-SCHEDULES: tuple[ScheduleName, ...] = ("GPipe", "1F1B", "Interleaved1F1B")
+ScheduleName = Literal["GPipe", "1F1B"]
+SCHEDULES: tuple[ScheduleName, ...] = ("GPipe", "1F1B")
 _ZERO_BUBBLE = frozenset({"interleavedzerobubble", "zbvzerobubble", "zbv", "dualpipev"})
 
 OnFreeze = Literal["repartition", "replicate", "stay"]
@@ -33,6 +33,11 @@ def check_schedule(name: str) -> ScheduleName:
     for known in SCHEDULES:
         if known.lower() == lowered:
             return known
+    if lowered == "interleaved1f1b":
+        raise ValueError(
+            f"schedule {name!r} has several stages on a rank, which a pipeline that follows its "
+            "frozen front has not: take 1F1B"
+        )
     if lowered in _ZERO_BUBBLE:
         raise ValueError(
             f"schedule {name!r} splits each backward into one for the inputs and one for the "
@@ -58,8 +63,6 @@ class PipelinePlan:
     microbatches: int
     """In each batch, through all replicas."""
     ranks: int
-    per_rank: int
-    """Stages on a rank; more than one for Interleaved1F1B alone."""
     costs: tuple[float, ...] = field(repr=False)
     """Relative cost of each block."""
     frozen: int
@@ -71,7 +74,7 @@ class PipelinePlan:
     """First block of each stage, and the one behind its last. A stage without blocks hands on what
     it gets."""
     pipelines: tuple[tuple[int, ...], ...]
-    """Ranks of each replica; stage s is on the (s mod length)-th."""
+    """Ranks of each replica, one for each stage."""
     homes: tuple[tuple[int, ...], ...]
     """Ranks that hold each block's weights and optimizer state; the first one gives them away."""
 
@@ -83,34 +86,33 @@ class PipelinePlan:
         *,
         schedule: str,
         microbatches: int,
-        per_rank: int = 1,
     ) -> PipelinePlan:
         """Return the plan for a model of which nothing is frozen.
 
         Args:
             costs: Relative cost of each block, such as its FLOPs or parameters.
             ranks: How many there are.
-            schedule: "GPipe", "1F1B" or "Interleaved1F1B".
+            schedule: "GPipe" or "1F1B".
             microbatches: Into how many a batch is cut.
-            per_rank: Stages on each rank.
 
         Raises:
             ValueError: The schedule cannot be had, or there are too few blocks or micro-batches.
         """
         name = check_schedule(schedule)
-        if name != "Interleaved1F1B" and per_rank != 1:
-            raise ValueError(f"{name} has one stage on a rank, got {per_rank}")
-        if min(ranks, microbatches, per_rank) < 1 or any(cost < 0 for cost in costs):
-            raise ValueError("ranks, microbatches and stages on a rank must be positive")
-        if len(costs) < ranks * per_rank:
+        if min(ranks, microbatches) < 1 or any(cost < 0 for cost in costs):
+            raise ValueError("ranks and microbatches must be positive")
+        if len(costs) < ranks:
             raise ValueError(
-                f"{len(costs)} blocks are too few for {per_rank} stage(s) on each of {ranks} ranks"
+                f"{len(costs)} blocks are too few for a stage on each of {ranks} ranks"
             )
-        _check_microbatches(name, microbatches, ranks)
-        stages = partition(costs, 0, ranks * per_rank)
+        if not _fits(name, microbatches, ranks):
+            raise ValueError(
+                f"1F1B needs as many micro-batches as stages, got {microbatches} for {ranks}"
+            )
+        stages = partition(costs, 0, ranks)
         lane = tuple(range(ranks))
         homes = _homes(len(costs), stages, (lane,))
-        return cls(name, microbatches, ranks, per_rank, tuple(costs), 0, 0, stages, (lane,), homes)
+        return cls(name, microbatches, ranks, tuple(costs), 0, 0, stages, (lane,), homes)
 
     def time(self, backward: float = 2.0) -> float:
         """Return about how long a batch takes, in units of the blocks' costs.
@@ -122,11 +124,9 @@ class PipelinePlan:
             backward: Cost of a block's backward, in forwards.
         """
         trained = [cost * (1 + backward * (i >= self.frozen)) for i, cost in enumerate(self.costs)]
-        stages = [sum(trained[start:stop]) for start, stop in self.stages]
-        length = len(self.pipelines[0])
-        work = [sum(stages[place::length]) for place in range(length)]
+        work = [sum(trained[start:stop]) for start, stop in self.stages]
         share = self.microbatches / len(self.pipelines)
-        return share * max(work) + (sum(work) - max(work)) / self.per_rank
+        return share * max(work) + sum(work) - max(work)
 
     @property
     def blocks(self) -> int:
@@ -149,24 +149,25 @@ class PipelinePlan:
         if not 0 <= frozen < self.blocks:
             raise ValueError(f"frozen must be in [0, {self.blocks}), got {frozen}")
         first = PipelinePlan.start(
-            self.costs, self.ranks, schedule=self.schedule, microbatches=self.microbatches,
-            per_rank=self.per_rank,
-        )  # fmt: skip
+            self.costs, self.ranks, schedule=self.schedule, microbatches=self.microbatches
+        )
         if frozen == 0:
             return first
         if on_freeze == "stay":
             # What moved before, if anything did, is not asked: nothing moves.
             if not has_front:
                 return replace(first, frozen=frozen)
-            lane, stages = first._without(frozen)
-            return replace(first, frozen=frozen, front=frozen, stages=stages, pipelines=(lane,))
+            left = [(max(start, frozen), stop) for start, stop in first.stages if stop > frozen]
+            lane = first.pipelines[0][-len(left) :]
+            return replace(
+                first, frozen=frozen, front=frozen, stages=tuple(left), pipelines=(lane,)
+            )
         copies, length = 1, min(self.ranks, self.blocks - frozen)
         if on_freeze == "replicate":
             copies, length = first._replicas(frozen)
         while not _fits(self.schedule, self.microbatches // copies, length):
             length -= 1
-        per_rank = min(self.per_rank, (self.blocks - frozen) // length)
-        stages = partition(self.costs, frozen, length * per_rank)
+        stages = partition(self.costs, frozen, length)
         # The last blocks are on the last ranks already.
         base = self.ranks - copies * length
         lanes = tuple(
@@ -180,25 +181,13 @@ class PipelinePlan:
             homes=(*kept, *active[frozen:]),
         )  # fmt: skip
 
-    def _without(self, frozen: int) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-        """Return the ranks and stages that are left when the first blocks leave the pipeline."""
-        left = tuple((max(start, frozen), max(stop, frozen)) for start, stop in self.stages)
-        empty = sum(start == stop for start, stop in left)
-        if self.schedule == "Interleaved1F1B":
-            # Every rank has as many stages as the others: only whole rounds can go.
-            return self.pipelines[0], left[empty - empty % self.ranks :]
-        return self.pipelines[0][empty:], left[empty:]
-
     def _replicas(self, frozen: int) -> tuple[int, int]:
         """Return how many replicas there will be, and on how many ranks each is.
 
         As many as there can be without a rank that holds more than the fullest did when nothing was
         frozen; each gets as many micro-batches as the others.
         """
-        most = max(
-            sum(stop - start for start, stop in self.stages[rank :: self.ranks])
-            for rank in range(self.ranks)
-        )
+        most = max(stop - start for start, stop in self.stages)
         active = self.blocks - frozen
         length = -(-active // most)
         copies = next(
@@ -288,9 +277,8 @@ def _homes(
     blocks: int, stages: Sequence[tuple[int, int]], lanes: Sequence[tuple[int, ...]]
 ) -> tuple[tuple[int, ...], ...]:
     homes: list[tuple[int, ...]] = [()] * blocks
-    for index, (start, stop) in enumerate(stages):
-        own = tuple(lane[index % len(lane)] for lane in reversed(lanes))
-        homes[start:stop] = [own] * (stop - start)
+    for (start, stop), *own in zip(stages, *reversed(lanes), strict=True):
+        homes[start:stop] = [tuple(own)] * (stop - start)
     return tuple(homes)
 
 
@@ -300,18 +288,4 @@ def _old_first(new: tuple[int, ...], old: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _fits(schedule: ScheduleName, microbatches: int, length: int) -> bool:
-    if schedule == "1F1B":
-        return microbatches >= length
-    return schedule == "GPipe" or microbatches % max(1, microbatches // length) == 0
-
-
-def _check_microbatches(schedule: ScheduleName, microbatches: int, ranks: int) -> None:
-    if schedule == "1F1B" and microbatches < ranks:
-        raise ValueError(
-            f"1F1B needs as many micro-batches as stages, got {microbatches} for {ranks}"
-        )
-    if not _fits(schedule, microbatches, ranks):
-        raise ValueError(
-            f"Interleaved1F1B on {ranks} ranks runs {microbatches // ranks} rounds, and "
-            f"{microbatches} micro-batches are no multiple of that"
-        )
+    return schedule == "GPipe" or microbatches >= length

@@ -9,6 +9,7 @@ from typing import Any
 
 from egeria_core.policies.base import Measure, Prospect, Reading
 from egeria_core.policies.harm import HarmEstimate, Movement
+from egeria_core.remembered import Remembered
 
 DEFAULT_BUDGET = 0.01
 """In nats this is below the deviation between two seeds of a small language model (0.014)."""
@@ -35,7 +36,7 @@ class Candidate:
     """`freeze`, or what speaks against it."""
 
 
-class BudgetPolicy:
+class BudgetPolicy(Remembered):
     """Freeze up to k when the harm predicted for it fits into what is left of the budget.
 
     And when every layer up to k rests, the move pays, and waiting would not save more: harm falls
@@ -47,6 +48,7 @@ class BudgetPolicy:
     """
 
     measure: Measure = "movement"
+    remembers = ("frozen", "spent", "reason", "_rate_at_freeze", "_last_note", "estimate")
 
     def __init__(self, budget: float | None = None) -> None:
         if budget is not None and not (budget > 0 and math.isfinite(budget)):
@@ -60,7 +62,7 @@ class BudgetPolicy:
         """Why the front moved last, in words."""
         self._rate_at_freeze = 0.0
         self._notes: list[dict[str, Any]] = []
-        self._last_note: Any = None
+        self._last_note: list[Any] | None = None
 
     @property
     def budget(self) -> float:
@@ -178,7 +180,7 @@ class BudgetPolicy:
     def _note(
         self, what: str, candidates: Sequence[Candidate], chosen: Candidate | None = None
     ) -> None:
-        words = (what, self.frozen, [c.verdict for c in candidates])
+        words = [what, self.frozen, *(c.verdict for c in candidates)]
         if words == self._last_note:
             return  # the same for the same reasons
         self._last_note = words
@@ -197,25 +199,6 @@ class BudgetPolicy:
         """Return what was newly decided since the last call, and against what, for the history."""
         notes, self._notes = self._notes, []
         return notes
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole state."""
-        return {
-            "frozen": self.frozen,
-            "spent": self.spent,
-            "reason": self.reason,
-            "rate_at_freeze": self._rate_at_freeze,
-            "last_note": self._last_note,
-            "estimate": self.estimate.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`."""
-        self.frozen, self.spent, self.reason = state["frozen"], state["spent"], state["reason"]
-        self._rate_at_freeze = state["rate_at_freeze"]
-        last = state["last_note"]
-        self._last_note = None if last is None else tuple(last)
-        self.estimate.load_state_dict(state["estimate"])
 
 
 def _later(harm: float, left: float) -> float:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from egeria_core.learning_rate import TenfoldDrop, UnfreezeRule
 from egeria_core.plasticity import linear_slope, moving_average
 from egeria_core.policies.base import Measure, Reading
+from egeria_core.remembered import Remembered
 
 MIN_WINDOW = 3
 """Halving stops here: a line through two points fits anything."""
@@ -16,7 +16,7 @@ CALIBRATION = 3
 """Readings whose largest slope sets a layer's tolerance (section 4.2.2); none of them is stale."""
 
 
-class PlasticityPolicy:
+class PlasticityPolicy(Remembered):
     """Smooth, fit, compare, count; freeze after `window` consecutive stale readings.
 
     Args:
@@ -26,6 +26,9 @@ class PlasticityPolicy:
     """
 
     measure: Measure = "plasticity"
+    remembers = (
+        "frozen", "window", "threshold", "_readings", "_smooth", "_num_readings", "_stale", "rule",
+    )  # fmt: skip
 
     def __init__(
         self, window: int = 10, tolerance: float = 0.2, rule: UnfreezeRule | None = None
@@ -91,24 +94,3 @@ class PlasticityPolicy:
         # Exactly flat is stale even where the early readings were flat too (threshold 0): a
         # layer without trainable weights must not hold up the ones behind it.
         return slope < self.threshold or slope == 0.0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole state."""
-        return {
-            "frozen": self.frozen,
-            "window": self.window,
-            "threshold": self.threshold,
-            "readings": list(self._readings),
-            "smooth": list(self._smooth),
-            "num_readings": self._num_readings,
-            "stale": self._stale,
-            "rule": self.rule.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`."""
-        self.frozen, self.window = state["frozen"], state["window"]
-        self.threshold, self._stale = state["threshold"], state["stale"]
-        self._readings, self._smooth = list(state["readings"]), list(state["smooth"])
-        self._num_readings = state["num_readings"]
-        self.rule.load_state_dict(state["rule"])

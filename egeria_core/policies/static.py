@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from egeria_cache import BoundaryError
 from egeria_core.policies.base import Measure, Reading
+from egeria_core.remembered import Remembered
 
 
-class StaticPolicy:
-    """Move the boundary at given steps.
+class StaticPolicy(Remembered):
+    """Move the boundary at given steps; there is nothing to remember, the step says it all.
 
     Args:
         schedule: `(step, boundary)` pairs or a mapping, as `FreezeController.schedule()` returns
@@ -48,10 +48,3 @@ class StaticPolicy:
             if step <= reading.step:
                 frozen = count
         return frozen
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: the step says it all."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to continue from."""

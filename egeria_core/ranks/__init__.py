@@ -1,11 +1,11 @@
 """Ranks: one decision on all of them, and models that lie on several.
 
 `ranks` shares verdicts and has a DistributedDataParallel follow a freeze; `sharded` lets layers
-that `fully_shard` cut be seen whole, and is the only place that names FSDP2's parts; `peers` names
-ranks that have ended. Owns nothing.
+that `fully_shard` cut be seen whole, and is the only place that names FSDP2's parts; `peers` says
+that a rank has ended. Owns nothing.
 """
 
-from egeria_core.ranks.peers import Peers
+from egeria_core.ranks.peers import all_there
 from egeria_core.ranks.ranks import Ranks, rebuild, unwrap
 from egeria_core.ranks.sharded import (
     global_sums,
@@ -19,8 +19,8 @@ from egeria_core.ranks.sharded import (
 )
 
 __all__ = [
-    "Peers",
     "Ranks",
+    "all_there",
     "global_sums",
     "is_sharded",
     "local_part",

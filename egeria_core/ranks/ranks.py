@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from egeria_cache import EgeriaError
 from egeria_core.history import Verdict
-from egeria_core.ranks.peers import Peers
+from egeria_core.ranks.peers import all_there
 from egeria_core.ranks.sharded import sharding_group
 
 
@@ -46,7 +46,6 @@ class Ranks:
         if ddp is None and sharded is not None:
             self._group = sharding_group(sharded)
             self.is_sharded = self._group is not None
-        self._peers: Peers | None = None
         self._device = torch.device("cpu")
         if model is not None and self._group is not None and not _takes_host_tensors(self._group):
             self._device = next(model.parameters()).device
@@ -72,8 +71,7 @@ class Ranks:
             return value
         message = [value]
         source = dist.get_global_rank(self._group, self.source)
-        self._peers = self._peers or Peers(self._group)
-        with self._peers.named():
+        with all_there(self._group):
             dist.broadcast_object_list(message, source, group=self._group, device=self._device)
         return message[0]
 

@@ -32,14 +32,14 @@ FEW = {
     4: [
         Case("GPipe", "repartition", "adamw", stop_at=10),
         Case("1F1B", "replicate", "sgd"),
-        Case("Interleaved1F1B", "replicate", "adamw"),
+        Case("GPipe", "replicate", "adamw"),
         Case("1F1B", "stay", "adamw", has_cache=False),
     ],
 }
 ALL = [
     Case(schedule, on_freeze, optimizer, has_cache, stop_at=stop_at)
     for schedule, on_freeze, optimizer, (has_cache, stop_at) in itertools.product(
-        ("GPipe", "1F1B", "Interleaved1F1B"), ("repartition", "replicate", "stay"),
+        ("GPipe", "1F1B"), ("repartition", "replicate", "stay"),
         ("sgd", "adamw"), ((True, None), (False, None), (True, 14)),
     )
 ]  # fmt: skip
@@ -113,9 +113,8 @@ def check_bytes(case: Case, world: int, ranks: list[dict[str, Any]]) -> None:
         if isinstance(value, torch.Tensor)
     )
     plan = PipelinePlan.start(
-        [1.0] * NUM_BLOCKS, world, schedule=case.schedule, microbatches=MICROBATCHES,
-        per_rank=2 if case.schedule == "Interleaved1F1B" else 1,
-    )  # fmt: skip
+        [1.0] * NUM_BLOCKS, world, schedule=case.schedule, microbatches=MICROBATCHES
+    )
     expected = [0] * world
     for step, name in sorted(case.moves):
         if (step, name) == (0, None):
