@@ -10,12 +10,11 @@ machine's page cache before each read of some, beside threads that only read. Th
 stored, in their order and shuffled, for what they take on disk; and millions of samples, to open
 them, which takes most of the time. Writes
 benchmarks/results/store.json and store.png (not with --quick). The contestants come with
-`pip install '.[bench]'`; one that is missing is named, LMDB is needed.
+`pip install '.[bench]'`; one that is missing is named.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import tempfile
@@ -48,7 +47,7 @@ from .contestants import (
     Egeria,
     EgeriaRaw,
     Memmap,
-    MemmapHash,
+    MemmapFound,
 )
 from .small import measure_open, measure_small
 from .writing import measure_writing
@@ -101,7 +100,7 @@ def measure(rows: Tensor, place: Path, num_rounds: int, skipped: dict[str, str])
             "auto_is_faster_by": times.ratio(one.name, Egeria.name),
             "raw_is_faster_by": times.ratio(one.name, EgeriaRaw.name),
         }
-    report["verified_copies_to_np_take"] = times.ratio(Memmap.name, MemmapHash.name)
+    report["np_take_of_what_was_looked_up"] = times.ratio(Memmap.name, MemmapFound.name)
     report["cold"] = measure_cold(entered, place, num_rounds // 4)
     for one in entered:
         one.close()
@@ -134,16 +133,13 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, write; return 2 without LMDB, which everything is compared with."""
+    """Measure, print, write."""
     options_of = parser(__doc__)
     options_of.add_argument("--samples", type=int, default=2048)
     options_of.add_argument("--rounds", type=int, default=40)
     options_of.add_argument("--open-samples", type=int, default=10_000_000)
     options_of.add_argument("--directory", type=Path, help="where to write; temporary")
     options = options_of.parse_args(argv)
-    if importlib.util.find_spec("lmdb") is None:
-        print("the store is compared with LMDB: pip install '.[bench]'", file=sys.stderr)
-        return 2
     if options.quick:
         options.samples, options.rounds, options.open_samples = 512, 4, 100_000
     conv, transformer = conv_activations(options.samples), transformer_activations(options.samples)

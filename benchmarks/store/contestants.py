@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -28,7 +29,7 @@ __all__ = [
     "Ids",
     "LmdbHash",
     "Memmap",
-    "MemmapHash",
+    "MemmapFound",
 ]
 
 BATCH = 128
@@ -136,8 +137,6 @@ class BareLmdb(Contestant):
         return row.data
 
     def write(self, rows: Tensor) -> None:
-        import lmdb
-
         environment = lmdb.open(str(self.directory), map_size=2**36, metasync=False)
         flat = matrix(rows)
         for start in range(0, len(rows), BATCH):
@@ -147,8 +146,6 @@ class BareLmdb(Contestant):
         environment.close()
 
     def open(self) -> None:
-        import lmdb
-
         self.environment = lmdb.open(str(self.directory), map_size=2**36, readahead=False)
 
     def read(self, ids: Ids) -> Tensor:
@@ -221,17 +218,35 @@ class Memmap(Contestant):
         del self.rows
 
 
-class MemmapHash(Memmap):
-    """The same, each row verified as it was copied: nothing that does so is much faster."""
+class MemmapFound(Memmap):
+    """The same, of rows that LMDB finds by their names: what is left without checksums, layouts,
+    codecs, or other processes that write. Nothing that looks rows up so is much faster.
+    """
 
-    name = "copy + hash loop on a memmap"
+    name = "np.take after LMDB look-ups"
+
+    def write(self, rows: Tensor) -> None:
+        super().write(rows)
+        places = ((one.to_bytes(8, "big"), one.to_bytes(16, "little")) for one in range(len(rows)))
+        with (
+            lmdb.open(str(self.directory), map_size=2**36) as environment,
+            environment.begin(write=True) as transaction,
+        ):
+            transaction.cursor().putmulti(places)
+
+    def open(self) -> None:
+        super().open()
+        self.environment = lmdb.open(str(self.directory), map_size=2**36, readahead=False)
 
     def read(self, ids: Ids) -> Tensor:
-        out = np.empty((len(ids), self.row_bytes), np.uint8)
-        for row, one in enumerate(ids.tolist()):
-            out[row] = self.rows[one]
-            xxhash.xxh3_64_intdigest(out[row])
-        return self.tensor(out)
+        with self.environment.begin() as transaction:
+            get = transaction.get
+            found = b"".join([get(one.to_bytes(8, "big"), b"") for one in ids.tolist()])
+        return super().read(np.frombuffer(found, np.int64)[::2])
+
+    def close(self) -> None:
+        super().close()
+        self.environment.close()
 
 
 class TensorDictMemmap(Contestant):
@@ -355,6 +370,6 @@ class TorchFiles(Contestant):
 
 
 CONTESTANTS: tuple[type[Contestant], ...] = (
-    Egeria, EgeriaRaw, BareLmdb, LmdbHash, LmdbZstd, Memmap, MemmapHash,
+    Egeria, EgeriaRaw, BareLmdb, LmdbHash, LmdbZstd, Memmap, MemmapFound,
     TensorDictMemmap, Safetensors, Blosc2, Zarr, TorchFiles,
 )  # fmt: skip

@@ -224,14 +224,13 @@ class Generation:
     def _get(
         self, keys: list[bytes], entries: Entries | None, pin_memory: bool, in_memory: bool
     ) -> tuple[Any, npt.NDArray[np.bool_]]:
-        num_hits, num_samples, fetched = 0, len(keys), None
+        num_hits, num_corrupt, num_samples = 0, 0, len(keys)
         with self._trouble():
             fetched = read(self._files, keys, entries, pin_memory, in_memory)
-            self.counts.add(corrupt=fetched.num_corrupt)
-        if fetched is not None and self._stopped is None:  # else it became void meanwhile
-            num_hits = int(np.count_nonzero(fetched.hit))
-        self.counts.add(hits=num_hits, misses=num_samples - num_hits)
-        if fetched is None or not num_hits:
+            num_corrupt = fetched.num_corrupt
+            num_hits = 0 if self._stopped else fetched.num_hits  # it became void meanwhile
+        self.counts.add(hits=num_hits, misses=num_samples - num_hits, corrupt=num_corrupt)
+        if not num_hits:
             return {}, np.zeros(num_samples, np.bool_)
         return fetched.fields[BARE] if fetched.bare else fetched.fields, fetched.hit
 

@@ -70,14 +70,13 @@ class Kernel:
         found, described = np.zeros(len(entries), np.uint8), array("Q")
         for rows, num_bytes, kind in columns:
             described.extend((rows.data_ptr(), num_bytes, *kind))
-        whole = sum(num_bytes for _, num_bytes, _ in columns)
-        decode_bytes = _room_bytes(max((num_bytes for _, num_bytes, _ in columns), default=0))
-        room_bytes = decode_bytes + whole + _MOST_HEAD_BYTES  # more is none of these records
-        room = np.empty(room_bytes, np.uint8)
-        key_bytes, each_key = array("H", [len(one) for one in keys]), array("B", b"".join(keys))
+        sizes = [num_bytes for _, num_bytes, _ in columns]
+        decode_bytes = _room_bytes(max(sizes, default=0))
+        room_bytes = decode_bytes + sum(sizes) + _MOST_HEAD_BYTES  # more is none of these records
+        key_bytes, each_key = array("H", map(len, keys)), array("B", b"".join(keys))
         batch = array("Q", [
             *file, seed, _at(described), len(columns), _address(entries), _at(each_key),
-            _at(key_bytes), _address(found), _address(room), unpacker.context,
+            _at(key_bytes), _address(found), unpacker.room(room_bytes), unpacker.context,
             decode_bytes, room_bytes, self._hash, self._unzstd, waits,
         ])  # fmt: skip
         return self._read(_at(batch), len(found)), found
@@ -97,13 +96,13 @@ class Kernel:
         if len(out) % elements[0]:
             return False
         decoder = array("Q", [self._unzstd, unpacker.context, *elements])
-        source, room = np.frombuffer(stored, np.uint8), np.empty(_room_bytes(len(out)), np.uint8)
-        places = _address(source), len(source), _address(room), _address(out), len(out)
+        source, room = np.frombuffer(stored, np.uint8), unpacker.room(_room_bytes(len(out)))
+        places = _address(source), len(source), room, _address(out), len(out)
         return bool(self._decode(_at(decoder), codec, *places))
 
 
 class Unpacker:
-    """zstd's state for one thread."""
+    """zstd's state for one thread, and its room for what is decoded."""
 
     def __init__(self, native: Kernel) -> None:
         self.context = _declared(native.zstd.ZSTD_createDCtx, c_void_p)()
@@ -112,6 +111,13 @@ class Unpacker:
         free = _declared(native.zstd.ZSTD_freeDCtx, ctypes.c_size_t, c_void_p)
         # Not when the interpreter ends: daemon threads may still use it then.
         weakref.finalize(self, free, self.context).atexit = False
+        self._room = np.empty(0, np.uint8)
+
+    def room(self, num_bytes: int) -> int:
+        """Return where so many bytes are. What is new with each batch is faulted in each time."""
+        if len(self._room) < num_bytes:
+            self._room = np.empty(num_bytes, np.uint8)
+        return _address(self._room)
 
 
 @functools.cache

@@ -31,8 +31,10 @@ logger = logging.getLogger("egeria_cache.store")
 Column = Tensor | list[Any]
 _local = threading.local()
 """A coder for each thread."""
-HUGE_BYTES = 1 << 22
-"""From here on NumPy asks for huge pages: first touches of small ones cost three times the copy."""
+MAPPED_BYTES = 1 << 17
+"""From here on malloc may map memory anew, whose first touches cost three times the copy: of what
+PyTorch asks for, aligned, every third batch of 2 MiB; hardly ever for NumPy, which asks for huge
+pages besides, from 4 MiB on."""
 
 
 class NotInMemoryError(Exception):
@@ -90,7 +92,7 @@ class Fetched:
         self._view, self._keys, self._entries = view, keys, entries
         self._coder: Coder = _local.coder
         self._pin_memory, self._waits = pin_memory, waits
-        self.hit = np.zeros(len(keys), np.bool_)
+        self.hit, self.num_hits = np.zeros(len(keys), np.bool_), 0
         self.bare = False
         self.fields: dict[str, Column] = {}
         """Full B rows each; empty if nothing at all was found."""
@@ -114,10 +116,10 @@ class Fetched:
             if native is None
             else self._read_together(native, layout)
         )
-        num_hits = np.count_nonzero(self.hit)
-        if num_hits:
-            self.fields = dict(zip((one.name for one in layout.fields), columns, strict=True))
-        if num_hits == len(self.hit):
+        self.num_hits = int(np.count_nonzero(self.hit))
+        if self.num_hits:
+            self.fields = dict(zip([one.name for one in layout.fields], columns, strict=True))
+        if self.num_hits == len(self.hit):
             return
         missing = np.flatnonzero(~self.hit).tolist()
         for name, column in self.fields.items():
@@ -217,6 +219,6 @@ def _allocate(field: FieldLayout, count: int, pin_memory: bool) -> Tensor:
     shape, dtype = (count, *field.shape), field.dtype
     if field.storage is not None or dtype is None:
         shape, dtype = (count, field.num_bytes), torch.uint8
-    if pin_memory or count * field.num_bytes < HUGE_BYTES:
+    if pin_memory or count * field.num_bytes < MAPPED_BYTES:
         return torch.empty(shape, dtype=dtype, pin_memory=pin_memory)
     return torch.from_numpy(np.empty(count * field.num_bytes, np.uint8)).view(dtype).view(shape)
