@@ -817,7 +817,7 @@ class SkipEngine:
         self.set_boundary(None)
         self._held.release()  # what an interrupted call left
         if self._attached is not None:
-            self._attached.detach()
+            self._attached.take_out()
 
     def _stop_looking_out(self) -> None:
         if self._scout is not None:

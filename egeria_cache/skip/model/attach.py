@@ -135,13 +135,6 @@ class AttachedForward(ForwardSlot):
         self.module.__dict__[self.name] = self
         return self.plain
 
-    def detach(self) -> None:
-        """Put back what was there, unless someone else has taken the place since."""
-        if self.module.__dict__.get(self.name) is self:
-            del self.module.__dict__[self.name]
-            if self.before is not None:
-                self.module.__dict__[self.name] = self.before
-
     def __reduce__(self) -> tuple[Any, ...]:
         if self.before is not None:
             return _same, (self.before,)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
 from types import MethodType
@@ -220,6 +220,17 @@ class ForwardSlot(StandIn):
         """What is beneath; trainers look at its signature."""
         return self._own if self.before is None else self.before
 
+    def take_out(self) -> None:
+        """Put back what was there; where someone else has taken the place since, it stays."""
+        top = self.module.__dict__.get(self.name)
+        if top is self and self.before is not None:
+            self.module.__dict__[self.name] = self.before
+        elif top is self:
+            del self.module.__dict__[self.name]
+        elif isinstance(top, ForwardSlot):
+            above: Any = top
+            above.before = self.before if above.before is self else above.before
+
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_own"}
 
@@ -242,61 +253,35 @@ class AroundForward(ForwardSlot):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; a compiler that traces us sees the plain forward."""
-        if torch.compiler.is_compiling() or not self.boundaries or not self.module.training:
-            return self.__wrapped__(*args, **kwargs)
-        frames = _frames()
-        frames[:] = [frame for frame in frames if frame.is_running]  # an interrupted one is not
-        watched = {i for frame in frames for i in frame.watched}
-        own = {id(b): b for b in self.boundaries}
-        unwatched = {i: b for i, b in own.items() if i not in watched}
-        frame = _Frame(self.module, set(own), frozenset(unwatched))
         flags = self.module.__dict__
+        if torch.compiler.is_compiling() or not self.boundaries or not flags["training"]:
+            return self.__wrapped__(*args, **kwargs)
+        pending = {id(boundary): boundary for boundary in self.boundaries}
+
+        def leave(module: nn.Module, original: Handler, *args: Any, **kwargs: Any) -> Any:
+            """What comes after the last of the boundaries is not frozen."""
+            output = original(*args, **kwargs)
+            if len(pending) == 1 and id(module) in pending:
+                flags["training"] = True
+            pending.pop(id(module), None)
+            return output
+
         try:
-            frames.append(frame)
             flags["training"] = False
-            with intercept(unwatched.values(), _leave) if unwatched else nullcontext():
+            with intercept(self.boundaries, leave):
                 return self.__wrapped__(*args, **kwargs)
         finally:
-            # No call before the flag is back: an interrupt is raised at calls.
-            frame.is_running = False
-            if frame.is_held:
-                frame.is_held = False
+            if pending:  # no call before the flag is back: an interrupt is raised at calls
                 flags["training"] = True
-            frames.remove(frame)
 
-
-class _Frame:
-    """One call of a held module that is running."""
-
-    def __init__(self, module: nn.Module, pending: set[int], watched: frozenset[int]) -> None:
-        self.module = module
-        self.pending = pending
-        """Ids of the boundaries that have not returned yet."""
-        self.watched = watched
-        """Ids of the boundaries whose calls come to us because of this frame."""
-        self.is_running = self.is_held = True
-
-    def restore(self) -> None:
-        if self.is_held:
-            self.is_held = False
-            self.module.__dict__["training"] = True
-
-
-def _frames() -> list[_Frame]:
-    frames: list[_Frame] | None = getattr(_LOCAL, "frames", None)
-    if frames is None:
-        frames = _LOCAL.frames = []
-    return frames
-
-
-def _leave(module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Handle a call of a boundary: what comes after it is not frozen."""
-    output = original(*args, **kwargs)
-    for frame in _frames():
-        frame.pending.discard(id(module))
-        if not frame.pending:
-            frame.restore()
-    return output
+    def let_go(self, boundary: nn.Module | None = None) -> None:
+        """Undo one `hold_around` of this boundary; None: all there are."""
+        if boundary in self.boundaries:
+            self.boundaries.remove(boundary)
+        elif boundary is None:
+            self.boundaries.clear()
+        if not self.boundaries:
+            self.take_out()
 
 
 def hold_around(module: nn.Module, boundary: nn.Module) -> AroundForward | None:
@@ -310,7 +295,7 @@ def hold_around(module: nn.Module, boundary: nn.Module) -> AroundForward | None:
         return None
     if len(entries(module)) > 1:
         return None  # its `forward` is not what is called
-    around = _found(module)
+    around = around_of(module)
     if around is None:
         around = AroundForward(module)
         top = module.__dict__.get("forward")
@@ -322,37 +307,9 @@ def hold_around(module: nn.Module, boundary: nn.Module) -> AroundForward | None:
     return around
 
 
-def let_go_around(module: nn.Module, around: AroundForward, boundary: nn.Module) -> None:
-    """Undo one `hold_around`."""
-    if all(b is not boundary for b in around.boundaries):
-        return  # thawed meanwhile
-    around.boundaries.remove(boundary)
-    if not around.boundaries:
-        _take_out(module, around)
-
-
-def thaw_around(module: nn.Module) -> None:
-    """Undo every `hold_around` of this module."""
-    around = _found(module)
-    if around is not None:
-        around.boundaries.clear()
-        _take_out(module, around)
-
-
-def _found(module: nn.Module) -> AroundForward | None:
+def around_of(module: nn.Module) -> AroundForward | None:
+    """Return what holds the module's own code, if anything does."""
     top = module.__dict__.get("forward")
     if isinstance(top, ForwardSlot) and not isinstance(top, AroundForward):
         top = top.before
     return top if isinstance(top, AroundForward) else None
-
-
-def _take_out(module: nn.Module, around: AroundForward) -> None:
-    """Remove it from its place; where someone has wrapped it since, it stays and does nothing."""
-    top = module.__dict__.get("forward")
-    if top is around:
-        if around.before is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = around.before
-    elif isinstance(top, ForwardSlot) and top.before is around:
-        top.before = around.before

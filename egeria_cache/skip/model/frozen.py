@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from egeria_cache.skip.model.calls import AroundForward, hold_around, let_go_around, thaw_around
+from egeria_cache.skip.model.calls import AroundForward, around_of, hold_around
 
 _is_training = attrgetter("training")
 _requires_grad = attrgetter("requires_grad")
@@ -106,7 +106,7 @@ class FrozenPrefix:
         self._model = model
         self._modules: dict[int, nn.Module] = {}
         self._boundary: nn.Module | None = None
-        self._around: dict[int, tuple[nn.Module, AroundForward]] = {}
+        self._around: dict[int, AroundForward] = {}
         self.extend(modules)
 
     def extend(self, modules: Iterable[nn.Module], *, recurse: bool = True) -> None:
@@ -162,13 +162,12 @@ class FrozenPrefix:
             if id(module) not in self._around:
                 around = hold_around(module, boundary)
                 if around is not None:
-                    self._around[id(module)] = module, around
+                    self._around[id(module)] = around
         return len(self._around) > before
 
     def _let_go_around(self) -> None:
-        for module, around in self._around.values():
-            assert self._boundary is not None
-            let_go_around(module, around, self._boundary)
+        for around in self._around.values():
+            around.let_go(self._boundary)
         self._around, self._boundary = {}, None
 
     def release(self) -> None:
@@ -189,7 +188,9 @@ class FrozenPrefix:
             held = _held(module)
             if held is not None:
                 held.let_go()
-            thaw_around(module)
+            around = around_of(module)
+            if around is not None:
+                around.let_go()
 
     def __contains__(self, module: object) -> bool:
         return id(module) in self._modules
@@ -216,7 +217,7 @@ class ThawWatch:
     """Watches `requires_grad` of what is frozen: 40 ns a tensor and batch."""
 
     def __init__(self) -> None:
-        self._watched: dict[int, tuple[str, Tensor]] = {}
+        self._names: dict[int, str] = {}
         self._tensors: list[Tensor] = []
         self._thawed: list[Tensor] = []
         self._wait = self._num_still = 0
@@ -231,8 +232,9 @@ class ThawWatch:
             if tensor is not None
         ]
         found += [(name, tensor) for name, _, tensor in reads]
-        self._watched = {id(t): (name, t) for name, t in found if not t.requires_grad}
-        self._tensors = [tensor for _, tensor in self._watched.values()]
+        frozen = {id(tensor): tensor for _, tensor in found if not tensor.requires_grad}
+        self._names = {id(tensor): name for name, tensor in found}
+        self._tensors = list(frozen.values())
 
     def is_due(self) -> bool:
         """Whether a tensor is to be trained from now on."""
@@ -240,19 +242,17 @@ class ThawWatch:
 
     def thawed(self) -> str | None:
         """Name a tensor that is to be trained from now on; it is no longer watched then."""
-        if not any(map(_requires_grad, self._tensors)):
-            return None
         moved = [tensor for tensor in self._tensors if tensor.requires_grad]
-        name = self._watched[id(moved[0])][0]
-        self._thawed += moved
+        if not moved:
+            return None
         self._tensors = [tensor for tensor in self._tensors if not tensor.requires_grad]
-        # Who thaws and freezes in turns (a generator and its critic) is waited for ever longer.
-        self._wait, self._num_still = min(2 * self._wait + 1, _MAX_WAIT), 0
-        return name
+        self.note(moved)
+        return self._names[id(moved[0])]
 
     def note(self, tensors: Iterable[Tensor]) -> None:
-        """These, which stand elsewhere meanwhile, were thawed."""
+        """These were thawed; they are watched no longer."""
         self._thawed += tensors
+        # Who thaws and freezes in turns (a generator and its critic) is waited for ever longer.
         self._wait, self._num_still = min(2 * self._wait + 1, _MAX_WAIT), 0
 
     def is_frozen_again(self) -> bool:
@@ -278,20 +278,21 @@ def tell_modes(model: nn.Module, held: FrozenPrefix) -> bool:
     Returns:
         Whether there was something to say.
     """
-    changed = [m for m in held if mode_asked_for(m) and _differs(m)]
+    changed = {id(m): type(m).__name__ for m in held if mode_asked_for(m) and _differs(m)}
     if not changed:
         return False
-    names = {id(module): name for name, module in model.named_modules()}
-    inside = {id(module) for module in held}
-    own = [name for key, name in names.items() if key in inside]
-    tops = _tops(own, [names[id(module)] for module in changed if id(module) in names])
-    kinds = ", ".join(dict.fromkeys(type(module).__name__ for module in changed))
+    tops, covered = list[str](), set[int]()
+    for name, module in model.named_modules():  # what holds others comes first
+        below = {id(inner) for inner in module.modules()}
+        if module in held and id(module) not in covered:
+            covered |= below
+            tops += [name] if changed.keys() & below else []
     log.warning(
         "the frozen front runs in inference mode from now on, whatever model.train() says: %d of "
         "its modules (%s) would do something else in training mode. A run without a cache trains "
         "the same if it has this line here: egeria_cache.FrozenPrefix(map(model.get_submodule, "
         "%s))",
-        len(changed), kinds, tops,
+        len(changed), ", ".join(dict.fromkeys(changed.values())), tops,
     )  # fmt: skip
     return True
 
@@ -305,15 +306,3 @@ def _differs(module: nn.Module) -> bool:
     if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
         return module.dropout > 0
     return False
-
-
-def _tops(held: list[str], changed: list[str]) -> list[str]:
-    """Return the outermost held modules in which something changed."""
-    outermost = [
-        name for name in held if not any(other != name and _within(name, other) for other in held)
-    ]
-    return [top for top in outermost if any(_within(name, top) for name in changed)]
-
-
-def _within(name: str, outer: str) -> bool:
-    return name == outer or outer == "" or name.startswith(f"{outer}.")
