@@ -391,8 +391,11 @@ def _axis_of(
     rules += [rule for found in growth.rules.values() for rule in found.values()]
     for rule in rules:
         length = rule.at(lengths.whole)
-        for form, dim in _places(a, size, length):
-            found = OutputAxis(dim, rule, growth.lefts[rule.axis_among(growth.entered)], form)
+        has_rows = a.dim() > 0 and len(a) == size
+        for dim in range(1, a.dim()) if has_rows else ():
+            if a.shape[dim] != length:
+                continue
+            found = OutputAxis(dim, rule, growth.lefts[rule.axis_among(growth.entered)])
             like_plain = _outside(a, b, found, lengths)
             if difference(*like_plain) <= tolerance(a) and _same(*_outside(b, c, found, lengths)):
                 return found
@@ -406,22 +409,9 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return difference(a, b) <= (0.0 if a.is_cpu else tolerance(a) * _OF_THE_TOLERANCE)
 
 
-def _places(tensor: Tensor, size: int, length: int | None) -> Iterator[tuple[str, int]]:
-    """Yield (form, dimension) where a tensor may have so many positions for each sample."""
-    shape = tensor.shape
-    if length is None or not shape:
-        return
-    if shape[0] == size:
-        yield from (("rows", dim) for dim in range(1, len(shape)) if shape[dim] == length)
-    if shape[:2] == (length, size):
-        yield "time", 1
-    if shape[0] == length * size:
-        yield "folded", 1
-
-
 def _outside(a: Tensor, b: Tensor, axis: OutputAxis, lengths: Lengths) -> tuple[Tensor, Tensor]:
     """Return what two outputs hold elsewhere than in the padding."""
-    a, b = (axis.arranged(tensor, len(lengths.own)) for tensor in (a, b))
+    a, b = (tensor.movedim(axis.dim, 1) for tensor in (a, b))
     inside = torch.from_numpy(~axis.is_padding(lengths, a.shape[1])).to(a.device)
     return a[inside], b[inside]
 

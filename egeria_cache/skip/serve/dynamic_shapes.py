@@ -46,30 +46,17 @@ class OutputAxis:
     """Where one leaf of the model's output is padded: users see it, and may use it."""
 
     dim: int
-    """Behind that of the samples, once these come first; at least 1."""
+    """Behind that of the samples; at least 1."""
     rule: Rule
     """How its size follows the lengths."""
     left: bool
-    form: str = "rows"
-    """"rows": samples come first; "time": they come second; "folded": samples and positions are one
-    dimension."""
 
     def fits(self, leaf: Any, lengths: Lengths) -> bool:
         """Whether a leaf of an output may have a gradient, and is as long as this batch."""
         size, batch_size = self.rule.at(lengths.whole), len(lengths.own)
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or size is None:
             return False
-        if self.form == "folded":
-            return leaf.shape[:1] == (batch_size * size,)
-        if self.form == "time":
-            return leaf.shape[:2] == (size, batch_size)
         return leaf.shape[:1] == (batch_size,) and leaf.shape[self.dim : self.dim + 1] == (size,)
-
-    def arranged(self, tensor: Tensor, batch_size: int) -> Tensor:
-        """Return a view whose first dimension are samples, and whose second is this one."""
-        if self.form == "folded":
-            return tensor.reshape(batch_size, -1, *tensor.shape[1:])
-        return tensor.transpose(0, 1) if self.form == "time" else tensor.movedim(self.dim, 1)
 
     def is_padding(self, lengths: Lengths, size: int) -> np.ndarray:
         """Return where samples are padded: bool, shape (B, size)."""
@@ -242,7 +229,7 @@ def watched(growth: Growth | None, call: Invocation, output: Any, found: Callabl
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(seen.backward)
         elif axis.fits(leaf, lengths):
-            size = axis.arranged(leaf, len(lengths.own)).shape[1]
+            size = leaf.shape[axis.dim]
             seen.has_padding |= bool(axis.is_padding(lengths, size).any())
             look = partial(_look, seen, axis, lengths, found)
             if leaf.requires_grad:
@@ -302,7 +289,7 @@ def _look(
 def _look_at(
     seen: Seen, axis: OutputAxis, lengths: Lengths, found: Callable[[], None], grad: Tensor
 ) -> None:
-    size = axis.arranged(grad.detach(), len(lengths.own)).abs()[..., None].flatten(2)
+    size = grad.detach().movedim(axis.dim, 1).abs()[..., None].flatten(2)
     largest = size.max()
     if not largest.isfinite():
         return  # a scaled loss that overflowed

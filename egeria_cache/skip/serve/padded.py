@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -19,53 +19,19 @@ from torch import Tensor
 from egeria_cache.batch import Lengths
 from egeria_cache.ragged import Dims, PaddedRows, blank, pad_rows, widen
 
-_MULTIPLES = np.arange(1, 65)
-"""Of a length, that a size may be: several rows of a batch that was folded, say."""
-_STRIDES = np.arange(2, 4097)
+_MULTIPLES = np.concatenate([np.arange(1, 65), np.ones(4095, np.int64)])
+"""Of a length, that a size may be (several rows of a batch that was folded, say), and after that
+the ones that go with the strides."""
+_STRIDES = np.concatenate([np.ones(64, np.int64), np.arange(2, 4097)])
 _MAX_KNOWN = 4096
 Whole = tuple[int, ...]
 
 
-class _Functions(NamedTuple):
-    """floor((multiple * length - o) / stride) along one axis, for every o from `low` to `high`.
-
-    Either all strides or all multiples are 1.
-    """
-
-    axis: int
-    multiples: np.ndarray
-    strides: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-
-    def range(self, lengths: Whole) -> tuple[int, int]:
-        product = self.multiples * lengths[self.axis]
-        least, most = (product - self.high) // self.strides, (product - self.low) // self.strides
-        return int(least.min()), int(most.max())
-
-    @classmethod
-    def explaining(cls, axis: int, lengths: np.ndarray, sizes: np.ndarray) -> list[_Functions]:
-        """Return those that give these sizes, exact multiples first, then roundings."""
-        if (lengths == lengths[0]).all():
-            return []
-        lengths, sizes, one = lengths[:, None], sizes[:, None], np.ones(1, np.int64)
-        functions = []
-        for multiples, strides in ((_MULTIPLES, one), (one, _STRIDES)):
-            rests = multiples * lengths - strides * sizes  # in [o, o + stride)
-            low, high = rests.max(0) - strides + 1, rests.min(0)
-            found = low <= high
-            if found.any():
-                those = [np.broadcast_to(a, found.shape)[found] for a in (multiples, strides)]
-                functions.append(cls(axis, those[0], those[1], low[found], high[found]))
-        return functions
-
-    @property
-    def is_exact(self) -> bool:
-        return bool(self.strides[0] == 1)
-
-
 class Rule:
     """The functions of the lengths along some axes that one size may be.
+
+    They are floor((multiple * length - o) / stride) along one axis, for every o from `low` to
+    `high`; either the stride or the multiple is 1.
 
     Args:
         seen: Lengths of batches -> the size in each.
@@ -75,12 +41,13 @@ class Rule:
         self._seen = dict(seen)
         self._answers: dict[Whole, tuple[int, int] | None] = {}
         self._functions = self._explaining()
+        """Axes, multiples, strides, low and high: int64, shape (5, N)."""
 
     @classmethod
     def longer_by(cls, offset: int, axis: int) -> Rule:
         """Return the rule of what is so much longer than the samples along an axis."""
-        rule, one = cls({}), np.ones(1, np.int64)
-        rule._functions = [_Functions(axis, one, one, -offset * one, -offset * one)]
+        rule = cls({})
+        rule._functions = np.array([[axis], [1], [1], [-offset], [-offset]])
         return rule
 
     def add(self, lengths: Whole, size: int) -> bool:
@@ -96,7 +63,7 @@ class Rule:
     @property
     def explains(self) -> bool:
         """Whether some function agrees with all runs."""
-        return bool(self._functions)
+        return bool(self._functions.size)
 
     def at(self, lengths: Whole) -> int | None:
         """Return the size for a batch of these lengths; None if that is not certain."""
@@ -117,7 +84,7 @@ class Rule:
 
     def axis_among(self, preferred: Collection[int]) -> int:
         """Return an axis that it may follow, one of these if it can."""
-        axes = [functions.axis for functions in self._functions]
+        axes: list[int] = self._functions[0].tolist()
         return next((axis for axis in axes if axis in preferred), axes[0])
 
     def _range(self, lengths: Whole) -> tuple[int, int] | None:
@@ -126,17 +93,24 @@ class Rule:
         if lengths not in self._answers:
             if len(self._answers) >= _MAX_KNOWN:
                 self._answers.clear()
-            ranges = [functions.range(lengths) for functions in self._functions]
-            low, high = zip(*ranges, strict=True) if ranges else ((), ())
-            self._answers[lengths] = (min(low), max(high)) if ranges else None
+            axes, multiples, strides, low, high = self._functions
+            product = multiples * np.array(lengths)[axes]
+            least, most = (product - high) // strides, (product - low) // strides
+            self._answers[lengths] = (int(least.min()), int(most.max())) if self.explains else None
         return self._answers[lengths]
 
-    def _explaining(self) -> list[_Functions]:
+    def _explaining(self) -> np.ndarray:
         """Return all that explain what was seen, exact multiples first."""
-        sizes = np.array(list(self._seen.values()))
-        by_axis = enumerate(np.array(list(self._seen)).T)
-        found = [one for axis, own in by_axis for one in _Functions.explaining(axis, own, sizes)]
-        return sorted(found, key=lambda one: not one.is_exact)
+        sizes, found = np.array(list(self._seen.values())), [np.empty((5, 0), np.int64)]
+        for axis, lengths in enumerate(np.array(list(self._seen)).T):
+            if (lengths == lengths[0]).all():
+                continue
+            rests = np.outer(_MULTIPLES, lengths) - np.outer(_STRIDES, sizes)  # in [o, o + stride)
+            low, high = rests.max(1) - _STRIDES + 1, rests.min(1)
+            every = np.stack([np.full_like(low, axis), _MULTIPLES, _STRIDES, low, high])
+            found.append(every[:, low <= high])
+        functions = np.concatenate(found, 1)
+        return functions[:, np.argsort(functions[2] > 1, kind="stable")]
 
 
 @dataclass(frozen=True, slots=True)
