@@ -10,7 +10,7 @@ those are, `fold.py` how many rows a sample has then, `selection.py` the operati
 into leaves with a row per sample, `padding.py` says how they were padded, `seeds.py` names samples.
 """
 
-from egeria_cache.batch.absent import AbsentBeside, without_data
+from egeria_cache.batch.absent import without_data
 from egeria_cache.batch.batch import Batch, Entry, PartEntry, SharedRows, at_rows
 from egeria_cache.batch.chain import outside_inference_mode
 from egeria_cache.batch.fold import Fold
@@ -18,12 +18,9 @@ from egeria_cache.batch.lost import forget_lost, lost_by
 from egeria_cache.batch.padding import Axis, Lengths, Padding
 from egeria_cache.batch.seeds import SampleId, sample_seed
 from egeria_cache.batch.structure import (
-    Beside,
-    PerSample,
     Rows,
     Structure,
     counting,
-    find_lists,
     flatten,
     geometry,
     interleaved,
@@ -40,17 +37,14 @@ from egeria_cache.batch.structure import (
 from egeria_cache.batch.tensor import BatchTensor, batch_tensors, unwrap
 
 __all__ = [
-    "AbsentBeside",
     "Axis",
     "Batch",
     "BatchTensor",
-    "Beside",
     "Entry",
     "Fold",
     "Lengths",
     "Padding",
     "PartEntry",
-    "PerSample",
     "Rows",
     "SampleId",
     "SharedRows",
@@ -58,7 +52,6 @@ __all__ = [
     "at_rows",
     "batch_tensors",
     "counting",
-    "find_lists",
     "flatten",
     "forget_lost",
     "geometry",

@@ -6,7 +6,7 @@ data set, once, and the tensor is from then on like any other of its batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from egeria_cache.batch.batch import Batch
 from egeria_cache.batch.chain import Op, Raw, Slot, derived, outside_inference_mode
 from egeria_cache.batch.fold import Fold
-from egeria_cache.batch.structure import Beside, Rows, merge_rows
+from egeria_cache.batch.structure import Rows, merge_rows
 from egeria_cache.batch.tensor import BatchTensor, unwrap
 from egeria_cache.batch.vouch import Vouched
 from egeria_cache.device import located, uploaded
@@ -189,38 +189,6 @@ class AbsentTensor(BatchTensor):
     ) -> Any:
         # Reached only from C++ that bypasses __torch_function__: give it the data.
         return func(*unwrap(args), **unwrap(kwargs or {}))
-
-
-class AbsentBeside(Beside):
-    """A `Beside` of which nothing was loaded: the whole batch is, when it is read."""
-
-    def __init__(self, batch: Batch, leaf: str) -> None:
-        super().__init__()
-        self._batch, self._leaf = batch, leaf
-
-    def _values(self) -> list[Any]:
-        if not super().__len__():
-            everything = np.ones(self._batch.size, bool)
-            super().extend(self._batch.load_rows(everything)[self._leaf])
-        return list(super().__iter__())
-
-    def __len__(self) -> int:
-        return self._batch.size
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._values())
-
-    def __getitem__(self, at: Any) -> Any:
-        return self._values()[at]
-
-    def __contains__(self, value: object) -> bool:
-        return value in self._values()
-
-    def __eq__(self, other: object) -> bool:
-        return self._values() == other
-
-    def __reduce__(self) -> Any:
-        return list, (self._values(),)
 
 
 def _absent(

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from egeria_cache.batch.structure import PerSample, is_rows
+from egeria_cache.batch.structure import is_rows
 
 _LOCAL = threading.local()
 
@@ -27,12 +27,6 @@ def forget_lost(leaves: Mapping[str, Any] = MappingProxyType({}), size: int = 0)
     """Another batch is given out in this thread, of so many samples."""
     _LOCAL.lost = _LOCAL.has_none = None
     for path, leaf in leaves.items():
-        if isinstance(leaf, PerSample) and any(isinstance(one, Tensor) for one in leaf):
-            _LOCAL.has_none = (
-                f"the batch has a tensor for each sample at {path!r}, in a list, and not one with "
-                "a row for each; stack them in the collate_fn"
-            )
-            return
         if isinstance(leaf, Tensor) and not is_rows(leaf, size):
             _LOCAL.has_none = (
                 f"the batch's leaf {path!r}, of shape {list(leaf.shape)}, has no row for each of "

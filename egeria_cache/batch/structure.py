@@ -6,8 +6,8 @@ cannot look into mappings that are not registered (such as `BatchEncoding`).
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, ValuesView
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from operator import itemgetter
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -28,14 +28,6 @@ _NO_BATCH = (*_SCALARS, np.ndarray, np.generic, type, FunctionType, ModuleType, 
 _MAX_DEPTH = 8
 
 
-class PerSample(list[Any]):
-    """A leaf of values, one per sample, that were given in a list: tensors of other sizes, say."""
-
-
-class Beside(list[Any]):
-    """What a mapping keeps beside its items, an object per sample (a tokenizer's encodings)."""
-
-
 @dataclass(frozen=True, slots=True)
 class Structure:
     """How to build a batch from its leaves."""
@@ -44,21 +36,12 @@ class Structure:
     """Leaves by path -> a batch of the original types."""
     paths: tuple[str, ...]
     """Paths of all leaves, in order; the empty path is a batch that is itself one leaf."""
-    lists: frozenset[str] = frozenset()
-    """See `flatten`."""
 
 
 def is_rows(leaf: Leaf, batch_size: int) -> bool:
     """Whether `leaf` holds one row or one plain value per sample."""
     if isinstance(leaf, Tensor):
         return is_dense(leaf) and leaf.dim() > 0 and leaf.shape[0] == batch_size
-    if isinstance(leaf, Beside):
-        return len(leaf) == batch_size
-    if isinstance(leaf, PerSample):
-        return len(leaf) == batch_size and all(
-            isinstance(value, _SCALARS) or (isinstance(value, Tensor) and is_dense(value))
-            for value in leaf
-        )
     return _is_values(leaf, batch_size)
 
 
@@ -101,9 +84,7 @@ def _is_values(node: Any, batch_size: int) -> bool:
     )
 
 
-def flatten(
-    batch: Any, batch_size: int, lists: Collection[str] = ()
-) -> tuple[Structure, dict[str, Leaf]]:
+def flatten(batch: Any, batch_size: int) -> tuple[Structure, dict[str, Leaf]]:
     """Split `batch` into its structure and its leaves by path.
 
     Mappings, sequences and objects that hold tensors are looked into; anything else is a leaf, and
@@ -112,54 +93,19 @@ def flatten(
     Args:
         batch: Any.
         batch_size: Number of its samples.
-        lists: Paths of lists and tuples that hold an item per sample: the leaves of the items are
-            put together, as `PerSample`.
     """
     leaves: dict[str, Leaf] = {}
-    rebuild = _walk(batch, "", _Walk(batch_size, frozenset(lists), leaves), ())
-    return Structure(rebuild, tuple(leaves), frozenset(lists)), leaves
-
-
-def find_lists(one: Any, two: Any) -> frozenset[str]:
-    """Return the paths of lists and tuples that have as many items as a batch has samples.
-
-    Args:
-        one: A batch of one sample.
-        two: A batch of two, collated by the same function.
-    """
-    return frozenset(_lists(one, two, "", 0))
-
-
-def _lists(one: Any, two: Any, path: str, depth: int) -> Iterator[str]:
-    if type(one) is not type(two) or depth > _MAX_DEPTH:
-        return
-    if type(one) in (list, tuple):
-        if (len(one), len(two)) == (1, 2):
-            yield path
-        elif len(one) == len(two):
-            for i, pair in enumerate(zip(one, two, strict=True)):
-                yield from _lists(*pair, f"{path}[{i}]", depth + 1)
-    elif isinstance(one, Mapping) and isinstance(one, dict | UserDict):
-        inner = f"{path}.data" if isinstance(one, UserDict) else path
-        for key in one.keys() & two.keys():
-            yield from _lists(one[key], two[key], f"{inner}[{key!r}]", depth + 1)
+    rebuild = _walk(batch, "", _Walk(batch_size, leaves), ())
+    return Structure(rebuild, tuple(leaves)), leaves
 
 
 def is_faithful(structure: Structure, batch: Any, leaves: Mapping[str, Leaf], size: int) -> bool:
     """Whether `rebuild` gives a batch of the same types and leaves, and leaves this one alone."""
-    again = flatten(structure.rebuild(leaves), size, structure.lists)[1]
-    once_more = flatten(batch, size, structure.lists)[1]
+    again, once_more = flatten(structure.rebuild(leaves), size)[1], flatten(batch, size)[1]
     return all(
-        other.keys() == leaves.keys()
-        and all(_is_same_leaf(other[path], leaf) for path, leaf in leaves.items())
+        other.keys() == leaves.keys() and all(other[path] is leaf for path, leaf in leaves.items())
         for other in (again, once_more)
     )
-
-
-def _is_same_leaf(a: Leaf, b: Leaf) -> bool:
-    if isinstance(a, PerSample | Beside) and type(a) is type(b):
-        return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
-    return a is b
 
 
 Rebuild = Callable[[Mapping[str, Leaf]], Any]
@@ -168,7 +114,6 @@ Rebuild = Callable[[Mapping[str, Leaf]], Any]
 @dataclass(frozen=True, slots=True)
 class _Walk:
     batch_size: int
-    lists: frozenset[str]
     leaves: dict[str, Leaf]
     """Filled."""
 
@@ -176,11 +121,9 @@ class _Walk:
 def _walk(node: Any, path: str, walk: _Walk, around: tuple[int, ...]) -> Rebuild:
     """Return how to build `node` anew. No constructor of its class runs then: it might act."""
     kind, leaves = type(node), walk.leaves
-    if isinstance(node, Tensor | Beside) or _is_values(node, walk.batch_size) or id(node) in around:
+    if isinstance(node, Tensor) or _is_values(node, walk.batch_size) or id(node) in around:
         leaves[path] = node
         return itemgetter(path)
-    if path in walk.lists and kind in (list, tuple) and len(node) == walk.batch_size:
-        return _walk_list(node, path, leaves)
     around = (*around, id(node))
     if kind in (list, tuple):
         items = [_walk(v, f"{path}[{i}]", walk, around) for i, v in enumerate(node)]
@@ -219,44 +162,11 @@ def _walk(node: Any, path: str, walk: _Walk, around: tuple[int, ...]) -> Rebuild
     return itemgetter(path)
 
 
-def _walk_list(node: Any, path: str, leaves: dict[str, Leaf]) -> Rebuild:
-    """Put the leaves of the items together, those of one place in each; items are alike."""
-    parts = [flatten(item, -1) for item in node]
-    structure, kind = parts[0][0], type(node)
-    if any(part.paths != structure.paths for part, _ in parts):
-        leaves[path] = node
-        return itemgetter(path)
-    places = {inner: f"{path}[*]{inner}" for inner in structure.paths}
-    for inner, place in places.items():
-        leaves[place] = PerSample(items[inner] for _, items in parts)
-
-    def rebuild(values: Mapping[str, Leaf]) -> Any:
-        columns = {inner: values[place] for inner, place in places.items()}
-        rows = zip(*columns.values(), strict=True)
-        return kind(structure.rebuild(dict(zip(columns, row, strict=True))) for row in rows)
-
-    return rebuild
-
-
 def _attributes(node: Any, path: str, walk: _Walk, around: tuple[int, ...]) -> dict[str, Rebuild]:
     """Return how to build each attribute; what holds no tensor is the same in every batch."""
-    if isinstance(node, UserDict):
-        return {
-            name: _walk(value if name == "data" else _beside(value, walk.batch_size),
-                        f"{path}.{name}", walk, around)
-            for name, value in state_of(node).items()
-        }  # fmt: skip
     return {
         name: _walk(value, f"{path}.{name}", walk, around) for name, value in state_of(node).items()
     }
-
-
-def _beside(value: Any, batch_size: int) -> Any:
-    """A mapping is what it maps to; a list of objects that it keeps besides is one leaf."""
-    if type(value) is not list or len(value) != batch_size or _is_values(value, batch_size):
-        return value
-    has_tensors = any(isinstance(one, Tensor) or _holds_tensors(one, ()) for one in value)
-    return value if has_tensors else Beside(value)
 
 
 def _with(clone: Any, inside: Mapping[str, Rebuild], values: Mapping[str, Leaf]) -> Any:

@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from egeria_cache.batch.structure import PerSample, Rows, is_dense
+from egeria_cache.batch.structure import Rows, is_dense
 
 SMALL_BYTES = 1 << 20
 """Leaves up to this are copied: what the loop does to its own never reaches what is stored."""
@@ -75,9 +75,6 @@ def content_print(tensor: Tensor) -> int:
 
 def held(rows: Rows) -> tuple[Rows, Vouched | None]:
     """Return what to keep of a leaf: a copy of its own, or the leaf and how to vouch for it."""
-    if isinstance(rows, PerSample):
-        own = (v.detach().clone() if isinstance(v, Tensor) else v for v in rows)
-        return PerSample(own), None
     if type(rows) in (list, tuple):
         return type(rows)(rows), None
     if not is_dense(rows):

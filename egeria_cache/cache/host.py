@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria_cache.attempt import place_of
-from egeria_cache.batch import Batch, Beside, Entry, SampleId, take_rows
+from egeria_cache.batch import Batch, Entry, SampleId, take_rows
 from egeria_cache.cache.boundary import Status, shown_name
 from egeria_cache.errors import BatchError, BoundaryError, EgeriaError, ParallelError
 from egeria_cache.prefetch import PlannedEntry, View, record
@@ -157,9 +157,7 @@ class CacheHost:
         return {
             path: kind
             for path, kind in context.kinds.items()
-            if path not in cut.dropped
-            and not issubclass(kind, Beside)
-            and name not in self._status.together
+            if path not in cut.dropped and name not in self._status.together
         }
 
     def open_again(self, loader_name: str) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import (
-    AbsentBeside,
     Batch,
     BatchTensor,
     Lengths,
@@ -91,7 +90,7 @@ class Assembly:
             return batch
         view, num_misses, misses = entry.view, entry.num_misses, dict[str, Any]()
         if num_misses:
-            misses = flatten(missing, num_misses, self._source.study.lists)[1]
+            misses = flatten(missing, num_misses)[1]
         if not entry.ready() or (num_misses and not view.admits(misses)):
             return self._load_instead(plan)
         lengths, kept = None, entry.kept
@@ -119,9 +118,6 @@ class Assembly:
                 shape = (batch.size, *view.shape_of(path, lengths.whole))
                 whole = torch.empty(shape, dtype=view.rows[path].dtype, device="meta")
             tagged[path] = without_data(whole, batch, path, misses.get(path))
-        for path in view.structure.paths:
-            if path not in tagged:
-                tagged[path] = AbsentBeside(batch, path)
         entry.on_load = partial(self.cache.count_batch, self._source, len(plan.ids), entry.hit)
         self.cache.count_yielded(batch)
         return view.structure.rebuild(tagged)
@@ -151,7 +147,6 @@ class Assembly:
                 source.yields(leaves.values())
             with Attempt() as tried:
                 if studies:
-                    source.study.look_for_lists(plan.whole(self._seed))
                     data = own_containers(loaded.data, structure.rebuild(leaves))
                     loaded = loaded._replace(data=data)
                 return self._tag_apart(plan, loaded, studies=studies)
@@ -174,7 +169,7 @@ class Assembly:
         """
         assert self.cache is not None
         data, lengths, plan.entry = loaded.data, None, None
-        structure, leaves = flatten(data, len(plan.ids), self._source.study.lists)
+        structure, leaves = flatten(data, len(plan.ids))
         if not self._is_understood(structure, data, leaves, len(plan.ids)):
             return data
         if studies:
@@ -382,7 +377,7 @@ def _load_rows(
     """Load some rows of a batch that was yielded without them, as long as the batch is."""
     if cache is not None:
         cache.count_refetched(int(rows.sum()))
-    leaves = flatten(source.load(task.take(rows)), int(rows.sum()), source.study.lists)[1]
+    leaves = flatten(source.load(task.take(rows)), int(rows.sum()))[1]
     if lengths is None:
         return leaves
     widened, whole = lengths.padding.widened, lengths.whole

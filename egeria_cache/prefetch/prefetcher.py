@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from egeria_cache.attempt import is_beside
-from egeria_cache.batch import PerSample, Rows, SampleId
+from egeria_cache.batch import Rows, SampleId
 from egeria_cache.device import (
     Held,
     leave_captures_alone,
@@ -401,8 +401,6 @@ def _on_device(rows: dict[str, Tensor], view: View) -> dict[str, Tensor]:
 
 def _column(kind: type, rows: Any) -> Rows:
     """Return the kept values of a batch as its collate function made them."""
-    if kind is PerSample:
-        return PerSample(rows)
     if isinstance(rows, Tensor):
         return rows
     if issubclass(kind, Tensor):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from egeria_cache.batch import Axis, Beside, Padding, is_rows
+from egeria_cache.batch import Axis, Padding, is_rows
 from egeria_cache.ragged import Dims, blank
 from egeria_cache.samples.content import same_values
 
@@ -68,9 +68,7 @@ def find_places(together: Mapping[str, Any], alone: Sequence[Mapping[str, Any]])
     rows = {
         path: (whole, [leaves.get(path) for leaves in alone])
         for path, whole in together.items()
-        if is_rows(whole, size)
-        and not isinstance(whole, Beside)
-        and all(is_rows(leaves.get(path), 1) for leaves in alone)
+        if is_rows(whole, size) and all(is_rows(leaves.get(path), 1) for leaves in alone)
     }
     best: list[int] = list(range(size))
     own = {path for path, pair in rows.items() if _is_own(*pair, best)}
@@ -142,7 +140,7 @@ def differing_leaf(
         size: Samples of the batch.
     """
     for path, whole in together.items():
-        if not is_rows(whole, size) or isinstance(whole, Beside):
+        if not is_rows(whole, size):
             continue
         dims = tuple((axis.dim, axis.left) for axis in axes if axis.leaf == path)
         for i, leaves in alone.items():

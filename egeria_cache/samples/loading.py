@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.batch import Axis, SampleId, find_lists, flatten, sample_seed
+from egeria_cache.batch import Axis, SampleId, flatten, sample_seed
 from egeria_cache.pystate import Snapshot
 from egeria_cache.samples.collation import (
     NOWHERE,
@@ -303,8 +303,6 @@ class CollateLoaded:
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         """Wrap `collate`."""
         self.collate = collate
-        self._lists: frozenset[str] | None = None
-        """Paths of lists with an item per sample; None until it was tried."""
 
     def __call__(self, loaded: Loaded) -> Loaded:
         """Collate what `SeededDataset` gave."""
@@ -328,52 +326,38 @@ class CollateLoaded:
             told = company.ask_samples(axes, samples)
         is_known = places is None and told is not None
         rows = company.choose(len(samples), axes) if is_known else list(range(len(samples)))
-        lists = self._find_lists(samples) if rows and loaded.company and places is None else ()
-        alone = self._alone(samples, rows, lists or ()) if axes or lists is not None else {}
-        turned = self._turned(samples, [*alone], lists or ()) if places is None else None
+        alone = self._alone(samples, rows)
+        turned = self._turned(samples, [*alone]) if places is None else None
         compared = time.thread_time()
         data = self.collate(list(samples))
         collated = time.thread_time()
         found = loaded._replace(data=data, places=None)
         if alone or axes:
             with Attempt():  # one that cannot be collated alone is not measured
-                found = self._compared(loaded, data, alone, turned, lists or (), company, told)
+                found = self._compared(loaded, data, alone, turned, company, told)
         company.loaded_s += collated - compared
         if rows:
             company.compared(len(rows), time.thread_time() - collated + compared - began)
         return found
 
-    def _find_lists(self, samples: list[Any]) -> frozenset[str] | None:
-        """Return the lists with an item per sample in its batches; None if that cannot be tried."""
-        if self._lists is None:
-            with Attempt(), preserved(), unmoved({"collate_fn": self.collate}):
-                one = samples[:1]
-                twice = self.collate(copy.deepcopy(one) + copy.deepcopy(one))
-                self._lists = find_lists(self.collate(copy.deepcopy(one)), twice)
-        return self._lists
-
-    def _alone(
-        self, samples: list[Any], rows: Sequence[int], lists: Collection[str] = ()
-    ) -> dict[int, dict[str, Any]]:
+    def _alone(self, samples: list[Any], rows: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Return the leaves of some samples, each collated alone; none if one cannot be."""
         found: dict[int, dict[str, Any]] = {}
         if not rows:
             return found
         with Attempt() as tried, preserved(), unmoved({"collate_fn": self.collate}):
             for row in rows:
-                leaves = flatten(self.collate([copy.deepcopy(samples[row])]), 1, lists)[1]
+                leaves = flatten(self.collate([copy.deepcopy(samples[row])]), 1)[1]
                 found[row] = {path: _own(leaf) for path, leaf in leaves.items()}
         return found if tried.error is None else {}
 
-    def _turned(
-        self, samples: list[Any], rows: Sequence[int], lists: Collection[str]
-    ) -> dict[str, Any] | None:
+    def _turned(self, samples: list[Any], rows: Sequence[int]) -> dict[str, Any] | None:
         """Return the leaves of some samples collated in reverse, so that others are the first."""
         if not rows:
             return None
         with Attempt(), preserved(), unmoved({"collate_fn": self.collate}):
             some = [copy.deepcopy(samples[row]) for row in reversed(rows)]
-            leaves = flatten(self.collate(some), len(some), lists)[1]
+            leaves = flatten(self.collate(some), len(some))[1]
             return {path: _own(leaf) for path, leaf in leaves.items()}
         return None
 
@@ -383,7 +367,6 @@ class CollateLoaded:
         data: Any,
         alone: dict[int, dict[str, Any]],
         turned: dict[str, Any] | None,
-        lists: Collection[str],
         company: Company,
         told: Told | None,
     ) -> Loaded:
@@ -391,7 +374,7 @@ class CollateLoaded:
         axes, size, places, differs = loaded.axes, len(loaded.data), loaded.places, None
 
         def leaves() -> dict[str, Any]:
-            return flatten(data, size, lists)[1]
+            return flatten(data, size)[1]
 
         if not alone:  # it is the turn of none
             lengths = company.lengths(axes, (told or {}) | company.ask_masks(axes, leaves))

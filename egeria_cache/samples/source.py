@@ -320,7 +320,7 @@ class LoaderSource:
     def _collates_rows(self, batch: Batch) -> bool:
         """Collate the first sample twice: every leaf must have two rows then, or stay as it is."""
         twice = batch.context.task.at([0, 0])
-        leaves = flatten(self.load(twice), 2, self.study.lists)[1]
+        leaves = flatten(self.load(twice), 2)[1]
         return leaves.keys() == batch.leaves.keys() and all(
             self._agrees(batch, path, leaf, 2)
             if path in batch.context.constants
@@ -355,6 +355,11 @@ class LoaderSource:
     def _why(self, batch: Batch, path: str, once: Any, again: Any, alone: bool) -> str:
         """Say what makes a leaf come out differently, and what to do."""
         leaf = f"leaf {path or 'of the batch'!r} of a sample"
+        if again is None:
+            return (
+                f"its batches hold an item per sample in a list, at {path!r}; stack samples in the "
+                "collate_fn"
+            )
         if not alone or self._first_difference(batch, list(range(batch.size))) is not None:
             return (
                 f"{leaf} is not the same when it is loaded again under the same seed; draw random "

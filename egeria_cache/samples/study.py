@@ -1,4 +1,4 @@
-"""What a collate function does, found by calling it: lists of items, and padding."""
+"""What a collate function does, found by calling it: padding, and company."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.batch import Padding, SampleId, find_lists, flatten, is_dense, row_meta
+from egeria_cache.batch import Padding, SampleId, flatten, is_dense, row_meta
 from egeria_cache.samples.collation import find_padding, find_places
 from egeria_cache.samples.content import same_values
 from egeria_cache.samples.generators import preserved
@@ -28,8 +28,6 @@ class Study:
     def __init__(self, load: Callable[[Sequence[Task]], list[Any]]) -> None:
         self.padding: Padding | None = None
         """How it pads, as far as has been seen."""
-        self.lists: frozenset[str] = frozenset()
-        """Paths of lists in its batches that hold an item per sample."""
         self.why_not: str | None = None
         """Why its padding cannot be undone."""
         self.company: str | None = None
@@ -40,7 +38,6 @@ class Study:
         self.made: frozenset[str] = frozenset()
         """Those of them that are made from company, labels say, and are no padding."""
         self._load = load
-        self._looked_for_lists = False
         self._kinds: set[tuple[Any, ...]] = set()
         self._before: tuple[Any, SampleId, int] | None = None
         """A sample of the batch that was studied last: alone, no sample shows padding."""
@@ -49,7 +46,7 @@ class Study:
 
     def leaves(self, task: Task, rows: np.ndarray) -> dict[str, Any]:
         """Return the leaves of a batch of some samples of a task: bool, shape (B,)."""
-        return flatten(self._load([task.take(rows)])[0], int(rows.sum()), self.lists)[1]
+        return flatten(self._load([task.take(rows)])[0], int(rows.sum()))[1]
 
     def alone(self, task: Task, row: int) -> dict[str, Any]:
         """Return the leaves of one sample, collated alone."""
@@ -60,8 +57,7 @@ class Study:
     def load_together(self, why: str) -> None:
         """Load whole batches from now on: the leaves of a sample depend on its company."""
         self.company = why
-        self.padding, self.lists, self.why_not = None, frozenset(), None
-        self._looked_for_lists = True
+        self.padding = self.why_not = None
         self._kinds.clear()
         self._before = None
 
@@ -69,23 +65,11 @@ class Study:
         """Return the leaves of each sample of a task, collated alone."""
         with preserved():  # the collate function may draw
             each = [task.take(np.arange(len(task.ids)) == row) for row in range(len(task.ids))]
-            return [flatten(loaded, 1, self.lists)[1] for loaded in self._load(each)]
+            return [flatten(loaded, 1)[1] for loaded in self._load(each)]
 
     def forget_samples(self) -> None:
         """Keep what was found out, and not the samples."""
         self._alone = None
-
-    def look_for_lists(self, task: Task) -> None:
-        """Find the lists in its batches that hold an item per sample.
-
-        They look like other lists in a batch of as many samples by chance: one sample is collated
-        alone, and twice.
-        """
-        if task.indices is None or self._looked_for_lists:
-            return
-        self._looked_for_lists = True
-        with preserved():
-            self.lists = find_lists(*self._load([task.at([0]), task.at([0, 0])]))
 
     def look_for_padding(self, task: Task, leaves: Leaves) -> bool:
         """Find out how a loaded batch was padded, if batches of its shape are new.

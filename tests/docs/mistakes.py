@@ -337,7 +337,8 @@ def no_batches(where):
 @mistake(
     "A batch is a list of samples (the collate function of detection)",
     "A list has no rows that could be stored or left out. Where the pictures are of one size, "
-    "stack them in the collate function and leave the targets in a list.",
+    "stack them in the collate function; targets may stay in a list (such batches are loaded "
+    "whole, and hits spare the front's forward alone).",
 )
 def lists_of_samples(where):
     net = model()

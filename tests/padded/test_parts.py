@@ -12,8 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from egeria_cache.batch import Axis, Lengths, Padding, flatten, is_faithful
-from egeria_cache.batch.structure import PerSample, find_lists
+from egeria_cache.batch import Axis, Lengths, Padding, flatten
 from egeria_cache.ragged import PaddedRows, blank, pad_rows, widen
 from egeria_cache.samples.collation import find_padding
 from egeria_cache.skip.serve.call import Invocation
@@ -138,23 +137,6 @@ def test_what_is_no_padding_is_not_taken_for_it():
     for collate in (noisy, shortest, longer):
         alone = [leaves(collate([sample]), 1) for sample in samples]
         assert find_padding(leaves(collate(samples), 3), alone) is None
-
-
-def test_lists_of_one_item_per_sample_are_told_from_others():
-    def collate(size):
-        targets = tuple({"boxes": torch.rand(i, 4), "id": i} for i in range(size))
-        return {"x": torch.rand(size, 2), "targets": targets, "pair": [torch.rand(size)] * 2}
-
-    lists = find_lists(collate(1), collate(2))
-    assert lists == {"['targets']"}
-    batch = collate(2)  # as many samples as `pair` has parts
-    structure, found = flatten(batch, 2, lists)
-    assert type(found["['targets'][*]['boxes']"]) is PerSample
-    assert is_faithful(structure, batch, found, 2)
-    again = structure.rebuild(found)
-    assert type(again["targets"]) is tuple
-    assert again["targets"][1]["boxes"] is batch["targets"][1]["boxes"]
-    assert again["targets"][1]["id"] == 1
 
 
 def test_the_writers_queue_counts_the_memory_that_padded_rows_hold():

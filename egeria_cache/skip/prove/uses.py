@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.batch import Beside
 from egeria_cache.pystate import attributes_of, is_compiled, is_settings, own_dict
 from egeria_cache.skip.model.calls import ForwardSlot
 from egeria_cache.skip.model.fsdp import is_sharded
@@ -144,15 +143,13 @@ def _noting_class(cls: Any, owner: int, names: set[tuple[int, str]]) -> Any:
 def free_arguments(evidence: Evidence, recipe: Recipe) -> frozenset[int]:
     """Return the positions of plain arguments that no activation depends on.
 
-    Numbers and strings, what a batch has beside its tensors, and tensors that no loader
-    vouches for: boxes of other numbers for each sample, say, which are for the loss alone.
+    Numbers and strings, and tensors that no loader vouches for: boxes, say, for the loss alone.
     """
     tagged = evidence.call.tagged
     candidates = [
         i
         for i, leaf in enumerate(evidence.call.leaves)
         if type(leaf) in (int, float, str)
-        or isinstance(leaf, Beside)
         or (isinstance(leaf, Tensor) and leaf.dim() and i not in tagged and i not in recipe.pinned)
     ]
     return _unneeded(evidence, recipe, candidates, unread=False)
@@ -222,8 +219,6 @@ def _same(a: Any, b: Any) -> bool:
 def _changed(value: Any) -> Any:
     if isinstance(value, Tensor):
         return torch.cat([value, value[:1], value])
-    if isinstance(value, Beside):
-        return Beside(object() for _ in (*value, None))
     if isinstance(value, str):
         return value + " (other)"
     return value + 1 if isinstance(value, int) else value * 1.37 + 0.11
