@@ -34,7 +34,7 @@ class Program:
     hits: int | None = None
     """Expected; by default all samples of all epochs but the first."""
     start: str = "file"
-    """"file", "notebook", "kernel", or the launcher of processes."""
+    """How: "file" in this process, "notebook", "kernel", or the launcher of processes."""
     file: str | None = None
     """Of the program, if it is not its name."""
     front: tuple[str, ...] = ()
@@ -149,7 +149,8 @@ def _held(text: str, front: tuple[str, ...]) -> str:
 _BERT = ("bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1")
 _RESNET = ("conv1", "bn1", "layer1", "layer2", "layer3", "layer4")
 CORPUS = [
-    Program(name="moco_lincls", shape="MoCo's linear classifier", samples=64, epochs=4),
+    Program(name="moco_lincls", shape="MoCo's linear classifier", samples=64, epochs=4,
+            default=True),
     Program(name="mae_linprobe", shape="MAE's linear probe", samples=64, epochs=4, default=True),
     Program(name="transfer_notebook", shape="torchvision's transfer learning", samples=48,
             start="notebook", default=True, front=_RESNET, modes=True),
@@ -158,7 +159,8 @@ CORPUS = [
     Program(name="hf_trainer_text", shape="BERT with Trainer, saved each epoch", samples=48,
             front=_BERT, needs=("transformers", "datasets"), default=True, modes=True),
     Program(name="accelerate_checkpoints", shape="Accelerate's checkpointing", samples=48,
-            front=_BERT, needs=("transformers", "accelerate"), start="accelerate", modes=True),
+            front=_BERT, needs=("transformers", "accelerate"), start="accelerate", default=True,
+            modes=True),
     Program(name="lightning_transfer", shape="Lightning's transfer learning", samples=48,
             needs=("lightning",), default=True),
     Program(name="mingpt_finetune", shape="minGPT's trainer", samples=48,
@@ -186,7 +188,7 @@ CORPUS = [
             needs=("transformers", "peft"), modes=True),
     Program(name="pos_tagger", shape="a tagger with two LSTMs", samples=48),
     Program(name="ddp_torchrun", shape="DDP under torchrun", samples=64, start="torchrun",
-            front=tuple(f"module.{name}" for name in _RESNET), modes=True),
+            default=True, front=tuple(f"module.{name}" for name in _RESNET), modes=True),
     Program(name="dino_linear", shape="DINO's linear evaluation, intermediate layers", samples=64,
             epochs=4, hits=176, default=True),
     Program(name="clip_probe", shape="a probe on CLIP's `encode_image`", samples=64, epochs=4),
@@ -228,7 +230,8 @@ CORPUS = [
     Program(name="perceptual_loss", shape="a perceptual loss", samples=64, epochs=4),
     Program(name="fgsm", shape="adversarial training", samples=64, hits=0, front=_RESNET,
             told="requires grad", modes=True),
-    Program(name="quickstart", shape="a first program", samples=64, epochs=4, default=True),
+    Program(name="quickstart", shape="a first program", samples=64, epochs=4, start="python",
+            default=True),
 ]  # fmt: skip
 
 

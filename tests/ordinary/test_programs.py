@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.scripts import run_file
 from tests.ordinary.corpus import CORPUS, Program, run, table
 
 
@@ -41,3 +42,11 @@ def test_the_documents_table_of_programs_is_that_of_the_corpus():
     text = Path(__file__).parents[2].joinpath("docs", "ordinary.md").read_text()
     found = "".join(line for line in text.splitlines(keepends=True) if line.startswith("|"))
     assert found == table()
+
+
+def test_a_program_that_fails_says_so(tmp_path):
+    path = tmp_path / "fails.py"
+    path.write_text("print('before')\nraise ValueError('mine')\n")
+    ran = run_file(path)
+    assert str(ran.error) == "mine"
+    assert ran.output == "before\n"
