@@ -595,7 +595,7 @@ class SkipEngine:
         loaded = call.batch.load_rows(mask)
         if not self.host.audit_leaves(call.batch, mask, loaded):
             return False
-        fresh = replay.prefix(self._forward, source, call, mask, call.again(mask, loaded))
+        fresh = replay.prefix(self._forward, source, call, mask, call.rows(mask, loaded))
         rows = torch.from_numpy(np.flatnonzero(mask[entry.hit]))
         growth, lengths = source.row_growth(), call.batch.lengths
         for name, computed in fresh.items():

@@ -27,11 +27,12 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from egeria_cache.attempt import Attempt
 
-HOOKS = (
+_HOOKS = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks",
     "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
 )  # fmt: skip
@@ -94,33 +95,19 @@ def groups_of(state: Any) -> Any:
     return groups
 
 
+def set_groups(state: Any, groups: list[Any]) -> None:
+    """Make these the groups of a unit, as this PyTorch names them."""
+    if hasattr(state, "_fsdp_param_groups"):
+        state._fsdp_param_groups = groups
+    else:
+        state._fsdp_param_group = groups[0] if groups else None
+
+
 def set_parameters(group: Any, parameters: list[Any]) -> None:
     """Make these the parameters of a group, whose collectives then carry no others."""
     group.fsdp_params = parameters
     # Since PyTorch 2.15 a group keeps the numbers of its parameters in the order of reduction.
     getattr(group, "_init_reduce_scatter_param_order", lambda: None)()
-
-
-def stripped_hooks(module: nn.Module, *further: Any) -> dict[str, Any]:
-    """Return a module's dictionaries of forward hooks without FSDP's, and with further ones."""
-    own = vars(module)
-    theirs = {
-        key
-        for slot in ("_forward_pre_hooks", "_forward_hooks")
-        for key, hook in own[slot].items()
-        if is_fsdps(hook)
-    }
-    hooks: dict[str, Any] = {}
-    for slot in HOOKS:
-        hooks[slot] = type(own[slot])(
-            (key, value) for key, value in own[slot].items() if key not in theirs
-        )
-    for hook in further:
-        slot = "_forward_pre_hooks" if isinstance(hook, CastInputs) else "_forward_hooks"
-        hooks[slot][id(hook)] = hook
-        if isinstance(hook, CastInputs):
-            hooks["_forward_pre_hooks_with_kwargs"][id(hook)] = True
-    return hooks
 
 
 def is_fsdps(hook: Any) -> bool:
@@ -132,50 +119,39 @@ def is_fsdps(hook: Any) -> bool:
     return str(home).startswith(_HOME)
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return type(value)((key, _cast(item, dtype)) for key, item in value.items())
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(_cast(item, dtype) for item in value)
-    return value
+class Cast:
+    """What FSDP's mixed precision does to a unit's arguments or to its output, as a hook."""
+
+    def __init__(self, dtype: torch.dtype, *, is_input: bool) -> None:
+        self.dtype, self.is_input = dtype, is_input
+
+    def __call__(self, module: nn.Module, args: Any, given: Any) -> Any:
+        """Stand before a forward, `given` named arguments, or behind it, `given` its output."""
+        return tree_map_only(Tensor, self._cast, (args, given) if self.is_input else given)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    def register(self, module: nn.Module) -> None:
+        """Stand there."""
+        if self.is_input:
+            module.register_forward_pre_hook(self, with_kwargs=True)
+        else:
+            module.register_forward_hook(self)
 
 
-class CastInputs:
-    """What FSDP's mixed precision does to a unit's arguments, as a hook of its own."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Stand before a forward."""
-        return _cast(args, self.dtype), _cast(kwargs, self.dtype)
-
-
-class CastOutput:
-    """What FSDP's mixed precision does to a unit's output, as a hook of its own."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Stand behind a forward."""
-        return _cast(output, self.dtype)
-
-
-def cast_hooks(state: Any) -> list[Any]:
+def cast_hooks(state: Any) -> list[Cast]:
     """Return hooks that cast as a unit's own do; none without mixed precision."""
     policy = state._mp_policy
-    hooks: list[Any] = []
+    hooks = []
     if policy.param_dtype is not None and policy.cast_forward_inputs:
-        hooks.append(CastInputs(policy.param_dtype))
+        hooks.append(Cast(policy.param_dtype, is_input=True))
     if policy.output_dtype is not None:
-        hooks.append(CastOutput(policy.output_dtype))
+        hooks.append(Cast(policy.output_dtype, is_input=False))
     return hooks
 
 
-def casts_of(modules: Iterable[nn.Module]) -> list[Any]:
+def casts_of(modules: Iterable[nn.Module]) -> list[Cast]:
     """Return hooks that cast as those of the units among some modules do."""
     return [cast for state in map(state_of, modules) if state for cast in cast_hooks(state)]
 
@@ -201,15 +177,25 @@ def make_local(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
     }
     made: dict[int, nn.Parameter] = {}
     for real, copy in pairs:
-        state = state_of(real)
-        casts = [] if state is None else cast_hooks(state)
-        vars(copy).update(stripped_hooks(copy, *casts))
+        _strip_hooks(copy)
+        for cast in casts_of([real]):
+            cast.register(copy)
         own: dict[str, Any] = copy._parameters
         for key, parameter in own.items():
             if is_sharded(parameter):
                 if id(parameter) not in made:
                     made[id(parameter)] = _made_up(parameter, known[id(parameter)])
                 own[key] = made[id(parameter)]
+
+
+def _strip_hooks(module: nn.Module) -> None:
+    """Leave FSDP's hooks out of a copy."""
+    own = vars(module)
+    hooks = (*own["_forward_pre_hooks"].items(), *own["_forward_hooks"].items())
+    theirs = {key for key, hook in hooks if is_fsdps(hook)}
+    for slot in _HOOKS:
+        kept = ((key, value) for key, value in own[slot].items() if key not in theirs)
+        own[slot] = type(own[slot])(kept)
 
 
 def _made_up(parameter: Any, dtype: torch.dtype | None) -> nn.Parameter:
@@ -381,7 +367,7 @@ class ShardedFront:
         """Return what belongs to the front, or why that is not known."""
         state = state_of(self._model)
         for hook in [] if state is None else cast_hooks(state):
-            if isinstance(hook, CastInputs):
+            if hook.is_input:
                 args, kwargs = hook(self._model, args, kwargs)
         with Attempt() as tried:
             return *self._ask(args, kwargs), None
@@ -415,20 +401,13 @@ class ShardedFront:
                 set_parameters(group, kept)
         if not all(group.fsdp_params for group in groups):
             self._groups.append((state, groups))
-            left = [group for group in groups if group.fsdp_params]
-            if hasattr(state, "_fsdp_param_groups"):
-                state._fsdp_param_groups = left
-            else:
-                state._fsdp_param_group = None
+            set_groups(state, [group for group in groups if group.fsdp_params])
 
     def _give_back(self) -> None:
         if self._is_in:
             self._after(self._model, None, None)
         for state, groups in reversed(self._groups):
-            if hasattr(state, "_fsdp_param_groups"):
-                state._fsdp_param_groups = groups
-            else:
-                state._fsdp_param_group = groups[0]
+            set_groups(state, groups)
         if self._taken:
             for module in {id(m): m for s in states_in(self._model) for m in s._modules}.values():
                 module.reshard()  # else some would be whole, and those that come back would not

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
 from egeria_cache.kinds import kind_name
 from egeria_cache.pystate import Code, describe, digest
+from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.model.fsdp import casts_of
 from egeria_cache.skip.serve.call import PLAIN, Invocation, mode_key
 from egeria_cache.skip.serve.cut import Slot
@@ -44,31 +45,22 @@ class Addresses:
         return fields | {_APART: os.urandom(8).hex()} if fields in self._blind else fields
 
 
-def prefix_tensors(recipe: Recipe) -> list[tuple[str, nn.Module | None, Tensor]]:
+def prefix_tensors(recipe: Recipe) -> list[Named]:
     """Return (qualified name, owner, tensor) of all that the skipped modules compute with."""
-    found: dict[int, tuple[str, nn.Module | None, Tensor]] = {}
-    skipped = [step.module for step in recipe.steps if not step.run]
-    for module in skipped:
-        for child in module.modules():
-            _collect(child, recipe.names.get(id(child), ""), found)
+    found: dict[int, Named] = {}
+    for name, module in recipe.skipped_modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                found.setdefault(id(tensor), (f"{name}.{key}" if name else key, module, tensor))
     for named in recipe.reads:
         found.setdefault(id(named[2]), named)
     return list(found.values())
 
 
-def _collect(
-    module: nn.Module, prefix: str, found: dict[int, tuple[str, nn.Module | None, Tensor]]
-) -> None:
-    for slot in (module._parameters, module._buffers):
-        for key, tensor in slot.items():
-            if tensor is not None and id(tensor) not in found:
-                found[id(tensor)] = (f"{prefix}.{key}" if prefix else key, module, tensor)
-
-
 def address(
     recipe: Recipe,
     call: Invocation,
-    tensors: Iterable[tuple[str, nn.Module | None, Tensor]],
+    tensors: Iterable[Named],
     hashes: ContentHash,
     code: Code,
 ) -> dict[str, Any]:

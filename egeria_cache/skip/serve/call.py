@@ -308,31 +308,20 @@ class Invocation:
                 self.lent.extend(lend(*pair))
         return built
 
-    def rows(self, mask: np.ndarray) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return (args, kwargs) of the masked rows, those that the batch's entry misses."""
-        size = self.batch.size
-
-        def swap(position: int, leaf: Any) -> Any:
-            if position in self.tagged:
-                with torch.inference_mode(False):
-                    return leaf.misses()
-            whole = plain(leaf)
-            return take_rows(whole, mask) if whole.dim() and whole.shape[0] == size else whole
-
-        return self.rebuild(swap)
-
-    def again(
-        self, mask: np.ndarray, loaded: Mapping[str, Any]
+    def rows(
+        self, mask: np.ndarray, loaded: Mapping[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return (args, kwargs) of the masked rows, from what was loaded again for them."""
-        size = self.batch.size
+        """Return (args, kwargs) of the masked rows: those that the batch's entry misses, or from
+        what was loaded again for them.
+        """
 
         def swap(position: int, leaf: Any) -> Any:
             if position in self.tagged:
                 with torch.inference_mode(False):
-                    return leaf.rows(mask, loaded)
+                    return leaf.misses() if loaded is None else leaf.rows(mask, loaded)
             whole = plain(leaf)
-            return take_rows(whole, mask) if whole.dim() and whole.shape[0] == size else whole
+            has_rows = whole.dim() and whole.shape[0] == self.batch.size
+            return take_rows(whole, mask) if has_rows else whole
 
         return self.rebuild(swap)
 

@@ -12,12 +12,13 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from egeria_cache.errors import BoundaryError
 
@@ -146,7 +147,8 @@ class Placeholder(Tensor):
         found = placeholders((args, kwargs))
         device, scene = found[0].device, found[0].scene
         if func in _factories():
-            return func(*_swap(args, _stand_in), **_swap(kwargs, _stand_in))
+            args, kwargs = tree_map_only(Placeholder, _stand_in, (args, kwargs))
+            return func(*args, **kwargs)
         sources = found[0].sources.union(*(p.sources for p in found[1:]))
         scene.check(sources, func)
         written = _written(func, args, kwargs)
@@ -162,7 +164,7 @@ class Placeholder(Tensor):
         key = None if written else _key(func, args, kwargs)
         result = None if key is None else _RESULTS.get(key)
         if result is None:
-            meta_args, meta_kwargs = _swap(args, meta), _swap(kwargs, meta)
+            meta_args, meta_kwargs = tree_map_only(Tensor, meta, (args, kwargs))
             try:
                 result = func(*meta_args, **meta_kwargs)
             except (RuntimeError, NotImplementedError, TypeError) as error:
@@ -179,7 +181,11 @@ class Placeholder(Tensor):
         if written and isinstance(result, Tensor):
             return written[0]
         is_callers = _gives_views(func) and any(one.is_callers for one in found)
-        return _wrap(result, device, sources, scene, is_callers=is_callers)
+
+        def wrap(one: Tensor) -> Placeholder:
+            return Placeholder.like(one, device, sources, scene, is_callers=is_callers)
+
+        return tree_map_only(Tensor, wrap, result)
 
     def _refuse(self, what: str) -> NoReturn:
         raise Escape.at(self.sources, self.scene.current_module() or what)
@@ -242,31 +248,8 @@ def innermost_module(names: Mapping[int, str], but: frozenset[int] = frozenset()
 
 
 def placeholders(tree: Any) -> list[Placeholder]:
-    """Return the placeholders in nested tuples, lists and dicts, in order."""
-    found: list[Placeholder] = []
-
-    def visit(node: Any) -> None:
-        if isinstance(node, Placeholder):
-            found.append(node)
-        elif isinstance(node, tuple | list):
-            for item in node:
-                visit(item)
-        elif isinstance(node, dict):
-            for item in node.values():
-                visit(item)
-
-    visit(tree)
-    return found
-
-
-def _swap(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(node, Tensor):
-        return change(node)
-    if isinstance(node, tuple | list):
-        return type(node)(_swap(item, change) for item in node)
-    if isinstance(node, dict):
-        return {key: _swap(item, change) for key, item in node.items()}
-    return node
+    """Return the placeholders in nested containers, in order."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Placeholder)]
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -304,28 +287,9 @@ def _as_meta(tensor: Tensor, *, trainable: list[Tensor]) -> Tensor:
 
 def _stand_in(tensor: Tensor) -> Tensor:
     """Give a factory such as `zeros_like` a tensor of the right kind: it never reads the values."""
-    if not isinstance(tensor, Placeholder):
-        return tensor
     return torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
-
-
-def _wrap(
-    result: Any,
-    device: torch.device,
-    sources: frozenset[Source],
-    scene: Scene,
-    *,
-    is_callers: bool,
-) -> Any:
-    if isinstance(result, Tensor):
-        return Placeholder.like(result, device, sources, scene, is_callers=is_callers)
-    if isinstance(result, tuple | list):
-        return type(result)(
-            _wrap(item, device, sources, scene, is_callers=is_callers) for item in result
-        )
-    return result
 
 
 def _after_write(tensor: Any, sources: frozenset[Source], scene: Scene, what: str) -> None:

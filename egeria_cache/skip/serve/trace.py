@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from egeria_cache.device import random_states
 from egeria_cache.skip.model.frozen import Named
@@ -42,14 +43,8 @@ class Draw:
 
     def again(self) -> None:
         """Draw the same amount once more, to no effect."""
-        self.func(*map(_fill, self.args), **{k: _fill(v) for k, v in self.kwargs.items()})
-
-
-@dataclass(frozen=True, slots=True)
-class _Like:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
+        args, kwargs = tree_map_only(Tensor, _filled, (self.args, self.kwargs))
+        self.func(*args, **kwargs)
 
 
 class PrefixTrace(TorchDispatchMode):
@@ -136,7 +131,7 @@ class PrefixTrace(TorchDispatchMode):
         before = _generators()
         result = func(*args, **kwargs)
         if any(not torch.equal(a, b) for a, b in zip(before, _generators(), strict=True)):
-            draw = Draw(func, tuple(map(_empty, args)), {k: _empty(v) for k, v in kwargs.items()})
+            draw = Draw(func, *tree_map_only(Tensor, _shape_of, (args, kwargs)))
             self.draws.setdefault(self._step, []).append(draw)
             self._drawing.setdefault(str(func), innermost_module(self._names))
         return result
@@ -177,15 +172,8 @@ def known_tensors(model: nn.Module) -> list[Named]:
     return list(found.values())
 
 
-def _tensors(node: Any) -> Iterator[Tensor]:
-    if isinstance(node, Tensor):
-        yield node
-    elif isinstance(node, tuple | list):
-        for item in node:
-            yield from _tensors(item)
-    elif isinstance(node, dict):
-        for item in node.values():
-            yield from _tensors(item)
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _address(tensor: Tensor) -> Any:
@@ -203,13 +191,10 @@ def _has_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
 
 
-def _empty(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _Like(tuple(value.shape), value.dtype, value.device)
-    return value
+def _shape_of(tensor: Tensor) -> Tensor:
+    """Return zeros of this shape, which take no memory."""
+    return tensor.new_zeros(()).expand(tensor.shape)
 
 
-def _fill(value: Any) -> Any:
-    if isinstance(value, _Like):
-        return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
-    return value
+def _filled(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
