@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -50,8 +50,6 @@ _PERMUTES = {(_ACCELERATE, "SeedableRandomSampler")}
 """They draw as `RandomSampler` does. All of these by name: nothing of theirs is imported here."""
 _MOST_AT_ONCE = 8
 """Batches that are planned with one look-up."""
-_MOST_NEAR = 4
-"""Times as many batches as the window has, however small they are, are read ahead at most."""
 
 
 def num_foreseeable(batch_sampler: Any) -> int:
@@ -198,11 +196,9 @@ class Planner:
         self._next_number = first_number
         self._num_foreseeable = num_foreseeable
         self._is_exhausted = False
-        self._stretch, self._is_read = 1, False
-        """How many batches were planned last, and whether all of the last one is to be read."""
+        self._is_read = False
+        """Whether all of the batch that was planned last is to be read."""
         self._planned: deque[Plan] = deque()
-        self._mean_bytes = 0.0
-        """Of the records of a batch, where batches differ in size."""
         self._undispatched: deque[Plan] = deque()
         """Those that are still to be loaded."""
         self._unread: deque[PlannedEntry] = deque()
@@ -249,22 +245,23 @@ class Planner:
 
         While nothing can be read, nothing is drawn that DataLoader would not draw.
         """
-        num_near, has_room = self._near()
-        if has_room or not self._window:
+        room = self._window + 1
+        if len(self._planned) < room or not self._window:
             views, seeds_all = self._outlook()
             self._window = self._prefetcher.window if views else 0
+            room = self._window + 1
             while not self._planned or (
-                self._near()[1] and self._next_number < self._num_foreseeable
+                len(self._planned) < room and self._next_number < self._num_foreseeable
             ):
-                # Where all is read, and nothing is on its way to disk, ever more are planned at a
-                # time: half of what a batch takes is the same for several.
+                # Where all is read, and nothing is on its way to disk, several are planned at a
+                # time: half of what a batch takes is the same for all of them.
                 is_still = self._is_read and all(view.generation.is_idle for view in views)
                 left = self._num_foreseeable - self._next_number
-                more = min(2 * self._stretch, _MOST_AT_ONCE, left) if is_still else 1
-                self._stretch = max(more, 1)
-                if not self._draw(views, seeds_all, self._stretch):
+                if not self._draw(
+                    views, seeds_all, max(1, min(_MOST_AT_ONCE, left)) if is_still else 1
+                ):
                     break
-            num_near = self._near()[0]
+        num_near = min(len(self._planned), room)
         last = self._planned[num_near - 1].number if num_near and self._window else -1
         while self._unread and self._unread[0].number <= last:
             try:
@@ -272,22 +269,6 @@ class Planner:
             except Exception:
                 with self._beside():
                     raise
-
-    def _near(self) -> tuple[int, bool]:
-        """Return how many of the plans are near, and whether there is room for another.
-
-        Near are `window` batches beyond the next one, or as much to read as that where batches of
-        padded samples differ in size.
-        """
-        room, num_planned = self._window + 1, len(self._planned)
-        if not self._mean_bytes:
-            return min(num_planned, room), num_planned < room
-        left, most = float(room), _MOST_NEAR * room
-        for number, plan in enumerate(islice(self._planned, most)):
-            if left <= 0:
-                return number, False
-            left -= 1.0 if plan.entry is None else plan.entry.weight
-        return min(num_planned, most), left > 0 and num_planned < most
 
     def take_read(self) -> int | None:
         """Return the number of the next task if it is one of hits alone: there is nothing to load.
@@ -320,12 +301,6 @@ class Planner:
         """Forget the next plan: its samples could not be loaded."""
         if self._planned:
             self._planned.popleft()
-
-    def _weight(self, entry: PlannedEntry) -> float:
-        """Return how much there is to read for a batch, against those before it."""
-        stored = entry.located.num_bytes
-        self._mean_bytes += (stored - self._mean_bytes) * (0.1 if self._mean_bytes else 1.0)
-        return stored / self._mean_bytes if self._mean_bytes else 1.0
 
     def _next_indices(self) -> Sequence[Any] | None:
         indices = None if self._is_exhausted else next(self._index_batches, None)
@@ -376,8 +351,6 @@ class Planner:
             own, drawn = ids[start:stop], draws[start:stop]
             here = [(view, located.rows(start, stop)) for view, located in places]
             entry = best_entry(here, number, own, drawn)
-            if entry is not None and entry.view.padding is not None:
-                entry.weight = self._weight(entry)
             self._is_read = entry is not None and not entry.num_misses
             control = entry if entry is not None and self._wants_control(entry) else None
             plans.append(Plan(

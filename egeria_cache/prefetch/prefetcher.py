@@ -78,8 +78,6 @@ class PlannedEntry:
         self.ids = ids if not self.num_misses else list(compress(ids, hit))
         self.draws = draws if not self.num_misses else draws[hit]
         self.located = located if not self.num_misses else located.only(hit)
-        self.weight = 1.0
-        """How much there is to read, where a batch of ordinary size is one."""
         self.kept: dict[str, Rows] = {}
         self.lengths: np.ndarray | None = None
         """Of the hits, where samples are padded; int64, shape (hits, axes)."""

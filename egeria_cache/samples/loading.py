@@ -208,7 +208,7 @@ class SampleLoader:
                     raise error
                 return samples
 
-    def _moved(self, before: Mapping[str, bytes | None]) -> bool:
+    def _moved(self, before: Mapping[str, Any]) -> bool:
         """Note which of the watched generators were drawn from, and put them back."""
         moved = False
         for name, state in before.items():
@@ -217,9 +217,7 @@ class SampleLoader:
                 self.drawn, moved = self.drawn | {name}, True
         return moved
 
-    def _load_seeded(
-        self, task: Task, watched: Mapping[str, bytes | None], transforms: list[Any]
-    ) -> Any:
+    def _load_seeded(self, task: Task, watched: Mapping[str, Any], transforms: list[Any]) -> Any:
         assert task.indices is not None
         seeded = {name: g for name, g in GENERATORS.items() if watched.get(name) is None}
         generators, unseen = seeded.values(), seeded.keys() - self.drawn
