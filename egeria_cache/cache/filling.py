@@ -133,7 +133,6 @@ class _Missing:
         views = self._port.views(self._source.key)
         if not views:
             return [False] * len(indices)
-        views[0].refresh()
         ids = self._source.identify(indices)
         draws = self.loader._draws_of(ids)
         found: Sequence[bool] = views[0].contains(ids, draws).tolist()

@@ -10,8 +10,8 @@ lock.
 from __future__ import annotations
 
 import copy
+import math
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,7 +26,7 @@ from egeria_cache.batch import Lengths, Padding, Rows, Structure, counting
 from egeria_cache.device import runs_late
 
 if TYPE_CHECKING:
-    from egeria_cache.prefetch.ring import Ring
+    from egeria_cache.prefetch.ring import Resident
     from egeria_cache.skip import Cut
     from egeria_cache.store import Generation
 
@@ -61,11 +61,11 @@ class View:
     """Leaves without rows: their value in every batch."""
     counts: frozenset[str] = frozenset()
     """Those of them that count the samples."""
-    ring: Ring | None = None
-    """Rows on the device, where they are gathered from there; kept from pass to pass."""
-    has_room: bool = True
-    """False once the device had no memory left for a ring."""
-    room_looked_at: float = field(default_factory=time.monotonic, init=False)
+    resident: Resident | None = None
+    """All rows on the device, where they are few; kept from pass to pass."""
+    has_room: bool = field(default=True, init=False)
+    """Whether training left memory on the device for batches to come."""
+    room_looked_at: float = field(default=-math.inf, init=False)
     padding: Padding | None = None
     """How the loader pads its samples; stored rows have none of it."""
     _metas: dict[tuple[str, int], Tensor] = field(default_factory=dict, init=False)
@@ -135,10 +135,6 @@ class View:
             for path, value in self.constants.items()
         }
 
-    def refresh(self) -> int:
-        """Take note of what other processes have stored; return how many samples there are."""
-        return self.generation.num_samples if self.alive else 0
-
     def contains(self, ids: Sequence[Any], draws: np.ndarray) -> np.ndarray:
         """Which samples are stored, each in one of its draws: bool, shape (B,)."""
         return self.generation.locate(ids, variant=draws).found & self.alive
@@ -154,8 +150,6 @@ class Views:
         """All of them: batches may be planned with one that another has taken the place of."""
         self._process = os.getpid()
         self.num_voided = 0
-        self.retired_bytes = (0, 0)
-        """(raw, stored) of the generations that were given up."""
 
     def of(self, loader_name: str) -> list[View]:
         """What this loader's samples may be read from now, deepest boundary first."""
@@ -177,7 +171,7 @@ class Views:
         boundaries = list(dict.fromkeys(one.cut.boundary for one in views))[:MAX_LIVE_BOUNDARIES]
         kept = [one for one in views if one.cut.boundary in boundaries][:MAX_LIVE_VIEWS]
         for retired in [one for one in views if one not in kept]:
-            self._retire(retired)
+            self._let_go(retired)
             retired.generation.release()
         self._live[view.loader_name] = kept
 
@@ -206,7 +200,7 @@ class Views:
                 self.num_voided += 1
                 if os.getpid() != self._process:
                     continue  # a forked child: its files' locks may be held for ever
-                self._retire(view)
+                self._let_go(view)
                 if unlink:
                     view.generation.void("its activations are stale")
                 else:
@@ -220,17 +214,10 @@ class Views:
 
     def _let_go(self, view: View) -> None:
         """Free a view's memory on the device, unless another reads from it, too."""
-        ring, view.ring = view.ring, None
-        others = (one.ring for views in self._live.values() for one in views if one is not view)
-        if ring is not None and os.getpid() == self._process and ring not in others:
-            ring.close()
-
-    def _retire(self, view: View) -> None:
-        self._let_go(view)
-        raw, stored = self.retired_bytes
-        generation = view.generation
-        totals = generation.totals
-        self.retired_bytes = raw + totals.raw_bytes, stored + totals.stored_bytes
+        resident, view.resident = view.resident, None
+        others = (one.resident for views in self._live.values() for one in views if one is not view)
+        if resident is not None and os.getpid() == self._process and resident not in others:
+            resident.close()
 
 
 def record(

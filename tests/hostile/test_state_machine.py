@@ -80,7 +80,7 @@ class Training(RuleBasedStateMachine):
         ring=st.booleans(),
     )  # fmt: skip
     def start(self, seed, shuffle, size, ring):
-        self.needs_ring, prefetcher.needs_ring = prefetcher.needs_ring, lambda device: ring
+        self.is_ahead, prefetcher.copies_ahead = prefetcher.copies_ahead, lambda device: ring
         self.root = Path(tempfile.mkdtemp(prefix="egeria-hostile-", dir=MEMORY))
         self.num_directories, self.num_steps = 0, 0
         self.shuffle, self.batch_size = shuffle, size
@@ -348,7 +348,7 @@ class Training(RuleBasedStateMachine):
             self.iterator = None
             self.cache.close()
             shutil.rmtree(self.root, ignore_errors=True)
-            prefetcher.needs_ring = self.needs_ring
+            prefetcher.copies_ahead = self.is_ahead
 
 
 def _fail(module, args):
