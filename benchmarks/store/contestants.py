@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 BATCH = 128
-OFFER_AGAIN_S = 0.002
+OFFER_AGAIN_S = 0.01
 """After so long a batch that found the queue full is offered again."""
 Ids = npt.NDArray[np.int64]
 
