@@ -126,7 +126,6 @@ class Run:
         self._past_hits = 0
         """Of caches that were closed or dropped."""
         self._hits_at_turn = self._hits_at_pass = 0
-        self._dropped: list[ActivationCache] = []
 
     # ---- what a script uses -------------------------------------------------------------------
 
@@ -135,14 +134,10 @@ class Run:
         return self.way == "plain"
 
     def freeze(
-        self,
-        model: nn.Module,
-        boundary: str | None = "middle",
-        frozen: tuple[str, ...] | None = None,
-        **options: Any,
+        self, model: nn.Module, boundary: str | None = "middle", frozen: tuple[str, ...] = ()
     ) -> Any:
         """Freeze a model's front, put a cache behind it (or hold it, if plain), and return it."""
-        names = _front(model, boundary) if frozen is None else frozen
+        names = frozen or _front(model, boundary)
         for name in names:
             model.get_submodule(name).requires_grad_(False)
         self.close()
@@ -150,9 +145,7 @@ class Run:
         if arguments is None:
             self._hold = FrozenPrefix(model.get_submodule(name) for name in names)
         else:
-            self.cache = ActivationCache(
-                model, self.directory, boundary, **{**arguments, **options}
-            )
+            self.cache = ActivationCache(model, self.directory, boundary, **arguments)
         return model
 
     def move(self, model: nn.Module, boundary: str | None) -> None:

@@ -43,13 +43,13 @@ WRITTEN = WRITES | {
 }
 
 
-def writing(run, write, factor):
-    """Return a loss that writes to each batch from the second epoch on."""
+def writing(run, write, factor, since=4):
+    """Return a loss that writes to each batch from some step on."""
 
     def loss(model, x, y, step):
         if step == 4:
             run.turn()
-        if step >= 4:
+        if step >= since:
             write(x, factor(step))
         return ce(model, x, y)
 
@@ -63,7 +63,8 @@ def test_a_batch_written_in_place_is_what_the_model_sees(run, write):
 
 @hostile(over={how: WRITES[how] for how in ("a method", "numpy", "its data")})
 def test_a_batch_written_in_every_epoch_is_what_the_model_sees(run, write):
-    trained(run, writing(run, write, lambda step: 1.0 + 0.3 * (step // 4)), batch_size=6)
+    factor = lambda step: 1.0 + 0.3 * (step // 4)  # noqa: E731
+    trained(run, writing(run, write, factor, since=0), batch_size=6)
 
 
 # ---- loops that are right, and served where they can be ---------------------------------------

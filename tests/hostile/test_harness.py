@@ -50,19 +50,19 @@ def elsewhere(run):
     run.trace.why_not = "nothing is cached"
 
 
-@pytest.mark.parametrize(
-    ("script", "outcome"),
-    [
-        (wrong, harness.SilentlyWrong),
-        (raising, harness.ForeignError),
-        (silent, harness.WithoutAWord),
-        (late, harness.WithoutAWord),
-    ],
-)
-def test_each_outcome_is_told_from_the_others(script, outcome):
+OUTCOMES = {
+    wrong: harness.SilentlyWrong,
+    raising: harness.ForeignError,
+    silent: harness.WithoutAWord,
+    late: harness.WithoutAWord,
+}
+
+
+@pytest.mark.parametrize("script", OUTCOMES)
+def test_each_outcome_is_told_from_the_others(script):
     with pytest.raises(harness.Finding) as caught:
         harness.judge(script)
-    assert caught.type is outcome
+    assert caught.type is OUTCOMES[script]
 
 
 def test_an_honest_loop_is_served_and_right():

@@ -46,7 +46,7 @@ class Program:
     needs: tuple[str, ...] = ()
     """Libraries."""
     default: bool = False
-    """Whether it is one of those that always run."""
+    """Whether it is always run: one for each way to start a program."""
     draws: bool = False
     """Whether its samples are random: each epoch has other draws, with a cache other ones."""
     rtol: float = 1e-5
@@ -151,18 +151,18 @@ _RESNET = ("conv1", "bn1", "layer1", "layer2", "layer3", "layer4")
 CORPUS = [
     Program(name="moco_lincls", shape="MoCo's linear classifier", samples=64, epochs=4,
             default=True),
-    Program(name="mae_linprobe", shape="MAE's linear probe", samples=64, epochs=4, default=True),
+    Program(name="mae_linprobe", shape="MAE's linear probe", samples=64, epochs=4),
     Program(name="transfer_notebook", shape="torchvision's transfer learning", samples=48,
             start="notebook", default=True, front=_RESNET, modes=True),
     Program(name="gradual_unfreezing", shape="gradual unfreezing", samples=64, epochs=6, hits=192,
             front=_RESNET, modes=True),
     Program(name="hf_trainer_text", shape="BERT with Trainer, saved each epoch", samples=48,
-            front=_BERT, needs=("transformers", "datasets"), default=True, modes=True),
+            front=_BERT, needs=("transformers", "datasets"), modes=True),
     Program(name="accelerate_checkpoints", shape="Accelerate's checkpointing", samples=48,
             front=_BERT, needs=("transformers", "accelerate"), start="accelerate", default=True,
             modes=True),
     Program(name="lightning_transfer", shape="Lightning's transfer learning", samples=48,
-            needs=("lightning",), default=True),
+            needs=("lightning",)),
     Program(name="mingpt_finetune", shape="minGPT's trainer", samples=48,
             front=("drop", "h.0", "h.1", "h.2"), modes=True),
     Program(name="transformer_encoder_masks", shape="torch's TransformerEncoder with masks",
@@ -178,11 +178,11 @@ CORPUS = [
     Program(name="question_answering", shape="question answering, padded", samples=32, front=_BERT,
             needs=("transformers",), modes=True),
     Program(name="accelerate_accumulation", shape="Accelerate's gradient accumulation", samples=48,
-            front=_RESNET, needs=("accelerate",), default=True, modes=True),
+            front=_RESNET, needs=("accelerate",), modes=True),
     Program(name="fabric_loop", shape="a loop under Fabric", samples=48, front=_RESNET,
             needs=("lightning",), modes=True),
     Program(name="ignite_transfer", shape="ignite's supervised trainer", samples=48, front=_RESNET,
-            needs=("ignite",), default=True, modes=True),
+            needs=("ignite",), modes=True),
     Program(name="lora_classifier", shape="LoRA in the last layer", samples=48,
             front=tuple(f"base_model.model.{name}" for name in (*_BERT, "bert.encoder.layer.2")),
             needs=("transformers", "peft"), modes=True),
@@ -190,7 +190,7 @@ CORPUS = [
     Program(name="ddp_torchrun", shape="DDP under torchrun", samples=64, start="torchrun",
             default=True, front=tuple(f"module.{name}" for name in _RESNET), modes=True),
     Program(name="dino_linear", shape="DINO's linear evaluation, intermediate layers", samples=64,
-            epochs=4, hits=176, default=True),
+            epochs=4, hits=176),
     Program(name="clip_probe", shape="a probe on CLIP's `encode_image`", samples=64, epochs=4),
     Program(name="timm_features", shape="a head on `forward_features`", samples=64, epochs=4,
             hits=176),

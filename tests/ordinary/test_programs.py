@@ -17,6 +17,7 @@ def marked(program: Program):
 
 
 @pytest.mark.modes
+@pytest.mark.cases(sum(program.default for program in CORPUS))
 @pytest.mark.parametrize("program", [marked(program) for program in CORPUS])
 def test_an_ordinary_program_trains_as_before_and_is_served(program, tmp_path):
     if program.missing:
