@@ -43,28 +43,27 @@ WRITTEN = WRITES | {
 }
 
 
-def writing(run, write, factor, since=4):
-    """Return a loss that writes to each batch from some step on."""
-
+@hostile(over=WRITTEN, cases=6)
+def test_a_batch_written_in_place_is_what_the_model_sees(run, write):
     def loss(model, x, y, step):
         if step == 4:
             run.turn()
-        if step >= since:
-            write(x, factor(step))
+        if step >= 4:
+            write(x, 2.0)
         return ce(model, x, y)
 
-    return numbered(loss)
-
-
-@hostile(over=WRITTEN, cases=6)
-def test_a_batch_written_in_place_is_what_the_model_sees(run, write):
-    trained(run, writing(run, write, lambda step: 2.0), batch_size=6)
+    trained(run, numbered(loss), batch_size=6)
 
 
 @hostile(over={how: WRITES[how] for how in ("a method", "numpy", "its data")})
 def test_a_batch_written_in_every_epoch_is_what_the_model_sees(run, write):
-    factor = lambda step: 1.0 + 0.3 * (step // 4)  # noqa: E731
-    trained(run, writing(run, write, factor, since=0), batch_size=6)
+    def loss(model, x, y, step):
+        if step == 3:
+            run.turn()  # so far the values were multiplied by one
+        write(x, 1.0 + 0.3 * (step // 3))
+        return ce(model, x, y)
+
+    trained(run, numbered(loss))
 
 
 # ---- loops that are right, and served where they can be ---------------------------------------
