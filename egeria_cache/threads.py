@@ -82,3 +82,17 @@ def without_modes() -> AbstractContextManager[None]:
 def _disable_modes() -> Iterator[None]:
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
+
+
+def outside_inference_mode() -> AbstractContextManager[None]:
+    """Make ordinary tensors, also where inference mode is on: those have a version counter."""
+    return _ordinary() if torch.is_inference_mode_enabled() else _AS_IT_IS
+
+
+_AS_IT_IS = nullcontext()
+
+
+@contextmanager
+def _ordinary() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield

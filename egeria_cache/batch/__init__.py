@@ -3,18 +3,16 @@
 Owns nothing that lives longer than a batch: no thread, no file, no global. It never loads a sample
 and never reads an activation; whoever made the batch gave it a way to do so.
 
-`batch.py` is a batch and its parts, `tensor.py` holds the tensors that know their samples and
-`absent.py` those that were not loaded, `chain.py` the operations that they record, `trial.py` which
-those are, `fold.py` how many rows a sample has then, `selection.py` the operations that take rows,
-`vouch.py` what they held, `lost.py` where their rows were lost; `structure.py` takes a batch apart
-into leaves with a row per sample, `padding.py` says how they were padded, `seeds.py` names samples.
+`batch.py` is a batch and its parts, and what they held; `tensor.py` holds the tensors that know
+their samples and `absent.py` those that were not loaded, `chain.py` the operations that they
+record, `trial.py` which those are, `selection.py` the operations that take rows; `structure.py`
+takes a batch apart into leaves with a row per sample, `padding.py` says how they were padded,
+`seeds.py` names samples.
 """
 
 from egeria_cache.batch.absent import without_data
 from egeria_cache.batch.batch import Batch, Entry, PartEntry, SharedRows, at_rows
-from egeria_cache.batch.chain import outside_inference_mode
-from egeria_cache.batch.fold import Fold
-from egeria_cache.batch.lost import forget_lost, lost_by
+from egeria_cache.batch.chain import Fold
 from egeria_cache.batch.padding import Axis, Lengths, Padding
 from egeria_cache.batch.seeds import SampleId, sample_seed
 from egeria_cache.batch.structure import (
@@ -34,7 +32,7 @@ from egeria_cache.batch.structure import (
     state_of,
     take_rows,
 )
-from egeria_cache.batch.tensor import BatchTensor, batch_tensors, unwrap
+from egeria_cache.batch.tensor import BatchTensor, batch_tensors, forget_lost, lost_by, unwrap
 
 __all__ = [
     "Axis",
@@ -61,7 +59,6 @@ __all__ = [
     "is_rows",
     "lost_by",
     "merge_rows",
-    "outside_inference_mode",
     "overlap",
     "own_containers",
     "row_meta",

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from egeria_cache.batch.batch import Batch
-from egeria_cache.batch.chain import Op, Raw, Slot, derived, outside_inference_mode
-from egeria_cache.batch.fold import Fold
+from egeria_cache.batch.batch import Batch, Vouched
+from egeria_cache.batch.chain import Fold, Op, Raw, Slot, derived
 from egeria_cache.batch.structure import Rows, merge_rows
 from egeria_cache.batch.tensor import BatchTensor, unwrap
-from egeria_cache.batch.vouch import Vouched
 from egeria_cache.device import located, uploaded
+from egeria_cache.threads import outside_inference_mode
 
 
 def without_data(
@@ -74,7 +73,7 @@ class AbsentTensor(BatchTensor):
         return _with_layout(merged, self._meta)
 
     @property
-    def _holds(self) -> bool:
+    def intact(self) -> bool:
         """Whether the values, those that are there, are what samples and `chain` say."""
         if self._alias is not None and not _is_intact(self._alias[0], self._alias[2]):
             return False
@@ -113,7 +112,7 @@ class AbsentTensor(BatchTensor):
     def _apply(self, op: Op, parts: Sequence[BatchTensor]) -> BatchTensor:
         if self._full is not None:
             return super()._apply(op, parts)
-        if not all(part._holds for part in parts):
+        if not all(part.intact for part in parts):
             raise LookupError("a leaf was written to")
         first, device = parts[0], op.device or self.device
         misses = None
@@ -222,4 +221,4 @@ def _with_layout(tensor: Tensor, like: Tensor) -> Tensor:
 
 def _is_intact(tensor: Tensor, chain: tuple[Op, ...]) -> bool:
     """Whether nothing was done to a tensor since a view of it was made."""
-    return isinstance(tensor, BatchTensor) and tensor.chain is chain and tensor._holds
+    return isinstance(tensor, BatchTensor) and tensor.chain is chain and tensor.intact

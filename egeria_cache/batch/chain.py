@@ -8,7 +8,6 @@ all that was done to them included, each in company and by itself (`trial.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,31 +16,40 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from egeria_cache.batch.fold import Fold
+from egeria_cache.batch.batch import SMALL_BYTES, content_print
 from egeria_cache.batch.structure import is_dense
-from egeria_cache.batch.vouch import SMALL_BYTES, content_print
 from egeria_cache.device import moved_to, uploaded
-
-
-def outside_inference_mode() -> AbstractContextManager[None]:
-    """Make ordinary tensors, also where inference mode is on: those have a version counter."""
-    return _ordinary() if torch.is_inference_mode_enabled() else _AS_IT_IS
-
-
-_AS_IT_IS = nullcontext()
-
-
-@contextmanager
-def _ordinary() -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
 
 _KEEPS_VALUES = {
     Tensor.cpu, Tensor.pin_memory, Tensor.contiguous, Tensor.clone, Tensor.detach,
 }  # fmt: skip
 _MOVES = _KEEPS_VALUES | {Tensor.to}
 
+
+class Fold(NamedTuple):
+    """A tensor has `outer` blocks of the batch, and in each of them `inner` rows of a sample."""
+
+    outer: int = 1
+    inner: int = 1
+
+    def mask(self, mask: np.ndarray) -> np.ndarray:
+        """Return which rows a bool mask of samples, shape (B,), means."""
+        return mask if self == Fold() else np.tile(np.repeat(mask, self.inner), self.outer)
+
+    def apart(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """Return shape (B, ..., outer * inner, ...): what is one sample's, the samples first."""
+        split = tensor.unflatten(dim, (self.outer, -1, self.inner)).movedim(dim + 1, 0)
+        rows: Tensor = split.flatten(dim + 1, dim + 2)
+        return rows
+
+    def together(self, samples: Tensor, dim: int = 0) -> Tensor:
+        """Return what `apart` was made from."""
+        split = samples.unflatten(dim + 1, (self.outer, self.inner)).movedim(0, dim + 1)
+        tensor: Tensor = split.flatten(dim, dim + 2)
+        return tensor
+
+
+PLAIN = Fold()
 Raw = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of a leaf as the loader gave it out."""
 
@@ -65,11 +73,6 @@ class Leaf(NamedTuple):
         return self.chain[-1].fold if self.chain else PLAIN
 
     @property
-    def opens(self) -> bool:
-        """Whether rows do not stand in its first dimension."""
-        return bool(self.chain) and self.chain[-1].opens
-
-    @property
     def way(self) -> tuple[Any, ...]:
         """What tells it from other leaves, and what was done to it from that."""
         shape, stride, dtype = self.raw
@@ -80,9 +83,6 @@ class Leaf(NamedTuple):
     def raws(self) -> dict[str, Raw]:
         """All leaves that it is made of."""
         return {self.name: self.raw} | {name: raw for op in self.chain for name, raw in op.raws}
-
-
-PLAIN = Fold()
 
 
 class Slot(int):
@@ -118,8 +118,6 @@ class Op:
     """Where it moves to."""
     fold: Fold = PLAIN
     """Which rows belong to a sample after it."""
-    opens: bool = False
-    """Whether rows no longer stand in the first dimension, so that another has to follow."""
     item: int | None = None
     """Which of the tensors that it gives is meant; None where it gives one."""
     writes: bool = False

@@ -9,7 +9,9 @@ the data was not loaded (the sample is in the cache) it is loaded then: slower, 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -18,24 +20,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from egeria_cache.attempt import is_beside
-from egeria_cache.batch.batch import Batch
+from egeria_cache.batch.batch import Batch, Vouched
 from egeria_cache.batch.chain import (
     PLAIN,
+    Fold,
     Leaf,
     Op,
     Raw,
     Slot,
     leaves_of,
     name_of,
-    outside_inference_mode,
 )
-from egeria_cache.batch.fold import Fold
-from egeria_cache.batch.lost import note_lost
 from egeria_cache.batch.selection import selected_rows
-from egeria_cache.batch.structure import Rows, own_containers, take_rows
+from egeria_cache.batch.structure import Rows, is_rows, own_containers, take_rows
 from egeria_cache.batch.trial import Found, operation
-from egeria_cache.batch.vouch import Vouched
 from egeria_cache.device import LEAF_FLAGS
+from egeria_cache.threads import outside_inference_mode
 
 
 class BatchTensor(Tensor):
@@ -78,18 +78,8 @@ class BatchTensor(Tensor):
     def intact(self) -> bool:
         """Whether the values are still exactly what samples and `chain` say, by content.
 
-        False after the user changed the data; such a tensor is an ordinary one. So is one whose
-        rows do not stand in the first dimension.
+        False after the user changed the data; such a tensor is an ordinary one.
         """
-        return self.has_rows_first and self._holds
-
-    @property
-    def has_rows_first(self) -> bool:
-        """Whether samples stand in the first dimension; a view may have put them elsewhere."""
-        return not self.chain or not self.chain[-1].opens
-
-    @property
-    def _holds(self) -> bool:
         with torch._C.DisableTorchFunctionSubclass(), outside_inference_mode():
             return self._vouched.holds(self)
 
@@ -251,7 +241,7 @@ def _recorded(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         return NotImplemented  # padding would have to be told of each
     if func is Tensor.requires_grad_ and args[1:] == (False,):
         return first
-    if is_first and first.has_rows_first and len(found) == 1:
+    if is_first and len(found) == 1:
         selected = first._selected(func, args[1:], kwargs)
         if selected is not None:
             return selected
@@ -348,3 +338,37 @@ def _unwrap(tree: Any) -> Any:
 def batch_tensors(tree: Any) -> list[BatchTensor]:
     """Return the intact `BatchTensor`s in any pytree, in order."""
     return [leaf for leaf in tree_leaves(tree) if _is_batch_tensor(leaf) and leaf.intact]
+
+
+_LOCAL = threading.local()
+
+
+def note_lost(func: Callable[..., Any], leaf: str, result: Any) -> None:
+    """Note that `func` took a leaf of a batch and gave an ordinary tensor."""
+    parts = result if isinstance(result, tuple | list) else (result,)
+    if _seen("lost") is None and any(isinstance(part, Tensor) for part in parts):
+        name = getattr(func, "__name__", str(func))
+        of = f"of the leaf {leaf!r}" if leaf else "of the batch"
+        _LOCAL.lost = f"the rows were lost in {name!r} {of}"
+
+
+def forget_lost(leaves: Mapping[str, Any] = MappingProxyType({}), size: int = 0) -> None:
+    """Another batch is given out in this thread, of so many samples."""
+    _LOCAL.lost = _LOCAL.has_none = None
+    for path, leaf in leaves.items():
+        if isinstance(leaf, Tensor) and not is_rows(leaf, size):
+            _LOCAL.has_none = (
+                f"the batch's leaf {path!r}, of shape {list(leaf.shape)}, has no row for each of "
+                f"its {size} samples; stack samples in the collate_fn"
+            )
+            return
+
+
+def lost_by() -> str | None:
+    """Say where the rows of the last batch were lost, or why it has none; None if they were not."""
+    return _seen("lost") or _seen("has_none")
+
+
+def _seen(name: str) -> str | None:
+    found: str | None = getattr(_LOCAL, name, None)
+    return found

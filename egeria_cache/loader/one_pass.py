@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from egeria_cache.batch import forget_lost, outside_inference_mode
+from egeria_cache.batch import forget_lost
 from egeria_cache.loader.plan import Plan, Planner, Studied, num_foreseeable
 from egeria_cache.loader.resume import Progress, draw_base_seed
 from egeria_cache.prefetch import PlannedEntry, Prefetcher
 from egeria_cache.samples import Loaded, LoaderSource
+from egeria_cache.threads import outside_inference_mode
 
 if TYPE_CHECKING:
     from egeria_cache.cache import LoaderPort
