@@ -90,8 +90,6 @@ class Boundary:
     def __init__(self, engine: SkipEngine, status: Status) -> None:
         self._engine = engine
         self._status = status
-        self.look_out = engine.look_out
-        """Is to be called when a batch is given out, with which the model is called in some way."""
 
     @property
     def frozen(self) -> str | None:

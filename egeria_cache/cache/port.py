@@ -191,7 +191,6 @@ class LoaderPort:
             self._counters.yielded_closed()
         else:
             self._counters.yielded(batch)
-            self._boundary.look_out()
 
     def count_refetched(self, num_samples: int) -> None:
         """Note samples that were planned as hits, and had to be reloaded."""

@@ -26,8 +26,6 @@ from egeria_cache.pystate import is_compiled, reached
 from egeria_cache.skip.model import calls
 from egeria_cache.skip.model.attach import (
     AttachedForward,
-    Features,
-    Scout,
     inner_model,
     module_named,
     user_line,
@@ -57,6 +55,8 @@ _MAX_EVEN = 8
 """Batches without padding that are computed in the hope of one that has some."""
 _MAX_BARE = 3
 """Calls under a boundary that may come without a loader's batch before that is said."""
+_ALL_NEW = "no call came with the arguments of one before it"
+_TRANSFORMED = "the model is called within `torch.func` (vmap, grad), and never without"
 _AS_THEY_COME = (
     "Give the model the loader's batches as they come, or do what changes them after the boundary "
     "or in the data set"
@@ -92,6 +92,42 @@ class _OneCall:
         """The model has raised it: it is the loop's, unless it is ours."""
         if not is_ours(error):
             self.raised = error
+
+
+class _Unserved:
+    """Says once, and why, that calls under a boundary cannot be served, one after another.
+
+    Args:
+        told: Is given the reason of the first of them, and the remedy.
+    """
+
+    def __init__(self, told: Callable[[str, str], None]) -> None:
+        self._told = told
+        self.begin()
+
+    def begin(self) -> None:
+        """There is another boundary."""
+        self.was_served = False
+        """Whether any call came with a loader's batch."""
+        self._why, self._num, self._of = "", 0, object()
+
+    def note(self, why: str, *, of: Any = None) -> None:
+        """A call came plain; several calls of one batch `of` these samples count once."""
+        if of is not None and of is self._of:
+            return
+        if (why is _ALL_NEW) is not (self._why is _ALL_NEW):
+            self._num = 0
+        self._num, self._of = self._num + 1, of
+        if self._num == 1:
+            self._why = why
+        if self._num == _MAX_BARE:
+            self._told(*_with_remedy(self._why))
+
+    def served(self, *, but: str = "") -> None:
+        """A call came that can be served, as far as this reason is not the matter."""
+        self.was_served = True
+        if self._num < _MAX_BARE and self._why is not but:
+            self._num = 0
 
 
 class Filled(BaseException):
@@ -185,7 +221,6 @@ class SkipEngine:
     ) -> None:
         self.model = self._whole = inner_model(model)
         self._method = method
-        self._scout: Scout | None = None
         self._attached: AttachedForward | None = None
         self._compiled = is_compiled(model)
         self._is_traced = False
@@ -203,8 +238,6 @@ class SkipEngine:
         """Whether a call was computed like that."""
         self._is_told = False
         """Whether it was said what that changes."""
-        self._stays: str | None = None
-        """The last frozen module, while another place to cut is looked for."""
         self._hashes = ContentHash()
         self._audits = Answers()
         self._addresses = Addresses()
@@ -215,18 +248,11 @@ class SkipEngine:
         """(cut, last frozen module) as they were asked for; nearer than that while a part of the
         prefix is trained."""
         self._thaw = ThawWatch()
-        self._features = Features(self.model)
         self._auto: AutoBoundary | None = None
         self._sharded: ShardedFront | None = None
         self._fills = False
-        self._num_bare = self._num_new = self._num_even = 0
-        self._new_ids: Any = None
-        """The samples of the batch whose call was proved last."""
-        self._was_served = False
-        self._why_bare = ""
-        """Why the first of the calls that come plain could not be served."""
-        self._is_called = False
-        """Whether the loop was seen to call the model."""
+        self._num_even = 0
+        self._unserved = _Unserved(lambda why, remedy: host.uncached(why, remedy))
         self._running: dict[str, _OneCall] = {}
         """The call that is being served, if any."""
         self._thread = threading.get_ident()
@@ -250,10 +276,7 @@ class SkipEngine:
             started = time.perf_counter()
             try:  # around everything: an interrupt may come between any two lines
                 if self._running.setdefault("call", ours) is ours:
-                    if self._auto is None or not self._features.are_computed(args, kwargs):
-                        return self._called_with(args, kwargs)
-                    with self._features.frozen():
-                        return self._called_with(args, kwargs)
+                    return self._called_with(args, kwargs)
             except BaseException as error:
                 calls.heal(depth)
                 torch.set_grad_enabled(grad)
@@ -281,7 +304,7 @@ class SkipEngine:
                 return False
         return (
             threading.get_ident() == self._thread
-            and (self._auto is None or (self._features.is_trained and self._auto.is_still()))
+            and (self._auto is None or self._auto.is_still())
             and self._declared[0] == self.boundary
             and self._sharded is None
             and not (self._held.is_disturbed() or self._thaw.is_due())
@@ -310,9 +333,6 @@ class SkipEngine:
         return output
 
     def _called_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._is_called = True
-        if self._scout is not None:
-            self._stop_looking_out()
         if self._sharded is not None:
             self._look_at_shards()
         if self._auto is not None:
@@ -326,25 +346,18 @@ class SkipEngine:
             call = self._running["call"].call = Invocation.of(args, kwargs)
             free = self._free.get(call.layout, frozenset()) if self._free else frozenset()
             key = () if call.why_not else call.key(free)
-        result = self._called(call, key)
+        is_plain = self.boundary is None or call.why_not is not None
+        result = self._uncached(call) if is_plain else self._cached(call, key)
         # Half a microsecond a module: after 1, 2, 4, 8, ... calls.
         if self._is_held and not (self._is_told or self._num_calls & (self._num_calls + 1)):
             self._is_told = tell_modes(self._whole, self._held)
         return call.hand_back(result)
 
-    def _called(self, call: Invocation, key: tuple[Any, ...]) -> Any:
-        if self.boundary is None or call.why_not is not None:
-            return self._uncached(call)
-        return self._cached(call, key)
-
     def _transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a call within `torch.func`, whose tensors are no batches."""
         if self.boundary is not None:
             self.host.note("called", 0.0, 0)
-            self._num_bare += 1
-            if self._num_bare == _MAX_BARE:
-                why = "the model is called within `torch.func` (vmap, grad), and never without"
-                self.host.uncached(why, _AS_THEY_COME)
+            self._unserved.note(_TRANSFORMED)
         return self.computed(*args, **kwargs)
 
     def _uncached(self, call: Invocation) -> Any:
@@ -352,12 +365,8 @@ class SkipEngine:
         self.host.note("called", 0.0, 0)
         if self.boundary is not None and call.why_not is not None and not self.host.idle:
             # Where others were served, an evaluation may well bring batches of its own.
-            is_trained = self.model.training and torch.is_grad_enabled()
-            self._num_bare += is_trained or not self._was_served
-            if self._num_bare <= 1:
-                self._why_bare = call.why_not
-            if self._num_bare == _MAX_BARE:
-                self.host.uncached(*_with_remedy(self._why_bare))
+            if (self.model.training and torch.is_grad_enabled()) or not self._unserved.was_served:
+                self._unserved.note(call.why_not)
             if not self.host.is_refused():
                 self._hold(call)
             elif not self._has_run:
@@ -366,8 +375,7 @@ class SkipEngine:
 
     def _cached(self, call: Invocation, key: tuple[Any, ...]) -> Any:
         self.host.note("called", 0.0, call.batch.size)
-        self._was_served = True
-        self._num_bare = 0 if self._num_bare < _MAX_BARE else self._num_bare
+        self._unserved.served(but=_ALL_NEW)
         self._running["call"].key = key
         is_plain = call.batch.entry is None and not call.batch.may_be_stored
         if is_plain and self._is_held and not self._fills:
@@ -375,7 +383,7 @@ class SkipEngine:
         recipe = self._book.find(key, call, boundary=self.boundary)
         if recipe is None:
             return self._first(key, call)
-        self._num_new = 0
+        self._unserved.served()
         if (id(recipe.cut), call.batch.loader_name) not in self._announced:
             self._announce(recipe, call)
         entry = call.batch.entry
@@ -422,7 +430,7 @@ class SkipEngine:
             if how is not None:
                 self._hold(call)
                 return self._timed(call) if how == "timed" else self._plainly(call)
-        return self._prove(key, call, alike)
+        return self._prove(key, call)
 
     def _plainly(self, call: Invocation) -> Any:
         args, kwargs = call.plain()
@@ -440,29 +448,18 @@ class SkipEngine:
         self.host.timed(call.batch, front_s, forward_s)
         return output
 
-    def _prove(self, key: tuple[Any, ...], call: Invocation, alike: list[Recipe]) -> Any:
-        """Look for a place where the model can be cut, and compute the batch."""
-        self._num_new += call.batch.ids is not self._new_ids
-        self._new_ids = call.batch.ids
+    def _prove(self, key: tuple[Any, ...], call: Invocation) -> Any:
+        """Cut the model on this batch if it can be, and compute the batch."""
         started = time.perf_counter()
         try:
-            outcome = self._rehearsed(call, alike)
+            outcome = self._rehearsed(call)
         except Exception as error:  # a signal of the user's came: a proof takes longer than a call
             self._book.refuse(key)
             self.host.failed(error, call.batch)
             raise
-        while outcome.recipe is None:
+        if outcome.recipe is None:
             assert outcome.error is not None
-            if outcome.has_raised and (self._auto is None or self._has_run):
-                self._num_new, self._new_ids = self._num_new - 1, None
-                output = self._plainly(call)  # its own error is the loop's: the next call is tried
-                self._book.refuse(key)
-                self._refused_first(outcome.error)
-                return output
-            self._book.refuse(key)
-            if not self._refused_first(outcome.error) or not self._book.may_rehearse(key):
-                return self._plainly(call)
-            outcome = self._rehearsed(call, [])
+            return self._refused_first(key, outcome.error, call)
         recipe, plainly = outcome.recipe, time.perf_counter()
         output, capture = replay.full(self._once, recipe, call)
         started += time.perf_counter() - plainly
@@ -470,50 +467,50 @@ class SkipEngine:
             self._free[call.layout] = self._free.get(call.layout, recipe.free) & recipe.free
             key = call.key(self._free[call.layout])
         recipe.settle(key)
-        self._adopt(recipe, outcome.twin, call) or self._publish(recipe, call)
+        self._share_padding(recipe)
+        self._publish(recipe, call)
         self.host.note("proof", time.perf_counter() - started, call.batch.size)
-        if self._num_new == _MAX_BARE and not recipe.pinned:  # whose reason comes
-            self.host.uncached("no call came with the arguments of one before it", _AS_THEY_COME)
-        rows = capture.rows()
-        why = capture.deviation
+        if not recipe.pinned:  # whose reason comes
+            self._unserved.note(_ALL_NEW, of=call.batch.ids)
+        rows, why = capture.rows(), capture.deviation
         if rows is not None and not replay.alike(rows, outcome.rows):
             rows, why = None, "it gives other results than a copy of the model"
-        self._captured(recipe, call, None, rows)
-        output = self._watched(recipe, call, output)
-        if why is not None:
-            self._refuse(recipe.key, BoundaryError.another_way(recipe.boundary, why))
-        return output
+        return self._taken(recipe, call, output, rows, why)
 
-    def _rehearsed(self, call: Invocation, alike: list[Recipe]) -> Outcome:
+    def _rehearsed(self, call: Invocation) -> Outcome:
         assert self.boundary is not None
-        outcome = Rehearsal(
-            self.model, self._forward, self.boundary, call, self._held, self.frozen, known=alike
-        ).run()
+        outcome = self._rehearsal(self.boundary, call).run()
         self._is_held = True
         self._thaw.watch(self.model, self._held)
         return outcome
 
-    def _refused_first(self, error: BoundaryError) -> bool:
-        """Return whether there is another place to try.
+    def _refused_first(self, key: tuple[Any, ...], error: BoundaryError, call: Invocation) -> Any:
+        """Compute the batch on which the model could not be cut, and say why.
 
-        What an evaluation does is no reason to move what training has. Where nothing was computed
+        What an evaluation does is no reason to end what training has. Where nothing was computed
         yet under a boundary that was found by itself, the front is let go: its training is the one
         that it would be without a cache. Else it stays in inference mode, as it began.
         """
-        if not self.model.training and any(self._book.all()):
+        is_evaluation = not self.model.training and any(self._book.all())
+        if self._auto is not None and not (is_evaluation or self._has_run):
+            self._auto.give_up()
+        output = self._plainly(call)  # an error of its own is the loop's: the next call is tried
+        self._book.refuse(key)
+        if is_evaluation:
             log.info("an evaluation is computed: %s", error)
-            return False
-        if self._auto is not None:
-            self._stays = self.frozen if self._has_run else None
-            try:
-                if self._auto.refuse():
-                    return True
-                if not self._has_run:
-                    self._auto.give_up()
-            finally:
-                self._stays = None
-        self._tell_refused(error)
-        return False
+        else:
+            self._tell_refused(error)
+        return output
+
+    def _share_padding(self, recipe: Recipe) -> None:
+        """What training has shown of how the loop reads padding holds in its evaluations as well,
+        where no gradient shows it.
+        """
+        if (growth := recipe.growth) is None or not growth.outputs:
+            return
+        for known in self._book.alike(recipe.key, recipe.boundary):
+            if known.growth and known.growth.outputs.keys() == growth.outputs.keys():
+                growth.proof = known.growth.proof
 
     def _waits_for_padding(self, call: Invocation) -> bool:
         """Whether samples of other lengths should come first: these show no padding at all."""
@@ -562,10 +559,21 @@ class SkipEngine:
         """Compute every row, and hand what crosses the boundary to the host."""
         output, capture = replay.full(self._once, recipe, call)
         self._settle(recipe)
-        self._captured(recipe, call, None, capture.rows())
+        return self._taken(recipe, call, output, capture.rows(), capture.deviation)
+
+    def _taken(
+        self,
+        recipe: Recipe,
+        call: Invocation,
+        output: Any,
+        rows: dict[str, Tensor] | None,
+        why_not: str | None,
+    ) -> Any:
+        """Hand over what was captured of a computed batch; serve no more what goes another way."""
+        self._captured(recipe, call, None, rows)
         output = self._watched(recipe, call, output)
-        if capture.deviation is not None:
-            self._refuse(recipe.key, BoundaryError.another_way(recipe.boundary, capture.deviation))
+        if why_not is not None:
+            self._refuse(recipe.key, BoundaryError.another_way(recipe.boundary, why_not))
         return output
 
     def _audit(
@@ -664,9 +672,7 @@ class SkipEngine:
         """Take all that runs before the boundary into inference mode, once."""
         if not self._is_held and self.boundary is not None:
             started = time.perf_counter()
-            Rehearsal(
-                self.model, self._forward, self.boundary, call, self._held, self.frozen
-            ).hold()
+            self._rehearsal(self.boundary, call).hold()
             self.host.note("proof", time.perf_counter() - started, 0)
             self._is_held = True
             self._thaw.watch(self.model, self._held)
@@ -681,10 +687,10 @@ class SkipEngine:
     def _front(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Front:
         """Tell what runs before the last frozen module returns."""
         assert self.frozen is not None
-        call = Invocation.of(args, kwargs)
-        return Rehearsal(
-            self.model, self._forward, self.frozen, call, self._held, self.frozen
-        ).front()
+        return self._rehearsal(self.frozen, Invocation.of(args, kwargs)).front()
+
+    def _rehearsal(self, boundary: str, call: Invocation) -> Rehearsal:
+        return Rehearsal(self.model, self._forward, boundary, call, self._held, self.frozen)
 
     def _look_at_shards(self) -> None:
         """See whether a part of a gathered front is trained again, or it could not be gathered."""
@@ -772,57 +778,20 @@ class SkipEngine:
         self._attached = AttachedForward(self.model, self.forward, self._traced, self._method)
         self._forward = self._attached.attach()
 
-    def look_out(self) -> None:
-        """A batch is given out: see how the loop enters the model, if it has not called it yet."""
-        if self._scout is None and not self._is_called and self._method == "forward":
-            self._scout = Scout(self.model, self._entered_at)
-
-    def _entered_at(self, model: nn.Module, method: str, *given: Any) -> None:
-        """The loop calls this method of the model, or of a part of it: stand there instead.
-
-        What a part was given passes us by: its front is taken into inference mode all the same.
-        """
-        if model is not self.model and self._auto is None:
-            return  # the boundary was named for the whole model
-        found, declared = None if self._auto is None else self._auto.found, self._declared
-        self.detach()
-        log.info("the loop calls %s.%s", type(model).__name__, method)
-        if model is not self.model:
-            self.model, self._held = model, FrozenPrefix(model=model)
-            self._features = Features(model)
-        self._method, self._forward = method, getattr(self.model, method)
-        self.attach()
-        if found is not None:
-            self.follow(found)
-        else:
-            self.set_boundary(declared[0], frozen=declared[1])
-        if given:
-            with Attempt():
-                if self._auto is not None:
-                    self._auto.follow(self._forward, *given)
-                self._look()
-                self._hold(Invocation.of(*given))
-
     def _traced(self) -> None:
         """The whole model is being compiled since we were attached: its calls pass us by."""
-        self._is_traced = self._is_called = True
+        self._is_traced = True
         if self.boundary is not None:
             self.host.note("compiled", 0.0, 0)
 
     def detach(self) -> None:
         """Give the model its own forward back, and let the prefix go. Idempotent."""
         self._confirmed(wait=True)
-        self._stop_looking_out()
         self._auto = None
         self.set_boundary(None)
         self._held.release()  # what an interrupted call left
         if self._attached is not None:
             self._attached.take_out()
-
-    def _stop_looking_out(self) -> None:
-        if self._scout is not None:
-            self._scout.close()
-            self._scout = None
 
     def follow(self, found: Callable[[str | None, str], None] | None) -> None:
         """Find the boundary by itself, from the next call on; None: no more.
@@ -847,7 +816,6 @@ class SkipEngine:
             BoundaryError: The model has no such module.
         """
         name = None if name is None else module_named(self.model, name)
-        frozen = frozen or (None if name is None else self._stays)
         frozen = name if frozen is None else module_named(self.model, frozen)
         if (name, frozen) == self._declared == (self.boundary, self.frozen):
             return
@@ -869,8 +837,7 @@ class SkipEngine:
         same_prefix = frozen is not None and frozen == self.frozen
         self.boundary, self.frozen, self.cut = name, frozen, None
         self._free.clear()
-        self._num_bare = 0
-        self._was_served = False
+        self._unserved.begin()
         if not same_prefix:
             self._held.release()
             self._is_held = self._has_run = False
@@ -893,17 +860,6 @@ class SkipEngine:
         return any(recipe.cut is cut for recipe in self._book.all())
 
     # ---- recipes ------------------------------------------------------------------------------
-
-    def _adopt(self, recipe: Recipe, twin: Recipe | None, call: Invocation) -> Cut | None:
-        """Let two modes of the model share a cut whose rows are the same."""
-        if twin is None:
-            return None
-        recipe.cut, recipe.guard = twin.cut, twin.guard
-        if recipe.growth is not None and twin.growth is not None and recipe.growth.outputs:
-            recipe.growth.proof = twin.growth.proof if twin.growth.outputs else recipe.growth.proof
-        self._book.add(recipe)
-        self._announce(recipe, call)
-        return recipe.cut
 
     @uncollected()
     def _publish(self, recipe: Recipe, call: Invocation) -> Cut:

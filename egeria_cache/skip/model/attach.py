@@ -1,9 +1,6 @@
-"""Stand in for a model's `forward`, and leave no trace in its copies; see how loops enter a model.
+"""Stand in for a model's `forward`, and leave no trace in its copies.
 
-Modules are named as a wrapped model and the model inside of it have them. `Scout` finds the method
-that is called in place of `forward` (`model.encode_image(x)`, `model.backbone(x)`), when the first
-part of the model gets a loader's tensor. `Features` knows models that nobody froze, called in
-evaluation mode under `no_grad`: nothing trains through such a call.
+Modules are named as a wrapped model and the model inside of it have them.
 """
 
 from __future__ import annotations
@@ -13,9 +10,7 @@ import itertools
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +18,7 @@ from torch import nn
 from torch._functorch import config as functorch
 from torch.utils._pytree import tree_leaves
 
-from egeria_cache.batch import BatchTensor, unwrap
+from egeria_cache.batch import unwrap
 from egeria_cache.errors import BoundaryError, EgeriaError
 from egeria_cache.skip.model.calls import ForwardSlot
 
@@ -187,128 +182,6 @@ def inner_model(model: nn.Module) -> nn.Module:
         assert isinstance(inner, nn.Module)
         model = inner
     return model
-
-
-class Scout:
-    """Watches the parts of a model.
-
-    Args:
-        model: The model.
-        found: Is told what was called: the model, or a part of it, the name of its method, and what
-            a part is called with.
-    """
-
-    def __init__(self, model: nn.Module, found: Callable[..., None]) -> None:
-        look = _Look(model, self._seen)
-        self._found = found
-        self._handles = [
-            child.register_forward_pre_hook(look, with_kwargs=True) for child in model.children()
-        ]
-
-    def _seen(self, module: nn.Module, method: str, *given: Any) -> None:
-        if self._handles:
-            self.close()
-            self._found(module, method, *given)
-
-    def close(self) -> None:
-        """Look no more; may be called twice."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-
-class _Look:
-    """A forward pre-hook; in copies and pickles of the model it does nothing."""
-
-    def __init__(self, model: nn.Module, seen: Callable[..., None]) -> None:
-        self._model, self._seen = model, seen
-
-    def __call__(self, child: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if not any(isinstance(one, BatchTensor) for one in (*args, *kwargs.values())):
-            return
-        frames = list(_frames_of(self._model))
-        method = next((name for name in map(_method_given_a_batch, frames) if name), None)
-        if method is not None:
-            self._seen(self._model, method)
-        elif not any(frame.f_code.co_name == "forward" for frame in frames):
-            self._seen(child, "forward", args, kwargs)
-
-    def __reduce__(self) -> Any:
-        return _nothing_looked_for, ()
-
-
-def _nothing_looked_for() -> Any:
-    return _nothing
-
-
-def _nothing(*_: Any) -> None:
-    """Stand in a copy for what looked in the original."""
-
-
-def _frames_of(model: nn.Module) -> Iterator[FrameType]:
-    """Yield the model's own methods that are running, the outermost first."""
-    found, frame = [], sys._getframe(1)
-    while frame is not None:
-        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-        if names and frame.f_locals.get(names[0]) is model:
-            method = inspect.getattr_static(type(model), frame.f_code.co_name, None)
-            method = None if method is None else inspect.unwrap(method)
-            if getattr(method, "__code__", None) is frame.f_code:
-                found.append(frame)
-        frame = frame.f_back  # type: ignore[assignment]
-    yield from reversed(found)
-
-
-def _method_given_a_batch(frame: FrameType) -> str | None:
-    code = frame.f_code
-    names = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
-    given = any(isinstance(frame.f_locals.get(name), BatchTensor) for name in names)
-    return code.co_name if given and code.co_name != "forward" else None
-
-
-class Features:
-    """Tells the calls of one model that compute features.
-
-    Args:
-        model: The model.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self.is_trained = not self._parameters
-        """Whether the model was trained here."""
-        self._versions: list[int] | None = None
-
-    def are_computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether this call is one, of a model that was never trained here: of a loader's batch, or
-        one after such a call."""
-        if self.is_trained:
-            return False
-        if torch.is_grad_enabled() or self._model.training:
-            self.is_trained |= torch.is_grad_enabled()
-            return False
-        given = (*args, *kwargs.values())
-        if self._versions is None and not any(isinstance(one, BatchTensor) for one in given):
-            return False
-        versions = [p._version for p in self._parameters]
-        self.is_trained = self._versions not in (None, versions)
-        self._versions = versions
-        return not self.is_trained
-
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Mark the weights as not trained."""
-        marked = [p for p in self._parameters if p.requires_grad]
-        try:
-            for parameter in marked:
-                parameter.requires_grad = False
-            yield
-        finally:
-            for parameter in marked:
-                parameter.requires_grad = True
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -15,8 +15,8 @@ from egeria_cache.errors import BoundaryError, ParallelError
 from egeria_cache.skip.model.calls import Recorder
 from egeria_cache.skip.model.fsdp import cut_otherwise
 from egeria_cache.skip.prove.evidence import arguments
-from egeria_cache.skip.prove.places import frozen_places
-from egeria_cache.skip.prove.rehearsal import FEW_ROWS, patchable, rows_of
+from egeria_cache.skip.prove.places import frozen_place
+from egeria_cache.skip.prove.rehearsal import on_few_rows, patchable
 from egeria_cache.skip.prove.twin import Twins, shared_modules
 from egeria_cache.skip.serve.call import Invocation
 from egeria_cache.skip.state.surroundings import Surroundings
@@ -26,8 +26,6 @@ from egeria_cache.threads import in_turns, uncollected
 _requires_grad = attrgetter("requires_grad")
 _STILL, _MAX_WAIT = 4, 64
 """Calls between two changes of `requires_grad` that are waited for where it goes back and forth."""
-_MAX_TRIED = 4
-"""Modules that are tried, deepest first, until the model can be cut."""
 _MAX_RAISED = 8
 """Calls whose copies raise, after which it is not looked for any more."""
 
@@ -44,8 +42,6 @@ class AutoBoundary:
     def __init__(self, model: nn.Module, found: Callable[[str | None, str], None]) -> None:
         self._model = model
         self.found = found
-        self._places: list[str] = []
-        """Where the model might be cut, the next to be tried first."""
         self._wait = 0
         self.look_again()
 
@@ -55,18 +51,8 @@ class AutoBoundary:
         self._seen: list[bool] = []
         self._is_due, self._num_still, self._num_raised = True, 0, 0
 
-    def refuse(self) -> bool:
-        """The model cannot be cut where it was tried last; return whether there is another place,
-        which the next call will try.
-        """
-        self._places = self._places[1:]
-        if self._places:
-            self.found(self._places[0], "")
-        return bool(self._places)
-
     def give_up(self) -> None:
-        """There is no place: nothing is cut until something else trains."""
-        self._places = []
+        """The model cannot be cut there: nothing is cut until something else trains."""
         self.found(None, "")
 
     def is_still(self) -> bool:
@@ -93,52 +79,45 @@ class AutoBoundary:
         if not self._is_due or self._num_still <= self._wait:
             return  # what was thawed is trained meanwhile: the engine sees to that
         self._is_due = False
-        self._why = ""
-        places = [] if all(flags) else self._look(forward, Invocation.of(args, kwargs))
-        if places is None and self._num_raised < _MAX_RAISED:
+        place = None
+        with Attempt() as tried:
+            place = None if all(flags) else self._look(forward, Invocation.of(args, kwargs))
+        is_ours = isinstance(tried.error, BoundaryError)
+        if tried.error is not None and not is_ours and self._num_raised < _MAX_RAISED:
             self._num_raised += 1
             self._is_due = True  # the call will raise, too, and the next one is another
             return
-        self._places = (places or [])[:_MAX_TRIED]
-        self.found(self._places[0] if self._places else None, self._why)
+        self.found(place, str(tried.error) if is_ours else "")
 
     @in_turns()
     @uncollected()
-    def _look(
-        self, forward: Callable[..., Any], call: Invocation, most: int | None = FEW_ROWS
-    ) -> list[str] | None:
-        """Run a copy on a few rows; on all of them if it does not take so few.
+    def _look(self, forward: Callable[..., Any], call: Invocation) -> str | None:
+        """Run a copy on a few rows; return where the model might be cut.
 
-        Returns:
-            Where the model might be cut; None if its own code has raised.
+        Raises:
+            Exception: Its own code has.
         """
         name = cut_otherwise(self._model)
         if name is not None:
-            self._why = str(ParallelError("auto", name))
-            return []
-        rows = rows_of(call, most)
-        recorder = Recorder(keep_outputs=True)
+            raise ParallelError("auto", name)
         surroundings = Surroundings(self._model, shared_modules(self._model))
         world = surroundings.now()
-        try:
-            with Attempt() as tried:  # the model's own error comes again, from the user's call
-                twin = Twins(self._model, forward, call, Weights()).fresh()
-                given = arguments(twin.call, rows) if rows else twin.call.plain()
-                # A gradient that is asked of an input trains nothing before the boundary.
-                args, kwargs = tree_map_only(Tensor, Tensor.detach, given)
-                world.restore(for_a_copy=True)
+
+        def run(rows: list[int]) -> str | None:
+            recorder = Recorder(keep_outputs=True)
+            twin = Twins(self._model, forward, call, Weights()).fresh()
+            # A gradient that is asked of an input trains nothing before the boundary.
+            args, kwargs = tree_map_only(Tensor, Tensor.detach, arguments(twin.call, rows))
+            world.restore(for_a_copy=True)
+            try:
                 with (
                     torch.inference_mode(False),
                     torch.enable_grad(),
                     twin.intercept(patchable(self._model), recorder),
                 ):
                     twin.forward(*args, **kwargs)
-        finally:
-            world.restore()
-        if tried.error is None:
-            return frozen_places(self._model, recorder, tree_leaves((args, kwargs)))
-        is_ours = isinstance(tried.error, BoundaryError)
-        self._why = str(tried.error) if is_ours else ""
-        if most is not None:
-            return self._look(forward, call, None)
-        return [] if is_ours else None
+            finally:
+                world.restore()
+            return frozen_place(self._model, recorder, tree_leaves((args, kwargs)))
+
+        return on_few_rows(call, run)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -90,26 +90,26 @@ class Evidence:
     steps: list[CallRecord]
     """The modules that returned before the boundary did, and the boundary, in order."""
     ancestors: list[nn.Module]
-    outputs: list[Any]
-    """Per step, as it stood when the boundary returned."""
-    seconds: list[float]
-    """Per step, from the model's start until it returned."""
-    result: tuple[list[Any], Layout]
-    """All that the call has brought, taken apart."""
-    given: list[Any]
-    """The leaves of the call, as the plain run has left them."""
     twins: Twins
     """Copies of the model and its inputs as they were before the plain run."""
     before: World
     """What the copies share with the model, at that time."""
-    moved: dict[int, str]
-    """Id -> name of the parameters that the plain run has written to."""
-    counted: list[Moved]
-    """What it has written outside of the model, as far as that can be put ahead."""
-    after: World
     surroundings: Surroundings
     grad: bool
     """Whether autograd recorded in the plain run."""
+    outputs: list[Any] = field(init=False)
+    """Per step, as it stood when the boundary returned."""
+    seconds: list[float] = field(init=False)
+    """Per step, from the model's start until it returned."""
+    result: tuple[list[Any], Layout] = field(init=False)
+    """All that the call has brought, taken apart."""
+    given: list[Any] = field(init=False)
+    """The leaves of the call, as the plain run has left them."""
+    moved: dict[int, str] = field(init=False)
+    """Id -> name of the parameters that the plain run has written to."""
+    counted: list[Moved] = field(init=False)
+    """What it has written outside of the model, as far as that can be put ahead."""
+    after: World = field(init=False)
     num_runs: int = 0
     """How often the prefix was run again; each run draws other random numbers."""
     common: Twin | None = None
@@ -187,7 +187,7 @@ def recompute(
     is_common = twin is None
     if twin is None:  # not there for the next run if this one ends in the middle
         twin, evidence.common = evidence.common or evidence.twins.fresh(), None
-    run = _OtherRun(evidence, trace, keeps_given=keeps_given)
+    run = PrefixRun(evidence, trace, keeps_given=keeps_given)
     evidence.before.restore(for_a_copy=True)
     for counted in evidence.counted if ahead is not None else ():
         counted.put_ahead(ahead or 0, twin.copy_of)
@@ -218,7 +218,9 @@ def recompute(
 def arguments(
     call: Invocation, rows: list[int], resize: Callable[[int, Tensor], Tensor] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with other rows of its batch."""
+    """Return the arguments of a call with other rows of its batch; as they are for none."""
+    if not rows:
+        return call.plain()
     size, tagged = call.batch.size, call.tagged
 
     def swap(position: int, leaf: Any) -> Any:
@@ -234,12 +236,27 @@ def arguments(
     return call.rebuild(swap)
 
 
-class _OtherRun:
-    """Keeps the outputs of the prefix, and leaves the model at the boundary."""
+class PrefixRun:
+    """Handler for a forward that computes the prefix as it was discovered; keeps its outputs.
 
-    def __init__(self, evidence: Evidence, trace: PrefixTrace | None, *, keeps_given: bool) -> None:
+    Args:
+        evidence: What the prefix is.
+        trace: Watches the run.
+        stops: Whether to leave the model when the boundary has returned.
+        keeps_given: Whether to keep what the modules are called with, too.
+    """
+
+    def __init__(
+        self,
+        evidence: Evidence,
+        trace: PrefixTrace | None = None,
+        *,
+        stops: bool = True,
+        keeps_given: bool = False,
+    ) -> None:
         self._evidence = evidence
         self._trace = trace
+        self._stops = stops
         self._keeps_given = keeps_given
         self._inside = False
         self.outputs: list[Any] = []
@@ -248,8 +265,9 @@ class _OtherRun:
     def __call__(
         self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
+        """Handle one call of a module of the prefix."""
         steps, position = self._evidence.steps, len(self.outputs)
-        if self._inside:
+        if self._inside or position == len(steps):
             return original(*args, **kwargs)
         if steps[position].module is not module:
             if any(module is ancestor for ancestor in self._evidence.ancestors):
@@ -258,17 +276,24 @@ class _OtherRun:
                 self._evidence.boundary,
                 f"{self._evidence.names[id(module)]!r} runs for some batches only, or at random",
             )
-        self._inside = True
         if self._keeps_given:
             self.given.append(tree_leaves((args, kwargs)))
+        self._inside = True
         try:
             with self._trace.step(position) if self._trace is not None else nullcontext():
-                output = original(*args, **kwargs)
+                output = self.step(module, original, *args, **kwargs)
         finally:
             self._inside = False
-        self.outputs.append(output)
-        if len(self.outputs) == len(steps):
+        if len(self.outputs) == len(steps) and self._stops:
             raise PrefixDone
+        return output
+
+    def step(
+        self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run one step."""
+        output = original(*args, **kwargs)
+        self.outputs.append(output)
         return output
 
 

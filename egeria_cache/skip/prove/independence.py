@@ -112,8 +112,7 @@ def check_rows(
     odd: list[int] = []
     for slot in recipe.slots().values():
         spec, value = recipe.tensor_spec(slot), evidence.leaf(*slot)
-        known = dict(enumerate(spec.to_rows(value)))
-        for part, rows, a, b in _pairs(known, spec, slot, parts):
+        for part, rows, a, b in _in_company(evidence, spec, slot, parts):
             error = difference(a, b)
             if error > tolerance(value):
                 if trace is not None and trace.draws:
@@ -157,10 +156,26 @@ def same_parts(recipe: Recipe, a: Recomputed, b: Recomputed) -> bool:
     return all(difference(x, y) <= tolerance(x) for x, y in pairs)
 
 
+_Pairs = Iterator[tuple[Recomputed, list[int], Tensor, Tensor]]
+"""(part, rows that were seen before, as they were first seen, the same in this part)"""
+
+
+def _in_company(evidence: Evidence, spec: Any, slot: Slot, parts: Sequence[Recomputed]) -> _Pairs:
+    """Compare a leaf with the batch's; of a tensor that is no sample's all of it."""
+    if not isinstance(spec, TensorSpec):
+        return
+    value = evidence.leaf(*slot)
+    if spec.batch_dim is not None:
+        yield from _pairs(dict(enumerate(spec.to_rows(value))), spec, slot, parts)
+        return
+    for part in parts:
+        yield part, [], value, part.leaves[slot[0]][slot[1]]
+
+
 def _pairs(
     known: dict[int, Tensor], spec: TensorSpec, slot: Slot, parts: Sequence[Recomputed]
-) -> Iterator[tuple[Recomputed, list[int], Tensor, Tensor]]:
-    """Yield (part, rows that were seen before, as they were first seen, the same in this part)."""
+) -> _Pairs:
+    """Compare a leaf's rows with what they were in the parts before, or in the batch."""
     for part in parts:
         rows = spec.to_rows(part.leaves[slot[0]][slot[1]])
         seen = [k for k, row in enumerate(part.rows) if row in known]
@@ -226,21 +241,7 @@ def _blame(
     """Name the first module whose output shows the difference."""
     for i, step in enumerate(recipe.steps):
         for j, spec in enumerate(step.leaves):
-            if not isinstance(spec, TensorSpec):
-                continue
-            for here in _differences(evidence, spec, (i, j), parts):
-                if here > tolerance(evidence.leaf(i, j)):
+            for _, _, a, b in _in_company(evidence, spec, (i, j), parts):
+                if (here := difference(a, b)) > tolerance(evidence.leaf(i, j)):
                     return BoundaryError.mixes_samples(recipe.boundary, step.name, here)
     return BoundaryError.mixes_samples(recipe.boundary, recipe.boundary, error)
-
-
-def _differences(
-    evidence: Evidence, spec: TensorSpec, slot: Slot, parts: Sequence[Recomputed]
-) -> Iterator[float]:
-    if spec.batch_dim is None:
-        for part in parts:
-            yield difference(evidence.leaf(*slot), part.leaves[slot[0]][slot[1]])
-        return
-    known = dict(enumerate(spec.to_rows(evidence.leaf(*slot))))
-    for _, _, a, b in _pairs(known, spec, slot, parts):
-        yield difference(a, b)

@@ -23,12 +23,12 @@ from torch.utils._pytree import tree_leaves
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import Lengths
 from egeria_cache.errors import BoundaryError, PaddingError
-from egeria_cache.ragged import PaddedRows, blank, widen
+from egeria_cache.ragged import PaddedRows, widen
 from egeria_cache.skip.prove.evidence import Evidence, Recomputed, recompute, take
 from egeria_cache.skip.serve.call import plain
 from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import Slot, TensorSpec
-from egeria_cache.skip.serve.dynamic_shapes import ENOUGH, NEGLIGIBLE, Growth, OutputAxis
+from egeria_cache.skip.serve.dynamic_shapes import ENOUGH, Growth, OutputAxis
 from egeria_cache.skip.serve.padded import Rule
 from egeria_cache.skip.serve.plan import Recipe
 
@@ -245,28 +245,22 @@ def _check_samples(
                 raise PaddingError.reads_padding(recipe.boundary, repr(name), error)
 
 
-def _growing(recipe: Recipe) -> Iterator[Slot]:
-    """Yield the constants that are larger in longer batches."""
-    assert recipe.growth is not None
-    for i, step in enumerate(recipe.steps):
-        for j in step.constants:
-            if (i, j) in recipe.growth.rules:
-                yield i, j
-
-
 def _cuttable(
     evidence: Evidence, recipe: Recipe, parts: Sequence[tuple[Whole, Recomputed, bool]]
 ) -> Iterator[Slot]:
-    for i, j in _growing(recipe):
-        value = evidence.leaf(i, j)
-        others = [part.leaves[i][j] for _, part, _ in parts]
-        if all(_begins_alike(value, other) for other in others):
-            yield i, j
-    growing = set(_growing(recipe))
+    """Yield the constants that are the beginning of those of longer batches; those that do not grow
+    must be the same in all.
+    """
+    assert recipe.growth is not None
     for i, step in enumerate(recipe.steps):
         for j, value in step.constants.items():
-            for _, part, _ in parts if (i, j) not in growing else ():
-                error = difference(value, part.leaves[i][j])
+            others = [part.leaves[i][j] for _, part, _ in parts]
+            if (i, j) in recipe.growth.rules:
+                if all(_begins_alike(value, other) for other in others):
+                    yield i, j
+                continue
+            for other in others:
+                error = difference(value, other)
                 if error > tolerance(value):
                     raise PaddingError.reads_padding(recipe.boundary, repr(step.name), error)
 
@@ -342,43 +336,11 @@ def find_output_axes(evidence: Evidence, recipe: Recipe, outputs: Sequence[list[
             continue
         axis = _axis_of((a, b, c), growth, lengths, evidence.size)
         if axis is None:
-            raise PaddingError.reads_padding(recipe.boundary, "the model's output")
+            what = "output" if a.dim() else "loss"
+            raise PaddingError.reads_padding(recipe.boundary, f"the model's {what}")
         axes[index] = axis
     growth.outputs = axes
     growth.proof.missing = ENOUGH if axes else 0.0
-
-
-def check_losses(
-    evidence: Evidence, recipe: Recipe, leaves: list[Any], roots: Mapping[str, Tensor]
-) -> None:
-    """Look at the gradient of losses that the model computes: none may come from padding.
-
-    Args:
-        evidence: The plain run, which recorded gradients.
-        recipe: Its tensors are padded.
-        leaves: Of a replay's result.
-        roots: What it was given, by name.
-
-    Raises:
-        PaddingError: One does.
-    """
-    lengths = evidence.call.batch.lengths
-    losses = [
-        leaf for leaf in leaves
-        if isinstance(leaf, Tensor) and not leaf.dim() and leaf.requires_grad
-    ]  # fmt: skip
-    for loss in losses:
-        grads = torch.autograd.grad(
-            loss, list(roots.values()), retain_graph=True, allow_unused=True
-        )
-        for name, grad in zip(roots, grads, strict=True):
-            growth = recipe.row_growth().get(name)
-            if grad is None or growth is None or lengths is None or not grad.isfinite().all():
-                continue
-            rows = growth.stripped(grad, lengths)
-            outside = grad - blank(grad, rows.dims, rows.sizes, 0)
-            if outside.abs().max() > NEGLIGIBLE * grad.abs().max():
-                raise PaddingError.reads_padding(recipe.boundary, "the model's loss")
 
 
 def _axis_of(

@@ -83,9 +83,9 @@ def candidates(
     return found
 
 
-def frozen_places(model: nn.Module, recorder: Recorder, given: Iterable[Tensor] = ()) -> list[str]:
-    """Return where the model might be cut now, deepest first: into none of them anything that
-    trains leads, as autograd shows.
+def frozen_place(model: nn.Module, recorder: Recorder, given: Iterable[Tensor] = ()) -> str | None:
+    """Return the deepest module at which the model might be cut now: nothing that trains leads into
+    it, as autograd shows.
 
     Args:
         model: The model.
@@ -112,8 +112,7 @@ def frozen_places(model: nn.Module, recorder: Recorder, given: Iterable[Tensor] 
     blocks = set(_blocks(model))
     modules = [call.module for call in recorder.calls]
     chosen = _worthwhile([i for i in frozen if names[id(modules[i])] in blocks], modules)
-    places = [names[id(modules[i])] for i in reversed(chosen or frozen)]
-    return list(dict.fromkeys(places))
+    return next((names[id(modules[i])] for i in reversed(chosen or frozen)), None)
 
 
 def _worthwhile(chosen: list[int], modules: list[nn.Module]) -> list[int]:

@@ -14,7 +14,7 @@ and what shares memory in another way is refused.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +24,6 @@ from egeria_cache.batch import geometry, overlap
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.prove.evidence import Evidence, Recomputed
 from egeria_cache.skip.prove.twin import Twin
-from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import Slot, TensorSpec
 from egeria_cache.skip.serve.placeholder import (
     Escape,
@@ -95,16 +94,12 @@ class Prober:
     Args:
         evidence: The plain run.
         plain: The prefix, with what its modules are given.
-        parts: The prefix on other rows.
         recipe: A draft; what crosses is written into it.
     """
 
-    def __init__(
-        self, evidence: Evidence, plain: Recomputed, parts: Sequence[Recomputed], recipe: Recipe
-    ) -> None:
+    def __init__(self, evidence: Evidence, plain: Recomputed, recipe: Recipe) -> None:
         self.evidence = evidence
         self.plain = plain
-        self.parts = parts
         self.recipe = recipe
         self.tried: set[int] = set()
         """Steps that were run for a try."""
@@ -204,12 +199,8 @@ class Prober:
         if spec.batch_dim is not None:
             step.cached.add(source.leaf)
             return True
-        value = self.evidence.leaf(source.index, source.leaf)
-        for part in self.parts:
-            error = difference(value, part.leaves[source.index][source.leaf])
-            if error > tolerance(value):
-                raise BoundaryError.mixes_samples(self.recipe.boundary, step.name, error)
-        step.constants[source.leaf] = value
+        # That it is always the same is looked at in the end: `check_constants`.
+        step.constants[source.leaf] = self.evidence.leaf(source.index, source.leaf)
         return True
 
 

@@ -29,7 +29,6 @@ from egeria_cache.skip.prove.independence import (
     same_parts,
 )
 from egeria_cache.skip.prove.lengths import (
-    check_losses,
     compared,
     fillings,
     find_output_axes,
@@ -38,7 +37,7 @@ from egeria_cache.skip.prove.lengths import (
 from egeria_cache.skip.prove.probe import Prober, scene_of
 from egeria_cache.skip.prove.purity import Repeats
 from egeria_cache.skip.prove.twin import Twin
-from egeria_cache.skip.prove.uses import free_arguments, note_reads, observe, unread_tensors
+from egeria_cache.skip.prove.uses import free_arguments, note_reads, observe
 from egeria_cache.skip.serve.compare import difference, same_content, tolerance
 from egeria_cache.skip.serve.cut import Slot, Step, StepPlan, TensorSpec
 from egeria_cache.skip.serve.placeholder import Source, Unavailable
@@ -71,7 +70,7 @@ def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
     for position in _written_inputs(evidence):  # so that a hit writes to them as well
         recipe.kept.add(position)
         recipe.entered.add(position)
-    prober = Prober(evidence, repeats.last, parts, recipe)
+    prober = Prober(evidence, repeats.last, recipe)
     prober.run()
     if not recipe.slots():
         raise BoundaryError.not_proved(recipe.boundary, "nothing after it reads what it returns")
@@ -92,7 +91,7 @@ def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
     _note_draws(recipe, trace)
     note_reads(recipe, seen)
     recipe.free = free_arguments(evidence, recipe)
-    for position in unread_tensors(evidence, recipe):
+    for position in recipe.free & recipe.pinned.keys():
         del recipe.pinned[position]
     _check_company(evidence, recipe)
     for name, module in recipe.skipped_modules():
@@ -163,27 +162,6 @@ def _with_made_up(evidence: Evidence, recipe: Recipe) -> Iterator[Recomputed]:
             for leaves, step in zip(part.leaves, recipe.steps, strict=True)
         ):
             yield part
-
-
-def same_rows(evidence: Evidence, recipe: Recipe, other: Recipe) -> bool:
-    """Whether `other`, proved with other training flags around the boundary, stores the same."""
-    slots = recipe.slots()
-    if slots != other.slots() or recipe.leaf_names != other.leaf_names:
-        return False
-    if recipe.kept != other.kept or recipe.pinned or other.pinned:
-        return False
-    here = other.at(evidence.call.batch.lengths)
-    if here is None or (recipe.growth is None) is not (other.growth is None):
-        return False
-    if any(recipe.tensor_spec(slot) != here.tensor_spec(slot) for slot in slots.values()):
-        return False
-    if recipe.ancestors != other.ancestors or recipe.grad_mode != other.grad_mode:
-        return False
-    ours, twin = recompute(evidence), evidence.twins.fresh()
-    for module, mode in zip(recipe.ancestors, other.modes, strict=True):
-        twin.of(module).training = mode
-    theirs = recompute(evidence, twin=twin)
-    return all(difference(ours.leaves[i][j], theirs.leaves[i][j]) == 0 for i, j in slots.values())
 
 
 def _draft(evidence: Evidence, parts: Sequence[Recomputed]) -> Recipe:
@@ -292,16 +270,13 @@ def _check_trained(evidence: Evidence, recipe: Recipe, trace: PrefixTrace | None
 def _check_repeats(evidence: Evidence, repeats: Repeats, recipe: Recipe) -> None:
     """Run twice on the same rows, what is cached must be the same, and nothing may move."""
     repeats.check(recipe)
-    first, again = repeats.first, repeats.again
-    for i, j in recipe.slots().values():
-        a, b = first.leaves[i][j], again.leaves[i][j]
-        if difference(a, b) > tolerance(a):
-            what = repeats.reason()
-            raise BoundaryError.impure(
-                recipe.boundary,
-                "it gives other results when it is called again"
-                + (f" ({what!r} moves with every call)" if what else ""),
-            )
+    if not same_parts(recipe, repeats.first, repeats.again):
+        what = repeats.reason()
+        raise BoundaryError.impure(
+            recipe.boundary,
+            "it gives other results when it is called again"
+            + (f" ({what!r} moves with every call)" if what else ""),
+        )
     _check_counters(evidence, repeats, recipe)
 
 
@@ -313,17 +288,16 @@ def _check_counters(evidence: Evidence, repeats: Repeats, recipe: Recipe) -> Non
         return
     twin, few = evidence.twins.fresh(), repeats.first.rows[:2]
 
-    def later(ahead: int) -> list[Tensor]:
+    def later(ahead: int) -> Recomputed:
         for module, key, count in counted:
             if twin.of(module) is not module:
                 setattr(twin.of(module), key, count + ahead)
-        return _cached_of(recompute(evidence, few, twin=twin), recipe)
+        return recompute(evidence, few, twin=twin)
 
     now = later(0)
-    for ahead in _AHEAD:
-        if not _are_alike(now, later(ahead)):
-            name = f"the attribute {counted[0][1]!r}"
-            raise BoundaryError.decides_later(recipe.boundary, name)
+    if not all(same_parts(recipe, now, later(ahead)) for ahead in _AHEAD):
+        name = f"the attribute {counted[0][1]!r}"
+        raise BoundaryError.decides_later(recipe.boundary, name)
 
 
 def _check_counted(evidence: Evidence, recipe: Recipe) -> dict[Any, Any]:
@@ -334,8 +308,8 @@ def _check_counted(evidence: Evidence, recipe: Recipe) -> dict[Any, Any]:
         return {}
     twin, few = evidence.twins.fresh(), [0, evidence.size - 1]
 
-    def later(ahead: int | None = None) -> list[Tensor]:
-        return _cached_of(recompute(evidence, few, twin=twin, ahead=ahead), recipe)
+    def later(ahead: int | None = None) -> Recomputed:
+        return recompute(evidence, few, twin=twin, ahead=ahead)
 
     now, _ = later(), later(0)
     again = {one.mark: one for one in evidence.before.outside.moved_whole(twin.copy_of)}
@@ -344,21 +318,13 @@ def _check_counted(evidence: Evidence, recipe: Recipe) -> dict[Any, Any]:
             raise BoundaryError.impure(recipe.boundary, f"{one.name} moves with every call of it")
     evidence.counted = [one for one in evidence.counted if one.is_replayed]
     for ahead in (0, *_AHEAD) if evidence.counted else ():
-        if not _are_alike(now, later(ahead)):
+        if not same_parts(recipe, now, later(ahead)):
             raise BoundaryError.decides_later(recipe.boundary, evidence.counted[0].name)
     unread = {one.mark: one.where for one in evidence.counted}
     for one in evidence.counted:
         if isinstance(one.where, dict) and all((id(one.where), k) in unread for k in one.where):
             unread[id(one.where)] = one.where
     return unread
-
-
-def _cached_of(run: Recomputed, recipe: Recipe) -> list[Tensor]:
-    return [run.leaves[i][j] for i, j in recipe.slots().values()]
-
-
-def _are_alike(leaves: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return all(difference(a, b) <= tolerance(a) for a, b in zip(leaves, others, strict=True))
 
 
 def _count(evidence: Evidence, module: nn.Module, key: str) -> Any:
@@ -413,15 +379,8 @@ def _check_replay(evidence: Evidence, prober: Prober, recipe: Recipe) -> dict[st
         for name, slot in recipe.slots().items():
             view = recipe.tensor_spec(slot).to_rows(evidence.leaf(*slot))
             rows[name] = view.clone(memory_format=torch.contiguous_format)
-        filled, outputs = fillings(evidence, recipe, rows), []
-    for stored in filled:
-        roots = {}
-        if len(filled) > 1 and evidence.grad:
-            floating = {name: part for name, part in stored.items() if part.is_floating_point()}
-            roots = {name: part.detach().requires_grad_() for name, part in floating.items()}
-        outputs.append(_replayed(evidence, prober, recipe, {**stored, **roots}))
-        if roots:
-            check_losses(evidence, recipe, outputs[-1], roots)
+        filled = fillings(evidence, recipe, rows)
+    outputs = [_replayed(evidence, prober, recipe, stored) for stored in filled]
     find_output_axes(evidence, recipe, outputs)
     recipe.opaque_outputs = _compare_outputs(evidence, outputs[0], recipe)
     return rows
@@ -434,10 +393,6 @@ def _replayed(
     values: dict[Slot, Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():
         for name, slot in recipe.slots().items():
-            if not rows[name].requires_grad:
-                values[slot] = recipe.tensor_spec(slot).from_rows(rows[name].clone())
-    for name, slot in recipe.slots().items():
-        if slot not in values:
             values[slot] = recipe.tensor_spec(slot).from_rows(rows[name].clone())
     constants = [step.constants for step in recipe.steps]
     for step in recipe.steps:
@@ -487,30 +442,27 @@ def _check_written(evidence: Evidence, recipe: Recipe, twin: Twin) -> None:
             )
 
 
-def _written_inputs(evidence: Evidence, given: Sequence[Any] | None = None) -> list[int]:
-    """Return the positions of the loader's leaves that a run has written to."""
-    given = evidence.given if given is None else given
+def _written_inputs(evidence: Evidence) -> list[int]:
+    """Return the positions of the loader's leaves that the plain run has written to."""
     return [
         i
         for i in evidence.call.tagged
-        if isinstance(given[i], Tensor) and not same_content(given[i], evidence.twins.leaves[i])
+        if isinstance(evidence.given[i], Tensor)
+        and not same_content(evidence.given[i], evidence.twins.leaves[i])
     ]
 
 
 def _written(evidence: Evidence, twin: Twin) -> list[Tensor]:
     """Return the model's buffers that a replay writes to."""
-    before = evidence.twins.before
-    return [
-        buffer
-        for module in evidence.model.modules()
-        for key, buffer in module._buffers.items()
-        if buffer is not None and _moved(before(module), twin.of(module), key)
-    ]
-
-
-def _moved(before: nn.Module, after: nn.Module, key: str) -> bool:
-    a, b = before._buffers.get(key), after._buffers.get(key)
-    return a is not b and (a is None or b is None or difference(a, b) > 0)
+    written = []
+    for module in evidence.model.modules():
+        before, after = evidence.twins.before(module)._buffers, twin.of(module)._buffers
+        for key, buffer in module._buffers.items():
+            a, b = before.get(key), after.get(key)
+            is_same = a is b or (a is not None and b is not None and difference(a, b) == 0)
+            if buffer is not None and not is_same:
+                written.append(buffer)
+    return written
 
 
 def _compare_outputs(evidence: Evidence, leaves: list[Any], recipe: Recipe) -> frozenset[int]:

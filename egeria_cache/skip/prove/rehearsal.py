@@ -19,9 +19,9 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,14 @@ from egeria_cache.pystate import RandomState, is_compiled
 from egeria_cache.skip.model.calls import CallRecord, Recorder
 from egeria_cache.skip.model.frozen import FrozenPrefix, mode_asked_for
 from egeria_cache.skip.model.fsdp import cut_otherwise
-from egeria_cache.skip.prove.evidence import Evidence, arguments, distinct, trainable
-from egeria_cache.skip.prove.proof import prove, same_rows
+from egeria_cache.skip.prove.evidence import (
+    Evidence,
+    PrefixRun,
+    arguments,
+    distinct,
+    trainable,
+)
+from egeria_cache.skip.prove.proof import prove
 from egeria_cache.skip.prove.twin import Twin, Twins, shared_modules
 from egeria_cache.skip.serve.call import Invocation
 from egeria_cache.skip.serve.cut import Slot
@@ -47,24 +53,10 @@ from egeria_cache.skip.state.weights import Weights
 from egeria_cache.threads import in_turns, uncollected
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A call of `torch.utils.checkpoint.checkpoint` that was open when the boundary was called."""
-
-    frame: Any
-    """What PyTorch notes about it, in the kind that is not reentrant; else None."""
-
-    def runs_again(self) -> bool:
-        """Whether backward may ask for it; to be asked after the forward.
-
-        It runs again for the sake of tensors that autograd saved in it. A region in which nothing
-        was trained, because it ends at the boundary, has saved none.
-        """
-        return bool(getattr(self.frame, "weak_holders", True))
-
-
-def checkpointed_around(boundary: nn.Module) -> list[Region]:
-    """Return the regions that hold more than the call of the boundary, which is being made."""
+def checkpointed_around(boundary: nn.Module) -> list[Any]:
+    """Return the calls of `torch.utils.checkpoint.checkpoint` that hold more than the call of the
+    boundary, which is being made: what PyTorch notes about each, or None if it is reentrant.
+    """
     regions = []
     frame = sys._getframe(1)
     while frame is not None:
@@ -73,7 +65,7 @@ def checkpointed_around(boundary: nn.Module) -> list[Region]:
             if region is not None and not _is_call_of(region, boundary):
                 generator = getattr(frame.f_locals.get("gen"), "gi_frame", None)
                 inside = {} if generator is None else generator.f_locals
-                regions.append(Region(inside.get("new_frame")))
+                regions.append(inside.get("new_frame"))
         frame = frame.f_back  # type: ignore[assignment]
     return regions
 
@@ -99,8 +91,6 @@ class Outcome:
     recipe: Recipe | None = None
     rows: dict[str, Tensor] | None = None
     """The first batch's activations, as a copy of the model gave them."""
-    twin: Recipe | None = None
-    """A known recipe whose rows are the same: the cut can be shared."""
     error: BoundaryError | None = None
     """Why there is no recipe."""
     has_raised: bool = False
@@ -117,7 +107,6 @@ class Rehearsal:
         call: The first batch.
         held: Takes the prefix into inference mode.
         frozen: The last frozen module, where that is not `boundary`.
-        known: Recipes for the same inputs in other modes (training, evaluation).
     """
 
     def __init__(
@@ -128,7 +117,6 @@ class Rehearsal:
         call: Invocation,
         held: FrozenPrefix,
         frozen: str | None = None,
-        known: Sequence[Recipe] = (),
     ) -> None:
         self.model = model
         self.forward = forward
@@ -136,7 +124,6 @@ class Rehearsal:
         self.call = call
         self.held = held
         self.frozen = frozen or boundary
-        self.known = known
         self._is_plain = False
         """Whether what runs is the whole model on what it is given."""
         self.names = {id(module): name for name, module in model.named_modules()}
@@ -151,7 +138,7 @@ class Rehearsal:
         self._weights.looks_closely = True
         try:
             with Attempt() as tried:
-                outcome = self._run(before)
+                outcome = self._run()
         finally:
             before.restore()
             moved = list(self._weights.put_back(wholly=True).values())
@@ -160,22 +147,10 @@ class Rehearsal:
         error = self._refusal(tried.error or BoundaryError.moves(self.boundary, moved[0]))
         return Outcome(error=error, has_raised=self._is_plain and error is not tried.error)
 
-    def _run(self, before: World) -> Outcome:
+    def _run(self) -> Outcome:
         self._is_plain = True
-        recorder = self._discover()
-        steps, around = recorder.before(self._boundary_call(recorder))
+        steps, ancestors = self._discover()
         twins = self._twins()
-        ancestors = distinct([self.model, *(call.module for call in around)])
-        before = self._surroundings.now()
-        twin = twins.fresh()
-        plain_run = _PlainRun(steps, ancestors, self.names, self.boundary, twin)
-        args, kwargs = twin.call.plain()
-        before.restore(for_a_copy=True)
-        with twin.intercept(distinct(step.module for step in steps), plain_run):
-            plain_run.begin()
-            result = twin.call.result(twin.forward(*args, **kwargs))
-        self._is_plain = self._weights.looks_closely = False
-        plain_run.finish()
         evidence = Evidence(
             model=self.model,
             boundary=self.boundary,
@@ -183,22 +158,41 @@ class Rehearsal:
             names=self.names,
             steps=steps,
             ancestors=ancestors,
-            outputs=plain_run.outputs,
-            seconds=plain_run.seconds,
-            moved=twin.moved,
-            counted=before.outside.moved_whole(twin.copy_of),
-            result=result,
-            given=twin.call.leaves,
             twins=twins,
-            before=before,
-            after=self._surroundings.now(),
+            before=self._surroundings.now(),
             surroundings=self._surroundings,
             grad=torch.is_grad_enabled(),
         )
+        wants_grad = self._run_plainly(evidence)
         recipe, rows = prove(evidence)
-        recipe.wants_grad = plain_run.wants_grad
-        known = next((r for r in self.known if same_rows(evidence, recipe, r)), None)
-        return Outcome(recipe, rows, known)
+        recipe.wants_grad = wants_grad
+        return Outcome(recipe, rows)
+
+    def _run_plainly(self, evidence: Evidence) -> set[Slot]:
+        """Run the whole model on a copy; return which outputs of the prefix autograd follows.
+
+        Raises:
+            BoundaryError: What is checkpointed would run again in backward; or the prefix went
+                astray.
+        """
+        twin, before = evidence.twins.fresh(), evidence.before
+        args, kwargs = twin.call.plain()
+        before.restore(for_a_copy=True)
+        run = _PlainRun(evidence, twin)
+        with twin.intercept(evidence.modules, run):
+            evidence.result = twin.call.result(twin.forward(*args, **kwargs))
+        self._is_plain = self._weights.looks_closely = False
+        if run.runs_again():
+            raise BoundaryError.not_proved(
+                self.boundary,
+                "it is called inside a checkpointed region that reaches past it, which would run "
+                "the skipped modules again in backward; let the checkpointed region begin after it",
+            )
+        evidence.outputs, evidence.seconds = run.outputs, run.seconds
+        evidence.given, evidence.moved = twin.call.leaves, twin.moved
+        evidence.counted = before.outside.moved_whole(twin.copy_of)
+        evidence.after = self._surroundings.now()
+        return run.wants_grad
 
     def front(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """Return the modules that are called before the boundary returns, and those around it.
@@ -206,10 +200,8 @@ class Rehearsal:
         Raises:
             BoundaryError: It is not called, or trainable.
         """
-        recorder = self._discover()
-        steps, around = recorder.before(self._boundary_call(recorder))
-        modules = distinct(step.module for step in steps)
-        return modules, distinct([self.model, *(call.module for call in around)])
+        steps, ancestors = self._discover()
+        return distinct(step.module for step in steps), ancestors
 
     def _twins(self) -> Twins:
         name = cut_otherwise(self.model)
@@ -234,11 +226,13 @@ class Rehearsal:
         with Attempt():  # if it is the model's own error, its forward raises it again
             self._discover()
 
-    def _discover(self) -> Recorder:
-        """Record the calls with the prefix in inference mode, as it will be from now on."""
+    def _discover(self) -> tuple[list[CallRecord], list[nn.Module]]:
+        """Record the calls with the prefix in inference mode, as it will be from now on; return the
+        steps of the prefix, and the modules around it.
+        """
         world = self._surroundings.now()
         for _ in range(3):
-            recorder = self._recorded(world)
+            recorder = on_few_rows(self.call, functools.partial(self._record, world))
             if self._was_dropped(recorder):
                 continue
             steps, _ = recorder.before(self._boundary_call(recorder))
@@ -250,24 +244,14 @@ class Rehearsal:
             moved = before != [m.training for m in inside]
             if not (self._hold_around(recorder) or moved):
                 break
-        return recorder
-
-    def _recorded(self, world: World) -> Recorder:
-        """Run a copy on a few rows; on all of them if it does not take so few."""
-        rows = rows_of(self.call, FEW_ROWS)
-        with Attempt() as tried:
-            recorder, drew = self._record(world, rows)
-        if tried.error is not None:
-            rows = rows_of(self.call)
-            recorder, drew = self._record(world, rows)
-        # To find out who draws takes a look before and after each call: 0.1 ms each.
-        return self._record(world, rows, watch=RandomState.now)[0] if drew else recorder
+        steps, around = recorder.before(self._boundary_call(recorder))
+        return steps, distinct([self.model, *(call.module for call in around)])
 
     def _record(
         self, world: World, rows: list[int], watch: Callable[[], RandomState] | None = None
-    ) -> tuple[Recorder, bool]:
-        """Run a copy; return which modules were called, and whether random numbers were drawn
-        before the last frozen one had returned.
+    ) -> Recorder:
+        """Run a copy; return which modules were called, and which of them have drawn random numbers
+        if any was drawn before the last frozen one had returned.
         """
         last, then = self.model.get_submodule(self.frozen), list[RandomState]()
 
@@ -275,17 +259,19 @@ class Rehearsal:
             if module is last:
                 then[:] = [RandomState.now()]
 
-        recorder, twin = Recorder(watch=watch, returned=returned), self._twins().only()
-        args, kwargs = arguments(twin.call, rows) if rows else twin.call.plain()
+        recorder, twin = Recorder(watch=watch, returned=returned), self._twins().fresh()
+        args, kwargs = arguments(twin.call, rows)
         world.restore(for_a_copy=True)
         try:
             with twin.intercept(patchable(self.model), recorder):
                 recorder.begin()
                 twin.forward(*args, **kwargs)
             now = then[0] if then else RandomState.now()
-            return recorder, not now.equals(world.generators)
+            drew = not now.equals(world.generators)
         finally:
             world.restore()
+        # To find out who draws takes a look before and after each call: 0.1 ms each.
+        return self._record(world, rows, RandomState.now) if drew and watch is None else recorder
 
     def _check_hooks(self, modules: list[nn.Module]) -> None:
         """Refuse what would be off in inference mode, and is no layer's own: noise by a hook."""
@@ -335,84 +321,44 @@ class Rehearsal:
         return calls[-1]
 
 
-class _PlainRun:
-    """Keeps every output of the prefix during one whole forward."""
+class _PlainRun(PrefixRun):
+    """Keeps every output of the prefix during one whole forward, as the boundary has left it."""
 
-    def __init__(
-        self,
-        steps: list[CallRecord],
-        ancestors: list[nn.Module],
-        names: dict[int, str],
-        boundary: str,
-        twin: Twin,
-    ) -> None:
-        self._twin = twin
-        self._steps = steps
-        self._ancestors = ancestors
-        self._names = names
-        self._boundary = boundary
-        self._inside = False
-        self.outputs: list[Any] = []
+    def __init__(self, evidence: Evidence, twin: Twin) -> None:
+        super().__init__(evidence, stops=False)
+        self._evidence, self._twin = evidence, twin
         self.seconds: list[float] = []
         """From the model's start until each step returned."""
-        self._started = 0.0
         self.wants_grad: set[Slot] = set()
-        self._regions: list[Region] = []
-        self.error: BoundaryError | None = None
-
-    def finish(self) -> None:
-        """The model has returned: what was checkpointed must not run again in backward.
-
-        Raises:
-            BoundaryError: It would; or the prefix went astray.
-        """
-        if self.error is not None:
-            raise self.error
-        if any(region.runs_again() for region in self._regions):
-            raise BoundaryError.not_proved(
-                self._boundary,
-                "it is called inside a checkpointed region that reaches past it, which would run "
-                "the skipped modules again in backward; let the checkpointed region begin after it",
-            )
-
-    def begin(self) -> float:
-        """The model is called now."""
-        self._started = self._now()
-        return self._started
-
-    def _now(self) -> float:
+        self._regions: list[Any] = []
         synchronize()
-        return time.perf_counter()
+        self._started = time.perf_counter()
 
-    def __call__(
+    def step(
         self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        index = len(self.outputs)
-        if self._inside or index == len(self._steps) or self.error is not None:
-            return original(*args, **kwargs)
-        if self._steps[index].module is not module:
-            if any(module is ancestor for ancestor in self._ancestors):
-                return original(*args, **kwargs)
-            self.error = BoundaryError.another_way(
-                self._boundary,
-                f"{self._names[id(module)]!r} ran where another module did a moment before",
-            )
-            return original(*args, **kwargs)
-        last = index == len(self._steps) - 1
-        if last and torch.is_grad_enabled():
+        """Run one step."""
+        is_last = len(self.outputs) == len(self._evidence.steps) - 1
+        if is_last and torch.is_grad_enabled():
             self._regions = checkpointed_around(self._twin.of(module))
-        self._inside = True
-        try:
-            output = original(*args, **kwargs)
-        finally:
-            self._inside = False
-        self.wants_grad |= wants_grad(index, tree_leaves(output))
-        self.outputs.append(output)
-        self.seconds.append(self._now() - self._started)
-        if last:
+        output = super().step(module, original, *args, **kwargs)
+        synchronize()
+        self.seconds.append(time.perf_counter() - self._started)
+        if is_last:
+            for i, one in enumerate(self.outputs):
+                self.wants_grad |= wants_grad(i, tree_leaves(one))
             # Copies, as things stand now: the active part may write into what it is given.
             self.outputs = tree_map(_copied, self.outputs)
         return output
+
+    def runs_again(self) -> bool:
+        """Whether backward may ask for a checkpointed region around the boundary; to be asked after
+        the forward.
+
+        It runs again for the sake of tensors that autograd saved in it. A region in which nothing
+        was trained, because it ends at the boundary, has saved none.
+        """
+        return any(getattr(region, "weak_holders", True) for region in self._regions)
 
 
 def _copied(leaf: Any) -> Any:
@@ -422,11 +368,19 @@ def _copied(leaf: Any) -> Any:
         return leaf.detach().clone()
 
 
-def rows_of(call: Invocation, most: int | None = None) -> list[int]:
-    """Return the first rows of a batch; none, which stands for all, of a call that comes without a
-    loader's: nobody knows what its rows are.
+T = TypeVar("T")
+
+
+def on_few_rows(call: Invocation, run: Callable[[list[int]], T]) -> T:
+    """Run something on the first rows of a batch; on all of them if it does not take so few.
+
+    On none, which stands for all, of a call that comes without a loader's batch: nobody knows what
+    its rows are.
     """
-    return [] if call.why_not is not None else list(range(call.batch.size))[:most]
+    rows = [] if call.why_not is not None else list(range(call.batch.size))
+    with Attempt():
+        return run(rows[:FEW_ROWS])
+    return run(rows)
 
 
 def patchable(model: nn.Module) -> list[nn.Module]:

@@ -130,12 +130,6 @@ class Twins:
         """Return one of the model's modules or tensors as it was; not to be run or written to."""
         return self._copier.of(value)
 
-    def only(self) -> Twin:
-        """Return the one twin that is needed; no other may be asked for."""
-        model, forward, leaves, given = self._root
-        call = dataclasses.replace(self._call, leaves=leaves, given=given, lent=[])
-        return Twin(self._copier.pairs, (model, forward, call), self._weights, self._copier.of)
-
     def fresh(self, change: Callable[[Tensor], Tensor] | None = None) -> Twin:
         """Return a new twin.
 

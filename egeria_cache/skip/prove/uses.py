@@ -141,54 +141,39 @@ def _noting_class(cls: Any, owner: int, names: set[tuple[int, str]]) -> Any:
 
 
 def free_arguments(evidence: Evidence, recipe: Recipe) -> frozenset[int]:
-    """Return the positions of plain arguments that no activation depends on.
+    """Return the positions of arguments that no activation depends on, whatever is given there.
 
-    Numbers and strings, and tensors that no loader vouches for: boxes, say, for the loss alone.
+    Numbers and strings, and tensors that no loader vouches for: boxes, say, for the loss alone, or
+    what is passed on to every layer and read by none.
     """
-    tagged = evidence.call.tagged
     candidates = [
         i
         for i, leaf in enumerate(evidence.call.leaves)
         if type(leaf) in (int, float, str)
-        or (isinstance(leaf, Tensor) and leaf.dim() and i not in tagged and i not in recipe.pinned)
+        or (isinstance(leaf, Tensor) and i not in evidence.call.tagged)
     ]
-    return _unneeded(evidence, recipe, candidates, unread=False)
-
-
-def unread_tensors(evidence: Evidence, recipe: Recipe) -> frozenset[int]:
-    """Return the positions of pinned tensors whose values the prefix never reads.
-
-    Its modules are given them (`**kwargs` that are passed on to every layer) and leave them alone:
-    the prefix is run with placeholders in their places, which have no values to read.
-    """
-    return _unneeded(evidence, recipe, sorted(recipe.pinned), unread=True)
-
-
-def _unneeded(
-    evidence: Evidence, recipe: Recipe, candidates: list[int], *, unread: bool
-) -> frozenset[int]:
-    """Return those positions without whose values nothing changes: all at once, or each alone."""
     if not candidates:
         return frozenset()
     known = recompute(evidence, list(range(evidence.size)))
-    if _same_without(evidence, recipe, known, candidates, unread=unread):
+    if _same_without(evidence, recipe, known, candidates):
         return frozenset(candidates)
     single = candidates if len(candidates) > 1 else []
-    return frozenset(
-        i for i in single if _same_without(evidence, recipe, known, [i], unread=unread)
-    )
+    return frozenset(i for i in single if _same_without(evidence, recipe, known, [i]))
 
 
 def _same_without(
-    evidence: Evidence, recipe: Recipe, known: Recomputed, positions: list[int], *, unread: bool
+    evidence: Evidence, recipe: Recipe, known: Recomputed, positions: list[int]
 ) -> bool:
-    """Whether other values at these positions, or none that could be read, change nothing."""
+    """Whether other values at these positions change nothing: of tensors such that none can be
+    read.
+    """
     twin: Twin = evidence.twins.fresh()
     scene, leaves = scene_of(recipe, twin), list(twin.call.leaves)
     for position in positions:
-        source = frozenset({Source("argument", "", position)})
-        leaf = leaves[position]
-        leaves[position] = Placeholder.of(leaf, source, scene) if unread else _changed(leaf)
+        leaf = _changed(leaves[position])
+        if isinstance(leaf, Tensor):
+            leaf = Placeholder.of(leaf, frozenset({Source("argument", "", position)}), scene)
+        leaves[position] = leaf
     twin.call = dataclasses.replace(twin.call, leaves=leaves)
     with Attempt() as tried:
         other = recompute(evidence, known.rows, twin=twin)
@@ -218,7 +203,7 @@ def _same(a: Any, b: Any) -> bool:
 
 def _changed(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return torch.cat([value, value[:1], value])
+        return torch.cat([value, value[:1], value]) if value.dim() else value
     if isinstance(value, str):
         return value + " (other)"
     return value + 1 if isinstance(value, int) else value * 1.37 + 0.11
