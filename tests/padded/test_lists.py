@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from egeria_cache import ActivationCache, EgeriaLoader
-from tests.helpers.sentences import freeze_front
+from tests.padded.test_loops import Run, assert_same
 
 
 class Scenes(Dataset[Any]):
@@ -104,74 +103,53 @@ def with_a_mask(model: nn.Module, batch: Any) -> Tensor:
     return loss_of(model(images, mask=mask), targets)
 
 
+def scaling(model: nn.Module, batch: Any) -> Tensor:
+    """Writes to a list of the batch, which is stored as it was."""
+    for target in batch[1]:
+        target["boxes"] *= 0.5
+    return in_the_loop(model, batch)
+
+
 def run(data: Any, collate: Any, step: Any, directory: Any, size: int = 8, **options: Any) -> Any:
-    torch.manual_seed(0)
-    model = Detector()
-    freeze_front(model, "front")
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    kwargs = {"batch_size": size, "shuffle": True, "collate_fn": collate, **options,
-              "generator": torch.Generator().manual_seed(1)}  # fmt: skip
-    losses, hits, seen, cache = [], [], [], None
-    loader: Any = DataLoader(data, **kwargs)
-    if directory is not None:
-        cache = ActivationCache(model, directory, "front", gate="always")
-        loader = EgeriaLoader(data, **kwargs, cache=cache)
-    for _ in range(3):
-        for batch in loader:
-            loss = step(model, batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            seen.append(batch)
-        if cache is not None:
-            cache.flush()
-            hits.append(cache.stats().hits - sum(hits))
-    if cache is not None:
-        cache.close()
-    return losses, hits, seen
+    """Return the run, and the batches that its loop was given."""
+    seen: list[Any] = []
+
+    def noting(model: nn.Module, batch: Any) -> Tensor:
+        seen.append(batch)
+        return step(model, batch)
+
+    draw = torch.Generator().manual_seed(1)
+    batches = {"batch_size": size, "shuffle": True, "generator": draw}
+    ran = Run(Detector, data, collate, directory, front=("front",), step=noting, batches=batches,
+              **options)  # fmt: skip
+    ran.epochs(3)
+    if ran.cache is not None:
+        ran.cache.close()
+    return ran, seen
 
 
+# A batch of two: a tuple of two, and one of them a tuple of two, is not taken for a list.
 CASES = {
-    "targets for the loop": (Scenes(40), stacked, in_the_loop),
-    "targets for the model": (Scenes(40), stacked, in_the_model),
-    "lists in a dict": (Scenes(40), as_dict, from_a_dict),
-    "images padded in two directions": (Scenes(40, sizes=True), padded, with_a_mask),
+    "targets for the loop": (Scenes(40), stacked, in_the_loop, 8),
+    "targets for the model": (Scenes(40), stacked, in_the_model, 8),
+    "lists in a dict": (Scenes(40), as_dict, from_a_dict, 8),
+    "images padded in two directions": (Scenes(40, sizes=True), padded, with_a_mask, 8),
+    "as many samples as parts": (Scenes(40), stacked, in_the_loop, 2),
+    "a list that the loop writes to": (Scenes(40), stacked, scaling, 8),
 }
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_served_as_computed(directory, name, workers):
-    data, collate, step = CASES[name]
-    plain, _, batches = run(data, collate, step, None, num_workers=workers)
-    served, hits, given = run(data, collate, step, directory, num_workers=workers)
-    torch.testing.assert_close(served, plain, rtol=1e-5, atol=1e-5)
-    assert hits == [0, 40, 40]
+    data, collate, step, size = CASES[name]
+    plain, batches = run(data, collate, step, None, size, workers=workers)
+    served, given = run(data, collate, step, directory, size, workers=workers)
+    assert_same(plain, served)
+    assert served.hits == [0, 40, 40]
     for theirs, ours in zip(batches, given, strict=True):
         assert_alike(theirs, ours)
-
-
-def test_a_batch_of_as_many_samples_as_it_has_parts_is_not_taken_for_a_list(directory):
-    """(images, targets) of two samples: a tuple of two, and one of them a tuple of two."""
-    data, collate, step = CASES["targets for the loop"]
-    plain, _, _ = run(data, collate, step, None, size=2)
-    served, hits, _ = run(data, collate, step, directory, size=2)
-    torch.testing.assert_close(served, plain, rtol=1e-5, atol=1e-5)
-    assert hits == [0, 40, 40]
-
-
-def test_a_list_that_the_loop_writes_to_is_stored_as_it_was(directory):
-    def scaling(model: nn.Module, batch: Any) -> Tensor:
-        for target in batch[1]:
-            target["boxes"] *= 0.5
-        return in_the_loop(model, batch)
-
-    data, collate, _ = CASES["targets for the loop"]
-    plain, _, _ = run(data, collate, scaling, None)
-    served, hits, _ = run(data, collate, scaling, directory)
-    torch.testing.assert_close(served, plain, rtol=1e-5, atol=1e-5)
-    assert hits == [0, 40, 40]
 
 
 def test_images_in_a_list_are_given_as_they_are(directory):
@@ -185,10 +163,9 @@ def test_images_in_a_list_are_given_as_they_are(directory):
         return tuple(zip(*samples, strict=True))
 
     data = Scenes(24, sizes=True)
-    plain, _, _ = run(data, collate, step, None)
-    served, hits, _ = run(data, collate, step, directory)
-    assert served == plain
-    assert hits == [0, 0, 0]
+    plain, served = (run(data, collate, step, place)[0] for place in (None, directory))
+    assert served.losses == plain.losses
+    assert served.hits == [0, 0, 0]
 
 
 def assert_alike(theirs: Any, ours: Any) -> None:

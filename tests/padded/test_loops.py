@@ -123,14 +123,6 @@ def compared(directory: Path, *args: Any, epochs: int = 3, **kwargs: Any) -> Run
     return served  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("collate", [pad_right, pad_left, pad_by_eights])
-def test_padded_batches_are_served(directory, collate, workers):
-    data = Sentences(40)
-    served = compared(directory, Encoder, data, collate, workers=workers)
-    assert served.hits == [0, 40, 40]
-
-
 def test_a_hit_batch_is_what_the_collate_function_would_have_given(directory):
     """Same length, side, values and dtypes: of tokens without data, and of what is kept."""
 
@@ -157,13 +149,6 @@ def test_a_hit_batch_is_what_the_collate_function_would_have_given(directory):
         assert [batch[key].dtype for key in ("tokens", "mask", "weights", "tags")] == [
             torch.int64, torch.bool, torch.float32, torch.int64,
         ]  # fmt: skip
-
-
-def test_batches_of_one_sample(directory):
-    """None of them shows padding; two samples together do."""
-    batches = {"batch_sampler": [[i] for i in range(30)]}
-    served = compared(directory, Encoder, Sentences(30), pad_right, batches=batches)
-    assert served.hits[2] == 30
 
 
 def test_batches_of_the_same_samples_are_equal_to_the_bit(directory):
@@ -325,21 +310,6 @@ def test_evaluation_between_epochs(directory):
         assert served.cache.stats().hits >= 80 + 80
 
 
-def test_micro_batches_of_a_padded_batch(directory):
-    def step(model, batch):
-        tokens, labels = batch
-        parts = zip(tokens.chunk(2), labels.chunk(2), strict=True)
-        return sum(F.cross_entropy(model(rows), targets) for rows, targets in parts)
-
-    served = compared(directory, Encoder, Sentences(48), pad_right, step=step)
-    assert served.hits[1:] == [48, 48]
-
-
-def test_lengths_behind_strided_convolutions(directory):
-    served = compared(directory, Listener, Waves(48), pad_waves, front=("convs",))
-    assert served.hits == [0, 48, 48]
-
-
 def test_bfloat16(directory):
     def step(model, batch):
         with torch.autocast("cpu", torch.bfloat16):
@@ -359,10 +329,42 @@ def loop_pools(how: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def test_a_loss_of_the_loop_that_respects_the_mask(directory):
-    kwargs = {"step": loop_pools(masked_mean)}
-    served = compared(directory, lambda: Encoder(pool="none"), Sentences(40), pad_right, **kwargs)
-    assert served.hits == [0, 40, 40]
+def micro_batches(model: nn.Module, batch: Any) -> Any:
+    parts = zip(*(leaf.chunk(2) for leaf in batch), strict=True)
+    return sum(F.cross_entropy(model(rows), targets) for rows, targets in parts)
+
+
+def of_slices(take: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda model, batch: F.cross_entropy(model(take(batch[0]).clamp(min=1)), batch[1])
+
+
+RIGHT = (Encoder, Sentences(40), pad_right)
+SERVED = {
+    "right": (*RIGHT, {}),
+    "left": (Encoder, Sentences(40), pad_left, {}),
+    "by eights": (Encoder, Sentences(40), pad_by_eights, {}),
+    "by workers": (*RIGHT, {"workers": 2}),
+    "left, by workers": (Encoder, Sentences(40), pad_left, {"workers": 2}),
+    # None of them shows padding; two samples together do.
+    "one by one": (*RIGHT, {"batches": {"batch_sampler": [[i] for i in range(40)]}}),
+    "in micro-batches": (*RIGHT, {"step": micro_batches}),
+    "behind strided convolutions": (Listener, Waves(40), pad_waves, {"front": ("convs",)}),
+    "cut at one length": (*RIGHT, {"step": lambda model, batch: F.cross_entropy(
+        model(batch[0][:, :8]), batch[1])}),
+    "a masked loss of the loop": (
+        lambda: Encoder(pool="none"), Sentences(40), pad_right, {"step": loop_pools(masked_mean)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.cases(7)
+@pytest.mark.parametrize("what", SERVED)
+def test_padded_batches_are_served(directory, what):
+    model, data, collate, kwargs = SERVED[what]
+    served = compared(directory, model, data, collate, **kwargs)
+    assert served.hits[2] == 40
+    if what != "one by one":
+        assert served.hits == [0, 40, 40]
 
 
 def over_tokens(form: str, *, padding: bool) -> Callable[..., Any]:
@@ -388,28 +390,55 @@ def test_what_stands_in_padded_scores_is_not_served_to_a_loss_that_reads_it(dire
         assert served.hits == ([0, 40, 40] if form == "none" and not padding else [0, 0, 0])
 
 
+def cut(samples: Any) -> Any:
+    tokens, labels = pad_right(samples)
+    return tokens[:, :-1], labels
+
+
+def nearly_even() -> Sentences:
+    """The first batch has one padded position in many."""
+    data = Sentences(24)
+    for i in range(8):
+        data.tokens[i] = torch.arange(46 + (i > 0)) % 49 + 1
+    return data
+
+
+NO_POOL = lambda: Encoder(pool="none")  # noqa: E731
 REFUSED = {
-    "attention without a mask": (lambda: Encoder(masked=False), classify, "'layers.0' depends"),
-    "a mean over all positions": (lambda: Encoder(pool="mean"), classify, "output depends"),
-    "a statistic over time": (lambda: Encoder(norm=True), classify, "output depends"),
+    "attention without a mask": (
+        lambda: Encoder(masked=False), pad_right, classify, "'layers.0' depends",
+    ),
+    "a mean over all positions": (
+        lambda: Encoder(pool="mean"), pad_right, classify, "output depends",
+    ),
+    "a statistic over time": (lambda: Encoder(norm=True), pad_right, classify, "output depends"),
     "a small term of the loss": (
-        lambda: Encoder(pool="small term"),
+        lambda: Encoder(pool="small term"), pad_right,
         lambda m, b: (out := m(b[0]))["term"] + F.cross_entropy(out["scores"], b[1]),
         "loss depends",
     ),
     "a mean over all positions in the loop": (
-        lambda: Encoder(pool="none"), loop_pools(lambda h, _: h.mean(1)), "the loss depends",
+        NO_POOL, pad_right, loop_pools(lambda h, _: h.mean(1)), "the loss depends",
     ),
     "a maximum over all positions in the loop": (
-        lambda: Encoder(pool="none"), loop_pools(lambda h, _: h.amax(1)), "the loss depends",
+        NO_POOL, pad_right, loop_pools(lambda h, _: h.amax(1)), "the loss depends",
+    ),
+    # Slices that move with the length of the batch.
+    "every second from the left": (
+        Encoder, pad_left, of_slices(lambda tokens: tokens[:, ::2]), "",
+    ),
+    "the last eight": (Encoder, pad_right, of_slices(lambda tokens: tokens[:, -8:]), ""),
+    "the first eight of what is padded there": (
+        Encoder, pad_left, of_slices(lambda tokens: tokens[:, :8]), "",
     ),
 }  # fmt: skip
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_reads_padding_is_refused_by_name(directory, what, caplog):
-    model, step, told = REFUSED[what]
-    served = compared(directory, model, Sentences(40), pad_right, step=step)
+    model, collate, step, told = REFUSED[what]
+    served = compared(directory, model, Sentences(40), collate, step=step)
     assert served.hits == [0, 0, 0]
     assert told in served.stats.why_not
     assert caplog.text.count("padded batches are not cached") == 1
@@ -463,14 +492,7 @@ def test_samples_that_a_collate_function_sorts_are_found_in_their_batch(director
 
 
 def test_rows_that_are_cut_after_they_were_padded_are_told_as_such(directory):
-    def cut(samples):
-        tokens, labels = pad_right(samples)
-        return tokens[:, :-1], tokens[:, 1:], labels
-
-    def step(model, batch):
-        return F.cross_entropy(model(batch[0]), batch[2])
-
-    served = compared(directory, Encoder, Sentences(40), cut, step=step)
+    served = compared(directory, Encoder, Sentences(40), cut)
     assert served.hits == [0, 0, 0]
     assert "cuts only the longest" in served.stats.why_not
 
@@ -548,34 +570,6 @@ def test_a_collate_function_that_cannot_be_undone_is_refused_by_name(directory, 
         assert "leaf '[0]'" in served.cache.stats().why_not or "long where" in caplog.text
 
 
-SLICES = {
-    "every second from the left": (pad_left, lambda tokens: tokens[:, ::2]),
-    "the last eight": (pad_right, lambda tokens: tokens[:, -8:]),
-    "the first eight of what is padded there": (pad_left, lambda tokens: tokens[:, :8]),
-}
-
-
-@pytest.mark.parametrize("what", SLICES)
-def test_slices_of_the_loop_that_move_with_the_length_of_the_batch(directory, what):
-    collate, take = SLICES[what]
-
-    def step(model, batch):
-        return F.cross_entropy(model(take(batch[0]).clamp(min=1)), batch[1])
-
-    data = Sentences(40)
-    served = compared(directory, Encoder, data, collate, step=step)
-    assert served.hits == [0, 0, 0]
-    assert "padded batches are not cached" in served.stats.why_not
-
-
-def test_slices_that_keep_the_samples_in_place_are_served(directory):
-    def step(model, batch):
-        return F.cross_entropy(model(batch[0][:, :8]), batch[1])
-
-    served = compared(directory, Encoder, Sentences(40), pad_right, step=step)
-    assert served.hits == [0, 40, 40]
-
-
 class Switching(Encoder):
     """Does something else to long batches."""
 
@@ -607,21 +601,15 @@ def test_a_front_that_does_otherwise_in_longer_batches(directory, caplog):
 
 
 def test_attention_without_a_mask_shows_in_few_digits_too(directory):
-    """The first batch is nearly even: one padded position in many."""
-    data = Sentences(24)
-    for i in range(8):
-        data.tokens[i] = torch.arange(46 + (i > 0)) % 49 + 1
-
     def step(model, batch):
         return F.cross_entropy(model(batch[0]).float(), batch[1])
 
     batches = {"batch_sampler": [list(range(i, i + 8)) for i in range(0, 24, 8)]}
-    kwargs = {"step": step, "batches": batches}
     make = lambda: Encoder(masked=False, pool="first").bfloat16()  # noqa: E731
-    with both(directory, make, data, pad_right, **kwargs) as stack:
-        served = stack.runs[1].epochs(2)
-        assert served.hits == [0, 0]
-        assert "depends on what stands in the padding" in served.cache.stats().why_not
+    served = Run(make, nearly_even(), pad_right, directory, step=step, batches=batches).epochs(2)
+    assert served.hits == [0, 0]
+    assert "depends on what stands in the padding" in served.cache.stats().why_not
+    served.cache.close()
 
 
 def test_padding_that_shows_late_voids_what_was_stored_with_it(directory):
