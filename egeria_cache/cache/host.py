@@ -342,7 +342,7 @@ class CacheHost:
     def _has_new_data(self, batch: Batch) -> bool:
         """Whether the samples are others than when the batch was given out, and need not agree."""
         source = batch.context.source
-        what = source.fingerprint.changed(midway=True) if source.aside is None else None
+        what = source.fingerprint.changed(midway=True) if source.side_worker is None else None
         if what is not None:
             self.data_changed(source.key, what, unlink=True)
         return bool(batch.context.is_outdated)

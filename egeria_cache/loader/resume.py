@@ -189,7 +189,7 @@ def _bytes(text: str) -> bytearray:
     return bytearray(base64.b64decode(text))  # torch wants memory that can be written
 
 
-class Rest:
+class ResumedSampler:
     """An index sampler that was entered in mid-epoch; from its second pass on it is whole."""
 
     def __init__(self, rest: Iterator[Any], whole: Iterable[Any]) -> None:
@@ -205,7 +205,7 @@ class Rest:
         yield from rest
 
 
-class Noted:
+class StatefulSampler:
     """A stateful index sampler that notes its state whenever it was drawn from."""
 
     def __init__(self, whole: Iterable[Any], state: Callable[[], Any], progress: Progress) -> None:
@@ -244,7 +244,7 @@ def is_stateful(one: Any) -> bool:
     return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
 
 
-class _Counted:
+class _CountingIterator:
     """Mixed into DataLoader's own iterators: keeps the loader's `Progress`."""
 
     progress: Progress
@@ -259,11 +259,11 @@ class _Counted:
         return batch
 
 
-class CountedSingle(_Counted, _SingleProcessDataLoaderIter):
+class CountingSingle(_CountingIterator, _SingleProcessDataLoaderIter):
     """Loads in this process."""
 
 
-class CountedMulti(_Counted, _MultiProcessingDataLoaderIter):
+class CountingMulti(_CountingIterator, _MultiProcessingDataLoaderIter):
     """Loads in workers."""
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
@@ -277,7 +277,7 @@ class ResumableLoader(DataLoader[T_co]):
 
     _progress: Progress
     _resumes: bool
-    _rest: Rest | None
+    _rest: ResumedSampler | None
     _drawn_from: Any = None
     """The latest iterator over an iterable data set in this process."""
     _outer_epoch: Callable[[], int] | None = None
@@ -403,7 +403,7 @@ class ResumableLoader(DataLoader[T_co]):
         last.drawn.clear()
         assert last.now is not None, "a loaded state holds the generators of its moment"
         rng.set(last.now)
-        self._rest = Rest(batches, self._index_sampler)
+        self._rest = ResumedSampler(batches, self._index_sampler)
         self._progress = replace(last, now=None, front=last.yielded)
         return base
 
@@ -413,7 +413,9 @@ class ResumableLoader(DataLoader[T_co]):
             self._iterator = None  # DataLoader draws a seed where it starts workers
         elif self._rest is None and self._iterator is None:
             batches = iter(self._index_sampler)
-            self._rest = Rest(chain(list(islice(batches, 1)), batches), self._index_sampler)
+            self._rest = ResumedSampler(
+                chain(list(islice(batches, 1)), batches), self._index_sampler
+            )
         continued = self._rest is not None
         before = self._sampler_rng.get() if continued else None
         iterator: Any = self._repeated() if continued and self._is_iterable else super().__iter__()
@@ -451,9 +453,9 @@ class ResumableLoader(DataLoader[T_co]):
 
     def _get_iterator(self) -> Any:
         if self.num_workers == 0:
-            return CountedSingle(self)
+            return CountingSingle(self)
         self.check_worker_number_rationality()
-        return CountedMulti(self)
+        return CountingMulti(self)
 
     @property
     def _index_sampler(self) -> Any:
@@ -464,7 +466,7 @@ class ResumableLoader(DataLoader[T_co]):
         if self._stateful is None:
             return whole
         # Without a way back to the loader: see `Pass` about cycles.
-        return Noted(whole, partial(state_of, self._stateful), self._progress)
+        return StatefulSampler(whole, partial(state_of, self._stateful), self._progress)
 
     @property
     def _is_iterable(self) -> bool:

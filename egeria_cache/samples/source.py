@@ -29,7 +29,6 @@ from egeria_cache.batch import (
     unwrap,
 )
 from egeria_cache.pystate import Snapshot
-from egeria_cache.samples.aside import Aside
 from egeria_cache.samples.content import same_values
 from egeria_cache.samples.draws import Clock, Draws
 from egeria_cache.samples.fingerprint import Fingerprint, Look
@@ -41,6 +40,7 @@ from egeria_cache.samples.loading import (
     SeededDataset,
     Task,
 )
+from egeria_cache.samples.side_worker import SideWorker
 from egeria_cache.samples.study import Study
 
 _NUMBERS = itertools.count()
@@ -98,7 +98,7 @@ class LoaderSource:
         """
         self.dataset = dataset
         self.samples = SampleLoader(dataset, collate)
-        self.aside = None if workers is None else Aside(self.samples, workers)
+        self.side_worker = None if workers is None else SideWorker(self.samples, workers)
         self.collate = collate
         self.name = name
         self.seed = seed
@@ -191,7 +191,7 @@ class LoaderSource:
 
     def load_each(self, tasks: Iterable[Task]) -> list[Any]:
         """Load several tasks, each as if it were the only one."""
-        if self.aside is not None:
+        if self.side_worker is not None:
             return [self.load(task) for task in tasks]
         with self.samples.out_of_turn() as kept:
             return [self._answer(task, kept).data for task in tasks]
@@ -210,13 +210,13 @@ class LoaderSource:
 
     def end_pass(self) -> None:
         """Stop the worker for samples out of turn; the next need starts another."""
-        if self.aside is not None:
-            self.aside.close()
+        if self.side_worker is not None:
+            self.side_worker.close()
 
     def _answer(self, task: Task, kept: Snapshot | None = None) -> Loaded:
         task = task._replace(compares=False)
-        if self.aside is not None:
-            loaded = self.aside.ask(task)
+        if self.side_worker is not None:
+            loaded = self.side_worker.ask(task)
             self.samples.drawn |= loaded.drawn
             return loaded
         if self.collate is default_collate:
@@ -242,7 +242,7 @@ class LoaderSource:
 
     def yields(self, tensors: Iterable[Any]) -> None:
         """Note the tensors of the batch that was collated last, as the loop gets them."""
-        if self.aside is not None or self.collate is default_collate:
+        if self.side_worker is not None or self.collate is default_collate:
             return
         self._live = [weakref.ref(one) for one in tensors if isinstance(one, Tensor)]
 

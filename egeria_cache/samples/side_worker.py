@@ -25,7 +25,7 @@ from egeria_cache.samples.loading import (
 )
 
 
-class Aside:
+class SideWorker:
     """Answers tasks one by one in one DataLoader worker, started with the first."""
 
     def __init__(self, samples: SampleLoader, options: Mapping[str, Any]) -> None:
