@@ -1,8 +1,8 @@
 """Raw samples: each loaded under a seed of its own, and told from those of another data set.
 
 What is here runs in DataLoader's workers and in the training thread; beside a loader's workers it
-owns one more process (`side_worker.py`), for samples that are asked for out of turn. It never reads the
-store; a sample is what the data set gives.
+owns one more process (`side_worker.py`), for samples that are asked for out of turn. It never reads
+the store; a sample is what the data set gives.
 
 `loading.py` loads a `Task`, `draws.py` says which random draw of each sample an epoch uses,
 `generators.py` seeds and restores the global generators around each sample, `source.py` is one
