@@ -8,15 +8,15 @@ the guards, the dry run, the data set's fingerprint) says what to look at.
 `copier` copies, `code` follows functions by the names that they read (`bytecode`).
 """
 
-from egeria_cache.pystate.bytecode import attributes_of, names_in, texts_in
+from egeria_cache.pystate.bytecode import attributes_of, names_in
 from egeria_cache.pystate.code import Code, bases_of, has_settings, in_class, reached
-from egeria_cache.pystate.content import describe, digest, is_content, tensor_digest
+from egeria_cache.pystate.content import Content, describe, digest, tensor_digest
 from egeria_cache.pystate.copier import Copier, is_shared
 from egeria_cache.pystate.foreign import (
     StandIn,
     entries,
+    is_beyond,
     is_compiled,
-    is_foreign,
     is_library,
     is_put_back,
     is_settings,
@@ -24,11 +24,12 @@ from egeria_cache.pystate.foreign import (
     own_dict,
     own_slots,
 )
-from egeria_cache.pystate.look import Glance, Portrait, is_below, portrait
+from egeria_cache.pystate.look import Portrait, is_below, portrait
 from egeria_cache.pystate.places import Names, OfClass
 from egeria_cache.pystate.prints import PLAIN, array_print, plain_print, tensor_print
 from egeria_cache.pystate.random_state import RandomState
 from egeria_cache.pystate.snapshot import (
+    ALL_DATA,
     CODE,
     DATA,
     MODELS,
@@ -40,14 +41,15 @@ from egeria_cache.pystate.snapshot import (
 )
 
 __all__ = [
+    "ALL_DATA",
     "CODE",
     "DATA",
     "MODELS",
     "PLAIN",
     "VALUES",
     "Code",
+    "Content",
     "Copier",
-    "Glance",
     "Moved",
     "Names",
     "OfClass",
@@ -65,9 +67,8 @@ __all__ = [
     "has_settings",
     "in_class",
     "is_below",
+    "is_beyond",
     "is_compiled",
-    "is_content",
-    "is_foreign",
     "is_library",
     "is_put_back",
     "is_settings",
@@ -82,5 +83,4 @@ __all__ = [
     "stashed",
     "tensor_digest",
     "tensor_print",
-    "texts_in",
 ]

@@ -13,6 +13,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from egeria_cache.kinds import LIBRARIES
+from egeria_cache.pystate.content import describe
 from egeria_cache.pystate.foreign import is_library
 
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
@@ -59,6 +60,16 @@ def names_in(code: CodeType) -> Names:
     )
     inner = [names_in(one) for one in code.co_consts if isinstance(one, CodeType)]
     return Names(*(tuple(dict.fromkeys(chain(*parts))) for parts in zip(own, *inner, strict=True)))
+
+
+@functools.lru_cache(maxsize=4096)
+def code_text(code: CodeType) -> bytes:
+    """Return what a code object does, without where it stands."""
+    constants = (
+        code_text(one) if isinstance(one, CodeType) else describe(one) for one in code.co_consts
+    )
+    names = repr((code.co_names, code.co_varnames, code.co_freevars, code.co_flags)).encode()
+    return b"|".join((code.co_code, names, b",".join(constants)))
 
 
 @functools.lru_cache(maxsize=4096)

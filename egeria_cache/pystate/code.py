@@ -14,7 +14,6 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import (
-    CodeType,
     FunctionType,
     MappingProxyType,
     MethodType,
@@ -28,7 +27,7 @@ import xxhash
 from torch import Tensor, nn
 
 from egeria_cache.kinds import is_installed
-from egeria_cache.pystate.bytecode import Names, names_in
+from egeria_cache.pystate.bytecode import Names, code_text, names_in
 from egeria_cache.pystate.content import describe
 from egeria_cache.pystate.foreign import (
     entries,
@@ -68,7 +67,7 @@ class Code:
         """Return a hash of all code, with defaults and the values that it names."""
         total = xxhash.xxh3_128()
         for function in self.functions.values():
-            total.update(_code(function.__code__))
+            total.update(code_text(function.__code__))
             total.update(describe((function.__defaults__, function.__kwdefaults__)))
             total.update(describe(vars(function)) if vars(function) else b"")
         for scope, name in self.globals:
@@ -245,17 +244,6 @@ def _functions(value: Any) -> Iterator[FunctionType]:
         else:
             inner = getattr(value, "__wrapped__", None)
             value = inner if inner is not None else vars(type(value)).get("__call__")
-
-
-@functools.lru_cache(maxsize=4096)
-def _code(code: CodeType) -> bytes:
-    """Return what a code object does, without where it stands."""
-    constants = b",".join(
-        _code(one) if isinstance(one, CodeType) else describe(one) for one in code.co_consts
-    )
-    return b"|".join(
-        (code.co_code, repr(code.co_names).encode(), repr(code.co_freevars).encode(), constants)
-    )
 
 
 def _is_library(function: FunctionType) -> bool:

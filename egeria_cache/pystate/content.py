@@ -7,6 +7,8 @@ an object of C) counts by its class alone.
 from __future__ import annotations
 
 import enum
+import weakref
+from collections import deque
 from collections.abc import Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -17,10 +19,15 @@ import xxhash
 from torch import Tensor, nn
 
 from egeria_cache.kinds import kind_name
-from egeria_cache.pystate.foreign import outside_state, own_slots
+from egeria_cache.pystate.foreign import is_foreign, is_outside, outside_state, own_dict, own_slots
+from egeria_cache.pystate.places import Generator, place_of
+from egeria_cache.pystate.prints import plain_print
 
 _MADE_IN_PYTHON = 1 << 9
 """`Py_TPFLAGS_HEAPTYPE`: a class made by a `class` statement (some of C are, too)."""
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device,
+           torch.Size, enum.Enum)  # fmt: skip
+_BY_NAME = (ModuleType, nn.Module, FunctionType, MethodType)
 
 
 def digest(value: Any) -> str:
@@ -28,56 +35,104 @@ def digest(value: Any) -> str:
     return xxhash.xxh3_128_hexdigest(describe(value))
 
 
-def describe(value: Any, depth: int = 6) -> bytes:
+def describe(value: Any) -> bytes:
     """Return bytes that differ where values differ in content; containers are looked into."""
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-        return f"{type(value).__name__}:{value!r}".encode()
-    if isinstance(value, Tensor):
-        return b"tensor:" + tensor_digest(value).encode()
-    if isinstance(value, np.ndarray):
-        data = repr(value.tolist()).encode() if value.dtype == object else value.tobytes()
-        return f"array:{value.dtype}{value.shape}:".encode() + xxhash.xxh3_128_digest(data)
-    if isinstance(value, np.generic | torch.dtype | torch.device | torch.Size | enum.Enum):
-        return repr(value).encode()
-    if isinstance(value, type):
-        return kind_name(value).encode()
-    if isinstance(value, ModuleType | nn.Module | FunctionType | MethodType):
-        return str(getattr(value, "__name__", type(value).__qualname__)).encode()
-    kind = type(value).__qualname__.encode()
-    if depth == 0:
-        return kind
-    if isinstance(value, Mapping):
-        items = [describe(k, depth - 1) + b"=" + describe(v, depth - 1) for k, v in value.items()]
-        return kind + b"{" + b",".join(items) + b"}"
-    if isinstance(value, set | frozenset):
-        return kind + b"{" + b",".join(sorted(describe(v, depth - 1) for v in value)) + b"}"
-    if isinstance(value, list | tuple):
-        return kind + b"[" + b",".join(describe(v, depth - 1) for v in value) + b"]"
-    inside = getattr(value, "__dict__", None)
-    inside = inside if isinstance(inside, dict) else outside_state(value) or own_slots(value)
-    return kind + (b"" if inside is None else describe(inside, depth - 1))
+    if isinstance(value, _SIMPLE):
+        return _simple(value)
+    texts = Content(value).texts
+    return b";".join(b"%s=%s" % (path.encode(), text) for path, text in texts.items())
 
 
-def is_content(value: Any, depth: int = 6) -> bool:
-    """Whether `describe` says all of a value: plain values in containers and plain objects."""
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | enum.Enum):
-        return True
-    if depth == 0 or isinstance(value, type | ModuleType | nn.Module) or callable(value):
-        return False
-    if isinstance(value, Tensor):
-        return type(value) is Tensor and value.layout == torch.strided
-    if isinstance(value, np.ndarray):
-        return bool(value.dtype != object)
-    if isinstance(value, np.generic | torch.dtype | torch.device | torch.Size):
-        return True
-    if type(value) in (dict, list, tuple, set, frozenset):
-        parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-        return all(is_content(part, depth - 1) for part in parts)
-    # An object of a Python class all of whose state is in its `__dict__`.
-    state, bases = getattr(value, "__dict__", None), type(value).__mro__[:-1]
+class Content:
+    """What a value holds, part by part.
+
+    Args:
+        value: Any.
+        depth: How far to look.
+        into_foreign: Whether to look into what belongs to other worlds.
+    """
+
+    def __init__(self, value: Any, depth: int = 6, *, into_foreign: bool = True) -> None:
+        self.texts: dict[str, bytes] = {}
+        """Path -> what is there, in short. Items of mappings are in their order."""
+        self.arrays: set[str] = set()
+        """Paths of tensors and arrays."""
+        self.is_all = True
+        """Whether this is all of it: plain values in containers and plain objects."""
+        self._into_foreign = into_foreign
+        self._add("", value, depth)
+
+    def _add(self, path: str, value: Any, depth: int) -> None:
+        if isinstance(value, _SIMPLE):
+            self.texts[path] = _simple(value)
+        elif isinstance(value, Tensor | np.ndarray):
+            self._add_array(path, value)
+        elif isinstance(value, weakref.ref):
+            self._add(path, value(), depth)
+        elif isinstance(value, (type, *_BY_NAME)) or depth == 0:
+            self.is_all = False
+            is_named = isinstance(value, _BY_NAME) and hasattr(value, "__name__")
+            kind = value if isinstance(value, type) else type(value)
+            self.texts[path] = value.__name__.encode() if is_named else kind_name(kind).encode()
+        else:
+            self.texts[path] = type(value).__qualname__.encode()
+            self._add_parts(path, value, depth - 1)
+
+    def _add_array(self, path: str, value: Any) -> None:
+        self.arrays.add(path)
+        if isinstance(value, Tensor):
+            self.texts[path] = tensor_digest(value).encode()
+            self.is_all &= type(value) is Tensor and value.layout == torch.strided
+        else:
+            is_plain = value.dtype != object
+            data = value.tobytes() if is_plain else repr(value.tolist()).encode()
+            head = f"array:{value.dtype}{value.shape}:".encode()
+            self.texts[path] = head + xxhash.xxh3_128_digest(data)
+            self.is_all &= is_plain
+
+    def _add_parts(self, path: str, value: Any, depth: int) -> None:
+        plain = plain_print(value)
+        if plain is not None:
+            self.texts[path] += str(plain).encode()
+        elif isinstance(value, Mapping):
+            for i, (key, item) in enumerate(value.items()):
+                self._add(f"{path}[{i}", key, depth)
+                self._add(f"{path}[{i}]", item, depth)
+        elif isinstance(value, set | frozenset):
+            self.texts[path] += b",".join(sorted(map(describe, value)))
+        elif isinstance(value, list | tuple | deque):
+            self.texts[path] += str(len(value)).encode()
+            for i, item in enumerate(value):
+                self._add(f"{path}[{i}]", item, depth)
+        elif self._into_foreign or not is_foreign(value) or is_outside(value):
+            self._add_object(path, value, depth)
+        if not isinstance(value, dict | list | tuple | set | frozenset):
+            self.is_all &= _is_plain_object(value)
+
+    def _add_object(self, path: str, value: Any, depth: int) -> None:
+        place = place_of("", value, 0, 0)
+        if isinstance(place, Generator):
+            self._add(f"{path}.<state>", place.read(value), depth)
+            return
+        held = own_dict(value)
+        held = held if held is not None else outside_state(value) or own_slots(value)
+        if isinstance(held, dict):
+            for name, part in held.items():
+                self._add(f"{path}.{name}", part, depth)
+        else:
+            self._add(f"{path}.<state>", held, depth)
+
+
+def _simple(value: Any) -> bytes:
+    return f"{type(value).__name__}:{value!r}".encode("utf-8", "replace")
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether it is an object of a Python class all of whose state is in its `__dict__`."""
+    bases = type(value).__mro__[:-1]
     is_plain = all("__dict__" in vars(base) or not vars(base).get("__slots__") for base in bases)
     heap = all(bool(base.__flags__ & _MADE_IN_PYTHON) for base in bases)
-    return bool(is_plain and heap and isinstance(state, dict) and is_content(state, depth - 1))
+    return is_plain and heap and not callable(value) and own_dict(value) is not None
 
 
 def tensor_digest(tensor: Tensor) -> str:

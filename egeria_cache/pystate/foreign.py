@@ -147,6 +147,11 @@ def is_foreign(value: Any) -> bool:
     return _has_finaliser(cls)
 
 
+def is_beyond(value: Any) -> bool:
+    """Whether an object is of another world, and its attributes are none of ours."""
+    return is_foreign(value) and not is_put_back(value)
+
+
 def is_put_back(value: Any) -> bool:
     """Whether an object that is not copied only has attributes, which can be put back."""
     cls = type(value)
@@ -278,3 +283,8 @@ def is_opaque(kind: type) -> bool:
 def is_standard(kind: type) -> bool:
     """Whether a class is of the standard library."""
     return kind.__module__.partition(".")[0] in sys.stdlib_module_names
+
+
+def is_frozen(value: Any) -> bool:
+    """Whether it is a model that does not train: one that a data set has is a part of it."""
+    return isinstance(value, nn.Module) and not any(p.requires_grad for p in value.parameters())

@@ -13,21 +13,17 @@ decide a sample or not: it is looked at, but a sample has the last word (`finger
 
 from __future__ import annotations
 
-import array
 import functools
 import os
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import islice
-from operator import is_
 from types import (
     BuiltinFunctionType,
-    CellType,
     CodeType,
     FunctionType,
     MethodType,
@@ -40,25 +36,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.kinds import home, is_installed, kind_name
 from egeria_cache.pystate import prints as content
-from egeria_cache.pystate.bytecode import is_installed_code, names_in, texts_in
-from egeria_cache.pystate.foreign import is_data_set, is_opaque, is_standard, is_training
+from egeria_cache.pystate.bytecode import code_text, is_installed_code, names_in, texts_in
+from egeria_cache.pystate.foreign import is_data_set, is_frozen, is_opaque, is_standard, is_training
 
 MAX_NODES = 20_000
 """Objects that are looked at; what lies beyond is left out."""
 MAX_ITEMS = 4096
 """Of a container whose elements have to be looked at one by one."""
 MAX_DEPTH = 24
-_MEMORY = (array.array, bytearray, memoryview)
-_SMALL_BYTES = 1 << 16
-"""An array up to this size is read whole at a glance."""
-_BY_VALUE = content.PLAIN.union({slice})
-"""Made anew whenever an object says what it is made of."""
 _OWN = ("fingerprint", "_fingerprint")
 """What a data set says of itself."""
 _LEADS = ContextVar, weakref.ref
@@ -72,8 +63,6 @@ class Portrait(NamedTuple):
     """Path -> 64-bit print."""
     doubtful: frozenset[str]
     """Paths of objects that may decide nothing, with all that is below them."""
-    objects: Sequence[Any] = ()
-    """What was looked at."""
 
     def differences(self, after: Portrait, leave_out: AbstractSet[str]) -> list[str]:
         """Return the paths that differ, except for those in `leave_out` and all below them."""
@@ -97,77 +86,12 @@ def portrait(roots: Mapping[str, Any], *, thorough: bool = True) -> Portrait:
     for name, value in roots.items():
         with walk.within_reach(name != "data set"):
             walk.visit(name, value, 0)
-    return Portrait(walk.prints, frozenset(walk.doubtful), walk.alive)
-
-
-class Glance:
-    """What some objects show at once: what they hold, by identity; versions; small arrays whole.
-
-    Where nothing has changed there, another portrait would be the same, but for long arrays.
-    """
-
-    def __init__(self, objects: Sequence[Any]) -> None:
-        self._seen = [(value, type(value), *_glance(value)) for value in objects]
-
-    def is_same(self) -> bool:
-        """Whether they show the same now."""
-        for value, kind, held, number in self._seen:
-            now, other = _glance(value)
-            if type(value) is not kind or number != other or len(now) != len(held):
-                return False
-            if not all(map(is_, now, held)):
-                return False
-        return True
-
-
-def _glance(value: Any) -> tuple[Sequence[Any], Any]:
-    """Return what an object holds, and what tells it from itself at another time."""
-    kind = type(value)
-    if kind in (Tensor, nn.Parameter):
-        small = value.layout == torch.strided and value.nbytes <= _SMALL_BYTES and value.is_cpu
-        version = 0 if value.is_inference() else value._version
-        seen = content.quick_print(value) if small else None
-        return (), (version, value.data_ptr() if small else 0, value.shape, seen)
-    if kind is np.ndarray and not value.dtype.hasobject:
-        return (), (value.shape, value.tobytes() if value.nbytes <= _SMALL_BYTES else 0)
-    if kind in _MEMORY:
-        size = memoryview(value).nbytes
-        return (), (size, bytes(value) if size <= _SMALL_BYTES else 0)
-    if kind is FunctionType:
-        _, names, settings = _look_at_code(value.__code__)
-        scope = value.__globals__
-        held = [value.__code__, value.__defaults__, *(scope.get(name) for name in names)]
-        held += [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
-        return held, [os.environ.get(name) for name in settings]
-    if isinstance(value, _LEADS):
-        return [_behind(value)], None
-    if isinstance(value, dict | list | tuple | set | frozenset | deque | np.ndarray):
-        if content.is_long(value) and isinstance(value, list | tuple | np.ndarray):
-            return list(value[:: len(value) // 256]), len(value)
-        parts = (value, value.values()) if isinstance(value, dict) else (value,)
-        number = None if content.is_long(value) else content.plain_print(value)
-        return [item for part in parts for item in islice(part, MAX_ITEMS)], (len(value), number)
-    if isinstance(value, type):
-        return list(vars(value).values()), None
-    if not isinstance(value, nn.Module) and _is_pickled_otherwise(kind):
-        with Attempt():
-            made_of = _state_of(value)
-            plain = [part for part in made_of if type(part) in _BY_VALUE]
-            return [part for part in made_of if type(part) not in _BY_VALUE], plain
-    return [part for _, part in attributes(value)], None
+    return Portrait(walk.prints, frozenset(walk.doubtful))
 
 
 def _behind(value: Any) -> Any:
     """Return what a context variable or a weak reference leads to now."""
     return value.get(None) if isinstance(value, ContextVar) else value()
-
-
-def is_filled(cell: CellType) -> bool:
-    """Whether a variable of a closure was assigned."""
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
 
 
 def is_below(path: str, tops: AbstractSet[str]) -> bool:
@@ -184,7 +108,7 @@ class _Walk:
         self._thorough = thorough
         self._bytes_left = content.THOROUGH_BYTES
         self._seen: dict[int, str] = {}
-        self.alive: list[Any] = []  # an object that dies would give its id to another
+        self._alive: list[Any] = []  # an object that dies would give its id to another
 
     @contextmanager
     def within_reach(self, is_so: bool = True) -> Iterator[None]:
@@ -206,7 +130,7 @@ class _Walk:
             self._note(path, f"as {known}")
             return
         self._seen[id(value)] = path
-        self.alive.append(value)
+        self._alive.append(value)
         try:
             self._look(path, value, depth)
         except (RuntimeError, TypeError, ValueError, AttributeError, OSError):
@@ -344,7 +268,7 @@ class _Walk:
         kind = type(value)
         if is_opaque(kind):
             return
-        if is_training(value) and (self._is_within_reach or not _is_frozen(value)):
+        if is_training(value) and (self._is_within_reach or not is_frozen(value)):
             return
         if is_data_set(value):
             with self.within_reach(False):
@@ -427,11 +351,6 @@ def _own_fingerprint(value: Any) -> Any:
     return None
 
 
-def _is_frozen(value: Any) -> bool:
-    """Whether it is a model that does not train: one that a data set has is a part of it."""
-    return isinstance(value, nn.Module) and not any(p.requires_grad for p in value.parameters())
-
-
 def _is_active(value: Any) -> bool:
     """Whether it does something to samples: code, a data set, or several of them."""
     if isinstance(value, list | tuple):
@@ -472,21 +391,8 @@ what may be variables of the environment."""
 def _look_at_code(code: CodeType) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
     known = _CODE.get(id(code))
     if known is None:
-        digest = xxhash.xxh3_64()
-        _add_code(digest, code)
+        digest = xxhash.xxh3_64_intdigest(code_text(code))
         read = () if is_installed_code(code) else names_in(code).loaded
         settings = () if {"environ", "getenv"}.isdisjoint(names_in(code).all) else texts_in(code)
-        known = _CODE[id(code)] = code, digest.intdigest(), read, settings
+        known = _CODE[id(code)] = code, digest, read, settings
     return known[1:]
-
-
-def _add_code(digest: Any, code: CodeType) -> None:
-    digest.update(code.co_code)
-    digest.update(repr((code.co_names, code.co_varnames, code.co_flags)).encode())
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            _add_code(digest, constant)
-        elif isinstance(constant, frozenset):  # its order is another in every process
-            digest.update(repr(sorted(map(repr, constant))).encode())
-        else:
-            digest.update(repr(constant).encode("utf-8", "replace"))

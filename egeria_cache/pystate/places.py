@@ -203,6 +203,19 @@ class Length(Place):
             where += where[-1:] * (kept - len(where))
 
 
+class Version(Place):
+    """How often a tensor was written to that is too large to be kept: it cannot be put back."""
+
+    __slots__ = ()
+
+    def read(self, where: Tensor) -> tuple[Any, ...]:
+        """Return what a write moves, or another memory."""
+        return where._version, where.data_ptr(), where.shape
+
+    def write(self, where: Tensor, kept: Any) -> None:
+        """Leave it."""
+
+
 class Elements(Place):
     """What a tensor, an array, or other memory holds."""
 
@@ -270,8 +283,9 @@ def place_of(path: str, value: Any, max_items: int, max_bytes: int) -> Place | N
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided:
             return None
-        fixed = value.is_meta or value.is_inference() or value.requires_grad
-        return None if fixed or value.nbytes > max_bytes else Elements(path, value)
+        if value.is_meta or value.is_inference():
+            return None
+        return (Version if value.nbytes > max_bytes else Elements)(path, value)
     if isinstance(value, np.ndarray):
         is_kept = value.flags.writeable and not value.dtype.hasobject and value.nbytes <= max_bytes
         return Elements(path, value) if is_kept else None

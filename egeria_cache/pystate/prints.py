@@ -17,7 +17,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-_OF_NUMPY = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, torch.uint8})
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), type(Ellipsis)})
 LONG = 1 << 20
 """Bytes of an array, or elements of a list, above which a quick look does not read all of it."""
@@ -117,13 +116,6 @@ def _parts_of(tensor: Tensor) -> list[Tensor]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     return []
-
-
-def quick_print(tensor: Tensor) -> int:
-    """Return the print of a small tensor on the host: of its bytes alone, where that is quick."""
-    if tensor.is_contiguous() and tensor.dtype in _OF_NUMPY and not tensor.requires_grad:
-        return xxhash.xxh3_64_intdigest(tensor.numpy().data)
-    return tensor_print(tensor)
 
 
 def array_print(array: np.ndarray, limit: int = THOROUGH_BYTES) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import pickle
+import random
 import weakref
 from array import array
 from collections import deque
@@ -42,17 +43,18 @@ from egeria_cache.pystate.foreign import (
     MEMORY,
     SHARED,
     StandIn,
-    is_foreign,
+    is_beyond,
+    is_frozen,
     is_library,
     is_opaque,
     is_outside,
-    is_put_back,
     is_training,
     is_users,
     own_dict,
     slots_of,
 )
 from egeria_cache.pystate.places import (
+    GENERATORS,
     Attributes,
     Cell,
     Named,
@@ -95,25 +97,35 @@ def _is_beyond_models(value: Any) -> bool:
         return is_library(value.__module__)
     if isinstance(value, functools._lru_cache_wrapper):  # it runs once for us and the user
         return True
+    if isinstance(value, Tensor) and value.requires_grad:
+        return True
     looked_at = (StandIn, local, *MEMORY, *_CONTAINERS)
-    return not isinstance(value, looked_at) and is_foreign(value) and not is_put_back(value)
+    return not isinstance(value, looked_at) and is_beyond(value)
 
 
 def _is_beyond_values(value: Any) -> bool:
     return isinstance(value, nn.Module) or _is_beyond_models(value)
 
 
-def _is_beyond_data(value: Any) -> bool:
+def _is_no_data(value: Any) -> bool:
     if isinstance(value, type):
         return not is_users(value)
     if isinstance(value, FunctionType):
         return is_installed_code(value.__code__) and not value.__closure__
-    if is_opaque(type(value)) or is_training(value) or isinstance(value, SHARED):
+    if is_opaque(type(value)) or (is_training(value) and not is_frozen(value)):
         return True
-    if isinstance(value, Tensor):  # another process's, too
-        return not value.is_cpu or value.is_shared()
     held = (own_dict(value) or {}).values()
     return any(isinstance(part, Thread | Executor) for part in held)  # which write, too
+
+
+def _is_beyond_data(value: Any) -> bool:
+    if isinstance(value, Tensor):  # what other processes may write to is not put back
+        return not value.is_cpu or value.is_shared()
+    return isinstance(value, SHARED) or _is_no_data(value)
+
+
+def _is_beyond_a_glance(value: Any) -> bool:
+    return isinstance(value, (*GENERATORS, random.Random)) or _is_no_data(value)
 
 
 MODELS = Reach(_is_beyond_models, follows_code=False)
@@ -124,6 +136,9 @@ CODE = Reach(_is_beyond_values, 20_000, max_held=64, max_bytes=0)
 """The same, and the code that finds it."""
 DATA = Reach(_is_beyond_data, 1024, 4096, 64, 1 << 20)
 """What loading samples may move; a larger array is data."""
+
+ALL_DATA = Reach(_is_beyond_a_glance, 20_000, 1 << 14, 4096, 1 << 24)
+"""All that decides a sample."""
 
 
 class Snapshot:
@@ -236,7 +251,7 @@ class Snapshot:
     def _lent(self, place: Place, kept: Any) -> Any:
         """Return it with copies of what cannot be set back."""
         values = kept.values() if isinstance(kept, dict) else kept if type(kept) is list else ()
-        is_reached = place.is_named_by_code and self._reach is not DATA
+        is_reached = place.is_named_by_code and not self._reach.follows_code
         if not is_reached and ITERATORS.isdisjoint(map(type, values)):
             return kept
         copied = _out_of_reach if is_reached else iterator_copy
@@ -294,7 +309,8 @@ class Snapshot:
                 yield Names(home(scope.get("__name__", "")), scope, names)
         whole = place_of(path, value, self._reach.max_items, self._left)
         if whole is not None:
-            self._left -= value.nbytes if isinstance(value, Tensor | np.ndarray) else 0
+            is_array = isinstance(value, Tensor | np.ndarray) and value.nbytes <= self._left
+            self._left -= value.nbytes if is_array else 0
             yield whole
         if isinstance(value, Tensor) or (isinstance(value, StandIn) and not value.is_copied):
             return

@@ -23,9 +23,10 @@ from egeria_cache.attempt import Attempt
 from egeria_cache.batch import flatten
 from egeria_cache.kinds import kind_name
 from egeria_cache.pystate import (
+    ALL_DATA,
     PLAIN,
-    Glance,
     Portrait,
+    Snapshot,
     array_print,
     is_below,
     plain_print,
@@ -113,7 +114,7 @@ class Fingerprint:
         """When all is to be read again, and all but long arrays, and when it is worth looking in
         the middle of a pass."""
         self._free_s = FREE_S
-        self._glance: Glance | None = None
+        self._glance: Snapshot | None = None
         """Of the data as they were when they were looked at last."""
 
     def __str__(self) -> str:
@@ -153,14 +154,14 @@ class Fingerprint:
     def _quick(self) -> Portrait:
         started = time.perf_counter()
         quick = portrait(self._roots, thorough=False)
-        self._glance = Glance([self._roots, *quick.objects])
+        self._glance = _glance_at(self._roots)
         now = time.perf_counter()
         self._next_quick = 0.0 if self._free_s > 0 else now + (now - started) / MAX_SHARE
         return quick
 
     def _changed(self, midway: bool) -> str | None:
         until = self._next_full if midway else min(self._next_quick, self._next_full)
-        if time.perf_counter() < until and self._glance and self._glance.is_same():
+        if time.perf_counter() < until and self._glance and not self._glance.has_moved():
             return None
         quick, left_out = self._quick(), self._left_out
         started, (seen, before) = time.perf_counter(), self._portraits
@@ -259,6 +260,15 @@ class Fingerprint:
             seen = seen._replace(together=None)  # the collate function draws
         self._shown, self._seen = seen, (indices, seen)
         self._prints = dict(zip(indices, seen.prints, strict=True))
+
+
+def _glance_at(roots: Mapping[str, Any]) -> Snapshot:
+    """Keep what shows at once: what all of it holds, small arrays whole, and the environment.
+
+    Where nothing has changed there, another portrait would be the same, but for long arrays.
+    """
+    settings = ("the environment", getattr(os.environ, "_data", None))
+    return Snapshot([*roots.items(), settings], reach=ALL_DATA)
 
 
 def sample_print(sample: Any) -> int | None:

@@ -42,7 +42,7 @@ from egeria_cache.batch import (
     take_rows,
 )
 from egeria_cache.device import autocast_kinds
-from egeria_cache.pystate import digest, is_content
+from egeria_cache.pystate import Content
 
 PLAIN = (bool, int, float, str, bytes, type(None))
 _ONE_LEAF = frozenset({Tensor, *PLAIN})
@@ -416,7 +416,8 @@ def _describe(leaf: Any) -> Any:
         return (type(leaf), leaf)
     # An object may be changed in place between two calls, or be made anew for each: it counts by
     # what it holds, and by itself only where that does not say all of it.
-    return (type(leaf), 0 if is_content(leaf) else id(leaf), digest(leaf))
+    held = Content(leaf)
+    return (type(leaf), 0 if held.is_all else id(leaf), tuple(held.texts.items()))
 
 
 def _untagged(leaves: list[Any]) -> str:

@@ -7,11 +7,10 @@ The model's own state is not among it: a rehearsal runs on a copy (`prove/twin.p
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch.nn.modules.module as registry
@@ -32,7 +31,6 @@ from egeria_cache.pystate import (
 from egeria_cache.skip.state.watch import watched_attributes
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_CODE = (FunctionType, MethodType, functools.partial)
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
@@ -65,10 +63,8 @@ class Surroundings:
         code = [hook for hooks in self._hooks for hook in hooks.values()]
         for module in model.modules():
             own = module.__dict__
-            code += [type(module), *map(type, own.values())]
+            code += [type(module), *watched_attributes(module).values()]
             code += [own.get(name) for name in entries(module)]
-            for value in own.values():
-                code += _callables(value)
             for name in _HOOKS:
                 self._of_modules += own.get(name, {}).values()
             self._of_modules += filter(is_put_back, own.values())
@@ -100,14 +96,6 @@ class Surroundings:
 
     def _snapshot(self, roots: Iterable[Any], reach: Reach) -> Snapshot:
         return Snapshot((("", root) for root in roots), self._places, reach)
-
-
-def _callables(value: Any) -> list[Any]:
-    """Return a function kept as an attribute, or those in a container."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    found = value if isinstance(value, list | tuple) else [value]
-    return [item for item in found if isinstance(item, _CODE)]
 
 
 def what_code_keeps(model: nn.Module) -> tuple[Snapshot, ...]:

@@ -28,6 +28,7 @@ from egeria_cache.pystate import (
     digest,
     has_settings,
     in_class,
+    is_beyond,
     is_library,
     outside_state,
     own_dict,
@@ -50,12 +51,6 @@ _SLOTS = ("_parameters", "_buffers", "_modules", *_HOOKS)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _CORE = frozenset(vars(nn.Module())) | {"train", "forward", "_compiled_call_impl"}
 """What every module has; it is watched in ways of its own, or decides nothing."""
-_FOREIGN = (
-    "torch.utils.data", "torch.optim", "torch.distributed", "lightning", "pytorch_lightning",
-    "accelerate", "deepspeed", "logging", "threading", "concurrent", "multiprocessing", "egeria",
-    "egeria_cache", "egeria_core",
-)  # fmt: skip
-
 _get = itemgetter.__call__
 
 
@@ -143,8 +138,8 @@ class _Layout:
             self.look_into(where, value(), depth)
         elif isinstance(value, nn.Module | ModuleType | type | FunctionType):
             return
-        elif isinstance(getattr(value, "__dict__", None), dict) and not _is_foreign(value):
-            own, keys = vars(value), self._objects.get(id(value))
+        elif (own := own_dict(value)) is not None and not is_beyond(value):
+            keys = self._objects.get(id(value))
             unread = {key for key in own if (id(value), key) in self._apart}
             if keys is None and not unread:
                 self.look_into(where, own, depth)
@@ -185,11 +180,6 @@ def _values(container: Any) -> Any:
 
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | bytes)
-
-
-def _is_foreign(value: Any) -> bool:
-    module = type(value).__module__ or ""
-    return any(module == one or module.startswith(one + ".") for one in _FOREIGN)
 
 
 def _array_look(array: np.ndarray) -> Callable[[], Any]:
