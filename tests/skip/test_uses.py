@@ -10,14 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from egeria_cache.skip.serve.call import Invocation
-from tests.helpers.skip_harness import Harness, assert_same, assert_same_run, freeze, step
-
-G = torch.Generator().manual_seed(1)
-DATA = {
-    "x": torch.randn(24, 4, 6, generator=G),
-    "y": torch.randint(3, (24,), generator=torch.Generator().manual_seed(2)),
-}
-BATCHES = [range(0, 8), range(8, 16), range(16, 24)]
+from tests.helpers.skip_harness import assert_same, assert_same_run, freeze, step
+from tests.helpers.skip_models import BATCHES, DATA, Base, call, harness_of
 
 
 class Block(nn.Module):
@@ -29,29 +23,9 @@ class Block(nn.Module):
         return self.two(torch.tanh(self.one(x)))
 
 
-class Net(nn.Module):
-    """early -> middle (the boundary) -> head."""
-
-    def __init__(self):
-        super().__init__()
-        self.early, self.middle, self.late = Block(), Block(), Block()
-        self.head = nn.Linear(6, 3)
-
+class Net(Base, early=Block, middle=Block, late=Block):
     def forward(self, x):
         return self.head(self.late(self.middle(self.early(x))).mean(1))
-
-
-def call(model, batch):
-    return F.cross_entropy(model(batch["x"]), batch["y"])
-
-
-def harness_of(cls=Net):
-    torch.manual_seed(0)
-    model = cls()
-    freeze(model, "early", "middle")
-    harness = Harness(model, DATA)
-    harness.engine.set_boundary("middle")
-    return harness
 
 
 def recipe_of(harness):
@@ -65,7 +39,7 @@ def recipe_of(harness):
 @pytest.mark.parametrize("where", ["early", "early.one", "middle.two", "middle", "late", "head"])
 @pytest.mark.parametrize("kind", ["forward", "kwargs", "pre", "always"])
 def test_a_hook_of_the_user_reads_the_real_feature_once_a_step(where, kind):
-    harness = harness_of()
+    harness = harness_of(Net)
     plain = copy.deepcopy(harness.model)
     seen = {}
     for name, model in (("ours", harness.model), ("plain", plain)):
@@ -126,7 +100,7 @@ def test_a_feature_that_is_kept_is_real_or_refused(cls):
 
 
 def test_weight_norm_is_no_hook_of_the_user():
-    harness = harness_of()
+    harness = harness_of(Net)
     with pytest.warns(FutureWarning):
         nn.utils.weight_norm(harness.model.early.one)
     freeze(harness.model, "early")
