@@ -30,7 +30,6 @@ enum { LIBRARY_BYTES = INT32_MAX };
 enum { CHECKSUM_BYTES = 8, HEAD_BYTES = 16 };
 enum { RAW, ZSTD, SPLIT, BITMAP };
 enum { BITMAP_HEAD_BYTES = 16, MOST_PLANES = 3, MOST_HEAD_BYTES = 4096 };
-enum { LONG_NS = 4000 }; /* no byte of memory takes so long */
 enum { ABSENT, INTACT, DAMAGED, UNREADABLE }; /* as in native.py */
 
 static const uint64_t AS_THEY_ARE = 1ull << 63;
@@ -129,21 +128,16 @@ static const uint8_t *unpacked(const struct decoder *with, const uint8_t *from, 
     return with->zstd(with->context, room, promised, from, stored) == promised ? room : NULL;
 }
 
-/* Numbers of bytes in a plane, lowest first. */
-static const int PLANES[9][MOST_PLANES] = {[2] = {1, 1}, [4] = {2, 1, 1}};
-
 /* Join `n` elements from planes. room: n * width bytes. */
 static int decode_planes(const struct decoder *with, const uint8_t *from, uint64_t size, int64_t n,
                          uint8_t *room, uint8_t *out) {
-    const int *bytes = PLANES[with->width];
     const uint8_t *plane[MOST_PLANES] = {0};
-    uint64_t num_planes = 0, at, left;
-    while (num_planes < MOST_PLANES && bytes[num_planes]) num_planes++;
-    if (!num_planes || size < 8 * num_planes) return 0;
-    at = 8 * num_planes, left = size - at;
+    const uint64_t num_planes = with->width == 4 ? 3 : with->width == 2 ? 2 : 0;
+    uint64_t at = 8 * num_planes, left = size - at;
+    if (!num_planes || size < at) return 0;
     for (uint64_t i = 0; i < num_planes; i++) {
         const uint64_t head = word(from + 8 * i), stored = head >> 1;
-        const uint64_t promised = (uint64_t)n * (uint64_t)bytes[i];
+        const uint64_t promised = (uint64_t)n << (num_planes == 3 && !i); /* 2, 1, 1 or 1, 1 bytes */
         if (stored > left) return 0;
         plane[i] = unpacked(with, from + at, stored, head & 1, promised, room);
         if (!plane[i]) return 0;
@@ -191,20 +185,17 @@ int egeria_decode(const struct decoder *with, int codec, const uint8_t *from, ui
 enum { LINE_BYTES = 64, BLOCK_LINES = 16, MERGE_KEY = 11, LAST_KEY = 121, SCRAMBLE_KEY = 128 };
 static const uint64_t PRIME = 0x9E3779B185EBCA87;
 static const uint32_t SMALL_PRIME = 0x9E3779B1;
-static const uint64_t SECRET[] = {
+static const uint64_t SECRET[24] = {
     0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072,
     0x78e5c0cc4ee679cb, 0x2172ffcc7dd05a82, 0x8e2443f7744608b8, 0x4c263a81e69035e0,
     0xcb00c391bb52283c, 0xa32e531b8b65d088, 0x4ef90da297486471, 0xd8acdea946ef1938,
     0x3f349ce33f76faa8, 0x1d4f0bc7c7bbdcf9, 0x3159b4cd4be0518a, 0x647378d9c97e9fc8,
     0xc3ebd33483acc5ea, 0xeb6313faffa081c5, 0x49daf0b751dd0d17, 0x9e68d429265516d3,
     0xfca1477d58be162b, 0xce31d07ad1b8f88f, 0x280416958f3acb45, 0x7e404bbbcafbd7af};
-enum { SECRET_WORDS = sizeof SECRET / sizeof *SECRET };
 typedef uint64_t lanes __attribute__((vector_size(LINE_BYTES / 2)));
 
 /* Copy a line, and add it to the sums. */
-static inline __attribute__((always_inline)) void add_line(lanes *sums, uint8_t *to,
-                                                           const uint8_t *from,
-                                                           const uint8_t *secret) {
+static inline void add_line(lanes *sums, uint8_t *to, const uint8_t *from, const uint8_t *secret) {
     for (int i = 0; i < 2; i++) {
         const size_t at = i * sizeof(lanes);
         lanes some, key;
@@ -217,11 +208,6 @@ static inline __attribute__((always_inline)) void add_line(lanes *sums, uint8_t 
     }
 }
 
-static uint64_t folded(uint64_t a, uint64_t b) {
-    const unsigned __int128 product = (unsigned __int128)a * b;
-    return (uint64_t)product ^ (uint64_t)(product >> 64);
-}
-
 /* Copy more than 240 bytes and return their XXH3-64: they are read once, while what comes next is
    fetched to the processor's caches line by line. 128 rows of 32 KiB take 0.25 ms; memcpy, then the
    library's hash, took 0.37, np.take, whose rows begin with a line, 0.27. */
@@ -230,9 +216,9 @@ VECTORISED static uint64_t copy_hashed(uint8_t *to, const uint8_t *from, uint64_
     lanes sums[] = {{0xC2B2AE3D, PRIME, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9},
                     {0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, SMALL_PRIME}};
     const uint64_t num_lines = (size - 1) / LINE_BYTES, whole = num_lines * LINE_BYTES;
-    uint64_t words[SECRET_WORDS], sum = size * PRIME;
+    uint64_t words[24], sum = size * PRIME;
     const uint8_t *const secret = (const uint8_t *)words;
-    for (int i = 0; i < SECRET_WORDS; i++) words[i] = SECRET[i] + (i % 2 ? -seed : seed);
+    for (int i = 0; i < 24; i++) words[i] = SECRET[i] + (i % 2 ? -seed : seed);
     for (uint64_t n = 0; n < num_lines; n++) {
         const uint64_t at = n * LINE_BYTES, turn = n % BLOCK_LINES;
         __builtin_prefetch(next + at, 0, 2);
@@ -248,7 +234,9 @@ VECTORISED static uint64_t copy_hashed(uint8_t *to, const uint8_t *from, uint64_
     for (int i = 0; i < 8; i += 2) {
         const uint8_t *const at = secret + MERGE_KEY + 8 * i;
         const lanes half = sums[i / 4];
-        sum += folded(half[i % 4] ^ word(at), half[i % 4 + 1] ^ word(at + 8));
+        const uint64_t one = half[i % 4] ^ word(at), other = half[i % 4 + 1] ^ word(at + 8);
+        const unsigned __int128 product = (unsigned __int128)one * other;
+        sum += (uint64_t)product ^ (uint64_t)(product >> 64);
     }
     sum = (sum ^ sum >> 37) * 0x165667919E3779F9;
     return sum ^ sum >> 32;
@@ -286,8 +274,6 @@ struct batch {
     int64_t waits;               /* for the disk; else what is not in memory stays ABSENT */
 };
 
-static uint64_t aligned(uint64_t size) { return (size + 7) & ~7ull; }
-
 /* Where a file that is mapped was cut short, or the disk cannot read it, touching it is a signal that
    would end the process. A copy that meets it ends there; every other SIGBUS is left to whoever would
    have had it. */
@@ -296,7 +282,6 @@ static struct sigaction others;
 static volatile sig_atomic_t is_handed_over;
 
 static void on_bus_error(int number, siginfo_t *info, void *context) {
-    (void)context;
     if (copying && info->si_code > 0) siglongjmp(*copying, 1); /* by a fault; nobody sent it */
     /* faulthandler ends by what was there before it, which may be this one: not twice. */
     const struct sigaction end = {.sa_handler = SIG_DFL};
@@ -341,7 +326,7 @@ static __attribute__((noinline)) int copied(uint8_t *to, const uint8_t *from, ui
 static int read_one(const struct batch *of, int64_t i, uint64_t place, const uint8_t *key,
                     const uint8_t *next) {
     const uint64_t size = of->entries[i].size, key_bytes = of->key_bytes[i];
-    const uint64_t fields = HEAD_BYTES + aligned(key_bytes);
+    const uint64_t fields = HEAD_BYTES + ((key_bytes + 7) & ~7ull);
     const uint64_t start = fields + 8 * (uint64_t)of->num_fields;
     const uint8_t *const record = of->map + place;
     uint8_t head[MOST_HEAD_BYTES], *const room = of->room + of->decode_bytes;
@@ -400,7 +385,7 @@ static uint64_t place_of(const struct batch *of, int64_t i, uint64_t map_bytes) 
 static int was_waited_for(const uint8_t *record, int64_t waits_before) {
     const int64_t before_ns = now_ns();
     uint8_t byte;
-    return copied(&byte, record, sizeof byte, NULL, NULL) && now_ns() - before_ns > LONG_NS
+    return copied(&byte, record, sizeof byte, NULL, NULL) && now_ns() - before_ns > 4000 /* as no memory takes */
            && num_waits() > waits_before;
 }
 
@@ -409,26 +394,21 @@ static int was_waited_for(const uint8_t *record, int64_t waits_before) {
 static int64_t read_all(const struct batch *of, int64_t count, uint64_t map_bytes) {
     const uint8_t *key = of->keys;
     const int64_t waits_before = num_waits();
-    int64_t num_intact = 0;
-    int is_asked_for = 0;
+    int64_t num_intact = 0, is_asked_for = 0;
     for (int64_t i = 0; i < count; key += of->key_bytes[i++]) {
         const uint64_t place = place_of(of, i, map_bytes);
         if (!of->entries[i].size) continue;
-        of->found[i] = DAMAGED;
-        if (place == map_bytes) continue;
-        if (!is_asked_for && was_waited_for(of->map + place, waits_before)) {
+        if (place < map_bytes && !is_asked_for && was_waited_for(of->map + place, waits_before)) {
             is_asked_for = 1;
-            if (!of->waits) {
-                of->found[i] = ABSENT;
-                break;
-            }
+            if (!of->waits) break;
             for (const struct entry *one = of->entries + i; one < of->entries + count; one++)
                 if (one->size)
                     (void)posix_fadvise((int)of->descriptor, (off_t)one->place, one->size,
                                         POSIX_FADV_WILLNEED);
         }
         const uint8_t *next = of->map + place_of(of, i + 1 < count ? i + 1 : i, map_bytes);
-        of->found[i] = (uint8_t)read_one(of, i, place, key, next);
+        of->found[i] = DAMAGED;
+        if (place < map_bytes) of->found[i] = (uint8_t)read_one(of, i, place, key, next);
         num_intact += of->found[i] == INTACT;
     }
     return num_intact;
