@@ -27,13 +27,7 @@ from egeria_cache.store.codecs.codec import Codec, Coder
 from egeria_cache.store.codecs.lossy import LossyError
 from egeria_cache.store.disk.budget import Budget
 from egeria_cache.store.disk.environment import GoneError
-from egeria_cache.store.disk.files import (
-    ENTRY,
-    Entries,
-    GenerationFiles,
-    Totals,
-    salvaged,
-)
+from egeria_cache.store.disk.files import ENTRY, Entries, GenerationFiles, Totals, salvaged
 from egeria_cache.store.disk.manifest import Manifest
 from egeria_cache.store.disk.place import FULL
 from egeria_cache.store.reader import read

@@ -133,14 +133,12 @@ class Fetched:
         """Read rows of tensors of fixed size in one call."""
         view, fields = self._view, layout.fields
         columns = [_allocate(field, len(self._keys), self._pin_memory) for field in fields]
+        pairs = zip(columns, fields, strict=True)
         num_intact, found = native.read(
             self._coder.unpacker(native),
             view.environment.map,
             view.files.identity ^ layout.seed,
-            [
-                (rows, one.num_bytes, one.elements)
-                for rows, one in zip(columns, fields, strict=True)
-            ],
+            [(rows, one.num_bytes, one.elements) for rows, one in pairs],
             self._entries,
             self._keys,
             waits=self._waits,

@@ -32,10 +32,6 @@ LOCK_NAME = "cache.lock"
 LOCK_WAIT_S = 10.0
 
 
-class BudgetBusyError(StoreError):
-    """Another process held the directory's lock for too long (it may be stopped)."""
-
-
 def directory_bytes(directory: Path) -> int:
     """Return the bytes all files below use on disk, in whole pages, directories included."""
     total, left = 0, [os.fspath(directory)]
@@ -75,14 +71,14 @@ class Budget:
         """Hold the directory's lock; the kernel drops it if this process dies.
 
         Raises:
-            BudgetBusyError: Not free within ten seconds.
+            StoreError: Another process holds it for more than ten seconds (it may be stopped).
         """
         descriptor = open_own(self.directory / LOCK_NAME, os.O_RDWR | os.O_CREAT)
         try:
             deadline = time.monotonic() + LOCK_WAIT_S
             while not lock_alone(descriptor):
                 if time.monotonic() > deadline:
-                    raise BudgetBusyError(
+                    raise StoreError(
                         f"{self.directory / LOCK_NAME} is held for too long by another process: is "
                         "that one stopped (SIGSTOP, a debugger)?"
                     )
@@ -125,7 +121,7 @@ def remove_generations(directory: Path, names: Iterable[str]) -> list[str]:
     gone.
 
     Raises:
-        BudgetBusyError: Another process holds the directory's lock.
+        StoreError: Another process holds the directory's lock.
     """
     with Budget(directory, 0).locked():  # no run opens what is being removed
         unused = [name for name in names if not in_use_elsewhere(directory / name)]
