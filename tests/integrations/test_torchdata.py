@@ -190,17 +190,23 @@ def test_uninterrupted_the_order_is_dataloaders(kind, workers, seed):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("moment", [None, -1, WHOLE], ids=["end", "beginning", "last batch"])
-@pytest.mark.parametrize("kind", FIXED)
+@pytest.mark.parametrize(
+    ("kind", "moment"),
+    [
+        *((kind, WHOLE) for kind in ("sequential", "batches", "shuffle")),
+        *((kind, moment) for kind in FIXED for moment in (None, -1)),
+    ],
+)
 @pytest.mark.cases(6)
 def test_a_state_at_either_end_of_an_epoch_leaves_what_is_left(kind, moment, workers):
-    epoch, following, rest, after = run(lambda: ours(workers, **FIXED[kind]()), moment)
+    options = (FIXED | FREE)[kind]
+    epoch, following, rest, after = run(lambda: ours(workers, **options()), moment)
     assert rest == {None: following, -1: epoch, WHOLE: []}[moment]
-    if moment is not None:
+    if moment == -1:
         assert after == following
     # Their distributed sampler has an empty rest at the end.
-    if not workers and (moment == WHOLE or (not moment and kind != "torchdata's distributed")):
-        assert rest == run(lambda: theirs(0, **FIXED[kind]()), moment)[2]
+    if moment == WHOLE or (not (moment or workers) and kind != "torchdata's distributed"):
+        assert rest == run(lambda: theirs(workers, **options()), moment)[2]
 
 
 @pytest.mark.parametrize("kind", [*FIXED, *FREE])
