@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -245,17 +245,9 @@ NOTE = "note-"
 MAX_TICK = 1 << 31
 
 
-def read_notes(directory: Path, name: str = "*") -> list[dict[str, Any]]:
-    """Return what the notes of this name say, or all; those that cannot be read are left out."""
-    found = []
-    for path in sorted(directory.glob(f"{NOTE}{name}.json")):
-        with contextlib.suppress(OSError, StoreError):
-            found.append(read_json(path, ROOT_FORMAT))
-    return found
-
-
 class Passes:
-    """The passes of one cache directory. Used from the training thread.
+    """The passes of one cache directory, one note for each loader of random samples. Used from the
+    training thread.
 
     Args:
         directory: Of the cache.
@@ -269,19 +261,19 @@ class Passes:
         """Return where a loader's first pass stands; None if nobody has passed its samples, or if
         they are not random.
         """
-        if not self._known and not read_notes(self._directory):
+        if not self._known and not any(self._directory.glob(f"{NOTE}*")):
             return None
-        name = _name(source)
-        return self._known.get(name) or next(map(_clock, read_notes(self._directory, name)), None)
+        name = _note_of(source)
+        return self._known.get(name) or next(_clocks(self._directory, name), (None, None))[0]
 
     def ended(self, source: LoaderSource, clock: Clock) -> None:
         """Note that all samples have been passed."""
-        after, name = Clock(clock.tick + 1, clock.since), _name(source)
+        after, name = Clock(clock.tick + 1, clock.since), _note_of(source)
         self._known[name] = after
         draws = {"of": source.fields, "reuse": source.draws.reuse, "kept": source.draws.kept}
         content = {"format": ROOT_FORMAT, **draws, "tick": after.tick, "since": after.since}
         with contextlib.suppress(OSError, StoreError):
-            write_json(self._directory / f"{NOTE}{name}.json", content)
+            write_json(self._directory / name, content)
 
 
 def draws_noted(directory: Path, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -290,21 +282,22 @@ def draws_noted(directory: Path, fields: Mapping[str, Any]) -> list[dict[str, An
     """
     return [
         {"reuse": note.get("reuse"), "kept": note.get("kept"), "epochs": clock.tick}
-        for note in read_notes(directory)
-        if (clock := _clock(note)) is not None
-        and isinstance(of := note.get("of"), dict)
-        and of.items() <= fields.items()
+        for clock, note in _clocks(directory, f"{NOTE}*.json")
+        if isinstance(of := note.get("of"), dict) and of.items() <= fields.items()
     ]
 
 
-def _name(source: LoaderSource) -> str:
+def _note_of(source: LoaderSource) -> str:
     fields = {**source.fields, "reuse": source.draws.reuse, "kept": source.draws.kept}
     text = json.dumps(fields, sort_keys=True, default=repr)
-    return f"draws-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return f"{NOTE}draws-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
 
 
-def _clock(note: dict[str, Any]) -> Clock | None:
-    tick, since = note.get("tick"), note.get("since")
-    if type(tick) is int and type(since) is int and 0 <= since <= tick < MAX_TICK:
-        return Clock(tick, since)
-    return None
+def _clocks(directory: Path, pattern: str) -> Iterator[tuple[Clock, dict[str, Any]]]:
+    """Give what the notes of such names say; those that cannot be read are left out."""
+    for path in sorted(directory.glob(pattern)):
+        with contextlib.suppress(OSError, StoreError):
+            note = read_json(path, ROOT_FORMAT)
+            tick, since = note.get("tick"), note.get("since")
+            if type(tick) is int and type(since) is int and 0 <= since <= tick < MAX_TICK:
+                yield Clock(tick, since), note

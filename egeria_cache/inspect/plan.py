@@ -9,11 +9,10 @@ refused with the same words.
 from __future__ import annotations
 
 import argparse
-import functools
-import importlib
 import logging
 import math
 import os
+import pkgutil
 import statistics
 import sys
 import tempfile
@@ -22,7 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -454,7 +453,14 @@ def _shown(found: Forecast) -> str:
         f"{found.num_measured:,} of {found.num_samples:,} samples"
     )
     columns = {"boundary": "<", "the set": ">", "step": ">", "even after": "<"}
-    lines.append(table(columns, [_row(found, one) for one in found.prospects]))
+    rows = [[one.boundary, "-", "-", "refused"] for one in found.prospects]
+    for row, one in zip(rows, found.prospects, strict=True):
+        if one.refused is None:
+            epoch = found.break_even_epoch(one)
+            scatter = f"{one.step_skipped:.0%} ± {min(one.step_error, 9.99):.0%}"
+            even = "never" if epoch is None else f"epoch {epoch:,}"
+            row[1:] = size(found.set_bytes(one)), scatter, even
+    lines.append(table(columns, rows))
     lines += [f"{one.boundary} is refused: {one.refused}" for one in found.prospects if one.refused]
     if found.reuse is not None:
         lines.append(
@@ -471,26 +477,13 @@ def _shown(found: Forecast) -> str:
     return "\n".join(lines)
 
 
-def _row(found: Forecast, one: Prospect) -> list[str]:
-    if one.refused is not None:
-        return [one.boundary, "-", "-", "refused"]
-    epoch = found.break_even_epoch(one)
-    return [
-        one.boundary,
-        size(found.set_bytes(one)),
-        f"{one.step_skipped:.0%} ± {min(one.step_error, 9.99):.0%}",
-        "never" if epoch is None else f"epoch {epoch:,}",
-    ]
-
-
 def _find(what: str, text: str) -> Callable[..., Any]:
     """Return the callable that `text` names; the current directory is searched first.
 
     Raises:
         ValueError: Not of the form "package.module:callable", or it cannot be had; says why.
     """
-    module_name, colon, attributes = text.partition(":")
-    if not (module_name and colon and attributes):
+    if not all(text.partition(":")):
         raise ValueError(
             f"{what} {text!r} is not of the form package.module:callable, such as "
             "models.resnet:make_model"
@@ -498,8 +491,7 @@ def _find(what: str, text: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        module = importlib.import_module(module_name)
-        found: Any = functools.reduce(getattr, attributes.split("."), module)
+        found: Any = pkgutil.resolve_name(text)
     except Exception as error:
         raise ValueError(
             f"{what} {text!r}: {_named(error)}; it is looked for in {os.getcwd()} and among the "
@@ -507,8 +499,7 @@ def _find(what: str, text: str) -> Callable[..., Any]:
         ) from error
     if not callable(found):
         raise ValueError(f"{what} {text!r} is a {type(found).__name__}, which cannot be called")
-    result: Callable[..., Any] = found
-    return result
+    return cast(Callable[..., Any], found)
 
 
 def _make(what: str, text: str) -> Any:

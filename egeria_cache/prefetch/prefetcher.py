@@ -22,7 +22,7 @@ from torch import Tensor
 
 from egeria_cache.attempt import is_beside
 from egeria_cache.batch import Rows, SampleId
-from egeria_cache.device import Held, mark, pinned, pins, room, runs_late, to_device
+from egeria_cache.device import Held, mark, pinned, room, to_device
 from egeria_cache.prefetch.readers import Deferred, ReaderThreads
 from egeria_cache.prefetch.ring import Place, Resident, Staged, numbers_of, ring_of
 from egeria_cache.prefetch.view import ACTIVATION, KEPT, LENGTHS, View
@@ -120,9 +120,11 @@ class PlannedEntry:
         rows, self._rows = self._rows, None
         staged, self._staged = self._staged, None
         if rows is not None:
-            return self._widened(_on_device(rows, self.view))
+            rows = _on_device(rows, self.view) if self.view.is_late else rows
+            return rows if self.whole is None else self._widened(rows, self.whole)
         if staged is not None:
-            return self._widened(ring_of(self.view.device).take(staged))
+            rows = ring_of(self.view.device).take(staged)
+            return rows if self.whole is None else self._widened(rows, self.whole)
         if self._resident is not None:
             resident, place = self._resident
             with suppress(LookupError):
@@ -130,24 +132,21 @@ class PlannedEntry:
         # Served before, and perhaps written to by the loop since, or drawn anew there: read again.
         with without_modes():
             tensors, found = self.view.generation.get_located(
-                self.located, pin_memory=pins(self.view.device)
+                self.located, pin_memory=self.view.is_pinned
             )
         if not found.all():
             raise LookupError("the rows can no longer be read")
-        rows = _put_together(self.view, tensors, self.longest)
-        return self._widened(_on_device(rows, self.view))
+        rows = _on_device(_put_together(self.view, tensors, self.longest), self.view)
+        return rows if self.whole is None else self._widened(rows, self.whole)
 
     @property
     def longest(self) -> tuple[int, ...] | None:
         """Of the hits, along each axis; None where samples are not padded."""
         return None if self.lengths is None else tuple(self.lengths.max(0).tolist())
 
-    def _widened(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _widened(self, rows: dict[str, Tensor], whole: tuple[int, ...]) -> dict[str, Tensor]:
         """Return rows as long as those of the whole batch, some of which may be no hits."""
-        if self.whole is None:
-            return rows
-        longer = {n: one.padded(rows[n], self.whole) for n, one in self.view.growth.items()}
-        return rows | longer
+        return rows | {n: one.padded(rows[n], whole) for n, one in self.view.growth.items()}
 
 
 class Prefetcher:
@@ -170,8 +169,8 @@ class Prefetcher:
     def start(self, entry: PlannedEntry) -> None:
         """Begin to read an entry's rows; returns at once."""
         if entry._reading is None and not self._closed and self._readers is not None:
-            num_bytes = entry.num_hits * entry.cut.row_bytes
-            is_short = num_bytes <= SHORT_BYTES and not copies_ahead(entry.view.device)
+            view, num_bytes = entry.view, entry.num_hits * entry.cut.row_bytes
+            is_short = num_bytes <= SHORT_BYTES and not (view.is_late or view.is_ahead)
             try:
                 entry._reading = self._readers.read(partial(self._read, entry), is_short=is_short)
             except RuntimeError:  # the cache was closed: the entry never gets ready
@@ -190,19 +189,18 @@ class Prefetcher:
         view = entry.view
         if self._closed or not entry.alive:
             return False
-        is_ahead = copies_ahead(view.device) and not view.is_spread
-        if is_ahead and view.resident is not None and self._find(entry, view.resident):
+        if view.is_ahead and view.resident is not None and self._find(entry, view.resident):
             return True
         tensors, found = view.generation.get_located(
-            entry.located, pin_memory=pins(view.device), in_memory=in_memory
+            entry.located, pin_memory=view.is_pinned, in_memory=in_memory
         )
         if not found.all():
             return False
-        self._keep(entry, tensors)
-        rows = _put_together(view, tensors, entry.longest)
-        if is_ahead and self._is_resident(entry, rows, tensors):
+        longest = self._keep(entry, tensors)
+        rows = _put_together(view, tensors, longest)
+        if view.is_ahead and self._is_resident(entry, rows, tensors):
             return True
-        if is_ahead and self._has_room(view, rows):
+        if view.is_ahead and self._has_room(view, rows):
             with suppress(RuntimeError):  # no memory left there: rows come with their batch
                 entry._staged = ring_of(view.device).stage(rows)
                 return True
@@ -257,28 +255,22 @@ class Prefetcher:
                 logger.info("%s is nearly full: rows come with their batches", view.device)
         return view.has_room
 
-    def _keep(self, entry: PlannedEntry, found: Mapping[str, Any]) -> None:
-        """Note what records have beside the activations."""
-        padding = entry.view.padding
+    def _keep(self, entry: PlannedEntry, found: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """Note what records have beside the activations; return `entry.longest`."""
+        view, padding, longest = entry.view, entry.view.padding, None
         if padding is not None:
             entry.lengths = found[LENGTHS].numpy().astype(np.int64)
-        longest = entry.longest
-        kept = {
-            path: _column(kind, found[KEPT + path])
-            if padding is None or longest is None or path not in padding.values
-            else padding.padded(path, found[KEPT + path], longest)
-            for path, kind in entry.view.kept.items()
-        }
-        if self._pin_memory and pins(entry.view.device):
-            for path, rows in kept.items():
-                if isinstance(rows, Tensor):
-                    kept[path] = pinned(rows, entry.view.device)
+            longest = entry.longest
+        kept: dict[str, Rows] = {}
+        for path, kind in view.kept.items():
+            if padding is not None and longest is not None and path in padding.values:
+                rows: Rows = padding.padded(path, found[KEPT + path], longest)
+            else:
+                rows = _column(kind, found[KEPT + path])
+            pins = self._pin_memory and view.is_pinned and isinstance(rows, Tensor)
+            kept[path] = pinned(rows, view.device) if pins else rows  # type: ignore[arg-type]
         entry.kept = kept
-
-
-def copies_ahead(device: torch.device) -> bool:
-    """Whether rows are copied to the device ahead of their need."""
-    return runs_late(device)
+        return longest
 
 
 def _put_together(
@@ -289,11 +281,11 @@ def _put_together(
     Raises:
         LookupError: It is not known how long the activations of such a batch are.
     """
-    prefix, pin = len(ACTIVATION), pins(view.device)
+    prefix = len(ACTIVATION)
     found = {name[prefix:]: v for name, v in tensors.items() if name.startswith(ACTIVATION)}
-    for name, one in view.growth.items() if found else ():
-        rows = one.padded(found[name], longest, pin_memory=pin)
-        found[name] = rows.pin_memory() if pin else rows
+    for name, one in view.growth.items() if view.padding is not None and found else ():
+        rows = one.padded(found[name], longest, pin_memory=view.is_pinned)
+        found[name] = rows.pin_memory() if view.is_pinned else rows
     return found
 
 
@@ -302,8 +294,6 @@ def _on_device(rows: dict[str, Tensor], view: View) -> dict[str, Tensor]:
     if not view.is_late:  # they are there
         return rows
     there = {name: to_device(values, view.device_for(name)) for name, values in rows.items()}
-    if not (view.is_spread or runs_late(view.device)):
-        return there
     with _lock:
         for name, values in rows.items():
             _held.hold(values, mark(view.device_for(name)))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from egeria_cache.batch import Lengths, Padding, Rows, Structure, counting
-from egeria_cache.device import runs_late
+from egeria_cache.device import pins, runs_late
 
 if TYPE_CHECKING:
     from egeria_cache.prefetch.ring import Resident
@@ -38,6 +38,11 @@ MAX_LIVE_BOUNDARIES = 2
 _MAX_METAS = 64
 MAX_LIVE_VIEWS = 16
 """Of one loader: a generation per boundary and shape of its batches."""
+
+
+def copies_ahead(device: torch.device) -> bool:
+    """Whether rows are copied to such a device ahead of their need."""
+    return runs_late(device)
 
 
 @dataclass(eq=False)
@@ -85,6 +90,16 @@ class View:
     def is_late(self) -> bool:
         """Whether any of the activations lies on a device that runs behind the host."""
         return any(map(runs_late, (self.device, *self.cut.devices.values())))
+
+    @cached_property
+    def is_ahead(self) -> bool:
+        """Whether its rows are copied to the device ahead of their need."""
+        return copies_ahead(self.device) and not self.is_spread
+
+    @cached_property
+    def is_pinned(self) -> bool:
+        """Whether its rows are read to page-locked memory."""
+        return pins(self.device)
 
     @property
     def growth(self) -> Mapping[str, Any]:
