@@ -34,6 +34,7 @@ from egeria_cache.gate import CacheStats, ServingPolicy
 from egeria_cache.prefetch import ReaderThreads
 from egeria_cache.skip import RandomState, SkipEngine, inner_model, ordinary_arguments
 from egeria_cache.store import ActivationStore
+from egeria_cache.tables import size
 
 log = logging.getLogger("egeria")
 _PARTS = frozenset(("port", "_status", "_store", "_readers", "_engine", "_moves"))
@@ -361,8 +362,7 @@ class ActivationCache:
         closed = "closed, " if self._status.is_closed else ""
         return (
             f"ActivationCache({closed}{boundary}, {stats.hits} of {stats.hits + stats.misses} "
-            f"samples from the cache, {stats.bytes_on_disk / 1e6:.1f} MB in "
-            f"{str(self.directory)!r})"
+            f"samples from the cache, {size(stats.bytes_on_disk)} in {str(self.directory)!r})"
         )
 
     def __getattr__(self, name: str) -> Any:

@@ -23,6 +23,7 @@ from egeria_cache.gate import CacheStats, Kind
 from egeria_cache.prefetch import PlannedEntry, ReaderThreads, View
 from egeria_cache.samples import Clock, LoaderSource
 from egeria_cache.store import ROOT_FORMAT, read_json, write_json
+from egeria_cache.tables import size
 
 log = logging.getLogger("egeria")
 MAX_ALIKE = 4
@@ -235,9 +236,9 @@ class LoaderPort:
             return
         stats = self._stats()
         log.info(
-            "epoch %d of %r: boundary %s, %.0f %% hits so far, %.1f s saved, %.1f MB on disk%s",
+            "epoch %d of %r: boundary %s, %.0f %% hits so far, %.1f s saved, %s on disk%s",
             epoch, loader_name, stats.boundary, 100 * stats.hit_rate, stats.saved_s,
-            stats.bytes_on_disk / 1e6, f"; not cached: {stats.why_not}" if stats.why_not else "",
+            size(stats.bytes_on_disk), f"; not cached: {stats.why_not}" if stats.why_not else "",
         )  # fmt: skip
 
 

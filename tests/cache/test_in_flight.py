@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from torch.utils.data import DistributedSampler
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.batch.tensor import BatchTensor
@@ -143,51 +142,6 @@ def test_nothing_leaks(tmp_path, frozen, workers):
     assert open_files() <= before[1]
     assert shared_memory() <= before[2]
     assert multiprocessing.active_children() == []
-
-
-def test_two_ranks_share_one_directory(tmp_path):
-    """Each rank trains on its part; the second run of both finds what the first stored."""
-    hits = []
-    for _ in range(2):
-        pairs = []
-        for rank in range(2):
-            model = make_net()
-            freeze(model, "layer1")
-            cache = ActivationCache(model, tmp_path, "layer1", gate="always")
-            sampler = DistributedSampler(range(48), 2, rank, shuffle=False)
-            loader = EgeriaLoader(Images(noise=0), 8, sampler=sampler, cache=cache)
-            pairs.append((model, cache, loader))
-            if rank == 0:
-                fill(model, cache, loader)
-                cache.close()
-        model, cache, loader = pairs[1]
-        fill(model, cache, loader)
-        hits.append([cache.stats().hits for _, cache, _ in pairs])
-        cache.close()
-    assert hits[0] == [0, 0]
-    assert hits[1][0] == hits[1][1] >= 16
-
-
-def use_in_child(loader, queue):
-    try:
-        loader.cache._store.contains([1])
-        queue.put("answered")
-    except Exception as error:
-        queue.put(f"{type(error).__name__}: {error}")
-
-
-def test_a_store_used_in_a_forked_child_says_what_to_do(tmp_path, frozen):
-    with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None)
-        fill(frozen, cache, loader)
-        context = multiprocessing.get_context("fork")
-        queue = context.SimpleQueue()
-        child = context.Process(target=use_in_child, args=(loader, queue))
-        child.start()
-        answer = queue.get()
-        child.join(30)
-        assert "fork" in answer or answer == "answered"
-        assert cache._store.stats().corrupt == 0
 
 
 class Ragged(Images):

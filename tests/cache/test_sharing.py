@@ -10,7 +10,6 @@ from torch.utils.data import TensorDataset
 from egeria_cache import ActivationCache, EgeriaLoader
 from tests.cache.test_auto import data
 from tests.cache.test_filling import frozen_blocks
-from tests.helpers.forked import started
 
 
 @torch.no_grad()
@@ -56,40 +55,3 @@ def test_other_data_other_seeds_and_corrected_labels_are_not_shared(directory):
                 ]
             assert evaluate(model, cache, dataset, **options) == pytest.approx(expected, abs=1e-6)
             assert cache.stats().hits == before
-
-
-def test_two_processes_see_each_others_records_while_they_run(directory):
-    """Each computes one half in its first epoch; in its second it reads the other's half."""
-    script = """
-        import sys, time
-        from pathlib import Path
-        from torch.utils.data import SequentialSampler
-        from egeria_cache import ActivationCache, EgeriaLoader
-        from tests.cache.test_auto import data, train
-        from tests.cache.test_filling import frozen_blocks
-
-        rank, place = int(sys.argv[2]), Path(sys.argv[1])
-
-        class Halves:
-            epoch = 0
-            def __len__(self): return 16
-            def __iter__(self):
-                start = 16 * ((rank + self.epoch) % 2)
-                self.epoch += 1
-                return iter(range(start, start + 16))
-
-        model = frozen_blocks()
-        with ActivationCache(model, place, "blocks.1", gate="always", audit_rate=0) as cache:
-            loader = EgeriaLoader(data(), batch_size=8, sampler=Halves(), cache=cache)
-            train(model, loader, 1)
-            cache.flush()
-            (place.parent / f"done{rank}").touch()
-            while not (place.parent / f"done{1 - rank}").exists():
-                time.sleep(0.05)
-            before = cache.stats().hits
-            train(model, loader, 1)
-            print(cache.stats().hits - before)
-        """
-    ranks = [started(script, directory, rank) for rank in range(2)]
-    # What another process had stored by the first look is compared once before it is served.
-    assert all(int(rank.result()) >= 8 for rank in ranks)

@@ -93,13 +93,10 @@ def test_an_unknown_generation_is_a_bad_argument_and_names_the_known(filled, cap
     assert "gen-" in shown.err
 
 
-def test_verify_finds_a_healthy_cache_healthy(filled, capsys):
+def test_verify_finds_a_healthy_cache_healthy_and_names_the_damaged_samples(filled, capsys):
     code, shown = ask(capsys, filled, "verify")
     assert code == 0
     assert "8 records in 2 generations: all intact" in shown.out
-
-
-def test_verify_names_the_damaged_samples_and_exits_1(filled, capsys):
     damage_records(filled)
     code, report = ask_json(capsys, filled, "verify")
     assert code == 1
@@ -152,13 +149,18 @@ def test_prune_by_age_takes_only_what_was_not_used_since(filled, capsys):
     assert len(list(filled.glob("gen-*"))) == 1
 
 
-def test_prune_of_the_unused_takes_all_that_no_process_holds(filled, capsys):
+@pytest.mark.parametrize("way", [["--unused"], ["--to-size", "1kB"]])
+def test_prune_takes_all_that_no_process_holds_and_leaves_what_is_in_use(filled, capsys, way):
     with ActivationStore(filled) as store:
         used = store.open_generation({"boundary": "layer1", "mode": "train"})
         _, outcome = ask_json(capsys, filled, "prune", "--unused")
         assert [one["outcome"] for one in outcome.values()] == ["would be removed"]
-        ask(capsys, filled, "prune", "--unused", "--yes")
+        ask(capsys, filled, "prune", *way, "--yes")
         assert [path.name for path in filled.glob("gen-*")] == [used.name]
+        assert used.contains([0]).all()
+    assert ask(capsys, filled, "prune", "--unused", "--yes")[0] == 0
+    assert not list(filled.glob("gen-*"))
+    assert "0 generations" in ask(capsys, filled)[1].out
 
 
 def test_fields_that_look_like_markup_are_shown_as_they_are(directory, capsys):
@@ -170,17 +172,6 @@ def test_fields_that_look_like_markup_are_shown_as_they_are(directory, capsys):
     assert '["[/x]"]' in shown.out
     for name in names:
         assert ask(capsys, directory, "show", name)[0] == 0
-
-
-def test_prune_leaves_what_is_in_use(filled, capsys):
-    with ActivationStore(filled) as store:
-        used = store.open_generation({"boundary": "layer1", "mode": "train"})
-        ask(capsys, filled, "prune", "--to-size", "1kB", "--yes")
-        assert used.contains([0]).all()
-    assert [path.name for path in filled.glob("gen-*")] == [used.name]
-    assert ask(capsys, filled, "prune", "--unused", "--yes")[0] == 0
-    assert not list(filled.glob("gen-*"))
-    assert "0 generations" in ask(capsys, filled)[1].out
 
 
 @pytest.mark.parametrize(
