@@ -28,7 +28,7 @@ from egeria_cache.samples.collation import (
     find_places,
     own_lengths,
 )
-from egeria_cache.samples.company import Company
+from egeria_cache.samples.company import Company, Told
 from egeria_cache.samples.counters import deciding, kept_of, unmoved
 from egeria_cache.samples.fingerprint import Look, look, sample_print
 from egeria_cache.samples.generators import GENERATORS, preserved
@@ -316,23 +316,26 @@ class CollateLoaded:
             return loaded
         if not isinstance(samples, list) or not (axes or places or loaded.company):
             return loaded._replace(data=self.collate(samples), places=None)
-        company, size = loaded.company or Company(), len(samples)
-        began = time.thread_time()
+        company = loaded.company or Company()
+        began, told = time.thread_time(), None
         # Before the batch is collated, perhaps to the same memory; of copies, for collate functions
         # pad the very lists that they are given.
-        chosen = company.choose(size) if places is None else []
-        alone = self._alone(samples, range(size) if axes or places is not None else chosen)
-        turned = self._turned(samples, chosen if alone else [])
+        with Attempt():
+            told = company.ask_samples(axes, samples)
+        is_known = places is None and told is not None
+        rows = company.choose(len(samples), axes) if is_known else list(range(len(samples)))
+        alone = self._alone(samples, rows)
+        turned = self._turned(samples, [*alone]) if places is None else None
         compared = time.thread_time()
         data = self.collate(list(samples))
         collated = time.thread_time()
         found = loaded._replace(data=data, places=None)
-        if alone:
+        if alone or axes:
             with Attempt():  # one that cannot be collated alone is not measured
-                found = self._compared(loaded, data, alone, turned, chosen)
+                found = self._compared(loaded, data, alone, turned, company, told)
         company.loaded_s += collated - compared
-        if alone:
-            company.compared(len(alone), time.thread_time() - collated + compared - began)
+        if rows:
+            company.compared(len(rows), time.thread_time() - collated + compared - began)
         return found
 
     def _alone(self, samples: list[Any], rows: Sequence[int]) -> dict[int, dict[str, Any]]:
@@ -362,22 +365,35 @@ class CollateLoaded:
         data: Any,
         alone: dict[int, dict[str, Any]],
         turned: dict[str, Any] | None,
-        chosen: Sequence[int],
+        company: Company,
+        told: Told | None,
     ) -> Loaded:
         """Say where samples stand, how long they are, and what differs from what they are alone."""
-        axes, size, places = loaded.axes, len(loaded.data), loaded.places
-        together, lengths, differs = flatten(data, size)[1], None, None
+        axes, size, places, differs = loaded.axes, len(loaded.data), loaded.places, None
+
+        def leaves() -> dict[str, Any]:
+            return flatten(data, size)[1]
+
+        if not alone:  # it is the turn of none
+            lengths = company.lengths(axes, (told or {}) | company.ask_masks(axes, leaves))
+            return loaded._replace(data=data, lengths=lengths, places=None)
+        together, lengths = leaves(), None
         if places is not None:
             places = find_places(together, [alone[row] for row in range(size)])
             alone = {row: alone[i] for row, i in enumerate(places.order)}
         else:
             differs = differing_leaf(axes, together, alone, size)
             if differs is None and turned is not None:
-                backwards = {i: alone[row] for i, row in enumerate(reversed(chosen))}
-                differs = differing_leaf(axes, turned, backwards, len(chosen))
-        if axes:
-            own = [own_lengths(axes, alone[row]) for row in range(size)]
-            lengths = np.array(own, np.int64)
+                backwards = dict(enumerate(reversed(alone.values())))
+                differs = differing_leaf(axes, turned, backwards, len(alone))
+        own = {row: own_lengths(axes, one) for row, one in alone.items()}
+        if axes and places is None and told is not None:
+            told = told | company.ask_masks(axes, leaves)
+            differs = company.learn(axes, told, own) or differs
+        if len(own) == size:
+            lengths = np.array([own[row] for row in range(size)], np.int64)
+        elif axes:
+            lengths = company.lengths(axes, told or {})
         return loaded._replace(data=data, lengths=lengths, differs=differs, places=places)
 
 

@@ -2,12 +2,15 @@
 
 import itertools
 from collections import OrderedDict, deque
+from queue import SimpleQueue
 
 import numpy as np
+import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from egeria_cache.batch import Axis
+from egeria_cache.samples import company as module
 from egeria_cache.samples.company import FREE_S, MAX_SHARE, Company
 from egeria_cache.samples.draws import Draws
 from egeria_cache.samples.loading import CollateLoaded, SampleLoader, SeededDataset, Task
@@ -18,11 +21,11 @@ SIZE = 8
 
 def test_samples_are_compared_in_turns_at_a_share_of_what_loading_takes():
     company = Company()
-    assert company.choose(4) == [0, 1, 2, 3]  # all of the first: nothing is known of the cost
+    assert company.choose(4, ()) == [0, 1, 2, 3]  # all of the first: nothing is known of the cost
     company.compared(4, 4 * FREE_S)
-    assert company.choose(4) == []
+    assert company.choose(4, ()) == []
     company.loaded_s += 10 * FREE_S / MAX_SHARE
-    turns = [company.choose(8) for _ in range(50)]
+    turns = [company.choose(8, ()) for _ in range(50)]
     assert {len(rows) for rows in turns} == {7}
     assert {row for rows in turns for row in rows} == set(range(8))
 
@@ -49,23 +52,101 @@ def joined(items):
     return {"x": x, "mask": (x != 0).long()}
 
 
-def test_lengths_are_those_of_samples_alone_and_one_that_differs_is_told():
-    def ended(items):  # those that do not end so get a last token, the second batch alone
-        return joined([item if item[-1] != 5 else [*item, 9] for item in items])
+def from_texts(items):
+    return joined([list(map(int, item.split())) for item in items])
 
-    def load(collate, start):
-        task = Task(0, rows := [*range(start, start + SIZE)], rows, [0] * SIZE, None, axes=axes)
-        return CollateLoaded(collate)(SeededDataset(samples).__getitems__(task))
 
-    axes, samples = (Axis("['x']", 0), Axis("['mask']", 0)), SampleLoader(Texts(list), joined)
-    for start in (0, SIZE):
-        loaded = load(joined, start)
-        assert loaded.lengths.T.tolist() == [LENGTHS[start : start + SIZE]] * 2
+def without_masks(items):
+    return {"x": from_texts(items)["x"]}
+
+
+def ended(items):
+    """Those that do not end so get a last token, which the first batch has none of."""
+    return joined([item if item[-1] != 5 else [*item, 9] for item in items])
+
+
+def as_text(row):
+    return " ".join(map(str, row))
+
+
+class Alone:
+    """Loads batches of padded samples, and counts how many samples it collates alone."""
+
+    def __init__(self, form, collate, monkeypatch):
+        monkeypatch.setattr(module, "MAX_SHARE", 0.0)
+        monkeypatch.setattr(module, "FREE_S", 0.0)
+        self.alone = SimpleQueue()  # which is not put back
+        self.samples = SampleLoader(Texts(form), self.counted)
+        self.collate, self.wrapped = collate, CollateLoaded(self.counted)
+
+    def counted(self, items):
+        if len(items) == 1:
+            self.alone.put(items)
+        return self.collate(items)
+
+    @property
+    def num_alone(self):
+        return self.alone.qsize()
+
+    def load(self, start, leaves=("x", "mask"), rows=SIZE):
+        indices = list(range(start, start + rows))
+        axes = tuple(Axis(f"[{leaf!r}]", 0) for leaf in leaves)
+        task = Task(0, indices, indices, [0] * rows, None, axes=axes, compares=True)
+        return self.wrapped(SeededDataset(self.samples).__getitems__(task))
+
+
+@pytest.mark.parametrize(
+    ("form", "collate", "is_told"),
+    [
+        (list, joined, True),
+        (torch.tensor, joined, True),
+        (lambda row: {"deep": [0, torch.tensor(row)]}, lambda s: joined([i["deep"][1] for i in s]),
+         True),
+        (as_text, from_texts, True),
+        (as_text, without_masks, False),
+    ],
+    ids=["lists", "tensors", "nested", "masks", "nothing"],
+)  # fmt: skip
+def test_lengths_are_read_from_what_has_told_them(form, collate, is_told, monkeypatch):
+    """And not by collating each alone, once a batch has shown where they stand."""
+    leaves = ("x",) if collate is without_masks else ("x", "mask")
+    alone = Alone(form, collate, monkeypatch)
+    for start in (0, SIZE, 2 * SIZE):
+        loaded = alone.load(start, leaves)
+        assert loaded.lengths[:, -1].tolist() == LENGTHS[start : start + SIZE]
         assert loaded.differs is None
-    ends = [words(length, i)[-1] == 5 for i, length in enumerate(LENGTHS)]
-    longer = [length + end for length, end in zip(LENGTHS, ends, strict=True)]
-    assert load(ended, 0).lengths[:, 0].tolist() == longer[:SIZE]
-    assert load(lambda items: joined([items[0], *items[:-1]]), 0).differs == "['x']"
+        if not start:
+            counted = alone.num_alone
+    assert alone.num_alone == (counted if is_told else 3 * counted - 2)
+
+
+def test_nothing_is_believed_of_samples_of_one_length(monkeypatch):
+    monkeypatch.setattr(f"{__name__}.LENGTHS", [6] * SIZE + LENGTHS)
+    alone = Alone(list, joined, monkeypatch)
+    alone.load(0)
+    before = alone.num_alone
+    assert alone.load(SIZE).lengths[:, 0].tolist() == LENGTHS[SIZE : 2 * SIZE]
+    assert alone.num_alone == before + SIZE
+
+
+def test_what_tells_different_lengths_tells_none(monkeypatch):
+    """Two lists were as long as each other; where they are not, neither is believed."""
+    alone = Alone(
+        lambda row: (row, row[: max(8, 2 * row[0])]),
+        lambda s: joined([i[0] for i in s]),
+        monkeypatch,
+    )
+    monkeypatch.setattr(f"{__name__}.LENGTHS", [3, 4, 5, 6, 7, 8, 3, 4] + [5, 9, 9] * 4)
+    assert alone.load(0).lengths is not None
+    assert alone.load(SIZE).lengths is None  # the loader's owner has them measured
+
+
+def test_a_sample_that_is_longer_than_was_told_is_told(monkeypatch):
+    monkeypatch.setattr(f"{__name__}.words", lambda length, i: [1 + i // 8 * 4] * length)
+    alone = Alone(list, ended, monkeypatch)
+    assert alone.load(0).differs is None
+    monkeypatch.setattr(module, "FREE_S", 60.0)
+    assert alone.load(SIZE).differs == "['x']"
 
 
 LOADS = 0
