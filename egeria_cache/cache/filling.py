@@ -134,7 +134,7 @@ class _Missing:
         if not views:
             return [False] * len(indices)
         ids = self._source.identify(indices)
-        draws = self.loader._draws_of(ids)
+        draws = self._source.stored_as(self.loader._draws_of(ids))
         found: Sequence[bool] = views[0].contains(ids, draws).tolist()
         return found
 

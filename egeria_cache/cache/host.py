@@ -17,11 +17,12 @@ from egeria_cache.attempt import place_of
 from egeria_cache.batch import Batch, Entry, SampleId, take_rows
 from egeria_cache.cache.boundary import Status, shown_name
 from egeria_cache.errors import BatchError, BoundaryError, EgeriaError, ParallelError
-from egeria_cache.prefetch import PlannedEntry, View, record
+from egeria_cache.prefetch import PRINT, PlannedEntry, View, record
 from egeria_cache.samples import (
     DEFAULT_REUSE,
     BatchContext,
     LoaderSource,
+    row_prints,
     same_values,
 )
 from egeria_cache.skip import MAX_CHAINS, Cut, same_rows
@@ -154,11 +155,32 @@ class CacheHost:
 
     def _kept_beside(self, context: BatchContext, cut: Cut, name: str) -> dict[str, type]:
         """Return what is stored beside the activations, so that a hit needs no data set."""
+        if context.source.is_steady:
+            return {PRINT: Tensor}
         return {
             path: kind
             for path, kind in context.kinds.items()
             if path not in cut.dropped and name not in self._status.together
         }
+
+    def _look_at_draws(self, batch: Batch, cut: Cut) -> None:
+        """Find out whether random draws change what the front reads, and say so if not."""
+        source = batch.context.source
+        if not source.look_at_draws(batch, cut.read):
+            return
+        self._views.void(lambda view: view.loader_name == source.key, unlink=False)
+        if source.is_steady:
+            log.info(
+                "loader %r: its samples draw random numbers (%s), which change nothing that the "
+                "frozen front reads: its output is stored once, and the samples are loaded in "
+                "every epoch, drawn anew", source.name, source.drawn_from,
+            )  # fmt: skip
+
+    def draws_count(self, source: LoaderSource) -> None:
+        """A random draw has changed what the front reads: what is stored is not served for it."""
+        source.unsettle()
+        self._views.void(lambda view: view.loader_name == source.key, unlink=False)
+        self.open_again(source.key)
 
     def open_again(self, loader_name: str) -> None:
         """Open other generations for this loader's cuts: its data set is another one."""
@@ -184,6 +206,8 @@ class CacheHost:
         source = batch.context.source
         reason: str | None = self._restless(batch, cut)
         reason = reason or source.why_not_cacheable(batch)
+        if reason is None:
+            self._look_at_draws(batch, cut)
         reason = reason or source.why_not_served or source.fingerprint.why_not
         if reason is not None:
             return reason
@@ -221,7 +245,7 @@ class CacheHost:
             self._views.prefer(view)  # autocast was on for a while, say, and is off again
         mask = np.ones(batch.size, bool) if rows is None else rows
         source: LoaderSource = batch.context.source
-        ids, draws = _chosen(batch.ids, mask), batch.draws[mask]
+        ids, draws = _chosen(batch.ids, mask), source.stored_as(batch.draws[mask])
         if entry is not None and entry.cut is cut and rows is not None:
             new = np.ones(len(ids), bool)  # they were looked up when the batch was planned
         else:
@@ -294,7 +318,7 @@ class CacheHost:
         self, view: View, batch: Batch, rows: np.ndarray, tensors: Mapping[str, Tensor]
     ) -> None:
         """Compare the first rows that a generation of an earlier run already holds with ours."""
-        kept, draws = _kept(view, batch, rows), batch.draws[rows]
+        kept, draws = _kept(view, batch, rows), batch.context.source.stored_as(batch.draws[rows])
         ids = _chosen(batch.ids, rows)
         there = view.contains(ids, draws)
         stored, found = view.generation.get_batch(_chosen(ids, there), variant=draws[there])
@@ -529,7 +553,12 @@ def device_of(model: nn.Module) -> torch.device:
 
 def _kept(view: View, batch: Batch, rows: np.ndarray) -> dict[str, Any]:
     """Return what is stored beside the masked rows; None for what the loop has written to."""
-    return {path: batch.rows_of(path, rows) for path in view.kept}
+    if PRINT not in view.kept:
+        return {path: batch.rows_of(path, rows) for path in view.kept}
+    read = {path: batch.rows_of(path, rows) for path in sorted(view.cut.read)}
+    if changed := {path: values for path, values in read.items() if values is None}:
+        return changed
+    return {PRINT: row_prints(list(read.values()))}  # type: ignore[arg-type]
 
 
 def _cause(error: Exception) -> Any:

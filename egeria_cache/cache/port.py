@@ -64,7 +64,7 @@ class LoaderPort:
         """A loader's batch took so many seconds of processor time to load, those of workers too."""
         self.took_planning = policy.took_beside
         """All but loading took so many seconds until a batch was given out."""
-        self.data_changed = host.data_changed
+        self.draws_count, self.data_changed = host.draws_count, host.data_changed
         self.leave_uncached = host.leave_uncached
         self.gather = gather
         """Is told whether what is stored is not read soon: it is then written in larger groups."""

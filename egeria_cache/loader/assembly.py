@@ -33,7 +33,8 @@ from egeria_cache.batch import (
 from egeria_cache.errors import EgeriaError
 from egeria_cache.loader.plan import Plan
 from egeria_cache.loader.together import find, together
-from egeria_cache.samples import BatchContext, Loaded, LoaderSource, Task
+from egeria_cache.prefetch import PRINT
+from egeria_cache.samples import BatchContext, Loaded, LoaderSource, Task, row_prints
 
 if TYPE_CHECKING:
     from egeria_cache.cache import LoaderPort
@@ -70,7 +71,7 @@ class Assembly:
 
     def assemble(self, plan: Plan, loaded: Loaded) -> Any:
         """Return the batch: `loaded` holds the collated misses, if there are any."""
-        cache, is_whole = self.cache, plan.entry is None or plan.together
+        cache, is_whole = self.cache, plan.entry is None or plan.loads_hits
         if cache is None or (plan.entry is None and cache.boundary is None):
             return loaded.data
         try:
@@ -83,7 +84,7 @@ class Assembly:
     def _assembled(self, plan: Plan, loaded: Loaded) -> Any:
         assert self.cache is not None
         entry, missing = plan.entry, loaded.data
-        if entry is None or plan.together:
+        if entry is None or plan.loads_hits:
             began = time.perf_counter()
             batch = self._tag(plan, loaded)
             self.cache.took_looking(time.perf_counter() - began)
@@ -168,7 +169,8 @@ class Assembly:
             Exception: They are not, or cannot be loaded again and collated alone.
         """
         assert self.cache is not None
-        data, lengths, plan.entry = loaded.data, None, None
+        data, lengths = loaded.data, None
+        entry, plan.entry = plan.entry, None
         structure, leaves = flatten(data, len(plan.ids))
         if not self._is_understood(structure, data, leaves, len(plan.ids)):
             return data
@@ -181,6 +183,7 @@ class Assembly:
             if (shared := _shared(leaves)) is not None:
                 raise EgeriaError(_SHARED.format(shared))
             lengths = self._own_lengths(plan, leaves, loaded)
+        plan.entry = self._still_true(entry, leaves)
         batch = self._batch(plan, leaves, structure, {}, lengths)
         padding = self._source.study.padding
         if plan.control is not None and padding is not None:
@@ -194,10 +197,28 @@ class Assembly:
             path: _wrap(rows, batch, path) if only is None or path in only else rows
             for path, rows in leaves.items()
         }
-        self.cache.count_batch(self._source, len(plan.ids), None)
+        if plan.entry is None:
+            self.cache.count_batch(self._source, len(plan.ids), None)
+        else:
+            count = self.cache.count_batch
+            plan.entry.on_load = partial(count, self._source, len(plan.ids), plan.entry.hit)
         self.cache.count_yielded(batch)
         self._source.yields(tagged.values())
         return own_containers(data, structure.rebuild(tagged))
+
+    def _still_true(
+        self, entry: PlannedEntry | None, leaves: Mapping[str, Any]
+    ) -> PlannedEntry | None:
+        """Return the hits of a loaded batch if the front would read what it read for them."""
+        if entry is None or PRINT not in entry.view.kept or not entry.ready():
+            return None
+        with Attempt():  # a leaf may be of another kind than it was
+            prints = row_prints([leaves[path] for path in sorted(entry.view.cut.read)])
+            if torch.equal(entry.kept[PRINT], prints[entry.hit]):  # type: ignore[arg-type]
+                return entry
+        assert self.cache is not None
+        self.cache.draws_count(self._source)
+        return None
 
     def _size(self, num_samples: int, whole: tuple[int, ...] | None) -> float:
         """Return how many samples of ordinary length the batch is worth, padding included."""

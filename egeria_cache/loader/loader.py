@@ -241,13 +241,16 @@ class EgeriaLoader(ResumableLoader[T_co]):
                 self._ask_data_again(at_end=False)
                 self.cache.port.adopt(self.source)
         self.source.is_known_random |= self._progress.is_random
+        self.source.is_steady |= self._progress.is_steady
+        self._progress.is_steady = False  # from now on the source knows
         base = self._begin(self._enter)
         return self._plain_iter() if self._is_plain else Pass(self, self._progress, base)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader stands: see `ResumableLoader`."""
         return super().state_dict() | {
-            "is_random": self._progress.is_random or self.source.is_random
+            "is_random": self._progress.is_random or self.source.is_random,
+            "is_steady": self.source.is_steady,
         }
 
     def _draws_of(self, ids: Sequence[SampleId]) -> npt.NDArray[np.int64]:

@@ -72,6 +72,7 @@ class Pass:
             beside=self._beside,
             study=partial(_study, cache, loader.source),
             draws_of=partial(loader.source.draws_at, clock=progress.clock),
+            stored_as=loader.source.stored_as,
             seed=loader.seed,
             first_number=progress.yielded,
             num_foreseeable=num_foreseeable(loader.batch_sampler),
@@ -271,8 +272,9 @@ def _num_batches(loader: Any) -> int | None:
 
 def _study(cache: LoaderPort | None, source: LoaderSource) -> Studied:
     if cache is None or cache.boundary is None or not cache.may_store(source.key):
-        return (), False, False
-    return source.axes, source.study.company is not None, source.has_own_collate
+        return (), False, source.is_steady, False
+    together = source.study.company is not None
+    return source.axes, together, together or source.is_steady, source.has_own_collate
 
 
 def _wants_control(cache: LoaderPort | None, entry: PlannedEntry) -> bool:

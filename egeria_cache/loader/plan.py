@@ -79,8 +79,7 @@ def _draws_at_once(sampler: Any) -> bool:
     return sampler.generator is None or is_permutation
 
 
-Studied = tuple[tuple[Axis, ...], bool, bool]
-"""`Plan.axes`, `together` and `compares`."""
+Studied = tuple[tuple[Axis, ...], bool, bool, bool]
 
 
 @dataclass(slots=True, eq=False)
@@ -101,8 +100,10 @@ class Plan:
     """It could be served from this, and is computed to know what that costs."""
     axes: tuple[Axis, ...] = ()
     """See `Task.axes`."""
-    together: bool = False
-    """Whether the batch is loaded whole, hits too, for its samples depend on their company."""
+    places: bool = False
+    """See `Task.places`."""
+    loads_hits: bool = False
+    """Whether hits are loaded as well, for what stands beside what is stored."""
     compares: bool = False
     """See `Task.compares`."""
     size: float = 0.0
@@ -112,13 +113,13 @@ class Plan:
         """Return the task of loading every sample."""
         return Task(
             self.number, self.indices, self.ids, self.draws.tolist(), seed, self.seeds_all,
-            axes=self.axes, places=self.together, compares=self.compares,
+            axes=self.axes, places=self.places, compares=self.compares,
         )  # fmt: skip
 
     def misses(self, seed: int | None) -> Task:
         """Return the samples that DataLoader's workers have to load."""
         whole = self.whole(seed)
-        if self.entry is None or self.together:
+        if self.entry is None or self.loads_hits:
             return whole
         if not self.entry.num_misses:
             return whole._replace(indices=None)
@@ -163,8 +164,9 @@ class Planner:
         *,
         wants_control: Callable[[PlannedEntry], bool] = lambda entry: False,
         beside: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        study: Callable[[], Studied] = lambda: ((), False, False),
+        study: Callable[[], Studied] = lambda: ((), False, False, False),
         draws_of: Callable[[Sequence[SampleId]], npt.NDArray[np.int64]],
+        stored_as: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]],
         seed: int | None,
         first_number: int = 0,
         num_foreseeable: int = 0,
@@ -179,8 +181,11 @@ class Planner:
             prefetcher: Reads the hits of plans that come near.
             wants_control: Whether a batch is to be computed although this would serve it.
             beside: What goes wrong inside of it is none of the loop's errors.
-            study: Returns what is to be found out of samples when they are loaded.
+            study: Returns along which axes samples are to be measured when they are loaded,
+                whether they are to be looked for in their batch, whether hits are loaded, too, and
+                whether they are compared with what they are alone.
             draws_of: Sample IDs -> which random draw of each this pass uses.
+            stored_as: Draws -> those under which activations are stored.
             seed: The run's augmentation seed.
             first_number: Number of the first batch.
             num_foreseeable: Batches below this number may be drawn ahead.
@@ -191,7 +196,7 @@ class Planner:
         self._prefetcher = prefetcher
         self._wants_control = wants_control
         self._study, self._beside = study, beside
-        self._draws_of = draws_of
+        self._draws_of, self._stored_as = draws_of, stored_as
         self._seed = seed
         self._next_number = first_number
         self._num_foreseeable = num_foreseeable
@@ -278,7 +283,7 @@ class Planner:
         if not self._undispatched:
             return None
         entry = self._undispatched[0].entry
-        if entry is None or entry.num_misses or self._undispatched[0].together:
+        if entry is None or entry.num_misses or self._undispatched[0].loads_hits:
             return None
         return self._undispatched.popleft().number
 
@@ -343,18 +348,19 @@ class Planner:
     ) -> list[Plan]:
         ids = self._identify(list(chain.from_iterable(batches)))
         draws, study, start = self._draws_of(ids), self._study(), 0
-        places = [(view, view.generation.locate(ids, variant=draws)) for view in views]
+        stored = self._stored_as(draws) if views else draws
+        places = [(view, view.generation.locate(ids, variant=stored)) for view in views]
         plans = []
         for number, indices in enumerate(batches, first):
             stop = start + len(indices)
             own, drawn = ids[start:stop], draws[start:stop]
             here = [(view, located.rows(start, stop)) for view, located in places]
-            entry = best_entry(here, number, own, drawn)
+            entry = best_entry(here, number, own, stored[start:stop])
             self._is_read = entry is not None and not entry.num_misses
             control = entry if entry is not None and self._wants_control(entry) else None
             plans.append(Plan(
                 number, indices, own, drawn, None if control else entry, seeds_all, control,
-                *(((), False, False) if control else study),
+                *(((), False, study[2]) if control else study),
             ))  # fmt: skip
             start = stop
         return plans

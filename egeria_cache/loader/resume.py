@@ -54,6 +54,8 @@ class Progress:
     """See `Clock.since`."""
     is_random: bool = False
     """Whether samples were seen to draw random numbers that the front reads."""
+    is_steady: bool = False
+    """Whether those that they draw were seen to change nothing that it reads."""
     start: dict[str, Any] | None = field(default=None, repr=False)
     """The sampler's generators when the pass began; None before the first pass."""
     drew_base_seed: bool = False
@@ -92,7 +94,7 @@ class Progress:
     def take_draws(self, other: Progress) -> None:
         """Go on with the random draws of another's passes."""
         self.ahead, self.since = other.ahead, other.since
-        self.is_random = other.is_random
+        self.is_random, self.is_steady = other.is_random, other.is_steady
 
     def state_dict(self) -> dict[str, Any]:
         """Return values that JSON can write, if those of a sampler are; a few kilobytes."""

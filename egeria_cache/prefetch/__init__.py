@@ -7,11 +7,12 @@ or says that it has not.
 
 from egeria_cache.prefetch.prefetcher import PlannedEntry, Prefetcher
 from egeria_cache.prefetch.readers import ReaderThreads
-from egeria_cache.prefetch.view import ACTIVATION, LENGTHS, View, Views, record
+from egeria_cache.prefetch.view import ACTIVATION, LENGTHS, PRINT, View, Views, record
 
 __all__ = [
     "ACTIVATION",
     "LENGTHS",
+    "PRINT",
     "PlannedEntry",
     "Prefetcher",
     "ReaderThreads",

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 ACTIVATION, KEPT, LENGTHS = "a:", "k:", "lengths"
 """Prefixes of a record's names: activations at the cut, and leaves kept from the loader's batch;
 and the name of a padded sample's own lengths, int32."""
+PRINT = "#"
+"""The path, among those kept, of a print of what the front read of each sample: int64, (B, 1). It
+stands in for leaves where samples are loaded in every epoch, and shows that they are the same."""
 MAX_LIVE_BOUNDARIES = 2
 """What was stored two moves ago is not read any more: the last move has filled anew from it."""
 _MAX_METAS = 64

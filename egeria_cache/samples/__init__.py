@@ -13,7 +13,7 @@ content of all that decides a sample (`pystate`), and by what loading moves (`co
 """
 
 from egeria_cache.samples.collation import find_places, own_lengths
-from egeria_cache.samples.content import same_values
+from egeria_cache.samples.content import row_prints, same_values
 from egeria_cache.samples.draws import DEFAULT_REUSE, Clock, Draws
 from egeria_cache.samples.loading import (
     CollateLoaded,
@@ -37,5 +37,6 @@ __all__ = [
     "Task",
     "find_places",
     "own_lengths",
+    "row_prints",
     "same_values",
 ]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
 from torch import Tensor
+
+from egeria_cache.batch import unwrap
 
 
 def same_bytes(left: Tensor, right: Tensor) -> bool:
@@ -28,3 +33,16 @@ def same_values(left: Any, right: Any) -> bool:
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return same_bytes(left, right)
     return type(left) is type(right) and bool(left == right)
+
+
+def row_prints(leaves: Sequence[Tensor]) -> Tensor:
+    """Return a print of each row of some dense tensors on the host: int64, shape (B, 1)."""
+    rows = [
+        unwrap(leaf).detach().contiguous().reshape(len(leaf), -1).view(torch.uint8).numpy()
+        for leaf in leaves
+    ]
+    prints = np.zeros((len(rows[0]), 1), np.uint64)
+    for row in range(len(prints)):
+        for leaf in rows:
+            prints[row] = xxhash.xxh3_64_intdigest(leaf[row], int(prints[row, 0]))
+    return torch.from_numpy(prints.view(np.int64))

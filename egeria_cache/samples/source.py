@@ -44,6 +44,8 @@ from egeria_cache.samples.side_worker import SideWorker
 from egeria_cache.samples.study import Study
 
 _NUMBERS = itertools.count()
+_TRIED_SAMPLES, _TRIED_DRAWS = 4, 2
+"""So many samples of a batch are loaded under so many other draws, to see what these change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,11 @@ class LoaderSource:
         self.name = name
         self.seed = seed
         self.draws = draws
+        self.is_steady = False
+        """Whether random draws change nothing that the frozen front reads: its output is stored
+        once, and each sample is loaded in every epoch, drawn anew."""
+        self._steady: dict[frozenset[str], bool] = {}
+        """What was found out of leaves that fronts read."""
         self.is_known_random = False
         """Whether each draw of a sample is another, even if samples were not seen to draw."""
         self.key = f"{name}#{next(_NUMBERS)}"
@@ -155,7 +162,7 @@ class LoaderSource:
     @property
     def is_random(self) -> bool:
         """Whether each draw of a sample is another to the frozen front, as far as is known."""
-        return self.is_known_random or bool(self.samples.drawn)
+        return not self.is_steady and (self.is_known_random or bool(self.samples.drawn))
 
     @property
     def served(self) -> float:
@@ -179,7 +186,63 @@ class LoaderSource:
 
     def draws_at(self, ids: Sequence[SampleId], clock: Clock) -> npt.NDArray[np.int64]:
         """Return which draw of each sample a pass uses: the first of all where none is random."""
+        if self.is_steady:
+            return np.full(len(ids), clock.tick, np.int64)
         return self.draws.at(ids, clock) if self.is_random else np.zeros(len(ids), np.int64)
+
+    def stored_as(self, draws: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the draws under whose numbers the front's outputs are stored: int64, (B,)."""
+        return np.zeros_like(draws) if self.is_steady else draws
+
+    def look_at_draws(self, batch: Batch, read: frozenset[str]) -> bool:
+        """Find out whether other draws of a batch's samples change what the front reads.
+
+        A few samples are tried, and what they draw must change something else. What they do not
+        show is found when what is loaded is compared with what is served (`unsettle`).
+
+        Args:
+            batch: As it was loaded.
+            read: The leaves that the front reads.
+
+        Returns:
+            Whether that is new.
+        """
+        was = self.is_steady
+        if read not in self._steady:
+            self._steady[read] = self._is_unmoved(batch, read)
+        self.is_steady = self._steady[read]
+        return self.is_steady != was
+
+    def _is_unmoved(self, batch: Batch, read: frozenset[str]) -> bool:
+        task = batch.context.task
+        if not self.samples.drawn or task.seed is None or self.is_known_random:
+            return False
+        if batch.lengths is not None or self.study.company is not None or batch.absent is not None:
+            return False
+        leaves = [batch.leaves.get(path) for path in read]
+        if not all(isinstance(one, Tensor) and is_dense(one) and one.is_cpu for one in leaves):
+            return False
+        task = task.at(range(min(batch.size, _TRIED_SAMPLES)))
+        with preserved():
+            once, *others = (
+                self._leaves_of(task._replace(draws=[n + ahead for n in task.draws]))
+                for ahead in range(_TRIED_DRAWS + 1)
+            )
+        moved = {
+            path
+            for again in others
+            for path, leaf in once.items()
+            if not same_values(leaf, again.get(path))
+        }
+        return bool(moved) and moved.isdisjoint(read)
+
+    def _leaves_of(self, task: Task) -> dict[str, Any]:
+        return flatten(self.load(task), len(task.ids), self.study.lists)[1]
+
+    def unsettle(self) -> None:
+        """A draw has changed what the front reads after all."""
+        self.is_steady = False
+        self._steady = dict.fromkeys(self._steady, False)
 
     def superseded(self, draws: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
         """Return the draws that are used no more once these are made; None if all are kept."""
@@ -412,6 +475,7 @@ class LoaderSource:
             for key, value in {
                 "padding": None if self.study.padding is None else self.study.padding.fields,
                 "leaves": None if self.study.company is None else "loaded with each batch",
+                "draws": "of what the front does not read" if self.is_steady else None,
             }.items()
             if value is not None
         }
