@@ -237,7 +237,7 @@ class LoaderSource:
         return bool(moved) and moved.isdisjoint(read)
 
     def _leaves_of(self, task: Task) -> dict[str, Any]:
-        return flatten(self.load(task), len(task.ids), self.study.lists)[1]
+        return flatten(self.load(task), len(task.ids))[1]
 
     def unsettle(self) -> None:
         """A draw has changed what the front reads after all."""
