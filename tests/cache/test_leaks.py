@@ -41,7 +41,7 @@ def test_caches_leave_no_descriptor_thread_or_lock(tmp_path, count, close):
     for number in range(count):
         train(tmp_path / f"cache-{number % 3}", close=close)
         gc.collect()
-    deadline = time.monotonic() + 30  # an executor's thread ends by itself
+    deadline = time.monotonic() + 120  # an executor's thread ends by itself
     while held() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert held() <= before

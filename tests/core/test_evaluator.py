@@ -256,7 +256,7 @@ def test_a_model_of_the_script_is_judged_in_the_process(tmp_path: Path) -> None:
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
                 with FreezeController(model, optimizer, evaluate_every=1, bootstrap=None,
                                       evaluator="process") as controller:
-                    deadline = time.monotonic() + 60
+                    deadline = time.monotonic() + 120
                     while not controller.history.of("reading") and time.monotonic() < deadline:
                         loss = model(torch.randn(8, 8)).square().mean()
                         optimizer.zero_grad()

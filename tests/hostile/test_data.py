@@ -396,11 +396,14 @@ def in_a_global(_):
 COUNTS = COUNTERS | {"a global": (reset, in_a_global)}
 
 
+def by_count(data, i):
+    return data.x[i] * (1.0 if data.tick(data.held) <= 48 else data.to), data.y[i]
+
+
 def ticking(kind, to=1.5):
     """Return a data set that counts its loads, the same in two epochs and another in the third."""
     make, tick = COUNTS[kind]
-    get = lambda data, i: (data.x[i] * (1.0 if tick(data.held) <= 48 else to), data.y[i])  # noqa: E731
-    return made(get, held=make())
+    return made(by_count, tick=tick, held=make(), to=to)
 
 
 def by_a_transform(kind, to=1.5):

@@ -152,9 +152,13 @@ def test_ctrl_c_interrupts_a_loader_that_waits_and_leaves_nothing_behind(
         iterator = iter(loader)
         assert [next(iterator).tolist(), next(iterator).tolist()] == [[0, 1, 2, 3], [4, 5, 6, 7]]
         timer = threading.Timer(0.2, interrupt)
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
+
+        def wait():
+            timer.start()  # in here: on a busy machine it may come before anything else does
             next(iterator)
+
+        with pytest.raises(KeyboardInterrupt):
+            wait()
         timer.join()
         del iterator
         gc.collect()

@@ -676,7 +676,7 @@ TROUBLED = {
         with ActivationStore(sys.argv[1], codec="raw") as store:
             for one in range(100):
                 store.put_batch([one], torch.full((1, 5000), float(one)))
-                store.flush(30)
+                store.flush(120)
             got, hit = store.get_batch(range(100))
             assert 0 < hit.sum() < 100
             assert all((got[i] == i).all() for i in range(100) if hit[i])
@@ -695,7 +695,7 @@ TROUBLED = {
     "forked children that exit": """
         store = ActivationStore(sys.argv[1])
         store.put_batch([1], torch.ones(1, 10))
-        assert store.flush(30) and store.get_batch([1])[1].all()
+        assert store.flush(120) and store.get_batch([1])[1].all()
         for way in ("exit", "collect"):
             child = os.fork()
             if child == 0:
@@ -706,7 +706,7 @@ TROUBLED = {
             os.waitpid(child, 0)
             assert store.get_batch([1])[1].all(), way
         store.put_batch([2], torch.ones(1, 10))
-        assert store.flush(30) and store.get_batch([2])[1].all()
+        assert store.flush(120) and store.get_batch([2])[1].all()
     """,
 }
 
@@ -801,7 +801,7 @@ NURSERY = """
             store = ActivationStore(directory, codec=codec)
             for start in range(0, 100_000, 8):
                 store.put_batch(range(start, start + 8), rows(range(start, start + 8)))
-                store.flush(30)
+                store.flush(120)
                 os.write(1, b"%d\\n" % (start + 8))  # at once: a kill leaves no half of a line
         os.write(1, b"pid %d\\n" % child)
         os.waitpid(child, 0)
@@ -863,7 +863,7 @@ def test_a_kill_at_each_file_that_is_made_leaves_nothing_damaged(tmp_path):
                 die_at(last, directory)
                 with ActivationStore(directory) as store:
                     store.put_batch([0], torch.ones(1, 5000))
-                    store.flush(30)
+                    store.flush(120)
                 os._exit(0)
             if os.waitpid(child, 0)[1] == 0:
                 break
@@ -910,7 +910,7 @@ def test_two_processes_write_and_read_one_generation(directory):
                 for i in range(800):
                     if hit[i]:
                         assert (got[i] == i).all()
-                store.flush(30)
+                store.flush(120)
     """
     run_to_its_end(code, directory, count=2)
     with ActivationStore(directory) as store:
@@ -929,7 +929,7 @@ def test_two_processes_together_stay_within_the_limit(directory):
                 while start == 8 and not all(map(pathlib.Path.exists, ready)):
                     time.sleep(0.01)  # neither may fill the directory before both are in it
                 generation.put_batch(range(start, start + 8), torch.zeros(8, 5000))
-                store.flush(30)
+                store.flush(120)
                 assert store.stats().bytes_on_disk <= 3_000_000
                 ready[int(sys.argv[2])].touch()
             assert generation.num_samples > 0
@@ -942,7 +942,7 @@ def test_a_process_with_a_smaller_limit_reads_on_when_another_grows_the_index(di
         with ActivationStore(sys.argv[1], "500MB", codec="raw") as store:
             for start in range(100, 60_100, 20_000):
                 store.put_batch(range(start, start + 20_000), torch.zeros(20_000, 20))
-                assert store.flush(30)
+                assert store.flush(120)
     """
     with ActivationStore(directory, "1MB", codec="raw") as store:
         keep(store, range(10), rows(range(10), 20))
@@ -1067,7 +1067,7 @@ HOLDER = """
     with ActivationStore(sys.argv[1], limit="2MB", codec="raw") as store:
         generation = store.open_generation({"name": "held"})
         generation.put_batch(range(30), torch.zeros(30, 5000))
-        store.flush(30)
+        store.flush(120)
         print("holding", flush=True)
         sys.stdin.readline()
 """
