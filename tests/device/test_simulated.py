@@ -16,8 +16,7 @@ ROOT = HERE.parents[2]
 GROUPS = {
     "chain": ("chain", "counts"),
     "features": ("features", "memory", "padded", "benchmark"),
-    "loops": ("loops", "ring"),
-    "models": ("zoo", "controller"),
+    "models": ("zoo", "controller", "ring"),
     "order": ("order",),
     "hostile": ("hostile",),
 }

@@ -7,30 +7,23 @@ import torch
 
 from egeria_cache import device as devices
 from tests.device import backend
-from tests.device.simulated.runs import assert_same, plain, run
+from tests.device.simulated.runs import compared, plain
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("boundary", ["stem", "layer1", "layer2"])
+@pytest.mark.parametrize(
+    ("boundary", "workers"), [("layer1", 0), ("stem", 0), ("layer2", 0), ("layer1", 2)]
+)
 def test_misses_are_written_and_hits_served_to_the_bit(tmp_path, boundary, workers):
-    if workers and boundary != "layer1":
-        pytest.skip("one boundary is enough with workers")
     settings = {"boundary": boundary, "num_workers": workers, "epochs": 4}
-    cached = run(tmp_path / "a", gate="always", **settings)
-    computed = plain(**settings)
-    assert_same(cached, computed)
-    assert cached[2].hits == 48 * 3
-    assert cached[2].misses == 48
-    assert computed[2].hits == 0
+    assert compared(tmp_path, hits=48 * 3, **settings).misses == 48
+    assert plain(**settings)[2].hits == 0
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_draws_that_are_made_anew_in_turns_are_computed_beside_what_is_read(tmp_path, workers):
-    settings = {"num_workers": workers, "epochs": 6, "reuse": 3}
-    cached = run(tmp_path / "a", gate="always", **settings)
-    assert_same(cached, plain(**settings))
-    assert cached[2].partial_batches > 12
-    assert 0.5 < cached[2].hits / (5 * 48) < 0.8
+    stats = compared(tmp_path, num_workers=workers, epochs=6, reuse=3)
+    assert stats.partial_batches > 12
+    assert 0.5 < stats.hits / (5 * 48) < 0.8
 
 
 @pytest.mark.parametrize(
@@ -39,24 +32,18 @@ def test_draws_that_are_made_anew_in_turns_are_computed_beside_what_is_read(tmp_
     ids=str,
 )
 def test_boundary_moves_change_nothing(tmp_path, moves):
-    settings = {"moves": moves, "epochs": 5}
-    cached = run(tmp_path / "a", gate="always", **settings)
-    assert_same(cached, plain(**settings))
-    assert cached[2].hits > 0
+    assert compared(tmp_path, moves=moves, epochs=5).hits > 0
 
 
 @pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
 def test_autocast_is_part_of_the_signature(tmp_path, autocast):
-    cached = run(tmp_path / "a", gate="always", autocast=autocast)
-    assert_same(cached, plain(autocast=autocast))
-    assert cached[2].hits == 48 * 2
+    compared(tmp_path, hits=48 * 2, autocast=autocast)
 
 
 def test_audits_compare_on_the_device(tmp_path):
-    cached = run(tmp_path / "a", gate="always", cache_kwargs={"audit_rate": 0.5})
-    assert_same(cached, plain())
-    assert cached[2].audited > 10
-    assert cached[2].audit_failures == 0
+    stats = compared(tmp_path, cache_kwargs={"audit_rate": 0.5})
+    assert stats.audited > 10
+    assert stats.audit_failures == 0
 
 
 def test_the_room_knows_what_the_device_has(device):

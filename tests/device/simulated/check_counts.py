@@ -47,7 +47,7 @@ def _frozen():
     return model
 
 
-def cached(directory, epochs, *, ring_batches=5, sampler=None, rows=ROWS, audit_rate=0):
+def cached(directory, epochs, *, ring_batches=5, rows=ROWS, audit_rate=0):
     """Train with a cache; return the steps' counts, and each epoch's of all threads."""
     model, whole = _frozen(), []
     with (
@@ -60,8 +60,7 @@ def cached(directory, epochs, *, ring_batches=5, sampler=None, rows=ROWS, audit_
         patch.setattr(host, "MAX_COST", 0.0)  # the first hit is recomputed, and no other
         data = Images(rows)
         loader = EgeriaLoader(
-            data, B, shuffle=sampler is None, sampler=sampler and sampler(data), cache=cache,
-            reuse=None, seed=3, pin_memory=True,
+            data, B, shuffle=True, cache=cache, reuse=None, seed=3, pin_memory=True
         )  # fmt: skip
         found = []
         for _ in range(epochs):

@@ -1,4 +1,4 @@
-"""Mixed batches, guards, resume, kinds of models and numbers: equal to the bit."""
+"""Features, models, numbers and loops on a device: equal to the bit."""
 
 from __future__ import annotations
 
@@ -12,24 +12,13 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from egeria_cache import ActivationCache, EgeriaLoader
-from tests.device.simulated.runs import DEVICE, assert_same, moved, plain, run
+from tests.device.backend import counts
+from tests.device.simulated.runs import DEVICE, compared, moved, plain, run
 from tests.helpers.core_nets import FAMILIES, family_batch
-from tests.helpers.nets import Images, freeze, make_net, sgd
-from tests.helpers.sentences import Encoder, Sentences, pad_left, pad_right
+from tests.helpers.nets import Images, Net, freeze, make_net, sgd
 from tests.helpers.steps import take_step
 
-FRONTS = {
-    "resnet": ("stem", "layer1"),
-    "mobilenet": ("features",),
-    "bert": ("embeddings", "position", "encoder.0", "encoder.1"),
-    "vit": ("patches", "token", "blocks.0", "blocks.1"),
-    "encoder_decoder": ("shared", "encoder.0", "encoder.1", "encoder.2"),
-    "mlp": ("0", "2"),
-}
-CUTS = {
-    "mobilenet": "features.3", "bert": "encoder.1", "vit": "blocks.1",
-    "encoder_decoder": "encoder.1", "mlp": "2",
-}  # fmt: skip
+FIRST, SECOND = f"{DEVICE}:0", f"{DEVICE}:1"
 
 
 def freeze_front(*names):
@@ -41,131 +30,255 @@ def freeze_front(*names):
     return freezes
 
 
-def rows_of(kind, n=32):
-    parts = [family_batch(kind, step) for step in range(n // 8)]
-    return TensorDataset(*(torch.cat(part) for part in zip(*parts, strict=True)))
+# ---- what is trained, and how ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", sorted(CUTS))
-def test_families_of_models(tmp_path, family):
-    make, kind = FAMILIES[family]
-    names = FRONTS[family] if family != "mobilenet" else [f"features.{i}" for i in range(4)]
-    settings = {
-        "make": make, "data": rows_of(kind), "boundary": CUTS[family],
-        "freezes": freeze_front(*names),
-    }  # fmt: skip
-    cached = run(tmp_path / "a", gate="always", **settings)
-    assert_same(cached, plain(**settings))
-    assert cached[2].why_not is None
-    assert cached[2].hits == 32 * 2
+def family(name, *front):
+    make, kind = FAMILIES[name]
+    parts = [family_batch(kind, step) for step in range(4)]
+    data = TensorDataset(*(torch.cat(part) for part in zip(*parts, strict=True)))
+    settings = {"make": make, "data": data, "freezes": freeze_front(*front)}
+    return settings | {"boundary": front[-1], "hits": 32 * 2}
 
 
-def test_mixed_batches(tmp_path):
-    settings = {"moves": {3: "layer1", 8: "layer2"}, "epochs": 4, "boundary": "stem"}
-    cached = run(tmp_path / "a", gate="always", **settings)
-    assert_same(cached, plain(**settings))
-    assert cached[2].partial_batches > 0
+def numbers(dtype):
+    to = lambda batch: [batch[0].to(DEVICE, dtype), batch[1].to(DEVICE)]  # noqa: E731
+    return {"make": lambda: make_net().to(dtype), "to": to}
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_models_of_other_numbers(tmp_path, dtype):
-    settings = {
-        "make": lambda: make_net().to(dtype),
-        "to": lambda batch: [batch[0].to(DEVICE, dtype), batch[1].to(DEVICE)],
-    }
-    cached = run(tmp_path / "a", gate="always", **settings)
-    assert_same(cached, plain(**settings))
-    assert cached[2].hits == 48 * 2
-
-
-def test_a_gradient_scaler(tmp_path):
-    """Scaled losses in fp16, as a loop with mixed precision has them."""
-
-    def scaled(directory, gate):
-        torch.manual_seed(0)
-        model = make_net().to(DEVICE)
-        freeze(model, "layer1")
-        optimizer, losses = sgd(model), []
-        scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10)
-        with ActivationCache(model, directory, "layer1", gate=gate, audit_rate=0) as cache:
-            loader = EgeriaLoader(Images(), 8, shuffle=True, cache=cache, reuse=None, seed=3)
-            for _ in range(3):
-                model.train()
-                for batch in loader:
-                    images, targets = moved(batch)
-                    with torch.autocast(DEVICE, torch.float16):
-                        loss = F.cross_entropy(model(images), targets)
-                    optimizer.zero_grad()
-                    scaler.scale(loss).backward()
-                    scaler.step(optimizer)
-                    scaler.update()
-                    losses.append(loss.item())
-                    cache.flush()
-            return losses, model.state_dict(), cache.stats()
-
-    cached = scaled(tmp_path / "a", "always")
-    assert_same(cached, scaled(tmp_path / "b", "never"))
-    assert cached[2].hits == 48 * 2
-
-
-def test_channels_last_and_arithmetic_in_the_loop(tmp_path):
+def channels_last():
     def to(batch):
         images, targets = moved(batch)
-        images = images.to(memory_format=torch.channels_last)
-        return [(images - 0.1) / 0.7, targets]
+        return [(images.to(memory_format=torch.channels_last) - 0.1) / 0.7, targets]
 
-    make = lambda: make_net().to(memory_format=torch.channels_last)  # noqa: E731
-    cached = run(tmp_path / "a", gate="always", to=to, make=make)
-    assert_same(cached, plain(to=to, make=make))
-    assert cached[2].hits == 48 * 2
+    return {"to": to, "make": lambda: make_net().to(memory_format=torch.channels_last)}
 
 
-def test_arithmetic_with_tensors_of_the_device(tmp_path):
+def tensors_of_the_device():
     mean, std = torch.tensor([0.1], device=DEVICE), torch.tensor([0.7], device=DEVICE)
 
     def to(batch):
         images, targets = moved(batch)
         return [(images - mean[:, None, None]) / std[:, None, None], targets]
 
-    cached = run(tmp_path / "a", gate="always", to=to)
-    assert_same(cached, plain(to=to))
-    assert cached[2].hits == 48 * 2
+    return {"to": to}
+
+
+class Dropping(nn.Module):
+    """Draws behind the boundary, from the device's own generator."""
+
+    def __init__(self):
+        getattr(torch, DEVICE).manual_seed_all(11)
+        super().__init__()
+        self.stem = nn.Conv2d(1, 4, 3)
+        self.layer1 = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Dropout(0.3))
+        self.head = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 5), nn.Dropout(0.1))
+
+    def forward(self, x):
+        return self.head(F.relu(self.layer1(self.stem(x))).mean((2, 3)))
+
+
+def compiled(block):
+    def make():
+        model = make_net()
+        model.get_submodule(block).compile(backend="eager")
+        return model
+
+    return {"make": make}
+
+
+class Placed(Net):
+    """Its front on one device, the rest on another; it stays there."""
+
+    def spread(self, first):
+        self.names, self.first = ["stem", "layer1", "layer2", "layer3", "head"], first
+        for i, name in enumerate(self.names):
+            nn.Module.to(getattr(self, name), self.at(i))
+        return self
+
+    def at(self, i):
+        return FIRST if i < self.first else SECOND
+
+    def to(self, *args, **kwargs):
+        return self
+
+    def forward(self, x):
+        x = F.relu(self.stem(x.to(self.at(0))))
+        x = F.relu(self.layer1(x.to(self.at(1))))
+        x = self.layer3(self.layer2(x.to(self.at(2))).to(self.at(3)))
+        return self.head(F.relu(x).mean(dim=(2, 3)).to(self.at(4)))
+
+
+class Two(nn.Module):
+    """What crosses the boundary lies on two devices: rows come with their batch, each to one."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(1, 3, 3)
+        self.layer1 = nn.Conv2d(3, 3, 3).to(SECOND)
+        self.head = nn.Linear(6, 5).to(SECOND)
+        self.stem.to(FIRST)
+
+    def to(self, *args, **kwargs):
+        return self
+
+    def forward(self, x):
+        a = self.stem(x.to(FIRST))
+        b, a = self.layer1(a.to(SECOND)), a.to(SECOND)
+        return self.head(torch.cat([a.mean((2, 3)), b.mean((2, 3))], 1))
+
+
+def over_both(make, boundary="layer1", **others):
+    to = lambda batch: [batch[0].to(FIRST), batch[1].to(SECOND)]  # noqa: E731
+    return {"make": make, "boundary": boundary, "to": to} | others
+
+
+RUNS = {
+    "vit": lambda: family("vit", "patches", "token", "blocks.0", "blocks.1"),
+    "mobilenet": lambda: family("mobilenet", *(f"features.{i}" for i in range(4))),
+    "bert": lambda: family("bert", "embeddings", "position", "encoder.0", "encoder.1"),
+    "encoder_decoder": lambda: family("encoder_decoder", "shared", "encoder.0", "encoder.1"),
+    "mlp": lambda: family("mlp", "0", "2"),
+    "float64": lambda: numbers(torch.float64),
+    "bfloat16": lambda: numbers(torch.bfloat16),
+    "float16": lambda: numbers(torch.float16),
+    "scaled losses": lambda: {"autocast": torch.float16, "scaled": True},
+    "channels_last and arithmetic in the loop": channels_last,
+    "arithmetic with tensors of the device": tensors_of_the_device,
+    "dropout behind the boundary": lambda: {
+        "make": Dropping, "freezes": freeze_front("stem", "layer1")
+    },
+    "compiled layer1": lambda: compiled("layer1"),
+    "compiled layer2": lambda: compiled("layer2"),
+    "compiled layer3": lambda: compiled("layer3"),
+    "spread behind the stem": lambda: over_both(lambda: Placed().spread(1), "stem"),
+    "spread before layer2": lambda: over_both(lambda: Placed().spread(1), "layer2"),
+    "spread at the boundary": lambda: over_both(lambda: Placed().spread(2)),
+    "a cut on two devices": lambda: over_both(
+        Two, freezes=freeze_front("stem", "layer1"), epochs=4, hits=48 * 3
+    ),
+    **{
+        f"a ring of {n}": lambda n=n: {
+            "cache_kwargs": {"ring_batches": n}, "epochs": 4, "hits": 48 * 3
+        } for n in (1, 2, 9)
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", RUNS)
+def test_a_run_is_the_computed_one(tmp_path, what):
+    compared(tmp_path, **{"hits": 48 * 2} | RUNS[what]())
+
+
+WAYS = {
+    "kind": lambda part: part.to(DEVICE),
+    "index": lambda part: part.to(FIRST),
+    "non_blocking": lambda part: part.to(torch.device(DEVICE, 0), non_blocking=True),
+    "method": lambda part: getattr(part, DEVICE)(),
+    "method with index": lambda part: getattr(part, DEVICE)(0, non_blocking=True),
+    "like": lambda part: part.to(torch.empty(0, dtype=part.dtype, device=DEVICE)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_move_a_batch(tmp_path, way):
+    stats = compared(tmp_path, hits=48 * 2, to=lambda batch: list(map(WAYS[way], batch)))
+    assert stats.refetched == stats.audited
+
+
+def test_mixed_batches(tmp_path):
+    moves = {3: "layer1", 8: "layer2"}
+    assert compared(tmp_path, moves=moves, epochs=4, boundary="stem").partial_batches > 0
+
+
+def test_a_device_that_is_not_the_first(tmp_path):
+    settings = {"make": lambda: Placed().spread(0), "to": lambda batch: moved(batch, SECOND)}
+    before = counts(all_threads=True).across
+    compared(tmp_path, hits=48 * 2, **settings)
+    assert counts(all_threads=True).across == before
+
+
+class Ahead:
+    """Moves the next batch to the device, on a stream of its own, before this one is used."""
+
+    def __init__(self, loader, depth=1):
+        self.loader, self.depth = loader, depth
+
+    def __iter__(self):
+        stream, current = torch.Stream(DEVICE), torch.accelerator.current_stream(DEVICE)
+        waiting = []
+        for batch in self.loader:
+            torch.accelerator.set_stream(stream)
+            there = moved(batch, non_blocking=True)
+            torch.accelerator.set_stream(current)
+            waiting.append((there, stream.record_event()))
+            if len(waiting) > self.depth:
+                yield self._waited(*waiting.pop(0), current)
+        for batch, event in waiting:
+            yield self._waited(batch, event, current)
+
+    @staticmethod
+    def _waited(batch, event, current):
+        current.wait_event(event)
+        return batch
 
 
 @pytest.mark.parametrize(
-    "to",
-    [
-        lambda batch: [part.to(DEVICE) for part in batch],
-        lambda batch: [part.to(f"{DEVICE}:0") for part in batch],
-        lambda batch: [part.to(torch.device(DEVICE, 0), non_blocking=True) for part in batch],
-        lambda batch: [getattr(part, DEVICE)() for part in batch],
-        lambda batch: [getattr(part, DEVICE)(0, non_blocking=True) for part in batch],
-        lambda batch: [part.to(torch.empty(0, dtype=part.dtype, device=DEVICE)) for part in batch],
-    ],
-    ids=["kind", "index", "non_blocking", "method", "method with index", "like"],
-)
-def test_every_way_to_move_a_batch(tmp_path, to):
-    cached = run(tmp_path / "a", gate="always", to=to)
-    assert_same(cached, plain(to=to))
+    ("depth", "workers", "moves"),
+    [(1, 0, None), (3, 0, None), (1, 2, None), (1, 0, {9: "layer2", 20: None}),
+     (1, 2, {9: "layer2", 20: None})],
+)  # fmt: skip
+def test_a_wrapper_that_prefetches_to_the_device(tmp_path, depth, workers, moves):
+    settings = {
+        "wrap": lambda loader: Ahead(loader, depth), "to": lambda batch: batch, "moves": moves,
+        "epochs": 5, "pin_memory": True, "num_workers": workers,
+    }  # fmt: skip
+    assert compared(tmp_path, **settings).hits > 48
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_pinned_batches_copied_beside_the_host(tmp_path, non_blocking, workers):
+    pinned = []
+
+    def to(batch):
+        pinned.extend(part.is_pinned() for part in batch if not hasattr(part, "_meta"))
+        return moved(batch, non_blocking=non_blocking)
+
+    settings = {"to": to, "pin_memory": True, "num_workers": workers}
+    cached = run(tmp_path, gate="always", **settings)
+    assert all(pinned)  # of the misses, and the labels of the hits
+    assert len(pinned) == 6 * 2 + 12
+    assert cached[0] == plain(**settings)[0]
     assert cached[2].hits == 48 * 2
-    assert cached[2].refetched == cached[2].audited
+
+
+# ---- what changes under way --------------------------------------------------------------------
+
+
+def adding(how):
+    def on_step(step, model, cache):
+        if step == 13:
+            with torch.no_grad():
+                how(model.stem[0].weight).add_(1.0)
+
+    return {"epochs": 5, "on_step": on_step}
 
 
 def test_a_write_past_the_counters_is_seen_on_the_device(tmp_path, caplog):
     """`p.data` moves no version counter: the guard compares elements without waiting for them."""
-
-    def on_step(step, model, cache):
-        if step == 13:
-            model.stem[0].weight.data.add_(1.0)
-
+    settings = adding(lambda weight: weight.data)
     with caplog.at_level(logging.WARNING, "egeria"):
-        cached = run(tmp_path / "a", gate="always", epochs=5, on_step=on_step)
-    computed = plain(epochs=5, on_step=on_step)
+        cached = run(tmp_path, gate="always", **settings)
     assert "the content of a parameter or buffer of the prefix was changed" in caplog.text
     # Seen one batch later; from then on all is computed with the new weights.
-    assert cached[0][:13] == computed[0][:13]
+    assert cached[0][:13] == plain(**settings)[0][:13]
     assert 12 < cached[2].hits < 48 * 4
     assert cached[2].voided > 0
+
+
+def test_a_step_of_the_optimizer_on_the_prefix_voids_it_at_once(tmp_path):
+    assert compared(tmp_path, **adding(lambda weight: weight)).voided > 0
 
 
 @pytest.mark.parametrize("changes_at", [15, 30])
@@ -179,52 +292,13 @@ def test_a_sample_that_was_changed_is_found_by_an_audit_that_nobody_waits_for(
         if step == changes_at - 1:
             data.images += 1.0
 
-    def voided(model, cache):
-        cache.close()
-
     cached = run(
-        tmp_path / "a", gate="always", epochs=5, on_step=on_step, data=data, finish=voided,
-        cache_kwargs={"audit_rate": 1.0},
+        tmp_path, gate="always", epochs=5, on_step=on_step, data=data,
+        finish=lambda model, cache: cache.close(), cache_kwargs={"audit_rate": 1.0},
     )  # fmt: skip
-    assert [caplog.text.count(told) for told in ("AUDIT FAILED", "is another one")] in (
-        [1, 0], [0, 1]
-    )  # fmt: skip
+    told = [caplog.text.count(what) for what in ("AUDIT FAILED", "is another one")]
+    assert told in ([1, 0], [0, 1])
     assert cached[2].hits <= 48 * 5
-
-
-def test_a_step_of_the_optimizer_on_the_prefix_voids_it_at_once(tmp_path):
-    def on_step(step, model, cache):
-        if step == 13:
-            with torch.no_grad():
-                model.stem[0].weight.add_(1.0)
-
-    cached = run(tmp_path / "a", gate="always", epochs=5, on_step=on_step)
-    computed = plain(epochs=5, on_step=on_step)
-    assert_same(cached, computed)
-    assert cached[2].voided > 0
-
-
-def test_dropout_behind_the_boundary_draws_the_same_numbers_of_the_device(tmp_path):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stem = nn.Conv2d(1, 4, 3)
-            self.layer1 = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Dropout(0.3))
-            self.head = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 5), nn.Dropout(0.1))
-
-        def forward(self, x):
-            return self.head(F.relu(self.layer1(self.stem(x))).mean((2, 3)))
-
-    def make():
-        getattr(torch, DEVICE).manual_seed_all(11)
-        return Net()
-
-    freezes = freeze_front("stem", "layer1")
-    cached = run(tmp_path / "a", gate="always", make=make, freezes=freezes)
-    computed = plain(make=make, freezes=freezes)
-    assert_same(cached, computed)
-    assert cached[2].hits == 48 * 2
-    assert len(set(computed[0])) == len(computed[0])
 
 
 def _resumable(directory, gate, *, until=None, state=None, num_steps=24):
@@ -264,21 +338,3 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(tmp_path, cut)
     second, stats = _resumable(tmp_path / "parts", "always", state=state)
     torch.testing.assert_close(first + second, whole, rtol=1e-5, atol=1e-6)
     assert stats.hits > 0
-
-
-@pytest.mark.parametrize("collate", [pad_right, pad_left])
-def test_padded_batches(tmp_path, collate):
-    """Rows lose their padding in one copy to the host, and get it back in page-locked memory."""
-
-    def freezes(model, boundary):
-        for name in ("embed", "layers.0"):
-            model.get_submodule(name).requires_grad_(False)
-
-    settings = {
-        "make": Encoder, "boundary": "layers.0", "freezes": freezes, "data": Sentences(48),
-        "collate_fn": collate, "epochs": 4,
-    }  # fmt: skip
-    cached = run(tmp_path / "a", gate="always", **settings)
-    assert_same(cached, plain(**settings), exact=False)
-    assert cached[2].why_not is None
-    assert cached[2].hits >= 48 * 2

@@ -9,6 +9,7 @@ from egeria_cache.device import room
 from egeria_cache.prefetch import prefetcher
 from tests.device import backend
 from tests.device.simulated.runs import DEVICE, assert_same, plain, run
+from tests.helpers.nets import make_net
 
 OPS = torch.ops.simulated
 LATER_STEPS = range(14, 31)
@@ -37,17 +38,11 @@ def test_nor_does_a_model_that_is_elsewhere_than_the_current_device(tmp_path):
     OPS.forget_begun()
     there = torch.device(DEVICE, 1)
     cached = run(
-        tmp_path, gate="always", epochs=3, pin_memory=True, make=lambda: _net(there),
+        tmp_path, gate="always", epochs=3, pin_memory=True, make=make_net,
         to=lambda batch: [part.to(there) for part in batch], place=there,
     )  # fmt: skip
     assert cached[2].hits == 2 * 48
     assert OPS.begun() == [0, 1]
-
-
-def _net(there):
-    from tests.helpers.nets import make_net
-
-    return make_net().to(there)
 
 
 @pytest.fixture

@@ -90,11 +90,6 @@ def _assert_right(device, results):
         assert torch.equal(rows, torch.stack([row_of(key) * 2 for key in keys]))
 
 
-def test_ring_rows_are_right_in_any_order():
-    ring_property()
-    resident_property()
-
-
 # ---- the writer's copies -------------------------------------------------------------------------
 
 
@@ -117,10 +112,6 @@ def transfer_property(order):
                         event.synchronize()
                     assert torch.equal(fields["a"], torch.full((4, 3), step * 3.0 + 1))
         assert device.num_late
-
-
-def test_the_writers_rows_are_right_in_any_order():
-    transfer_property()
 
 
 # ---- the guard's verdicts ------------------------------------------------------------------------
@@ -146,10 +137,6 @@ def guard_property(order, change_at):
             device.drain()
             seen.append(probe.changed())
         assert any(seen)
-
-
-def test_the_guard_reports_what_changed_and_nothing_else_in_any_order():
-    guard_property()
 
 
 # ---- the prefetcher, and all of it in a training run ---------------------------------------------
@@ -247,10 +234,6 @@ def evaluator_property(order):
         assert device.num_late
 
 
-def test_the_evaluator_judges_what_was_there_in_any_order():
-    evaluator_property()
-
-
 # ---- what is taken away is missed ----------------------------------------------------------------
 
 
@@ -288,6 +271,14 @@ MUTATIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "prove", [ring_property, transfer_property, guard_property, evaluator_property]
+)
+def test_what_is_read_is_right_in_any_order(prove):
+    """A ring's rows, the writer's copies, the guard's verdicts, what an evaluator judges."""
+    prove()
+
+
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mutation_of_the_order_gives_wrong_numbers(name):
     prove, changes = MUTATIONS[name]
@@ -299,8 +290,3 @@ def test_a_mutation_of_the_order_gives_wrong_numbers(name):
                 patch.setattr(owner, attribute, value)
         with pytest.raises(AssertionError):
             prove()
-
-
-def test_without_a_mutation_all_properties_hold():
-    for prove, _ in MUTATIONS.values():
-        prove()

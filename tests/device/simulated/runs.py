@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import tempfile
 from pathlib import Path
@@ -24,8 +23,8 @@ def moved(batch, device=DEVICE, non_blocking=False):
 
 
 def run(directory, *, gate, epochs=3, moves=None, boundary="layer1", make=make_net, data=None,
-        autocast=None, wrap=None, place=DEVICE, to=moved, on_step=None, evaluate=False,
-        cache_kwargs=None, flush=True, freezes=freeze, finish=None, **loader_kwargs):  # fmt: skip
+        autocast=None, wrap=None, place=DEVICE, to=moved, on_step=None,
+        cache_kwargs=None, scaled=False, freezes=freeze, finish=None, **loader_kwargs):  # fmt: skip
     """Train on the device; return losses, weights and stats."""
     random.seed(0)
     np.random.seed(0)
@@ -34,6 +33,7 @@ def run(directory, *, gate, epochs=3, moves=None, boundary="layer1", make=make_n
     freezes(model, boundary)
     optimizer = sgd(model)
     data = Images() if data is None else data
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10, enabled=scaled)
     losses, step = [], 0
     settings = {"audit_rate": 0, **(cache_kwargs or {})}
     loader_kwargs = {"shuffle": True, "seed": 3, "batch_size": 8, "reuse": None} | loader_kwargs
@@ -43,16 +43,12 @@ def run(directory, *, gate, epochs=3, moves=None, boundary="layer1", make=make_n
             for batch in wrap(loader) if wrap else loader:
                 model.train()
                 images, targets = to(batch)
-                context = (
-                    contextlib.nullcontext()
-                    if autocast is None
-                    else torch.autocast(DEVICE, dtype=autocast)
-                )
-                with context:
+                with torch.autocast(DEVICE, dtype=autocast, enabled=autocast is not None):
                     loss = F.cross_entropy(model(images), targets)
                 optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
                 losses.append(loss.item())
                 step += 1
                 if on_step is not None:
@@ -60,8 +56,7 @@ def run(directory, *, gate, epochs=3, moves=None, boundary="layer1", make=make_n
                 if moves and step in moves:
                     freezes(model, moves[step])
                     cache.set_boundary(moves[step])
-                if flush:
-                    cache.flush()
+                cache.flush()
         stats = cache.stats()
         if finish is not None:
             finish(model, cache)
@@ -88,3 +83,11 @@ def assert_same(cached, computed, *, exact=True):
             assert torch.equal(value.cpu(), computed[1][name].cpu()), name
     else:
         torch.testing.assert_close(cached[0], computed[0], rtol=1e-5, atol=1e-6)
+
+
+def compared(directory, *, hits=None, exact=True, **settings):
+    """Train with a cache and without: that is the same; return what the cache counted."""
+    cached = run(directory, gate="always", **settings)
+    assert_same(cached, plain(**settings), exact=exact)
+    assert hits is None or (cached[2].hits, cached[2].why_not) == (hits, None)
+    return cached[2]
