@@ -153,12 +153,12 @@ def test_ctrl_c_interrupts_a_loader_that_waits_and_leaves_nothing_behind(
         assert [next(iterator).tolist(), next(iterator).tolist()] == [[0, 1, 2, 3], [4, 5, 6, 7]]
         timer = threading.Timer(0.2, interrupt)
 
-        def wait():
+        def wait(iterator):
             timer.start()  # in here: on a busy machine it may come before anything else does
             next(iterator)
 
         with pytest.raises(KeyboardInterrupt):
-            wait()
+            wait(iterator)
         timer.join()
         del iterator
         gc.collect()
