@@ -372,13 +372,11 @@ class FreezeController:
             total_parameters=sum(size for size, _ in sizes),
             **({} if payoff is None else asdict(payoff)),
         )
+        told = f"step {event.step}: boundary {event.boundary} ({event.reason})"
         if event.boundary is not None and payoff is not None:
-            log.info(
-                "egeria: froze %s at step %d: %s, %s",
-                event.boundary, event.step, payoff, self._why or event.reason,
-            )  # fmt: skip
-        else:
-            log.info("egeria: step %d: boundary %s (%s)", event.step, event.boundary, event.reason)
+            why = self._why or event.reason
+            told = f"froze {event.boundary} at step {event.step}: {payoff}, {why}"
+        log.info("egeria: %s", told)
 
     def _follow(self) -> None:
         """Have what runs the model on several ranks follow the move, before anybody is told."""

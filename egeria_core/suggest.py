@@ -77,22 +77,20 @@ class Suggestion:
     def __str__(self) -> str:
         """Return a line per boundary, and a sentence."""
         lines = {str(trial.boundary): str(trial) for trial in self.trials}
-        return "\n".join(filter(None, [as_text(lines), self._sentence()]))
-
-    def _sentence(self) -> str:
-        scale = "the metric of validate()" if self.by_validation else "the held-out loss"
-        evidence = f"measured in {scale} after {self.steps} steps each, {self.seconds:.0f} s in all"
-        if self.boundary is None:
-            return (
-                f"freeze nothing from the start: every front costs more than {self.harm_budget:g} "
-                f"({evidence})"
+        best = next((trial for trial in self.trials if trial.boundary == self.boundary), None)
+        if best is None:
+            told = (
+                f"freeze nothing from the start: every front costs more than {self.harm_budget:g}"
             )
-        best = next(trial for trial in self.trials if trial.boundary == self.boundary)
-        effect = f"{'costs' if best.harm >= 0 else 'gains'} {abs(best.harm):.4f}"
-        return (
-            f"freeze up to {self.boundary} from the start: it {effect} where {self.harm_budget:g} "
-            f"are allowed ({evidence})"
-        )
+        else:
+            told = (
+                f"freeze up to {self.boundary} from the start: it "
+                f"{'costs' if best.harm >= 0 else 'gains'} {abs(best.harm):.4f} where "
+                f"{self.harm_budget:g} are allowed"
+            )
+        scale = "the metric of validate()" if self.by_validation else "the held-out loss"
+        told += f" (measured in {scale} after {self.steps} steps each, {self.seconds:.0f} s in all)"
+        return "\n".join(filter(None, [as_text(lines), told]))
 
 
 def suggest_boundary(
@@ -115,8 +113,8 @@ def suggest_boundary(
         model: As training would begin with it. Copies of it are trained; it stays as it is, and so
             do the random generators. One copy lives at a time, with its optimizer. Where several
             ranks train together ask on one, and tell the others what it says.
-        data: Batches as the training loop gets them, on the model's device; iterated again where
-            it is short. The batches of the probe are held in memory.
+        data: Batches as the training loop gets them, on the model's device; repeated where it is
+            short. The batches of the probe are held in memory.
         loss: Called with (model, batch), returns the scalar to be minimised.
         optimizer: The training's, which is copied, or a callable that makes one of an iterable of
             parameters. Its rate falls linearly to zero over the probe, so that each trial is a
@@ -150,8 +148,10 @@ def suggest_boundary(
     log.setLevel(logging.ERROR)  # the training's own controller will say it, where it matters
     try:
         batches, held_out = _take(data, steps, hold_out=validate is None)
-        options = {"layers": layers, "num_layers": num_layers}
-        probe = _Probe(bare, loss, optimizer, batches, held_out, validate, options)
+        probe = _Probe(
+            bare, loss, optimizer, batches, held_out, validate,
+            {"layers": layers, "num_layers": num_layers},
+        )  # fmt: skip
         plain, names, _ = probe.train(None)
         worse = -1.0 if validate is not None and higher_is_better else 1.0
         trials: list[Trial] = []
@@ -251,31 +251,17 @@ def _full_rate(group: Mapping[str, Any]) -> float:
 
 
 def _take(data: Iterable[Any], steps: int, *, hold_out: bool) -> tuple[list[Any], list[Any]]:
-    """Return the batches to train on, and those that are held out of it.
+    """Return the batches to train on, the first ones again and again, and those held out of them.
 
-    Whole batches of the first pass are held out, and the rest of that pass is repeated; where none
-    are held out, there are as many passes as are needed.
+    Raises:
+        ValueError: There are too few.
     """
-    if not hold_out:
-        return _passes(data, steps), []
-    first = list(itertools.islice(iter(data), steps + HELD_OUT))
-    if len(first) < 3:
+    first = list(itertools.islice(iter(data), steps + HELD_OUT * hold_out))
+    kept = min(HELD_OUT, max(1, len(first) // 5)) if hold_out else 0
+    if len(first) < 1 + 2 * hold_out:
         raise ValueError(
-            f"the data gives {len(first)} batches; 3 are needed to hold some out, or validate="
+            f"the data gives {len(first)} batches; 3 are needed to hold some out, or one and "
+            "validate="
         )
-    kept = min(HELD_OUT, max(1, len(first) // 5))
-    return list(itertools.islice(itertools.cycle(first[:-kept]), steps)), first[-kept:]
-
-
-def _passes(data: Iterable[Any], count: int) -> list[Any]:
-    """Return `count` batches, from as many passes as they need."""
-    batches: list[Any] = []
-    while len(batches) < count:
-        before = len(batches)
-        batches += itertools.islice(iter(data), count - before)
-        if len(batches) == before:
-            raise ValueError(
-                f"the data ended after {before} of {count} batches and gives no more; pass "
-                "something that can be iterated again, such as a DataLoader"
-            )
-    return batches
+    train = first[: len(first) - kept]
+    return list(itertools.islice(itertools.cycle(train), steps)), first[len(train) :]

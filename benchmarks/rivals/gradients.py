@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from egeria_core.history import Verdict
-from egeria_core.ranks import global_sums, is_sharded, local_part, part_like
+from egeria_core.ranks import global_sums, is_sharded, local_part
 from egeria_core.watch import Meter, Watched
 
 __all__ = ["GradientMeter"]
@@ -141,3 +141,14 @@ class GradientMeter(Meter):
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+
+
+def part_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return a copy of a whole tensor on the device of a parameter, sharded as it is."""
+    tensor = tensor.to(parameter.device).clone()
+    if not is_sharded(parameter):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    return distribute_tensor(tensor, mesh, placements)

@@ -8,26 +8,14 @@ ranks share. Owns no thread, and no file but the cache of a frozen front.
 
 from egeria_core.pipeline.elastic import ElasticPipeline
 from egeria_core.pipeline.following import PipelineController
-from egeria_core.pipeline.plan import (
-    SCHEDULES,
-    Move,
-    OnFreeze,
-    PipelinePlan,
-    ScheduleName,
-    check_schedule,
-    partition,
-)
+from egeria_core.pipeline.plan import OnFreeze, PipelinePlan, partition
 from egeria_core.pipeline.rows import split_sizes
 
 __all__ = [
-    "SCHEDULES",
     "ElasticPipeline",
-    "Move",
     "OnFreeze",
     "PipelineController",
     "PipelinePlan",
-    "ScheduleName",
-    "check_schedule",
     "partition",
     "split_sizes",
 ]

@@ -253,17 +253,18 @@ class ElasticPipeline:
         engine = self._ready()
         rows = self._through_front(inputs)
         targets = self.front.plain(targets)
-        counts = count_rows(rows, targets, self.plan.frozen, self.group, self.wire)
-        size, bounds = self.plan.rows_of(counts.total)
+        counts, kind = count_rows(rows, targets, self.plan.frozen, self.group, self.wire)
+        total = sum(counts)
+        size, bounds = self.plan.rows_of(total)
         begins, ends = [(0, 0)] * self.plan.ranks, [(0, 0)] * self.plan.ranks
         for lane, run in zip(self.plan.pipelines, bounds, strict=True):
             begins[lane[0]] = ends[lane[-1]] = run
         to = (self.group, self.wire, self.device)
-        rows = route(rows, counts.rows, begins, *to)
-        targets = route(targets, counts.rows, ends, *to)
+        rows = route(rows, counts, begins, *to)
+        targets = route(targets, counts, ends, *to)
         place = self.plan.place_of(self.rank)
         start, stop = (0, 0) if place is None else bounds[place[0]]
-        loss = engine.step(counts.kind, size, stop - start, counts.total, rows, targets, measure)
+        loss = engine.step(kind, size, stop - start, total, rows, targets, measure)
         mean = loss.to(self.wire)
         dist.all_reduce(mean, group=self.group)
         return mean.to(self.device)

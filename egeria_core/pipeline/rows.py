@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,25 +39,14 @@ def split_sizes(counts: Sequence[int], wanted: Sequence[tuple[int, int]]) -> lis
     return sizes
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What all ranks bring."""
-
-    rows: tuple[int, ...]
-    """Of each rank."""
-    kind: int
-    """Stands for the structure, shapes and types of a row; equal on all ranks."""
-
-    @property
-    def total(self) -> int:
-        """Rows of the batch."""
-        return sum(self.rows)
-
-
 def count_rows(
     inputs: Any, targets: Any, frozen: int, group: dist.ProcessGroup, wire: torch.device
-) -> Counts:
+) -> tuple[list[int], int]:
     """Ask every rank how many rows it brings.
+
+    Returns:
+        Rows of each rank, and a number for the structure, shapes and types of a row: the same on
+        all ranks.
 
     Raises:
         EgeriaError: They cannot be put into one batch, or the ranks have frozen differently.
@@ -76,7 +64,7 @@ def count_rows(
                 f"rank {other} differs from rank 0 in its {what}; all ranks must bring rows that "
                 "fit into one batch (pad them to one length), at the same step"
             )
-    rows = tuple(row[0] for row in ranks)
+    rows = [row[0] for row in ranks]
     if -1 in rows:
         raise EgeriaError(
             f"rank {rows.index(-1)} brings inputs and targets of different numbers of rows, or "
@@ -84,7 +72,7 @@ def count_rows(
         )
     if not sum(rows):
         raise EgeriaError("no rank brings any rows")
-    return Counts(rows, ranks[0][1])
+    return rows, ranks[0][1]
 
 
 def route(

@@ -8,12 +8,13 @@ lately, with one standard error. Pure: it sees numbers, and the same numbers giv
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
+
+from egeria_core.remembered import Remembered
 
 AT_REST, PATIENCE, LEAST = 0.2, 3, 15
 """A layer rests when its speed is at most so much of its own highest for so many readings in a row;
@@ -82,11 +83,13 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> Line:
     return Line(slope, math.sqrt(float(rest @ rest) / (len(x) - 2) / spread), mean)
 
 
-class HarmEstimate:
+class HarmEstimate(Remembered):
     """Collects movements; answers what freezing would cost, and which layers have come to rest."""
 
+    remembers = ("_movements", "_seen", "first_loss", "_recent", "_peaks", "_resting")
+
     def __init__(self, first_loss: float | None = None) -> None:
-        self._movements: deque[Movement] = deque(maxlen=MOST_KEPT)
+        self._movements: list[list[Any]] = []
         self._recent: list[list[float | None]] = []
         self._peaks: list[float] = []
         self._resting: list[int] = []
@@ -110,7 +113,7 @@ class HarmEstimate:
         self._seen += 1
         if self.first_loss is None:
             self.first_loss = movement.loss
-        self._movements.append(movement)
+        self._movements = [*self._movements, list(astuple(movement))][-MOST_KEPT:]
         for layer, speed in enumerate(movement.speed):
             recent = self._recent[layer] = [*self._recent[layer], speed][-SMOOTHING:]
             known = [value for value in recent if value is not None]
@@ -127,7 +130,8 @@ class HarmEstimate:
 
     def _window(self) -> list[Movement]:
         """Return the last third."""
-        return list(self._movements)[-max(LEAST_IN_WINDOW, self._seen // 3) :]
+        lately = self._movements[-max(LEAST_IN_WINDOW, self._seen // 3) :]
+        return [Movement(*row) for row in lately]
 
     def shares(self, frozen: int) -> list[float] | None:
         """Return phi_k for every k: the part of the fall that layers `frozen` to k - 1 bring, with
@@ -177,26 +181,5 @@ class HarmEstimate:
         """
         if len(self._movements) < 2:
             return math.inf
-        before, last = self._movements[-2], self._movements[-1]
+        before, last = self._window()[-2:]
         return (last.rate - before.rate) / every * steps
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all readings, of JSON types."""
-        return {
-            "movements": [list(astuple(m)) for m in self._movements],
-            "seen": self._seen,
-            "first_loss": self.first_loss,
-            "recent": [list(recent) for recent in self._recent],
-            "peaks": list(self._peaks),
-            "resting": list(self._resting),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`."""
-        self._movements.clear()
-        for loss, rate, decrease, speed in state["movements"]:
-            self._movements.append(Movement(loss, rate, tuple(decrease), tuple(speed)))
-        self._seen = state["seen"]
-        self.first_loss = state["first_loss"]
-        self._recent = [list(recent) for recent in state["recent"]]
-        self._peaks, self._resting = list(state["peaks"]), list(state["resting"])

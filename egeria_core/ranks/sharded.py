@@ -75,17 +75,6 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def part_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return a copy of a whole tensor on the device of a parameter, sharded as it is."""
-    tensor = tensor.to(parameter.device).clone()
-    if not is_sharded(parameter):
-        return tensor
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    return distribute_tensor(tensor, mesh, placements)
-
-
 def global_sums(sums: Tensor, like: Tensor) -> Tensor:
     """Add up what each rank summed over its part of tensors that are sharded like `like`.
 

@@ -13,6 +13,7 @@ from typing import Any
 from egeria_core.learning_rate import MeanRate
 from egeria_core.policies import Prospect
 from egeria_core.ranks import Ranks
+from egeria_core.remembered import Remembered
 from egeria_core.savings.schedule import Remaining, Schedule
 from egeria_core.watch import LayerMap
 
@@ -58,7 +59,7 @@ def saved_parts(parts: Sequence[float] | None, sizes: Sequence[int]) -> list[flo
     return found
 
 
-class Savings:
+class Savings(Remembered):
     """Joins the schedule and the count of a forward.
 
     Args:
@@ -68,6 +69,8 @@ class Savings:
         ranks: Who has to answer alike.
         move_cost: Steps that a move costs.
     """
+
+    remembers = ("_saves", "schedule")
 
     def __init__(
         self,
@@ -80,17 +83,17 @@ class Savings:
         self._mean_rate = MeanRate(optimizer)
         self._layers, self._ranks, self.schedule = layers, ranks, schedule
         self._move_cost = move_cost
-        self._saves: tuple[float, ...] | None = None
+        self._saves: list[float] | None = None
 
     def resolve(self) -> None:
         """The layers are settled, by one forward that was counted. On every rank."""
         if self._saves is None:
             sizes = [sum(p.numel() for p in own) for own in self._layers.parameters_of_layers()]
-            self._saves = tuple(self._ranks.agree(*saved_parts(self._layers.parts, sizes)))
+            self._saves = self._ranks.agree(*saved_parts(self._layers.parts, sizes))
 
     def take(self, saves: Sequence[float]) -> None:
         """Take what freezing the first k layers saves, as parts of a step, from who knows."""
-        self._saves = tuple(saves)
+        self._saves = list(saves)
 
     def _remaining(self, step: int) -> Remaining | None:
         return self.schedule.remaining(step, self._mean_rate())
@@ -106,7 +109,7 @@ class Savings:
             steps=left.steps,
             rate=left.rate,
             rises=left.rate is not None and left.highest > RISE * rate,
-            saves=self._saves,
+            saves=tuple(self._saves),
             draws=(0, *(len(prefix.drawing) for prefix in prefixes)),
             cost=self._move_cost,
             every=every,
@@ -119,15 +122,3 @@ class Savings:
             return None
         part = self._saves[wanted] - self._saves[frozen]
         return MoveCost(part * left.steps, self._move_cost, left.steps)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what was counted and measured."""
-        return {
-            "saves": None if self._saves is None else list(self._saves),
-            "schedule": self.schedule.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`."""
-        self._saves = None if state["saves"] is None else tuple(state["saves"])
-        self.schedule.load_state_dict(state["schedule"])

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from egeria_core.learning_rate import MeanRate
+from egeria_core.remembered import Remembered
 
 log = logging.getLogger("egeria")
 
@@ -129,7 +130,7 @@ def _copied(scheduler: Any) -> tuple[Any, list[dict[str, Any]]]:
     return copy.deepcopy(scheduler, memo), groups
 
 
-class Schedule:
+class Schedule(Remembered):
     """The learning rates of a run, as far as they can be known.
 
     Args:
@@ -138,6 +139,8 @@ class Schedule:
             or None.
         total_steps: Optimizer steps in the whole schedule; None where the source knows its end.
     """
+
+    remembers = ("_first", "_changes", "_refused")
 
     def __init__(
         self, source: LRScheduler | Callable[[int], float] | None, total_steps: int | None
@@ -153,7 +156,7 @@ class Schedule:
         self._total = total_steps
         self._refused = source is None
         self._first = 0 if self._scheduler is None else self._progress()
-        self._changes: list[tuple[int, int]] = []
+        self._changes: list[list[int]] = []
         """Of the scheduler's own count: the first that was seen, and the last."""
         self._rates: list[float] = []
         self._start, self._pace, self._tries = 0, Fraction(0), 0
@@ -174,7 +177,7 @@ class Schedule:
             return
         now = self._progress()
         if now != (self._changes[-1][1] if self._changes else self._first):
-            self._changes = [*self._changes[:1], (step, now)]
+            self._changes = [*self._changes[:1], [step, now]]
 
     def _find_pace(self) -> Fraction | None:
         """Return scheduler steps per optimizer step; None: none was seen yet."""
@@ -258,17 +261,3 @@ class Schedule:
             return True
         slack = CLOSE * max(abs(rate), *near)
         return min(near) - slack <= rate <= max(near) + slack
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what was observed; the forecast is made again."""
-        return {
-            "first": self._first,
-            "changes": [list(change) for change in self._changes],
-            "refused": self._refused,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`; the scheduler's own state may be loaded before or after."""
-        self._first, self._refused = state["first"], state["refused"]
-        self._changes = [(step, at) for step, at in state["changes"]]
-        self._rates = []

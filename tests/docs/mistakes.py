@@ -162,6 +162,14 @@ def cached(net, where: Path, **options) -> ActivationCache:
     return ActivationCache(net, where / "cache", **{"boundary": "blocks.1", **options})
 
 
+def trained(net, where: Path, data=None, size=8, epochs=2, *, load=None, loop=None, **options):
+    """Train with a cache and a loader of its; return what the cache says."""
+    with cached(net, where, **options) as cache:
+        loader = EgeriaLoader(samples() if data is None else data, size, cache=cache, **load or {})
+        train(net, loader, epochs, **loop or {})
+        return cache.stats().why_not
+
+
 # ---- the boundary ------------------------------------------------------------------------------
 
 
@@ -175,9 +183,7 @@ def unknown_boundary(where):
     "A list is never called itself: take its last frozen member.",
 )
 def list_as_boundary(where):
-    net = model()
-    with cached(net, where, boundary="blocks") as cache:
-        train(net, EgeriaLoader(samples(), 8, cache=cache))
+    trained(model(), where, boundary="blocks")
 
 
 @mistake(
@@ -186,9 +192,7 @@ def list_as_boundary(where):
     "follows `requires_grad` from there.",
 )
 def trainable_prefix(where):
-    net = model(frozen=("blocks",))
-    with cached(net, where) as cache:
-        train(net, EgeriaLoader(samples(), 8, cache=cache))
+    trained(model(frozen=("blocks",)), where)
 
 
 @mistake(
@@ -201,9 +205,7 @@ def mixed_samples(where):
         def front(self, x):
             return super().front(x - x.mean(0))
 
-    net = model(Mixing)
-    with cached(net, where) as cache:
-        train(net, EgeriaLoader(samples(), 8, shuffle=True, cache=cache))
+    trained(model(Mixing), where, load={"shuffle": True})
 
 
 @mistake(
@@ -225,9 +227,7 @@ def left_behind(where):
         def forward(self, x):
             return self.head(self.front(x)) * self.stem.scale
 
-    net = model(Reading)
-    with cached(net, where) as cache:
-        train(net, EgeriaLoader(samples(), 8, cache=cache))
+    trained(model(Reading), where)
 
 
 @mistake(
@@ -236,9 +236,7 @@ def left_behind(where):
 )
 def compiled_whole(where):
     net = model()
-    with cached(net, where) as cache:
-        compiled = torch.compile(net, backend="eager")
-        train(net, EgeriaLoader(samples(), 8, cache=cache), call=compiled)
+    trained(net, where, loop={"call": torch.compile(net, backend="eager")})
     torch._dynamo.reset()
 
 
@@ -259,9 +257,7 @@ def module_as_boundary(where):
     "boundary.",
 )
 def nothing_frozen(where):
-    net = model(frozen=())
-    with cached(net, where, boundary="auto") as cache:
-        train(net, EgeriaLoader(samples(), 8, cache=cache))
+    trained(model(frozen=()), where, boundary="auto")
 
 
 @mistake(
@@ -272,8 +268,7 @@ def nothing_frozen(where):
 )
 def copy_is_called(where):
     net = model()
-    with cached(copy.deepcopy(net), where) as cache:
-        train(net, EgeriaLoader(samples(), 8, cache=cache))
+    trained(net, where, loop={"call": copy.deepcopy(net)})
 
 
 @mistake("Model and directory are swapped", "")
@@ -302,9 +297,7 @@ def iterable_data(where):
         def __iter__(self):
             return iter(samples())
 
-    net = model()
-    with cached(net, where) as cache:
-        train(net, EgeriaLoader(Stream(), 8, cache=cache))
+    trained(model(), where, Stream())
 
 
 @mistake(
@@ -337,9 +330,7 @@ def no_length(where):
 
 @mistake("`batch_size=None`", "The data set would return whole batches, which have no samples.")
 def no_batches(where):
-    net = model()
-    with cached(net, where) as cache:
-        train(net, EgeriaLoader(samples(), None, cache=cache))
+    trained(model(), where, size=None)
 
 
 @mistake(
@@ -364,10 +355,8 @@ def lists_of_samples(where):
     "in the data set, from two of its own samples.",
 )
 def mixed_in_the_loop(where):
-    net = model()
-    with cached(net, where, gate="always") as cache:
-        loader = EgeriaLoader(samples(), 8, shuffle=True, cache=cache)
-        train(net, loader, 4, before=lambda x: 0.7 * x + 0.3 * x.flip(0))
+    loop = {"before": lambda x: 0.7 * x + 0.3 * x.flip(0)}
+    trained(model(), where, epochs=4, load={"shuffle": True}, loop=loop, gate="always")
 
 
 @mistake(
@@ -375,10 +364,8 @@ def mixed_in_the_loop(where):
     "That gradient leads through the frozen front, which is computed for it.",
 )
 def gradient_of_the_inputs(where):
-    net = model()
-    with cached(net, where, gate="always") as cache:
-        loader = EgeriaLoader(samples(), 8, shuffle=True, cache=cache)
-        train(net, loader, 4, before=lambda x: x.requires_grad_())
+    loop = {"before": lambda x: x.requires_grad_()}
+    trained(model(), where, epochs=4, load={"shuffle": True}, loop=loop, gate="always")
 
 
 @mistake(
@@ -387,10 +374,8 @@ def gradient_of_the_inputs(where):
     "stored would come back.",
 )
 def noise_in_the_loop(where):
-    net = model()
-    with cached(net, where, gate="always") as cache:
-        loader = EgeriaLoader(samples(), 4, cache=cache)
-        train(net, loader, 4, before=lambda x: x + torch.randn_like(x))
+    loop = {"before": lambda x: x + torch.randn_like(x)}
+    trained(model(), where, size=4, epochs=4, loop=loop, gate="always")
 
 
 @mistake(
@@ -407,10 +392,8 @@ def restless_data(where):
             noise = int.from_bytes(os.urandom(4), "little") / 2**32
             return torch.full((6,), index + noise), index % 3
 
-    net = model()
-    with cached(net, where, audit_rate=1.0, gate="always") as cache:
-        train(net, EgeriaLoader(Restless(), 8, cache=cache), 3)
-        return re.sub(r"samples \[.*?\]", "samples [...]", cache.stats().why_not or "")
+    said = trained(model(), where, Restless(), epochs=3, audit_rate=1.0, gate="always")
+    return re.sub(r"samples \[.*?\]", "samples [...]", said or "")
 
 
 @mistake(
@@ -435,9 +418,7 @@ def padding_is_read(where):
 
     data = [([1 + (i + k) % 19 for k in range(3 + i % 5)], i % 3) for i in range(32)]
     net = model(Reader, ("embedding", "mix"))
-    with cached(net, where, boundary="mix") as cache:
-        train(net, EgeriaLoader(data, 8, collate_fn=padded, cache=cache))
-        return cache.stats().why_not
+    return trained(net, where, data, load={"collate_fn": padded}, boundary="mix")
 
 
 # ---- weights -----------------------------------------------------------------------------------
@@ -482,8 +463,7 @@ def nothing_found(where):
         net = model()
         with torch.no_grad():
             net.stem.weight += seed
-        with cached(net, where) as cache:
-            train(net, EgeriaLoader(samples(), 8, cache=cache), 1)
+        trained(net, where, epochs=1)
     names = sorted(path.name for path in (where / "cache").glob("gen-*"))
     said = io.StringIO()
     with contextlib.redirect_stdout(said), mock.patch.dict(os.environ, COLUMNS="60"):

@@ -126,11 +126,16 @@ class Around:
         return "\n".join([textwrap.dedent(self.before), block, textwrap.dedent(self.after)])
 
 
+def shown(before: str, after: str = "", needs: tuple[str, ...] = ()) -> Around:
+    """Return what stands around a block that shows no change, and from which nothing is served."""
+    return Around(before, after, needs, plain=False, served=False)
+
+
 CHANGE = "The change to a training loop"
 INTEGRATIONS = "docs/integrations.md"
 AROUND = {
-    ("docs/augmentation.md", "Behind the boundary", 0): Around(
-        "losses = []", plain=False, served=False
+    ("docs/augmentation.md", "Behind the boundary", 0): shown(
+        "losses = []",
     ),
     # file, heading, number of the block among those of Python under it
     ("README.md", CHANGE, 0): Around(PYTORCH + FROZEN, EPOCHS),
@@ -156,7 +161,7 @@ AROUND = {
         "losses += [log['loss'] for log in trainer.state.log_history if 'loss' in log]",
         needs=("accelerate", "transformers"),
     ),
-    (INTEGRATIONS, "HF Trainer", 1): Around(
+    (INTEGRATIONS, "HF Trainer", 1): shown(
         LLAMA
         + """
     from egeria_cache import ActivationCache
@@ -165,11 +170,9 @@ AROUND = {
     """,
         "trainer.train()",
         needs=("accelerate", "transformers"),
-        plain=False,
-        served=False,
     ),
     (INTEGRATIONS, "Lightning", 0): Around(LIGHTNING, needs=("lightning",)),
-    (INTEGRATIONS, "Lightning", 1): Around(
+    (INTEGRATIONS, "Lightning", 1): shown(
         LIGHTNING
         + """
     from egeria_cache import ActivationCache
@@ -177,8 +180,6 @@ AROUND = {
     cache = ActivationCache(MyModule(), "runs/cache")
     """,
         needs=("lightning",),
-        plain=False,
-        served=False,
     ),
     (INTEGRATIONS, "PEFT", 0): Around(
         LLAMA
@@ -224,17 +225,15 @@ AROUND = {
     ),
     (INTEGRATIONS, "Notebooks", 0): Around(PYTORCH + FROZEN, EPOCHS),
     ("docs/README.md", "", 0): Around(PYTORCH + FROZEN, EPOCHS),
-    ("docs/controller.md", "", 0): Around(
+    ("docs/controller.md", "", 0): shown(
         PYTORCH
         + CONTROLLED
         + """
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
     """,
         "assert controller.history[-1]['step'] <= epochs * len(loader)",
-        plain=False,
-        served=False,
     ),
-    ("docs/controller.md", "Fine-tuning: a static front, asked for beforehand", 0): Around(
+    ("docs/controller.md", "Fine-tuning: a static front, asked for beforehand", 0): shown(
         PYTORCH
         + CONTROLLED
         + """
@@ -246,10 +245,8 @@ AROUND = {
     assert suggestion.trials and suggestion.by_validation and suggestion.steps == 200
     controller.close()
     """,
-        plain=False,
-        served=False,
     ),
-    ("docs/pipelines.md", "", 0): Around(
+    ("docs/pipelines.md", "", 0): shown(
         PYTORCH
         + RANK
         + """
@@ -261,8 +258,6 @@ AROUND = {
         return [nn.Linear(6, 6) for _ in range(4)]
     """,
         "controller.close()",
-        plain=False,
-        served=False,
     ),
     ("docs/cluster.md", "Which directory", 0): Around(
         PYTORCH
@@ -281,7 +276,7 @@ AROUND = {
         plain=False,
     ),
 }
-AROUND[("docs/extending.md", "A freezing policy", 0)] = Around(
+AROUND[("docs/extending.md", "A freezing policy", 0)] = shown(
     PYTORCH + CONTROLLED,
     """
     for epoch in range(2):
@@ -294,8 +289,6 @@ AROUND[("docs/extending.md", "A freezing policy", 0)] = Around(
     assert controller.num_frozen == len(controller.boundaries) > 0
     controller.close()
     """,
-    plain=False,
-    served=False,
 )
 AROUND[("docs/extending.md", "A data source", 0)] = Around(
     PYTORCH
