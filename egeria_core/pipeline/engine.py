@@ -6,7 +6,6 @@ frozen ones, and fail when those train again.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -24,11 +23,6 @@ from torch.utils._pytree import tree_map_only
 from egeria_cache import EgeriaError
 from egeria_core.pipeline.plan import PipelinePlan
 
-_SYNC_BUFFERS = next(
-    name
-    for name in ("forward_sync_buffers", "broadcast_buffers")  # the former since torch 2.13
-    if name in inspect.signature(DistributedDataParallel).parameters
-)
 MAX_SCHEDULES = 4
 """Kinds of batches that are kept ready: whole ones, an epoch's last one, some more."""
 LossFunction = Callable[[Any, Any], Tensor]
@@ -89,10 +83,10 @@ class Engine:
         twins = [other[self._at] for other in plan.pipelines]
         if len(twins) > 1 and any(p.requires_grad for p in self._stage.parameters()):
             # The replicas' weights are equal already: they were sent.
-            options: dict[str, Any] = {_SYNC_BUFFERS: False, "init_sync": False}
             self._stage = DistributedDataParallel(
-                self._stage, process_group=group_of(twins), **options
-            )
+                self._stage, process_group=group_of(twins), init_sync=False,
+                forward_sync_buffers=False,
+            )  # fmt: skip
 
     def step(
         self,

@@ -7,7 +7,7 @@ of every parameter stay, so optimizers and hooks need not be told. Parameters ke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +39,10 @@ class Carrier:
 
     def send(self, block: nn.Module, target: int) -> int:
         """Give a block to a rank of the group; return the bytes of its tensors."""
-        tensors: list[Tensor] = [tensor for _, tensor in _own_tensors(block)]
+        tensors = list(_own_tensors(block))
         outline = []
-        for state in self._states(block):
+        for optimizer, parameter in _pairs(self.optimizers, list(block.parameters())):
+            state = optimizer.state.get(parameter)
             outline.append(tree_map(_outline, state))
             tensors += [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
         peer = dist.get_global_rank(self.group, target)
@@ -57,7 +58,7 @@ class Carrier:
         dist.recv_object_list(received, src=peer, group=self.group, device=self.wire)
         make_room(block, self.device)
         num_bytes = 0
-        for _, tensor in _own_tensors(block):
+        for tensor in _own_tensors(block):
             tensor.detach().copy_(self._take(tensor.shape, tensor.dtype, peer))
             num_bytes += tensor.nbytes
         taken: list[Tensor] = []
@@ -83,7 +84,7 @@ class Carrier:
         if not is_mine:
             make_room(block, self.device)
         peer, num_bytes = dist.get_global_rank(self.group, source), 0
-        for _, tensor in _own_tensors(block):
+        for tensor in _own_tensors(block):
             data = tensor.detach().to(self.wire).contiguous()
             dist.broadcast(data, src=peer, group=self.group)
             if not is_mine:
@@ -95,10 +96,6 @@ class Carrier:
         """Drop this rank's optimizer state of a block."""
         for optimizer, parameter in _pairs(self.optimizers, list(block.parameters())):
             optimizer.state.pop(parameter, None)
-
-    def _states(self, block: nn.Module) -> Iterator[Mapping[str, Any] | None]:
-        for optimizer, parameter in _pairs(self.optimizers, list(block.parameters())):
-            yield optimizer.state.get(parameter)
 
     def _take(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Tensor:
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self.wire)
@@ -130,9 +127,9 @@ def _replace(block: nn.Module, make: Any, *, is_meta: bool) -> None:
                 module._buffers[name] = make(buffer)
 
 
-def _own_tensors(block: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from block.named_parameters()
-    yield from block.named_buffers()
+def _own_tensors(block: nn.Module) -> Iterator[Tensor]:
+    yield from block.parameters()
+    yield from block.buffers()
 
 
 def _pairs(

@@ -84,7 +84,8 @@ def find_layers(
     if pattern is not None:
         units = _matching_units(model, pattern)
     else:
-        units = _structural_units(model, num_layers)
+        too_big = 2 * _size(model) / num_layers
+        units = _count(model, list(_walk(model, "", "", too_big)))
     if order is not None:
         units = sorted((u for u in units if u.name in order), key=lambda u: order[u.name])
     if pattern is not None:
@@ -152,12 +153,6 @@ def _matching_units(model: nn.Module, pattern: str) -> list[_Unit]:
     return _count(model, [(name, name) for name in names])
 
 
-def _structural_units(model: nn.Module, num_layers: int) -> list[_Unit]:
-    total = sum(p.numel() for p in model.parameters())
-    too_big = 2 * total / num_layers
-    return _count(model, list(_walk(model, "", "", too_big)))
-
-
 def _count(model: nn.Module, names: list[tuple[str, str]]) -> list[_Unit]:
     """Attach sizes; a parameter shared by several units counts for the first."""
     seen: set[int] = set()
@@ -180,16 +175,13 @@ def _weigh(
     def cost(name: str) -> float:
         if costs is None:
             inside = model.get_submodule(name).modules()
-            return float(not all(isinstance(m, nn.Embedding) for m in inside if _owns(m)))
+            owners = (m for m in inside if any(p is not None for p in m._parameters.values()))
+            return float(not all(isinstance(m, nn.Embedding) for m in owners))
         return sum(
             own for inner, own in costs.items() if inner == name or inner.startswith(name + ".")
         )
 
     return [replace(unit, cost=cost(unit.name)) for unit in units]
-
-
-def _owns(module: nn.Module) -> bool:
-    return next(module.parameters(recurse=False), None) is not None
 
 
 def _walk(module: nn.Module, name: str, stage: str, too_big: float) -> Iterator[tuple[str, str]]:

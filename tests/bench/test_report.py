@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -182,14 +181,6 @@ def test_missed_targets_are_called_missed(tmp_path):
     assert "plain, stopped at egeria+cache" in page
 
 
-def test_small_models_make_way_for_real_ones(tmp_path):
-    shutil.copy(RESULTS / "skip.json", tmp_path)
-    assert "The cost of a hit" in block(list(sections_of(tmp_path).values()))
-    found = sections_of(tmp_path, forward_skip=FORWARD_SKIP)
-    assert "The cost of a hit" not in block(list(found.values()))
-    assert "The cost of a hit" in render(list(found.values()), tmp_path)
-
-
 def test_files_of_any_form_are_shown(tmp_path):
     found = sections_of(
         tmp_path,
@@ -205,10 +196,6 @@ def test_files_of_any_form_are_shown(tmp_path):
     page = render(list(found.values()), tmp_path)
     assert "&lt;b&gt;" in page
     Page().feed(page)
-
-
-def test_a_directory_without_results_gives_an_empty_block(tmp_path):
-    assert block(read_sections(tmp_path)).strip() == ""
 
 
 def test_the_command_writes_all_and_checks(tmp_path, capsys):

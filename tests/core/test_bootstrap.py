@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.helpers.core_nets import ResNet
 
 def test_a_loss_that_has_not_begun_to_fall_is_not_settled() -> None:
     stage = Bootstrap()
-    assert not any(stage.observe(x) for x in [2.30, 2.31, 2.29, 2.30, 2.30, 2.30])
+    assert not any(stage.observe(x) for x in [2.30, 2.31, 2.29, 2.30, 2.30, math.nan])
     answers = [stage.observe(x) for x in [1.5, 1.2, 1.1, 1.05, 1.04]]
     assert answers[-1]
     assert not answers[0]

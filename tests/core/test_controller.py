@@ -104,17 +104,6 @@ def test_a_recorded_schedule_replays_to_the_same_losses() -> None:
     assert replay.schedule() == schedule
 
 
-def test_inline_runs_take_the_same_decisions() -> None:
-    schedules = []
-    for _ in range(2):
-        model, optimizer, controller = make()
-        train(model, optimizer, controller, range(30))
-        schedules.append((controller.schedule(), [r.get("value") for r in controller.history]))
-        for record in controller.history:
-            record.pop("seconds", None)
-    assert schedules[0] == schedules[1]
-
-
 def test_watching_without_freezing_leaves_the_losses_untouched() -> None:
     torch.manual_seed(0)
     plain = ResNet()

@@ -37,6 +37,10 @@ def make_model() -> nn.Sequential:
     return mlp(64, 16, 16, 16, 10)
 
 
+def static(schedule: dict[int, str | None] = SCHEDULE) -> dict[str, Any]:
+    return {"policy": StaticPolicy(schedule), "layers": r"[135]|6"}
+
+
 def halve(state: dict[str, int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """A communication hook that counts, and divides by two itself."""
     state["calls"] += 1
@@ -78,13 +82,11 @@ def worker(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, options in OPTIONS.items():
         ddp = DistributedDataParallel(make_model(), **options)
-        static = {"policy": StaticPolicy(SCHEDULE), "layers": r"[135]|6"}
-        found[name], _ = train(ddp, static, rows)
+        found[name], _ = train(ddp, static(), rows)
     ddp = DistributedDataParallel(make_model())
     counter = {"calls": 0}
     ddp.register_comm_hook(counter, halve)
-    static = {"policy": StaticPolicy(SCHEDULE), "layers": r"[135]|6"}
-    found["hook"], _ = train(ddp, static, rows)
+    found["hook"], _ = train(ddp, static(), rows)
     found["hook_calls"] = counter["calls"]
     for policy in ("plasticity", "autofreeze", "budget"):
         ddp = DistributedDataParallel(make_model())
@@ -125,8 +127,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_gradients_equal_one_process_through_freeze_and_unfreeze(
     ranks: list[dict[str, Any]], name: str
 ) -> None:
-    static = {"policy": StaticPolicy(SCHEDULE), "layers": r"[135]|6"}
-    expected, _ = train(make_model(), static, slice(0, 16))
+    expected, _ = train(make_model(), static(), slice(0, 16))
     assert {len(gradients) for gradients in expected} == {8, 6, 4}, "nothing froze"
     for rank in ranks:
         for step, gradients in enumerate(expected):
@@ -264,8 +265,7 @@ def test_what_powersgd_keeps_for_a_bucket_goes_with_the_bucket(alone_in_a_group:
     ddp = DistributedDataParallel(make_model())
     state = powersgd.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     ddp.register_comm_hook(state, powersgd.powerSGD_hook)
-    static = {"policy": StaticPolicy({4: "1", 8: None}), "layers": r"[135]|6"}
-    gradients, _ = train(ddp, static, slice(0, 16), steps=12)
+    gradients, _ = train(ddp, static({4: "1", 8: None}), slice(0, 16), steps=12)
     assert [len(found) for found in gradients] == [8] * 4 + [6] * 4 + [8] * 4
     assert state.error_dict, "it was in use"
     assert all(torch.isfinite(g).all() for found in gradients for g in found.values())

@@ -259,26 +259,14 @@ def test_short_batches_give_no_reading_until_they_are_the_rule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("egeria_core.watch.activations.PROBE_ROWS", 8)
-    torch.manual_seed(0)
-    model = ResNet()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    controller = FreezeController(
-        model,
-        optimizer,
-        evaluate_every=1,
-        bootstrap=None,
-        evaluator="inline",
-        reference="fp32",
-        tolerance=1e-9,
-    )
+    run = Run(evaluate_every=1, bootstrap=None, window=10, tolerance=1e-9)
     for step, size in enumerate([8] * 5 + [4] + [8] * 3 + [4] * 8):
         x, y = family_batch("image", step, size)
-        loss = take_step(F.cross_entropy(model(x), y), optimizer)
-        controller.step(loss)
-    steps = [record["step"] for record in controller.history.of("reading")]
+        run.controller.step(take_step(F.cross_entropy(run.model(x), y), run.optimizer))
+    steps = [record["step"] for record in run.controller.history.of("reading")]
     assert 6 not in steps
     assert 7 in steps, "the short batch still refreshed the reference"
-    assert [record["rows"] for record in controller.history.of("probe_rows")] == [4]
+    assert [record["rows"] for record in run.controller.history.of("probe_rows")] == [4]
     assert steps[-1] == 17
 
 
@@ -329,29 +317,15 @@ def test_a_backward_move_goes_through_an_unfreeze() -> None:
 
 
 def test_warm_restarts_unfreeze_under_a_cosine_schedule() -> None:
-    torch.manual_seed(0)
-    model = ResNet()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 20)
-    controller = FreezeController(
-        model,
-        optimizer,
-        evaluate_every=1,
-        window=3,
-        tolerance=1e6,
-        bootstrap=None,
-        evaluator="inline",
-        reference="fp32",
-        unfreeze_rule="warm_restart",
-    )
+    run = Run(evaluate_every=1, tolerance=1e6, bootstrap=None, unfreeze_rule="warm_restart")
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(run.optimizer, 20)
     for step in range(50):
         x, y = family_batch("image", step)
-        loss = take_step(F.cross_entropy(model(x), y), optimizer)
-        controller.step(loss)
+        run.controller.step(take_step(F.cross_entropy(run.model(x), y), run.optimizer))
         scheduler.step()
-    unfrozen = [step for step, boundary in controller.schedule() if boundary is None]
+    unfrozen = [step for step, boundary in run.controller.schedule() if boundary is None]
     assert unfrozen == [21, 41]
-    assert any(step > 21 for step, boundary in controller.schedule() if boundary)
+    assert any(step > 21 for step, boundary in run.controller.schedule() if boundary)
 
 
 def test_a_warm_up_is_no_restart() -> None:
@@ -360,15 +334,6 @@ def test_a_warm_up_is_no_restart() -> None:
     assert not rule.should_unfreeze(11, (0.05,), 1)
     assert not rule.should_unfreeze(12, (0.08,), 1)
     assert rule.should_unfreeze(13, (0.1,), 1)
-
-
-def test_the_bootstrap_ends_when_the_smoothed_loss_settles() -> None:
-    stage = Bootstrap(change=0.1, smoothing=2)
-    assert not any(stage.observe(x) for x in (4.0, 2.0, 1.0, 0.5))
-    assert not stage.observe(float("nan"))
-    stage = Bootstrap(change=0.1, smoothing=2)
-    answers = [stage.observe(x) for x in (4.0, 2.0, 1.5, 1.4, 1.4, 9.0)]
-    assert answers == [False, False, False, False, True, True]
 
 
 def test_nothing_is_judged_before_the_bootstrap_is_over() -> None:

@@ -34,6 +34,7 @@ from egeria_cache import ActivationCache, ActivationStore, EgeriaLoader
 from egeria_cache.inspect import main as cache_inspect
 from egeria_cache.store.disk import place
 from egeria_core import FreezeController
+from egeria_core.pipeline import PipelinePlan
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 INTRODUCTION = """# When something is not as expected
@@ -626,6 +627,14 @@ def parameters_as_optimizer(where):
 def one_layer(where):
     net = nn.Linear(4, 4)
     FreezeController(net, torch.optim.SGD(net.parameters(), 0.1), total_steps=100)
+
+
+@mistake(
+    "A pipeline's schedule has several stages on a rank",
+    "GPipe and 1F1B are followed through a freeze; see [pipelines](pipelines.md).",
+)
+def interleaved_stages(where):
+    PipelinePlan.start([1.0] * 8, 2, schedule="Interleaved1F1B", microbatches=8)
 
 
 def document() -> str:
