@@ -399,7 +399,9 @@ def restless_data(where):
 
 @mistake(
     "Padding is read",
-    "Text without an attention mask: what a sample is depends on how far its batch is padded.",
+    "Text without an attention mask: what a sample is depends on how far its batch is padded. A "
+    "model whose padded output has time first, or samples and positions in one dimension, is "
+    "refused in the same words: let it return samples first, and reshape in the loop.",
 )
 def padding_is_read(where):
     class Reader(nn.Module):
