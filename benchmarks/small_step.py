@@ -36,7 +36,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from benchmarks.harness import environment, in_turns, parser, publish
 from benchmarks.models import CifarResNet
 from egeria_cache import ActivationCache, EgeriaLoader, batch, prefetch
-from egeria_cache.cache import host, port
+from egeria_cache.cache import engine_callbacks, loader_api
 from egeria_cache.loader import assembly, one_pass, plan
 from egeria_cache.skip import engine
 from egeria_cache.skip.serve import call, placeholder, replay
@@ -64,14 +64,14 @@ NAMED = (
     ("tagged tensors", assembly, "without_data"),
     ("tagged tensors", batch.BatchTensor, "__torch_function__"),
     ("the rest of next()", one_pass.Pass, "__next__"),
-    ("gate: timing of whole steps", port.LoaderPort, "note_step"),
+    ("gate: timing of whole steps", loader_api.LoaderApi, "note_step"),
     ("taking the call apart", call.Invocation, "of"),
     ("taking the call apart", call.Invocation, "key"),
     ("guards", engine.SkipEngine, "_look"),
     ("finding the recipe", RecipeBook, "find"),
-    ("choosing what to audit", host.CacheHost, "audited"),
+    ("choosing what to audit", engine_callbacks.EngineCallbacks, "audited"),
     (AUDITS, engine.SkipEngine, "_recomputed"),
-    ("counting", host.CacheHost, "note"),
+    ("counting", engine_callbacks.EngineCallbacks, "note"),
     ("rows of the entry", prefetch.PlannedEntry, "load"),
     ("what a replay may have to undo", Recipe, "save_buffers"),
     ("skipped modules' calls", replay.ReplayRun, "__call__"),
@@ -121,9 +121,9 @@ class Task:
 
     def read_already(self) -> Any:
         """Return a pass whose batches have all been read."""
-        self.cache.port.ring_batches, before = BATCHES, self.cache.port.ring_batches
+        self.cache.api.ring_batches, before = BATCHES, self.cache.api.ring_batches
         batches: Any = iter(self.loader)
-        self.cache.port.ring_batches = before
+        self.cache.api.ring_batches = before
         batches._planner.top_up()
         for entry in [planned.entry for planned in batches._planner._planned]:
             assert entry is None or entry.ready()

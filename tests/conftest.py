@@ -43,17 +43,21 @@ def _nothing_fails_unseen(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
     """An error of our own beside the loop costs no training anything; a test fails by it."""
-    from egeria_cache.cache.host import CacheHost
+    from egeria_cache.cache.engine_callbacks import EngineCallbacks
 
     found: list[Exception] = []
-    failed = CacheHost.failed, CacheHost.failed_for
+    failed = EngineCallbacks.failed, EngineCallbacks.failed_for
 
     def note(error: Exception) -> None:
         if is_ours(error) and not isinstance(error, EgeriaError):
             found.append(error)
 
-    monkeypatch.setattr(CacheHost, "failed", lambda h, e, b=None: (note(e), failed[0](h, e, b)))
-    monkeypatch.setattr(CacheHost, "failed_for", lambda h, n, e: (note(e), failed[1](h, n, e)))
+    monkeypatch.setattr(
+        EngineCallbacks, "failed", lambda h, e, b=None: (note(e), failed[0](h, e, b))
+    )
+    monkeypatch.setattr(
+        EngineCallbacks, "failed_for", lambda h, n, e: (note(e), failed[1](h, n, e))
+    )
     yield
     if found and "test_beside" not in request.node.nodeid:
         raise found[0]

@@ -105,7 +105,7 @@ MUTATIONS = {
         caught_by="tests/skip/test_modes.py tests/hostile/test_prefix_values.py",
     ),
     "rows of a prefix that has changed are kept": Mutation(
-        file="egeria_cache/cache/host.py",
+        file="egeria_cache/cache/engine_callbacks.py",
         old="""        log.log(level, "%s: cached activations are void", self._passing)
         self._views.void(lambda view: True, unlink=unlink)
 """,
@@ -132,7 +132,7 @@ MUTATIONS = {
         caught_by="tests/loader/test_resume.py",
     ),
     "no hit is audited": Mutation(
-        file="egeria_cache/cache/host.py",
+        file="egeria_cache/cache/engine_callbacks.py",
         old="        num_hits = int(np.count_nonzero(hit))\n",
         new="        return None\n        num_hits = int(np.count_nonzero(hit))\n",
         caught_by="tests/cache/test_audit.py",

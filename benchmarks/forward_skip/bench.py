@@ -194,5 +194,5 @@ def opened(
 
 
 def wait_for_readers(cache: ActivationCache) -> None:
-    for done in [cache.port.readers.submit(time.sleep, 0.01) for _ in range(8)]:
+    for done in [cache.api.readers.submit(time.sleep, 0.01) for _ in range(8)]:
         done.result()

@@ -24,9 +24,9 @@ from egeria_cache.arguments import (
 )
 from egeria_cache.augment import Operation, commutes
 from egeria_cache.cache.boundary import Boundary, Status
+from egeria_cache.cache.engine_callbacks import EngineCallbacks, device_of
 from egeria_cache.cache.filling import FillReport, fill
-from egeria_cache.cache.host import CacheHost, device_of
-from egeria_cache.cache.port import LoaderPort, Passes
+from egeria_cache.cache.loader_api import LoaderApi, Passes
 from egeria_cache.device import runs_late
 from egeria_cache.errors import EgeriaError
 from egeria_cache.events import BoundaryMoved
@@ -37,7 +37,7 @@ from egeria_cache.store import ActivationStore
 from egeria_cache.tables import size
 
 log = logging.getLogger("egeria")
-_PARTS = frozenset(("port", "_status", "_store", "_readers", "_engine", "_moves"))
+_PARTS = frozenset(("api", "_status", "_store", "_readers", "_engine", "_moves"))
 """What `_open` makes."""
 _ATTACHED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ActivationCache]]
 _ATTACHED = weakref.WeakKeyDictionary()
@@ -141,13 +141,13 @@ class ActivationCache:
             force_network=settings["force_network"],
         )  # fmt: skip
         self._readers = ReaderThreads()
-        host = CacheHost(model, self._store, status, settings["audit_rate"])
+        host = EngineCallbacks(model, self._store, status, settings["audit_rate"])
         self._engine = SkipEngine(
             model, host,
             padding_unread=settings["padding"] == "unread", method=settings["method"],
         )  # fmt: skip
         self._moves = Boundary(self._engine, status)
-        self.port = LoaderPort(
+        self.api = LoaderApi(
             status, self._moves, host, self._readers, Passes(self.directory),
             ring_batches=settings["ring_batches"], stats=self.stats, gather=self._store.gather,
         )  # fmt: skip
@@ -197,7 +197,7 @@ class ActivationCache:
             StoreError: The directory cannot be used.
         """
         if "_status" not in self.__dict__:  # it was unpickled
-            return self.port is not None
+            return self.api is not None
         if self._status.is_closed or not self._status.is_forked:
             return False
         self._shut()
@@ -286,7 +286,7 @@ class ActivationCache:
         self._status.is_filling = True
         try:
             return fill(
-                self.model, self._engine, self.port, loader, self.flush, forward,
+                self.model, self._engine, self.api, loader, self.flush, forward,
                 progress=progress,
             )  # fmt: skip
         finally:

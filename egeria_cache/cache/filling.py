@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import SubsetRandomSampler
 
-from egeria_cache.cache.port import LoaderPort
+from egeria_cache.cache.loader_api import LoaderApi
 from egeria_cache.errors import EgeriaError
 from egeria_cache.skip import (
     CallError,
@@ -53,7 +53,7 @@ class FillReport:
 def fill(
     model: nn.Module,
     engine: SkipEngine,
-    port: LoaderPort,
+    api: LoaderApi,
     loader: Any,
     flush: Callable[[], None],
     forward: Callable[[Any], Any] | None = None,
@@ -61,11 +61,11 @@ def fill(
     progress: bool = True,
 ) -> FillReport:
     """Run the frozen prefix on whatever is not stored yet; see `ActivationCache.fill`."""
-    if port.boundary is None:
+    if api.boundary is None:
         raise EgeriaError("nothing is frozen: set a boundary before filling the cache")
     call = forward or (lambda batch: _ordinary_call(model, batch))
     generators = RandomState.now()
-    todo = _Missing(_indices(loader), loader.source, port)
+    todo = _Missing(_indices(loader), loader.source, api)
     generators.restore()  # a sampler that shuffles draws a seed when it is asked
     part = todo.loader = loader._over(todo)
     start = copy.deepcopy(part.state_dict())
@@ -92,18 +92,18 @@ def fill(
                 if not (loader.source.is_random and loader.reuse is None):
                     break  # the draws to come are made in their turns
                 total = len(todo.indices) * loader.augmentation_variants
-            if stored == total or (turn and stored <= before) or port.refusal(loader.source.key):
+            if stored == total or (turn and stored <= before) or api.refusal(loader.source.key):
                 break
     why_not = None
     if stored < total:
-        why_not = port.refusal(loader.source.key) or "the limit of the directory is reached"
+        why_not = api.refusal(loader.source.key) or "the limit of the directory is reached"
     return FillReport(total, stored, why_not)
 
 
 class _Missing:
     """Sampler of the samples that are not stored, looked up as it goes."""
 
-    def __init__(self, indices: Sequence[Any], source: Any, port: LoaderPort) -> None:
+    def __init__(self, indices: Sequence[Any], source: Any, api: LoaderApi) -> None:
         # Each process begins elsewhere, so that several share the work.
         first = os.getpid() * 7919 % max(1, len(indices))
         self.indices = [*indices[first:], *indices[:first]]
@@ -111,7 +111,7 @@ class _Missing:
         """Whose sampler this is."""
         self.num_passed = 0
         self._source = source
-        self._port = port
+        self._api = api
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -130,7 +130,7 @@ class _Missing:
         return sum(map(bool, self._stored(self.indices)))
 
     def _stored(self, indices: Sequence[Any]) -> Sequence[bool]:
-        views = self._port.views(self._source.key)
+        views = self._api.views(self._source.key)
         if not views:
             return [False] * len(indices)
         ids = self._source.identify(indices)

@@ -37,7 +37,7 @@ from egeria_cache.prefetch import PRINT
 from egeria_cache.samples import BatchContext, Loaded, LoaderSource, Task, row_prints
 
 if TYPE_CHECKING:
-    from egeria_cache.cache import LoaderPort
+    from egeria_cache.cache import LoaderApi
     from egeria_cache.prefetch import PlannedEntry
 
 _MOVED = (
@@ -60,7 +60,7 @@ class Assembly:
     """
 
     def __init__(self, source: LoaderSource, seed: int | None) -> None:
-        self.cache: LoaderPort | None = None
+        self.cache: LoaderApi | None = None
         """Of the pass that began last."""
         self._source = source
         self._seed = seed
@@ -389,7 +389,7 @@ class Assembly:
 
 
 def _load_rows(
-    cache: LoaderPort | None,
+    cache: LoaderApi | None,
     source: LoaderSource,
     task: Task,
     lengths: Lengths | None,

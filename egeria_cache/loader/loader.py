@@ -237,9 +237,9 @@ class EgeriaLoader(ResumableLoader[T_co]):
     def __iter__(self) -> Any:
         self.source.use_collate(self.collate_fn)
         if self.cache is not None and not self._is_plain:
-            with self.cache.port.beside(self.source.key):
+            with self.cache.api.beside(self.source.key):
                 self._ask_data_again(at_end=False)
-                self.cache.port.adopt(self.source)
+                self.cache.api.adopt(self.source)
         self.source.is_known_random |= self._progress.is_random
         self.source.is_steady |= self._progress.is_steady
         self._progress.is_steady = False  # from now on the source knows
@@ -288,7 +288,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         elif self.batch_size is None and self.batch_sampler is None:
             reason = "batch_size=None turns batching off; give a batch_size or a batch_sampler"
         if reason is not None and self.cache is not None:
-            self.cache.port.leave_uncached(self.source.key, reason)
+            self.cache.api.leave_uncached(self.source.key, reason)
         elif reason is not None:
             log.warning("loader %r passes its batches through uncached: %s", self.name, reason)
         return reason
@@ -302,16 +302,16 @@ class EgeriaLoader(ResumableLoader[T_co]):
             return
         began = time.perf_counter()
         what = self.source.fingerprint.changed()
-        self.cache.port.took_beside(time.perf_counter() - began)
+        self.cache.api.took_beside(time.perf_counter() - began)
         if what is None and not at_end:
             if self._num_changes:
-                self.cache.port.data_settled(self.source.key)
+                self.cache.api.data_settled(self.source.key)
             self._num_changes = 0
         elif what is not None:
             self._num_changes += 1
             in_mid_pass = at_end or not self._ended_unchanged
             stuck = self._persistent is not None and not at_end
-            self.cache.port.data_changed(
+            self.cache.api.data_changed(
                 self.source.key, what, unlink=in_mid_pass,
                 give_up=stuck or self._num_changes > MAX_CHANGES,
             )  # fmt: skip
@@ -324,7 +324,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         if what is not None:
             self._num_changes += 1
             give_up = self._num_changes > MAX_CHANGES
-            self.cache.port.data_changed(self.source.key, what, unlink=True, give_up=give_up)
+            self.cache.api.data_changed(self.source.key, what, unlink=True, give_up=give_up)
 
     @property
     def _keeps_workers(self) -> bool:
@@ -342,12 +342,12 @@ class EgeriaLoader(ResumableLoader[T_co]):
 
         The first pass of a run that begins frozen goes on with the draws of the runs before it.
         """
-        port = None if self.cache is None else self.cache.port
-        if port is None or not port.serves(self.source.key):
+        api = None if self.cache is None else self.cache.api
+        if api is None or not api.serves(self.source.key):
             return last.ahead or 0, epoch + (last.ahead or 0)
         known = None
-        with port.beside(self.source.key):
-            known = port.passes.next_of(self.source) if last.ahead is None else None
+        with api.beside(self.source.key):
+            known = api.passes.next_of(self.source) if last.ahead is None else None
         if known is not None:
             self.source.is_known_random = True
             return known.tick - epoch, known.since

@@ -18,7 +18,7 @@ from egeria_cache.samples import Loaded, LoaderSource
 from egeria_cache.threads import outside_inference_mode
 
 if TYPE_CHECKING:
-    from egeria_cache.cache import LoaderPort
+    from egeria_cache.cache import LoaderApi
     from egeria_cache.prefetch import View
 
 
@@ -53,7 +53,7 @@ class Pass:
         self._loader = loader
         self._source = loader.source  # not the loader's: one that is given back has none
         self._progress = progress
-        self._cache = cache = None if loader.cache is None else loader.cache.port
+        self._cache = cache = None if loader.cache is None else loader.cache.api
         self._beside = nullcontext if cache is None else partial(cache.beside, self._source.key)
         if cache is not None:
             with self._beside():
@@ -144,7 +144,7 @@ class Pass:
                     self._cache.log_epoch(self._loader.name, self._progress.epoch)
             raise
 
-    def _note_end(self, cache: LoaderPort) -> None:
+    def _note_end(self, cache: LoaderApi) -> None:
         """Tell where the random draws stand; a boundary set from now on begins with the next."""
         clock = self._progress.clock
         if cache.boundary is None:
@@ -256,7 +256,7 @@ class Pass:
         return iter(inner)
 
 
-def _outlook(cache: LoaderPort | None, name: str) -> tuple[Sequence[View], bool]:
+def _outlook(cache: LoaderApi | None, name: str) -> tuple[Sequence[View], bool]:
     """Return what can be read at the moment, and whether samples that draw nothing are seeded."""
     if cache is None:
         return (), True
@@ -270,12 +270,12 @@ def _num_batches(loader: Any) -> int | None:
         return None
 
 
-def _study(cache: LoaderPort | None, source: LoaderSource) -> Studied:
+def _study(cache: LoaderApi | None, source: LoaderSource) -> Studied:
     if cache is None or cache.boundary is None or not cache.may_store(source.key):
         return (), False, source.is_steady, False
     together = source.study.company is not None
     return source.axes, together, together or source.is_steady, source.has_own_collate
 
 
-def _wants_control(cache: LoaderPort | None, entry: PlannedEntry) -> bool:
+def _wants_control(cache: LoaderApi | None, entry: PlannedEntry) -> bool:
     return cache is not None and cache.wants_control(entry)

@@ -1,10 +1,10 @@
 """What may be read from a generation now, by whom, and who takes it back.
 
-A `View` is made on the training thread when a cut was found for a loader (`cache/host.py`), and
-given up there: retired when newer ones have taken its place, void when its activations are stale.
-Reader threads and batches that are under way hold the `View` itself and ask it whether it is alive
-right before they use what was read: so that a void reaches every batch wherever it is, without a
-lock.
+A `View` is made on the training thread when a cut was found for a loader
+(`cache/engine_callbacks.py`), and given up there: retired when newer ones have taken its place,
+void when its activations are stale. Reader threads and batches that are under way hold the `View`
+itself and ask it whether it is alive right before they use what was read: so that a void reaches
+every batch wherever it is, without a lock.
 """
 
 from __future__ import annotations

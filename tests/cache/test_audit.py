@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from egeria_cache import ActivationCache, EgeriaLoader
-from egeria_cache.cache import host
+from egeria_cache.cache import engine_callbacks
 from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
 from tests.helpers.runs import assert_same, run
 
@@ -31,7 +31,7 @@ def test_audits_change_nothing(tmp_path, rate, workers):
 def test_however_low_the_rate_hits_are_audited_as_far_as_that_takes_little_of_the_time(
     tmp_path, monkeypatch, share, per_epoch
 ):
-    monkeypatch.setattr(host, "MAX_COST", share)
+    monkeypatch.setattr(engine_callbacks, "MAX_COST", share)
     result = run(tmp_path, gate="always", cache_kwargs={"audit_rate": 1e-9})
     num_epochs = result[3].hits // 48
     assert result[3].audited == max(1, per_epoch * num_epochs)  # of six batches each
@@ -69,7 +69,9 @@ def test_an_edited_sample_is_found_and_training_goes_on_with_the_new_one(tmp_pat
 
 
 def test_the_default_rate_audits_one_hit_in_a_thousand(tmp_path, monkeypatch):
-    monkeypatch.setattr(host, "MAX_COST", 0.0)  # the floor would add some while they take little
+    monkeypatch.setattr(
+        engine_callbacks, "MAX_COST", 0.0
+    )  # the floor would add some while they take little
     model = make_net()
     freeze(model, "layer1")
     with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:

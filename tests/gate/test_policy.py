@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from egeria_cache import ActivationCache, EgeriaLoader
-from egeria_cache.cache.host import CacheHost
+from egeria_cache.cache.engine_callbacks import EngineCallbacks
 from egeria_cache.gate import policy
 from egeria_cache.gate.steps import StepTimer
 from egeria_cache.skip.serve.cut import Step
@@ -206,9 +206,11 @@ def test_an_epoch_ends_with_one_line(tmp_path, caplog):
 
 
 def test_a_control_is_computed_as_without_a_cache(tmp_path, monkeypatch):
-    captured, own = [], CacheHost.captured
+    captured, own = [], EngineCallbacks.captured
     monkeypatch.setattr(
-        CacheHost, "captured", lambda self, *args: (captured.append(args), own(self, *args))[1]
+        EngineCallbacks,
+        "captured",
+        lambda self, *args: (captured.append(args), own(self, *args))[1],
     )
     monkeypatch.setattr(policy.ServingPolicy, "wants_control", lambda *args: True)
     model = make_net()
@@ -253,7 +255,7 @@ def test_an_activation_that_grew_is_cut_before_it_grew(tmp_path, monkeypatch):
             )
             assert cache.boundary == "layer2"
             if gate == "auto":
-                assert cache.port.views(loader.source.key)[0].cut.boundary == "layer1"
+                assert cache.api.views(loader.source.key)[0].cut.boundary == "layer1"
                 assert cache.stats().hits >= 2 * 96
                 assert "cut at 'layer1', whose output is smaller" in cache.stats().gate
     assert results[0] == results[1]

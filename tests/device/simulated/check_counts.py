@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from egeria_cache import ActivationCache, EgeriaLoader
-from egeria_cache.cache import host
+from egeria_cache.cache import engine_callbacks
 from egeria_cache.prefetch import prefetcher
 from tests.device.backend import Counts, counts
 from tests.device.simulated.runs import DEVICE
@@ -57,7 +57,9 @@ def cached(directory, epochs, *, ring_batches=5, rows=ROWS, audit_rate=0):
             ring_batches=ring_batches,
         ) as cache,
     ):  # fmt: skip
-        patch.setattr(host, "MAX_COST", 0.0)  # the first hit is recomputed, and no other
+        patch.setattr(
+            engine_callbacks, "MAX_COST", 0.0
+        )  # the first hit is recomputed, and no other
         data = Images(rows)
         loader = EgeriaLoader(
             data, B, shuffle=True, cache=cache, reuse=None, seed=3, pin_memory=True

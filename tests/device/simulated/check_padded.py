@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from egeria_cache.cache import host
+from egeria_cache.cache import engine_callbacks
 from egeria_cache.prefetch import prefetcher
 from tests.device.backend import counts
 from tests.device.simulated.runs import assert_same, plain, run
@@ -65,7 +65,9 @@ def test_batches_that_are_partly_hits_are_as_long_as_their_longest_sample(tmp_pa
 def test_a_step_of_padded_hits_makes_the_host_wait_no_more_than_a_computed_one(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(host, "MAX_COST", 0.0)  # the first hit is recomputed, and no other
+    monkeypatch.setattr(
+        engine_callbacks, "MAX_COST", 0.0
+    )  # the first hit is recomputed, and no other
 
     def waits(gate):
         steps, before = [], [counts().waits]

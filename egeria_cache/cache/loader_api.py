@@ -17,7 +17,7 @@ import numpy as np
 from egeria_cache.attempt import Attempt, is_beside
 from egeria_cache.batch import Batch
 from egeria_cache.cache.boundary import Boundary, Status, shown_name
-from egeria_cache.cache.host import CacheHost
+from egeria_cache.cache.engine_callbacks import EngineCallbacks
 from egeria_cache.errors import StoreError
 from egeria_cache.gate import CacheStats, Kind
 from egeria_cache.prefetch import PlannedEntry, ReaderThreads, View
@@ -30,14 +30,14 @@ MAX_ALIKE = 4
 """Loaders of one name whose views are kept; scripts make one for every evaluation."""
 
 
-class LoaderPort:
+class LoaderApi:
     """One cache as its loaders see it. A loader is named by its `LoaderSource.key`."""
 
     def __init__(
         self,
         status: Status,
         boundary: Boundary,
-        host: CacheHost,
+        host: EngineCallbacks,
         readers: ReaderThreads,
         passes: Passes,
         *,

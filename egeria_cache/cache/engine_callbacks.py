@@ -89,7 +89,7 @@ class AuditPlan:
         return rows, served == 1
 
 
-class CacheHost:
+class EngineCallbacks:
     """Implements `SkipHost` for one model: opens generations for cuts, stores, audits.
 
     Args:
