@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from egeria_cache.store.disk.environment import DATA_NAME
 from egeria_cache.store.native import SWITCH, Kernel, kernel
@@ -113,3 +115,9 @@ def keep(store: ActivationStore, *batch: Any, into: Any = None, **options: Any) 
     taken: bool = (into or store).put_batch(*batch, **options)
     assert store.flush(60)
     return taken
+
+
+def random_rows(ids: Any, width: int) -> Tensor:
+    """One row a sample, the same whenever it is asked for."""
+    seeds = [torch.Generator().manual_seed(int(one)) for one in ids]
+    return torch.stack([torch.randn(width, generator=one) for one in seeds])

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
 
 import pytest
 import torch
 
 from egeria_cache.store import ActivationStore
-from egeria_cache.store.disk.environment import DATA_NAME
-from tests.store.conftest import entries_of, keep
+from tests.store.conftest import keep
 
 LENGTHS = [5, 3, 900, 3, 1, 40, 0, 700, 5, 9]
 
@@ -77,25 +75,6 @@ def test_rows_are_the_callers_own(stored):
         for row in found["states"]:
             row.fill_(7.0)
     check(store, rows, [0, 8, 2])
-
-
-def test_a_damaged_record_is_no_hit_and_the_others_are(stored, tmp_path):
-    store, rows = stored
-    order = list(range(len(LENGTHS)))
-    check(store, rows, order)
-    (path,) = tmp_path.glob(f"gen-*/{DATA_NAME}")
-    places = entries_of(store, order)["place"]
-    with path.open("r+b") as file:
-        for row in (2, 7):
-            os.pwrite(file.fileno(), b"\xff\xff", int(places[row]) + 100)
-    found, hit = store.get_batch(order)
-    assert hit.tolist() == [one not in (2, 7) for one in order]
-    assert store.stats().corrupt == (~hit).sum()
-    for one, is_hit in enumerate(hit.tolist()):
-        assert is_hit == (found["states"][one] is not None)
-        if is_hit:
-            assert torch.equal(found["states"][one], rows["states"][one])
-            assert found["label"][one] == one
 
 
 def test_lossy_numbers_of_differing_shapes_are_unpacked(tmp_path):

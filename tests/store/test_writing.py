@@ -12,22 +12,16 @@ from egeria_cache.store.records.layout import Layout
 from egeria_cache.store.records.record import Encoded, Rows
 from egeria_cache.store.store import ActivationStore
 from egeria_cache.store.writer import Job
-from tests.store.conftest import counted, keep
+from tests.store.conftest import counted, keep, random_rows
 
 FLUSH_S = 30
 DEADLINE_S = 60
 
 
-def rows(ids, width=300):
-    return torch.stack(
-        [torch.randn(width, generator=torch.Generator().manual_seed(int(one))) for one in ids]
-    )
-
-
 def assert_stored(generation, ids, width=300):
     got, hit = generation.get_batch(ids)
     assert hit.all()
-    assert torch.equal(got, rows(ids, width))
+    assert torch.equal(got, random_rows(ids, width))
 
 
 @pytest.mark.parametrize("most", [1, 8, 24, 64, 1000])
@@ -58,8 +52,8 @@ def test_the_ids_of_a_put_may_be_changed_after_it(store, monkeypatch):
     jobs = []
     monkeypatch.setattr(generation._writer, "submit", lambda job: jobs.append(job) or True)
     ids, array = [1, 2], np.array([3, 4])
-    generation.put_batch(ids, rows(ids))
-    generation.put_batch(array, rows(array))
+    generation.put_batch(ids, random_rows(ids, 300))
+    generation.put_batch(array, random_rows(array, 300))
     ids[:] = array[:] = [7, 8]
     generation.commit(jobs)
     assert_stored(generation, [1, 2, 3, 4])
@@ -69,10 +63,10 @@ def test_the_ids_of_a_put_may_be_changed_after_it(store, monkeypatch):
 def test_what_is_stored_by_now_is_neither_written_again_nor_counted(store, directory):
     generation = store.open_generation({"use": "twice"})
     for _ in range(2):
-        keep(store, [1, 2], rows([1, 2]), into=generation)
+        keep(store, [1, 2], random_rows([1, 2], 300), into=generation)
     (path,) = directory.glob(f"gen-*/{DATA_NAME}")
     size = generation.totals.stored_bytes
-    keep(store, [1, 2, 3], rows([1, 2, 3]), into=generation)
+    keep(store, [1, 2, 3], random_rows([1, 2, 3], 300), into=generation)
     assert counted(generation) == (3, 0)
     assert generation.totals.stored_bytes - size == pytest.approx(size / 2, rel=0.1)  # one record
     assert path.stat().st_size < 100_000
@@ -82,7 +76,7 @@ def test_what_is_stored_by_now_is_neither_written_again_nor_counted(store, direc
 @pytest.mark.parametrize("said", ["changed after put_batch", "cannot be stored"])
 def test_a_batch_that_is_not_stored_does_not_take_those_it_waited_with_along(store, caplog, said):
     generation = store.open_generation({"use": "group"})
-    batches = [rows([one]) for one in range(4)]
+    batches = [random_rows([one], 300) for one in range(4)]
     values = [*batches] if "changed" in said else [*batches[:2], [object()], batches[3]]
     jobs = [
         Job(generation, encode_keys([one]), [0], Rows(True, {"value": value}))
