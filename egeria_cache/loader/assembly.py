@@ -140,7 +140,7 @@ class Assembly:
         if self.cache.is_plain(key) or self.cache.is_refused(key):
             self.cache.count_batch(source, len(plan.ids), None)
             return loaded.data
-        studies = source.has_own_collate and self._may_store and not self._is_plain(plan)
+        studies = source.has_own_collate and self._stores(plan)
         if source.study.company is None or not studies:
             if studies:
                 # What is loaded to look at may lie in the same memory, and in the same containers.
@@ -177,11 +177,11 @@ class Assembly:
         if studies:
             if self._source.study.look_for_padding(plan.whole(self._seed), leaves):
                 self.cache.padding_found(self._source.key)
+            if (shared := _shared(leaves)) is not None:
+                raise EgeriaError(_SHARED.format(shared))
             # Before padding was found, a sample that is padded was not what it is alone.
             if loaded.differs is not None and self._source.study.padding is None:
                 raise EgeriaError(_MOVED.format(loaded.differs))
-            if (shared := _shared(leaves)) is not None:
-                raise EgeriaError(_SHARED.format(shared))
             lengths = self._own_lengths(plan, leaves, loaded)
         plan.entry = self._still_true(entry, leaves)
         batch = self._batch(plan, leaves, structure, {}, lengths)
@@ -255,7 +255,7 @@ class Assembly:
             cache.count_batch(source, len(plan.ids), None)
         forget_lost()
         plan.size = self._size(len(plan.ids), _whole(found.lengths))
-        batch = together(source, plan, task, found, is_plain=self._is_plain(plan))
+        batch = together(source, plan, task, found, stores=self._stores(plan))
         only = cache.tagged_leaves(source.key)
         tagged = leaves | {
             path: _wrap(leaf, batch, path)
@@ -266,20 +266,16 @@ class Assembly:
         source.yields(tagged.values())
         return own_containers(data, structure.rebuild(tagged))
 
-    @property
-    def _may_store(self) -> bool:
-        return self.cache is not None and self.cache.may_store(self._source.key)
-
-    def _is_plain(self, plan: Plan) -> bool:
-        """Whether a batch is computed as without a cache: a control, if all of it is stored that
-        will be read.
+    def _stores(self, plan: Plan) -> bool:
+        """Whether rows of a batch may be stored; else it is computed as without a cache, as a
+        control is of which all is stored that will be read.
         """
+        if self.cache is None or not self.cache.may_store(self._source.key):
+            return False
         control = plan.control
-        if control is None or self.cache is None:
-            return False
-        if control.num_misses and self._source.served == 1:
-            return False
-        return control.view in self.cache.views(self._source.key)[:1]
+        if control is None or (control.num_misses and self._source.served == 1):
+            return True
+        return control.view not in self.cache.views(self._source.key)[:1]
 
     def _own_lengths(self, plan: Plan, leaves: Mapping[str, Any], loaded: Loaded) -> Lengths | None:
         """Return how long the samples of a loaded batch are, where it is padded.
@@ -383,7 +379,7 @@ class Assembly:
             load_rows=partial(_load_rows, self.cache, source, task, lengths),
             entry=plan.entry,
             context=context,
-            may_be_stored=self._may_store and not self._is_plain(plan),
+            may_be_stored=self._stores(plan),
             lengths=lengths,
         )
 

@@ -93,9 +93,7 @@ def find(
     return Found(structure, places.order, own, mixed, lengths, is_new)
 
 
-def together(
-    source: LoaderSource, plan: Plan, task: Task, found: Found, *, is_plain: bool
-) -> Batch:
+def together(source: LoaderSource, plan: Plan, task: Task, found: Found, *, stores: bool) -> Batch:
     """Return the batch, its samples in the order in which they stand."""
     entry, order = plan.entry, found.order
     if entry is not None:
@@ -117,7 +115,7 @@ def together(
         context=BatchContext(
             source, found.structure, task, metas, kinds, {}, source.fingerprint.age
         ),
-        may_be_stored=not is_plain and (entry is None or entry.num_misses > 0),
+        may_be_stored=stores and (entry is None or entry.num_misses > 0),
         lengths=lengths,
         mixed=found.mixed,
         why_mixed=source.study.company or "",

@@ -90,19 +90,13 @@ class Draws:
         kept = (
             f"{self.kept} draws of each are kept" if self.kept > 1 else "One draw of each is kept"
         )
-        if self.reuse is None:
-            how = f"{kept} for ever: all of the frozen front's forward is saved, and no new "
-            how += "augmentation is seen"
-        else:
-            how = (
-                f"{kept}, used for {self.reuse} epochs each and then made anew, in turns: from the "
-                f"second epoch on about {self.served:.0%} of the frozen front's forward is "
-                "saved"
-            )
+        how = f", used for {self.reuse} epochs each and then made anew, in turns"
         return (
-            f"its samples draw random numbers ({drawn_from}). {how}, for {num_bytes / 1e6:.1f} MB "
-            "on disk, uncompressed. EgeriaLoader(reuse=...) chooses otherwise: 1 draws anew in "
-            "every epoch and is served nothing, None keeps the first draws for ever"
+            f"its samples draw random numbers ({drawn_from}). {kept}"
+            f"{' for ever' if self.reuse is None else how}: about {self.served:.0%} of the frozen "
+            f"front's forward is saved, for {num_bytes / 1e6:.1f} MB on disk, uncompressed. "
+            "EgeriaLoader(reuse=...) chooses otherwise: 1 draws anew in every epoch and is served "
+            "nothing, None keeps the first draws for ever"
         )
 
 
