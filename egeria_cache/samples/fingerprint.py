@@ -1,7 +1,7 @@
 """What tells one data set from another, without reading all of it; and whether it still is itself.
 
 Part of a generation's content address: all that decides a sample and can be reached from the data
-set and the collate function (`portrait.py`), and a few dozen samples byte by byte. What cannot be
+set and the collate function (`pystate`), and a few dozen samples byte by byte. What cannot be
 told apart this way is what `sample_version`, a `fingerprint` of the data set's own, and the audit
 are for.
 """

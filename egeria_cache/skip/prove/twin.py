@@ -2,7 +2,7 @@
 
 A twin has the model's parameters, which are put back behind each run (`weights.py`), and copies
 of everything else: buffers, attributes, queues, hooks with what they append to, private generators,
-and the inputs of the call (`copier.py`). All twins of one rehearsal are copies of the model as it
+and the inputs of the call (`pystate`). All twins of one rehearsal are copies of the model as it
 was before the user's own forward, so that no run sees what another has left. Making one takes about
 30 us per module: runs that only differ in their rows share one, as batches share a model.
 """

@@ -1,1 +1,1 @@
-"""Python state: what it holds, copies of it, and whether it has changed."""
+"""Whether the frozen front is what it was, and what a dry run must leave as it was."""
