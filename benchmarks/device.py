@@ -30,7 +30,7 @@ from benchmarks.harness import environment, parser, publish, tell
 from benchmarks.models import ResNet50
 from egeria_cache import ActivationCache, CacheStats, EgeriaLoader
 from egeria_cache.device import Lane, default_device, pins, runs_late, synchronize
-from egeria_cache.prefetch.ring import Resident, Ring
+from egeria_cache.prefetch.ring import Ring
 
 COMPILED = ("ResNet-50", "GPT-2 small")
 """By the device's own compiler, which takes a minute for each; others by one that takes no time."""
@@ -396,13 +396,13 @@ def captured(device: torch.device) -> bool | None:
     if not (kinds and hasattr(module, "graph") and runs_late(device)):
         return None
     rows = {"a": torch.arange(12.0).view(4, 3).pin_memory()}
-    held = Resident(Ring(device), rows, {}, 10)
-    held.insert(np.arange(4), np.zeros(4, np.int64), rows, {})
+    ring, draws = Ring(rows, 8, 10, device), np.zeros(4, np.int64)
+    ring.insert(0, np.arange(4), draws, rows, {})
     index, graph = torch.tensor([3, 1, 0, 9], device=device), getattr(module, kinds[0])()
     synchronize(device)
-    held.rows(index)
+    ring.rows(index)
     with module.graph(graph):
-        out = held.rows(index)["a"]
+        out = ring.rows(index)["a"]
     index.copy_(torch.tensor([0, 2, 9, 1], device=device))
     graph.replay()
     synchronize(device)

@@ -71,10 +71,12 @@ def directory(tmp_path: Path) -> Path:
 @pytest.fixture(params=["rows with the batch", "rows with the batch, read by training", "ring"])
 def way_of_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a test as on the CPU, with readers and without, and with the ring of other devices."""
-    where = "egeria_cache.prefetch"
-    monkeypatch.setattr(f"{where}.view.copies_ahead", lambda device: request.param == "ring")
-    most = 1 << 40 if request.param.endswith("training") else 0
-    monkeypatch.setattr(f"{where}.prefetcher.SHORT_BYTES", most)
+    monkeypatch.setattr(
+        "egeria_cache.prefetch.prefetcher.needs_ring", lambda device: request.param == "ring"
+    )
+    if request.param.endswith("training"):
+        always = property(lambda readers: True, lambda readers, value: None)
+        monkeypatch.setattr("egeria_cache.prefetch.ReaderThreads.is_spared", always, raising=False)
 
 
 NUM_CASES = 2

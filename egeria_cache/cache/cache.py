@@ -62,7 +62,7 @@ class ActivationCache:
         loader: A DataLoader that exists, to be served: see `attach`.
         limit: Hard bound on the directory's size: bytes, or text such as "100GB".
         codec: How records are compressed: "auto", "zstd", "raw", ...; see `docs/format.md`.
-        ring_batches: How many mini-batches are read ahead.
+        ring_batches: How many mini-batches are read ahead; as many recent ones stay on a device.
         audit_rate: Fraction of the hits that are recomputed from the raw sample and compared.
         gate: "auto" skips while training steps are measured to be faster for it, and in short runs
             begins when that may be won back; "always" skips whatever can be skipped; "never"
@@ -230,15 +230,15 @@ class ActivationCache:
         if status.is_forked:  # the store's locks may be held for ever
             why = "this is a forked child of the process that made the cache; call cache.reopen()"
             return replace(counts, why_not=why)
-        on_disk = self._store.stats()
+        on_disk, (raw_bytes, stored_bytes) = self._store.stats(), views.retired_bytes
         return replace(
             counts,
             dropped_writes=on_disk.dropped_writes,
             corrupt=on_disk.corrupt,
             num_samples=on_disk.num_samples,
             bytes_on_disk=on_disk.bytes_on_disk,
-            raw_bytes=on_disk.raw_bytes,
-            stored_bytes=on_disk.stored_bytes,
+            raw_bytes=on_disk.raw_bytes + raw_bytes,
+            stored_bytes=on_disk.stored_bytes + stored_bytes,
             limit_bytes=on_disk.limit_bytes,
             saved_s=status.policy.saved_s,
             proof_s=status.policy.proof_s,

@@ -421,8 +421,6 @@ class EngineCallbacks:
 
     def leave_uncached(self, loader_name: str, reason: str, *, unlink: bool = False) -> None:
         """Cache nothing for this loader, and say why, once."""
-        if loader_name in self._status.uncached:
-            return
         self._status.uncached[loader_name] = self._counts.why_not = reason
         log.warning("loader %r is not cached: %s", shown_name(loader_name), reason)
         self._views.void(lambda view: view.loader_name == loader_name, unlink=unlink)
@@ -459,9 +457,9 @@ class EngineCallbacks:
 
     def _leave_together(self) -> bool:
         """What the front reads is not the samples' own: cache such loaders no more, if any."""
-        left = self._status.together.keys() - self._status.uncached.keys()
-        for name in left:
-            self.leave_uncached(name, self._status.together[name])
+        left = self._status.together.items() - self._status.uncached.items()
+        for name, why in left:
+            self.leave_uncached(name, why)
         return bool(left)
 
     def unproved(self, reason: str) -> None:
@@ -495,16 +493,16 @@ class EngineCallbacks:
         """What is done beside the loop with a loader's batches went wrong: it is cached no more."""
         self._counts.failures += 1
         self._status.is_news(_cause(error))
-        told = _told(error)
-        self.leave_uncached(
-            loader_name, told if isinstance(error, EgeriaError) else f"{_BESIDE}: {told}"
-        )
+        if loader_name not in self._status.uncached:
+            told = _told(error) if isinstance(error, EgeriaError) else f"{_BESIDE}: {_told(error)}"
+            self.leave_uncached(loader_name, told)
 
     def postpones(self, batch: Batch) -> Literal["timed", "plain"] | None:
         """Whether this loader's run is too short, as far as is known, to win back a proof."""
         name, source = batch.loader_name, batch.context.source
         if source.why_not_served is not None:
-            self.leave_uncached(name, source.why_not_served)
+            if name not in self._status.uncached:
+                self.leave_uncached(name, source.why_not_served)
             return "plain"
         if self._policy.wants_timing(name):
             return "timed"

@@ -133,6 +133,7 @@ class _Missing:
         views = self._api.views(self._source.key)
         if not views:
             return [False] * len(indices)
+        views[0].refresh()
         ids = self._source.identify(indices)
         draws = self._source.stored_as(self.loader._draws_of(ids))
         found: Sequence[bool] = views[0].contains(ids, draws).tolist()

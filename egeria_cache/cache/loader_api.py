@@ -18,6 +18,7 @@ from egeria_cache.attempt import Attempt, is_beside
 from egeria_cache.batch import Batch
 from egeria_cache.cache.boundary import Boundary, Status, shown_name
 from egeria_cache.cache.engine_callbacks import EngineCallbacks
+from egeria_cache.device import runs_late
 from egeria_cache.errors import StoreError
 from egeria_cache.gate import CacheStats, Kind
 from egeria_cache.prefetch import PlannedEntry, ReaderThreads, View
@@ -65,7 +66,6 @@ class LoaderApi:
         self.took_planning = policy.took_beside
         """All but loading took so many seconds until a batch was given out."""
         self.draws_count, self.data_changed = host.draws_count, host.data_changed
-        self.leave_uncached = host.leave_uncached
         self.gather = gather
         """Is told whether what is stored is not read soon: it is then written in larger groups."""
         self.may_store = status.may_store
@@ -134,6 +134,11 @@ class LoaderApi:
         """Return why nothing is stored for this loader; None if something is."""
         reason = self._status.uncached.get(loader_name)
         return reason or (None if self.views(loader_name) else self._counters.counts.why_not)
+
+    def leave_uncached(self, loader_name: str, reason: str) -> None:
+        """Cache nothing for this loader, and say why, once."""
+        if loader_name not in self._status.uncached:
+            self._host.leave_uncached(loader_name, reason)
 
     def load_together(self, source: LoaderSource, why: str) -> None:
         """A sample's leaves are not all its own: the loader's batches are loaded whole from now on.
@@ -221,6 +226,8 @@ class LoaderApi:
         kind: Kind
         if entry is not None:
             kind = "served" if entry.serves_most else "partial"
+            if entry.num_read:
+                self.readers.served(entry.read_s, may_be_none=not runs_late(entry.view.device))
         else:
             kind = "computed" if is_control or view is None else "captured"
         why = policy.step(loader_name, boundary, kind, seconds, num_samples)

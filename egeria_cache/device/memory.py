@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from egeria_cache.ragged import PaddedRows
 
 LEFT_ALONE = 64
 """So small a part of a device's memory is never taken: what PyTorch does not count lies there."""
+SMALL_SIZES = 2 * tuple(1 << n for n in range(13))
+"""Verdicts, numbers of samples, labels; PyTorch rounds sizes up to powers of two."""
 _pins: dict[str, bool] = {}
 
 
@@ -59,6 +62,29 @@ def room(device: torch.device) -> int | None:
     except Exception:  # of any kind: each device says in its own way what it lacks
         return None
     return max(0, int(free + kept - most - total // LEFT_ALONE) // 2)
+
+
+def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return uninitialised host memory for copies with a device, page-locked if that is possible.
+
+    Raises:
+        RuntimeError: There is no memory left.
+    """
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=pins(device))
+
+
+def lock_ahead(sizes: Iterable[int], device: torch.device) -> None:
+    """Lock the pages now that copies with a device will need: it waits while that is done.
+
+    PyTorch gives what was freed to whoever asks for about as much, in any thread.
+
+    Args:
+        sizes: Bytes of the pieces that will be in use at a time; small ones come besides.
+        device: Nothing is done where it has no use for such memory.
+    """
+    if pins(device):
+        with suppress(RuntimeError):  # no memory left: whoever needs it asks again
+            [host_memory((size,), torch.uint8, device) for size in (*sizes, *SMALL_SIZES)]
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:

@@ -27,6 +27,26 @@ class Event(Protocol):
         """Whether it has."""
 
 
+class Point:
+    """An event that is recorded anew, for another point, once nobody asks for this one."""
+
+    __slots__ = ("_spare", "event")
+
+    def __init__(self, event: Any, spare: list[Any]) -> None:
+        self.event, self._spare = event, spare
+
+    def synchronize(self) -> None:
+        """Wait until the device is there."""
+        self.event.synchronize()
+
+    def query(self) -> bool:
+        """Whether it is there."""
+        return bool(self.event.query())
+
+    def __del__(self) -> None:
+        self._spare.append(self.event)
+
+
 class Streams:
     """The streams and events of one device, as `torch.accelerator` has them.
 
@@ -37,6 +57,7 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._spare: list[Any] = []
 
     def current(self) -> Any:
         """The stream that this thread's kernels go to."""
@@ -50,15 +71,17 @@ class Streams:
     def record(self, stream: Any) -> Event:
         """Return the point after all that a stream was given so far."""
         with current(self.device):
-            event: Any = torch.Event(self.device)
+            try:
+                event = self._spare.pop()
+            except IndexError:
+                event = torch.Event(self.device)
             event.record(stream)
-            found: Event = event
-        return found
+        return Point(event, self._spare)
 
     def order(self, point: Any, stream: Any) -> None:
         """What a stream is given from now on runs after `point`. The host does not wait."""
         with current(self.device):
-            stream.wait_event(point)
+            stream.wait_event(point.event)
 
     @contextmanager
     def use(self, stream: Any) -> Iterator[None]:

@@ -66,7 +66,7 @@ class CacheStats:
     bytes_on_disk: int = 0
     """Of the whole cache directory."""
     raw_bytes: int = 0
-    """Size before compression of the samples in the generations in use."""
+    """Size before compression of all samples stored or found so far, in every generation."""
     stored_bytes: int = 0
     """Their size after compression."""
     limit_bytes: int = 0

@@ -10,8 +10,8 @@ every batch wherever it is, without a lock.
 from __future__ import annotations
 
 import copy
-import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from egeria_cache.batch import Lengths, Padding, Rows, Structure, counting
-from egeria_cache.device import pins, runs_late
+from egeria_cache.device import runs_late
 
 if TYPE_CHECKING:
-    from egeria_cache.prefetch.ring import Resident
+    from egeria_cache.prefetch.ring import Ring
     from egeria_cache.skip import Cut
     from egeria_cache.store import Generation
 
@@ -41,11 +41,6 @@ MAX_LIVE_BOUNDARIES = 2
 _MAX_METAS = 64
 MAX_LIVE_VIEWS = 16
 """Of one loader: a generation per boundary and shape of its batches."""
-
-
-def copies_ahead(device: torch.device) -> bool:
-    """Whether rows are copied to such a device ahead of their need."""
-    return runs_late(device)
 
 
 @dataclass(eq=False)
@@ -69,11 +64,11 @@ class View:
     """Leaves without rows: their value in every batch."""
     counts: frozenset[str] = frozenset()
     """Those of them that count the samples."""
-    resident: Resident | None = None
-    """All rows on the device, where they are few; kept from pass to pass."""
-    has_room: bool = field(default=True, init=False)
-    """Whether training left memory on the device for batches to come."""
-    room_looked_at: float = field(default=-math.inf, init=False)
+    ring: Ring | None = None
+    """Rows on the device, where they are gathered from there; kept from pass to pass."""
+    has_room: bool = True
+    """False once the device had no memory left for a ring."""
+    room_looked_at: float = field(default_factory=time.monotonic, init=False)
     padding: Padding | None = None
     """How the loader pads its samples; stored rows have none of it."""
     _metas: dict[tuple[str, int], Tensor] = field(default_factory=dict, init=False)
@@ -93,16 +88,6 @@ class View:
     def is_late(self) -> bool:
         """Whether any of the activations lies on a device that runs behind the host."""
         return any(map(runs_late, (self.device, *self.cut.devices.values())))
-
-    @cached_property
-    def is_ahead(self) -> bool:
-        """Whether its rows are copied to the device ahead of their need."""
-        return copies_ahead(self.device) and not self.is_spread
-
-    @cached_property
-    def is_pinned(self) -> bool:
-        """Whether its rows are read to page-locked memory."""
-        return pins(self.device)
 
     @property
     def growth(self) -> Mapping[str, Any]:
@@ -153,6 +138,10 @@ class View:
             for path, value in self.constants.items()
         }
 
+    def refresh(self) -> int:
+        """Take note of what other processes have stored; return how many samples there are."""
+        return self.generation.num_samples if self.alive else 0
+
     def contains(self, ids: Sequence[Any], draws: np.ndarray) -> np.ndarray:
         """Which samples are stored, each in one of its draws: bool, shape (B,)."""
         return self.generation.locate(ids, variant=draws).found & self.alive
@@ -168,6 +157,8 @@ class Views:
         """All of them: batches may be planned with one that another has taken the place of."""
         self._process = os.getpid()
         self.num_voided = 0
+        self.retired_bytes = (0, 0)
+        """(raw, stored) of the generations that were given up."""
 
     def of(self, loader_name: str) -> list[View]:
         """What this loader's samples may be read from now, deepest boundary first."""
@@ -189,7 +180,7 @@ class Views:
         boundaries = list(dict.fromkeys(one.cut.boundary for one in views))[:MAX_LIVE_BOUNDARIES]
         kept = [one for one in views if one.cut.boundary in boundaries][:MAX_LIVE_VIEWS]
         for retired in [one for one in views if one not in kept]:
-            self._let_go(retired)
+            self._retire(retired)
             retired.generation.release()
         self._live[view.loader_name] = kept
 
@@ -218,7 +209,7 @@ class Views:
                 self.num_voided += 1
                 if os.getpid() != self._process:
                     continue  # a forked child: its files' locks may be held for ever
-                self._let_go(view)
+                self._retire(view)
                 if unlink:
                     view.generation.void("its activations are stale")
                 else:
@@ -232,10 +223,17 @@ class Views:
 
     def _let_go(self, view: View) -> None:
         """Free a view's memory on the device, unless another reads from it, too."""
-        resident, view.resident = view.resident, None
-        others = (one.resident for views in self._live.values() for one in views if one is not view)
-        if resident is not None and os.getpid() == self._process and resident not in others:
-            resident.close()
+        ring, view.ring = view.ring, None
+        others = (one.ring for views in self._live.values() for one in views if one is not view)
+        if ring is not None and os.getpid() == self._process and ring not in others:
+            ring.close()
+
+    def _retire(self, view: View) -> None:
+        self._let_go(view)
+        raw, stored = self.retired_bytes
+        generation = view.generation
+        totals = generation.totals
+        self.retired_bytes = raw + totals.raw_bytes, stored + totals.stored_bytes
 
 
 def record(

@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 
 from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
 from egeria_cache.batch import unwrap
-from egeria_cache.prefetch import view
+from egeria_cache.prefetch import prefetcher
 from tests.helpers.runs import kill_writer
 from tests.hostile.harness import MEMORY, ForeignError, SilentlyWrong
 from tests.hostile.nets import inputs, labels
@@ -80,7 +80,7 @@ class Training(RuleBasedStateMachine):
         ring=st.booleans(),
     )  # fmt: skip
     def start(self, seed, shuffle, size, ring):
-        self.is_ahead, view.copies_ahead = view.copies_ahead, lambda device: ring
+        self.needs_ring, prefetcher.needs_ring = prefetcher.needs_ring, lambda device: ring
         self.root = Path(tempfile.mkdtemp(prefix="egeria-hostile-", dir=MEMORY))
         self.num_directories, self.num_steps = 0, 0
         self.shuffle, self.batch_size = shuffle, size
@@ -348,7 +348,7 @@ class Training(RuleBasedStateMachine):
             self.iterator = None
             self.cache.close()
             shutil.rmtree(self.root, ignore_errors=True)
-            view.copies_ahead = self.is_ahead
+            prefetcher.needs_ring = self.needs_ring
 
 
 def _fail(module, args):

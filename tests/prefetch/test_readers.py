@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from egeria_cache.prefetch import ReaderThreads
+from egeria_cache.prefetch.prefetcher import ReaderThreads
 from egeria_cache.store import NotInMemoryError
 
 
@@ -19,6 +20,50 @@ def readers(monkeypatch):
     made = ReaderThreads()
     yield made
     made.close()
+
+
+def told(readers, *, read_s, batches, may_be_none=True):
+    """Return, after each of so many batches, whether training is to read them itself."""
+    found = []
+    for number in range(batches):
+        now_s = read_s(number, readers.is_spared) if callable(read_s) else read_s
+        readers.served(now_s, may_be_none=may_be_none)
+        found.append(readers.is_spared)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("read_s", "may_be_none", "spared"),
+    [(2e-3, True, {False}), (3e-4, True, {True}), (3e-4, False, {False})],
+)
+def test_short_reads_are_left_to_training_where_it_can(readers, read_s, may_be_none, spared):
+    found = told(readers, read_s=read_s, batches=200, may_be_none=may_be_none)
+    assert set(found[100:]) == spared
+
+
+def test_reads_that_became_long_go_back_to_a_reader_at_once_and_are_tried_ever_more_rarely(readers):
+    # Short beside training, and not brief enough where training waits for it.
+    found = told(readers, read_s=9e-4, batches=2000)
+    at = [i for i, is_spared in enumerate(found) if is_spared]
+    alone = [one for one in at if one - 1 not in at]
+    assert len(at) <= 4 * len(alone)
+    between = [later - one for one, later in itertools.pairwise(alone)]
+    assert len(between) >= 3
+    assert between == sorted(between)
+    assert between[-1] > 2 * between[0]
+
+
+def test_one_read_in_many_that_takes_long_changes_nothing(readers):
+    slow_now_and_then = told(
+        readers, read_s=lambda n, _: 5e-3 if n % 50 == 9 else 2e-4, batches=5000
+    )
+    assert set(slow_now_and_then[100:]) == {True}
+    assert told(readers, read_s=5e-3, batches=9)[-1] is False
+
+
+def test_a_device_that_runs_late_always_has_a_reader(readers):
+    assert told(readers, read_s=1e-4, batches=100)[-1] is True
+    assert told(readers, read_s=1e-4, batches=1, may_be_none=False) == [False]
 
 
 class Busy:
@@ -66,10 +111,8 @@ def test_work_is_done_in_order_and_its_errors_come_back(monkeypatch):
 
 
 def test_a_read_that_is_spared_the_way_is_done_by_who_asks_once(readers):
-    read_on = []
-    read = readers.read(
-        lambda in_memory: not read_on.append((in_memory, threading.get_ident())), is_short=True
-    )
+    readers.is_spared, read_on = True, []
+    read = readers.read(lambda in_memory: not read_on.append((in_memory, threading.get_ident())))
     assert read_on == []
     assert read.result()
     assert read.result()
@@ -77,7 +120,7 @@ def test_a_read_that_is_spared_the_way_is_done_by_who_asks_once(readers):
 
 
 def test_what_is_not_in_memory_is_a_readers(readers):
-    let_go = threading.Event()
+    readers.is_spared, let_go = True, threading.Event()
 
     def read(in_memory):
         if in_memory:
@@ -85,24 +128,32 @@ def test_what_is_not_in_memory_is_a_readers(readers):
         assert let_go.wait(30)
         return threading.get_ident()
 
-    asked = readers.read(read, is_short=True)
+    asked = readers.read(read)
     with pytest.raises(TimeoutError):
         asked.result(timeout=0.05)  # a disk that hangs
+    assert not readers.is_spared
     let_go.set()
     assert asked.result() not in (False, threading.get_ident())
 
 
+def test_a_reader_is_back_when_not_all_was_in_memory(readers):
+    assert told(readers, read_s=1e-4, batches=100)[-1] is True
+    readers.turn(is_spared=False)  # as such a read does
+    assert told(readers, read_s=1e-4, batches=1) == [False]
+    assert told(readers, read_s=1e-4, batches=100)[-1] is True
+
+
 def test_a_read_on_the_training_thread_does_not_see_its_modes(readers):
-    read = readers.read(
-        lambda in_memory: type(torch.from_numpy(np.ones(3))) is torch.Tensor, is_short=True
-    )
+    readers.is_spared = True
+    read = readers.read(lambda in_memory: type(torch.from_numpy(np.ones(3))) is torch.Tensor)
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert read.result()
         assert type(torch.ones(3)) is not torch.Tensor
 
 
 def test_a_read_that_fails_where_it_was_asked_for_is_not_there_later_either(readers):
-    read = readers.read(lambda in_memory: 1 / 0, is_short=True)
+    readers.is_spared = True
+    read = readers.read(lambda in_memory: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         read.result()
     assert not read.result()

@@ -1,4 +1,4 @@
-"""Rows that stay on a device against a dict, over random orders; batches that come ahead."""
+"""The ring against a dict, over random orders of events."""
 
 from __future__ import annotations
 
@@ -7,125 +7,265 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from egeria_cache.prefetch.ring import Place, Resident, Ring, numbers_of, ring_of
+from egeria_cache.prefetch import ring as rings
+from egeria_cache.prefetch.ring import Place, Ring, Slots
+from egeria_cache.ragged import pad_rows
 
 CPU = torch.device("cpu")
+
+
 NUM_SAMPLES = 31
 
 
+def row_of(key: int, draw: int = 0) -> torch.Tensor:
+    return torch.full((2, 3), float(key + 1000 * draw))
+
+
 def rows_of(keys, draw: int = 0) -> dict[str, torch.Tensor]:
-    numbers = torch.as_tensor(keys, dtype=torch.float32) + 1000 * draw
-    return {"a": numbers[:, None, None].expand(-1, 2, 3).clone()}
+    return {
+        "a": torch.stack([row_of(k, draw) for k in keys]) if len(keys) else torch.empty(0, 2, 3)
+    }
 
 
-def labels_of(keys) -> dict[str, torch.Tensor]:
-    return {"label": torch.as_tensor(keys, dtype=torch.int64) * 7}
+def a_ring(num_slots: int, **kwargs) -> Ring:
+    return Ring({"a": torch.empty(1, 2, 3)}, num_slots, NUM_SAMPLES, CPU, **kwargs)
 
 
-def resident() -> Resident:
-    return Resident(Ring(CPU), rows_of([0]), labels_of([0]), NUM_SAMPLES)
+def drawn(keys, draw: int = 0) -> np.ndarray:
+    return np.full(len(keys), draw)
 
 
-def insert(held: Resident, keys, draw: int = 0) -> None:
-    held.insert(np.array(keys), np.full(len(keys), draw), rows_of(keys, draw), labels_of(keys))
+def insert(ring: Ring, batch: int, keys, draw: int = 0) -> bool:
+    labels = [f"label {k} {draw}" for k in keys]
+    numbers = torch.tensor([int(k) for k in keys])
+    return ring.insert(
+        batch, np.array(keys, np.int64), drawn(keys, draw), rows_of(keys, draw),
+        {"label": labels, "number": numbers},
+    )  # fmt: skip
 
 
-def place(held: Resident, keys, draw: int = 0) -> Place | None:
-    return held.place(np.array(keys), np.full(len(keys), draw))
+def place(ring: Ring, keys, draw: int = 0) -> Place:
+    return ring.place(np.array(keys), drawn(keys, draw))
 
 
-KEYS = st.lists(st.integers(0, NUM_SAMPLES - 1), min_size=1, max_size=8)
+def gathered(ring: Ring, keys, draw: int = 0) -> torch.Tensor:
+    return ring.gather(place(ring, keys, draw))["a"]
 
 
-class ResidentMachine(RuleBasedStateMachine):
-    """Batches come in any order, of ever newer draws; what is given is right, or it is refused."""
+class RingMachine(RuleBasedStateMachine):
+    """Batches come in any order within a window; those not yet released must be gatherable."""
 
-    def __init__(self):
-        super().__init__()
-        self.held, self.draw, self.known, self.places = resident(), 0, {}, []
+    @initialize(num_slots=st.integers(8, 40), max_runs=st.integers(0, 8))
+    def start(self, num_slots, max_runs):
+        self.max_runs, rings.MAX_RUNS = rings.MAX_RUNS, max_runs
+        self.ring = a_ring(num_slots)
+        self.num_slots = num_slots
+        self.next_batch = 0
+        self.released = 0
+        self.draw = 0
+        self.live: dict[int, tuple[list[int], int]] = {}
+        self.places: dict[int, Place] = {}
+        self.pinned: dict[int, set[int]] = {}
 
-    @rule(keys=KEYS)
+    def teardown(self):
+        rings.MAX_RUNS = getattr(self, "max_runs", rings.MAX_RUNS)
+
+    @rule(keys=st.lists(st.integers(0, 30), min_size=1, max_size=8))
     def load(self, keys):
-        insert(self.held, keys, self.draw)
-        self.known |= dict.fromkeys(keys, self.draw)
+        batch = self.next_batch
+        self.next_batch += 1
+        numbers = np.array(keys)
+        new = self.ring.adopt(batch, numbers, drawn(keys, self.draw))
+        missing = numbers[new].tolist()
+        assert len(set(missing)) == len(missing)
+        placed = insert(self.ring, batch, missing, self.draw)
+        held = [set(k) for b, (k, _) in self.live.items() if b >= self.released]
+        held += [k for b, k in self.pinned.items() if b >= self.released]
+        if placed:
+            self.live[batch] = keys, self.draw
+            self.places[batch] = place(self.ring, keys, self.draw)
+            assert self.ring.kept(self.places[batch])["number"].tolist() == keys
+            labels = [f"label {key} {self.draw}" for key in keys]
+            assert self.ring.kept(self.places[batch])["label"] == labels
+        else:
+            assert len(set(keys).union(*held)) > self.num_slots
+            self.pinned[batch] = set(keys) - set(missing)
+
+    @rule(ahead=st.integers(0, 3))
+    def release(self, ahead):
+        self.released = max(self.released, self.next_batch - ahead)
+        self.ring.release_before(self.released)
 
     @rule()
     def draw_anew(self):
+        """As the next pass does: the batches of this one were used."""
+        self.released = self.next_batch
+        self.ring.release_before(self.released)
         self.draw += 1
 
-    @rule(keys=KEYS, age=st.integers(0, 1))
-    def plan(self, keys, age):
-        draw = max(0, self.draw - age)
-        found = place(self.held, keys, draw)
-        assert (found is not None) is all(self.known.get(key) == draw for key in keys)
-        if found is not None:
-            assert torch.equal(found.kept["label"], labels_of(keys)["label"])
-            self.places.append((keys, draw, found))
+    @invariant()
+    def every_batch_that_may_still_be_needed_is_right(self):
+        for batch, (keys, draw) in getattr(self, "live", {}).items():
+            if batch >= self.released:
+                rows = self.ring.gather(self.places[batch])["a"]
+                assert torch.equal(rows, rows_of(keys, draw)["a"])
 
     @invariant()
-    def what_was_planned_is_right_or_gone(self):
-        for keys, draw, found in self.places:
-            if all(self.known[key] == draw for key in keys):
-                assert torch.equal(self.held.gather(found)["a"], rows_of(keys, draw)["a"])
+    def what_was_released_is_right_or_gone(self):
+        for batch, one in getattr(self, "places", {}).items():
+            try:
+                rows = self.ring.gather(one)["a"]
+            except LookupError:
+                assert batch < self.released
             else:
-                with pytest.raises(LookupError, match="any more"):
-                    self.held.gather(found)
+                assert torch.equal(rows, rows_of(*self.live[batch])["a"])
+
+    @invariant()
+    def the_table_on_the_device_is_that_of_the_host(self):
+        if hasattr(self, "ring"):
+            assert self.ring.table.tolist() == self.ring._slots._slot_of.tolist()
 
 
-TestResident = ResidentMachine.TestCase
-TestResident.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestRing = RingMachine.TestCase
+TestRing.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
-def test_what_is_gathered_is_the_callers_own_in_the_order_that_is_asked_for_repeats_included():
-    held = resident()
-    insert(held, [0, 1, 2, 3])
-    found = place(held, [3, 1, 1, 0])
-    held.gather(found)["a"].zero_()
-    assert torch.equal(held.gather(found)["a"], rows_of([3, 1, 1, 0])["a"])
+def test_an_evicted_batch_is_a_lookup_error_not_other_rows():
+    ring = a_ring(2)
+    assert insert(ring, 0, [1, 2])
+    first = place(ring, [1, 2])
+    ring.release_before(1)
+    assert insert(ring, 1, [3])
+    with pytest.raises(LookupError, match="not all rows"):
+        ring.gather(first)
+    assert torch.equal(gathered(ring, [3]), rows_of([3])["a"])
+
+
+def test_a_full_ring_refuses_rather_than_drop_a_batch_that_is_still_needed():
+    ring = a_ring(2)
+    assert insert(ring, 0, [1, 2])
+    assert not insert(ring, 1, [3])
+    assert torch.equal(gathered(ring, [1, 2]), rows_of([1, 2])["a"])
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 3, 0, 1], [1, 1, 0, 3]])
+def test_rows_come_in_the_order_that_is_asked_for_repeats_included(order):
+    ring = a_ring(8)
+    assert insert(ring, 0, [0, 1, 2, 3])
+    assert torch.equal(gathered(ring, order), rows_of(order)["a"])
+
+
+def test_what_is_gathered_is_the_callers_own():
+    ring = a_ring(4)
+    assert insert(ring, 0, [0, 1])
+    one = place(ring, [0, 1])
+    ring.gather(one)["a"].zero_()
+    assert torch.equal(ring.gather(one)["a"], rows_of([0, 1])["a"])
 
 
 def test_a_lookup_on_the_device_gives_what_is_there_now_and_nan_for_what_is_not():
     """A graph that was captured asks nobody: it must not get the rows of others."""
-    held, index = resident(), torch.tensor([4, 5, 6])
-    insert(held, [4, 5])
-    assert torch.equal(held.rows(index)["a"][:2], rows_of([4, 5])["a"])
-    assert held.rows(index)["a"][2].isnan().all()
-    insert(held, [4], draw=1)
-    assert torch.equal(held.rows(index)["a"][:1], rows_of([4], 1)["a"])
+    ring = a_ring(2)
+    index = torch.tensor([4, 5, 6])
+    assert insert(ring, 0, [4, 5])
+    assert torch.equal(ring.rows(index)["a"][:2], rows_of([4, 5])["a"])
+    assert ring.rows(index)["a"][2].isnan().all()
+    ring.release_before(1)
+    assert insert(ring, 1, [6])
+    rows = ring.rows(index)["a"]
+    assert torch.equal(rows[2], row_of(6))
+    assert rows[0].isnan().all()
+    assert torch.equal(rows[1], row_of(5))
 
 
-def test_samples_are_whole_numbers_of_the_data_set():
-    assert numbers_of([3, 0, 3], NUM_SAMPLES).tolist() == [3, 0, 3]
+def test_another_draw_takes_the_place_of_a_samples_row():
+    ring = a_ring(4)
+    assert insert(ring, 0, [1, 2])
+    first = place(ring, [1, 2])
+    assert insert(ring, 1, [2], draw=1)
+    assert torch.equal(gathered(ring, [2], 1), rows_of([2], 1)["a"])
+    for gone in (lambda: ring.gather(first), lambda: place(ring, [2], 0)):
+        with pytest.raises(LookupError):
+            gone()
+    assert torch.equal(gathered(ring, [1]), rows_of([1])["a"])
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("max_runs", [0, 8])
+def test_padded_rows_are_gathered_as_long_as_their_batch(monkeypatch, left, max_runs):
+    monkeypatch.setattr(rings, "MAX_RUNS", max_runs)
+    dims, kept = ((0, left), (1, False)), [torch.ones(2, 3), torch.ones(1, 1), torch.ones(4, 2)]
+    ring = Ring(
+        {"a": torch.empty(1, 4, 3), "b": torch.empty(1, 2)}, 4, NUM_SAMPLES, CPU,
+        padded={"a": (dims, -1.0)},
+    )  # fmt: skip
+    b = torch.arange(6.0).view(3, 2)
+    for batch, keys in enumerate(([0, 1], [2])):
+        rows = [kept[key] for key in keys]
+        sizes = [max(row.shape[dim] for row in rows) for dim in (0, 1)]
+        named = {"a": pad_rows(rows, dims, sizes, -1.0), "b": b[keys]}
+        assert ring.longer(named) is None
+        assert ring.insert(batch, np.array(keys), drawn(keys), named, {})
+    for keys, whole, given in (
+        ([1, 0], [2, 3], [2, 3]), ([1], [1, 1], [1, 1]), ([2, 1], [4, 3], [9, 3])
+    ):  # fmt: skip
+        found = ring.gather(place(ring, keys), {"a": given})
+        assert torch.equal(found["a"], pad_rows([kept[key] for key in keys], dims, whole, -1.0))
+        assert torch.equal(found["b"], b[keys])
+
+
+def test_longer_rows_ask_for_a_ring_that_is_longer_by_a_quarter():
+    ring = Ring(
+        {"a": torch.empty(1, 4, 3)}, 4, NUM_SAMPLES, CPU, padded={"a": (((0, False),), 0.0)}
+    )
+    longer = ring.longer({"a": torch.empty(2, 8, 3)})
+    assert longer is not None
+    assert longer["a"].shape == (1, 10, 3)
+    ring.close()
+    assert ring.longer({"a": torch.empty(2, 8, 3)}) is None
+
+
+def test_samples_are_numbers_or_counted():
+    ring = a_ring(4)
+    assert ring.numbers([3, 0, 3]).tolist() == [3, 0, 3]
     for others in (["a"], [-1], [NUM_SAMPLES], [(1, 2)], [1, "a"], [1 << 70], [True]):
-        assert numbers_of(others, NUM_SAMPLES) is None
+        assert ring.numbers(others) is None
+    counted = a_ring(4, by_number=False)
+    assert counted.numbers(["b", (1, 2), "b", 10**30]).tolist() == [0, 1, 0, 2]
+    assert counted.numbers([10**30, "c"]).tolist() == [2, 3]
+    assert counted.numbers([f"{i}" for i in range(NUM_SAMPLES)]) is None
 
 
-def test_rows_that_cannot_be_written_give_all_back():
-    held = resident()
-    insert(held, [0])
+def test_rows_that_cannot_be_written_close_the_ring():
+    ring = a_ring(4)
+    assert insert(ring, 0, [0])
     with pytest.raises(RuntimeError):
-        held.insert(np.array([1]), np.zeros(1, int), {"a": torch.zeros(1, 5, 5)}, labels_of([1]))
-    assert held.is_closed
+        ring.insert(1, np.array([1]), drawn([1]), {"a": torch.zeros(1, 5, 5)}, {})
+    assert ring.is_closed
 
 
-def test_what_was_given_back_serves_and_takes_nothing():
-    held = resident()
-    insert(held, [0])
-    found = place(held, [0])
-    held.close()
-    held.close()
-    insert(held, [1])
-    for keys in ([0], [1]):
-        assert place(held, keys) is None
+def test_a_closed_ring_serves_and_takes_nothing():
+    ring = a_ring(4)
+    assert insert(ring, 0, [0])
+    one = place(ring, [0])
+    ring.close()
+    ring.close()
     with pytest.raises(LookupError):
-        held.gather(found)
+        ring.gather(one)
+    assert not insert(ring, 1, [1])
+    with pytest.raises(LookupError):
+        place(ring, [0])
 
 
-def test_batches_that_come_ahead_are_those_that_were_read():
-    ring = ring_of(CPU)
-    assert ring_of(CPU) is ring
-    staged = [ring.stage(rows_of([key])) for key in range(5)]
-    for key, one in enumerate(staged):
-        assert torch.equal(ring.take(one)["a"], rows_of([key])["a"])
+def test_rows_come_and_go_in_a_circle_and_nothing_grows():
+    slots = Slots(12, 1000)
+    for batch in range(400):
+        samples = np.arange(batch * 4, batch * 4 + 4) % 1000
+        new = slots.adopt(batch, samples, drawn(samples))
+        placed = slots.place(batch, samples[new], drawn(new))
+        assert placed is not None
+        assert (np.diff(placed.slots) == 1).all()
+        slots.release_before(batch - 1)
+    assert np.count_nonzero(slots._slot_of) == 12

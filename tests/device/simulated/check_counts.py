@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.cache import engine_callbacks
@@ -14,8 +15,9 @@ from tests.device.simulated.runs import DEVICE
 from tests.helpers.nets import Images, freeze, make_net, sgd
 
 B, ROWS, ROW_BYTES, LABEL_BYTES, IMAGE_BYTES = 8, 48, 4 * 10 * 10 * 4, 8, 400
-INDEX_BYTES = 8
-"""A sample's number, with every batch that it is in."""
+INDEX_BYTES, ENTRY_BYTES = 8, 12
+"""A sample's number, with every batch that it is in; and what the table is told when a row comes,
+or goes."""
 
 
 def steps(loader, epochs=1, model=None, end=lambda: None):
@@ -118,10 +120,21 @@ def test_a_step_of_misses_waits_for_nothing_and_copies_once_to_the_host(run, pla
         assert step.pageable == 0
 
 
+def test_after_the_first_step_training_locks_no_pages_of_memory(tmp_path):
+    """As CUDA's allocator does, this one gives freed pieces to whoever asks for as many bytes."""
+    torch.ops.simulated.forget_pinned()
+    found, whole, _ = cached(tmp_path, 3)
+    first, *later = [step.pinned for epoch in found for step in epoch]
+    assert first >= 4 * B * ROW_BYTES
+    assert later == [0] * len(later)
+    assert whole[1].pinned < ROW_BYTES  # by readers: a few numbers of samples
+    assert whole[2].pinned == 0
+
+
 def test_over_an_epoch_each_row_crosses_once_and_then_no_more(run):
     audited = IMAGE_BYTES + LABEL_BYTES
     first, *later = [whole.to_device - ROWS * LABEL_BYTES for whole in run[1][1:]]
-    placed = ROWS * (ROW_BYTES + 2 * INDEX_BYTES)
+    placed = ROWS * (ROW_BYTES + INDEX_BYTES + ENTRY_BYTES)
     assert placed <= first <= placed + audited
     for epoch in later:
         assert epoch <= ROWS * INDEX_BYTES + audited
@@ -129,7 +142,7 @@ def test_over_an_epoch_each_row_crosses_once_and_then_no_more(run):
 
 
 @pytest.mark.parametrize("ring_batches", [1, 3])
-def test_with_more_samples_than_may_stay_each_row_crosses_once_an_epoch(
+def test_with_more_samples_than_slots_each_row_crosses_once_an_epoch(
     tmp_path, monkeypatch, ring_batches
 ):
     monkeypatch.setattr(prefetcher, "WHOLE_BYTES", 0)
@@ -137,6 +150,20 @@ def test_with_more_samples_than_may_stay_each_row_crosses_once_an_epoch(
     audited = IMAGE_BYTES + LABEL_BYTES
     for epoch in whole[1:]:
         rows = epoch.to_device - 160 * LABEL_BYTES
-        assert rows <= 160 * ROW_BYTES + 2 * audited
+        assert rows <= 160 * (ROW_BYTES + INDEX_BYTES + 2 * ENTRY_BYTES) + 2 * audited
         assert epoch.pageable <= 2 * 2  # of what audits load
     assert stats.hits == 2 * 160
+
+
+def test_what_is_drawn_again_while_it_is_resident_is_not_copied_again(tmp_path, monkeypatch):
+    """Sampling with replacement: of N rows R are resident, and so many draws are spared."""
+    monkeypatch.setattr(prefetcher, "WHOLE_BYTES", 0)
+
+    def sampler(data):
+        generator = torch.Generator().manual_seed(0)
+        return RandomSampler(data, replacement=True, num_samples=400, generator=generator)
+
+    _, whole, stats = cached(tmp_path, 6, sampler=sampler, rows=ROWS * 3)
+    assert stats.hit_rate > 0.5
+    served = 400 * (ROW_BYTES + LABEL_BYTES)
+    assert whole[-1].to_device < 0.7 * served

@@ -67,35 +67,40 @@ def test_room_is_half_of_what_training_has_never_needed(full_after):
     assert room(torch.device("cpu")) is None
 
 
-def resident(cache):
-    return [view.resident is not None for view in cache._status.views.everywhere()]
+def rings(cache):
+    return [view.ring for view in cache._status.views.everywhere()]
 
 
-@pytest.mark.parametrize(("free", "stays"), [(0, False), (40_000, False), (1 << 30, True)])
-def test_rows_stay_where_there_is_room_and_come_with_their_batch_where_there_is_none(
-    tmp_path, monkeypatch, free, stays
+def num_slots_of(ring):
+    return None if ring is None else len(ring.slabs["layer1"]) - 1
+
+
+@pytest.mark.parametrize(
+    ("free", "num_slots"), [(0, None), (40_000, (40_000 - 48 * 4) // 1600), (1 << 30, 48)]
+)
+def test_the_ring_takes_what_is_free_and_rows_come_with_their_batch_where_nothing_is(
+    tmp_path, monkeypatch, free, num_slots
 ):
     found = []
     monkeypatch.setattr(prefetcher, "room", lambda device: free)
     cached = run(
         tmp_path, gate="always", cache_kwargs={"ring_batches": 1},
-        finish=lambda model, cache: found.extend(resident(cache)),
+        finish=lambda model, cache: found.extend(map(num_slots_of, rings(cache))),
     )  # fmt: skip
     assert_same(cached, plain())
     assert cached[2].hits == 2 * 48
-    assert found == [stays]
+    assert found == [num_slots]
 
 
-def test_nothing_is_copied_ahead_once_training_comes_to_need_the_memory(
+def test_the_ring_is_given_back_when_training_comes_to_need_its_memory(
     tmp_path, full_after, monkeypatch
 ):
     monkeypatch.setattr(prefetcher, "ROOM_EVERY_S", 0.0)
-    monkeypatch.setattr(prefetcher, "WHOLE_BYTES", 0)
     full_after(1 << 30)
     seen = {}
 
     def on_step(step, model, cache):
-        seen[step] = [view.has_room for view in cache._status.views.everywhere()]
+        seen[step] = [ring is not None and not ring.is_closed for ring in rings(cache)]
         if step == LATER_STEPS[0]:
             full_after(0)
 

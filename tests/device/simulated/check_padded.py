@@ -1,6 +1,8 @@
-"""Padded rows on the device: as long as their batch is."""
+"""Padded rows in the ring: as long as need be there, and gathered as long as their batch is."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -8,10 +10,11 @@ import torch
 from egeria_cache.cache import engine_callbacks
 from egeria_cache.prefetch import prefetcher
 from tests.device.backend import counts
+from tests.device.simulated.check_memory import rings
 from tests.device.simulated.runs import assert_same, plain, run
 from tests.helpers.sentences import Encoder, Sentences, pad_by_eights, pad_left, pad_right
 
-NUM, B = 48, 8
+NUM, B, WIDTH = 48, 8, 16
 
 
 def freezes(model, boundary):
@@ -26,40 +29,73 @@ def settings(collate=pad_right, **others):
     } | others  # fmt: skip
 
 
-def served(directory, **changes):
-    """Train with a cache."""
-    return run(directory, gate="always", **settings(**changes))
+def served(directory, *, on_step=None, **changes):
+    """Train; return the run, which of the rings it had are open in the end, and the bytes that each
+    epoch copied to the device.
+    """
+    seen, bytes_by_step, is_open = [], [], []
+
+    def noting(step, model, cache):
+        seen.extend(ring for ring in rings(cache) if ring is not None and ring not in seen)
+        is_open.append([not ring.is_closed for ring in seen])
+        bytes_by_step.append(counts(all_threads=True).to_device)
+        if on_step is not None:
+            on_step(step, model, cache)
+
+    kwargs = {"cache_kwargs": changes.pop("cache_kwargs", None)}
+    found = run(directory, gate="always", on_step=noting, **settings(**changes), **kwargs)
+    ends = bytes_by_step[NUM // B - 1 :: NUM // B]
+    return found, is_open[-1], [b - a for a, b in itertools.pairwise(ends)]
 
 
 @pytest.mark.parametrize("collate", [pad_right, pad_left, pad_by_eights])
-def test_padded_rows_come_ahead_and_losses_are_those_of_computing(tmp_path, collate):
-    found = served(tmp_path, collate=collate)
+def test_padded_rows_are_gathered_from_the_ring_and_losses_are_those_of_computing(
+    tmp_path, collate
+):
+    found, is_open, crossed = served(tmp_path, collate=collate)
     assert_same(found, plain(**settings(collate)))
     assert found[2].why_not is None
     assert found[2].hits == 5 * NUM
+    assert is_open[-1]
+    # Labels, audits, and what is read of the front's samples: no row crosses a second time.
+    assert crossed[-1] < NUM * 4 * WIDTH * 4
 
 
-@pytest.mark.parametrize("free", [0, 10_000, None])
-def test_batches_that_grow_from_step_to_step_come_in_whatever_room_there_is(
+def test_longer_rows_than_have_come_are_given_a_ring_of_their_own(tmp_path):
+    """In the order of their lengths: each batch has longer rows than the ring was made for."""
+    data = Sentences(NUM)
+    order = sorted(range(NUM), key=lambda i: len(data.tokens[i]))
+    changes = {"data": data, "sampler": order, "shuffle": False}
+    found, is_open, crossed = served(tmp_path, **changes)
+    assert_same(found, plain(**settings(**changes)))
+    assert found[2].hits == 5 * NUM
+    assert 2 <= len(is_open) <= 8
+    assert is_open == [False] * (len(is_open) - 1) + [True]
+    assert crossed[-1] < NUM * 4 * WIDTH * 4
+
+
+@pytest.mark.parametrize("free", [0, 10_000])
+def test_where_there_is_no_room_for_longer_rows_they_come_with_their_batch(
     tmp_path, monkeypatch, free
 ):
-    """In the order of their lengths: each batch has longer rows than those before."""
     monkeypatch.setattr(prefetcher, "room", lambda device: free)
     data = Sentences(NUM)
     order = sorted(range(NUM), key=lambda i: len(data.tokens[i]))
     changes = {"data": data, "sampler": order, "shuffle": False}
-    found = served(tmp_path, **changes)
+    found, is_open, _ = served(tmp_path, cache_kwargs={"ring_batches": 1}, **changes)
     assert_same(found, plain(**settings(**changes)))
     assert found[2].hits == 5 * NUM
+    assert is_open[-1:] == [True] * bool(free)
 
 
 def test_batches_that_are_partly_hits_are_as_long_as_their_longest_sample(tmp_path):
     """Every second sample was stored by a run before."""
     served(tmp_path, sampler=range(0, NUM, 2), shuffle=False, epochs=2)
-    found = served(tmp_path)
+    found, is_open, _ = served(tmp_path)
     assert_same(found, plain(**settings()), exact=False)
     assert found[2].partial_batches > 0
     assert found[2].hits > 5 * NUM
+    assert is_open[-1]
 
 
 def test_a_step_of_padded_hits_makes_the_host_wait_no_more_than_a_computed_one(
