@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from egeria_cache.attempt import place_of
 from egeria_cache.batch import Batch, Entry, SampleId, take_rows
 from egeria_cache.cache.boundary import Status, shown_name
+from egeria_cache.device import lock_ahead
 from egeria_cache.errors import BatchError, BoundaryError, EgeriaError, ParallelError
 from egeria_cache.prefetch import PRINT, PlannedEntry, View, record
 from egeria_cache.samples import (
@@ -38,6 +39,9 @@ _MAX_SHOWN = 120
 _BESIDE = "what is done beside the training has failed"
 MAX_COST = 0.01
 """Part of the time that the audits' floor may take, beyond the first hit."""
+LOCKED_AHEAD = 4
+"""Batches for whose activations page-locked memory is taken with the proof: being captured, or on
+their way to the writer or to the device. To lock pages later would have training wait for that."""
 
 
 class AuditPlan:
@@ -133,6 +137,8 @@ class EngineCallbacks:
         if isinstance(found, str):
             self.leave_uncached(name, found)
             return
+        sizes = [batch.size * spec.num_bytes for spec in cut.tensors.values()]
+        lock_ahead(LOCKED_AHEAD * sizes, device_of(self._model))
         self._views.add(
             View(
                 loader_name=name,
