@@ -40,7 +40,7 @@ from egeria_cache.cache import engine_callbacks, loader_api
 from egeria_cache.loader import assembly, one_pass, plan
 from egeria_cache.skip import engine
 from egeria_cache.skip.serve import call, placeholder, replay
-from egeria_cache.skip.serve.plan import Recipe, RecipeBook
+from egeria_cache.skip.serve.plan import PlanCache, ReplayPlan
 
 STOP = 8
 """Layers of nine that are frozen."""
@@ -68,12 +68,12 @@ NAMED = (
     ("taking the call apart", call.Invocation, "of"),
     ("taking the call apart", call.Invocation, "key"),
     ("guards", engine.SkipEngine, "_look"),
-    ("finding the recipe", RecipeBook, "find"),
+    ("finding the recipe", PlanCache, "find"),
     ("choosing what to audit", engine_callbacks.EngineCallbacks, "audited"),
     (AUDITS, engine.SkipEngine, "_recomputed"),
     ("counting", engine_callbacks.EngineCallbacks, "note"),
     ("rows of the entry", prefetch.PlannedEntry, "load"),
-    ("what a replay may have to undo", Recipe, "save_buffers"),
+    ("what a replay may have to undo", ReplayPlan, "save_buffers"),
     ("skipped modules' calls", replay.ReplayRun, "__call__"),
     ("the model's code on placeholders", placeholder.Placeholder, "__torch_dispatch__"),
     ("replay", replay, "replay"),

@@ -64,7 +64,7 @@ MUTATIONS = {
     ),
     "rows computed under no_grad are anybody's": Mutation(
         file="egeria_cache/skip/serve/address.py",
-        old='{"gradients": recipe.grad_mode}',
+        old='{"gradients": plan.grad_mode}',
         new="{}",
         caught_by="tests/hostile/test_prefix_values.py",
     ),
@@ -151,8 +151,8 @@ MUTATIONS = {
     ),
     "the prefix may count its calls": Mutation(
         file="egeria_cache/skip/prove/purity.py",
-        old="        skipped = {id(m) for step in recipe.steps if not step.run",
-        new="        return\n        skipped = {id(m) for step in recipe.steps if not step.run",
+        old="        skipped = {id(m) for step in plan.steps if not step.run",
+        new="        return\n        skipped = {id(m) for step in plan.steps if not step.run",
         caught_by="tests/skip/test_independence.py tests/skip/test_adversarial.py",
     ),
     "a new draw has the number of the old one": Mutation(

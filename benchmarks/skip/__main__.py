@@ -85,9 +85,9 @@ def measure_hits(
         "plain": train_step(lambda: plain(x), y, active[2]),
     }
     times = in_turns(repeat(uses, WARM_UP + rounds), warm_up=WARM_UP).wall
-    recipe = engine._book.all()[0]
-    assert recipe.guard is not None
-    guard_s = mean_s(recipe.guard.changed, 200)
+    plan = engine._plans.all()[0]
+    assert plan.guard is not None
+    guard_s = mean_s(plan.guard.changed, 200)
     engine.detach()
     return {
         "model": type(model).__name__,

@@ -1,7 +1,7 @@
 """Skip the frozen prefix of a model, inside the user's own `model(x)`.
 
 The whole way of a batch through the model is `SkipEngine.forward`. How a cut is found and proved:
-`rehearsal.py`; how it is replayed: `recipe.py`; what is promised: docs/correctness.md.
+`rehearsal.py`; how it is replayed: `plan.py`; what is promised: docs/correctness.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from egeria_cache.skip.model.attach import (
     module_named,
     user_line,
 )
-from egeria_cache.skip.model.frozen import FrozenPrefix, ThawWatch, tell_modes
+from egeria_cache.skip.model.frozen import FrozenPrefix, RequiresGradWatch, tell_modes
 from egeria_cache.skip.model.fsdp import Front, ShardedFront, cut_otherwise, states_in
 from egeria_cache.skip.prove.auto import AutoBoundary
 from egeria_cache.skip.prove.rehearsal import Outcome, Rehearsal
@@ -40,7 +40,7 @@ from egeria_cache.skip.serve.call import WANTS_GRADIENT, Invocation
 from egeria_cache.skip.serve.compare import gap, tolerance
 from egeria_cache.skip.serve.cut import Cut
 from egeria_cache.skip.serve.dynamic_shapes import MAX_WATCHED, awaits_proof, watched
-from egeria_cache.skip.serve.plan import Recipe, RecipeBook
+from egeria_cache.skip.serve.plan import PlanCache, ReplayPlan
 from egeria_cache.skip.state.content import ContentHash
 from egeria_cache.skip.state.guards import SEEN_LATE, PrefixGuard
 from egeria_cache.skip.state.hooks import hook_of_training
@@ -230,7 +230,7 @@ class SkipEngine:
         self.frozen: str | None = None
         self.cut: Cut | None = None
         self._forward: Callable[..., Any] = getattr(self.model, method)
-        self._book = RecipeBook()
+        self._plans = PlanCache()
         self._held = FrozenPrefix(model=self.model)
         self._is_held = False
         """Whether all that runs before the boundary is known to be in inference mode."""
@@ -247,7 +247,7 @@ class SkipEngine:
         self._declared: tuple[str | None, str | None] = (None, None)
         """(cut, last frozen module) as they were asked for; nearer than that while a part of the
         prefix is trained."""
-        self._thaw = ThawWatch()
+        self._thaw = RequiresGradWatch()
         self._auto: AutoBoundary | None = None
         self._sharded: ShardedFront | None = None
         self._fills = False
@@ -380,34 +380,34 @@ class SkipEngine:
         is_plain = call.batch.entry is None and not call.batch.may_be_stored
         if is_plain and self._is_held and not self._fills:
             return self._plainly(call)
-        recipe = self._book.find(key, call, boundary=self.boundary)
-        if recipe is None:
+        plan = self._plans.find(key, call, boundary=self.boundary)
+        if plan is None:
             return self._first(key, call)
         self._unserved.served()
-        if (id(recipe.cut), call.batch.loader_name) not in self._announced:
-            self._announce(recipe, call)
+        if (id(plan.cut), call.batch.loader_name) not in self._announced:
+            self._announce(plan, call)
         entry = call.batch.entry
-        source: Recipe | None = None
+        source: ReplayPlan | None = None
         if self._fills:
-            self._fill(recipe, call, entry)
+            self._fill(plan, call, entry)
         if entry is not None:
-            is_same = entry.cut is recipe.cut
-            source = recipe if is_same else self._book.find(key, call, cut=entry.cut)
+            is_same = entry.cut is plan.cut
+            source = plan if is_same else self._plans.find(key, call, cut=entry.cut)
         lengths = call.batch.lengths
-        here: Recipe | None = recipe
-        if recipe.growth is not None or source is not recipe:
-            source, here = None if source is None else source.at(lengths), recipe.at(lengths)
-        if entry is not None and source is None and recipe.cut is not None and here is not None:
+        here: ReplayPlan | None = plan
+        if plan.growth is not None or source is not plan:
+            source, here = None if source is None else source.at(lengths), plan.at(lengths)
+        if entry is not None and source is None and plan.cut is not None and here is not None:
             # Planned for what the loop did before: a flag has another value in this epoch, say.
-            entry = self.host.entry_at(call.batch, recipe.cut)
+            entry = self.host.entry_at(call.batch, plan.cut)
             source = None if entry is None else here
-        awaits = recipe.growth is not None and self._awaits_proof(recipe)
+        awaits = plan.growth is not None and self._awaits_proof(plan)
         if entry is None or source is None or awaits:
-            return self._miss(recipe, call)
+            return self._miss(plan, call)
         try:
             stored = entry.load()
         except LookupError:
-            return self._miss(recipe, call)
+            return self._miss(plan, call)
         if not self._audit(source, call, entry, stored):
             return self._plainly(call)
         if not entry.hit.all():
@@ -417,15 +417,15 @@ class SkipEngine:
     def _first(self, key: tuple[Any, ...], call: Invocation) -> Any:
         """Prove a cut on this batch; whatever comes of it, return the plain result."""
         assert self.boundary is not None
-        alike = self._book.alike(key, self.boundary)
+        alike = self._plans.alike(key, self.boundary)
         if (
             self._is_restless(key, call, alike)
             or self._waits_for_padding(call)
-            or not self._book.may_rehearse(key)
+            or not self._plans.may_rehearse(key)
         ):
             self._hold(call)
             return self._plainly(call)
-        if not (self._fills or any(self._book.all())):
+        if not (self._fills or any(self._plans.all())):
             how = self.host.postpones(call.batch)
             if how is not None:
                 self._hold(call)
@@ -454,28 +454,28 @@ class SkipEngine:
         try:
             outcome = self._rehearsed(call)
         except Exception as error:  # a signal of the user's came: a proof takes longer than a call
-            self._book.refuse(key)
+            self._plans.refuse(key)
             self.host.failed(error, call.batch)
             raise
-        if outcome.recipe is None:
+        if outcome.plan is None:
             assert outcome.error is not None
             return self._refused_first(key, outcome.error, call)
-        recipe, plainly = outcome.recipe, time.perf_counter()
-        output, capture = replay.full(self._once, recipe, call)
+        plan, plainly = outcome.plan, time.perf_counter()
+        output, capture = replay.full(self._once, plan, call)
         started += time.perf_counter() - plainly
-        if recipe.free:
-            self._free[call.layout] = self._free.get(call.layout, recipe.free) & recipe.free
+        if plan.free:
+            self._free[call.layout] = self._free.get(call.layout, plan.free) & plan.free
             key = call.key(self._free[call.layout])
-        recipe.settle(key)
-        self._share_padding(recipe)
-        self._publish(recipe, call)
+        plan.settle(key)
+        self._share_padding(plan)
+        self._publish(plan, call)
         self.host.note("proof", time.perf_counter() - started, call.batch.size)
-        if not recipe.pinned:  # whose reason comes
+        if not plan.pinned:  # whose reason comes
             self._unserved.note(_ALL_NEW, of=call.batch.ids)
         rows, why = capture.rows(), capture.deviation
         if rows is not None and not replay.alike(rows, outcome.rows):
             rows, why = None, "it gives other results than a copy of the model"
-        return self._taken(recipe, call, output, rows, why)
+        return self._taken(plan, call, output, rows, why)
 
     def _rehearsed(self, call: Invocation) -> Outcome:
         assert self.boundary is not None
@@ -491,24 +491,24 @@ class SkipEngine:
         yet under a boundary that was found by itself, the front is let go: its training is the one
         that it would be without a cache. Else it stays in inference mode, as it began.
         """
-        is_evaluation = not self.model.training and any(self._book.all())
+        is_evaluation = not self.model.training and any(self._plans.all())
         if self._auto is not None and not (is_evaluation or self._has_run):
             self._auto.give_up()
         output = self._plainly(call)  # an error of its own is the loop's: the next call is tried
-        self._book.refuse(key)
+        self._plans.refuse(key)
         if is_evaluation:
             log.info("an evaluation is computed: %s", error)
         else:
             self._tell_refused(error)
         return output
 
-    def _share_padding(self, recipe: Recipe) -> None:
+    def _share_padding(self, plan: ReplayPlan) -> None:
         """What training has shown of how the loop reads padding holds in its evaluations as well,
         where no gradient shows it.
         """
-        if (growth := recipe.growth) is None or not growth.outputs:
+        if (growth := plan.growth) is None or not growth.outputs:
             return
-        for known in self._book.alike(recipe.key, recipe.boundary):
+        for known in self._plans.alike(plan.key, plan.boundary):
             if known.growth and known.growth.outputs.keys() == growth.outputs.keys():
                 growth.proof = known.growth.proof
 
@@ -520,13 +520,13 @@ class SkipEngine:
         self._num_even += 1
         return self._num_even <= _MAX_EVEN
 
-    def _is_restless(self, key: tuple[Any, ...], call: Invocation, alike: list[Recipe]) -> bool:
+    def _is_restless(self, key: tuple[Any, ...], call: Invocation, alike: list[ReplayPlan]) -> bool:
         """Whether every call differs from those before it, so that nothing would be served."""
         assert self.boundary is not None
-        if len({tuple(recipe.leaf_names.items()) for recipe in alike}) > MAX_CHAINS:
-            self._book.refuse(key)  # the host has said so
+        if len({tuple(plan.leaf_names.items()) for plan in alike}) > MAX_CHAINS:
+            self._plans.refuse(key)  # the host has said so
             return True
-        pinned = [recipe.pinned for recipe in alike if recipe.pinned]
+        pinned = [plan.pinned for plan in alike if plan.pinned]
         if len(pinned) < 2:
             return False
         paths = call.paths()
@@ -546,38 +546,38 @@ class SkipEngine:
         finally:
             self._fills = False
 
-    def _fill(self, recipe: Recipe, call: Invocation, entry: Entry | None) -> NoReturn:
+    def _fill(self, plan: ReplayPlan, call: Invocation, entry: Entry | None) -> NoReturn:
         missing = np.ones(call.batch.size, bool) if entry is None else ~entry.hit
         if missing.any():
             inputs = call.plain() if missing.all() else None
-            fresh = replay.prefix(self._forward, recipe, call, missing, inputs)
-            self._settle(recipe)
-            self._captured(recipe, call, None if missing.all() else missing, fresh)
+            fresh = replay.prefix(self._forward, plan, call, missing, inputs)
+            self._settle(plan)
+            self._captured(plan, call, None if missing.all() else missing, fresh)
         raise Filled
 
-    def _miss(self, recipe: Recipe, call: Invocation) -> Any:
+    def _miss(self, plan: ReplayPlan, call: Invocation) -> Any:
         """Compute every row, and hand what crosses the boundary to the host."""
-        output, capture = replay.full(self._once, recipe, call)
-        self._settle(recipe)
-        return self._taken(recipe, call, output, capture.rows(), capture.deviation)
+        output, capture = replay.full(self._once, plan, call)
+        self._settle(plan)
+        return self._taken(plan, call, output, capture.rows(), capture.deviation)
 
     def _taken(
         self,
-        recipe: Recipe,
+        plan: ReplayPlan,
         call: Invocation,
         output: Any,
         rows: dict[str, Tensor] | None,
         why_not: str | None,
     ) -> Any:
         """Hand over what was captured of a computed batch; serve no more what goes another way."""
-        self._captured(recipe, call, None, rows)
-        output = self._watched(recipe, call, output)
+        self._captured(plan, call, None, rows)
+        output = self._watched(plan, call, output)
         if why_not is not None:
-            self._refuse(recipe.key, BoundaryError.another_way(recipe.boundary, why_not))
+            self._refuse(plan.key, BoundaryError.another_way(plan.boundary, why_not))
         return output
 
     def _audit(
-        self, source: Recipe, call: Invocation, entry: Entry, stored: Mapping[str, Tensor]
+        self, source: ReplayPlan, call: Invocation, entry: Entry, stored: Mapping[str, Tensor]
     ) -> bool:
         """Recompute a few hits from their raw samples; False if one is not what was stored.
 
@@ -594,7 +594,7 @@ class SkipEngine:
 
     def _recomputed(
         self,
-        source: Recipe,
+        source: ReplayPlan,
         call: Invocation,
         entry: Entry,
         stored: Mapping[str, Tensor],
@@ -630,7 +630,7 @@ class SkipEngine:
         return True
 
     def _complete(
-        self, source: Recipe, call: Invocation, entry: Entry, stored: Mapping[str, Tensor]
+        self, source: ReplayPlan, call: Invocation, entry: Entry, stored: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Run the prefix on the misses alone, and merge the rows in order."""
         missing = ~entry.hit
@@ -644,29 +644,33 @@ class SkipEngine:
         }
 
     def _replay(
-        self, source: Recipe, recipe: Recipe | None, call: Invocation, stored: Mapping[str, Tensor]
+        self,
+        source: ReplayPlan,
+        plan: ReplayPlan | None,
+        call: Invocation,
+        stored: Mapping[str, Tensor],
     ) -> Any:
-        """Enter at `source`'s cut; an older one than `recipe`'s fills the newer one on the way."""
+        """Enter at `source`'s cut; an older one than `plan`'s fills the newer one on the way."""
         try:
-            output, rows = replay.replay(self._forward, source, recipe, call, stored)
+            output, rows = replay.replay(self._forward, source, plan, call, stored)
         except BaseException as error:
             self._running["call"].note(error)
             raise
         if source.guard is not None and source.guard.has_hooks:
             self._settle(source)  # they may keep a count or a list
-        if recipe is not None and rows is not None:
-            self._captured(recipe, call, None, rows)
+        if plan is not None and rows is not None:
+            self._captured(plan, call, None, rows)
         return output if source.growth is None else self._watched(source, call, output)
 
     def _captured(
         self,
-        recipe: Recipe,
+        plan: ReplayPlan,
         call: Invocation,
         mask: np.ndarray | None,
         rows: dict[str, Tensor] | None,
     ) -> None:
-        if rows is not None and recipe.cut is not None:
-            self.host.captured(call.batch, recipe.cut, mask, rows)
+        if rows is not None and plan.cut is not None:
+            self.host.captured(call.batch, plan.cut, mask, rows)
 
     def _hold(self, call: Invocation) -> None:
         """Take all that runs before the boundary into inference mode, once."""
@@ -721,7 +725,7 @@ class SkipEngine:
 
     def _is_another(self, *, wait: bool = False) -> bool:
         """Whether the prefix has changed; if so, what is stored of it is void."""
-        for guard in self._book.guards():
+        for guard in self._plans.guards():
             reason = guard.changed(wait=wait)
             if reason is not None:
                 self._void(reason, guard)
@@ -730,12 +734,12 @@ class SkipEngine:
 
     def _retreat(self, name: str) -> None:
         """A part of the prefix is trained from now on: cut before it, or not at all."""
-        recipe = next((r for r in self._book.all() if r.boundary == self.boundary), None)
+        plan = next((r for r in self._plans.all() if r.boundary == self.boundary), None)
         cut: str | None = None
-        if recipe is not None:
-            inside = {id(p) for step in recipe.steps for p in step.module.parameters()}
-            glue = [tensor for *_, tensor in recipe.reads if id(tensor) not in inside]
-            for step in recipe.steps if not any(t.requires_grad for t in glue) else ():
+        if plan is not None:
+            inside = {id(p) for step in plan.steps for p in step.module.parameters()}
+            glue = [tensor for *_, tensor in plan.reads if id(tensor) not in inside]
+            for step in plan.steps if not any(t.requires_grad for t in glue) else ():
                 if any(p.requires_grad for p in step.module.parameters()):
                     break
                 cut = step.name
@@ -750,17 +754,17 @@ class SkipEngine:
             self._is_held = False
         self._announced.clear()
         self._audits = Answers()
-        self._addresses.void(r.cut.fields for r in self._book.all() if r.cut is not None)
+        self._addresses.void(r.cut.fields for r in self._plans.all() if r.cut is not None)
         self.cut = None
-        if not self._book.park(guard):
+        if not self._plans.park(guard):
             self._hashes.forget()
         if self._auto is not None:
             self._auto.look_again()
 
-    def _settle(self, recipe: Recipe) -> None:
+    def _settle(self, plan: ReplayPlan) -> None:
         """What the prefix's own run has left on its modules is no change: memoised tables."""
-        if recipe.guard is not None:
-            recipe.guard.settle()
+        if plan.guard is not None:
+            plan.guard.settle()
 
     # ---- the boundary -------------------------------------------------------------------------
 
@@ -822,7 +826,7 @@ class SkipEngine:
         self._declared = (name, frozen)
         self._num_calls = 0
         self._thaw.forget()
-        self._book.forget_parked()
+        self._plans.forget_parked()
         self._place(name, frozen)
 
     def _place(self, name: str | None, frozen: str | None) -> None:
@@ -831,9 +835,9 @@ class SkipEngine:
             self._sharded = ShardedFront.of(self.model, self._front)
         if self._sharded is not None:
             self._sharded.follow(frozen)
-        before = self._book.all()
+        before = self._plans.all()
         kept = [r for r in before if name is not None and not r.lies_beyond(name)]
-        self._book.turn_to(kept)
+        self._plans.turn_to(kept)
         same_prefix = frozen is not None and frozen == self.frozen
         self.boundary, self.frozen, self.cut = name, frozen, None
         self._free.clear()
@@ -841,8 +845,8 @@ class SkipEngine:
         if not same_prefix:
             self._held.release()
             self._is_held = self._has_run = False
-        for recipe in kept:
-            self._held.extend(step.module for step in recipe.steps if not step.run)
+        for plan in kept:
+            self._held.extend(step.module for step in plan.steps if not step.run)
         if name is None:
             self._thaw.watch(self.model, self._held)
             self._hashes.forget()
@@ -857,70 +861,68 @@ class SkipEngine:
 
     def knows(self, cut: Cut) -> bool:
         """Whether batches may still enter at this cut."""
-        return any(recipe.cut is cut for recipe in self._book.all())
+        return any(plan.cut is cut for plan in self._plans.all())
 
-    # ---- recipes ------------------------------------------------------------------------------
+    # ---- plans ------------------------------------------------------------------------------
 
     @uncollected()
-    def _publish(self, recipe: Recipe, call: Invocation) -> Cut:
-        tensors, skipped = prefix_tensors(recipe), recipe.skipped_modules()
-        around = recipe.around()
-        modules = [*recipe.ancestors, *(module for _, module in skipped)]
-        functions = [*hooks_of(modules), *recipe.stored_functions()]
-        code = reached(modules, functions, recipe.unread)
-        recipe.guard = guard = PrefixGuard(
-            tensors, skipped, around, code, self._hashes, recipe.objects
-        )
+    def _publish(self, plan: ReplayPlan, call: Invocation) -> Cut:
+        tensors, skipped = prefix_tensors(plan), plan.skipped_modules()
+        around = plan.around()
+        modules = [*plan.ancestors, *(module for _, module in skipped)]
+        functions = [*hooks_of(modules), *plan.stored_functions()]
+        code = reached(modules, functions, plan.unread)
+        plan.guard = guard = PrefixGuard(tensors, skipped, around, code, self._hashes, plan.objects)
         leaves = {i: tagged.leaves for i, tagged in call.tagged.items()}
-        kept = {leaf for i in recipe.kept for leaf in leaves[i]}
-        dropped = {leaf for i in leaves.keys() - recipe.kept for leaf in leaves[i]}
-        fields = address(recipe, call, tensors, self._hashes, code)
-        recipe.cut = self.cut = Cut(
-            boundary=recipe.boundary,
-            tensors={n: recipe.tensor_spec(slot).row for n, slot in recipe.slots().items()},
-            devices={n: recipe.tensor_spec(slot).device for n, slot in recipe.slots().items()},
+        kept = {leaf for i in plan.kept for leaf in leaves[i]}
+        dropped = {leaf for i in leaves.keys() - plan.kept for leaf in leaves[i]}
+        fields = address(plan, call, tensors, self._hashes, code)
+        plan.cut = self.cut = Cut(
+            boundary=plan.boundary,
+            tensors={n: plan.tensor_spec(slot).row for n, slot in plan.slots().items()},
+            devices={n: plan.tensor_spec(slot).device for n, slot in plan.slots().items()},
             dropped=frozenset(dropped - kept),
             tagged=frozenset(dropped | kept),
-            read=frozenset(dropped.union(*(leaves[i] for i in recipe.entered))),
+            read=frozenset(dropped.union(*(leaves[i] for i in plan.entered))),
             fields=self._addresses.of(fields),
-            growth=recipe.row_growth(),
-            profile=recipe.profile,
+            growth=plan.row_growth(),
+            profile=plan.profile,
             changed=guard.changed,
         )
-        self._book.add(recipe)
-        self._thaw.watch(self.model, self._held, recipe.reads)
-        self._announce(recipe, call)
-        return recipe.cut
+        self._plans.add(plan)
+        self._thaw.watch(self.model, self._held, plan.reads)
+        self._announce(plan, call)
+        return plan.cut
 
-    def _announce(self, recipe: Recipe, call: Invocation) -> None:
+    def _announce(self, plan: ReplayPlan, call: Invocation) -> None:
         """Tell the host of a cut once for every loader whose batches may enter there."""
-        cut, loader = recipe.cut, call.batch.loader_name
+        cut, loader = plan.cut, call.batch.loader_name
         if cut is not None and (id(cut), loader) not in self._announced:
             self._announced.add((id(cut), loader))
             self.host.cut_found(call.batch, cut)
 
-    def _awaits_proof(self, recipe: Recipe) -> bool:
+    def _awaits_proof(self, plan: ReplayPlan) -> bool:
         """Whether nothing shows yet that the loop leaves padding alone; say so if that lasts."""
-        growth = recipe.growth
+        growth = plan.growth
         if growth is None or self._padding_unread or not awaits_proof(growth):
             return False
         if growth.proof.num_watched >= MAX_WATCHED:
-            self.host.unproved(PaddingError.unseen(recipe.boundary))
+            self.host.unproved(PaddingError.unseen(plan.boundary))
         return True
 
-    def _watched(self, recipe: Recipe, call: Invocation, output: Any) -> Any:
-        if self._padding_unread or recipe.growth is None:
+    def _watched(self, plan: ReplayPlan, call: Invocation, output: Any) -> Any:
+        if self._padding_unread or plan.growth is None:
             return output
-        found = partial(self._reads_padding, recipe)
-        return watched(recipe.growth, call, output, found)
+        found = partial(self._reads_padding, plan)
+        return watched(plan.growth, call, output, found)
 
-    def _reads_padding(self, recipe: Recipe) -> None:
+    def _reads_padding(self, plan: ReplayPlan) -> None:
         """The gradient of the loss comes from padding too: serve nothing like this any more."""
-        if any(known.cut is recipe.cut for known in self._book.all()):
-            self._refuse(recipe.key, PaddingError.reads_padding(recipe.boundary, "the loss"))
+        if any(known.cut is plan.cut for known in self._plans.all()):
+            self._refuse(plan.key, PaddingError.reads_padding(plan.boundary, "the loss"))
 
     def _refuse(self, key: tuple[Any, ...], error: BoundaryError) -> None:
-        self._book.drop(key)
+        self._plans.drop(key)
         self._tell_refused(error)
 
     def _tell_refused(self, error: BoundaryError) -> None:

@@ -164,11 +164,11 @@ def ways(monkeypatch):
     def noting(way):
         run = getattr(replay, way)
 
-        def wrapped(forward, recipe, *args):
+        def wrapped(forward, plan, *args):
             call = next(arg for arg in args if isinstance(arg, Invocation))
             rows = next((int(a.sum()) for a in args if isinstance(a, np.ndarray)), call.batch.size)
             taken.append((way, rows))
-            return run(forward, recipe, *args)
+            return run(forward, plan, *args)
 
         return wrapped
 

@@ -16,7 +16,7 @@ from egeria_cache.batch import Axis, Lengths, Padding, flatten
 from egeria_cache.ragged import PaddedRows, blank, pad_rows, widen
 from egeria_cache.samples.collation import find_padding
 from egeria_cache.skip.serve.call import Invocation
-from egeria_cache.skip.serve.dynamic_shapes import Growth, OutputAxis, watched
+from egeria_cache.skip.serve.dynamic_shapes import DynamicShapes, OutputAxis, watched
 from egeria_cache.skip.serve.padded import Rule
 from egeria_cache.store.records.record import Rows
 from tests.helpers.sentences import pad_by_eights, pad_left, pad_right
@@ -151,7 +151,7 @@ def test_the_writers_queue_counts_the_memory_that_padded_rows_hold():
 def test_an_output_of_another_shape_than_was_proved_is_handed_out_as_it_is():
     """Code behind the boundary may return something else now and then."""
     axis = OutputAxis(1, Rule.longer_by(0, 0), False)
-    growth = Growth({}, {}, (False,), (9,), frozenset(), outputs={0: axis})
+    growth = DynamicShapes({}, {}, (False,), (9,), frozenset(), outputs={0: axis})
     growth.proof.missing = 1.0
     lengths = Lengths(Padding((Axis("x", 0),), {"x": 0}), np.array([[4], [9]]), (9,))
     batch = SimpleNamespace(lengths=lengths)

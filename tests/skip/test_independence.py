@@ -283,7 +283,7 @@ def test_a_prefix_that_asks_whether_autograd_records_is_cut_for_each_answer():
             else:
                 assert torch.equal(model(batch["x"]), plain(DATA["x"][list(ids)]))
     assert harness.host.refusals == []
-    modes = {recipe.grad_mode for recipe in harness.engine._book.all()}
+    modes = {plan.grad_mode for plan in harness.engine._plans.all()}
     assert modes == {True, False}
 
 
@@ -292,7 +292,7 @@ def test_a_prefix_that_does_not_ask_is_cut_once_for_both():
     harness = run(Base())
     with torch.no_grad():
         harness.model(harness.batch(range(8))["x"])
-    assert harness.engine._book._num_rehearsals == 1
+    assert harness.engine._plans._num_rehearsals == 1
     assert harness.host.num_loads == 1
 
 

@@ -28,9 +28,9 @@ class Net(Base, early=Block, middle=Block, late=Block):
         return self.head(self.late(self.middle(self.early(x))).mean(1))
 
 
-def recipe_of(harness):
-    (recipe,) = harness.engine._book.all()
-    return recipe
+def plan_of(harness):
+    (plan,) = harness.engine._plans.all()
+    return plan
 
 
 # ---- hooks that read features -----------------------------------------------------------------
@@ -106,7 +106,7 @@ def test_weight_norm_is_no_hook_of_the_user():
     freeze(harness.model, "early")
     call(harness.model, harness.batch(BATCHES[0]))
     assert harness.host.refusals == []
-    assert not recipe_of(harness).steps[0].run
+    assert not plan_of(harness).steps[0].run
 
 
 # ---- attributes and arguments -----------------------------------------------------------------
@@ -127,7 +127,7 @@ def test_the_names_that_code_around_the_boundary_reads_before_it_are_known():
     harness = harness_of(Reading)
     call(harness.model, harness.batch(BATCHES[0]))
     names = {"scale", "bias", "early", "middle"}
-    assert recipe_of(harness).attributes == {(id(harness.model), name) for name in names}
+    assert plan_of(harness).attributes == {(id(harness.model), name) for name in names}
     assert type(harness.model) is Reading
 
 
@@ -148,9 +148,9 @@ class Configured(Net):
 def test_of_an_object_that_modules_hold_what_is_read_counts(key, value, is_served):
     harness = harness_of(Configured)
     assert_same_run(harness, call, BATCHES)
-    assert recipe_of(harness).objects[id(harness.model.early.settings)] == {"scale"}
+    assert plan_of(harness).objects[id(harness.model.early.settings)] == {"scale"}
     setattr(harness.model.early.settings, key, value)
-    assert (harness.engine._book.guards()[0].changed() is None) == is_served
+    assert (harness.engine._plans.guards()[0].changed() is None) == is_served
 
 
 class Scheduled(Net):
@@ -167,9 +167,9 @@ def test_plain_arguments_that_the_prefix_does_not_use_are_free():
         return F.cross_entropy(out, batch["y"])
 
     scheduled(harness.model, harness.batch(BATCHES[0]), 1.0)
-    recipe = recipe_of(harness)
+    plan = plan_of(harness)
     paths = Invocation.of((DATA["x"], 1.0), {"gain": 2.0, "names": ["a", "b"]}).paths()
-    assert {paths[i] for i in recipe.free} == {
+    assert {paths[i] for i in plan.free} == {
         "args[1]",
         "kwargs['names'][0]",
         "kwargs['names'][1]",
@@ -182,7 +182,7 @@ def test_plain_arguments_that_the_prefix_does_not_use_are_free():
         )
         assert harness.host.num_loads == n + 1
     scheduled(harness.model, harness.batch(BATCHES[0]), 0.7, gain=3.0)
-    assert harness.engine._book._num_rehearsals == 2
+    assert harness.engine._plans._num_rehearsals == 2
 
 
 # ---- shapes changed in place, and checkpointing ------------------------------------------------

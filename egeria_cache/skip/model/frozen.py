@@ -213,7 +213,7 @@ class FrozenPrefix:
         self.release()
 
 
-class ThawWatch:
+class RequiresGradWatch:
     """Watches `requires_grad` of what is frozen: 40 ns a tensor and batch."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.prove.evidence import Evidence, Recomputed, recompute
 from egeria_cache.skip.serve.compare import difference, slice_difference, tolerance
 from egeria_cache.skip.serve.cut import Slot, TensorSpec
-from egeria_cache.skip.serve.plan import Recipe
+from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.trace import PrefixTrace
 
 _COARSE = (torch.float32, torch.float16, torch.bfloat16)
@@ -87,21 +87,21 @@ _FARTHER = 8.0
 """How many times as far from the exact result rounding may take the same row in another batch."""
 
 
-def check_trained(evidence: Evidence, recipe: Recipe, part: Recomputed) -> None:
+def check_trained(evidence: Evidence, plan: ReplayPlan, part: Recomputed) -> None:
     """Raise if autograd says that what is cached was computed with something trained.
 
     Raises:
         BoundaryError: And with what.
     """
-    for i, j in recipe.slots().values():
+    for i, j in plan.slots().values():
         leaf = part.leaves[i][j]
         parameter = evidence.trained_by(leaf) if leaf.requires_grad else None
         if parameter is not None:
-            raise BoundaryError.trainable(recipe.boundary, parameter)
+            raise BoundaryError.trainable(plan.boundary, parameter)
 
 
 def check_rows(
-    evidence: Evidence, parts: Sequence[Recomputed], recipe: Recipe, trace: PrefixTrace | None
+    evidence: Evidence, parts: Sequence[Recomputed], plan: ReplayPlan, trace: PrefixTrace | None
 ) -> None:
     """Compare what is cached with the same samples in other company.
 
@@ -110,14 +110,14 @@ def check_rows(
     """
     suspects: list[Recomputed] = []
     odd: list[int] = []
-    for slot in recipe.slots().values():
-        spec, value = recipe.tensor_spec(slot), evidence.leaf(*slot)
+    for slot in plan.slots().values():
+        spec, value = plan.tensor_spec(slot), evidence.leaf(*slot)
         for part, rows, a, b in _in_company(evidence, spec, slot, parts):
             error = difference(a, b)
             if error > tolerance(value):
                 if trace is not None and trace.draws:
-                    raise BoundaryError.impure(recipe.boundary, trace.describe_draws())
-                raise _blame(evidence, parts, recipe, error)
+                    raise BoundaryError.impure(plan.boundary, trace.describe_draws())
+                raise _blame(evidence, parts, plan, error)
             strict = tolerance(value, as_stored=True)
             is_odd = error > strict or slice_difference(a, b) > strict
             if is_odd and all(part is not one for one in suspects):
@@ -126,33 +126,33 @@ def check_rows(
                 errors = [slice_difference(*pair) for pair in pairs]
                 odd.append(rows[errors.index(max(errors))])
     if suspects:
-        _check_precisely(evidence, suspects[:_MAX_ODD], odd[:_MAX_ODD], recipe)
+        _check_precisely(evidence, suspects[:_MAX_ODD], odd[:_MAX_ODD], plan)
 
 
-def check_constants(parts: Sequence[Recomputed], recipe: Recipe) -> None:
+def check_constants(parts: Sequence[Recomputed], plan: ReplayPlan) -> None:
     """Raise if what a skipped module always gives is not always the same.
 
     Raises:
         BoundaryError: And which module that is.
     """
-    for i, step in enumerate(recipe.steps):
+    for i, step in enumerate(plan.steps):
         for part in () if step.run else parts:
             for j, (known, other) in enumerate(zip(step.leaves, part.leaves[i], strict=True)):
                 value = step.constants.get(j)
                 if value is not None:
                     error = difference(value, other)
                     if error > tolerance(value):
-                        raise BoundaryError.mixes_samples(recipe.boundary, step.name, error)
+                        raise BoundaryError.mixes_samples(plan.boundary, step.name, error)
                 elif isinstance(known, int | float | str | bool) and known != other:
                     raise BoundaryError.impure(
-                        recipe.boundary,
+                        plan.boundary,
                         f"{step.name!r} returns {known!r} for one batch and {other!r} for another",
                     )
 
 
-def same_parts(recipe: Recipe, a: Recomputed, b: Recomputed) -> bool:
+def same_parts(plan: ReplayPlan, a: Recomputed, b: Recomputed) -> bool:
     """Whether what is cached is the same in two runs on the same rows."""
-    pairs = ((a.leaves[i][j], b.leaves[i][j]) for i, j in recipe.slots().values())
+    pairs = ((a.leaves[i][j], b.leaves[i][j]) for i, j in plan.slots().values())
     return all(difference(x, y) <= tolerance(x) for x, y in pairs)
 
 
@@ -187,7 +187,7 @@ def _pairs(
 
 
 def _check_precisely(
-    evidence: Evidence, suspects: Sequence[Recomputed], odd: Sequence[int], recipe: Recipe
+    evidence: Evidence, suspects: Sequence[Recomputed], odd: Sequence[int], plan: ReplayPlan
 ) -> None:
     """Decide in float64 about differences that may be rounding, or are large only in a channel.
 
@@ -203,27 +203,27 @@ def _check_precisely(
             runs = [recompute(evidence, part, twin=twin) for part in rows]
         if tried.error is not None:
             return []  # it cannot run so: the tolerance for the whole tensor has decided
-        for i, j in recipe.slots().values():
-            spec = recipe.tensor_spec((i, j))
+        for i, j in plan.slots().values():
+            spec = plan.tensor_spec((i, j))
             for _, _, a, b in _pairs({}, spec, (i, j), runs):
                 if (error := slice_difference(a, b)) > _PRECISE:
-                    raise BoundaryError.mixes_samples(recipe.boundary, recipe.steps[i].name, error)
+                    raise BoundaryError.mixes_samples(plan.boundary, plan.steps[i].name, error)
         return runs
 
     runs = compare([company[::-1], *([row, row] for row in dict.fromkeys(odd))])
-    if any(_is_farther(evidence, suspects, run, recipe) for run in runs[1:]):
+    if any(_is_farther(evidence, suspects, run, plan) for run in runs[1:]):
         compare([list(range(evidence.size)), *(part.rows for part in suspects)])
 
 
 def _is_farther(
-    evidence: Evidence, suspects: Sequence[Recomputed], exact: Recomputed, recipe: Recipe
+    evidence: Evidence, suspects: Sequence[Recomputed], exact: Recomputed, plan: ReplayPlan
 ) -> bool:
     """Whether the batch's or a suspect's result is much farther than another's from the exact one
     of a row.
     """
     row = exact.rows[0]
-    for i, j in recipe.slots().values():
-        spec, value = recipe.tensor_spec((i, j)), evidence.leaf(i, j)
+    for i, j in plan.slots().values():
+        spec, value = plan.tensor_spec((i, j)), evidence.leaf(i, j)
         results = [(value, row)] if row < evidence.size else []
         results += [
             (part.leaves[i][j], part.rows.index(row)) for part in suspects if row in part.rows
@@ -236,12 +236,12 @@ def _is_farther(
 
 
 def _blame(
-    evidence: Evidence, parts: Sequence[Recomputed], recipe: Recipe, error: float
+    evidence: Evidence, parts: Sequence[Recomputed], plan: ReplayPlan, error: float
 ) -> BoundaryError:
     """Name the first module whose output shows the difference."""
-    for i, step in enumerate(recipe.steps):
+    for i, step in enumerate(plan.steps):
         for j, spec in enumerate(step.leaves):
             for _, _, a, b in _in_company(evidence, spec, (i, j), parts):
                 if (here := difference(a, b)) > tolerance(evidence.leaf(i, j)):
-                    return BoundaryError.mixes_samples(recipe.boundary, step.name, here)
-    return BoundaryError.mixes_samples(recipe.boundary, recipe.boundary, error)
+                    return BoundaryError.mixes_samples(plan.boundary, step.name, here)
+    return BoundaryError.mixes_samples(plan.boundary, plan.boundary, error)

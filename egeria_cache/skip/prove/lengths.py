@@ -28,9 +28,9 @@ from egeria_cache.skip.prove.evidence import Evidence, Recomputed, recompute, ta
 from egeria_cache.skip.serve.call import plain
 from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import Slot, TensorSpec
-from egeria_cache.skip.serve.dynamic_shapes import ENOUGH, Growth, OutputAxis
+from egeria_cache.skip.serve.dynamic_shapes import ENOUGH, DynamicShapes, OutputAxis
 from egeria_cache.skip.serve.padded import Rule
-from egeria_cache.skip.serve.plan import Recipe
+from egeria_cache.skip.serve.plan import ReplayPlan
 
 Whole = tuple[int, ...]
 _MAX_ALONE = 8
@@ -39,8 +39,8 @@ _OF_THE_TOLERANCE = 1e-3
 """What the same computation may differ by where sums have no fixed order."""
 
 
-def study_lengths(evidence: Evidence, recipe: Recipe) -> Growth | None:
-    """Return how the recipe looks at other lengths; None if the batch is not padded.
+def study_lengths(evidence: Evidence, plan: ReplayPlan) -> DynamicShapes | None:
+    """Return how the plan looks at other lengths; None if the batch is not padded.
 
     Raises:
         BoundaryError: What is cached of a sample depends on the padding, or follows no rule.
@@ -48,29 +48,27 @@ def study_lengths(evidence: Evidence, recipe: Recipe) -> Growth | None:
     lengths = evidence.call.batch.lengths
     if lengths is None:
         return None
-    parts = list(_parts(evidence, recipe, lengths))
+    parts = list(_parts(evidence, plan, lengths))
     if not parts:
-        raise PaddingError.no_other_length(recipe.boundary)
-    rules = _rules(evidence, recipe, lengths, parts)
+        raise PaddingError.no_other_length(plan.boundary)
+    rules = _rules(evidence, plan, lengths, parts)
     lefts = tuple(axis.left for axis in lengths.padding.axes)
     tried = [lengths.whole, *(whole for whole, _, are_whole in parts if are_whole)]
-    entered = {evidence.call.tagged[i].leaf for i in recipe.entered if i in evidence.call.tagged}
+    entered = {evidence.call.tagged[i].leaf for i in plan.entered if i in evidence.call.tagged}
     axes = lengths.padding.axes
-    growth = Growth(
+    growth = DynamicShapes(
         rules, {}, lefts, tuple(np.array(tried).max(0).tolist()),
         frozenset(i for i, axis in enumerate(axes) if axis.leaf in entered),
     )  # fmt: skip
-    recipe.growth = growth
+    plan.growth = growth
     for whole, part, are_whole in parts:
         if are_whole:
-            _check_samples(evidence, recipe, lengths, whole, part)
-    growth.cuttable = frozenset(_cuttable(evidence, recipe, parts))
-    growth.keep_constants(recipe.steps, lengths.whole, [tree_leaves(o) for o in evidence.outputs])
+            _check_samples(evidence, plan, lengths, whole, part)
+    growth.cuttable = frozenset(_cuttable(evidence, plan, parts))
+    growth.keep_constants(plan.steps, lengths.whole, [tree_leaves(o) for o in evidence.outputs])
     for whole, part, _ in parts:
-        growth.keep_constants(recipe.steps, whole, part.leaves)
-    growth.fills = {
-        slot: _fill(evidence, recipe, slot, lengths) for slot in recipe.slots().values()
-    }
+        growth.keep_constants(plan.steps, whole, part.leaves)
+    growth.fills = {slot: _fill(evidence, plan, slot, lengths) for slot in plan.slots().values()}
     return growth
 
 
@@ -78,7 +76,7 @@ def study_lengths(evidence: Evidence, recipe: Recipe) -> Growth | None:
 
 
 def _parts(
-    evidence: Evidence, recipe: Recipe, lengths: Lengths
+    evidence: Evidence, plan: ReplayPlan, lengths: Lengths
 ) -> Iterator[tuple[Whole, Recomputed, bool]]:
     """Yield (lengths, the prefix on such a batch, whether its samples are whole)."""
     own, whole = lengths.own, np.array(lengths.whole)
@@ -95,7 +93,7 @@ def _parts(
         with _attempt() as trial:
             part = _at(evidence, lengths, rows, target)
         if trial.error is not None:
-            raise PaddingError.not_shorter(recipe.boundary, trial.error) from trial.error
+            raise PaddingError.not_shorter(plan.boundary, trial.error) from trial.error
         yield target, part, True
     units = _units(lengths)
     several = order[: min(4, len(order))]
@@ -182,22 +180,22 @@ def _base(evidence: Evidence, path: str) -> Tensor:
 
 def _rules(
     evidence: Evidence,
-    recipe: Recipe,
+    plan: ReplayPlan,
     lengths: Lengths,
     parts: Sequence[tuple[Whole, Recomputed, bool]],
 ) -> dict[Slot, dict[int, Rule]]:
     found: dict[Slot, dict[int, Rule]] = {}
-    for i, step in enumerate(recipe.steps):
+    for i, step in enumerate(plan.steps):
         for j, spec in enumerate(step.leaves) if not step.run else ():
             if not isinstance(spec, TensorSpec):
                 for _, part, _ in parts:
                     if isinstance(spec, int | float | str | bool) and part.leaves[i][j] != spec:
-                        raise _odd(recipe, step.name)
+                        raise _odd(plan, step.name)
                 continue
             runs = [(lengths.whole, evidence.leaf(i, j), evidence.size)]
             runs += [(whole, part.leaves[i][j], len(part.rows)) for whole, part, _ in parts]
             if any(value.dim() != len(spec.shape) for _, value, _ in runs):
-                raise _odd(recipe, step.name)
+                raise _odd(plan, step.name)
             for dim in range(len(spec.shape)):
                 sizes = [
                     (whole, value.shape[dim] // (size if dim == spec.batch_dim else 1))
@@ -207,29 +205,29 @@ def _rules(
                     continue  # it follows nothing
                 rule = Rule(dict(sizes))
                 if len(set(sizes)) > len(dict(sizes)) or not rule.explains:
-                    raise _odd(recipe, step.name)
+                    raise _odd(plan, step.name)
                 found.setdefault((i, j), {})[dim] = rule
     return found
 
 
-def _odd(recipe: Recipe, name: str) -> PaddingError:
-    return PaddingError.follows_no_rule(recipe.boundary, name)
+def _odd(plan: ReplayPlan, name: str) -> PaddingError:
+    return PaddingError.follows_no_rule(plan.boundary, name)
 
 
 def _check_samples(
-    evidence: Evidence, recipe: Recipe, lengths: Lengths, whole: Whole, part: Recomputed
+    evidence: Evidence, plan: ReplayPlan, lengths: Lengths, whole: Whole, part: Recomputed
 ) -> None:
     """Compare what is cached of each sample with what it is in a batch of other lengths."""
-    assert recipe.growth is not None
+    assert plan.growth is not None
     of_these = lengths.select(np.array(part.rows))
-    for slot in recipe.slots().values():
-        spec = recipe.tensor_spec(slot)
-        there = spec.grown(recipe.growth.rules.get(slot, {}), whole)
+    for slot in plan.slots().values():
+        spec = plan.tensor_spec(slot)
+        there = spec.grown(plan.growth.rules.get(slot, {}), whole)
         if there is None:
-            raise _odd(recipe, recipe.steps[slot[0]].name)
+            raise _odd(plan, plan.steps[slot[0]].name)
         a = spec.to_rows(evidence.leaf(*slot))[torch.tensor(part.rows)]
         b = there.to_rows(part.leaves[slot[0]][slot[1]])
-        growth = recipe.growth.of_rows(recipe.tensor_spec(slot), slot)
+        growth = plan.growth.of_rows(plan.tensor_spec(slot), slot)
         if growth is not None:
             sizes = [[rule.least(tuple(o)) for rule in growth.rules] for o in of_these.own.tolist()]
             pairs = list(zip(
@@ -241,28 +239,28 @@ def _check_samples(
         for x, y in pairs:
             error = difference(x, y)
             if error > tolerance(x):
-                name = recipe.steps[slot[0]].name
-                raise PaddingError.reads_padding(recipe.boundary, repr(name), error)
+                name = plan.steps[slot[0]].name
+                raise PaddingError.reads_padding(plan.boundary, repr(name), error)
 
 
 def _cuttable(
-    evidence: Evidence, recipe: Recipe, parts: Sequence[tuple[Whole, Recomputed, bool]]
+    evidence: Evidence, plan: ReplayPlan, parts: Sequence[tuple[Whole, Recomputed, bool]]
 ) -> Iterator[Slot]:
     """Yield the constants that are the beginning of those of longer batches; those that do not grow
     must be the same in all.
     """
-    assert recipe.growth is not None
-    for i, step in enumerate(recipe.steps):
+    assert plan.growth is not None
+    for i, step in enumerate(plan.steps):
         for j, value in step.constants.items():
             others = [part.leaves[i][j] for _, part, _ in parts]
-            if (i, j) in recipe.growth.rules:
+            if (i, j) in plan.growth.rules:
                 if all(_begins_alike(value, other) for other in others):
                     yield i, j
                 continue
             for other in others:
                 error = difference(value, other)
                 if error > tolerance(value):
-                    raise PaddingError.reads_padding(recipe.boundary, repr(step.name), error)
+                    raise PaddingError.reads_padding(plan.boundary, repr(step.name), error)
 
 
 def _begins_alike(a: Tensor, b: Tensor) -> bool:
@@ -270,13 +268,13 @@ def _begins_alike(a: Tensor, b: Tensor) -> bool:
     return difference(a[shared], b[shared]) <= tolerance(a)
 
 
-def _fill(evidence: Evidence, recipe: Recipe, slot: Slot, lengths: Lengths) -> Any:
+def _fill(evidence: Evidence, plan: ReplayPlan, slot: Slot, lengths: Lengths) -> Any:
     """Return what to write into padding: what always stands there (a mask), or zero."""
-    assert recipe.growth is not None
-    growth = recipe.growth.of_rows(recipe.tensor_spec(slot), slot)
+    assert plan.growth is not None
+    growth = plan.growth.of_rows(plan.tensor_spec(slot), slot)
     if growth is None:
         return 0
-    rows = recipe.tensor_spec(slot).to_rows(evidence.leaf(*slot))
+    rows = plan.tensor_spec(slot).to_rows(evidence.leaf(*slot))
     seen: set[Any] = set()
     for row, own in zip(rows, lengths.own.tolist(), strict=True):
         for (dim, left), rule in zip(growth.dims, growth.rules, strict=True):
@@ -293,10 +291,10 @@ def _fill(evidence: Evidence, recipe: Recipe, slot: Slot, lengths: Lengths) -> A
 
 
 def fillings(
-    evidence: Evidence, recipe: Recipe, rows: Mapping[str, Tensor]
+    evidence: Evidence, plan: ReplayPlan, rows: Mapping[str, Tensor]
 ) -> list[dict[str, Tensor]]:
     """Return the rows as the store gives them back: once, or twice with other padding."""
-    lengths, growth = evidence.call.batch.lengths, recipe.row_growth()
+    lengths, growth = evidence.call.batch.lengths, plan.row_growth()
     if lengths is None or not growth:
         return [dict(rows)]
     plainly, otherwise = dict(rows), dict(rows)
@@ -313,18 +311,18 @@ def fillings(
     return [plainly, otherwise]
 
 
-def find_output_axes(evidence: Evidence, recipe: Recipe, outputs: Sequence[list[Any]]) -> None:
+def find_output_axes(evidence: Evidence, plan: ReplayPlan, outputs: Sequence[list[Any]]) -> None:
     """Find where the model's output is padded: it may be anything there, and nowhere else.
 
     Args:
         evidence: The plain run.
-        recipe: Is told.
+        plan: Is told.
         outputs: The leaves of the replays' results, in the order of `fillings`.
 
     Raises:
         BoundaryError: What stands in the padding reaches what a user reads of a sample.
     """
-    growth, lengths = recipe.growth, evidence.call.batch.lengths
+    growth, lengths = plan.growth, evidence.call.batch.lengths
     if growth is None or lengths is None or len(outputs) < 2:
         return
     axes: dict[int, OutputAxis] = {}
@@ -337,14 +335,14 @@ def find_output_axes(evidence: Evidence, recipe: Recipe, outputs: Sequence[list[
         axis = _axis_of((a, b, c), growth, lengths, evidence.size)
         if axis is None:
             what = "output" if a.dim() else "loss"
-            raise PaddingError.reads_padding(recipe.boundary, f"the model's {what}")
+            raise PaddingError.reads_padding(plan.boundary, f"the model's {what}")
         axes[index] = axis
     growth.outputs = axes
     growth.proof.missing = ENOUGH if axes else 0.0
 
 
 def _axis_of(
-    leaves: tuple[Tensor, Tensor, Tensor], growth: Growth, lengths: Lengths, size: int
+    leaves: tuple[Tensor, Tensor, Tensor], growth: DynamicShapes, lengths: Lengths, size: int
 ) -> OutputAxis | None:
     """Return the dimension along which all differences lie in the padding."""
     a, b, c = leaves

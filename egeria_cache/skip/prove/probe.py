@@ -33,55 +33,55 @@ from egeria_cache.skip.serve.placeholder import (
     Unavailable,
     placeholders,
 )
-from egeria_cache.skip.serve.plan import Recipe
+from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.replay import ReplayRun
 from egeria_cache.skip.state.hooks import has_user_hooks
 
 
-def share(recipe: Recipe, plain: Recomputed, given: Collection[Slot]) -> bool:
+def share(plan: ReplayPlan, plain: Recomputed, given: Collection[Slot]) -> bool:
     """Let what shares memory in a plain run of the prefix share it in a replay.
 
     Args:
-        recipe: What crosses the cut so far.
+        plan: What crosses the cut so far.
         plain: The prefix, with what its modules were given.
         given: Which tensors skipped modules are really given in a replay: step, leaf.
 
     Returns:
-        Whether the recipe was changed.
+        Whether the plan was changed.
 
     Raises:
         BoundaryError: Memory is shared in a way that a replay cannot repeat.
     """
-    stored = list(recipe.slots().values())
+    stored = list(plan.slots().values())
     for number, (step, leaf) in enumerate(stored):
-        own, name = plain.leaves[step][leaf], recipe.steps[step].name
+        own, name = plain.leaves[step][leaf], plan.steps[step].name
         for other in stored[:number]:
             theirs = plain.leaves[other[0]][other[1]]
             if overlap(own, theirs):
                 if geometry(own) == geometry(theirs):
-                    recipe.steps[step].cached.discard(leaf)
-                    recipe.same[step, leaf] = other
-                elif not _runs(recipe, step):
+                    plan.steps[step].cached.discard(leaf)
+                    plan.same[step, leaf] = other
+                elif not _runs(plan, step):
                     raise BoundaryError.shares_memory(
-                        recipe.boundary, name, recipe.steps[other[0]].name
+                        plan.boundary, name, plan.steps[other[0]].name
                     )
                 return True
         for at, position in given:
             if at > step or not overlap(own, plain.given[at][position]):
                 continue
-            if not _runs(recipe, step):
-                raise BoundaryError.shares_memory(recipe.boundary, name, recipe.steps[at].name)
+            if not _runs(plan, step):
+                raise BoundaryError.shares_memory(plan.boundary, name, plan.steps[at].name)
             return True
     return False
 
 
-def _runs(recipe: Recipe, step: int) -> bool:
+def _runs(plan: ReplayPlan, step: int) -> bool:
     """Let a module run on what it is really given, if it has nothing to train or to watch."""
-    plan = recipe.steps[step]
-    if next(plan.module.parameters(), None) is not None:
+    step_plan = plan.steps[step]
+    if next(step_plan.module.parameters(), None) is not None:
         return False
-    plan.run = True
-    plan.cached.clear()
+    step_plan.run = True
+    step_plan.cached.clear()
     return True
 
 
@@ -89,18 +89,18 @@ _MAX_PROBES = 200
 
 
 class Prober:
-    """Completes a recipe.
+    """Completes a plan.
 
     Args:
         evidence: The plain run.
         plain: The prefix, with what its modules are given.
-        recipe: A draft; what crosses is written into it.
+        plan: A draft; what crosses is written into it.
     """
 
-    def __init__(self, evidence: Evidence, plain: Recomputed, recipe: Recipe) -> None:
+    def __init__(self, evidence: Evidence, plain: Recomputed, plan: ReplayPlan) -> None:
         self.evidence = evidence
         self.plain = plain
-        self.recipe = recipe
+        self.plan = plan
         self.tried: set[int] = set()
         """Steps that were run for a try."""
         self._real_arguments: set[int] = set()
@@ -112,7 +112,7 @@ class Prober:
         Raises:
             BoundaryError: Something crosses that cannot be cached, or is trained.
         """
-        for i, step in enumerate(self.recipe.steps):
+        for i, step in enumerate(self.plan.steps):
             if not step.run and has_user_hooks(step.module):
                 for j, leaf in enumerate(step.leaves):
                     if isinstance(leaf, TensorSpec):
@@ -125,7 +125,7 @@ class Prober:
                 self._probe(run, twin)
                 # The twin is still there, and so is what its hooks and attributes hold.
                 kept = run.scene.kept()
-                if not kept and not share(self.recipe, self.plain, run.given):
+                if not kept and not share(self.plan, self.plain, run.given):
                     return
                 if not kept:
                     continue
@@ -135,11 +135,11 @@ class Prober:
             except Escape as escape:
                 if not self._resolve(escape, run):
                     raise BoundaryError(str(escape)) from escape
-        raise BoundaryError.not_proved(self.recipe.boundary, "too much crosses the boundary")
+        raise BoundaryError.not_proved(self.plan.boundary, "too much crosses the boundary")
 
     def _probe(self, run: _ProbeRun, twin: Twin) -> None:
         args, kwargs = self.inputs(run, twin)
-        with twin.intercept(self.recipe.modules, run):
+        with twin.intercept(self.plan.modules, run):
             leaves, _ = twin.call.result(twin.forward(*args, **kwargs))
         twin.call.lent.clear()  # they hold placeholders, as they were given
         run.scene.finished = True
@@ -151,7 +151,7 @@ class Prober:
         """Return (args, kwargs) with placeholders where a hit has no data."""
 
         def swap(position: int, leaf: Any) -> Any:
-            if position in self.recipe.kept or position in self._real_arguments:
+            if position in self.plan.kept or position in self._real_arguments:
                 return leaf
             kind = "leaf" if position in self.evidence.call.tagged else "argument"
             source = frozenset({Source(kind, self._paths[position], position)})
@@ -161,17 +161,17 @@ class Prober:
 
     def pin(self, position: int) -> None:
         """Note an argument that the prefix reads and that no loader vouches for."""
-        self.recipe.pinned[position] = self.evidence.twins.leaves[position].detach().clone()
+        self.plan.pinned[position] = self.evidence.twins.leaves[position].detach().clone()
 
     def _resolve(self, escape: Escape, run: ReplayRun) -> bool:
         """Give the next probe what was missing; False if there is nothing to give."""
         progress = False
         early = not run.scene.after_boundary
         for source in escape.sources:
-            if source.kind == "leaf" and source.index not in self.recipe.kept:
-                self.recipe.kept.add(source.index)
+            if source.kind == "leaf" and source.index not in self.plan.kept:
+                self.plan.kept.add(source.index)
                 if early:
-                    self.recipe.entered.add(source.index)
+                    self.plan.entered.add(source.index)
                 progress = True
             elif source.kind == "argument" and source.index not in self._real_arguments:
                 self._real_arguments.add(source.index)
@@ -184,8 +184,8 @@ class Prober:
 
     def _give(self, source: Source, *, heavy: bool = False) -> bool:
         """Run a step after all, or store its output, or keep that as a constant."""
-        step = self.recipe.steps[source.index]
-        last = source.index == len(self.recipe.steps) - 1
+        step = self.plan.steps[source.index]
+        last = source.index == len(self.plan.steps) - 1
         light = not last and next(step.module.parameters(), None) is None
         if light and not heavy and source.index not in self.tried:
             self.tried.add(source.index)
@@ -215,11 +215,11 @@ class _ProbeRun(ReplayRun):
 
     def __init__(self, prober: Prober, twin: Twin) -> None:
         self._prober = prober
-        recipe, evidence = prober.recipe, prober.evidence
+        plan, evidence = prober.plan, prober.evidence
         values: dict[Slot, Tensor] = {
-            slot: evidence.leaf(*slot).clone() for slot in recipe.slots().values()
+            slot: evidence.leaf(*slot).clone() for slot in plan.slots().values()
         }
-        super().__init__(recipe, evidence.size, scene_of(recipe, twin))
+        super().__init__(plan, evidence.size, scene_of(plan, twin))
         self.begin(values)
         self.scene.made = []
         self.given: list[Slot] = []
@@ -235,32 +235,32 @@ class _ProbeRun(ReplayRun):
                         self._refuse_trained(tensor)
                 for source in leaf.sources:
                     if source.kind == "leaf":
-                        self.recipe.entered.add(source.index)
+                        self.plan.entered.add(source.index)
                     elif source.kind == "argument":
                         self._prober.pin(source.index)
             elif isinstance(leaf, Tensor) and leaf.requires_grad:
                 self._refuse_trained(leaf)
 
     def running(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        step = self.recipe.steps[index]
+        step = self.plan.steps[index]
         given = placeholders((args, kwargs)) if step.real else []
         if given:
             raise Escape.at((source for p in given for source in p.sources), step.name)
 
     def ran(self, index: int, output: Any) -> None:
         if index in self._prober.tried and _leaked(output):
-            self.recipe.steps[index].run = False
+            self.plan.steps[index].run = False
             raise _TryAgain
 
     def _refuse_trained(self, tensor: Tensor) -> None:
         parameter = self._prober.evidence.trained_by(tensor)
         if parameter is not None:
-            raise BoundaryError.trainable(self.recipe.boundary, parameter)
+            raise BoundaryError.trainable(self.plan.boundary, parameter)
 
 
-def scene_of(recipe: Recipe, twin: Twin) -> Scene:
+def scene_of(plan: ReplayPlan, twin: Twin) -> Scene:
     """Begin a run of a twin on placeholders, which meet its modules as well as the model's."""
-    return Scene(twin.names(recipe.names), twin.ids(recipe.ancestors))
+    return Scene(twin.names(plan.names), twin.ids(plan.ancestors))
 
 
 def _leaked(output: Any) -> list[Placeholder]:

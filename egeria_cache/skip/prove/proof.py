@@ -1,4 +1,4 @@
-"""From the plain run of one batch to a recipe, or to the reason why there is none."""
+"""From the plain run of one batch to a plan, or to the reason why there is none."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from egeria_cache.skip.prove.uses import free_arguments, note_reads, observe
 from egeria_cache.skip.serve.compare import difference, same_content, tolerance
 from egeria_cache.skip.serve.cut import Slot, Step, StepPlan, TensorSpec
 from egeria_cache.skip.serve.placeholder import Source, Unavailable
-from egeria_cache.skip.serve.plan import Recipe
+from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.replay import ReplayRun
 from egeria_cache.skip.serve.trace import PrefixTrace, known_tensors
 from egeria_cache.skip.state.hooks import has_user_hooks_inside
@@ -55,8 +55,8 @@ _MORE_DRAWS = 40
 """Further runs where random numbers are drawn to no effect so far: what they decide may be rare."""
 
 
-def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
-    """Return the recipe and the first batch's rows.
+def prove(evidence: Evidence) -> tuple[ReplayPlan, dict[str, Tensor]]:
+    """Return the plan and the first batch's rows.
 
     Raises:
         BoundaryError: The model cannot be cut there, and why.
@@ -66,60 +66,60 @@ def prove(evidence: Evidence) -> tuple[Recipe, dict[str, Tensor]]:
     parts = [repeats.first, repeats.last, *few]
     if any(part.drew for part in parts):
         parts += _under_other_draws(evidence)
-    recipe = _draft(evidence, parts)
+    plan = _draft(evidence, parts)
     for position in _written_inputs(evidence):  # so that a hit writes to them as well
-        recipe.kept.add(position)
-        recipe.entered.add(position)
-    prober = Prober(evidence, repeats.last, recipe)
+        plan.kept.add(position)
+        plan.entered.add(position)
+    prober = Prober(evidence, repeats.last, plan)
     prober.run()
-    if not recipe.slots():
-        raise BoundaryError.not_proved(recipe.boundary, "nothing after it reads what it returns")
+    if not plan.slots():
+        raise BoundaryError.not_proved(plan.boundary, "nothing after it reads what it returns")
     repeated = few[-1]
     other_mode = recompute(evidence, repeated.rows, grad=not evidence.grad)
-    check_trained(evidence, recipe, repeats.last if evidence.grad else other_mode)
-    _check_repeats(evidence, repeats, recipe)
-    parts += _with_made_up(evidence, recipe)
-    check_rows(evidence, parts, recipe, trace)
-    check_constants(parts, recipe)
-    recipe.grad_mode = None if same_parts(recipe, repeated, other_mode) else evidence.grad
-    _check_trained(evidence, recipe, trace)
-    recipe.reads = _reads(evidence, recipe, trace)
-    _check_moved(evidence, recipe)
-    recipe.surroundings = evidence.surroundings if evidence.surroundings else None
-    recipe.moving = [pair for pair in repeats.moving if recipe.surrounds(pair[0])]
-    recipe.draws = any(part.drew for part in parts)
-    _note_draws(recipe, trace)
-    note_reads(recipe, seen)
-    recipe.free = free_arguments(evidence, recipe)
-    for position in recipe.free & recipe.pinned.keys():
-        del recipe.pinned[position]
-    _check_company(evidence, recipe)
-    for name, module in recipe.skipped_modules():
+    check_trained(evidence, plan, repeats.last if evidence.grad else other_mode)
+    _check_repeats(evidence, repeats, plan)
+    parts += _with_made_up(evidence, plan)
+    check_rows(evidence, parts, plan, trace)
+    check_constants(parts, plan)
+    plan.grad_mode = None if same_parts(plan, repeated, other_mode) else evidence.grad
+    _check_trained(evidence, plan, trace)
+    plan.reads = _reads(evidence, plan, trace)
+    _check_moved(evidence, plan)
+    plan.surroundings = evidence.surroundings if evidence.surroundings else None
+    plan.moving = [pair for pair in repeats.moving if plan.surrounds(pair[0])]
+    plan.draws = any(part.drew for part in parts)
+    _note_draws(plan, trace)
+    note_reads(plan, seen)
+    plan.free = free_arguments(evidence, plan)
+    for position in plan.free & plan.pinned.keys():
+        del plan.pinned[position]
+    _check_company(evidence, plan)
+    for name, module in plan.skipped_modules():
         if isinstance(module, torch.jit.ScriptModule):
             why = f"what {name!r} does, which was traced or scripted, cannot be followed"
-            raise BoundaryError.impure(recipe.boundary, why)
+            raise BoundaryError.impure(plan.boundary, why)
     tagged = evidence.call.tagged
-    recipe.leaf_names = {i: (leaf.leaf, leaf.chain_key) for i, leaf in tagged.items()}
-    recipe.modes = tuple(module.training for module in recipe.ancestors)
-    recipe.profile = _profile(evidence, recipe)
-    recipe.growth = study_lengths(evidence, recipe)
-    rows = _check_replay(evidence, prober, recipe)
-    recipe.unread = _check_counted(evidence, recipe)
-    return recipe, rows
+    plan.leaf_names = {i: (leaf.leaf, leaf.chain_key) for i, leaf in tagged.items()}
+    plan.modes = tuple(module.training for module in plan.ancestors)
+    plan.profile = _profile(evidence, plan)
+    plan.growth = study_lengths(evidence, plan)
+    rows = _check_replay(evidence, prober, plan)
+    plan.unread = _check_counted(evidence, plan)
+    return plan, rows
 
 
-def _check_moved(evidence: Evidence, recipe: Recipe) -> None:
+def _check_moved(evidence: Evidence, plan: ReplayPlan) -> None:
     """A parameter that the forward writes to is the active part's alone."""
-    read = [p for _, module in recipe.skipped_modules() for p in module.parameters(recurse=False)]
-    for tensor in (*read, *(named[2] for named in recipe.reads)):
+    read = [p for _, module in plan.skipped_modules() for p in module.parameters(recurse=False)]
+    for tensor in (*read, *(named[2] for named in plan.reads)):
         if id(tensor) in evidence.moved:
-            raise BoundaryError.moves(recipe.boundary, evidence.moved[id(tensor)])
+            raise BoundaryError.moves(plan.boundary, evidence.moved[id(tensor)])
 
 
-def _check_company(evidence: Evidence, recipe: Recipe) -> None:
+def _check_company(evidence: Evidence, plan: ReplayPlan) -> None:
     """What no sample has as its own decides nothing about what is stored."""
     mixed = {id(leaf): path for path, leaf in evidence.call.batch.mixed.items()}
-    for position in recipe.pinned:
+    for position in plan.pinned:
         path = mixed.get(id(evidence.call.leaves[position]))
         if path is not None:
             raise BatchError(evidence.call.batch.why_mixed)
@@ -149,7 +149,7 @@ def _under_other_draws(evidence: Evidence) -> Iterator[Recomputed]:
         yield recompute(evidence, [evidence.size - 1, 0])
 
 
-def _with_made_up(evidence: Evidence, recipe: Recipe) -> Iterator[Recomputed]:
+def _with_made_up(evidence: Evidence, plan: ReplayPlan) -> Iterator[Recomputed]:
     """Run it on made-up samples too, as far as the model takes them for samples."""
     for rows in with_made_up(evidence.size):
         with Attempt() as tried:
@@ -159,12 +159,12 @@ def _with_made_up(evidence: Evidence, recipe: Recipe) -> Iterator[Recomputed]:
         if all(
             len(leaves) == len(step.leaves)
             and all(step.leaves[j].matches(leaves[j], len(rows)) for j in step.cached)
-            for leaves, step in zip(part.leaves, recipe.steps, strict=True)
+            for leaves, step in zip(part.leaves, plan.steps, strict=True)
         ):
             yield part
 
 
-def _draft(evidence: Evidence, parts: Sequence[Recomputed]) -> Recipe:
+def _draft(evidence: Evidence, parts: Sequence[Recomputed]) -> ReplayPlan:
     """Describe the steps; compare the batch sizes to find the batch dimension."""
     steps = []
     for i, (record, output) in enumerate(zip(evidence.steps, evidence.outputs, strict=True)):
@@ -185,7 +185,7 @@ def _draft(evidence: Evidence, parts: Sequence[Recomputed]) -> Recipe:
     tensors = [j for j, leaf in enumerate(last.leaves) if isinstance(leaf, TensorSpec)]
     if not last.run and len(tensors) == 1 and last.leaves[tensors[0]].batch_dim is not None:
         last.cached.add(tensors[0])
-    return Recipe(evidence.boundary, steps, evidence.ancestors, evidence.names, copies=True)
+    return ReplayPlan(evidence.boundary, steps, evidence.ancestors, evidence.names, copies=True)
 
 
 def _describe(evidence: Evidence, name: str, a: Any, parts: Sequence[tuple[Any, list[int]]]) -> Any:
@@ -234,18 +234,18 @@ def _same_samples(
     return difference(known, seen) <= tolerance(a)
 
 
-def _check_trained(evidence: Evidence, recipe: Recipe, trace: PrefixTrace | None) -> None:
+def _check_trained(evidence: Evidence, plan: ReplayPlan, trace: PrefixTrace | None) -> None:
     """Change what is trained and ran before the boundary: the cut must not notice.
 
     Autograd has named most offenders already; this finds those used under `no_grad`.
     """
     if trace is None:
         return
-    skipped = {i for i, step in enumerate(recipe.steps) if not step.run} | {-1}
+    skipped = {i for i, step in enumerate(plan.steps) if not step.run} | {-1}
     for name, _, tensor in known_tensors(evidence.model):
         # One change may show no effect: `x.clamp(max=self.limit.item())`.
         if trace.undifferentiated.get(id(tensor), set()) & skipped:
-            raise BoundaryError.trainable(recipe.boundary, name)
+            raise BoundaryError.trainable(plan.boundary, name)
     suspects = [
         (name, tensor)
         for name, _, tensor in known_tensors(evidence.model)
@@ -262,25 +262,25 @@ def _check_trained(evidence: Evidence, recipe: Recipe, trace: PrefixTrace | None
 
     other = recompute(evidence)
     changed = recompute(evidence, twin=evidence.twins.fresh(change))
-    for i, j in recipe.slots().values():
+    for i, j in plan.slots().values():
         if difference(other.leaves[i][j], changed.leaves[i][j]) > 0:
-            raise BoundaryError.trainable(recipe.boundary, suspects[0][0])
+            raise BoundaryError.trainable(plan.boundary, suspects[0][0])
 
 
-def _check_repeats(evidence: Evidence, repeats: Repeats, recipe: Recipe) -> None:
+def _check_repeats(evidence: Evidence, repeats: Repeats, plan: ReplayPlan) -> None:
     """Run twice on the same rows, what is cached must be the same, and nothing may move."""
-    repeats.check(recipe)
-    if not same_parts(recipe, repeats.first, repeats.again):
+    repeats.check(plan)
+    if not same_parts(plan, repeats.first, repeats.again):
         what = repeats.reason()
         raise BoundaryError.impure(
-            recipe.boundary,
+            plan.boundary,
             "it gives other results when it is called again"
             + (f" ({what!r} moves with every call)" if what else ""),
         )
-    _check_counters(evidence, repeats, recipe)
+    _check_counters(evidence, repeats, plan)
 
 
-def _check_counters(evidence: Evidence, repeats: Repeats, recipe: Recipe) -> None:
+def _check_counters(evidence: Evidence, repeats: Repeats, plan: ReplayPlan) -> None:
     """Put ahead what counts the calls: nothing that is cached may notice, now or later."""
     counted = [(m, key, _count(evidence, m, key)) for m, key in repeats.moving]
     counted = [one for one in counted if one[2] is not None]
@@ -295,12 +295,12 @@ def _check_counters(evidence: Evidence, repeats: Repeats, recipe: Recipe) -> Non
         return recompute(evidence, few, twin=twin)
 
     now = later(0)
-    if not all(same_parts(recipe, now, later(ahead)) for ahead in _AHEAD):
+    if not all(same_parts(plan, now, later(ahead)) for ahead in _AHEAD):
         name = f"the attribute {counted[0][1]!r}"
-        raise BoundaryError.decides_later(recipe.boundary, name)
+        raise BoundaryError.decides_later(plan.boundary, name)
 
 
-def _check_counted(evidence: Evidence, recipe: Recipe) -> dict[Any, Any]:
+def _check_counted(evidence: Evidence, plan: ReplayPlan) -> dict[Any, Any]:
     """Put ahead what the model counts outside of itself: what no activation depends on is not
     watched. What the prefix counts would stand still on hits.
     """
@@ -315,11 +315,11 @@ def _check_counted(evidence: Evidence, recipe: Recipe) -> dict[Any, Any]:
     again = {one.mark: one for one in evidence.before.outside.moved_whole(twin.copy_of)}
     for one in evidence.counted:
         if not one.is_replayed and one.mark in again and again[one.mark].is_past(one):
-            raise BoundaryError.impure(recipe.boundary, f"{one.name} moves with every call of it")
+            raise BoundaryError.impure(plan.boundary, f"{one.name} moves with every call of it")
     evidence.counted = [one for one in evidence.counted if one.is_replayed]
     for ahead in (0, *_AHEAD) if evidence.counted else ():
-        if not same_parts(recipe, now, later(ahead)):
-            raise BoundaryError.decides_later(recipe.boundary, evidence.counted[0].name)
+        if not same_parts(plan, now, later(ahead)):
+            raise BoundaryError.decides_later(plan.boundary, evidence.counted[0].name)
     unread = {one.mark: one.where for one in evidence.counted}
     for one in evidence.counted:
         if isinstance(one.where, dict) and all((id(one.where), k) in unread for k in one.where):
@@ -333,13 +333,13 @@ def _count(evidence: Evidence, module: nn.Module, key: str) -> Any:
     return found if type(found) in (int, float) else None
 
 
-def _reads(evidence: Evidence, recipe: Recipe, trace: PrefixTrace | None) -> list[Named]:
+def _reads(evidence: Evidence, plan: ReplayPlan, trace: PrefixTrace | None) -> list[Named]:
     """Return what the prefix reads outside of its modules: class tokens, constants."""
     known = known_tensors(evidence.model)
     if trace is None:  # compiled code cannot be traced: take all that is near
-        near = {id(module) for module in recipe.ancestors}
+        near = {id(module) for module in plan.ancestors}
         return [named for named in known if id(named[1]) in near]
-    skipped = {i for i, step in enumerate(recipe.steps) if not step.run} | {-1}
+    skipped = {i for i, step in enumerate(plan.steps) if not step.run} | {-1}
     return [
         named
         for named in known
@@ -347,65 +347,65 @@ def _reads(evidence: Evidence, recipe: Recipe, trace: PrefixTrace | None) -> lis
     ]
 
 
-def _note_draws(recipe: Recipe, trace: PrefixTrace | None) -> None:
+def _note_draws(plan: ReplayPlan, trace: PrefixTrace | None) -> None:
     """Let a replay draw what the skipped modules would have drawn (to no effect, as was shown)."""
     if trace is None:
         return
     for index, draws in trace.draws.items():
-        recipe.draws = True
-        if index >= 0 and not recipe.steps[index].run:
-            recipe.steps[index].draws = draws
+        plan.draws = True
+        if index >= 0 and not plan.steps[index].run:
+            plan.steps[index].draws = draws
 
 
-def _profile(evidence: Evidence, recipe: Recipe) -> tuple[Step, ...]:
+def _profile(evidence: Evidence, plan: ReplayPlan) -> tuple[Step, ...]:
     """Return what each step cost and gave: where else the model might be cut."""
     steps = []
-    for seconds, step in zip(evidence.seconds, recipe.steps, strict=True):
+    for seconds, step in zip(evidence.seconds, plan.steps, strict=True):
         specs = [leaf for leaf in step.leaves if isinstance(leaf, TensorSpec)]
         num_bytes = sum(spec.row.num_bytes for spec in specs if spec.batch_dim is not None)
         steps.append(Step(step.name, seconds / evidence.size, num_bytes))
     steps[-1] = Step(
         steps[-1].name,
         steps[-1].seconds_per_sample,
-        sum(recipe.tensor_spec(slot).row.num_bytes for slot in recipe.slots().values()),
+        sum(plan.tensor_spec(slot).row.num_bytes for slot in plan.slots().values()),
     )
     return tuple(steps)
 
 
-def _check_replay(evidence: Evidence, prober: Prober, recipe: Recipe) -> dict[str, Tensor]:
+def _check_replay(evidence: Evidence, prober: Prober, plan: ReplayPlan) -> dict[str, Tensor]:
     """Replay from rows as the store gives them back; the output must be the user's result."""
     rows: dict[str, Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():
-        for name, slot in recipe.slots().items():
-            view = recipe.tensor_spec(slot).to_rows(evidence.leaf(*slot))
+        for name, slot in plan.slots().items():
+            view = plan.tensor_spec(slot).to_rows(evidence.leaf(*slot))
             rows[name] = view.clone(memory_format=torch.contiguous_format)
-        filled = fillings(evidence, recipe, rows)
-    outputs = [_replayed(evidence, prober, recipe, stored) for stored in filled]
-    find_output_axes(evidence, recipe, outputs)
-    recipe.opaque_outputs = _compare_outputs(evidence, outputs[0], recipe)
+        filled = fillings(evidence, plan, rows)
+    outputs = [_replayed(evidence, prober, plan, stored) for stored in filled]
+    find_output_axes(evidence, plan, outputs)
+    plan.opaque_outputs = _compare_outputs(evidence, outputs[0], plan)
     return rows
 
 
 def _replayed(
-    evidence: Evidence, prober: Prober, recipe: Recipe, rows: Mapping[str, Tensor]
+    evidence: Evidence, prober: Prober, plan: ReplayPlan, rows: Mapping[str, Tensor]
 ) -> list[Any]:
     """Return the leaves of what a replay brings; it must write and draw what the plain run did."""
     values: dict[Slot, Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():
-        for name, slot in recipe.slots().items():
-            values[slot] = recipe.tensor_spec(slot).from_rows(rows[name].clone())
-    constants = [step.constants for step in recipe.steps]
-    for step in recipe.steps:
+        for name, slot in plan.slots().items():
+            values[slot] = plan.tensor_spec(slot).from_rows(rows[name].clone())
+    constants = [step.constants for step in plan.steps]
+    for step in plan.steps:
         step.constants = {j: value.clone() for j, value in step.constants.items()}
-    given = [*values.values(), *(t for step in recipe.steps for t in step.constants.values())]
+    given = [*values.values(), *(t for step in plan.steps for t in step.constants.values())]
     contents = [tensor.clone() for tensor in given]
-    recipe.copies = False
+    plan.copies = False
     twin = evidence.twins.fresh()
-    run = ReplayRun(recipe, evidence.size, scene_of(recipe, twin))
+    run = ReplayRun(plan, evidence.size, scene_of(plan, twin))
     run.begin(values)
     args, kwargs = prober.inputs(run, twin)
     evidence.before.restore(for_a_copy=True)
-    with twin.intercept(recipe.modules, run):
+    with twin.intercept(plan.modules, run):
         leaves, layout = twin.call.result(twin.forward(*args, **kwargs))
     if layout != evidence.result[1]:
         raise BoundaryError.not_proved(evidence.boundary, "the output has another structure")
@@ -414,31 +414,31 @@ def _replayed(
         one.is_replayed = one.mark in moved
     after = RandomState.now()
     run.scene.finished = True
-    recipe.copies = any(difference(a, b) > 0 for a, b in zip(contents, given, strict=True))
-    for step, kept in zip(recipe.steps, constants, strict=True):
+    plan.copies = any(difference(a, b) > 0 for a, b in zip(contents, given, strict=True))
+    for step, kept in zip(plan.steps, constants, strict=True):
         step.constants = kept
-    recipe.mutable = _written(evidence, twin)
-    _check_written(evidence, recipe, twin)
+    plan.mutable = _written(evidence, twin)
+    _check_written(evidence, plan, twin)
     if not after.equals(evidence.after.generators):
         raise BoundaryError.impure(
-            recipe.boundary, "the prefix draws random numbers, so that later ones would differ"
+            plan.boundary, "the prefix draws random numbers, so that later ones would differ"
         )
     return leaves
 
 
-def _check_written(evidence: Evidence, recipe: Recipe, twin: Twin) -> None:
+def _check_written(evidence: Evidence, plan: ReplayPlan, twin: Twin) -> None:
     """What the plain run writes to, a replay must write to; what the prefix reads, nothing may."""
     for position in _written_inputs(evidence):
         if not same_content(evidence.given[position], twin.call.leaves[position]):
             raise BoundaryError.impure(
-                recipe.boundary, f"the prefix writes to its input {evidence.call.paths()[position]}"
+                plan.boundary, f"the prefix writes to its input {evidence.call.paths()[position]}"
             )
-    written = {id(buffer) for buffer in recipe.mutable}
-    skipped = {id(b) for _, module in recipe.skipped_modules() for b in module._buffers.values()}
+    written = {id(buffer) for buffer in plan.mutable}
+    skipped = {id(b) for _, module in plan.skipped_modules() for b in module._buffers.values()}
     for name, _, tensor in known_tensors(evidence.model):
-        if id(tensor) in written & (skipped | {id(named[2]) for named in recipe.reads}):
+        if id(tensor) in written & (skipped | {id(named[2]) for named in plan.reads}):
             raise BoundaryError.impure(
-                recipe.boundary, f"the prefix reads {name!r}, which the model writes to after it"
+                plan.boundary, f"the prefix reads {name!r}, which the model writes to after it"
             )
 
 
@@ -465,9 +465,9 @@ def _written(evidence: Evidence, twin: Twin) -> list[Tensor]:
     return written
 
 
-def _compare_outputs(evidence: Evidence, leaves: list[Any], recipe: Recipe) -> frozenset[int]:
+def _compare_outputs(evidence: Evidence, leaves: list[Any], plan: ReplayPlan) -> frozenset[int]:
     """Compare with the plain result; return the leaves that a hit cannot give."""
-    axes = {} if recipe.growth is None else recipe.growth.outputs
+    axes = {} if plan.growth is None else plan.growth.outputs
     expected = evidence.result[0]
     opaque = set()
     for i, (a, b) in enumerate(zip(expected, leaves, strict=True)):

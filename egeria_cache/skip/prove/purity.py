@@ -15,7 +15,7 @@ from torch import nn
 from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import Content
 from egeria_cache.skip.prove.evidence import Evidence, recompute, rest
-from egeria_cache.skip.serve.plan import Recipe
+from egeria_cache.skip.serve.plan import ReplayPlan
 
 _NOT_STATE = frozenset({"_modules", "_parameters", "training", "train", "forward"})
 _MAX_DEPTH = 12
@@ -43,14 +43,14 @@ class Repeats:
         self._left = [pair for pair, holds in self._changes(settled, new_keys=False) if holds]
         evidence.common = twin
 
-    def check(self, recipe: Recipe) -> None:
+    def check(self, plan: ReplayPlan) -> None:
         """Raise if what a hit skips would have changed something.
 
         Raises:
             BoundaryError: And what that is.
         """
-        skipped = {id(m) for step in recipe.steps if not step.run for m in step.module.modules()}
-        around = {id(module) for module in recipe.ancestors} - skipped
+        skipped = {id(m) for step in plan.steps if not step.run for m in step.module.modules()}
+        around = {id(module) for module in plan.ancestors} - skipped
         for (module, key), tensors in self._counting:
             if id(module) in skipped or (id(module) in around and tensors):
                 raise self._impure(module, key, "moves with every call of the prefix")

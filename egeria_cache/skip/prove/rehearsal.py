@@ -45,7 +45,7 @@ from egeria_cache.skip.prove.proof import prove
 from egeria_cache.skip.prove.twin import Twin, Twins, shared_modules
 from egeria_cache.skip.serve.call import Invocation
 from egeria_cache.skip.serve.cut import Slot
-from egeria_cache.skip.serve.plan import Recipe
+from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.replay import wants_grad
 from egeria_cache.skip.state.hooks import hook_of_training
 from egeria_cache.skip.state.surroundings import Surroundings, World
@@ -88,11 +88,11 @@ FEW_ROWS = 2
 class Outcome:
     """What the first batch brought."""
 
-    recipe: Recipe | None = None
+    plan: ReplayPlan | None = None
     rows: dict[str, Tensor] | None = None
     """The first batch's activations, as a copy of the model gave them."""
     error: BoundaryError | None = None
-    """Why there is no recipe."""
+    """Why there is no plan."""
     has_raised: bool = False
     """Whether a copy raised as it was run plainly: so may the model itself."""
 
@@ -133,7 +133,7 @@ class Rehearsal:
     @in_turns()
     @uncollected()
     def run(self) -> Outcome:
-        """Return the recipe, or the reason why there is none; the model is as it was before."""
+        """Return the plan, or the reason why there is none; the model is as it was before."""
         before, outcome = self._surroundings.now(), Outcome()
         self._weights.looks_closely = True
         try:
@@ -164,9 +164,9 @@ class Rehearsal:
             grad=torch.is_grad_enabled(),
         )
         wants_grad = self._run_plainly(evidence)
-        recipe, rows = prove(evidence)
-        recipe.wants_grad = wants_grad
-        return Outcome(recipe, rows)
+        plan, rows = prove(evidence)
+        plan.wants_grad = wants_grad
+        return Outcome(plan, rows)
 
     def _run_plainly(self, evidence: Evidence) -> set[Slot]:
         """Run the whole model on a copy; return which outputs of the prefix autograd follows.

@@ -22,7 +22,7 @@ from egeria_cache.skip.prove.evidence import Evidence, Recomputed, recompute
 from egeria_cache.skip.prove.probe import scene_of
 from egeria_cache.skip.prove.twin import Twin
 from egeria_cache.skip.serve.placeholder import Placeholder, Source, placeholders
-from egeria_cache.skip.serve.plan import Recipe
+from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.trace import PrefixTrace, known_tensors
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"train", "forward", "_compiled_call_impl"}
@@ -72,25 +72,25 @@ def _trace(evidence: Evidence, twin: Twin) -> PrefixTrace | None:
     return PrefixTrace(known, twin.names(evidence.names), grad=evidence.grad)
 
 
-def note_reads(recipe: Recipe, seen: Observed) -> None:
-    """Note what the prefix reads beside tensors: `Recipe.attributes` of the modules around it,
-    `Recipe.objects` of what modules hold, a configuration, say.
+def note_reads(plan: ReplayPlan, seen: Observed) -> None:
+    """Note what the prefix reads beside tensors: `ReplayPlan.attributes` of the modules around it,
+    `ReplayPlan.objects` of what modules hold, a configuration, say.
     """
-    around = {id(module) for module in recipe.ancestors}
-    recipe.attributes = _attributes(recipe, {pair for pair in seen.noted if pair[0] in around})
-    recipe.objects = {
+    around = {id(module) for module in plan.ancestors}
+    plan.attributes = _attributes(plan, {pair for pair in seen.noted if pair[0] in around})
+    plan.objects = {
         owner: frozenset(names | {key for known, key in seen.noted if known == owner})
         for owner, names in seen.held.items()
         if (owner, "__dict__") not in seen.noted  # it is read as a whole (`vars`, a copy)
     }
 
 
-def _attributes(recipe: Recipe, names: set[tuple[int, str]]) -> frozenset[tuple[int, str]]:
+def _attributes(plan: ReplayPlan, names: set[tuple[int, str]]) -> frozenset[tuple[int, str]]:
     """Return what counts of the attributes of ancestors that are read: not what that code moves
     itself, a counter, as no activation depends on it: that was shown.
     """
-    moving = {(id(module), key) for module, key in recipe.moving}
-    own = {id(module): own_dict(module) or {} for module in recipe.ancestors}
+    moving = {(id(module), key) for module, key in plan.moving}
+    own = {id(module): own_dict(module) or {} for module in plan.ancestors}
     return frozenset(
         (owner, key)
         for owner, key in names - moving
@@ -140,7 +140,7 @@ def _noting_class(cls: Any, owner: int, names: set[tuple[int, str]]) -> Any:
     return type(cls.__name__, (cls,), {"__getattribute__": note, "__module__": cls.__module__})
 
 
-def free_arguments(evidence: Evidence, recipe: Recipe) -> frozenset[int]:
+def free_arguments(evidence: Evidence, plan: ReplayPlan) -> frozenset[int]:
     """Return the positions of arguments that no activation depends on, whatever is given there.
 
     Numbers and strings, and tensors that no loader vouches for: boxes, say, for the loss alone, or
@@ -155,20 +155,20 @@ def free_arguments(evidence: Evidence, recipe: Recipe) -> frozenset[int]:
     if not candidates:
         return frozenset()
     known = recompute(evidence, list(range(evidence.size)))
-    if _same_without(evidence, recipe, known, candidates):
+    if _same_without(evidence, plan, known, candidates):
         return frozenset(candidates)
     single = candidates if len(candidates) > 1 else []
-    return frozenset(i for i in single if _same_without(evidence, recipe, known, [i]))
+    return frozenset(i for i in single if _same_without(evidence, plan, known, [i]))
 
 
 def _same_without(
-    evidence: Evidence, recipe: Recipe, known: Recomputed, positions: list[int]
+    evidence: Evidence, plan: ReplayPlan, known: Recomputed, positions: list[int]
 ) -> bool:
     """Whether other values at these positions change nothing: of tensors such that none can be
     read.
     """
     twin: Twin = evidence.twins.fresh()
-    scene, leaves = scene_of(recipe, twin), list(twin.call.leaves)
+    scene, leaves = scene_of(plan, twin), list(twin.call.leaves)
     for position in positions:
         leaf = _changed(leaves[position])
         if isinstance(leaf, Tensor):
@@ -181,13 +181,13 @@ def _same_without(
     return (
         tried.error is None
         and not placeholders(other.leaves)
-        and all(_same(a, b) for a, b in _needed(recipe, known, other))
+        and all(_same(a, b) for a, b in _needed(plan, known, other))
     )
 
 
-def _needed(recipe: Recipe, a: Recomputed, b: Recomputed) -> Iterator[tuple[Any, Any]]:
+def _needed(plan: ReplayPlan, a: Recomputed, b: Recomputed) -> Iterator[tuple[Any, Any]]:
     """Yield what two runs gave for all that a hit is given."""
-    for i, step in enumerate(recipe.steps):
+    for i, step in enumerate(plan.steps):
         needed = {*step.cached, *step.constants}
         yield len(a.leaves[i]), len(b.leaves[i])
         for j, (x, y) in enumerate(zip(a.leaves[i], b.leaves[i], strict=False)):

@@ -16,7 +16,7 @@ from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.model.fsdp import casts_of
 from egeria_cache.skip.serve.call import PLAIN, Invocation, mode_key
 from egeria_cache.skip.serve.cut import Slot
-from egeria_cache.skip.serve.plan import Recipe
+from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.state.content import ContentHash
 from egeria_cache.skip.state.watch import hooks_of, watched_attributes
 
@@ -45,20 +45,20 @@ class Addresses:
         return fields | {_APART: os.urandom(8).hex()} if fields in self._blind else fields
 
 
-def prefix_tensors(recipe: Recipe) -> list[Named]:
+def prefix_tensors(plan: ReplayPlan) -> list[Named]:
     """Return (qualified name, owner, tensor) of all that the skipped modules compute with."""
     found: dict[int, Named] = {}
-    for name, module in recipe.skipped_modules():
+    for name, module in plan.skipped_modules():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 found.setdefault(id(tensor), (f"{name}.{key}" if name else key, module, tensor))
-    for named in recipe.reads:
+    for named in plan.reads:
         found.setdefault(id(named[2]), named)
     return list(found.values())
 
 
 def address(
-    recipe: Recipe,
+    plan: ReplayPlan,
     call: Invocation,
     tensors: Iterable[Named],
     hashes: ContentHash,
@@ -67,7 +67,7 @@ def address(
     """Return the fields, JSON values that read well when two addresses are compared."""
     paths = call.paths()
     inputs = {}
-    for position, (leaf, chain) in sorted(recipe.leaf_names.items()):
+    for position, (leaf, chain) in sorted(plan.leaf_names.items()):
         tensor = call.leaves[position]
         inputs[paths[position]] = {
             "leaf": leaf,
@@ -80,54 +80,54 @@ def address(
         for path, leaf in zip(paths, call.leaves, strict=True)
         if not isinstance(leaf, Tensor) and leaf is not None
     }
-    for position in recipe.free:
+    for position in plan.free:
         arguments.pop(paths[position], None)
-    pinned = {paths[i]: hashes.of(tensor) for i, tensor in recipe.pinned.items()}
+    pinned = {paths[i]: hashes.of(tensor) for i, tensor in plan.pinned.items()}
     autocast, default_dtype = mode_key()
-    gradients = {} if recipe.grad_mode is None else {"gradients": recipe.grad_mode}
+    gradients = {} if plan.grad_mode is None else {"gradients": plan.grad_mode}
     return gradients | {
-        "boundary": recipe.boundary,
+        "boundary": plan.boundary,
         "weights": hashes.of_all((name, tensor) for name, _, tensor in tensors),
-        "structure": _structure(recipe),
+        "structure": _structure(plan),
         "code": code.digest(),
         "inputs": inputs,
         "arguments": arguments | pinned,
-        "mode": ["train" if training else "eval" for training in recipe.modes],
+        "mode": ["train" if training else "eval" for training in plan.modes],
         "autocast": [list(pair) for pair in autocast],
         "default_dtype": str(default_dtype),
         "tensors": {
             name: {
-                "shape": _row_shape(recipe, name, slot),
-                "dtype": str(recipe.tensor_spec(slot).dtype),
-                "order": list(recipe.tensor_spec(slot).order),
+                "shape": _row_shape(plan, name, slot),
+                "dtype": str(plan.tensor_spec(slot).dtype),
+                "order": list(plan.tensor_spec(slot).order),
             }
-            for name, slot in recipe.slots().items()
+            for name, slot in plan.slots().items()
         },
-        "device": recipe.device.type,
+        "device": plan.device.type,
         "torch": torch.__version__.partition("+")[0],
     }
 
 
-def _row_shape(recipe: Recipe, name: str, slot: Slot) -> list[Any]:
+def _row_shape(plan: ReplayPlan, name: str, slot: Slot) -> list[Any]:
     """Return the shape of a row, without the sizes that follow the lengths of samples."""
-    shape: list[Any] = list(recipe.tensor_spec(slot).row.shape)
-    growth = recipe.row_growth().get(name)
+    shape: list[Any] = list(plan.tensor_spec(slot).row.shape)
+    growth = plan.row_growth().get(name)
     for dim, _ in () if growth is None else growth.dims:
         shape[dim] = "length"
     return shape
 
 
-def _structure(recipe: Recipe) -> str:
+def _structure(plan: ReplayPlan) -> str:
     """Hash the modules' kinds and settings: equal weights may be used in different ways."""
     total, known = xxhash.xxh3_128(), dict[int, bytes]()
-    for name, module in recipe.skipped_modules():
+    for name, module in plan.skipped_modules():
         kind = kind_name(type(module))
         total.update(f"{name}:{kind}({module.extra_repr()});".encode())
         total.update(_settings(watched_attributes(module), known))
-    modules = [module for _, module in recipe.skipped_modules()]
+    modules = [module for _, module in plan.skipped_modules()]
     for hook in [*hooks_of(modules), *casts_of(modules)]:
         total.update(_settings({"hook": getattr(hook, "__self__", hook)}, known))
-    for name, module, keys in recipe.around():
+    for name, module, keys in plan.around():
         own = vars(module)
         values = {key: own[key] for key in sorted(keys) if key in own}
         total.update(f"{name}:".encode() + _settings(values, known))

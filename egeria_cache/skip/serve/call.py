@@ -326,7 +326,7 @@ class Invocation:
         return self.rebuild(swap)
 
     def key(self, free: frozenset[int] = frozenset()) -> tuple[Any, ...]:
-        """What must be equal for two calls to be served by the same recipe.
+        """What must be equal for two calls to be served by the same plan.
 
         Args:
             free: Positions of plain arguments that may differ: the prefix does not use them.

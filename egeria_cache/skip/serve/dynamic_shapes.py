@@ -24,7 +24,7 @@ from egeria_cache.skip.serve.cut import Slot, StepPlan, TensorSpec
 from egeria_cache.skip.serve.padded import RowGrowth, Rule, Whole
 
 MAX_LENGTHS = 512
-"""Lengths of batches that a recipe is kept ready for."""
+"""Lengths of batches that a plan is kept ready for."""
 _REACH = 1.5
 """How much longer than what was tried a batch may be."""
 
@@ -67,8 +67,8 @@ class OutputAxis:
 
 
 @dataclass(slots=True, eq=False)
-class Growth:
-    """What a recipe needs to know of other lengths than the one it was proved at."""
+class DynamicShapes:
+    """What a plan needs to know of other lengths than the one it was proved at."""
 
     rules: dict[Slot, dict[int, Rule]]
     """Per step and leaf of its output: dimension -> rule; of the batch's own, of its multiple."""
@@ -133,7 +133,7 @@ class Growth:
         """Take in how the steps' outputs looked at these lengths; say which one no rule explains.
 
         Args:
-            steps: The recipe's.
+            steps: The plan's.
             whole: The lengths of the batch.
             batch_size: Its size.
             outputs: The leaves of every step's output.
@@ -186,7 +186,7 @@ NEGLIGIBLE = 1e-8
 """Of the largest gradient."""
 
 
-def awaits_proof(growth: Growth | None) -> bool:
+def awaits_proof(growth: DynamicShapes | None) -> bool:
     """Whether a call has to be computed plainly: nothing shows yet that the loss reads no padding.
 
     Nor does anything show it where no gradient is recorded; what was proved in training holds there
@@ -198,14 +198,16 @@ def awaits_proof(growth: Growth | None) -> bool:
     return growth.proof.missing > 0
 
 
-def watched(growth: Growth | None, call: Invocation, output: Any, found: Callable[[], None]) -> Any:
+def watched(
+    growth: DynamicShapes | None, call: Invocation, output: Any, found: Callable[[], None]
+) -> Any:
     """Look at the gradient of a model's output when it comes; return the output to hand out.
 
     An output of a model that is frozen as a whole has no gradient by itself: the loop may go on
     from it, and it gets one for the first calls.
 
     Args:
-        growth: Of the recipe that the call belongs to; counts what was proved.
+        growth: Of the plan that the call belongs to; counts what was proved.
         call: What the model was called with.
         output: The model's.
         found: Called if the loss reads what is padded.

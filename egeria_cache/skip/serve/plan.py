@@ -22,7 +22,7 @@ from egeria_cache.batch import Lengths
 from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.serve.call import Invocation, plain
 from egeria_cache.skip.serve.cut import Cut, Slot, Step, StepPlan, TensorSpec
-from egeria_cache.skip.serve.dynamic_shapes import MAX_LENGTHS, Growth
+from egeria_cache.skip.serve.dynamic_shapes import MAX_LENGTHS, DynamicShapes
 from egeria_cache.skip.serve.padded import RowGrowth
 from egeria_cache.skip.state.guards import PrefixGuard
 from egeria_cache.skip.state.surroundings import Surroundings
@@ -33,7 +33,7 @@ _MAX_HELD = 256
 
 
 @dataclass(slots=True, eq=False)
-class Recipe:
+class ReplayPlan:
     """Everything needed to serve one signature of calls at one boundary."""
 
     boundary: str
@@ -84,14 +84,14 @@ class Recipe:
     profile: tuple[Step, ...] = ()
     guard: PrefixGuard | None = None
     cut: Cut | None = None
-    growth: Growth | None = None
+    growth: DynamicShapes | None = None
     """How it looks for batches of other lengths, where samples are padded."""
     mutable: list[Tensor] = field(default_factory=list)
     """Buffers that the active part writes to: put back if a replay has to be abandoned."""
     replays: dict[int, Any] = field(default_factory=dict)
     """By batch size: what `replay.py` has made for all hits of that size."""
     _saved: list[tuple[list[Tensor], list[Tensor]]] = field(default_factory=list)
-    _grown: dict[tuple[int, ...], Recipe] = field(default_factory=dict)
+    _grown: dict[tuple[int, ...], ReplayPlan] = field(default_factory=dict)
     """The same for batches of other lengths; one dict for all of them."""
 
     @property
@@ -99,8 +99,8 @@ class Recipe:
         """The distinct modules of the steps."""
         return list({id(step.module): step.module for step in self.steps}.values())
 
-    def at(self, lengths: Lengths | None) -> Recipe | None:
-        """Return the recipe for batches of these lengths; None if they have to be seen first."""
+    def at(self, lengths: Lengths | None) -> ReplayPlan | None:
+        """Return the plan for batches of these lengths; None if they have to be seen first."""
         if self.growth is None or lengths is None:
             return self
         known, whole = self._grown, lengths.whole
@@ -240,7 +240,7 @@ def _functions_in(value: Any, depth: int = 3) -> Iterator[Any]:
 Key = tuple[Any, ...]
 """What calls have in common that are served alike: see `Invocation.key`."""
 
-_MAX_RECIPES = 16
+_MAX_PLANS = 16
 """Signatures of calls (shapes, modes, plain arguments) proved per boundary."""
 _FIRST_WAIT = 2
 """Batches during which the prefix must be still after it changed; doubles each time."""
@@ -249,49 +249,49 @@ _MAX_PARKED = 4
 average during evaluation, say)."""
 
 
-class RecipeBook:
-    """Keeps recipes by signature; parks them while the prefix is not what they were proved for."""
+class PlanCache:
+    """Keeps plans by signature; parks them while the prefix is not what they were proved for."""
 
     def __init__(self) -> None:
-        self._recipes: dict[Key, list[Recipe]] = {}
+        self._plans: dict[Key, list[ReplayPlan]] = {}
         self._refused: set[Key] = set()
         self._num_rehearsals = 0
-        self._parked: list[dict[Key, list[Recipe]]] = []
+        self._parked: list[dict[Key, list[ReplayPlan]]] = []
         self._watch: PrefixGuard | None = None
         """Looks whether a prefix that changed is still again."""
         self._wait = _FIRST_WAIT
         self._num_still = 0
 
-    def all(self) -> list[Recipe]:
-        """Return the recipes for the prefix as it is now."""
-        return [recipe for recipes in self._recipes.values() for recipe in recipes]
+    def all(self) -> list[ReplayPlan]:
+        """Return the plans for the prefix as it is now."""
+        return [plan for plans in self._plans.values() for plan in plans]
 
     def guards(self) -> list[PrefixGuard]:
-        """Return what watches the prefix of any of them; two recipes may share a guard."""
+        """Return what watches the prefix of any of them; two plans may share a guard."""
         found: list[PrefixGuard] = []
-        for recipes in self._recipes.values():
-            for recipe in recipes:
-                if recipe.guard is not None and recipe.guard not in found:
-                    found.append(recipe.guard)
+        for plans in self._plans.values():
+            for plan in plans:
+                if plan.guard is not None and plan.guard not in found:
+                    found.append(plan.guard)
         return found
 
-    def alike(self, key: Key, boundary: str) -> list[Recipe]:
+    def alike(self, key: Key, boundary: str) -> list[ReplayPlan]:
         """Return those of one signature at one boundary."""
-        return [recipe for recipe in self._recipes.get(key, ()) if recipe.boundary == boundary]
+        return [plan for plan in self._plans.get(key, ()) if plan.boundary == boundary]
 
     def find(
         self, key: Key, call: Invocation, *, boundary: str | None = None, cut: Cut | None = None
-    ) -> Recipe | None:
-        """Return the recipe for calls like this one, at `cut` or else at `boundary`."""
-        for recipe in self._recipes.get(key, ()):
-            wanted = recipe.boundary == boundary if cut is None else recipe.cut is cut
-            if wanted and recipe.fits(call):
-                return recipe
+    ) -> ReplayPlan | None:
+        """Return the plan for calls like this one, at `cut` or else at `boundary`."""
+        for plan in self._plans.get(key, ()):
+            wanted = plan.boundary == boundary if cut is None else plan.cut is cut
+            if wanted and plan.fits(call):
+                return plan
         return None
 
-    def add(self, recipe: Recipe) -> None:
-        """Take in a recipe that was proved."""
-        self._recipes.setdefault(recipe.key, []).append(recipe)
+    def add(self, plan: ReplayPlan) -> None:
+        """Take in a plan that was proved."""
+        self._plans.setdefault(plan.key, []).append(plan)
 
     def refuse(self, key: Key) -> None:
         """Try calls of this signature no more; what was proved of some goes on."""
@@ -299,21 +299,21 @@ class RecipeBook:
 
     def drop(self, key: Key) -> None:
         """What was proved of calls of this signature does not hold."""
-        self._recipes.pop(key, None)
+        self._plans.pop(key, None)
         self._refused.add(key)
 
     def may_rehearse(self, key: Key) -> bool:
         """Whether another rehearsal is worth its price; whoever asks and is told so makes one."""
-        if key in self._refused or not self._is_still() or self._num_rehearsals >= _MAX_RECIPES:
+        if key in self._refused or not self._is_still() or self._num_rehearsals >= _MAX_PLANS:
             return False
         self._num_rehearsals += 1
         return True
 
-    def turn_to(self, kept: Iterable[Recipe]) -> None:
-        """The boundary has moved: only these recipes still hold, and everything may be tried."""
-        self._recipes.clear()
-        for recipe in kept:
-            self.add(recipe)
+    def turn_to(self, kept: Iterable[ReplayPlan]) -> None:
+        """The boundary has moved: only these plans still hold, and everything may be tried."""
+        self._plans.clear()
+        for plan in kept:
+            self.add(plan)
         self._refused.clear()
         self._num_rehearsals = 0
         self._watch, self._wait = None, _FIRST_WAIT
@@ -323,8 +323,8 @@ class RecipeBook:
 
         It may return to what it was, or go on changing: then it is left alone for a while.
         """
-        self._parked = [self._recipes, *self._parked][:_MAX_PARKED]
-        self._recipes = {}
+        self._parked = [self._plans, *self._parked][:_MAX_PARKED]
+        self._plans = {}
         self._refused.clear()
         if self._unpark():
             return True
@@ -336,12 +336,12 @@ class RecipeBook:
         self._parked.clear()
 
     def _unpark(self) -> bool:
-        """Go back to recipes that were proved for what the prefix is now, if there are any."""
+        """Go back to plans that were proved for what the prefix is now, if there are any."""
         for parked in self._parked:
-            guards = [r.guard for recipes in parked.values() for r in recipes if r.guard]
+            guards = [r.guard for plans in parked.values() for r in plans if r.guard]
             if guards and all(guard.is_same() for guard in guards):
                 self._parked.remove(parked)
-                self._recipes, self._watch = parked, None
+                self._plans, self._watch = parked, None
                 return True
         return False
 

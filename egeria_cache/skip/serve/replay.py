@@ -25,7 +25,7 @@ from egeria_cache.skip.serve.call import Invocation, plain
 from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import Slot, StepPlan, TensorSpec
 from egeria_cache.skip.serve.placeholder import Placeholder, Scene, Source, Unavailable
-from egeria_cache.skip.serve.plan import Recipe
+from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.state.quiet import quietly
 
 
@@ -41,26 +41,26 @@ class PrefixDone(BaseException):
 class CaptureRun:
     """Handler for a forward that computes the prefix: keeps the tensors of the cut.
 
-    A recipe that does not know batches of these lengths yet does afterwards.
+    A plan that does not know batches of these lengths yet does afterwards.
 
     Args:
-        recipe: What to keep.
+        plan: What to keep.
         lengths: Of the batch, if samples are padded.
         batch_size: Rows of this forward.
         stop: Leave the model by `PrefixDone` when the boundary has returned.
     """
 
     def __init__(
-        self, recipe: Recipe, lengths: Lengths | None, batch_size: int, *, stop: bool = False
+        self, plan: ReplayPlan, lengths: Lengths | None, batch_size: int, *, stop: bool = False
     ) -> None:
-        here = recipe.at(lengths)
-        self.recipe = here or recipe
+        here = plan.at(lengths)
+        self.plan = here or plan
         self.batch_size = batch_size
         self.stop = stop
         self.deviation: str | None = None
         self._lengths = lengths
         self._learnt: list[list[Any]] | None = [] if here is None else None
-        """The leaves of each step's output, where the recipe has to learn from them."""
+        """The leaves of each step's output, where the plan has to learn from them."""
         self._taken: dict[Slot, Tensor] = {}
         self._rows: dict[str, Tensor] | None = None
         self._position = 0
@@ -70,13 +70,13 @@ class CaptureRun:
         self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Handle one call of a module of the prefix."""
-        steps = self.recipe.steps
+        steps = self.plan.steps
         if self._inside or self._position >= len(steps) or self.deviation:
             return original(*args, **kwargs)
         step = steps[self._position]
         if step.module is not module:
-            if not self.recipe.surrounds(module):
-                self._deviate(self.recipe.unexpected(module, step))
+            if not self.plan.surrounds(module):
+                self._deviate(self.plan.unexpected(module, step))
             return original(*args, **kwargs)
         self._inside = True
         try:
@@ -106,9 +106,9 @@ class CaptureRun:
             self._take(self._position, leaves)
 
     def _take(self, index: int, leaves: list[Any]) -> None:
-        step = self.recipe.steps[index]
+        step = self.plan.steps[index]
         if step.cached:
-            self.recipe.wants_grad |= wants_grad(index, leaves)
+            self.plan.wants_grad |= wants_grad(index, leaves)
         for j, (leaf, known) in enumerate(zip(leaves, step.leaves, strict=True)):
             if j in step.cached:
                 if isinstance(leaf, Placeholder) or not known.matches(leaf, self.batch_size):
@@ -119,16 +119,16 @@ class CaptureRun:
                 self._deviate(f"{step.name!r} returned {leaf!r} where it gave {known!r}")
 
     def _learn(self, outputs: list[list[Any]]) -> None:
-        """Let the recipe know batches of these lengths, and keep what it now says."""
-        recipe, lengths = self.recipe, self._lengths
-        assert recipe.growth is not None
+        """Let the plan know batches of these lengths, and keep what it now says."""
+        plan, lengths = self.plan, self._lengths
+        assert plan.growth is not None
         assert lengths is not None
-        odd = recipe.growth.learn(recipe.steps, lengths.whole, self.batch_size, outputs)
-        here = None if odd is not None else recipe.at(lengths)
+        odd = plan.growth.learn(plan.steps, lengths.whole, self.batch_size, outputs)
+        here = None if odd is not None else plan.at(lengths)
         if here is None:
-            self._deviate(f"the shape of what {odd or recipe.boundary!r} returned follows no rule")
+            self._deviate(f"the shape of what {odd or plan.boundary!r} returned follows no rule")
             return
-        self.recipe = here
+        self.plan = here
         for index, leaves in enumerate(outputs):
             self._take(index, leaves)
 
@@ -138,21 +138,21 @@ class CaptureRun:
         # Copies of the values as they stand when the boundary returns: in-place steps of the prefix
         # count; what the active part writes, perhaps through NumPy or `.data`, does not.
         rows = {}
-        for name, slot in self.recipe.slots().items() if not self.deviation else ():
+        for name, slot in self.plan.slots().items() if not self.deviation else ():
             tensor = self._taken[slot]
             with torch.inference_mode(False), torch.no_grad():
-                view = self.recipe.tensor_spec(slot).to_rows(tensor)
+                view = self.plan.tensor_spec(slot).to_rows(tensor)
                 rows[name] = view.clone(memory_format=torch.contiguous_format)
         return rows
 
     def _deviate(self, how: str) -> None:
         self.deviation = self.deviation or how
         if self.stop:
-            raise BoundaryError.another_way(self.recipe.boundary, how)
+            raise BoundaryError.another_way(self.plan.boundary, how)
 
 
 _MAX_SIZES = 16
-"""Sizes of batches that a recipe has a replay ready for."""
+"""Sizes of batches that a plan has a replay ready for."""
 _MAX_INPUTS = 64
 
 
@@ -166,12 +166,12 @@ class ReplayRun:
     looks = False
     """Whether it looks at what skipped modules are called with."""
 
-    def __init__(self, recipe: Recipe, batch_size: int, scene: Scene | None = None) -> None:
-        self.recipe = recipe
+    def __init__(self, plan: ReplayPlan, batch_size: int, scene: Scene | None = None) -> None:
+        self.plan = plan
         self.batch_size = batch_size
-        self.scene = scene or Scene(recipe.names, frozenset(map(id, recipe.ancestors)))
-        self.modules = recipe.modules
-        self.entries = [(n, slot, recipe.tensor_spec(slot)) for n, slot in recipe.slots().items()]
+        self.scene = scene or Scene(plan.names, frozenset(map(id, plan.ancestors)))
+        self.modules = plan.modules
+        self.entries = [(n, slot, plan.tensor_spec(slot)) for n, slot in plan.slots().items()]
         """Name, place and description of the cached tensors."""
         self._leaves: dict[int, list[Any]] = {}
         self._inputs: dict[tuple[Any, ...], Placeholder] = {}
@@ -188,13 +188,13 @@ class ReplayRun:
         """Handle one call of a module of the prefix."""
         if self._inside or self.scene.after_boundary:
             return original(*args, **kwargs)
-        steps, index = self.recipe.steps, self._position
+        steps, index = self.plan.steps, self._position
         step = steps[index]
         if step.module is not module:
-            if self.recipe.surrounds(module):
+            if self.plan.surrounds(module):
                 return original(*args, **kwargs)
-            how = self.recipe.unexpected(module, step)
-            raise BoundaryError.another_way(self.recipe.boundary, how)
+            how = self.plan.unexpected(module, step)
+            raise BoundaryError.another_way(self.plan.boundary, how)
         if step.run:
             self.running(index, args, kwargs)
             self._inside = True
@@ -209,7 +209,7 @@ class ReplayRun:
             for draw in step.draws:
                 draw.again()
             leaves = self._leaves.get(index) or self._stand_ins(index)
-            if step.cached or step.constants or self.recipe.same:
+            if step.cached or step.constants or self.plan.same:
                 leaves = self._with_values(index, leaves)
             output = leaves[0] if step.single else tree_unflatten(leaves, step.spec)
         self._position += 1
@@ -227,8 +227,8 @@ class ReplayRun:
 
     def input(self, position: int, leaf: Tensor) -> Tensor:
         """Return what the model is given for one of its inputs: a placeholder if that will do."""
-        recipe = self.recipe
-        if position in recipe.kept or position not in recipe.leaf_names:
+        plan = self.plan
+        if position in plan.kept or position not in plan.leaf_names:
             result: Tensor = plain(leaf)
             return result
         with torch._C.DisableTorchFunctionSubclass():
@@ -236,13 +236,13 @@ class ReplayRun:
         if key not in self._inputs:
             if len(self._inputs) >= _MAX_INPUTS:
                 self._inputs.clear()
-            source = frozenset({Source("leaf", recipe.leaf_names[position][0], position)})
+            source = frozenset({Source("leaf", plan.leaf_names[position][0], position)})
             self._inputs[key] = Placeholder.of(leaf, source, self.scene)
         return self._inputs[key]
 
     def _stand_ins(self, index: int) -> list[Any]:
         """Return what stands for the leaves of a step's output where nothing was stored."""
-        step, leaves = self.recipe.steps[index], list[Any]()
+        step, leaves = self.plan.steps[index], list[Any]()
         for j, leaf in enumerate(step.leaves):
             sources = frozenset({Source("step", step.name, index, j)})
             if isinstance(leaf, TensorSpec):
@@ -256,13 +256,13 @@ class ReplayRun:
 
     def _with_values(self, index: int, leaves: list[Any]) -> list[Any]:
         """Put stored values and constants in their places."""
-        step, leaves, recipe = self.recipe.steps[index], list(leaves), self.recipe
+        step, leaves, plan = self.plan.steps[index], list(leaves), self.plan
         for j in range(len(leaves)):
-            slot = recipe.same.get((index, j), (index, j))
+            slot = plan.same.get((index, j), (index, j))
             if slot in self.values:
                 leaves[j] = self.values[slot]
             elif j in step.constants:
-                leaves[j] = step.constants[j].clone() if recipe.copies else step.constants[j]
+                leaves[j] = step.constants[j].clone() if plan.copies else step.constants[j]
         return leaves
 
 
@@ -270,11 +270,11 @@ Forward = Callable[..., Any]
 Rows = dict[str, Tensor]
 
 
-def full(forward: Forward, recipe: Recipe, call: Invocation) -> tuple[Any, CaptureRun]:
+def full(forward: Forward, plan: ReplayPlan, call: Invocation) -> tuple[Any, CaptureRun]:
     """Compute every row; what crosses the boundary is captured on the way."""
-    capture = CaptureRun(recipe, call.batch.lengths, call.batch.size)
+    capture = CaptureRun(plan, call.batch.lengths, call.batch.size)
     args, kwargs = call.plain()
-    with intercept(recipe.modules, capture):
+    with intercept(plan.modules, capture):
         return forward(*args, **kwargs), capture
 
 
@@ -309,7 +309,7 @@ def timed(forward: Forward, module: nn.Module, call: Invocation) -> tuple[Any, f
 
 def prefix(
     forward: Forward,
-    source: Recipe,
+    source: ReplayPlan,
     call: Invocation,
     rows: np.ndarray,
     inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
@@ -349,17 +349,17 @@ def prefix(
 
 def replay(
     forward: Forward,
-    source: Recipe,
-    recipe: Recipe | None,
+    source: ReplayPlan,
+    plan: ReplayPlan | None,
     call: Invocation,
     stored: Mapping[str, Tensor],
 ) -> tuple[Any, Rows | None]:
-    """Enter at `source`'s cut; if the boundary has moved on, capture `recipe`'s on the way.
+    """Enter at `source`'s cut; if the boundary has moved on, capture `plan`'s on the way.
 
     Both are those for batches of these lengths; None if such a batch has to be seen first.
 
     Returns:
-        The model's output, and the rows of `recipe` if it is another one than `source`.
+        The model's output, and the rows of `plan` if it is another one than `source`.
 
     Raises:
         BoundaryError: Something skipped was needed after all. What the replay did is undone, as it
@@ -378,9 +378,9 @@ def replay(
         generators = torch.get_rng_state()
         source.save_buffers()
         stack.enter_context(intercept(run.modules, run))
-        if recipe is not None and recipe is not source:  # around the replay of the same modules
-            capture = CaptureRun(recipe, call.batch.lengths, size)
-            stack.enter_context(intercept(capture.recipe.modules, capture))
+        if plan is not None and plan is not source:  # around the replay of the same modules
+            capture = CaptureRun(plan, call.batch.lengths, size)
+            stack.enter_context(intercept(capture.plan.modules, capture))
         try:
             output = forward(*args, **kwargs)
         except Exception as error:
@@ -395,7 +395,7 @@ def replay(
     return output, capture.rows() if capture is not None else None
 
 
-def _values(source: Recipe, run: ReplayRun, stored: Mapping[str, Tensor]) -> dict[Slot, Tensor]:
+def _values(source: ReplayPlan, run: ReplayRun, stored: Mapping[str, Tensor]) -> dict[Slot, Tensor]:
     """Return the cached tensors as the model had them."""
     values = {
         slot: spec.from_rows(stored[name].clone() if source.copies else stored[name])
