@@ -25,6 +25,9 @@ KNOWN: dict[str, tuple[type[Finding], str]] = {
     f"{LOADERS}[in a thread]": (
         SilentlyWrong, "a dry run may save the generators while a loader's thread has seeded them",
     ),
+    "test_a_batch_written_in_every_epoch_is_what_the_model_sees[a method]": (
+        WithoutAWord, "what is done to batches in another way each time is told from the fifth on",
+    ),
     "test_another_data_set_for_each_epoch[grows]": (
         WithoutAWord, "a loader made anew over another data set each time is another one each time",
     ),
