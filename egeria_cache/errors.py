@@ -120,7 +120,7 @@ class BoundaryError(EgeriaError):
 
     @classmethod
     def not_proved(cls, boundary: str, why: str) -> BoundaryError:
-        """The rehearsal did not reproduce the model's output."""
+        """The dry run did not reproduce the model's output."""
         return cls(
             f"skipping the prefix up to {boundary!r} is not possible: {why}; what runs behind it "
             "must need nothing of the prefix but the tensors that cross it: return them from "

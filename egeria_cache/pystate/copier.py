@@ -2,7 +2,7 @@
 
 No constructor, no `__deepcopy__`, no `__getstate__`: those act (they open, register, draw, count).
 Parameters are shared, as are other worlds (`foreign.py`); everything else that can change is
-copied, aliases and cycles included. What is copied is written to by a rehearsal in place of the
+copied, aliases and cycles included. What is copied is written to by a dry run in place of the
 user's own.
 """
 
@@ -62,7 +62,7 @@ class Uncopied:
 
     def _refuse(self, *args: Any) -> NoReturn:
         raise BoundaryError(
-            f"{self.__dict__['_where']} cannot be copied, so that a rehearsal would use it up; "
+            f"{self.__dict__['_where']} cannot be copied, so that a dry run would use it up; "
             "keep it out of the model's forward"
         )
 
@@ -318,7 +318,7 @@ class Copier:
 
     def _method(self, value: types.MethodType) -> Any:
         owner = value.__self__
-        if isinstance(owner, StandIn) and not owner.is_copied:  # a rehearsal runs the model's own
+        if isinstance(owner, StandIn) and not owner.is_copied:  # a dry run runs the model's own
             return self(owner)
         new = self(owner)
         return value if new is owner else types.MethodType(self(value.__func__), new)

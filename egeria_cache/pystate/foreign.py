@@ -1,4 +1,4 @@
-"""What lies beyond a model: worlds that a rehearsal neither copies nor looks into."""
+"""What lies beyond a model: worlds that a dry run neither copies nor looks into."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def _has_finaliser(cls: type) -> bool:
 
 def is_outside(value: Any) -> bool:
     """Whether what code does to an object is not done to its attributes: iterators, memory made in
-    C, what belongs to a thread, files, connections. A rehearsal uses a copy of it, or none.
+    C, what belongs to a thread, files, connections. A dry run uses a copy of it, or none.
     """
     cls = type(value)
     if isinstance(value, io.IOBase):

@@ -5,7 +5,7 @@ no thread, no file, and no notion of a store: what it captures goes to its `Skip
 serves comes from a batch's `Entry`.
 
 `engine.py` is the whole way of a batch through the model. Below it, each importing only those that
-follow: `prove` finds a cut and proves it (`rehearsal` > `proof` > `probe`, `evidence`); `serve`
+follow: `prove` finds a cut and proves it (`dry_run` > `proof` > `probe`, `evidence`); `serve`
 keeps and replays what was proved (`replay` > `plan` > `call`), and names it for ever
 (`address`); `state` says whether the prefix is still what it was (`guards`); `model` takes over the
 user's modules, and holds the frozen ones in inference mode (`frozen`).

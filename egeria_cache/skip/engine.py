@@ -1,7 +1,7 @@
 """Skip the frozen prefix of a model, inside the user's own `model(x)`.
 
 The whole way of a batch through the model is `SkipEngine.forward`. How a cut is found and proved:
-`rehearsal.py`; how it is replayed: `plan.py`; what is promised: docs/correctness.md.
+`dry_run.py`; how it is replayed: `plan.py`; what is promised: docs/correctness.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from egeria_cache.skip.model.attach import (
 from egeria_cache.skip.model.frozen import FrozenPrefix, RequiresGradWatch, tell_modes
 from egeria_cache.skip.model.fsdp import Front, ShardedFront, cut_otherwise, states_in
 from egeria_cache.skip.prove.auto import AutoBoundary
-from egeria_cache.skip.prove.rehearsal import Outcome, Rehearsal
+from egeria_cache.skip.prove.dry_run import DryRun, Outcome
 from egeria_cache.skip.serve import replay
 from egeria_cache.skip.serve.address import Addresses, address, prefix_tensors
 from egeria_cache.skip.serve.call import WANTS_GRADIENT, Invocation
@@ -421,7 +421,7 @@ class SkipEngine:
         if (
             self._is_restless(key, call, alike)
             or self._waits_for_padding(call)
-            or not self._plans.may_rehearse(key)
+            or not self._plans.may_dry_run(key)
         ):
             self._hold(call)
             return self._plainly(call)
@@ -452,7 +452,7 @@ class SkipEngine:
         """Cut the model on this batch if it can be, and compute the batch."""
         started = time.perf_counter()
         try:
-            outcome = self._rehearsed(call)
+            outcome = self._tried(call)
         except Exception as error:  # a signal of the user's came: a proof takes longer than a call
             self._plans.refuse(key)
             self.host.failed(error, call.batch)
@@ -477,9 +477,9 @@ class SkipEngine:
             rows, why = None, "it gives other results than a copy of the model"
         return self._taken(plan, call, output, rows, why)
 
-    def _rehearsed(self, call: Invocation) -> Outcome:
+    def _tried(self, call: Invocation) -> Outcome:
         assert self.boundary is not None
-        outcome = self._rehearsal(self.boundary, call).run()
+        outcome = self._dry_run(self.boundary, call).run()
         self._is_held = True
         self._thaw.watch(self.model, self._held)
         return outcome
@@ -676,7 +676,7 @@ class SkipEngine:
         """Take all that runs before the boundary into inference mode, once."""
         if not self._is_held and self.boundary is not None:
             started = time.perf_counter()
-            self._rehearsal(self.boundary, call).hold()
+            self._dry_run(self.boundary, call).hold()
             self.host.note("proof", time.perf_counter() - started, 0)
             self._is_held = True
             self._thaw.watch(self.model, self._held)
@@ -691,10 +691,10 @@ class SkipEngine:
     def _front(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Front:
         """Tell what runs before the last frozen module returns."""
         assert self.frozen is not None
-        return self._rehearsal(self.frozen, Invocation.of(args, kwargs)).front()
+        return self._dry_run(self.frozen, Invocation.of(args, kwargs)).front()
 
-    def _rehearsal(self, boundary: str, call: Invocation) -> Rehearsal:
-        return Rehearsal(self.model, self._forward, boundary, call, self._held, self.frozen)
+    def _dry_run(self, boundary: str, call: Invocation) -> DryRun:
+        return DryRun(self.model, self._forward, boundary, call, self._held, self.frozen)
 
     def _look_at_shards(self) -> None:
         """See whether a part of a gathered front is trained again, or it could not be gathered."""

@@ -1,4 +1,4 @@
-"""The rehearsal runs the model several times more than the user did: it must leave no trace."""
+"""The dry run runs the model several times more than the user did: it must leave no trace."""
 
 from __future__ import annotations
 

@@ -292,7 +292,7 @@ def test_a_prefix_that_does_not_ask_is_cut_once_for_both():
     harness = run(Base())
     with torch.no_grad():
         harness.model(harness.batch(range(8))["x"])
-    assert harness.engine._plans._num_rehearsals == 1
+    assert harness.engine._plans._num_dry_runs == 1
     assert harness.host.num_loads == 1
 
 

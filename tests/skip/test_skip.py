@@ -311,14 +311,14 @@ def test_the_prefix_is_held_while_a_new_cut_has_to_wait():
 
 def test_weights_that_keep_moving_are_given_up_with_growing_patience():
     harness = make()
-    num_rehearsals = 0
+    num_dry_runs = 0
     for n in range(60):
         cut = harness.engine.cut
         step(harness.model, call, harness.batch(range(8)))
-        num_rehearsals += harness.engine.cut is not cut and harness.engine.cut is not None
+        num_dry_runs += harness.engine.cut is not cut and harness.engine.cut is not None
         with torch.no_grad():
             harness.model.stem[0].weight.mul_(1.001 if n % 6 == 5 else 1)
-    assert 1 <= num_rehearsals <= 5
+    assert 1 <= num_dry_runs <= 5
 
 
 # ---- refusals ---------------------------------------------------------------------------------

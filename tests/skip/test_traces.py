@@ -1,4 +1,4 @@
-"""The first call of a model is rehearsed: its state afterwards is that after one plain call."""
+"""The first call of a model is tried out: its state afterwards is that after one plain call."""
 
 from __future__ import annotations
 
@@ -304,12 +304,12 @@ CASES = [NormalisesInPlace, PrivateGenerators, Queues, Banks, Counters, Globals,
 
 @pytest.mark.parametrize("side", ["before the boundary", "after it"])
 @pytest.mark.parametrize("cls", CASES)
-def test_the_state_after_a_rehearsed_call_is_that_after_a_plain_one(cls, side):
+def test_the_state_after_a_proved_call_is_that_after_a_plain_one(cls, side):
     if side == "before the boundary":
         cls = type(cls.__name__, (cls,), {"before": cls.after, "after": cls.before})
     out, x, traces, harness = after_one_call(cls, "middle")
     plain_out, plain_x, plain_traces, _ = after_one_call(cls, None)
-    assert harness.engine._book._num_rehearsals == 1
+    assert harness.engine._book._num_dry_runs == 1
     assert torch.equal(out, plain_out)
     assert torch.equal(x, plain_x)
     assert_equal(traces, plain_traces)

@@ -182,7 +182,7 @@ def test_plain_arguments_that_the_prefix_does_not_use_are_free():
         )
         assert harness.host.num_loads == n + 1
     scheduled(harness.model, harness.batch(BATCHES[0]), 0.7, gain=3.0)
-    assert harness.engine._plans._num_rehearsals == 2
+    assert harness.engine._plans._num_dry_runs == 2
 
 
 # ---- shapes changed in place, and checkpointing ------------------------------------------------

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", minversion="5")
 
 from egeria_cache.skip.model.calls import Recorder, intercept
 from egeria_cache.skip.model.frozen import FrozenPrefix
-from egeria_cache.skip.prove.rehearsal import patchable
+from egeria_cache.skip.prove.dry_run import patchable
 from tests.helpers import zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -159,7 +159,7 @@ def casts_of(modules: Iterable[nn.Module]) -> list[Cast]:
 def make_local(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
     """Let copies of sharded modules run without the other ranks, on made-up weights.
 
-    A rehearsal looks at how values travel, not at what they are: any weights will do as long as two
+    A dry run looks at how values travel, not at what they are: any weights will do as long as two
     runs have the same. They take next to no memory.
 
     Args:

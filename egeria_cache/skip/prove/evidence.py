@@ -1,4 +1,4 @@
-"""What a rehearsal has seen of the model: shared by the steps of the proof.
+"""What a dry run has seen of the model: shared by the steps of the proof.
 
 And which parts of a batch the prefix is run on, to see any dependence between samples. A statistic
 of any kind (a mean, a maximum, a quantile, a count, parity of the size) differs somewhere between

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from egeria_cache.pystate import names_in, reached, stashed
 from egeria_cache.skip.model.calls import CallRecord, Recorder, intercept
+from egeria_cache.skip.prove.dry_run import patchable
 from egeria_cache.skip.prove.evidence import leaves_behind
-from egeria_cache.skip.prove.rehearsal import patchable
 
 
 @dataclass(frozen=True, slots=True)

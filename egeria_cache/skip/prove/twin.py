@@ -1,8 +1,8 @@
-"""Run a copy of the model: what a rehearsal changes is a copy's, by construction.
+"""Run a copy of the model: what a dry run changes is a copy's, by construction.
 
 A twin has the model's parameters, which are put back behind each run (`weights.py`), and copies
 of everything else: buffers, attributes, queues, hooks with what they append to, private generators,
-and the inputs of the call (`pystate`). All twins of one rehearsal are copies of the model as it
+and the inputs of the call (`pystate`). All twins of one dry run are copies of the model as it
 was before the user's own forward, so that no run sees what another has left. Making one takes about
 30 us per module: runs that only differ in their rows share one, as batches share a model.
 """
@@ -111,7 +111,7 @@ class Twins:
         make_local(self._copier.modules())
         if any(is_sharded(p) for m in shared_modules(model) for p in m._parameters.values()):
             raise BoundaryError(
-                "a block of the model is compiled and cut by fully_shard: a rehearsal would run it "
+                "a block of the model is compiled and cut by fully_shard: a dry run would run it "
                 "as it is, with collectives that the other ranks may not take part in; leave the "
                 "blocks uncompiled, or train without fully_shard"
             )

@@ -71,7 +71,7 @@ class Scene:
     trainable: dict[int, Tensor] = field(default_factory=dict)
     """Trainable tensors that met a placeholder, by the index of their source."""
     made: list[weakref.ref[Placeholder]] | None = None
-    """Every placeholder of the run, where a rehearsal wants to see who keeps one."""
+    """Every placeholder of the run, where a dry run wants to see who keeps one."""
 
     def kept(self) -> frozenset[Source]:
         """Return the sources of the placeholders that somebody still holds."""

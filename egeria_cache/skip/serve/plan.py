@@ -255,7 +255,7 @@ class PlanCache:
     def __init__(self) -> None:
         self._plans: dict[Key, list[ReplayPlan]] = {}
         self._refused: set[Key] = set()
-        self._num_rehearsals = 0
+        self._num_dry_runs = 0
         self._parked: list[dict[Key, list[ReplayPlan]]] = []
         self._watch: PrefixGuard | None = None
         """Looks whether a prefix that changed is still again."""
@@ -302,11 +302,11 @@ class PlanCache:
         self._plans.pop(key, None)
         self._refused.add(key)
 
-    def may_rehearse(self, key: Key) -> bool:
-        """Whether another rehearsal is worth its price; whoever asks and is told so makes one."""
-        if key in self._refused or not self._is_still() or self._num_rehearsals >= _MAX_PLANS:
+    def may_dry_run(self, key: Key) -> bool:
+        """Whether another dry run is worth its price; whoever asks and is told so makes one."""
+        if key in self._refused or not self._is_still() or self._num_dry_runs >= _MAX_PLANS:
             return False
-        self._num_rehearsals += 1
+        self._num_dry_runs += 1
         return True
 
     def turn_to(self, kept: Iterable[ReplayPlan]) -> None:
@@ -315,7 +315,7 @@ class PlanCache:
         for plan in kept:
             self.add(plan)
         self._refused.clear()
-        self._num_rehearsals = 0
+        self._num_dry_runs = 0
         self._watch, self._wait = None, _FIRST_WAIT
 
     def park(self, guard: PrefixGuard) -> bool:

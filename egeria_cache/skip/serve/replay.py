@@ -217,13 +217,13 @@ class ReplayRun:
         return output
 
     def running(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look at what a module that is not skipped is called with; a rehearsal does."""
+        """Look at what a module that is not skipped is called with; a dry run does."""
 
     def skipping(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look at what a skipped module is called with; a rehearsal does."""
+        """Look at what a skipped module is called with; a dry run does."""
 
     def ran(self, index: int, output: Any) -> None:
-        """Look at what a module that is not skipped returned; a rehearsal does."""
+        """Look at what a module that is not skipped returned; a dry run does."""
 
     def input(self, position: int, leaf: Tensor) -> Tensor:
         """Return what the model is given for one of its inputs: a placeholder if that will do."""
@@ -250,7 +250,7 @@ class ReplayRun:
                 leaves.append(Placeholder.like(meta, leaf.device, sources, self.scene))
             else:
                 leaves.append(Unavailable(sources) if isinstance(leaf, Unavailable) else leaf)
-        if self.scene.made is None:  # else a rehearsal looks who keeps them
+        if self.scene.made is None:  # else a dry run looks who keeps them
             self._leaves[index] = leaves
         return leaves
 

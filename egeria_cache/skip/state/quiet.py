@@ -58,7 +58,7 @@ def _run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if _IS_BESIDE.get():
         raise BoundaryError(
-            f"the forward steps an optimizer ({type(optimizer).__name__}), and a rehearsal "
+            f"the forward steps an optimizer ({type(optimizer).__name__}), and a dry run "
             "would do that again; step it in the training loop"
         )
 

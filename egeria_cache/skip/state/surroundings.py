@@ -2,7 +2,7 @@
 
 Found by what the code of its forwards and hooks reads and assigns, through the helpers that they
 call, as far as the code is the user's own: what libraries keep in their globals is their affair.
-The model's own state is not among it: a rehearsal runs on a copy (`prove/twin.py`).
+The model's own state is not among it: a dry run runs on a copy (`prove/twin.py`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Surroundings:
 
     Args:
         model: The model.
-        shared: Modules that are not copied for a rehearsal.
+        shared: Modules that are not copied for a dry run.
     """
 
     def __init__(self, model: nn.Module, shared: Iterable[nn.Module] = ()) -> None:

@@ -97,7 +97,7 @@ class Outcome:
     """Whether a copy raised as it was run plainly: so may the model itself."""
 
 
-class Rehearsal:
+class DryRun:
     """One attempt to cut `model` at `boundary` for calls like `call`.
 
     Args:
