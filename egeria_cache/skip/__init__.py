@@ -5,7 +5,7 @@ no thread, no file, and no notion of a store: what it captures goes to its `Skip
 serves comes from a batch's `Entry`.
 
 `engine.py` is the whole way of a batch through the model. Below it, each importing only those that
-follow: `prove` finds a cut and proves it (`dry_run` > `proof` > `probe`, `evidence`); `serve`
+follow: `prove` finds a cut and proves it (`dry_run` > `proof` > `probe`, `traced_batch`); `serve`
 keeps and replays what was proved (`replay` > `plan` > `call`), and names it for ever
 (`address`); `state` says whether the prefix is still what it was (`guards`); `model` takes over the
 user's modules, and holds the frozen ones in inference mode (`frozen`).
@@ -15,8 +15,8 @@ from egeria_cache.pystate import RandomState
 from egeria_cache.skip.engine import MAX_CHAINS, Filled, SkipEngine, SkipHost
 from egeria_cache.skip.model.attach import CallError, inner_model, module_named, ordinary_arguments
 from egeria_cache.skip.model.frozen import FrozenPrefix
-from egeria_cache.skip.prove.evidence import leaves_behind
-from egeria_cache.skip.prove.places import Candidate, candidates
+from egeria_cache.skip.prove.cut_points import Candidate, candidates
+from egeria_cache.skip.prove.traced_batch import leaves_behind
 from egeria_cache.skip.serve.compare import same_rows
 from egeria_cache.skip.serve.cut import Cut, Step
 from egeria_cache.skip.state.surroundings import what_code_keeps

@@ -13,7 +13,7 @@ import egeria_cache.inspect.plan as forecast_module
 from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
 from egeria_cache.inspect.cli import main
 from egeria_cache.inspect.plan import Forecast, Prospect, forecast
-from egeria_cache.skip.prove.places import candidates
+from egeria_cache.skip.prove.cut_points import candidates
 from tests.helpers import plan_zoo
 
 ZOO = plan_zoo.__name__

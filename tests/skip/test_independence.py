@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from egeria_cache.skip.prove.evidence import another, few_rows, rest, with_made_up
+from egeria_cache.skip.prove.traced_batch import another, few_rows, rest, with_made_up
 from tests.helpers.skip_harness import Harness, freeze
 
 G = torch.Generator().manual_seed(1)

@@ -14,9 +14,9 @@ from egeria_cache.attempt import Attempt
 from egeria_cache.errors import BoundaryError, ParallelError
 from egeria_cache.skip.model.calls import Recorder
 from egeria_cache.skip.model.fsdp import cut_otherwise
+from egeria_cache.skip.prove.cut_points import frozen_cut_point
 from egeria_cache.skip.prove.dry_run import on_few_rows, patchable
-from egeria_cache.skip.prove.evidence import arguments
-from egeria_cache.skip.prove.places import frozen_place
+from egeria_cache.skip.prove.traced_batch import arguments
 from egeria_cache.skip.prove.twin import Twins, shared_modules
 from egeria_cache.skip.serve.call import Invocation
 from egeria_cache.skip.state.surroundings import Surroundings
@@ -118,6 +118,6 @@ class AutoBoundary:
                     twin.forward(*args, **kwargs)
             finally:
                 world.restore()
-            return frozen_place(self._model, recorder, tree_leaves((args, kwargs)))
+            return frozen_cut_point(self._model, recorder, tree_leaves((args, kwargs)))
 
         return on_few_rows(call, run)

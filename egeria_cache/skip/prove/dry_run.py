@@ -5,7 +5,7 @@ by one forward, the user's, when it is known whether the front is cut:
  1. *Discovery*: a forward that writes down the order of module calls. The modules that returned
     before the boundary did are the prefix; they are put into inference mode.
  2. *Plain*: a forward with every output of the prefix kept.
- 3. *Recomposition* (evidence.py): the prefix alone, on parts of the rows in another order. It
+ 3. *Recomposition* (traced_batch.py): the prefix alone, on parts of the rows in another order. It
     shows which dimension is the batch, and that no activation depends on its neighbours.
  4. *Probes* (probe.py): replays on placeholders until nothing escapes; each escape adds an input
     leaf, a light module or a tensor to what a hit needs.
@@ -34,14 +34,14 @@ from egeria_cache.pystate import RandomState, is_compiled
 from egeria_cache.skip.model.calls import CallRecord, Recorder
 from egeria_cache.skip.model.frozen import FrozenPrefix, mode_asked_for
 from egeria_cache.skip.model.fsdp import cut_otherwise
-from egeria_cache.skip.prove.evidence import (
-    Evidence,
+from egeria_cache.skip.prove.proof import prove
+from egeria_cache.skip.prove.traced_batch import (
     PrefixRun,
+    TracedBatch,
     arguments,
     distinct,
     trainable,
 )
-from egeria_cache.skip.prove.proof import prove
 from egeria_cache.skip.prove.twin import Twin, Twins, shared_modules
 from egeria_cache.skip.serve.call import Invocation
 from egeria_cache.skip.serve.cut import Slot
@@ -151,7 +151,7 @@ class DryRun:
         self._is_plain = True
         steps, ancestors = self._discover()
         twins = self._twins()
-        evidence = Evidence(
+        traced = TracedBatch(
             model=self.model,
             boundary=self.boundary,
             call=self.call,
@@ -163,24 +163,24 @@ class DryRun:
             surroundings=self._surroundings,
             grad=torch.is_grad_enabled(),
         )
-        wants_grad = self._run_plainly(evidence)
-        plan, rows = prove(evidence)
+        wants_grad = self._run_plainly(traced)
+        plan, rows = prove(traced)
         plan.wants_grad = wants_grad
         return Outcome(plan, rows)
 
-    def _run_plainly(self, evidence: Evidence) -> set[Slot]:
+    def _run_plainly(self, traced: TracedBatch) -> set[Slot]:
         """Run the whole model on a copy; return which outputs of the prefix autograd follows.
 
         Raises:
             BoundaryError: What is checkpointed would run again in backward; or the prefix went
                 astray.
         """
-        twin, before = evidence.twins.fresh(), evidence.before
+        twin, before = traced.twins.fresh(), traced.before
         args, kwargs = twin.call.plain()
         before.restore(for_a_copy=True)
-        run = _PlainRun(evidence, twin)
-        with twin.intercept(evidence.modules, run):
-            evidence.result = twin.call.result(twin.forward(*args, **kwargs))
+        run = _PlainRun(traced, twin)
+        with twin.intercept(traced.modules, run):
+            traced.result = twin.call.result(twin.forward(*args, **kwargs))
         self._is_plain = self._weights.looks_closely = False
         if run.runs_again():
             raise BoundaryError.not_proved(
@@ -188,10 +188,10 @@ class DryRun:
                 "it is called inside a checkpointed region that reaches past it, which would run "
                 "the skipped modules again in backward; let the checkpointed region begin after it",
             )
-        evidence.outputs, evidence.seconds = run.outputs, run.seconds
-        evidence.given, evidence.moved = twin.call.leaves, twin.moved
-        evidence.counted = before.outside.moved_whole(twin.copy_of)
-        evidence.after = self._surroundings.now()
+        traced.outputs, traced.seconds = run.outputs, run.seconds
+        traced.given, traced.moved = twin.call.leaves, twin.moved
+        traced.counted = before.outside.moved_whole(twin.copy_of)
+        traced.after = self._surroundings.now()
         return run.wants_grad
 
     def front(self) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -324,9 +324,9 @@ class DryRun:
 class _PlainRun(PrefixRun):
     """Keeps every output of the prefix during one whole forward, as the boundary has left it."""
 
-    def __init__(self, evidence: Evidence, twin: Twin) -> None:
-        super().__init__(evidence, stops=False)
-        self._evidence, self._twin = evidence, twin
+    def __init__(self, traced: TracedBatch, twin: Twin) -> None:
+        super().__init__(traced, stops=False)
+        self._traced, self._twin = traced, twin
         self.seconds: list[float] = []
         """From the model's start until each step returned."""
         self.wants_grad: set[Slot] = set()
@@ -338,7 +338,7 @@ class _PlainRun(PrefixRun):
         self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Run one step."""
-        is_last = len(self.outputs) == len(self._evidence.steps) - 1
+        is_last = len(self.outputs) == len(self._traced.steps) - 1
         if is_last and torch.is_grad_enabled():
             self._regions = checkpointed_around(self._twin.of(module))
         output = super().step(module, original, *args, **kwargs)

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.errors import BoundaryError
-from egeria_cache.skip.prove.evidence import Evidence, Recomputed, recompute
+from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch, recompute
 from egeria_cache.skip.serve.compare import difference, slice_difference, tolerance
 from egeria_cache.skip.serve.cut import Slot, TensorSpec
 from egeria_cache.skip.serve.plan import ReplayPlan
@@ -87,7 +87,7 @@ _FARTHER = 8.0
 """How many times as far from the exact result rounding may take the same row in another batch."""
 
 
-def check_trained(evidence: Evidence, plan: ReplayPlan, part: Recomputed) -> None:
+def check_trained(traced: TracedBatch, plan: ReplayPlan, part: Recomputed) -> None:
     """Raise if autograd says that what is cached was computed with something trained.
 
     Raises:
@@ -95,13 +95,13 @@ def check_trained(evidence: Evidence, plan: ReplayPlan, part: Recomputed) -> Non
     """
     for i, j in plan.slots().values():
         leaf = part.leaves[i][j]
-        parameter = evidence.trained_by(leaf) if leaf.requires_grad else None
+        parameter = traced.trained_by(leaf) if leaf.requires_grad else None
         if parameter is not None:
             raise BoundaryError.trainable(plan.boundary, parameter)
 
 
 def check_rows(
-    evidence: Evidence, parts: Sequence[Recomputed], plan: ReplayPlan, trace: PrefixTrace | None
+    traced: TracedBatch, parts: Sequence[Recomputed], plan: ReplayPlan, trace: PrefixTrace | None
 ) -> None:
     """Compare what is cached with the same samples in other company.
 
@@ -111,13 +111,13 @@ def check_rows(
     suspects: list[Recomputed] = []
     odd: list[int] = []
     for slot in plan.slots().values():
-        spec, value = plan.tensor_spec(slot), evidence.leaf(*slot)
-        for part, rows, a, b in _in_company(evidence, spec, slot, parts):
+        spec, value = plan.tensor_spec(slot), traced.leaf(*slot)
+        for part, rows, a, b in _in_company(traced, spec, slot, parts):
             error = difference(a, b)
             if error > tolerance(value):
                 if trace is not None and trace.draws:
                     raise BoundaryError.impure(plan.boundary, trace.describe_draws())
-                raise _blame(evidence, parts, plan, error)
+                raise _blame(traced, parts, plan, error)
             strict = tolerance(value, as_stored=True)
             is_odd = error > strict or slice_difference(a, b) > strict
             if is_odd and all(part is not one for one in suspects):
@@ -126,7 +126,7 @@ def check_rows(
                 errors = [slice_difference(*pair) for pair in pairs]
                 odd.append(rows[errors.index(max(errors))])
     if suspects:
-        _check_precisely(evidence, suspects[:_MAX_ODD], odd[:_MAX_ODD], plan)
+        _check_precisely(traced, suspects[:_MAX_ODD], odd[:_MAX_ODD], plan)
 
 
 def check_constants(parts: Sequence[Recomputed], plan: ReplayPlan) -> None:
@@ -160,11 +160,11 @@ _Pairs = Iterator[tuple[Recomputed, list[int], Tensor, Tensor]]
 """(part, rows that were seen before, as they were first seen, the same in this part)"""
 
 
-def _in_company(evidence: Evidence, spec: Any, slot: Slot, parts: Sequence[Recomputed]) -> _Pairs:
+def _in_company(traced: TracedBatch, spec: Any, slot: Slot, parts: Sequence[Recomputed]) -> _Pairs:
     """Compare a leaf with the batch's; of a tensor that is no sample's all of it."""
     if not isinstance(spec, TensorSpec):
         return
-    value = evidence.leaf(*slot)
+    value = traced.leaf(*slot)
     if spec.batch_dim is not None:
         yield from _pairs(dict(enumerate(spec.to_rows(value))), spec, slot, parts)
         return
@@ -187,7 +187,7 @@ def _pairs(
 
 
 def _check_precisely(
-    evidence: Evidence, suspects: Sequence[Recomputed], odd: Sequence[int], plan: ReplayPlan
+    traced: TracedBatch, suspects: Sequence[Recomputed], odd: Sequence[int], plan: ReplayPlan
 ) -> None:
     """Decide in float64 about differences that may be rounding, or are large only in a channel.
 
@@ -195,12 +195,12 @@ def _check_precisely(
     the suspects, too, where their results are about as far from these: all of them round alike.
     """
     others = sorted({row for part in suspects for row in part.rows}, reverse=True)
-    company = list(dict.fromkeys([*odd, *others, *range(evidence.size), evidence.size]))[:_COMPANY]
-    twin = evidence.twins.fresh(doubled)
+    company = list(dict.fromkeys([*odd, *others, *range(traced.size), traced.size]))[:_COMPANY]
+    twin = traced.twins.fresh(doubled)
 
     def compare(rows: Iterable[list[int]]) -> list[Recomputed]:
         with Attempt() as tried, in_float64():
-            runs = [recompute(evidence, part, twin=twin) for part in rows]
+            runs = [recompute(traced, part, twin=twin) for part in rows]
         if tried.error is not None:
             return []  # it cannot run so: the tolerance for the whole tensor has decided
         for i, j in plan.slots().values():
@@ -211,20 +211,20 @@ def _check_precisely(
         return runs
 
     runs = compare([company[::-1], *([row, row] for row in dict.fromkeys(odd))])
-    if any(_is_farther(evidence, suspects, run, plan) for run in runs[1:]):
-        compare([list(range(evidence.size)), *(part.rows for part in suspects)])
+    if any(_is_farther(traced, suspects, run, plan) for run in runs[1:]):
+        compare([list(range(traced.size)), *(part.rows for part in suspects)])
 
 
 def _is_farther(
-    evidence: Evidence, suspects: Sequence[Recomputed], exact: Recomputed, plan: ReplayPlan
+    traced: TracedBatch, suspects: Sequence[Recomputed], exact: Recomputed, plan: ReplayPlan
 ) -> bool:
     """Whether the batch's or a suspect's result is much farther than another's from the exact one
     of a row.
     """
     row = exact.rows[0]
     for i, j in plan.slots().values():
-        spec, value = plan.tensor_spec((i, j)), evidence.leaf(i, j)
-        results = [(value, row)] if row < evidence.size else []
+        spec, value = plan.tensor_spec((i, j)), traced.leaf(i, j)
+        results = [(value, row)] if row < traced.size else []
         results += [
             (part.leaves[i][j], part.rows.index(row)) for part in suspects if row in part.rows
         ]
@@ -236,12 +236,12 @@ def _is_farther(
 
 
 def _blame(
-    evidence: Evidence, parts: Sequence[Recomputed], plan: ReplayPlan, error: float
+    traced: TracedBatch, parts: Sequence[Recomputed], plan: ReplayPlan, error: float
 ) -> BoundaryError:
     """Name the first module whose output shows the difference."""
     for i, step in enumerate(plan.steps):
         for j, spec in enumerate(step.leaves):
-            for _, _, a, b in _in_company(evidence, spec, (i, j), parts):
-                if (here := difference(a, b)) > tolerance(evidence.leaf(i, j)):
+            for _, _, a, b in _in_company(traced, spec, (i, j), parts):
+                if (here := difference(a, b)) > tolerance(traced.leaf(i, j)):
                     return BoundaryError.mixes_samples(plan.boundary, step.name, here)
     return BoundaryError.mixes_samples(plan.boundary, plan.boundary, error)

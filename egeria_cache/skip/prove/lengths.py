@@ -24,7 +24,7 @@ from egeria_cache.attempt import Attempt
 from egeria_cache.batch import Lengths
 from egeria_cache.errors import BoundaryError, PaddingError
 from egeria_cache.ragged import PaddedRows, widen
-from egeria_cache.skip.prove.evidence import Evidence, Recomputed, recompute, take
+from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch, recompute, take
 from egeria_cache.skip.serve.call import plain
 from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import Slot, TensorSpec
@@ -39,22 +39,22 @@ _OF_THE_TOLERANCE = 1e-3
 """What the same computation may differ by where sums have no fixed order."""
 
 
-def study_lengths(evidence: Evidence, plan: ReplayPlan) -> DynamicShapes | None:
+def study_lengths(traced: TracedBatch, plan: ReplayPlan) -> DynamicShapes | None:
     """Return how the plan looks at other lengths; None if the batch is not padded.
 
     Raises:
         BoundaryError: What is cached of a sample depends on the padding, or follows no rule.
     """
-    lengths = evidence.call.batch.lengths
+    lengths = traced.call.batch.lengths
     if lengths is None:
         return None
-    parts = list(_parts(evidence, plan, lengths))
+    parts = list(_parts(traced, plan, lengths))
     if not parts:
         raise PaddingError.no_other_length(plan.boundary)
-    rules = _rules(evidence, plan, lengths, parts)
+    rules = _rules(traced, plan, lengths, parts)
     lefts = tuple(axis.left for axis in lengths.padding.axes)
     tried = [lengths.whole, *(whole for whole, _, are_whole in parts if are_whole)]
-    entered = {evidence.call.tagged[i].leaf for i in plan.entered if i in evidence.call.tagged}
+    entered = {traced.call.tagged[i].leaf for i in plan.entered if i in traced.call.tagged}
     axes = lengths.padding.axes
     growth = DynamicShapes(
         rules, {}, lefts, tuple(np.array(tried).max(0).tolist()),
@@ -63,12 +63,12 @@ def study_lengths(evidence: Evidence, plan: ReplayPlan) -> DynamicShapes | None:
     plan.growth = growth
     for whole, part, are_whole in parts:
         if are_whole:
-            _check_samples(evidence, plan, lengths, whole, part)
-    growth.cuttable = frozenset(_cuttable(evidence, plan, parts))
-    growth.keep_constants(plan.steps, lengths.whole, [tree_leaves(o) for o in evidence.outputs])
+            _check_samples(traced, plan, lengths, whole, part)
+    growth.cuttable = frozenset(_cuttable(traced, plan, parts))
+    growth.keep_constants(plan.steps, lengths.whole, [tree_leaves(o) for o in traced.outputs])
     for whole, part, _ in parts:
         growth.keep_constants(plan.steps, whole, part.leaves)
-    growth.fills = {slot: _fill(evidence, plan, slot, lengths) for slot in plan.slots().values()}
+    growth.fills = {slot: _fill(traced, plan, slot, lengths) for slot in plan.slots().values()}
     return growth
 
 
@@ -76,7 +76,7 @@ def study_lengths(evidence: Evidence, plan: ReplayPlan) -> DynamicShapes | None:
 
 
 def _parts(
-    evidence: Evidence, plan: ReplayPlan, lengths: Lengths
+    traced: TracedBatch, plan: ReplayPlan, lengths: Lengths
 ) -> Iterator[tuple[Whole, Recomputed, bool]]:
     """Yield (lengths, the prefix on such a batch, whether its samples are whole)."""
     own, whole = lengths.own, np.array(lengths.whole)
@@ -91,7 +91,7 @@ def _parts(
             continue
         tried.add(target)
         with _attempt() as trial:
-            part = _at(evidence, lengths, rows, target)
+            part = _at(traced, lengths, rows, target)
         if trial.error is not None:
             raise PaddingError.not_shorter(plan.boundary, trial.error) from trial.error
         yield target, part, True
@@ -108,7 +108,7 @@ def _parts(
             continue
         tried.add(target)
         with _attempt() as trial:
-            part = _at(evidence, lengths, several, target)
+            part = _at(traced, lengths, several, target)
         if trial.error is None:  # no longer than the model takes, nor cut where it must not be
             yield target, part, longer
 
@@ -142,8 +142,8 @@ def _longer(lengths: Lengths, units: np.ndarray) -> Whole:
     return tuple(target)
 
 
-def _at(evidence: Evidence, lengths: Lengths, rows: list[int], target: Whole) -> Recomputed:
-    call, padding = evidence.call, lengths.padding
+def _at(traced: TracedBatch, lengths: Lengths, rows: list[int], target: Whole) -> Recomputed:
+    call, padding = traced.call, lengths.padding
 
     def resize(position: int, leaf: Tensor) -> Tensor:
         tagged = call.tagged[position]
@@ -151,7 +151,7 @@ def _at(evidence: Evidence, lengths: Lengths, rows: list[int], target: Whole) ->
         if path not in padding.values:
             return leaf
         if tagged.chain:  # what the loop did is done to other rows
-            leaf = take(_base(evidence, path), rows, evidence.size)
+            leaf = take(_base(traced, path), rows, traced.size)
         at = padding.positions(path)
         sizes = [target[i] for i in at]
         for (dim, left), size in zip(padding.dims(path), sizes, strict=True):
@@ -162,12 +162,12 @@ def _at(evidence: Evidence, lengths: Lengths, rows: list[int], target: Whole) ->
             leaf = op.run(leaf)
         return leaf
 
-    return recompute(evidence, rows, resize=resize)
+    return recompute(traced, rows, resize=resize)
 
 
-def _base(evidence: Evidence, path: str) -> Tensor:
+def _base(traced: TracedBatch, path: str) -> Tensor:
     """Return a loader's leaf as it came."""
-    batch = evidence.call.batch
+    batch = traced.call.batch
     rows = batch.leaves.get(path)
     if not isinstance(rows, Tensor) or len(rows) != batch.size:
         rows = batch.load_rows(np.ones(batch.size, bool))[path]
@@ -179,7 +179,7 @@ def _base(evidence: Evidence, path: str) -> Tensor:
 
 
 def _rules(
-    evidence: Evidence,
+    traced: TracedBatch,
     plan: ReplayPlan,
     lengths: Lengths,
     parts: Sequence[tuple[Whole, Recomputed, bool]],
@@ -192,7 +192,7 @@ def _rules(
                     if isinstance(spec, int | float | str | bool) and part.leaves[i][j] != spec:
                         raise _odd(plan, step.name)
                 continue
-            runs = [(lengths.whole, evidence.leaf(i, j), evidence.size)]
+            runs = [(lengths.whole, traced.leaf(i, j), traced.size)]
             runs += [(whole, part.leaves[i][j], len(part.rows)) for whole, part, _ in parts]
             if any(value.dim() != len(spec.shape) for _, value, _ in runs):
                 raise _odd(plan, step.name)
@@ -215,7 +215,7 @@ def _odd(plan: ReplayPlan, name: str) -> PaddingError:
 
 
 def _check_samples(
-    evidence: Evidence, plan: ReplayPlan, lengths: Lengths, whole: Whole, part: Recomputed
+    traced: TracedBatch, plan: ReplayPlan, lengths: Lengths, whole: Whole, part: Recomputed
 ) -> None:
     """Compare what is cached of each sample with what it is in a batch of other lengths."""
     assert plan.growth is not None
@@ -225,7 +225,7 @@ def _check_samples(
         there = spec.grown(plan.growth.rules.get(slot, {}), whole)
         if there is None:
             raise _odd(plan, plan.steps[slot[0]].name)
-        a = spec.to_rows(evidence.leaf(*slot))[torch.tensor(part.rows)]
+        a = spec.to_rows(traced.leaf(*slot))[torch.tensor(part.rows)]
         b = there.to_rows(part.leaves[slot[0]][slot[1]])
         growth = plan.growth.of_rows(plan.tensor_spec(slot), slot)
         if growth is not None:
@@ -244,7 +244,7 @@ def _check_samples(
 
 
 def _cuttable(
-    evidence: Evidence, plan: ReplayPlan, parts: Sequence[tuple[Whole, Recomputed, bool]]
+    traced: TracedBatch, plan: ReplayPlan, parts: Sequence[tuple[Whole, Recomputed, bool]]
 ) -> Iterator[Slot]:
     """Yield the constants that are the beginning of those of longer batches; those that do not grow
     must be the same in all.
@@ -268,13 +268,13 @@ def _begins_alike(a: Tensor, b: Tensor) -> bool:
     return difference(a[shared], b[shared]) <= tolerance(a)
 
 
-def _fill(evidence: Evidence, plan: ReplayPlan, slot: Slot, lengths: Lengths) -> Any:
+def _fill(traced: TracedBatch, plan: ReplayPlan, slot: Slot, lengths: Lengths) -> Any:
     """Return what to write into padding: what always stands there (a mask), or zero."""
     assert plan.growth is not None
     growth = plan.growth.of_rows(plan.tensor_spec(slot), slot)
     if growth is None:
         return 0
-    rows = plan.tensor_spec(slot).to_rows(evidence.leaf(*slot))
+    rows = plan.tensor_spec(slot).to_rows(traced.leaf(*slot))
     seen: set[Any] = set()
     for row, own in zip(rows, lengths.own.tolist(), strict=True):
         for (dim, left), rule in zip(growth.dims, growth.rules, strict=True):
@@ -291,10 +291,10 @@ def _fill(evidence: Evidence, plan: ReplayPlan, slot: Slot, lengths: Lengths) ->
 
 
 def fillings(
-    evidence: Evidence, plan: ReplayPlan, rows: Mapping[str, Tensor]
+    traced: TracedBatch, plan: ReplayPlan, rows: Mapping[str, Tensor]
 ) -> list[dict[str, Tensor]]:
     """Return the rows as the store gives them back: once, or twice with other padding."""
-    lengths, growth = evidence.call.batch.lengths, plan.row_growth()
+    lengths, growth = traced.call.batch.lengths, plan.row_growth()
     if lengths is None or not growth:
         return [dict(rows)]
     plainly, otherwise = dict(rows), dict(rows)
@@ -311,28 +311,28 @@ def fillings(
     return [plainly, otherwise]
 
 
-def find_output_axes(evidence: Evidence, plan: ReplayPlan, outputs: Sequence[list[Any]]) -> None:
+def find_output_axes(traced: TracedBatch, plan: ReplayPlan, outputs: Sequence[list[Any]]) -> None:
     """Find where the model's output is padded: it may be anything there, and nowhere else.
 
     Args:
-        evidence: The plain run.
+        traced: The plain run.
         plan: Is told.
         outputs: The leaves of the replays' results, in the order of `fillings`.
 
     Raises:
         BoundaryError: What stands in the padding reaches what a user reads of a sample.
     """
-    growth, lengths = plan.growth, evidence.call.batch.lengths
+    growth, lengths = plan.growth, traced.call.batch.lengths
     if growth is None or lengths is None or len(outputs) < 2:
         return
     axes: dict[int, OutputAxis] = {}
-    for index, leaves in enumerate(zip(evidence.result[0], *outputs, strict=True)):
+    for index, leaves in enumerate(zip(traced.result[0], *outputs, strict=True)):
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             continue
         a, b, c = leaves
         if a.shape != b.shape or (_same(b, c) and difference(a, b) <= tolerance(a)):
             continue
-        axis = _axis_of((a, b, c), growth, lengths, evidence.size)
+        axis = _axis_of((a, b, c), growth, lengths, traced.size)
         if axis is None:
             what = "output" if a.dim() else "loss"
             raise PaddingError.reads_padding(plan.boundary, f"the model's {what}")

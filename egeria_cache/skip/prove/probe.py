@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from egeria_cache.batch import geometry, overlap
 from egeria_cache.errors import BoundaryError
-from egeria_cache.skip.prove.evidence import Evidence, Recomputed
+from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch
 from egeria_cache.skip.prove.twin import Twin
 from egeria_cache.skip.serve.cut import Slot, TensorSpec
 from egeria_cache.skip.serve.placeholder import (
@@ -92,19 +92,19 @@ class Prober:
     """Completes a plan.
 
     Args:
-        evidence: The plain run.
+        traced: The plain run.
         plain: The prefix, with what its modules are given.
         plan: A draft; what crosses is written into it.
     """
 
-    def __init__(self, evidence: Evidence, plain: Recomputed, plan: ReplayPlan) -> None:
-        self.evidence = evidence
+    def __init__(self, traced: TracedBatch, plain: Recomputed, plan: ReplayPlan) -> None:
+        self.traced = traced
         self.plain = plain
         self.plan = plan
         self.tried: set[int] = set()
         """Steps that were run for a try."""
         self._real_arguments: set[int] = set()
-        self._paths = evidence.call.paths()
+        self._paths = traced.call.paths()
 
     def run(self) -> None:
         """Probe.
@@ -118,9 +118,9 @@ class Prober:
                     if isinstance(leaf, TensorSpec):
                         self._give(Source("step", step.name, i, j), heavy=True)
         for _ in range(_MAX_PROBES):
-            twin = self.evidence.twins.fresh()
+            twin = self.traced.twins.fresh()
             run = _ProbeRun(self, twin)
-            self.evidence.before.restore(for_a_copy=True)
+            self.traced.before.restore(for_a_copy=True)
             try:
                 self._probe(run, twin)
                 # The twin is still there, and so is what its hooks and attributes hold.
@@ -153,7 +153,7 @@ class Prober:
         def swap(position: int, leaf: Any) -> Any:
             if position in self.plan.kept or position in self._real_arguments:
                 return leaf
-            kind = "leaf" if position in self.evidence.call.tagged else "argument"
+            kind = "leaf" if position in self.traced.call.tagged else "argument"
             source = frozenset({Source(kind, self._paths[position], position)})
             return Placeholder.of(leaf, source, run.scene)
 
@@ -161,7 +161,7 @@ class Prober:
 
     def pin(self, position: int) -> None:
         """Note an argument that the prefix reads and that no loader vouches for."""
-        self.plan.pinned[position] = self.evidence.twins.leaves[position].detach().clone()
+        self.plan.pinned[position] = self.traced.twins.leaves[position].detach().clone()
 
     def _resolve(self, escape: Escape, run: ReplayRun) -> bool:
         """Give the next probe what was missing; False if there is nothing to give."""
@@ -200,7 +200,7 @@ class Prober:
             step.cached.add(source.leaf)
             return True
         # That it is always the same is looked at in the end: `check_constants`.
-        step.constants[source.leaf] = self.evidence.leaf(source.index, source.leaf)
+        step.constants[source.leaf] = self.traced.leaf(source.index, source.leaf)
         return True
 
 
@@ -215,11 +215,11 @@ class _ProbeRun(ReplayRun):
 
     def __init__(self, prober: Prober, twin: Twin) -> None:
         self._prober = prober
-        plan, evidence = prober.plan, prober.evidence
+        plan, traced = prober.plan, prober.traced
         values: dict[Slot, Tensor] = {
-            slot: evidence.leaf(*slot).clone() for slot in plan.slots().values()
+            slot: traced.leaf(*slot).clone() for slot in plan.slots().values()
         }
-        super().__init__(plan, evidence.size, scene_of(plan, twin))
+        super().__init__(plan, traced.size, scene_of(plan, twin))
         self.begin(values)
         self.scene.made = []
         self.given: list[Slot] = []
@@ -253,7 +253,7 @@ class _ProbeRun(ReplayRun):
             raise _TryAgain
 
     def _refuse_trained(self, tensor: Tensor) -> None:
-        parameter = self._prober.evidence.trained_by(tensor)
+        parameter = self._prober.traced.trained_by(tensor)
         if parameter is not None:
             raise BoundaryError.trainable(self.plan.boundary, parameter)
 

@@ -14,20 +14,13 @@ from egeria_cache.attempt import Attempt
 from egeria_cache.errors import BatchError, BoundaryError
 from egeria_cache.pystate import RandomState
 from egeria_cache.skip.model.frozen import Named
-from egeria_cache.skip.prove.evidence import (
-    Evidence,
-    Recomputed,
-    few_rows,
-    recompute,
-    trainable,
-    with_made_up,
-)
 from egeria_cache.skip.prove.independence import (
     check_constants,
     check_rows,
     check_trained,
     same_parts,
 )
+from egeria_cache.skip.prove.inputs_read import free_arguments, note_reads, observe
 from egeria_cache.skip.prove.lengths import (
     compared,
     fillings,
@@ -36,8 +29,15 @@ from egeria_cache.skip.prove.lengths import (
 )
 from egeria_cache.skip.prove.probe import Prober, scene_of
 from egeria_cache.skip.prove.purity import Repeats
+from egeria_cache.skip.prove.traced_batch import (
+    Recomputed,
+    TracedBatch,
+    few_rows,
+    recompute,
+    trainable,
+    with_made_up,
+)
 from egeria_cache.skip.prove.twin import Twin
-from egeria_cache.skip.prove.uses import free_arguments, note_reads, observe
 from egeria_cache.skip.serve.compare import difference, same_content, tolerance
 from egeria_cache.skip.serve.cut import Slot, Step, StepPlan, TensorSpec
 from egeria_cache.skip.serve.placeholder import Source, Unavailable
@@ -55,105 +55,105 @@ _MORE_DRAWS = 40
 """Further runs where random numbers are drawn to no effect so far: what they decide may be rare."""
 
 
-def prove(evidence: Evidence) -> tuple[ReplayPlan, dict[str, Tensor]]:
+def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     """Return the plan and the first batch's rows.
 
     Raises:
         BoundaryError: The model cannot be cut there, and why.
     """
-    repeats, seen = Repeats(evidence), observe(evidence)
-    trace, few = seen.trace, list(_few_rows(evidence, seen.trace))
+    repeats, seen = Repeats(traced), observe(traced)
+    trace, few = seen.trace, list(_few_rows(traced, seen.trace))
     parts = [repeats.first, repeats.last, *few]
     if any(part.drew for part in parts):
-        parts += _under_other_draws(evidence)
-    plan = _draft(evidence, parts)
-    for position in _written_inputs(evidence):  # so that a hit writes to them as well
+        parts += _under_other_draws(traced)
+    plan = _draft(traced, parts)
+    for position in _written_inputs(traced):  # so that a hit writes to them as well
         plan.kept.add(position)
         plan.entered.add(position)
-    prober = Prober(evidence, repeats.last, plan)
+    prober = Prober(traced, repeats.last, plan)
     prober.run()
     if not plan.slots():
         raise BoundaryError.not_proved(plan.boundary, "nothing after it reads what it returns")
     repeated = few[-1]
-    other_mode = recompute(evidence, repeated.rows, grad=not evidence.grad)
-    check_trained(evidence, plan, repeats.last if evidence.grad else other_mode)
-    _check_repeats(evidence, repeats, plan)
-    parts += _with_made_up(evidence, plan)
-    check_rows(evidence, parts, plan, trace)
+    other_mode = recompute(traced, repeated.rows, grad=not traced.grad)
+    check_trained(traced, plan, repeats.last if traced.grad else other_mode)
+    _check_repeats(traced, repeats, plan)
+    parts += _with_made_up(traced, plan)
+    check_rows(traced, parts, plan, trace)
     check_constants(parts, plan)
-    plan.grad_mode = None if same_parts(plan, repeated, other_mode) else evidence.grad
-    _check_trained(evidence, plan, trace)
-    plan.reads = _reads(evidence, plan, trace)
-    _check_moved(evidence, plan)
-    plan.surroundings = evidence.surroundings if evidence.surroundings else None
+    plan.grad_mode = None if same_parts(plan, repeated, other_mode) else traced.grad
+    _check_trained(traced, plan, trace)
+    plan.reads = _reads(traced, plan, trace)
+    _check_moved(traced, plan)
+    plan.surroundings = traced.surroundings if traced.surroundings else None
     plan.moving = [pair for pair in repeats.moving if plan.surrounds(pair[0])]
     plan.draws = any(part.drew for part in parts)
     _note_draws(plan, trace)
     note_reads(plan, seen)
-    plan.free = free_arguments(evidence, plan)
+    plan.free = free_arguments(traced, plan)
     for position in plan.free & plan.pinned.keys():
         del plan.pinned[position]
-    _check_company(evidence, plan)
+    _check_company(traced, plan)
     for name, module in plan.skipped_modules():
         if isinstance(module, torch.jit.ScriptModule):
             why = f"what {name!r} does, which was traced or scripted, cannot be followed"
             raise BoundaryError.impure(plan.boundary, why)
-    tagged = evidence.call.tagged
+    tagged = traced.call.tagged
     plan.leaf_names = {i: (leaf.leaf, leaf.chain_key) for i, leaf in tagged.items()}
     plan.modes = tuple(module.training for module in plan.ancestors)
-    plan.profile = _profile(evidence, plan)
-    plan.growth = study_lengths(evidence, plan)
-    rows = _check_replay(evidence, prober, plan)
-    plan.unread = _check_counted(evidence, plan)
+    plan.profile = _profile(traced, plan)
+    plan.growth = study_lengths(traced, plan)
+    rows = _check_replay(traced, prober, plan)
+    plan.unread = _check_counted(traced, plan)
     return plan, rows
 
 
-def _check_moved(evidence: Evidence, plan: ReplayPlan) -> None:
+def _check_moved(traced: TracedBatch, plan: ReplayPlan) -> None:
     """A parameter that the forward writes to is the active part's alone."""
     read = [p for _, module in plan.skipped_modules() for p in module.parameters(recurse=False)]
     for tensor in (*read, *(named[2] for named in plan.reads)):
-        if id(tensor) in evidence.moved:
-            raise BoundaryError.moves(plan.boundary, evidence.moved[id(tensor)])
+        if id(tensor) in traced.moved:
+            raise BoundaryError.moves(plan.boundary, traced.moved[id(tensor)])
 
 
-def _check_company(evidence: Evidence, plan: ReplayPlan) -> None:
+def _check_company(traced: TracedBatch, plan: ReplayPlan) -> None:
     """What no sample has as its own decides nothing about what is stored."""
-    mixed = {id(leaf): path for path, leaf in evidence.call.batch.mixed.items()}
+    mixed = {id(leaf): path for path, leaf in traced.call.batch.mixed.items()}
     for position in plan.pinned:
-        path = mixed.get(id(evidence.call.leaves[position]))
+        path = mixed.get(id(traced.call.leaves[position]))
         if path is not None:
-            raise BatchError(evidence.call.batch.why_mixed)
+            raise BatchError(traced.call.batch.why_mixed)
 
 
-def _few_rows(evidence: Evidence, trace: PrefixTrace | None) -> Iterator[Recomputed]:
+def _few_rows(traced: TracedBatch, trace: PrefixTrace | None) -> Iterator[Recomputed]:
     """Run the prefix on few rows of the batch; a repeated one is the last."""
-    size, parts = evidence.size, few_rows(evidence.size)
+    size, parts = traced.size, few_rows(traced.size)
     if trace is not None and trace.branches:
         # A value decides what runs (`if mask.all()`): let it be decided by each sample alone.
         singles = [[row] for row in range(min(size, _MAX_ALONE)) if size > 1]
         parts = [*(row for row in singles if row not in parts), *parts]
     for part in parts:
         with Attempt(but=lambda e: isinstance(e, BoundaryError)) as alone:
-            found = recompute(evidence, part)
+            found = recompute(traced, part)
         if alone.error is not None:
             if len(part) > 1:
                 raise alone.error
             # Code that takes a batch of one for something else (`squeeze()`): by twos, then.
-            found = recompute(evidence, [*part, (part[0] + 1) % size])
+            found = recompute(traced, [*part, (part[0] + 1) % size])
         yield found
 
 
-def _under_other_draws(evidence: Evidence) -> Iterator[Recomputed]:
+def _under_other_draws(traced: TracedBatch) -> Iterator[Recomputed]:
     """Run it on two samples, many times, under other random numbers each time."""
     for _ in range(_MORE_DRAWS):
-        yield recompute(evidence, [evidence.size - 1, 0])
+        yield recompute(traced, [traced.size - 1, 0])
 
 
-def _with_made_up(evidence: Evidence, plan: ReplayPlan) -> Iterator[Recomputed]:
+def _with_made_up(traced: TracedBatch, plan: ReplayPlan) -> Iterator[Recomputed]:
     """Run it on made-up samples too, as far as the model takes them for samples."""
-    for rows in with_made_up(evidence.size):
+    for rows in with_made_up(traced.size):
         with Attempt() as tried:
-            part = recompute(evidence, rows)
+            part = recompute(traced, rows)
         if tried.error is not None:
             continue
         if all(
@@ -164,18 +164,18 @@ def _with_made_up(evidence: Evidence, plan: ReplayPlan) -> Iterator[Recomputed]:
             yield part
 
 
-def _draft(evidence: Evidence, parts: Sequence[Recomputed]) -> ReplayPlan:
+def _draft(traced: TracedBatch, parts: Sequence[Recomputed]) -> ReplayPlan:
     """Describe the steps; compare the batch sizes to find the batch dimension."""
     steps = []
-    for i, (record, output) in enumerate(zip(evidence.steps, evidence.outputs, strict=True)):
-        name = evidence.names[id(record.module)]
+    for i, (record, output) in enumerate(zip(traced.steps, traced.outputs, strict=True)):
+        name = traced.names[id(record.module)]
         leaves_a, spec = tree_flatten(output)
         if any(len(leaves_a) != len(part.leaves[i]) for part in parts):
             raise BoundaryError.another_way(
-                evidence.boundary, f"{name!r} returns another structure for another batch"
+                traced.boundary, f"{name!r} returns another structure for another batch"
             )
         described = [
-            _describe(evidence, name, a, [(part.leaves[i][j], part.rows) for part in parts])
+            _describe(traced, name, a, [(part.leaves[i][j], part.rows) for part in parts])
             for j, a in enumerate(leaves_a)
         ]
         real = has_user_hooks_inside(record.module)
@@ -185,56 +185,58 @@ def _draft(evidence: Evidence, parts: Sequence[Recomputed]) -> ReplayPlan:
     tensors = [j for j, leaf in enumerate(last.leaves) if isinstance(leaf, TensorSpec)]
     if not last.run and len(tensors) == 1 and last.leaves[tensors[0]].batch_dim is not None:
         last.cached.add(tensors[0])
-    return ReplayPlan(evidence.boundary, steps, evidence.ancestors, evidence.names, copies=True)
+    return ReplayPlan(traced.boundary, steps, traced.ancestors, traced.names, copies=True)
 
 
-def _describe(evidence: Evidence, name: str, a: Any, parts: Sequence[tuple[Any, list[int]]]) -> Any:
+def _describe(
+    traced: TracedBatch, name: str, a: Any, parts: Sequence[tuple[Any, list[int]]]
+) -> Any:
     other, other_rows = parts[0]
     if isinstance(a, Tensor) and isinstance(other, Tensor):
-        spec = TensorSpec.of(a, evidence.size, other, len(other_rows))
+        spec = TensorSpec.of(a, traced.size, other, len(other_rows))
         for b, rows in parts:
             if spec is None or not spec.matches(b, len(rows)):
                 raise BoundaryError.impure(
-                    evidence.boundary,
-                    f"{name!r} returns a tensor of shape {tuple(a.shape)} for {evidence.size} "
+                    traced.boundary,
+                    f"{name!r} returns a tensor of shape {tuple(a.shape)} for {traced.size} "
                     f"samples and {tuple(b.shape)} for {len(rows)}",
                 )
-        return spec and _in_blocks(evidence, spec, a, parts)
+        return spec and _in_blocks(traced, spec, a, parts)
     if isinstance(a, int | float | str | bool | type(None)):
         for b, _ in parts:
             if a != b:
                 raise BoundaryError.impure(
-                    evidence.boundary, f"{name!r} returns {a!r} for one batch and {b!r} for another"
+                    traced.boundary, f"{name!r} returns {a!r} for one batch and {b!r} for another"
                 )
         return a
     return Unavailable(frozenset({Source("step", name)}))
 
 
 def _in_blocks(
-    evidence: Evidence, spec: TensorSpec, a: Tensor, parts: Sequence[tuple[Any, list[int]]]
+    traced: TracedBatch, spec: TensorSpec, a: Tensor, parts: Sequence[tuple[Any, list[int]]]
 ) -> TensorSpec:
     """Return the spec with samples where the parts have them: several rows of one may stand
     together, or in as many blocks as the batch's (views that were put one behind the other).
     """
     rows = 1 if spec.batch_dim is None else spec.shape[spec.batch_dim]
-    joined = [leaf.fold.outer for leaf in evidence.call.tagged.values()]
+    joined = [leaf.fold.outer for leaf in traced.call.tagged.values()]
     for blocks in sorted({1, rows, *joined}) if rows > 1 else ():
         here = replace(spec, blocks=blocks)
-        if rows % blocks == 0 and all(_same_samples(evidence, here, a, *part) for part in parts):
+        if rows % blocks == 0 and all(_same_samples(traced, here, a, *part) for part in parts):
             return here
     return spec
 
 
 def _same_samples(
-    evidence: Evidence, spec: TensorSpec, a: Tensor, b: Tensor, rows: list[int]
+    traced: TracedBatch, spec: TensorSpec, a: Tensor, b: Tensor, rows: list[int]
 ) -> bool:
     """Whether `b` holds these rows of the batch as `a` does."""
-    at = [k for k, row in enumerate(rows) if row < evidence.size]
+    at = [k for k, row in enumerate(rows) if row < traced.size]
     known, seen = spec.to_rows(a)[[rows[k] for k in at]], spec.to_rows(b)[at]
     return difference(known, seen) <= tolerance(a)
 
 
-def _check_trained(evidence: Evidence, plan: ReplayPlan, trace: PrefixTrace | None) -> None:
+def _check_trained(traced: TracedBatch, plan: ReplayPlan, trace: PrefixTrace | None) -> None:
     """Change what is trained and ran before the boundary: the cut must not notice.
 
     Autograd has named most offenders already; this finds those used under `no_grad`.
@@ -242,13 +244,13 @@ def _check_trained(evidence: Evidence, plan: ReplayPlan, trace: PrefixTrace | No
     if trace is None:
         return
     skipped = {i for i, step in enumerate(plan.steps) if not step.run} | {-1}
-    for name, _, tensor in known_tensors(evidence.model):
+    for name, _, tensor in known_tensors(traced.model):
         # One change may show no effect: `x.clamp(max=self.limit.item())`.
         if trace.undifferentiated.get(id(tensor), set()) & skipped:
             raise BoundaryError.trainable(plan.boundary, name)
     suspects = [
         (name, tensor)
-        for name, _, tensor in known_tensors(evidence.model)
+        for name, _, tensor in known_tensors(traced.model)
         if tensor.requires_grad and id(tensor) in trace.read and tensor.is_floating_point()
     ]
     if not suspects:
@@ -260,14 +262,14 @@ def _check_trained(evidence: Evidence, plan: ReplayPlan, trace: PrefixTrace | No
             return tensor
         return nn.Parameter(tensor.detach() * 1.5 + 0.1)
 
-    other = recompute(evidence)
-    changed = recompute(evidence, twin=evidence.twins.fresh(change))
+    other = recompute(traced)
+    changed = recompute(traced, twin=traced.twins.fresh(change))
     for i, j in plan.slots().values():
         if difference(other.leaves[i][j], changed.leaves[i][j]) > 0:
             raise BoundaryError.trainable(plan.boundary, suspects[0][0])
 
 
-def _check_repeats(evidence: Evidence, repeats: Repeats, plan: ReplayPlan) -> None:
+def _check_repeats(traced: TracedBatch, repeats: Repeats, plan: ReplayPlan) -> None:
     """Run twice on the same rows, what is cached must be the same, and nothing may move."""
     repeats.check(plan)
     if not same_parts(plan, repeats.first, repeats.again):
@@ -277,22 +279,22 @@ def _check_repeats(evidence: Evidence, repeats: Repeats, plan: ReplayPlan) -> No
             "it gives other results when it is called again"
             + (f" ({what!r} moves with every call)" if what else ""),
         )
-    _check_counters(evidence, repeats, plan)
+    _check_counters(traced, repeats, plan)
 
 
-def _check_counters(evidence: Evidence, repeats: Repeats, plan: ReplayPlan) -> None:
+def _check_counters(traced: TracedBatch, repeats: Repeats, plan: ReplayPlan) -> None:
     """Put ahead what counts the calls: nothing that is cached may notice, now or later."""
-    counted = [(m, key, _count(evidence, m, key)) for m, key in repeats.moving]
+    counted = [(m, key, _count(traced, m, key)) for m, key in repeats.moving]
     counted = [one for one in counted if one[2] is not None]
     if not counted:
         return
-    twin, few = evidence.twins.fresh(), repeats.first.rows[:2]
+    twin, few = traced.twins.fresh(), repeats.first.rows[:2]
 
     def later(ahead: int) -> Recomputed:
         for module, key, count in counted:
             if twin.of(module) is not module:
                 setattr(twin.of(module), key, count + ahead)
-        return recompute(evidence, few, twin=twin)
+        return recompute(traced, few, twin=twin)
 
     now = later(0)
     if not all(same_parts(plan, now, later(ahead)) for ahead in _AHEAD):
@@ -300,42 +302,42 @@ def _check_counters(evidence: Evidence, repeats: Repeats, plan: ReplayPlan) -> N
         raise BoundaryError.decides_later(plan.boundary, name)
 
 
-def _check_counted(evidence: Evidence, plan: ReplayPlan) -> dict[Any, Any]:
+def _check_counted(traced: TracedBatch, plan: ReplayPlan) -> dict[Any, Any]:
     """Put ahead what the model counts outside of itself: what no activation depends on is not
     watched. What the prefix counts would stand still on hits.
     """
-    if not evidence.counted:
+    if not traced.counted:
         return {}
-    twin, few = evidence.twins.fresh(), [0, evidence.size - 1]
+    twin, few = traced.twins.fresh(), [0, traced.size - 1]
 
     def later(ahead: int | None = None) -> Recomputed:
-        return recompute(evidence, few, twin=twin, ahead=ahead)
+        return recompute(traced, few, twin=twin, ahead=ahead)
 
     now, _ = later(), later(0)
-    again = {one.mark: one for one in evidence.before.outside.moved_whole(twin.copy_of)}
-    for one in evidence.counted:
+    again = {one.mark: one for one in traced.before.outside.moved_whole(twin.copy_of)}
+    for one in traced.counted:
         if not one.is_replayed and one.mark in again and again[one.mark].is_past(one):
             raise BoundaryError.impure(plan.boundary, f"{one.name} moves with every call of it")
-    evidence.counted = [one for one in evidence.counted if one.is_replayed]
-    for ahead in (0, *_AHEAD) if evidence.counted else ():
+    traced.counted = [one for one in traced.counted if one.is_replayed]
+    for ahead in (0, *_AHEAD) if traced.counted else ():
         if not same_parts(plan, now, later(ahead)):
-            raise BoundaryError.decides_later(plan.boundary, evidence.counted[0].name)
-    unread = {one.mark: one.where for one in evidence.counted}
-    for one in evidence.counted:
+            raise BoundaryError.decides_later(plan.boundary, traced.counted[0].name)
+    unread = {one.mark: one.where for one in traced.counted}
+    for one in traced.counted:
         if isinstance(one.where, dict) and all((id(one.where), k) in unread for k in one.where):
             unread[id(one.where)] = one.where
     return unread
 
 
-def _count(evidence: Evidence, module: nn.Module, key: str) -> Any:
+def _count(traced: TracedBatch, module: nn.Module, key: str) -> Any:
     """Return the number that an attribute was, before anything ran; None if it was none."""
-    found = getattr(evidence.twins.before(module), key, None)
+    found = getattr(traced.twins.before(module), key, None)
     return found if type(found) in (int, float) else None
 
 
-def _reads(evidence: Evidence, plan: ReplayPlan, trace: PrefixTrace | None) -> list[Named]:
+def _reads(traced: TracedBatch, plan: ReplayPlan, trace: PrefixTrace | None) -> list[Named]:
     """Return what the prefix reads outside of its modules: class tokens, constants."""
-    known = known_tensors(evidence.model)
+    known = known_tensors(traced.model)
     if trace is None:  # compiled code cannot be traced: take all that is near
         near = {id(module) for module in plan.ancestors}
         return [named for named in known if id(named[1]) in near]
@@ -357,13 +359,13 @@ def _note_draws(plan: ReplayPlan, trace: PrefixTrace | None) -> None:
             plan.steps[index].draws = draws
 
 
-def _profile(evidence: Evidence, plan: ReplayPlan) -> tuple[Step, ...]:
+def _profile(traced: TracedBatch, plan: ReplayPlan) -> tuple[Step, ...]:
     """Return what each step cost and gave: where else the model might be cut."""
     steps = []
-    for seconds, step in zip(evidence.seconds, plan.steps, strict=True):
+    for seconds, step in zip(traced.seconds, plan.steps, strict=True):
         specs = [leaf for leaf in step.leaves if isinstance(leaf, TensorSpec)]
         num_bytes = sum(spec.row.num_bytes for spec in specs if spec.batch_dim is not None)
-        steps.append(Step(step.name, seconds / evidence.size, num_bytes))
+        steps.append(Step(step.name, seconds / traced.size, num_bytes))
     steps[-1] = Step(
         steps[-1].name,
         steps[-1].seconds_per_sample,
@@ -372,22 +374,22 @@ def _profile(evidence: Evidence, plan: ReplayPlan) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _check_replay(evidence: Evidence, prober: Prober, plan: ReplayPlan) -> dict[str, Tensor]:
+def _check_replay(traced: TracedBatch, prober: Prober, plan: ReplayPlan) -> dict[str, Tensor]:
     """Replay from rows as the store gives them back; the output must be the user's result."""
     rows: dict[str, Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():
         for name, slot in plan.slots().items():
-            view = plan.tensor_spec(slot).to_rows(evidence.leaf(*slot))
+            view = plan.tensor_spec(slot).to_rows(traced.leaf(*slot))
             rows[name] = view.clone(memory_format=torch.contiguous_format)
-        filled = fillings(evidence, plan, rows)
-    outputs = [_replayed(evidence, prober, plan, stored) for stored in filled]
-    find_output_axes(evidence, plan, outputs)
-    plan.opaque_outputs = _compare_outputs(evidence, outputs[0], plan)
+        filled = fillings(traced, plan, rows)
+    outputs = [_replayed(traced, prober, plan, stored) for stored in filled]
+    find_output_axes(traced, plan, outputs)
+    plan.opaque_outputs = _compare_outputs(traced, outputs[0], plan)
     return rows
 
 
 def _replayed(
-    evidence: Evidence, prober: Prober, plan: ReplayPlan, rows: Mapping[str, Tensor]
+    traced: TracedBatch, prober: Prober, plan: ReplayPlan, rows: Mapping[str, Tensor]
 ) -> list[Any]:
     """Return the leaves of what a replay brings; it must write and draw what the plain run did."""
     values: dict[Slot, Tensor] = {}
@@ -400,63 +402,63 @@ def _replayed(
     given = [*values.values(), *(t for step in plan.steps for t in step.constants.values())]
     contents = [tensor.clone() for tensor in given]
     plan.copies = False
-    twin = evidence.twins.fresh()
-    run = ReplayRun(plan, evidence.size, scene_of(plan, twin))
+    twin = traced.twins.fresh()
+    run = ReplayRun(plan, traced.size, scene_of(plan, twin))
     run.begin(values)
     args, kwargs = prober.inputs(run, twin)
-    evidence.before.restore(for_a_copy=True)
+    traced.before.restore(for_a_copy=True)
     with twin.intercept(plan.modules, run):
         leaves, layout = twin.call.result(twin.forward(*args, **kwargs))
-    if layout != evidence.result[1]:
-        raise BoundaryError.not_proved(evidence.boundary, "the output has another structure")
-    moved = {one.mark for one in evidence.before.outside.moved_whole(twin.copy_of)}
-    for one in evidence.counted:
+    if layout != traced.result[1]:
+        raise BoundaryError.not_proved(traced.boundary, "the output has another structure")
+    moved = {one.mark for one in traced.before.outside.moved_whole(twin.copy_of)}
+    for one in traced.counted:
         one.is_replayed = one.mark in moved
     after = RandomState.now()
     run.scene.finished = True
     plan.copies = any(difference(a, b) > 0 for a, b in zip(contents, given, strict=True))
     for step, kept in zip(plan.steps, constants, strict=True):
         step.constants = kept
-    plan.mutable = _written(evidence, twin)
-    _check_written(evidence, plan, twin)
-    if not after.equals(evidence.after.generators):
+    plan.mutable = _written(traced, twin)
+    _check_written(traced, plan, twin)
+    if not after.equals(traced.after.generators):
         raise BoundaryError.impure(
             plan.boundary, "the prefix draws random numbers, so that later ones would differ"
         )
     return leaves
 
 
-def _check_written(evidence: Evidence, plan: ReplayPlan, twin: Twin) -> None:
+def _check_written(traced: TracedBatch, plan: ReplayPlan, twin: Twin) -> None:
     """What the plain run writes to, a replay must write to; what the prefix reads, nothing may."""
-    for position in _written_inputs(evidence):
-        if not same_content(evidence.given[position], twin.call.leaves[position]):
+    for position in _written_inputs(traced):
+        if not same_content(traced.given[position], twin.call.leaves[position]):
             raise BoundaryError.impure(
-                plan.boundary, f"the prefix writes to its input {evidence.call.paths()[position]}"
+                plan.boundary, f"the prefix writes to its input {traced.call.paths()[position]}"
             )
     written = {id(buffer) for buffer in plan.mutable}
     skipped = {id(b) for _, module in plan.skipped_modules() for b in module._buffers.values()}
-    for name, _, tensor in known_tensors(evidence.model):
+    for name, _, tensor in known_tensors(traced.model):
         if id(tensor) in written & (skipped | {id(named[2]) for named in plan.reads}):
             raise BoundaryError.impure(
                 plan.boundary, f"the prefix reads {name!r}, which the model writes to after it"
             )
 
 
-def _written_inputs(evidence: Evidence) -> list[int]:
+def _written_inputs(traced: TracedBatch) -> list[int]:
     """Return the positions of the loader's leaves that the plain run has written to."""
     return [
         i
-        for i in evidence.call.tagged
-        if isinstance(evidence.given[i], Tensor)
-        and not same_content(evidence.given[i], evidence.twins.leaves[i])
+        for i in traced.call.tagged
+        if isinstance(traced.given[i], Tensor)
+        and not same_content(traced.given[i], traced.twins.leaves[i])
     ]
 
 
-def _written(evidence: Evidence, twin: Twin) -> list[Tensor]:
+def _written(traced: TracedBatch, twin: Twin) -> list[Tensor]:
     """Return the model's buffers that a replay writes to."""
     written = []
-    for module in evidence.model.modules():
-        before, after = evidence.twins.before(module)._buffers, twin.of(module)._buffers
+    for module in traced.model.modules():
+        before, after = traced.twins.before(module)._buffers, twin.of(module)._buffers
         for key, buffer in module._buffers.items():
             a, b = before.get(key), after.get(key)
             is_same = a is b or (a is not None and b is not None and difference(a, b) == 0)
@@ -465,24 +467,24 @@ def _written(evidence: Evidence, twin: Twin) -> list[Tensor]:
     return written
 
 
-def _compare_outputs(evidence: Evidence, leaves: list[Any], plan: ReplayPlan) -> frozenset[int]:
+def _compare_outputs(traced: TracedBatch, leaves: list[Any], plan: ReplayPlan) -> frozenset[int]:
     """Compare with the plain result; return the leaves that a hit cannot give."""
     axes = {} if plan.growth is None else plan.growth.outputs
-    expected = evidence.result[0]
+    expected = traced.result[0]
     opaque = set()
     for i, (a, b) in enumerate(zip(expected, leaves, strict=True)):
         if isinstance(a, Tensor) and isinstance(b, Tensor):
-            error = difference(*compared(a, b, axes.get(i), evidence.call.batch.lengths))
+            error = difference(*compared(a, b, axes.get(i), traced.call.batch.lengths))
             if error > tolerance(a):
                 raise BoundaryError.not_proved(
-                    evidence.boundary,
+                    traced.boundary,
                     f"the output differs by {error:.3g}: something reaches the active part without "
                     "being passed to it (an attribute, a global, a mutated input)",
                 )
         elif not same_content(a, b):
             if len(expected) == 1:
                 raise BoundaryError.not_proved(
-                    evidence.boundary, f"the output, a {type(a).__name__}, is not reproduced"
+                    traced.boundary, f"the output, a {type(a).__name__}, is not reproduced"
                 )
             opaque.add(i)
     return frozenset(opaque)

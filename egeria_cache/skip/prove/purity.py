@@ -14,7 +14,7 @@ from torch import nn
 
 from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import Content
-from egeria_cache.skip.prove.evidence import Evidence, recompute, rest
+from egeria_cache.skip.prove.traced_batch import TracedBatch, recompute, rest
 from egeria_cache.skip.serve.plan import ReplayPlan
 
 _NOT_STATE = frozenset({"_modules", "_parameters", "training", "train", "forward"})
@@ -27,21 +27,21 @@ Attribute = tuple[nn.Module, str, str]
 class Repeats:
     """The prefix three times on one copy of the model: twice on the same rows, then on others."""
 
-    def __init__(self, evidence: Evidence) -> None:
-        self._evidence = evidence
-        twin = self._twin = evidence.twins.fresh()
-        modules = evidence.prefix_modules()
+    def __init__(self, traced: TracedBatch) -> None:
+        self._traced = traced
+        twin = self._twin = traced.twins.fresh()
+        modules = traced.prefix_modules()
         self._watched = [(module, twin.of(module)) for module in modules]
         before = self._held()
-        self.first = recompute(evidence, twin=twin)
+        self.first = recompute(traced, twin=twin)
         settled = self._held()
         self.moving = [pair for pair, _ in self._changes(before)]
-        self.again = recompute(evidence, self.first.rows, twin=twin)
+        self.again = recompute(traced, self.first.rows, twin=twin)
         self._counting = self._changes(settled)
         settled = self._held()
-        self.last = recompute(evidence, rest(evidence.size), twin=twin, keeps_given=True)
+        self.last = recompute(traced, rest(traced.size), twin=twin, keeps_given=True)
         self._left = [pair for pair, holds in self._changes(settled, new_keys=False) if holds]
-        evidence.common = twin
+        traced.common = twin
 
     def check(self, plan: ReplayPlan) -> None:
         """Raise if what a hit skips would have changed something.
@@ -73,11 +73,11 @@ class Repeats:
     def _impure(self, module: nn.Module, key: str, how: str) -> BoundaryError:
         kind = "buffer" if key in module._buffers else "attribute"
         return BoundaryError.impure(
-            self._evidence.boundary, f"the {kind} {self._name(module, key)!r} {how}"
+            self._traced.boundary, f"the {kind} {self._name(module, key)!r} {how}"
         )
 
     def _name(self, module: nn.Module, key: str) -> str:
-        name = self._evidence.names.get(id(module), "")
+        name = self._traced.names.get(id(module), "")
         return f"{name}.{key}" if name else key
 
     def _held(self) -> list[dict[str, Content]]:

@@ -18,8 +18,8 @@ from egeria_cache.attempt import Attempt
 from egeria_cache.pystate import attributes_of, is_compiled, is_settings, own_dict
 from egeria_cache.skip.model.calls import ForwardSlot
 from egeria_cache.skip.model.fsdp import is_sharded
-from egeria_cache.skip.prove.evidence import Evidence, Recomputed, recompute
 from egeria_cache.skip.prove.probe import scene_of
+from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch, recompute
 from egeria_cache.skip.prove.twin import Twin
 from egeria_cache.skip.serve.placeholder import Placeholder, Source, placeholders
 from egeria_cache.skip.serve.plan import ReplayPlan
@@ -40,36 +40,36 @@ class Observed:
     """Id of such an object -> what the modules' code names of it."""
 
 
-def observe(evidence: Evidence) -> Observed:
+def observe(traced: TracedBatch) -> Observed:
     """Run the prefix once more and note what it reads and draws."""
     # A run of its own: some modules choose another way where a dispatch mode is active.
-    twin, rows = evidence.twins.fresh(), list(range(evidence.size))
-    around = {id(module): (module, twin.of(module)) for module in evidence.ancestors}
+    twin, rows = traced.twins.fresh(), list(range(traced.size))
+    around = {id(module): (module, twin.of(module)) for module in traced.ancestors}
     copies = [(owner, copy) for owner, (module, copy) in around.items() if copy is not module]
-    held, noted, trace = _held(evidence, twin), set[tuple[int, str]](), _trace(evidence, twin)
+    held, noted, trace = _held(traced, twin), set[tuple[int, str]](), _trace(traced, twin)
     copies += [(owner, copy) for owner, (copy, _) in held.items()]
     with Attempt() as tried, _noting(copies, noted):
-        recompute(evidence, rows, trace=trace, twin=twin)
+        recompute(traced, rows, trace=trace, twin=twin)
     if tried.error is None:
         return Observed(trace, noted, {owner: names for owner, (_, names) in held.items()})
     # Its code may ask for its own class: all that there is counts.
-    twin = evidence.twins.fresh()
-    trace = _trace(evidence, twin)
-    recompute(evidence, rows, trace=trace, twin=twin)
+    twin = traced.twins.fresh()
+    trace = _trace(traced, twin)
+    recompute(traced, rows, trace=trace, twin=twin)
     noted = {(owner, key) for owner, (module, _) in around.items() for key in vars(module)}
     return Observed(trace, noted, {})
 
 
-def _trace(evidence: Evidence, twin: Twin) -> PrefixTrace | None:
-    if any(is_compiled(m) for module in evidence.modules for m in module.modules()):
+def _trace(traced: TracedBatch, twin: Twin) -> PrefixTrace | None:
+    if any(is_compiled(m) for module in traced.modules for m in module.modules()):
         return None
-    pairs = [(named, twin.of(named[2])) for named in known_tensors(evidence.model)]
+    pairs = [(named, twin.of(named[2])) for named in known_tensors(traced.model)]
     known = [
         (named, tensor)
         for named, tensor in pairs
         if not is_lazy(tensor) and not is_sharded(tensor)  # which only active modules have
     ]
-    return PrefixTrace(known, twin.names(evidence.names), grad=evidence.grad)
+    return PrefixTrace(known, twin.names(traced.names), grad=traced.grad)
 
 
 def note_reads(plan: ReplayPlan, seen: Observed) -> None:
@@ -100,12 +100,12 @@ def _attributes(plan: ReplayPlan, names: set[tuple[int, str]]) -> frozenset[tupl
     )
 
 
-def _held(evidence: Evidence, twin: Twin) -> dict[int, tuple[Any, set[str]]]:
+def _held(traced: TracedBatch, twin: Twin) -> dict[int, tuple[Any, set[str]]]:
     """Return copies of the objects that the prefix's modules hold, by id of the original, and the
     names of what the modules' code reads of them: also what another batch might make it read.
     """
     held: dict[int, tuple[Any, set[str]]] = {}
-    for module in evidence.prefix_modules():
+    for module in traced.prefix_modules():
         copied = own_dict(twin.of(module)) or {}
         for key, value in (own_dict(module) or {}).items():
             if not is_settings(value) or type(copied.get(key)) is not type(value):
@@ -140,7 +140,7 @@ def _noting_class(cls: Any, owner: int, names: set[tuple[int, str]]) -> Any:
     return type(cls.__name__, (cls,), {"__getattribute__": note, "__module__": cls.__module__})
 
 
-def free_arguments(evidence: Evidence, plan: ReplayPlan) -> frozenset[int]:
+def free_arguments(traced: TracedBatch, plan: ReplayPlan) -> frozenset[int]:
     """Return the positions of arguments that no activation depends on, whatever is given there.
 
     Numbers and strings, and tensors that no loader vouches for: boxes, say, for the loss alone, or
@@ -148,26 +148,26 @@ def free_arguments(evidence: Evidence, plan: ReplayPlan) -> frozenset[int]:
     """
     candidates = [
         i
-        for i, leaf in enumerate(evidence.call.leaves)
+        for i, leaf in enumerate(traced.call.leaves)
         if type(leaf) in (int, float, str)
-        or (isinstance(leaf, Tensor) and i not in evidence.call.tagged)
+        or (isinstance(leaf, Tensor) and i not in traced.call.tagged)
     ]
     if not candidates:
         return frozenset()
-    known = recompute(evidence, list(range(evidence.size)))
-    if _same_without(evidence, plan, known, candidates):
+    known = recompute(traced, list(range(traced.size)))
+    if _same_without(traced, plan, known, candidates):
         return frozenset(candidates)
     single = candidates if len(candidates) > 1 else []
-    return frozenset(i for i in single if _same_without(evidence, plan, known, [i]))
+    return frozenset(i for i in single if _same_without(traced, plan, known, [i]))
 
 
 def _same_without(
-    evidence: Evidence, plan: ReplayPlan, known: Recomputed, positions: list[int]
+    traced: TracedBatch, plan: ReplayPlan, known: Recomputed, positions: list[int]
 ) -> bool:
     """Whether other values at these positions change nothing: of tensors such that none can be
     read.
     """
-    twin: Twin = evidence.twins.fresh()
+    twin: Twin = traced.twins.fresh()
     scene, leaves = scene_of(plan, twin), list(twin.call.leaves)
     for position in positions:
         leaf = _changed(leaves[position])
@@ -176,7 +176,7 @@ def _same_without(
         leaves[position] = leaf
     twin.call = dataclasses.replace(twin.call, leaves=leaves)
     with Attempt() as tried:
-        other = recompute(evidence, known.rows, twin=twin)
+        other = recompute(traced, known.rows, twin=twin)
     scene.finished = True
     return (
         tried.error is None

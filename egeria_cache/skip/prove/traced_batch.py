@@ -80,7 +80,7 @@ def _made_up(row: Tensor) -> list[Tensor]:
 
 
 @dataclass(slots=True)
-class Evidence:
+class TracedBatch:
     """The plain run of the first batch, and the means to run the model again."""
 
     model: nn.Module
@@ -157,7 +157,7 @@ class Recomputed:
 
 
 def recompute(
-    evidence: Evidence,
+    traced: TracedBatch,
     rows: list[int] | None = None,
     *,
     trace: PrefixTrace | None = None,
@@ -170,7 +170,7 @@ def recompute(
     """Run the prefix alone on other rows of the batch, under other random numbers.
 
     Args:
-        evidence: The plain run.
+        traced: The plain run.
         rows: Which rows; by default another number of them, in another order.
         trace: Watches the run.
         twin: What to run it on; by default the common copy of the model.
@@ -182,26 +182,26 @@ def recompute(
     Raises:
         BoundaryError: The prefix goes astray.
     """
-    size = evidence.size
+    size = traced.size
     rows = another(size) if rows is None else rows
     is_common = twin is None
     if twin is None:  # not there for the next run if this one ends in the middle
-        twin, evidence.common = evidence.common or evidence.twins.fresh(), None
-    run = PrefixRun(evidence, trace, keeps_given=keeps_given)
-    evidence.before.restore(for_a_copy=True)
-    for counted in evidence.counted if ahead is not None else ():
+        twin, traced.common = traced.common or traced.twins.fresh(), None
+    run = PrefixRun(traced, trace, keeps_given=keeps_given)
+    traced.before.restore(for_a_copy=True)
+    for counted in traced.counted if ahead is not None else ():
         counted.put_ahead(ahead or 0, twin.copy_of)
-    evidence.num_runs += 1
-    RandomState.seed(evidence.num_runs)
+    traced.num_runs += 1
+    RandomState.seed(traced.num_runs)
     generators = RandomState.now()
     with (
         torch.inference_mode(False),
-        torch.set_grad_enabled(evidence.grad if grad is None else grad),
+        torch.set_grad_enabled(traced.grad if grad is None else grad),
     ):
         args, kwargs = arguments(twin.call, rows, resize)
         try:
             with (
-                twin.intercept(evidence.modules, run),
+                twin.intercept(traced.modules, run),
                 nullcontext() if trace is None else trace.watching(),
             ):
                 twin.forward(*args, **kwargs)
@@ -209,9 +209,9 @@ def recompute(
             pass
     drew = not RandomState.now().equals(generators)
     for name in twin.moved.values():
-        raise BoundaryError.moves(evidence.boundary, name)
+        raise BoundaryError.moves(traced.boundary, name)
     if is_common:
-        evidence.common = twin
+        traced.common = twin
     return Recomputed(rows, [tree_leaves(output) for output in run.outputs], drew, run.given)
 
 
@@ -240,7 +240,7 @@ class PrefixRun:
     """Handler for a forward that computes the prefix as it was discovered; keeps its outputs.
 
     Args:
-        evidence: What the prefix is.
+        traced: What the prefix is.
         trace: Watches the run.
         stops: Whether to leave the model when the boundary has returned.
         keeps_given: Whether to keep what the modules are called with, too.
@@ -248,13 +248,13 @@ class PrefixRun:
 
     def __init__(
         self,
-        evidence: Evidence,
+        traced: TracedBatch,
         trace: PrefixTrace | None = None,
         *,
         stops: bool = True,
         keeps_given: bool = False,
     ) -> None:
-        self._evidence = evidence
+        self._traced = traced
         self._trace = trace
         self._stops = stops
         self._keeps_given = keeps_given
@@ -266,15 +266,15 @@ class PrefixRun:
         self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Handle one call of a module of the prefix."""
-        steps, position = self._evidence.steps, len(self.outputs)
+        steps, position = self._traced.steps, len(self.outputs)
         if self._inside or position == len(steps):
             return original(*args, **kwargs)
         if steps[position].module is not module:
-            if any(module is ancestor for ancestor in self._evidence.ancestors):
+            if any(module is ancestor for ancestor in self._traced.ancestors):
                 return original(*args, **kwargs)
             raise BoundaryError.another_way(
-                self._evidence.boundary,
-                f"{self._evidence.names[id(module)]!r} runs for some batches only, or at random",
+                self._traced.boundary,
+                f"{self._traced.names[id(module)]!r} runs for some batches only, or at random",
             )
         if self._keeps_given:
             self.given.append(tree_leaves((args, kwargs)))

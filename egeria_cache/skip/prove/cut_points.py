@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from egeria_cache.pystate import names_in, reached, stashed
 from egeria_cache.skip.model.calls import CallRecord, Recorder, intercept
 from egeria_cache.skip.prove.dry_run import patchable
-from egeria_cache.skip.prove.evidence import leaves_behind
+from egeria_cache.skip.prove.traced_batch import leaves_behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,9 @@ def candidates(
     return found
 
 
-def frozen_place(model: nn.Module, recorder: Recorder, given: Iterable[Tensor] = ()) -> str | None:
+def frozen_cut_point(
+    model: nn.Module, recorder: Recorder, given: Iterable[Tensor] = ()
+) -> str | None:
     """Return the deepest module at which the model might be cut now: nothing that trains leads into
     it, as autograd shows.
 
