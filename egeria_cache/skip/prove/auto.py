@@ -16,8 +16,8 @@ from egeria_cache.skip.model.calls import Recorder
 from egeria_cache.skip.model.fsdp import cut_otherwise
 from egeria_cache.skip.prove.cut_points import frozen_cut_point
 from egeria_cache.skip.prove.dry_run import on_few_rows, patchable
+from egeria_cache.skip.prove.model_copy import ModelCopies, shared_modules
 from egeria_cache.skip.prove.traced_batch import arguments
-from egeria_cache.skip.prove.twin import Twins, shared_modules
 from egeria_cache.skip.serve.call import Invocation
 from egeria_cache.skip.state.surroundings import Surroundings
 from egeria_cache.skip.state.weights import Weights
@@ -105,17 +105,17 @@ class AutoBoundary:
 
         def run(rows: list[int]) -> str | None:
             recorder = Recorder(keep_outputs=True)
-            twin = Twins(self._model, forward, call, Weights()).fresh()
+            copied = ModelCopies(self._model, forward, call, Weights()).fresh()
             # A gradient that is asked of an input trains nothing before the boundary.
-            args, kwargs = tree_map_only(Tensor, Tensor.detach, arguments(twin.call, rows))
+            args, kwargs = tree_map_only(Tensor, Tensor.detach, arguments(copied.call, rows))
             world.restore(for_a_copy=True)
             try:
                 with (
                     torch.inference_mode(False),
                     torch.enable_grad(),
-                    twin.intercept(patchable(self._model), recorder),
+                    copied.intercept(patchable(self._model), recorder),
                 ):
-                    twin.forward(*args, **kwargs)
+                    copied.forward(*args, **kwargs)
             finally:
                 world.restore()
             return frozen_cut_point(self._model, recorder, tree_leaves((args, kwargs)))

@@ -1,7 +1,7 @@
 """Prove a cut on the first batch, before anything is stored.
 
-Copies of the model (`twin.py`) are run on that batch; the user's own model and tensors are touched
-by one forward, the user's, when it is known whether the front is cut:
+Copies of the model (`model_copy.py`) are run on that batch; the user's own model and tensors are
+touched by one forward, the user's, when it is known whether the front is cut:
  1. *Discovery*: a forward that writes down the order of module calls. The modules that returned
     before the boundary did are the prefix; they are put into inference mode.
  2. *Plain*: a forward with every output of the prefix kept.
@@ -34,6 +34,7 @@ from egeria_cache.pystate import RandomState, is_compiled
 from egeria_cache.skip.model.calls import CallRecord, Recorder
 from egeria_cache.skip.model.frozen import FrozenPrefix, mode_asked_for
 from egeria_cache.skip.model.fsdp import cut_otherwise
+from egeria_cache.skip.prove.model_copy import ModelCopies, ModelCopy, shared_modules
 from egeria_cache.skip.prove.proof import prove
 from egeria_cache.skip.prove.traced_batch import (
     PrefixRun,
@@ -42,7 +43,6 @@ from egeria_cache.skip.prove.traced_batch import (
     distinct,
     trainable,
 )
-from egeria_cache.skip.prove.twin import Twin, Twins, shared_modules
 from egeria_cache.skip.serve.call import Invocation
 from egeria_cache.skip.serve.cut import Slot
 from egeria_cache.skip.serve.plan import ReplayPlan
@@ -150,7 +150,7 @@ class DryRun:
     def _run(self) -> Outcome:
         self._is_plain = True
         steps, ancestors = self._discover()
-        twins = self._twins()
+        copies = self._copies()
         traced = TracedBatch(
             model=self.model,
             boundary=self.boundary,
@@ -158,7 +158,7 @@ class DryRun:
             names=self.names,
             steps=steps,
             ancestors=ancestors,
-            twins=twins,
+            copies=copies,
             before=self._surroundings.now(),
             surroundings=self._surroundings,
             grad=torch.is_grad_enabled(),
@@ -175,12 +175,12 @@ class DryRun:
             BoundaryError: What is checkpointed would run again in backward; or the prefix went
                 astray.
         """
-        twin, before = traced.twins.fresh(), traced.before
-        args, kwargs = twin.call.plain()
+        copied, before = traced.copies.fresh(), traced.before
+        args, kwargs = copied.call.plain()
         before.restore(for_a_copy=True)
-        run = _PlainRun(traced, twin)
-        with twin.intercept(traced.modules, run):
-            traced.result = twin.call.result(twin.forward(*args, **kwargs))
+        run = _PlainRun(traced, copied)
+        with copied.intercept(traced.modules, run):
+            traced.result = copied.call.result(copied.forward(*args, **kwargs))
         self._is_plain = self._weights.looks_closely = False
         if run.runs_again():
             raise BoundaryError.not_proved(
@@ -189,8 +189,8 @@ class DryRun:
                 "the skipped modules again in backward; let the checkpointed region begin after it",
             )
         traced.outputs, traced.seconds = run.outputs, run.seconds
-        traced.given, traced.moved = twin.call.leaves, twin.moved
-        traced.counted = before.outside.moved_whole(twin.copy_of)
+        traced.given, traced.moved = copied.call.leaves, copied.moved
+        traced.counted = before.outside.moved_whole(copied.copy_of)
         traced.after = self._surroundings.now()
         return run.wants_grad
 
@@ -203,11 +203,11 @@ class DryRun:
         steps, ancestors = self._discover()
         return distinct(step.module for step in steps), ancestors
 
-    def _twins(self) -> Twins:
+    def _copies(self) -> ModelCopies:
         name = cut_otherwise(self.model)
         if name is not None:
             raise ParallelError(self.boundary, name)
-        return Twins(self.model, self.forward, self.call, self._weights)
+        return ModelCopies(self.model, self.forward, self.call, self._weights)
 
     def _refusal(self, error: Exception) -> BoundaryError:
         if isinstance(error, BoundaryError):
@@ -259,13 +259,13 @@ class DryRun:
             if module is last:
                 then[:] = [RandomState.now()]
 
-        recorder, twin = Recorder(watch=watch, returned=returned), self._twins().fresh()
-        args, kwargs = arguments(twin.call, rows)
+        recorder, copied = Recorder(watch=watch, returned=returned), self._copies().fresh()
+        args, kwargs = arguments(copied.call, rows)
         world.restore(for_a_copy=True)
         try:
-            with twin.intercept(patchable(self.model), recorder):
+            with copied.intercept(patchable(self.model), recorder):
                 recorder.begin()
-                twin.forward(*args, **kwargs)
+                copied.forward(*args, **kwargs)
             now = then[0] if then else RandomState.now()
             drew = not now.equals(world.generators)
         finally:
@@ -324,9 +324,9 @@ class DryRun:
 class _PlainRun(PrefixRun):
     """Keeps every output of the prefix during one whole forward, as the boundary has left it."""
 
-    def __init__(self, traced: TracedBatch, twin: Twin) -> None:
+    def __init__(self, traced: TracedBatch, copied: ModelCopy) -> None:
         super().__init__(traced, stops=False)
-        self._traced, self._twin = traced, twin
+        self._traced, self._copied = traced, copied
         self.seconds: list[float] = []
         """From the model's start until each step returned."""
         self.wants_grad: set[Slot] = set()
@@ -340,7 +340,7 @@ class _PlainRun(PrefixRun):
         """Run one step."""
         is_last = len(self.outputs) == len(self._traced.steps) - 1
         if is_last and torch.is_grad_enabled():
-            self._regions = checkpointed_around(self._twin.of(module))
+            self._regions = checkpointed_around(self._copied.of(module))
         output = super().step(module, original, *args, **kwargs)
         synchronize()
         self.seconds.append(time.perf_counter() - self._started)

@@ -196,11 +196,11 @@ def _check_precisely(
     """
     others = sorted({row for part in suspects for row in part.rows}, reverse=True)
     company = list(dict.fromkeys([*odd, *others, *range(traced.size), traced.size]))[:_COMPANY]
-    twin = traced.twins.fresh(doubled)
+    copied = traced.copies.fresh(doubled)
 
     def compare(rows: Iterable[list[int]]) -> list[Recomputed]:
         with Attempt() as tried, in_float64():
-            runs = [recompute(traced, part, twin=twin) for part in rows]
+            runs = [recompute(traced, part, copied=copied) for part in rows]
         if tried.error is not None:
             return []  # it cannot run so: the tolerance for the whole tensor has decided
         for i, j in plan.slots().values():

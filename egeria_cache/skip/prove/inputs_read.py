@@ -18,9 +18,9 @@ from egeria_cache.attempt import Attempt
 from egeria_cache.pystate import attributes_of, is_compiled, is_settings, own_dict
 from egeria_cache.skip.model.calls import ForwardSlot
 from egeria_cache.skip.model.fsdp import is_sharded
+from egeria_cache.skip.prove.model_copy import ModelCopy
 from egeria_cache.skip.prove.probe import scene_of
 from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch, recompute
-from egeria_cache.skip.prove.twin import Twin
 from egeria_cache.skip.serve.placeholder import Placeholder, Source, placeholders
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.trace import PrefixTrace, known_tensors
@@ -43,33 +43,33 @@ class Observed:
 def observe(traced: TracedBatch) -> Observed:
     """Run the prefix once more and note what it reads and draws."""
     # A run of its own: some modules choose another way where a dispatch mode is active.
-    twin, rows = traced.twins.fresh(), list(range(traced.size))
-    around = {id(module): (module, twin.of(module)) for module in traced.ancestors}
+    copied, rows = traced.copies.fresh(), list(range(traced.size))
+    around = {id(module): (module, copied.of(module)) for module in traced.ancestors}
     copies = [(owner, copy) for owner, (module, copy) in around.items() if copy is not module]
-    held, noted, trace = _held(traced, twin), set[tuple[int, str]](), _trace(traced, twin)
+    held, noted, trace = _held(traced, copied), set[tuple[int, str]](), _trace(traced, copied)
     copies += [(owner, copy) for owner, (copy, _) in held.items()]
     with Attempt() as tried, _noting(copies, noted):
-        recompute(traced, rows, trace=trace, twin=twin)
+        recompute(traced, rows, trace=trace, copied=copied)
     if tried.error is None:
         return Observed(trace, noted, {owner: names for owner, (_, names) in held.items()})
     # Its code may ask for its own class: all that there is counts.
-    twin = traced.twins.fresh()
-    trace = _trace(traced, twin)
-    recompute(traced, rows, trace=trace, twin=twin)
+    copied = traced.copies.fresh()
+    trace = _trace(traced, copied)
+    recompute(traced, rows, trace=trace, copied=copied)
     noted = {(owner, key) for owner, (module, _) in around.items() for key in vars(module)}
     return Observed(trace, noted, {})
 
 
-def _trace(traced: TracedBatch, twin: Twin) -> PrefixTrace | None:
+def _trace(traced: TracedBatch, copied: ModelCopy) -> PrefixTrace | None:
     if any(is_compiled(m) for module in traced.modules for m in module.modules()):
         return None
-    pairs = [(named, twin.of(named[2])) for named in known_tensors(traced.model)]
+    pairs = [(named, copied.of(named[2])) for named in known_tensors(traced.model)]
     known = [
         (named, tensor)
         for named, tensor in pairs
         if not is_lazy(tensor) and not is_sharded(tensor)  # which only active modules have
     ]
-    return PrefixTrace(known, twin.names(traced.names), grad=traced.grad)
+    return PrefixTrace(known, copied.names(traced.names), grad=traced.grad)
 
 
 def note_reads(plan: ReplayPlan, seen: Observed) -> None:
@@ -100,17 +100,17 @@ def _attributes(plan: ReplayPlan, names: set[tuple[int, str]]) -> frozenset[tupl
     )
 
 
-def _held(traced: TracedBatch, twin: Twin) -> dict[int, tuple[Any, set[str]]]:
+def _held(traced: TracedBatch, copied: ModelCopy) -> dict[int, tuple[Any, set[str]]]:
     """Return copies of the objects that the prefix's modules hold, by id of the original, and the
     names of what the modules' code reads of them: also what another batch might make it read.
     """
     held: dict[int, tuple[Any, set[str]]] = {}
     for module in traced.prefix_modules():
-        copied = own_dict(twin.of(module)) or {}
+        there = own_dict(copied.of(module)) or {}
         for key, value in (own_dict(module) or {}).items():
-            if not is_settings(value) or type(copied.get(key)) is not type(value):
+            if not is_settings(value) or type(there.get(key)) is not type(value):
                 continue
-            names = held.setdefault(id(value), (copied[key], set()))[1]
+            names = held.setdefault(id(value), (there[key], set()))[1]
             forward = inspect.unwrap(type(module).forward)
             if isinstance(forward, FunctionType):
                 names |= attributes_of(forward.__code__, key)
@@ -167,16 +167,16 @@ def _same_without(
     """Whether other values at these positions change nothing: of tensors such that none can be
     read.
     """
-    twin: Twin = traced.twins.fresh()
-    scene, leaves = scene_of(plan, twin), list(twin.call.leaves)
+    copied: ModelCopy = traced.copies.fresh()
+    scene, leaves = scene_of(plan, copied), list(copied.call.leaves)
     for position in positions:
         leaf = _changed(leaves[position])
         if isinstance(leaf, Tensor):
             leaf = Placeholder.of(leaf, frozenset({Source("argument", "", position)}), scene)
         leaves[position] = leaf
-    twin.call = dataclasses.replace(twin.call, leaves=leaves)
+    copied.call = dataclasses.replace(copied.call, leaves=leaves)
     with Attempt() as tried:
-        other = recompute(traced, known.rows, twin=twin)
+        other = recompute(traced, known.rows, copied=copied)
     scene.finished = True
     return (
         tried.error is None

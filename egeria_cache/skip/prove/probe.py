@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from egeria_cache.batch import geometry, overlap
 from egeria_cache.errors import BoundaryError
+from egeria_cache.skip.prove.model_copy import ModelCopy
 from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch
-from egeria_cache.skip.prove.twin import Twin
 from egeria_cache.skip.serve.cut import Slot, TensorSpec
 from egeria_cache.skip.serve.placeholder import (
     Escape,
@@ -118,12 +118,12 @@ class Prober:
                     if isinstance(leaf, TensorSpec):
                         self._give(Source("step", step.name, i, j), heavy=True)
         for _ in range(_MAX_PROBES):
-            twin = self.traced.twins.fresh()
-            run = _ProbeRun(self, twin)
+            copied = self.traced.copies.fresh()
+            run = _ProbeRun(self, copied)
             self.traced.before.restore(for_a_copy=True)
             try:
-                self._probe(run, twin)
-                # The twin is still there, and so is what its hooks and attributes hold.
+                self._probe(run, copied)
+                # The copied is still there, and so is what its hooks and attributes hold.
                 kept = run.scene.kept()
                 if not kept and not share(self.plan, self.plain, run.given):
                     return
@@ -137,17 +137,17 @@ class Prober:
                     raise BoundaryError(str(escape)) from escape
         raise BoundaryError.not_proved(self.plan.boundary, "too much crosses the boundary")
 
-    def _probe(self, run: _ProbeRun, twin: Twin) -> None:
-        args, kwargs = self.inputs(run, twin)
-        with twin.intercept(self.plan.modules, run):
-            leaves, _ = twin.call.result(twin.forward(*args, **kwargs))
-        twin.call.lent.clear()  # they hold placeholders, as they were given
+    def _probe(self, run: _ProbeRun, copied: ModelCopy) -> None:
+        args, kwargs = self.inputs(run, copied)
+        with copied.intercept(self.plan.modules, run):
+            leaves, _ = copied.call.result(copied.forward(*args, **kwargs))
+        copied.call.lent.clear()  # they hold placeholders, as they were given
         run.scene.finished = True
         escaped = {source for p in _leaked(leaves) for source in p.sources}
         if escaped:
             raise Escape.at(escaped, "the model's output")
 
-    def inputs(self, run: ReplayRun, twin: Twin) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def inputs(self, run: ReplayRun, copied: ModelCopy) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) with placeholders where a hit has no data."""
 
         def swap(position: int, leaf: Any) -> Any:
@@ -157,11 +157,11 @@ class Prober:
             source = frozenset({Source(kind, self._paths[position], position)})
             return Placeholder.of(leaf, source, run.scene)
 
-        return twin.call.noted(twin.call.rebuild(swap))
+        return copied.call.noted(copied.call.rebuild(swap))
 
     def pin(self, position: int) -> None:
         """Note an argument that the prefix reads and that no loader vouches for."""
-        self.plan.pinned[position] = self.traced.twins.leaves[position].detach().clone()
+        self.plan.pinned[position] = self.traced.copies.leaves[position].detach().clone()
 
     def _resolve(self, escape: Escape, run: ReplayRun) -> bool:
         """Give the next probe what was missing; False if there is nothing to give."""
@@ -213,13 +213,13 @@ class _ProbeRun(ReplayRun):
 
     looks = True
 
-    def __init__(self, prober: Prober, twin: Twin) -> None:
+    def __init__(self, prober: Prober, copied: ModelCopy) -> None:
         self._prober = prober
         plan, traced = prober.plan, prober.traced
         values: dict[Slot, Tensor] = {
             slot: traced.leaf(*slot).clone() for slot in plan.slots().values()
         }
-        super().__init__(plan, traced.size, scene_of(plan, twin))
+        super().__init__(plan, traced.size, scene_of(plan, copied))
         self.begin(values)
         self.scene.made = []
         self.given: list[Slot] = []
@@ -258,9 +258,9 @@ class _ProbeRun(ReplayRun):
             raise BoundaryError.trainable(self.plan.boundary, parameter)
 
 
-def scene_of(plan: ReplayPlan, twin: Twin) -> Scene:
-    """Begin a run of a twin on placeholders, which meet its modules as well as the model's."""
-    return Scene(twin.names(plan.names), twin.ids(plan.ancestors))
+def scene_of(plan: ReplayPlan, copied: ModelCopy) -> Scene:
+    """Begin a run of a copy on placeholders, which meet its modules as well as the model's."""
+    return Scene(copied.names(plan.names), copied.ids(plan.ancestors))
 
 
 def _leaked(output: Any) -> list[Placeholder]:

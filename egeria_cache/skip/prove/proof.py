@@ -27,6 +27,7 @@ from egeria_cache.skip.prove.lengths import (
     find_output_axes,
     study_lengths,
 )
+from egeria_cache.skip.prove.model_copy import ModelCopy
 from egeria_cache.skip.prove.probe import Prober, scene_of
 from egeria_cache.skip.prove.purity import Repeats
 from egeria_cache.skip.prove.traced_batch import (
@@ -37,7 +38,6 @@ from egeria_cache.skip.prove.traced_batch import (
     trainable,
     with_made_up,
 )
-from egeria_cache.skip.prove.twin import Twin
 from egeria_cache.skip.serve.compare import difference, same_content, tolerance
 from egeria_cache.skip.serve.cut import Slot, Step, StepPlan, TensorSpec
 from egeria_cache.skip.serve.placeholder import Source, Unavailable
@@ -263,7 +263,7 @@ def _check_trained(traced: TracedBatch, plan: ReplayPlan, trace: PrefixTrace | N
         return nn.Parameter(tensor.detach() * 1.5 + 0.1)
 
     other = recompute(traced)
-    changed = recompute(traced, twin=traced.twins.fresh(change))
+    changed = recompute(traced, copied=traced.copies.fresh(change))
     for i, j in plan.slots().values():
         if difference(other.leaves[i][j], changed.leaves[i][j]) > 0:
             raise BoundaryError.trainable(plan.boundary, suspects[0][0])
@@ -288,13 +288,13 @@ def _check_counters(traced: TracedBatch, repeats: Repeats, plan: ReplayPlan) -> 
     counted = [one for one in counted if one[2] is not None]
     if not counted:
         return
-    twin, few = traced.twins.fresh(), repeats.first.rows[:2]
+    copied, few = traced.copies.fresh(), repeats.first.rows[:2]
 
     def later(ahead: int) -> Recomputed:
         for module, key, count in counted:
-            if twin.of(module) is not module:
-                setattr(twin.of(module), key, count + ahead)
-        return recompute(traced, few, twin=twin)
+            if copied.of(module) is not module:
+                setattr(copied.of(module), key, count + ahead)
+        return recompute(traced, few, copied=copied)
 
     now = later(0)
     if not all(same_parts(plan, now, later(ahead)) for ahead in _AHEAD):
@@ -308,13 +308,13 @@ def _check_counted(traced: TracedBatch, plan: ReplayPlan) -> dict[Any, Any]:
     """
     if not traced.counted:
         return {}
-    twin, few = traced.twins.fresh(), [0, traced.size - 1]
+    copied, few = traced.copies.fresh(), [0, traced.size - 1]
 
     def later(ahead: int | None = None) -> Recomputed:
-        return recompute(traced, few, twin=twin, ahead=ahead)
+        return recompute(traced, few, copied=copied, ahead=ahead)
 
     now, _ = later(), later(0)
-    again = {one.mark: one for one in traced.before.outside.moved_whole(twin.copy_of)}
+    again = {one.mark: one for one in traced.before.outside.moved_whole(copied.copy_of)}
     for one in traced.counted:
         if not one.is_replayed and one.mark in again and again[one.mark].is_past(one):
             raise BoundaryError.impure(plan.boundary, f"{one.name} moves with every call of it")
@@ -331,7 +331,7 @@ def _check_counted(traced: TracedBatch, plan: ReplayPlan) -> dict[Any, Any]:
 
 def _count(traced: TracedBatch, module: nn.Module, key: str) -> Any:
     """Return the number that an attribute was, before anything ran; None if it was none."""
-    found = getattr(traced.twins.before(module), key, None)
+    found = getattr(traced.copies.before(module), key, None)
     return found if type(found) in (int, float) else None
 
 
@@ -402,16 +402,16 @@ def _replayed(
     given = [*values.values(), *(t for step in plan.steps for t in step.constants.values())]
     contents = [tensor.clone() for tensor in given]
     plan.copies = False
-    twin = traced.twins.fresh()
-    run = ReplayRun(plan, traced.size, scene_of(plan, twin))
+    copied = traced.copies.fresh()
+    run = ReplayRun(plan, traced.size, scene_of(plan, copied))
     run.begin(values)
-    args, kwargs = prober.inputs(run, twin)
+    args, kwargs = prober.inputs(run, copied)
     traced.before.restore(for_a_copy=True)
-    with twin.intercept(plan.modules, run):
-        leaves, layout = twin.call.result(twin.forward(*args, **kwargs))
+    with copied.intercept(plan.modules, run):
+        leaves, layout = copied.call.result(copied.forward(*args, **kwargs))
     if layout != traced.result[1]:
         raise BoundaryError.not_proved(traced.boundary, "the output has another structure")
-    moved = {one.mark for one in traced.before.outside.moved_whole(twin.copy_of)}
+    moved = {one.mark for one in traced.before.outside.moved_whole(copied.copy_of)}
     for one in traced.counted:
         one.is_replayed = one.mark in moved
     after = RandomState.now()
@@ -419,8 +419,8 @@ def _replayed(
     plan.copies = any(difference(a, b) > 0 for a, b in zip(contents, given, strict=True))
     for step, kept in zip(plan.steps, constants, strict=True):
         step.constants = kept
-    plan.mutable = _written(traced, twin)
-    _check_written(traced, plan, twin)
+    plan.mutable = _written(traced, copied)
+    _check_written(traced, plan, copied)
     if not after.equals(traced.after.generators):
         raise BoundaryError.impure(
             plan.boundary, "the prefix draws random numbers, so that later ones would differ"
@@ -428,10 +428,10 @@ def _replayed(
     return leaves
 
 
-def _check_written(traced: TracedBatch, plan: ReplayPlan, twin: Twin) -> None:
+def _check_written(traced: TracedBatch, plan: ReplayPlan, copied: ModelCopy) -> None:
     """What the plain run writes to, a replay must write to; what the prefix reads, nothing may."""
     for position in _written_inputs(traced):
-        if not same_content(traced.given[position], twin.call.leaves[position]):
+        if not same_content(traced.given[position], copied.call.leaves[position]):
             raise BoundaryError.impure(
                 plan.boundary, f"the prefix writes to its input {traced.call.paths()[position]}"
             )
@@ -450,15 +450,15 @@ def _written_inputs(traced: TracedBatch) -> list[int]:
         i
         for i in traced.call.tagged
         if isinstance(traced.given[i], Tensor)
-        and not same_content(traced.given[i], traced.twins.leaves[i])
+        and not same_content(traced.given[i], traced.copies.leaves[i])
     ]
 
 
-def _written(traced: TracedBatch, twin: Twin) -> list[Tensor]:
+def _written(traced: TracedBatch, copied: ModelCopy) -> list[Tensor]:
     """Return the model's buffers that a replay writes to."""
     written = []
     for module in traced.model.modules():
-        before, after = traced.twins.before(module)._buffers, twin.of(module)._buffers
+        before, after = traced.copies.before(module)._buffers, copied.of(module)._buffers
         for key, buffer in module._buffers.items():
             a, b = before.get(key), after.get(key)
             is_same = a is b or (a is not None and b is not None and difference(a, b) == 0)

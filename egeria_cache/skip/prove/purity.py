@@ -29,19 +29,19 @@ class Repeats:
 
     def __init__(self, traced: TracedBatch) -> None:
         self._traced = traced
-        twin = self._twin = traced.twins.fresh()
+        copied = self._copied = traced.copies.fresh()
         modules = traced.prefix_modules()
-        self._watched = [(module, twin.of(module)) for module in modules]
+        self._watched = [(module, copied.of(module)) for module in modules]
         before = self._held()
-        self.first = recompute(traced, twin=twin)
+        self.first = recompute(traced, copied=copied)
         settled = self._held()
         self.moving = [pair for pair, _ in self._changes(before)]
-        self.again = recompute(traced, self.first.rows, twin=twin)
+        self.again = recompute(traced, self.first.rows, copied=copied)
         self._counting = self._changes(settled)
         settled = self._held()
-        self.last = recompute(traced, rest(traced.size), twin=twin, keeps_given=True)
+        self.last = recompute(traced, rest(traced.size), copied=copied, keeps_given=True)
         self._left = [pair for pair, holds in self._changes(settled, new_keys=False) if holds]
-        traced.common = twin
+        traced.common = copied
 
     def check(self, plan: ReplayPlan) -> None:
         """Raise if what a hit skips would have changed something.

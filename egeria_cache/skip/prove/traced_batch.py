@@ -21,7 +21,7 @@ from egeria_cache.batch import Fold
 from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import Moved, RandomState
 from egeria_cache.skip.model.calls import CallRecord
-from egeria_cache.skip.prove.twin import Twin, Twins
+from egeria_cache.skip.prove.model_copy import ModelCopies, ModelCopy
 from egeria_cache.skip.serve.call import Invocation, Layout
 from egeria_cache.skip.serve.replay import PrefixDone
 from egeria_cache.skip.serve.trace import PrefixTrace
@@ -90,7 +90,7 @@ class TracedBatch:
     steps: list[CallRecord]
     """The modules that returned before the boundary did, and the boundary, in order."""
     ancestors: list[nn.Module]
-    twins: Twins
+    copies: ModelCopies
     """Copies of the model and its inputs as they were before the plain run."""
     before: World
     """What the copies share with the model, at that time."""
@@ -112,7 +112,7 @@ class TracedBatch:
     after: World = field(init=False)
     num_runs: int = 0
     """How often the prefix was run again; each run draws other random numbers."""
-    common: Twin | None = None
+    common: ModelCopy | None = None
     """The copy that runs share which differ in their rows alone, as batches share a model."""
 
     @property
@@ -136,7 +136,7 @@ class TracedBatch:
 
     def trained_by(self, tensor: Tensor) -> str | None:
         """Name a trainable parameter that `tensor` was computed with, if autograd knows one."""
-        both = (self.model, self.twins.model)  # whose parameters are others where they are sharded
+        both = (self.model, self.copies.model)  # whose parameters are others where they are sharded
         names = {id(p): name for model in both for name, p in model.named_parameters()}
         behind = (tensor, *leaves_behind(tensor))
         return next((names[id(one)] for one in behind if id(one) in names), None)
@@ -161,7 +161,7 @@ def recompute(
     rows: list[int] | None = None,
     *,
     trace: PrefixTrace | None = None,
-    twin: Twin | None = None,
+    copied: ModelCopy | None = None,
     grad: bool | None = None,
     resize: Callable[[int, Tensor], Tensor] | None = None,
     keeps_given: bool = False,
@@ -173,7 +173,7 @@ def recompute(
         traced: The plain run.
         rows: Which rows; by default another number of them, in another order.
         trace: Watches the run.
-        twin: What to run it on; by default the common copy of the model.
+        copied: What to run it on; by default the common copy of the model.
         grad: Whether autograd records; by default as in the plain run.
         resize: Changes the lengths of the loader's leaves: position, rows -> rows.
         keeps_given: Whether to keep what the modules are called with, too.
@@ -184,13 +184,13 @@ def recompute(
     """
     size = traced.size
     rows = another(size) if rows is None else rows
-    is_common = twin is None
-    if twin is None:  # not there for the next run if this one ends in the middle
-        twin, traced.common = traced.common or traced.twins.fresh(), None
+    is_common = copied is None
+    if copied is None:  # not there for the next run if this one ends in the middle
+        copied, traced.common = traced.common or traced.copies.fresh(), None
     run = PrefixRun(traced, trace, keeps_given=keeps_given)
     traced.before.restore(for_a_copy=True)
     for counted in traced.counted if ahead is not None else ():
-        counted.put_ahead(ahead or 0, twin.copy_of)
+        counted.put_ahead(ahead or 0, copied.copy_of)
     traced.num_runs += 1
     RandomState.seed(traced.num_runs)
     generators = RandomState.now()
@@ -198,20 +198,20 @@ def recompute(
         torch.inference_mode(False),
         torch.set_grad_enabled(traced.grad if grad is None else grad),
     ):
-        args, kwargs = arguments(twin.call, rows, resize)
+        args, kwargs = arguments(copied.call, rows, resize)
         try:
             with (
-                twin.intercept(traced.modules, run),
+                copied.intercept(traced.modules, run),
                 nullcontext() if trace is None else trace.watching(),
             ):
-                twin.forward(*args, **kwargs)
+                copied.forward(*args, **kwargs)
         except PrefixDone:
             pass
     drew = not RandomState.now().equals(generators)
-    for name in twin.moved.values():
+    for name in copied.moved.values():
         raise BoundaryError.moves(traced.boundary, name)
     if is_common:
-        traced.common = twin
+        traced.common = copied
     return Recomputed(rows, [tree_leaves(output) for output in run.outputs], drew, run.given)
 
 

@@ -2,7 +2,7 @@
 
 Found by what the code of its forwards and hooks reads and assigns, through the helpers that they
 call, as far as the code is the user's own: what libraries keep in their globals is their affair.
-The model's own state is not among it: a dry run runs on a copy (`prove/twin.py`).
+The model's own state is not among it: a dry run runs on a copy (`prove/model_copy.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """All that twins of a model share with it, as it was at one moment."""
+    """All that copies of a model share with it, as it was at one moment."""
 
     generators: RandomState
     outside: Snapshot

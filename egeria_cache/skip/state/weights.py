@@ -1,4 +1,4 @@
-"""Parameters and their gradients, which all twins of a model share: put back where they were moved.
+"""Parameters and their gradients, which copies of a model share: put back where they were moved.
 
 A forward may write to them: averages of another encoder (MoCo, BYOL), noise, rows that are
 normalised, `loss.backward()`. A dry run runs it many times, and the loop once.

@@ -1,8 +1,8 @@
 """Run a copy of the model: what a dry run changes is a copy's, by construction.
 
-A twin has the model's parameters, which are put back behind each run (`weights.py`), and copies
+A copy has the model's parameters, which are put back behind each run (`weights.py`), and copies
 of everything else: buffers, attributes, queues, hooks with what they append to, private generators,
-and the inputs of the call (`pystate`). All twins of one dry run are copies of the model as it
+and the inputs of the call (`pystate`). All of one dry run are copies of the model as it
 was before the user's own forward, so that no run sees what another has left. Making one takes about
 30 us per module: runs that only differ in their rows share one, as batches share a model.
 """
@@ -26,7 +26,7 @@ from egeria_cache.skip.state.quiet import quietly
 from egeria_cache.skip.state.weights import Weights
 
 
-class Twin:
+class ModelCopy:
     """One copy of the model and its call, to be run and thrown away."""
 
     def __init__(
@@ -81,8 +81,8 @@ class Twin:
         return intercept([self.of(module) for module in modules], handle)
 
 
-class Twins:
-    """Makes twins of a model as it is now.
+class ModelCopies:
+    """Makes copies of a model as it is now.
 
     Args:
         model: The model.
@@ -118,7 +118,7 @@ class Twins:
 
     @property
     def model(self) -> nn.Module:
-        """What all twins are copies of, and share their parameters with."""
+        """What all are copies of, and share their parameters with."""
         return self._root[0]
 
     @property
@@ -130,8 +130,8 @@ class Twins:
         """Return one of the model's modules or tensors as it was; not to be run or written to."""
         return self._copier.of(value)
 
-    def fresh(self, change: Callable[[Tensor], Tensor] | None = None) -> Twin:
-        """Return a new twin.
+    def fresh(self, change: Callable[[Tensor], Tensor] | None = None) -> ModelCopy:
+        """Return a new copy.
 
         Args:
             change: Gives what it has in place of each parameter, buffer and input.
@@ -145,12 +145,12 @@ class Twins:
             if isinstance(original, nn.Module | Tensor)
         }
         first = self._copier.of
-        return Twin(
+        return ModelCopy(
             pairs, (model, forward, call), self._weights, lambda value: copier.of(first(value))
         )
 
 
 def shared_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that a twin shares with the model: compiled code, and what it calls."""
+    """Return the modules that a copy shares with the model: compiled code, and what it calls."""
     roots = [module for module in model.modules() if is_shared(module)]
     return list({id(module): module for root in roots for module in root.modules()}.values())
