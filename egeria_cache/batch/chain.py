@@ -73,6 +73,11 @@ class Leaf(NamedTuple):
         return self.chain[-1].fold if self.chain else PLAIN
 
     @property
+    def opens(self) -> bool:
+        """Whether rows do not stand in its first dimension."""
+        return bool(self.chain) and self.chain[-1].opens
+
+    @property
     def way(self) -> tuple[Any, ...]:
         """What tells it from other leaves, and what was done to it from that."""
         shape, stride, dtype = self.raw
@@ -118,6 +123,8 @@ class Op:
     """Where it moves to."""
     fold: Fold = PLAIN
     """Which rows belong to a sample after it."""
+    opens: bool = False
+    """Whether rows no longer stand in the first dimension, so that another has to follow."""
     item: int | None = None
     """Which of the tensors that it gives is meant; None where it gives one."""
     writes: bool = False

@@ -32,7 +32,10 @@ _PARTS = {
     Tensor.chunk, torch.chunk, Tensor.split, torch.split, Tensor.tensor_split, torch.tensor_split,
     torch.functional.split,
 }  # fmt: skip
-_ONE = {Tensor.narrow, torch.narrow, Tensor.index_select, torch.index_select}
+_ONE = {
+    Tensor.narrow, torch.narrow, Tensor.index_select, torch.index_select, Tensor.flip, torch.flip,
+    Tensor.roll, torch.roll, Tensor.flipud, torch.flipud,
+}  # fmt: skip
 
 
 def selected_rows(
@@ -105,7 +108,17 @@ def _nth(
 def _is_along_rows(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], num_dims: int
 ) -> bool:
-    """Whether the dimension that it works on is the batch's."""
-    at = 0 if func in _ONE else 1
-    dim = kwargs.get("dim", args[at] if len(args) > at else 0)
-    return dim in (0, -num_dims)
+    """Whether the dimension that it works on is the batch's, and that one alone."""
+    name = func.__name__
+    if name == "flipud":
+        return True
+    if name in ("flip",):
+        dims = kwargs.get("dims", args[0] if len(args) == 1 else args)
+    elif name in ("narrow", "index_select"):
+        dims = kwargs.get("dim", args[0] if args else None)
+    elif name == "roll":
+        dims = kwargs.get("dims", args[1] if len(args) > 1 else (0 if num_dims == 1 else None))
+    else:
+        dims = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    dims = list(dims) if isinstance(dims, list | tuple) else [dims]
+    return dims in ([0], [-num_dims])

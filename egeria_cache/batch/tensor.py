@@ -78,10 +78,16 @@ class BatchTensor(Tensor):
     def intact(self) -> bool:
         """Whether the values are still exactly what samples and `chain` say, by content.
 
-        False after the user changed the data; such a tensor is an ordinary one.
+        False after the user changed the data; such a tensor is an ordinary one. So is one whose
+        rows do not stand in the first dimension.
         """
         with torch._C.DisableTorchFunctionSubclass(), outside_inference_mode():
-            return self._vouched.holds(self)
+            return self.has_rows_first and self._vouched.holds(self)
+
+    @property
+    def has_rows_first(self) -> bool:
+        """Whether samples stand in the first dimension; a view may have put them elsewhere."""
+        return not self.chain or not self.chain[-1].opens
 
     @property
     def has_data(self) -> bool:
@@ -241,7 +247,7 @@ def _recorded(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         return NotImplemented  # padding would have to be told of each
     if func is Tensor.requires_grad_ and args[1:] == (False,):
         return first
-    if is_first and len(found) == 1:
+    if is_first and first.has_rows_first and len(found) == 1:
         selected = first._selected(func, args[1:], kwargs)
         if selected is not None:
             return selected

@@ -80,7 +80,7 @@ def operation(
     move = moved(func, args, kwargs) if is_first and len(leaves) == 1 else None
     if move is not None:
         move.fold = first.fold
-        return (move,), None
+        return None if first.opens else ((move,), None)
     if not _is_of_torch(func) or kwargs.get("out") is not None:
         return None
     texts = [text_of(value, leaves) for value in args]
@@ -121,7 +121,9 @@ def _try(op: Op, leaves: Sequence[Leaf], size: int) -> Found | None:
             tried.append(_Trial(candidate, leaves, size).found())
         if has_drawn():
             return None
-    return next((one for one in tried if one is not None), None)
+    found = [one for one in tried if one is not None]
+    apart = (one for one in found if not one[0][0].opens)
+    return next(apart, found[0] if found else None)
 
 
 def _with_rows(value: Any, num_rows: int) -> Any:
@@ -181,11 +183,14 @@ class _Trial:
                     if len(folds) <= i:
                         folds.append(_fold(tensor, own, size))
                     fold = folds[i]
-                    if fold is None or not all(map(_agree(fold, tensor, size), own, parts)):
+                    if fold is None:
+                        if not self._is_other_view(tensor, size):
+                            return None
+                    elif not all(map(_agree(fold, tensor, size), own, parts)):
                         return None
                 if size == self._sizes[-1] and not self._can_be_described(whole, size):
                     return None
-        ops = (replace(self._op, fold=fold or PLAIN) for fold in folds)
+        ops = (replace(self._op, fold=fold or PLAIN, opens=fold is None) for fold in folds)
         if self._kind is None:
             return tuple(ops), None
         return tuple(
@@ -224,6 +229,12 @@ class _Trial:
                 block = (block - 0.5) * scale
             loaded[name] = _strided(raw, len(rows), block.device).copy_(block)
         return [derived(leaf.name, leaf.chain, loaded, leaf.device) for leaf in self._leaves]
+
+    def _is_other_view(self, result: Tensor, size: int) -> bool:
+        """Whether it shows all of its leaf, which another view may put into rows again."""
+        (base,) = self._given(range(size), 1.0) if len(self._leaves) == 1 else (result,)
+        is_all = result._is_view() and result.numel() == base.numel()
+        return is_all and not self._op.writes and self._kind is None and result.shape != base.shape
 
     def _can_be_described(self, whole: Sequence[Tensor], size: int) -> bool:
         """Whether the same comes out where there are no data."""

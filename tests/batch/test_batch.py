@@ -148,13 +148,39 @@ def test_any_other_function_sees_plain_data(hit, op):
     assert torch.equal(y, op(RAW))
 
 
+AND_BACK = {
+    "one more": lambda x: x[None].squeeze(0),
+    "turned twice": lambda x: x.transpose(0, 2).transpose(0, 2),
+    "three dimensions": lambda x: x.permute(2, 0, 1).unsqueeze(0).squeeze(0).permute(1, 2, 0),
+    "flattened": lambda x: x.view(-1).view(-1, 3, 2),
+}
+
+
+@KINDS
+@pytest.mark.parametrize("op", AND_BACK.values(), ids=AND_BACK)
+def test_views_that_put_rows_elsewhere_and_back_keep_the_samples(hit, op):
+    x, calls = make_batch(hit)
+    y = op(x)
+    assert type(y) is type(x)
+    assert y.intact
+    assert not (calls and hit is not None)
+    assert torch.equal(
+        y.rows(
+            np.array([False, True, False, True]),
+            y.batch.load_rows(np.array([False, True, False, True])),
+        ),
+        RAW[[1, 3]],
+    )
+    assert torch.equal(y.full(), RAW)
+
+
 @KINDS
 @pytest.mark.parametrize("op", [lambda x: x.transpose(0, 2), lambda x: x.permute(2, 0, 1)])
 def test_rows_that_stand_elsewhere_are_those_of_no_sample(hit, op):
     x, _ = make_batch(hit)
     y = op(x)
-    assert type(y) is Tensor
-    assert torch.equal(y, op(RAW))
+    assert not y.intact
+    assert torch.equal(y + 0, op(RAW))
     y += 1  # through the view, as in PyTorch
     assert torch.equal(op(x) + 0, op(RAW) + 1)
 
@@ -280,6 +306,8 @@ def test_constants_are_told_apart_by_content_and_kept_from_changes():
 SELECTED = {
     "a slice": lambda x: x[1:3],
     "every second": lambda x: x[::2],
+    "backwards": lambda x: x.flip(0),
+    "rolled": lambda x: x.roll(1, 0),
     "a permutation": lambda x: x[torch.tensor([2, 0, 3, 1])],
     "a list": lambda x: x[[3, 1, 1]],
     "a mask": lambda x: x[torch.tensor([True, False, True, False])],

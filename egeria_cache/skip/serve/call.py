@@ -423,6 +423,12 @@ def _describe(leaf: Any) -> Any:
 def _untagged(leaves: list[Any]) -> str:
     """Say what the model was called with instead of a loader's batch."""
     for leaf in leaves:
+        if isinstance(leaf, BatchTensor) and not leaf.has_rows_first:
+            return (
+                f"it was called with a Tensor ({str(leaf.dtype).removeprefix('torch.')}, "
+                f"{list(leaf.shape)}) that does not know its samples: the rows were lost in "
+                f"{leaf.chain[-1].func.__name__!r} of the leaf {leaf.leaf!r}"
+            )
         if isinstance(leaf, BatchTensor):
             return (
                 f"the loader's leaf {leaf.leaf!r} was changed in place after the loader gave it out"
