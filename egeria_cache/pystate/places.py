@@ -86,6 +86,12 @@ class Attributes(Named):
             return {name: part for name, part in held.items() if name not in ours}
         return held
 
+    def write(self, where: Any, kept: dict[str, Any]) -> None:
+        """Have it hold that; a module that is held meanwhile stays in inference mode."""
+        if isinstance(where, nn.Module) and "train" in where.__dict__:
+            kept = {name: part for name, part in kept.items() if name != "training"}
+        super().write(where, kept)
+
     def put(self, where: Any, name: str, part: Any) -> None:
         """Set an attribute, and call no `__setattr__`."""
         if isinstance(getattr(type(where), name, None), MemberDescriptorType):
