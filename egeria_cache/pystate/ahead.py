@@ -102,10 +102,14 @@ def _ahead(once: Any, twice: Any, by: int) -> Any:
         return None
     if len(once) < len(twice):
         return twice + twice[-1:] * by
-    if len(once) > len(twice) or not isinstance(twice, list | tuple):
+    if len(once) > len(twice) or isinstance(twice, str):
         return None
     parts = [_ahead(a, b, by) for a, b in zip(once, twice, strict=True)]
     if all(part is None for part in parts):
         return None
     parts = [b if part is None else part for part, b in zip(parts, twice, strict=True)]
+    if isinstance(twice, bytes | bytearray):
+        return kind(part % 256 for part in parts)
+    if isinstance(twice, array):
+        return array(twice.typecode, parts)
     return tuple(parts) if isinstance(twice, tuple) else parts

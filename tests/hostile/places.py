@@ -238,6 +238,10 @@ COUNTERS = {
     "a deque": (deque, lambda at: at.append(0) or len(at)),
     "a list that grows": (list, lambda at: at.append(0) or len(at)),
     "bytes that grow": (bytearray, lambda at: at.append(0) or len(at)),
+    "a byte": (lambda: bytearray(1), lambda at: set_first(at, at[0] + 1) or at[0]),
+    "an array of the standard library": (
+        lambda: array.array("l", [0]), lambda at: set_first(at, at[0] + 1) or at[0],
+    ),
     "a set": (set, lambda at: at.add(len(at)) or len(at)),
     "a text": (io.StringIO, lambda at: at.write("x") and at.tell()),
     "a database": (lambda: sqlite3.connect(":memory:"), in_a_database),

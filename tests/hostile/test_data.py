@@ -448,7 +448,7 @@ def ticking_collate(kind, to=1.5):
 TICKING = (
     "a list", "deep in tables", "an array", "a tensor", "an object", "slots", "a closure",
     "a class", "a global", "an iterator", "a deque", "a list that grows", "a set",
-    "bytes that grow",
+    "bytes that grow", "a byte", "an array of the standard library",
 )  # fmt: skip
 DECIDING = {
     **{kind: (ticking, kind) for kind in TICKING},
