@@ -11,7 +11,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import CellType, GeneratorType, MemberDescriptorType
+from types import CellType, FunctionType, GeneratorType, MemberDescriptorType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -111,8 +111,12 @@ class OfClass(Named):
     is_named_by_code = True
 
     def read(self, where: type) -> dict[str, Any]:
-        """Return all but the interpreter's own."""
-        return {name: part for name, part in vars(where).items() if not name.startswith("__")}
+        """Return all but the interpreter's own; special methods are code like others."""
+        return {
+            name: part
+            for name, part in vars(where).items()
+            if not name.startswith("__") or isinstance(part, FunctionType)
+        }
 
     def put(self, where: type, name: str, part: Any) -> None:
         """Set one, and call no metaclass."""

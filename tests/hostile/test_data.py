@@ -433,6 +433,19 @@ def by_a_function(kind, to=1.5):
     return Pairs(transform=fading)
 
 
+def by_its_own_code(kind, to=1.5):
+    """Return one whose `__getitem__` closes over what counts, and nothing that it holds does."""
+    _, tick = COUNTS[kind]
+    reset()
+
+    class Counting(Pairs):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return x * (1.0 if tick(None) <= 48 else to), y
+
+    return Counting()
+
+
 def ticking_collate(kind, to=1.5):
     """Return a collate function that counts its batches."""
     make, tick = COUNTS[kind]
@@ -455,6 +468,7 @@ DECIDING = {
     "by a transform": (by_a_transform, "an object"),
     "for each sample": (by_sample, ""),
     "by a function": (by_a_function, ""),
+    "by its own code": (by_its_own_code, "a global"),
 }
 
 
