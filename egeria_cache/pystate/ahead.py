@@ -108,8 +108,8 @@ def _ahead(once: Any, twice: Any, by: int) -> Any:
     if all(part is None for part in parts):
         return None
     parts = [b if part is None else part for part, b in zip(parts, twice, strict=True)]
-    if isinstance(twice, bytes | bytearray):
-        return kind(part % 256 for part in parts)
     if isinstance(twice, array):
         return array(twice.typecode, parts)
+    if isinstance(twice, bytes | bytearray):
+        return type(twice)(part % 256 for part in parts)
     return tuple(parts) if isinstance(twice, tuple) else parts

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from egeria_cache import ActivationCache, EgeriaLoader
+from egeria_cache.tables import size
 from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
 
 
@@ -40,8 +41,8 @@ def test_a_cache_tells_what_is_frozen_its_hits_and_its_size(tmp_path):
     model = frozen_net()
     with ActivationCache(model, tmp_path, gate="always") as cache:
         assert one_line(repr(cache)) == (
-            f"ActivationCache(nothing frozen, 0 of 0 samples from the cache, 0.0 MB in "
-            f"{str(tmp_path)!r})"
+            "ActivationCache(nothing frozen, 0 of 0 samples from the cache, "
+            f"{size(cache.stats().bytes_on_disk)} in {str(tmp_path)!r})"
         )
         cache.set_boundary("layer1")
         loader = EgeriaLoader(Images(noise=0), 8, cache=cache)
@@ -50,7 +51,7 @@ def test_a_cache_tells_what_is_frozen_its_hits_and_its_size(tmp_path):
         train_steps(model, loader, sgd(model))
         text = one_line(repr(cache))
         assert "frozen up to 'layer1', 48 of 96 samples from the cache" in text
-        assert f"{cache.stats().bytes_on_disk / 1e6:.1f} MB in" in text
+        assert f"{size(cache.stats().bytes_on_disk)} in" in text
     assert "closed, " in one_line(repr(cache))
 
 

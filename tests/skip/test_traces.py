@@ -309,7 +309,7 @@ def test_the_state_after_a_proved_call_is_that_after_a_plain_one(cls, side):
         cls = type(cls.__name__, (cls,), {"before": cls.after, "after": cls.before})
     out, x, traces, harness = after_one_call(cls, "middle")
     plain_out, plain_x, plain_traces, _ = after_one_call(cls, None)
-    assert harness.engine._book._num_dry_runs == 1
+    assert harness.engine._plans._num_dry_runs == 1
     assert torch.equal(out, plain_out)
     assert torch.equal(x, plain_x)
     assert_equal(traces, plain_traces)

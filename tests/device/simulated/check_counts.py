@@ -49,7 +49,7 @@ def _frozen():
     return model
 
 
-def cached(directory, epochs, *, ring_batches=5, rows=ROWS, audit_rate=0):
+def cached(directory, epochs, *, ring_batches=5, sampler=None, rows=ROWS, audit_rate=0):
     """Train with a cache; return the steps' counts, and each epoch's of all threads."""
     model, whole = _frozen(), []
     with (
@@ -64,7 +64,8 @@ def cached(directory, epochs, *, ring_batches=5, rows=ROWS, audit_rate=0):
         )  # the first hit is recomputed, and no other
         data = Images(rows)
         loader = EgeriaLoader(
-            data, B, shuffle=True, cache=cache, reuse=None, seed=3, pin_memory=True
+            data, B, shuffle=sampler is None, sampler=sampler and sampler(data), cache=cache,
+            reuse=None, seed=3, pin_memory=True,
         )  # fmt: skip
         found = []
         for _ in range(epochs):
