@@ -90,6 +90,8 @@ class Boundary:
     def __init__(self, engine: SkipEngine, status: Status) -> None:
         self._engine = engine
         self._status = status
+        self.look_out = engine.scout.look_out
+        """Is to be called when a batch is given out."""
 
     @property
     def frozen(self) -> str | None:
@@ -111,10 +113,10 @@ class Boundary:
         self._status.is_sought = True
         self._engine.follow(self._found)
 
-    def _found(self, name: str | None, why: str) -> None:
+    def _found(self, name: str | None, why: str, frozen: str | None = None) -> None:
         status = self._status
         status.is_sought = False
-        self._move(name, by_hand=False, reason="what trains has been looked at")
+        self._move(name, by_hand=False, reason="what trains has been looked at", frozen=frozen)
         if name is None:
             why = why or (
                 "boundary='auto': no module is frozen before the first one that trains; freeze the "
@@ -126,7 +128,9 @@ class Boundary:
                 log.log(level, why)
             status.counters.counts.why_not = why
 
-    def _move(self, name: str | None, *, by_hand: bool, reason: str) -> None:
+    def _move(
+        self, name: str | None, *, by_hand: bool, reason: str, frozen: str | None = None
+    ) -> None:
         status = self._status
         name = None if name is None else self._checked(name)
         if name == status.boundary:
@@ -139,7 +143,7 @@ class Boundary:
         status.policy.moved()
         if name is None:
             status.views.void(lambda view: True, unlink=not by_hand)
-        self._engine.set_boundary(name)
+        self._engine.set_boundary(name, frozen=frozen)
         self._void_unknown()
         log.info("boundary moved from %s to %s: %s", previous, name, reason)
 

@@ -197,6 +197,7 @@ class LoaderApi:
             self._counters.yielded_closed()
         else:
             self._counters.yielded(batch)
+            self._boundary.look_out()
 
     def count_refetched(self, num_samples: int) -> None:
         """Note samples that were planned as hits, and had to be reloaded."""

@@ -189,9 +189,8 @@ class Counters:
             self.counts.why_not = self._told_unseen = (
                 f"{num_gone} batches were yielded and the model was not called with any of them, "
                 "so nothing is cached. Does the loop call a part of it (`self.net(x)`)? Make the "
-                "cache of that part. Does it call another method? Name that: method='encode', say. "
-                "Is the whole model compiled? Compile its blocks instead (block.compile()), and "
-                "give it the loader's batches as they come"
+                "cache of that part. Is the whole model compiled? Compile its blocks instead "
+                "(block.compile()), and give it the loader's batches as they come"
             )
             log.warning(self.counts.why_not)
 

@@ -26,6 +26,7 @@ from egeria_cache.pystate import is_compiled, reached
 from egeria_cache.skip.model import calls
 from egeria_cache.skip.model.attach import (
     AttachedForward,
+    Scout,
     inner_model,
     module_named,
     user_line,
@@ -221,6 +222,8 @@ class SkipEngine:
     ) -> None:
         self.model = self._whole = inner_model(model)
         self._method = method
+        self.scout = Scout(self.model, self._entered_at)
+        """Sees how the loop enters the model, until that has been called."""
         self._attached: AttachedForward | None = None
         self._compiled = is_compiled(model)
         self._is_traced = False
@@ -276,7 +279,10 @@ class SkipEngine:
             started = time.perf_counter()
             try:  # around everything: an interrupt may come between any two lines
                 if self._running.setdefault("call", ours) is ours:
-                    return self._called_with(args, kwargs)
+                    if self._auto is None:
+                        return self._called_with(args, kwargs)
+                    with self._auto.around(args, kwargs):
+                        return self._called_with(args, kwargs)
             except BaseException as error:
                 calls.heal(depth)
                 torch.set_grad_enabled(grad)
@@ -333,6 +339,8 @@ class SkipEngine:
         return output
 
     def _called_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.scout.is_done:
+            self.scout.close()
         if self._sharded is not None:
             self._look_at_shards()
         if self._auto is not None:
@@ -478,22 +486,34 @@ class SkipEngine:
         return self._taken(plan, call, output, rows, why)
 
     def _tried(self, call: Invocation) -> Outcome:
-        assert self.boundary is not None
-        outcome = self._dry_run(self.boundary, call).run()
-        self._is_held = True
-        self._thaw.watch(self.model, self._held)
-        return outcome
+        """Try to cut the model, and before that place, where it was found by itself."""
+        while True:
+            assert self.boundary is not None
+            outcome = self._dry_run(self.boundary, call).run()
+            self._is_held = True
+            self._thaw.watch(self.model, self._held)
+            if outcome.plan is not None or not self._goes_earlier(outcome):
+                return outcome
+
+    def _goes_earlier(self, outcome: Outcome) -> bool:
+        """Whether there is another place to try; what an evaluation does is no reason to move what
+        training has.
+
+        Where nothing was computed yet under a boundary that was found by itself, the front is let
+        go: its training is the one that it would be without a cache. Else it stays in inference
+        mode, as it began.
+        """
+        may_be_loops = outcome.has_raised and self._has_run  # its own error: the next call is tried
+        if self._auto is None or self._is_evaluation() or may_be_loops:
+            return False
+        return self._auto.refuse(held=self.frozen if self._has_run else None)
+
+    def _is_evaluation(self) -> bool:
+        return not self.model.training and any(self._plans.all())
 
     def _refused_first(self, key: tuple[Any, ...], error: BoundaryError, call: Invocation) -> Any:
-        """Compute the batch on which the model could not be cut, and say why.
-
-        What an evaluation does is no reason to end what training has. Where nothing was computed
-        yet under a boundary that was found by itself, the front is let go: its training is the one
-        that it would be without a cache. Else it stays in inference mode, as it began.
-        """
-        is_evaluation = not self.model.training and any(self._plans.all())
-        if self._auto is not None and not (is_evaluation or self._has_run):
-            self._auto.give_up()
+        """Compute the batch on which the model could not be cut, and say why."""
+        is_evaluation = self._is_evaluation()
         output = self._plainly(call)  # an error of its own is the loop's: the next call is tried
         self._plans.refuse(key)
         if is_evaluation:
@@ -781,27 +801,53 @@ class SkipEngine:
         """Take over `model.forward`. The model's `state_dict`, copies and pickles stay plain."""
         self._attached = AttachedForward(self.model, self.forward, self._traced, self._method)
         self._forward = self._attached.attach()
+        if self._method != "forward":
+            self.scout.close()
+
+    def _entered_at(self, model: nn.Module, method: str, *given: Any) -> None:
+        """The loop calls this method of the model, or of a part of it: stand there instead.
+
+        What a part was given passes us by: its front is taken into inference mode all the same.
+        """
+        is_part = model is not self.model
+        if self._attached is None or (is_part and self._auto is None):
+            return  # the boundary was named for the whole model
+        log.info("the loop calls %s.%s", type(model).__name__, method)
+        self._attached.take_out()
+        if is_part:
+            self.set_boundary(None)
+            self.model, self._held = model, FrozenPrefix(model=model)
+        self._method = method
+        self.attach()
+        if self._auto is not None and given:
+            self.follow(self._auto.found)
+            self._auto.follow(self._forward, *given)
+            self._look()
+            self._hold(Invocation.of(*given))
 
     def _traced(self) -> None:
         """The whole model is being compiled since we were attached: its calls pass us by."""
         self._is_traced = True
+        self.scout.close()
         if self.boundary is not None:
             self.host.note("compiled", 0.0, 0)
 
     def detach(self) -> None:
         """Give the model its own forward back, and let the prefix go. Idempotent."""
         self._confirmed(wait=True)
+        self.scout.close()
         self._auto = None
         self.set_boundary(None)
         self._held.release()  # what an interrupted call left
         if self._attached is not None:
             self._attached.take_out()
 
-    def follow(self, found: Callable[[str | None, str], None] | None) -> None:
+    def follow(self, found: Callable[..., None] | None) -> None:
         """Find the boundary by itself, from the next call on; None: no more.
 
         Args:
-            found: Is told where it is, or why not; calls `set_boundary`.
+            found: Is told where it is, or why not, and the last frozen module if that is another
+                one; calls `set_boundary`.
         """
         self._auto = None if found is None else AutoBoundary(self.model, found)
 

@@ -176,19 +176,34 @@ def test_nothing_frozen_is_no_error_and_the_reason_is_given(directory):
     assert "no module is frozen" in stats.why_not
 
 
-class Mixing(Blocks):
-    def forward(self, x):
-        x = self.blocks[0](torch.relu(self.stem(x)))
-        return self.head(self.blocks[1](x - x.mean(0)))  # depends on the batch
+def test_a_module_that_cannot_be_the_boundary_gives_way_to_one_before_it(directory, caplog):
+    class Mixing(Blocks):
+        def forward(self, x):
+            x = torch.relu(self.stem(x))
+            x = self.blocks[0](x)
+            return self.head(self.blocks[1](x - x.mean(0)))  # depends on the batch
 
-
-def test_what_cannot_be_cut_is_computed_as_without_a_cache_and_told_once(directory, caplog):
     model = Mixing()
     freeze(model, "stem", "blocks.0", "blocks.1")
     with caplog.at_level(logging.WARNING):
-        expected, ours, boundaries, stats = both(directory, model, 3)
-    assert (ours, boundaries[-1], stats.hits) == (expected, None, 0)
-    assert "choose an earlier boundary" in stats.why_not
+        expected, ours, boundaries, stats = both(directory, model, 4)
+    assert boundaries[-1] == "blocks.0"
+    assert ours == pytest.approx(expected, abs=1e-6)
+    assert stats.hits >= 64
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_what_cannot_be_cut_anywhere_is_told_once(directory, caplog):
+    class Mixing(Plain):
+        def forward(self, x):
+            return super().forward(x - x.mean(0))
+
+    model = Mixing()
+    freeze(model, "early", "late")
+    with caplog.at_level(logging.WARNING):
+        expected, ours, _, stats = both(directory, model, 3)
+    assert ours == expected
+    assert stats.hits == 0
     assert len([r for r in caplog.records if "uncached" in r.getMessage()]) == 1
 
 

@@ -196,11 +196,7 @@ def trainable_prefix(where):
     trained(model(frozen=("blocks",)), where)
 
 
-@mistake(
-    "Samples of a batch look at each other",
-    'Rows must not depend on who else is there. `boundary="auto"` takes the last frozen block, and '
-    "no other: name an earlier one yourself.",
-)
+@mistake("Samples of a batch look at each other", "Rows must not depend on who else is there.")
 def mixed_samples(where):
     class Mixing(Net):
         def front(self, x):
@@ -252,10 +248,8 @@ def module_as_boundary(where):
 
 @mistake(
     "Nothing is frozen",
-    "A cache of a model that trains as a whole has nothing to spare. A model that only computes "
-    "features, in evaluation mode under `no_grad`, is frozen by `requires_grad_(False)`, too. "
-    "Freeze the front, or let a [controller](controller.md) do it, which takes a cache without a "
-    "boundary.",
+    "A cache of a model that trains as a whole has nothing to spare. Freeze the front, or let a "
+    "[controller](controller.md) do it, which takes a cache without a boundary.",
 )
 def nothing_frozen(where):
     trained(model(frozen=()), where, boundary="auto")
@@ -263,9 +257,7 @@ def nothing_frozen(where):
 
 @mistake(
     "The loop calls another model",
-    "A copy, say, a part, or another method: the cache is of the one call that it replaces. "
-    "Make it of what is called (`ActivationCache(model.encoder, ...)`), or name the method "
-    '(`method="encode_image"`).',
+    "A copy, say: the cache is of the module whose call is replaced. Make it of what is called.",
 )
 def copy_is_called(where):
     net = model()

@@ -306,10 +306,7 @@ def test_filled_while_evaluating(run):
 
 
 class InParts(nn.Module):
-    """features (frozen, of BatchNorm and dropout) -> head; the loop calls one after the other.
-
-    The cache is of the part that it calls.
-    """
+    """features (frozen, of BatchNorm and dropout) -> head; the loop calls one after the other."""
 
     def __init__(self):
         super().__init__()
@@ -321,8 +318,7 @@ class InParts(nn.Module):
 @hostile(served=True)
 def test_a_loop_that_calls_the_parts_itself_trains_as_with_its_front_held(run):
     torch.manual_seed(2)
-    model = InParts()
-    run.freeze(model.features, "auto", frozen=("0", "1"))
+    model = run.freeze(InParts(), "auto", frozen=("features",))
 
     def loss(model, batch):
         return F.cross_entropy(model.head(model.features(batch[0]).mean((2, 3))), batch[1])

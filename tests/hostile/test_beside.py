@@ -39,6 +39,7 @@ PLACES = {
     "samples.study.Study": "alone look_for_padding",
     "skip.engine": "address prefix_tensors reached tell_modes",
     "skip.prove.auto.AutoBoundary": "follow",
+    "skip.prove.auto.Features": "are_computed",
     "skip.prove.probe.Prober": "run",
     "skip.prove.dry_run.DryRun": "_discover run",
     "skip.prove.dry_run": "prove",

@@ -1,6 +1,8 @@
-"""Stand in for a model's `forward`, and leave no trace in its copies.
+"""Stand in for a model's `forward`, and leave no trace in its copies; see how loops enter a model.
 
-Modules are named as a wrapped model and the model inside of it have them.
+Modules are named as a wrapped model and the model inside of it have them. `Scout` finds the method
+that is called in place of `forward` (`model.encode_image(x)`, `model.backbone(x)`), when the first
+part of the model gets a loader's tensor.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ import itertools
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,7 +21,8 @@ from torch import nn
 from torch._functorch import config as functorch
 from torch.utils._pytree import tree_leaves
 
-from egeria_cache.batch import unwrap
+from egeria_cache.attempt import Attempt
+from egeria_cache.batch import BatchTensor, unwrap
 from egeria_cache.errors import BoundaryError, EgeriaError
 from egeria_cache.skip.model.calls import ForwardSlot
 
@@ -182,6 +186,81 @@ def inner_model(model: nn.Module) -> nn.Module:
         assert isinstance(inner, nn.Module)
         model = inner
     return model
+
+
+class Scout:
+    """Watches the parts of a model; as their hook, it is nothing in copies of the model.
+
+    Args:
+        model: The model.
+        found: Is told once what was called: the model, or a part of it, the name of its method, and
+            what a part is called with.
+    """
+
+    def __init__(self, model: nn.Module, found: Callable[..., None]) -> None:
+        self._model, self._found = model, found
+        self._handles: list[Any] = []
+        self.is_done = False
+        """Whether it is known what the loop calls."""
+
+    def look_out(self) -> None:
+        """A batch is given out, with which the model is called in some way."""
+        if not (self.is_done or self._handles):
+            parts = self._model.children()
+            self._handles = [p.register_forward_pre_hook(self, with_kwargs=True) for p in parts]
+
+    def close(self) -> None:
+        """Look no more; may be called twice."""
+        self.is_done = True
+        while self._handles:
+            self._handles.pop().remove()
+
+    def __call__(self, part: nn.Module, args: Any, kwargs: Any) -> None:
+        """A part of the model is called."""
+        given = (*args, *kwargs.values())
+        if self.is_done or torch.compiler.is_compiling() or not _have_batch(given):
+            return
+        with Attempt():
+            frames = list(_frames_of(self._model))
+            method = next((name for name in map(_method_given_a_batch, frames) if name), None)
+            if method is not None:
+                self.close()
+                self._found(self._model, method)
+            elif not any(frame.f_code.co_name == "forward" for frame in frames):
+                self.close()
+                self._found(part, "forward", args, kwargs)
+
+    def __reduce__(self) -> Any:
+        return _same, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    """Stand in a copy for what looks in the original."""
+
+
+def _frames_of(model: nn.Module) -> Iterator[FrameType]:
+    """Yield the model's own methods that are running, the outermost first."""
+    found, frame = [], sys._getframe(1)
+    while frame is not None:
+        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        if names and frame.f_locals.get(names[0]) is model:
+            method = inspect.getattr_static(type(model), frame.f_code.co_name, None)
+            method = None if method is None else inspect.unwrap(method)
+            if getattr(method, "__code__", None) is frame.f_code:
+                found.append(frame)
+        frame = frame.f_back  # type: ignore[assignment]
+    yield from reversed(found)
+
+
+def _method_given_a_batch(frame: FrameType) -> str | None:
+    code = frame.f_code
+    names = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+    given = _have_batch(frame.f_locals.get(name) for name in names)
+    return code.co_name if given and code.co_name != "forward" else None
+
+
+def _have_batch(values: Iterable[Any]) -> bool:
+    return any(isinstance(value, BatchTensor) for value in values)
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

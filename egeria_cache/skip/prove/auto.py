@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from egeria_cache.attempt import Attempt
+from egeria_cache.batch import BatchTensor
 from egeria_cache.errors import BoundaryError, ParallelError
 from egeria_cache.skip.model.calls import Recorder
 from egeria_cache.skip.model.fsdp import cut_otherwise
-from egeria_cache.skip.prove.cut_points import frozen_cut_point
+from egeria_cache.skip.prove.cut_points import frozen_cut_points
 from egeria_cache.skip.prove.dry_run import on_few_rows, patchable
 from egeria_cache.skip.prove.model_copy import ModelCopies, shared_modules
 from egeria_cache.skip.prove.traced_batch import arguments
@@ -26,6 +28,8 @@ from egeria_cache.threads import in_turns, uncollected
 _requires_grad = attrgetter("requires_grad")
 _STILL, _MAX_WAIT = 4, 64
 """Calls between two changes of `requires_grad` that are waited for where it goes back and forth."""
+_MAX_TRIED = 4
+"""Modules that are tried, deepest first, until the model can be cut."""
 _MAX_RAISED = 8
 """Calls whose copies raise, after which it is not looked for any more."""
 
@@ -35,13 +39,16 @@ class AutoBoundary:
 
     Args:
         model: The model.
-        found: Is told the qualified name of the module, or None if nothing is frozen in front, and
-            why that could not be seen.
+        found: Is told the qualified name of the module, or None if nothing is frozen in front; why
+            that could not be seen; and the last frozen module if that is another one.
     """
 
-    def __init__(self, model: nn.Module, found: Callable[[str | None, str], None]) -> None:
+    def __init__(self, model: nn.Module, found: Callable[..., None]) -> None:
         self._model = model
         self.found = found
+        self._features = Features(model)
+        self._places: list[str] = []
+        """Where the model might be cut, the one that is tried now first."""
         self._wait = 0
         self.look_again()
 
@@ -51,14 +58,36 @@ class AutoBoundary:
         self._seen: list[bool] = []
         self._is_due, self._num_still, self._num_raised = True, 0, 0
 
-    def give_up(self) -> None:
-        """The model cannot be cut there: nothing is cut until something else trains."""
-        self.found(None, "")
+    def refuse(self, *, held: str | None) -> bool:
+        """The model cannot be cut where it was tried last; return whether there is another place.
+
+        Args:
+            held: The last frozen module, which stays that; None if nothing was computed with it
+                yet: where there is no place, nothing is frozen until something else trains.
+        """
+        self._places = self._places[1:]
+        if self._places or held is None:
+            self.found(self._places[0] if self._places else None, "", held)
+        return bool(self._places)
 
     def is_still(self) -> bool:
         """Whether the same trains as at the last call, and the boundary was looked for."""
         self._num_still += 1
-        return not self._is_due and list(map(_requires_grad, self._parameters)) == self._seen
+        is_known = self._features.is_trained and not self._is_due
+        return is_known and list(map(_requires_grad, self._parameters)) == self._seen
+
+    @contextmanager
+    def around(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """While a call computes features, and nothing else, nothing of the model trains."""
+        are_computed = self._features.are_computed(args, kwargs)
+        marked = [p for p in self._features.parameters if are_computed and p.requires_grad]
+        try:
+            for parameter in marked:
+                parameter.requires_grad = False
+            yield
+        finally:
+            for parameter in marked:
+                parameter.requires_grad = True
 
     def follow(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -79,19 +108,21 @@ class AutoBoundary:
         if not self._is_due or self._num_still <= self._wait:
             return  # what was thawed is trained meanwhile: the engine sees to that
         self._is_due = False
-        place = None
+        self._places = []
         with Attempt() as tried:
-            place = None if all(flags) else self._look(forward, Invocation.of(args, kwargs))
+            if not all(flags):
+                self._places = self._look(forward, Invocation.of(args, kwargs))[:_MAX_TRIED]
         is_ours = isinstance(tried.error, BoundaryError)
         if tried.error is not None and not is_ours and self._num_raised < _MAX_RAISED:
             self._num_raised += 1
             self._is_due = True  # the call will raise, too, and the next one is another
             return
+        place = self._places[0] if self._places else None
         self.found(place, str(tried.error) if is_ours else "")
 
     @in_turns()
     @uncollected()
-    def _look(self, forward: Callable[..., Any], call: Invocation) -> str | None:
+    def _look(self, forward: Callable[..., Any], call: Invocation) -> list[str]:
         """Run a copy on a few rows; return where the model might be cut.
 
         Raises:
@@ -103,7 +134,7 @@ class AutoBoundary:
         surroundings = Surroundings(self._model, shared_modules(self._model))
         world = surroundings.now()
 
-        def run(rows: list[int]) -> str | None:
+        def run(rows: list[int]) -> list[str]:
             recorder = Recorder(keep_outputs=True)
             copied = ModelCopies(self._model, forward, call, Weights()).fresh()
             # A gradient that is asked of an input trains nothing before the boundary.
@@ -118,6 +149,35 @@ class AutoBoundary:
                     copied.forward(*args, **kwargs)
             finally:
                 world.restore()
-            return frozen_cut_point(self._model, recorder, tree_leaves((args, kwargs)))
+            return frozen_cut_points(self._model, recorder, tree_leaves((args, kwargs)))
 
         return on_few_rows(call, run)
+
+
+class Features:
+    """Tells the calls of a model that compute features: nothing trains through a call in evaluation
+    mode under `no_grad` of a model that was never trained here.
+
+    Args:
+        model: The model, which nobody may have frozen.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.is_trained = not self.parameters
+        """Whether the model was trained here."""
+        self._versions: list[int] | None = None
+
+    def are_computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this call is one: of a loader's batch, or one after such a call."""
+        if self.is_trained or torch.is_grad_enabled() or self._model.training:
+            self.is_trained |= torch.is_grad_enabled()
+            return False
+        given = (*args, *kwargs.values())
+        if self._versions is None and not any(isinstance(one, BatchTensor) for one in given):
+            return False
+        versions = [p._version for p in self.parameters]
+        self.is_trained = self._versions not in (None, versions)
+        self._versions = versions
+        return not self.is_trained

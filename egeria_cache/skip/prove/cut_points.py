@@ -83,11 +83,11 @@ def candidates(
     return found
 
 
-def frozen_cut_point(
+def frozen_cut_points(
     model: nn.Module, recorder: Recorder, given: Iterable[Tensor] = ()
-) -> str | None:
-    """Return the deepest module at which the model might be cut now: nothing that trains leads into
-    it, as autograd shows.
+) -> list[str]:
+    """Return where the model might be cut now, deepest first: into none of them anything that
+    trains leads, as autograd shows.
 
     Args:
         model: The model.
@@ -114,7 +114,7 @@ def frozen_cut_point(
     blocks = set(_blocks(model))
     modules = [call.module for call in recorder.calls]
     chosen = _worthwhile([i for i in frozen if names[id(modules[i])] in blocks], modules)
-    return next((names[id(modules[i])] for i in reversed(chosen or frozen)), None)
+    return list(dict.fromkeys(names[id(modules[i])] for i in reversed(chosen or frozen)))
 
 
 def _worthwhile(chosen: list[int], modules: list[nn.Module]) -> list[int]:

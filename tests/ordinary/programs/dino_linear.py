@@ -53,9 +53,7 @@ if __name__ == "__main__":
     linear_classifier = LinearClassifier(model.embed_dim * 2)
     optimizer = torch.optim.SGD(linear_classifier.parameters(), 0.01, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4, eta_min=0)
-    model.requires_grad_(False)  # +
-    entry = {"loader": train_loader, "method": "get_intermediate_layers"}  # +
-    cache = ActivationCache(model, "runs/cache", "auto", **entry)  # +
+    cache = ActivationCache(model, "runs/cache", boundary="auto", loader=train_loader)  # +
     for epoch in range(4):
         train(model, linear_classifier, optimizer, train_loader, epoch, 2)
         scheduler.step()

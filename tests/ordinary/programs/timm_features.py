@@ -12,7 +12,7 @@ for p in backbone.parameters():
     p.requires_grad = False
 head = nn.Sequential(nn.LayerNorm(backbone.num_features), nn.Linear(backbone.num_features, 4))
 loader = DataLoader(Pictures(64), batch_size=16, shuffle=True)
-cache = ActivationCache(backbone, "runs", "auto", loader=loader, method="forward_features")  # +
+cache = ActivationCache(backbone, "runs/cache", boundary="auto", loader=loader)  # +
 opt = torch.optim.AdamW(head.parameters(), lr=1e-2)
 loss_fn = nn.CrossEntropyLoss(label_smoothing=0.1)
 for epoch in range(4):
