@@ -288,3 +288,19 @@ def is_standard(kind: type) -> bool:
 def is_frozen(value: Any) -> bool:
     """Whether it is a model that does not train: one that a data set has is a part of it."""
     return isinstance(value, nn.Module) and not any(p.requires_grad for p in value.parameters())
+
+
+def is_pickled_otherwise(kind: type) -> bool:
+    """Whether objects of a library's class say themselves what they are made of: tables, say."""
+    names = ("__reduce__", "__reduce_ex__", "__getstate__")
+    own = any(getattr(kind, name, None) is not getattr(object, name, None) for name in names)
+    return own and is_installed(kind) and not is_standard(kind)
+
+
+def state_of(value: Any) -> list[Any]:
+    """Return what pickling would keep of an object, and not what it has worked out since."""
+    parts = value.__reduce_ex__(5)
+    if not isinstance(parts, tuple):
+        return [parts]
+    args, state = (*parts[1:3], None)[:2]
+    return [*args, *(state.values() if isinstance(state, dict) else [state])]

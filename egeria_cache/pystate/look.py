@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -43,7 +42,16 @@ from egeria_cache.attempt import Attempt
 from egeria_cache.kinds import home, is_installed, kind_name
 from egeria_cache.pystate import prints as content
 from egeria_cache.pystate.bytecode import code_text, is_installed_code, names_in, texts_in
-from egeria_cache.pystate.foreign import is_data_set, is_frozen, is_opaque, is_standard, is_training
+from egeria_cache.pystate.foreign import (
+    is_data_set,
+    is_frozen,
+    is_opaque,
+    is_pickled_otherwise,
+    is_standard,
+    is_training,
+    state_of,
+)
+from egeria_cache.pystate.places import LEADS
 
 MAX_NODES = 20_000
 """Objects that are looked at; what lies beyond is left out."""
@@ -52,8 +60,6 @@ MAX_ITEMS = 4096
 MAX_DEPTH = 24
 _OWN = ("fingerprint", "_fingerprint")
 """What a data set says of itself."""
-_LEADS = ContextVar, weakref.ref
-"""Lead to something else."""
 
 
 class Portrait(NamedTuple):
@@ -148,7 +154,7 @@ class _Walk:
             self.prints[path] = content.tensor_print(value, self._spend(num_bytes))
         elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
             self._array(path, np.asanyarray(value))
-        elif isinstance(value, _LEADS):
+        elif isinstance(value, LEADS):
             self.visit(f"{path}.<value>", _behind(value), depth + 1)
         elif isinstance(value, type):
             self._class(path, value, depth)
@@ -293,8 +299,8 @@ class _Walk:
         own = _own_fingerprint(value)
         if own is not None:
             self.visit(f"{path}.fingerprint", own, depth + 1)
-        if own is None and _is_pickled_otherwise(kind):
-            for i, part in enumerate(_state_of(value)):
+        if own is None and is_pickled_otherwise(kind):
+            for i, part in enumerate(state_of(value)):
                 self.visit(f"{path}.<{i}>", part, depth + 1)
         elif not self._attributes(path, value, depth, vouched=own is not None):
             self._foreign(path, value, depth)
@@ -320,7 +326,7 @@ class _Walk:
         if view is not None and view.contiguous:
             self._array(path, np.frombuffer(view, np.uint8))
         elif self._thorough:
-            for i, part in enumerate(_state_of(value)):
+            for i, part in enumerate(state_of(value)):
                 self.visit(f"{path}.<{i}>", part, depth)
         else:
             self._note(path, str(id(value)))
@@ -356,22 +362,6 @@ def _is_active(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(map(_is_active, value[:8]))
     return callable(value) or isinstance(value, Dataset)
-
-
-def _is_pickled_otherwise(kind: type) -> bool:
-    """Whether objects of a library's class say themselves what they are made of: tables, say."""
-    names = ("__reduce__", "__reduce_ex__", "__getstate__")
-    own = any(getattr(kind, name, None) is not getattr(object, name, None) for name in names)
-    return own and is_installed(kind) and not is_standard(kind)
-
-
-def _state_of(value: Any) -> list[Any]:
-    """Return what pickling would keep of an object, and not what it has worked out since."""
-    parts = value.__reduce_ex__(5)
-    if not isinstance(parts, tuple):
-        return [parts]
-    args, state = (*parts[1:3], None)[:2]
-    return [*args, *(state.values() if isinstance(state, dict) else [state])]
 
 
 def _is_value(value: Any) -> bool:

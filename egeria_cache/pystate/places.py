@@ -7,10 +7,13 @@ dict of them; a container, an array or a generator as a copy of its content.
 from __future__ import annotations
 
 import random
+import weakref
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import islice
 from types import CellType, FunctionType, GeneratorType, MemberDescriptorType
 from typing import Any, ClassVar
 
@@ -18,10 +21,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from egeria_cache.pystate.foreign import MEMORY, own_dict, slots_of
+from egeria_cache.attempt import Attempt
+from egeria_cache.pystate.foreign import (
+    ATOMS,
+    MEMORY,
+    is_pickled_otherwise,
+    own_dict,
+    slots_of,
+    state_of,
+)
+from egeria_cache.pystate.prints import tensor_print
 
 _STAND_INS = ("forward", "train")
 """What stands on a module that is held in inference mode, or attached."""
+LEADS = ContextVar, weakref.ref
+"""Lead to something else."""
+NUM_SEEN, NUM_FIRST = 256, 4096
+"""Items of a long list or array that a glance sees, here and there; of another container."""
+SMALL_BYTES = 1 << 16
+"""Up to this size it sees all of an array."""
 
 
 @dataclass(slots=True)
@@ -226,6 +244,45 @@ class Version(Place):
         """Leave it."""
 
 
+class Sketch(Place):
+    """What shows at once of what is too large to be kept, or is no place: it cannot be put back."""
+
+    __slots__ = ()
+
+    def read(self, where: Any) -> tuple[Any, list[Any]] | None:
+        """Return what is compared by value, and things by identity; None if nobody can tell."""
+        with Attempt(), torch._C.DisableTorchFunctionSubclass():
+            if isinstance(where, Tensor):
+                seen = tensor_print(where, 0) if where.is_inference() else where._version
+                return (seen, where.shape), []
+            if isinstance(where, (np.ndarray, *MEMORY)):
+                return _here_and_there(where)
+            if isinstance(where, LEADS):
+                return (), [where.get(None) if isinstance(where, ContextVar) else where()]
+            if isinstance(where, dict | list | set | deque):
+                return len(where), _some_items(where)
+            parts = state_of(where)
+            plain = tuple(part for part in parts if type(part) in ATOMS)
+            return plain, [part for part in parts if type(part) not in ATOMS]
+        return None
+
+    def write(self, where: Any, kept: Any) -> None:
+        """Leave it."""
+
+
+def _here_and_there(where: Any) -> tuple[Any, list[Any]]:
+    array = np.asarray(where if isinstance(where, np.ndarray) else np.frombuffer(where, np.uint8))
+    some = array.flat[:: array.size // NUM_SEEN if array.nbytes > SMALL_BYTES else 1]
+    return (array.shape, some.tolist()) if array.dtype.hasobject else ((array.shape, some), [])
+
+
+def _some_items(where: Any) -> list[Any]:
+    if isinstance(where, list):
+        return list.__getitem__(where, slice(None, None, len(where) // NUM_SEEN or 1))
+    parts = (dict.keys(where), dict.values(where)) if isinstance(where, dict) else (where,)
+    return [item for part in parts for item in islice(part, NUM_FIRST)]
+
+
 class Elements(Place):
     """What a tensor, an array, or other memory holds."""
 
@@ -305,3 +362,12 @@ def place_of(path: str, value: Any, max_items: int, max_bytes: int) -> Place | N
         return None if value.gi_frame is None else Generator(path, value)
     is_random = isinstance(value, (*GENERATORS, random.Random))
     return Generator(path, value) if is_random else None
+
+
+def sketch_of(path: str, value: Any) -> Sketch | None:
+    """Return what a glance sees of what `place_of` keeps nothing of, or only the length."""
+    if isinstance(value, (Tensor, np.ndarray, *MEMORY, dict, list, set, deque, *LEADS)):
+        return Sketch(path, value)
+    is_value = isinstance(value, nn.Module | np.generic | np.dtype)
+    is_seen = not is_value and is_pickled_otherwise(type(value))
+    return Sketch(path, value) if is_seen else None

@@ -55,13 +55,18 @@ from egeria_cache.pystate.foreign import (
 )
 from egeria_cache.pystate.places import (
     GENERATORS,
+    LEADS,
     Attributes,
     Cell,
+    Elements,
+    Length,
     Named,
     Names,
     OfClass,
     Place,
+    Sketch,
     place_of,
+    sketch_of,
 )
 from egeria_cache.pystate.random_state import RandomState
 
@@ -90,6 +95,8 @@ class Reach:
     max_bytes: int = 256 << 20
     """Of all tensors and arrays together."""
     follows_code: bool = True
+    sketches: bool = False
+    """Whether what cannot be kept is looked at here and there; nothing is put back."""
 
 
 def _is_beyond_models(value: Any) -> bool:
@@ -125,6 +132,8 @@ def _is_beyond_data(value: Any) -> bool:
 
 
 def _is_beyond_a_glance(value: Any) -> bool:
+    if isinstance(value, LEADS):
+        return False
     return isinstance(value, (*GENERATORS, random.Random)) or _is_no_data(value)
 
 
@@ -137,7 +146,7 @@ CODE = Reach(_is_beyond_values, 20_000, max_held=64, max_bytes=0)
 DATA = Reach(_is_beyond_data, 1024, 4096, 64, 1 << 20)
 """What loading samples may move; a larger array is data."""
 
-ALL_DATA = Reach(_is_beyond_a_glance, 20_000, 1 << 14, 4096, 1 << 24)
+ALL_DATA = Reach(_is_beyond_a_glance, 20_000, 1 << 14, 4096, 1 << 24, sketches=True)
 """All that decides a sample."""
 
 
@@ -175,7 +184,8 @@ class Snapshot:
             with Attempt():  # it may be a handle of some kind
                 if not reach.lets_be(value):
                     pending += self._look(path, value)
-        tensors = [place.where for place in self.places if isinstance(place.where, Tensor)]
+        kept = () if reach.sketches else self.places
+        tensors = [place.where for place in kept if isinstance(place.where, Tensor)]
         # One each: older releases of PyTorch take no tuple.
         self._versions = [*map(torch.autograd._unsafe_preserve_version_counter, tensors)]
 
@@ -267,6 +277,8 @@ class Snapshot:
         kept = place.read(place.where)
         self.places.append(place)
         self._kept.append(kept)
+        if isinstance(place, Sketch):
+            return [(place.path, part) for part in (kept or ((), []))[1]]
         if not isinstance(place, Named):
             return []
         return [(f"{place.path}.{name}", part) for name, part in kept.items()]
@@ -307,9 +319,12 @@ class Snapshot:
                 yield Cell(f"{path}.{name}", cell)
             for scope, names in globals_of(value) if follows else ():
                 yield Names(home(scope.get("__name__", "")), scope, names)
-        whole = place_of(path, value, self._reach.max_items, self._left)
+        is_far = self._reach.sketches and isinstance(value, Tensor) and not value.is_cpu
+        whole = place_of(path, value, self._reach.max_items, 0 if is_far else self._left)
+        if self._reach.sketches and (whole is None or isinstance(whole, Length)):
+            whole = sketch_of(path, value)
         if whole is not None:
-            is_array = isinstance(value, Tensor | np.ndarray) and value.nbytes <= self._left
+            is_array = isinstance(whole, Elements) and isinstance(value, Tensor | np.ndarray)
             self._left -= value.nbytes if is_array else 0
             yield whole
         if isinstance(value, Tensor) or (isinstance(value, StandIn) and not value.is_copied):
@@ -384,7 +399,9 @@ def _same(now: Any, kept: Any) -> bool:
         return now.shape == kept.shape and torch.equal(now, kept)
     if isinstance(now, np.ndarray):
         return bool(now.shape == kept.shape and now.tobytes() == kept.tobytes())
-    if isinstance(now, set | range | bytes | bytearray | array):
+    if isinstance(now, tuple):
+        return len(now) == len(kept) and all(map(_same, now, kept))
+    if isinstance(now, set | bytearray | array) or type(now) in ATOMS:
         return bool(now == kept)
     return pickle.dumps(now) == pickle.dumps(kept)
 

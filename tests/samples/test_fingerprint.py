@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import functools
 import logging
 import multiprocessing
 import sys
 import threading
+import weakref
 from collections import UserList
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -421,3 +423,57 @@ def test_a_glance_sees_what_was_written_or_replaced(write):
     assert not glance.has_moved()
     write(data)
     assert glance.has_moved()
+
+
+def many():
+    return list(range(1000, 401_000))
+
+
+TOO_LONG_OR_NO_PLACE = {
+    "list": (many, lambda d: d.held.__setitem__(len(d.held) // 256 * 3, -1)),
+    "longer list": (many, lambda d: d.held.append(-1)),
+    "list in a list": (lambda: [[i] for i in many()], lambda d: d.held[0].append(1)),
+    "dict": (lambda: dict.fromkeys(many(), 1.0), lambda d: d.held.update({1000: 2.0})),
+    "set": (lambda: set(many()), lambda d: d.held.add(-1)),
+    "objects": (lambda: np.array(list("abcd"), object), lambda d: d.held.fill("e")),
+    "many objects": (lambda: np.array(many(), object), lambda d: d.held.fill("e")),
+    "array": (lambda: np.zeros(3 << 20), lambda d: d.held.fill(1)),
+    "tensor": (lambda: torch.zeros(6 << 20), lambda d: d.held.fill_(1)),
+    "made for inference": (
+        torch.inference_mode()(lambda: torch.zeros(3)),
+        lambda d: d.held.numpy().fill(1),
+    ),
+    "sparse": (lambda: torch.eye(3).to_sparse(), lambda d: d.held.mul_(2)),
+    "subclass": (lambda: torch.zeros(3).as_subclass(OtherTensor), lambda d: d.held.fill_(1)),
+    "bytes": (lambda: bytearray(17 << 20), lambda d: d.held.append(1)),
+    "context": (lambda: SETTING, lambda d: SETTING.set(3)),
+    "weak reference": (lambda: weakref.ref(OtherTensor), lambda d: setattr(OtherTensor, "by", 3)),
+}
+
+
+class OtherTensor(torch.Tensor):
+    by = 1
+
+
+SETTING = contextvars.ContextVar("setting", default=1)
+
+
+@pytest.mark.parametrize("kind", TOO_LONG_OR_NO_PLACE)
+def test_a_glance_sees_what_is_not_kept(kind):
+    make, write = TOO_LONG_OR_NO_PLACE[kind]
+    data = SimpleNamespace(held=make())
+    glance = _glance_at({"data set": data})
+    assert not glance.has_moved()
+    write(data)
+    assert glance.has_moved()
+
+
+def test_an_item_of_a_long_list_that_is_replaced_in_mid_pass_is_noticed(monkeypatch):
+    data = numbered()
+    data.labels = many()
+    fingerprint = source_of(data).fingerprint
+    assert str(fingerprint)
+    fingerprint.changed()
+    monkeypatch.setattr(fingerprint, "_next_full", float("inf"))  # a glance decides
+    TOO_LONG_OR_NO_PLACE["list"][1](SimpleNamespace(held=data.labels))
+    assert fingerprint.changed(midway=True) == "data set.labels"
