@@ -26,8 +26,8 @@ BATCH_SIZE, REUSE = 32, 4
 SHARE = 0.75
 """Of a plain step that the front's forward takes, as nearly as its layers allow."""
 MODELS: dict[str, tuple[Callable[[], Staged], int, tuple[int, ...]]] = {
-    "ResNet-32": (lambda: CifarResNet(5), 32, (12, 24)),
-    "ResNet-50": (lambda: ResNet50(num_classes=10), 64, (12,)),
+    "ResNet-32": (lambda: CifarResNet(5), 32, (12, 24, 48)),
+    "ResNet-50": (lambda: ResNet50(num_classes=10), 64, (12, 24)),
 }
 """Name -> how it is made, of how many pixels each way its images are, epochs of its runs."""
 
