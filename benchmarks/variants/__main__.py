@@ -7,8 +7,8 @@ fronts of convolutions and of attention that were trained on other classes. The 
 head trains behind it: with draws made anew in every epoch, by plain PyTorch; with draws that are
 used for 2, 4, 8 and 16 epochs and for ever; with 2, 4 and 8 draws kept for ever; and with features
 augmented behind the front instead. Everything in turns, for every seed. Then two larger models,
-whose front is three quarters of a step, are trained for 12 epochs and more: for their time alone. Writes
-benchmarks/results/variants.json and variants.png (not with --quick).
+whose front is three quarters of a step, are trained for 12 epochs and more: for their time alone.
+Writes benchmarks/results/variants.json and variants.png (not with --quick).
 """
 
 from __future__ import annotations
