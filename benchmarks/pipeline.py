@@ -40,7 +40,6 @@ LAYOUTS: tuple[tuple[str, Layout | None, OnFreeze, bool], ...] = (
     ("frozen, stages built anew", "rebuilt", "stay", False),
     ("front cached, two ranks left", "cached", "stay", True),
     ("front cached, active blocks on four ranks", "repartition", "repartition", True),
-    ("front cached, two replicas of the active part", "replicate", "replicate", True),
 )
 """Name, layout on paper, and what the pipeline is told; whether it has a cache."""
 

@@ -4,8 +4,8 @@
 the blocks that are left, serves the front from the cache, and unfreezes. Then one process trains
 the same blocks on the same batches, and the losses are compared.
 
-Each rank loads a quarter of every batch. `--schedule 1F1B`, `--on-freeze replicate` or
-`stay`, and `--policy plasticity` (any policy known by name) change what happens.
+Each rank loads a quarter of every batch. `--schedule 1F1B`, `--on-freeze stay`
+and `--policy plasticity` (any policy known by name) change what happens.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def train(
         plan = pipeline.plan
         say(
             f"  step {event.step}: frozen up to {event.boundary}; stages {plan.stages} on ranks "
-            f"{plan.pipelines}; {moved - before:,.0f} bytes moved; {copied:,.0f} bytes of the "
+            f"{plan.lane}; {moved - before:,.0f} bytes moved; {copied:,.0f} bytes of the "
             "front copied so far"
         )
 

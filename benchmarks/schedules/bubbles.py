@@ -23,7 +23,8 @@ Layout = Literal["kept", "rebuilt", "cached", "repartition", "replicate"]
 - `rebuilt`: frozen stages run forwards alone, ahead of the others (SmartPipe's slides);
 - `cached`: the front comes from a cache, the active stages stay on their ranks;
 - `repartition`: the front comes from a cache, the active part is spread over all ranks;
-- `replicate`: the front comes from a cache, freed ranks become replicas of the active part.
+- `replicate`: the front comes from a cache, freed ranks become replicas of the active part
+  (PipeTransformer's idea, on paper alone).
 """
 LAYOUTS: tuple[Layout, ...] = ("kept", "rebuilt", "cached", "repartition", "replicate")
 
@@ -150,10 +151,8 @@ def count_plan(plan: PipelinePlan, *, backward: float = 1) -> Bubbles:
         costs.append((forward / unit, trained * Fraction(backward) / unit))
     ahead = sum(stop <= plan.frozen for _, stop in plan.stages)
     run = _Run(plan.schedule, 1, True)
-    lanes = len(plan.pipelines)
-    length = len(plan.pipelines[0])
-    lane = run.lane(costs, length, plan.microbatches // lanes, ahead=ahead)
-    return _beside([lane] * lanes, plan.ranks)
+    lane = run.lane(costs, len(plan.lane), plan.microbatches, ahead=ahead)
+    return _beside([lane], plan.ranks)
 
 
 _Cost = tuple[Fraction, Fraction]

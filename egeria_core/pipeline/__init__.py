@@ -9,7 +9,6 @@ ranks share. Owns no thread, and no file but the cache of a frozen front.
 from egeria_core.pipeline.elastic import ElasticPipeline
 from egeria_core.pipeline.following import PipelineController
 from egeria_core.pipeline.plan import OnFreeze, PipelinePlan, partition
-from egeria_core.pipeline.rows import split_sizes
 
 __all__ = [
     "ElasticPipeline",
@@ -17,5 +16,4 @@ __all__ = [
     "PipelineController",
     "PipelinePlan",
     "partition",
-    "split_sizes",
 ]

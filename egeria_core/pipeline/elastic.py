@@ -26,7 +26,7 @@ from egeria_core.pipeline.transfer import Carrier, drop_block, make_room
 from egeria_core.ranks import all_there
 
 log = logging.getLogger("egeria")
-ON_FREEZE = ("repartition", "replicate", "stay")
+ON_FREEZE = ("repartition", "stay")
 
 
 def as_model(
@@ -92,9 +92,9 @@ class ElasticPipeline:
     of rows.
 
     When blocks freeze (`freeze_to`, which `PipelineController` calls), stages and schedule are made
-    anew: nothing is sent back into frozen blocks. With `on_freeze="repartition"` or "replicate",
-    and wherever there is a `cache`, frozen blocks leave the pipeline. They become a `FrozenFront`:
-    a copy on every rank, run on the rank's own rows, or read from its cache.
+    anew: nothing is sent back into frozen blocks. With `on_freeze="repartition"`, and wherever
+    there is a `cache`, frozen blocks leave the pipeline. They become a `FrozenFront`: a copy on
+    every rank, run on the rank's own rows, or read from its cache.
 
     Args:
         blocks: The model in forward order; each is called with what the one before returns, a tuple
@@ -104,8 +104,7 @@ class ElasticPipeline:
         microbatches: Into how many a batch is cut.
         schedule: "GPipe" or "1F1B".
         on_freeze: "repartition", the active blocks are spread over all ranks, with weights and
-            optimizer state; "replicate", freed ranks become replicas of the others; "stay", no
-            block moves.
+            optimizer state; "stay", no block moves.
         cache: Directory for the front's activations; ranks of one host may share it. None: the
             front is computed each time; with "stay" it then remains in the pipeline.
         costs: Relative cost of each block, to balance the stages; equal by default.
@@ -206,8 +205,8 @@ class ElasticPipeline:
         return [name for name, _ in self.model.named_children()]
 
     def owner(self, block: int) -> int:
-        """Return the rank that trains a block, the first of its replicas."""
-        return self.plan.homes[block][0]
+        """Return the rank that trains a block."""
+        return self.plan.homes[block]
 
     def step(self, inputs: Any, targets: Any) -> Tensor:
         """Run forward and backward of one batch; then it is the optimizers' turn.
@@ -255,16 +254,10 @@ class ElasticPipeline:
         targets = self.front.plain(targets)
         counts, kind = count_rows(rows, targets, self.plan.frozen, self.group, self.wire)
         total = sum(counts)
-        size, bounds = self.plan.rows_of(total)
-        begins, ends = [(0, 0)] * self.plan.ranks, [(0, 0)] * self.plan.ranks
-        for lane, run in zip(self.plan.pipelines, bounds, strict=True):
-            begins[lane[0]] = ends[lane[-1]] = run
         to = (self.group, self.wire, self.device)
-        rows = route(rows, counts, begins, *to)
-        targets = route(targets, counts, ends, *to)
-        place = self.plan.place_of(self.rank)
-        start, stop = (0, 0) if place is None else bounds[place[0]]
-        loss = engine.step(kind, size, stop - start, total, rows, targets, measure)
+        rows = route(rows, counts, self.plan.lane[0], *to)
+        targets = route(targets, counts, self.plan.lane[-1], *to)
+        loss = engine.step(kind, total, rows, targets, measure)
         mean = loss.to(self.wire)
         dist.all_reduce(mean, group=self.group)
         return mean.to(self.device)
@@ -288,19 +281,16 @@ class ElasticPipeline:
         Returns:
             The norm before, on every rank.
         """
-        own, counted = (
-            [
-                parameter.grad
-                for block, homes in zip(self._blocks, self.plan.homes, strict=True)
-                if self.rank in homes[:counting]
-                for parameter in block.parameters()
-                if parameter.grad is not None
-            ]
-            for counting in (None, 1)
-        )
+        own = [
+            parameter.grad
+            for block, home in zip(self._blocks, self.plan.homes, strict=True)
+            if home == self.rank
+            for parameter in block.parameters()
+            if parameter.grad is not None
+        ]
         square = torch.zeros((), device=self.device)
-        if counted:
-            square = nn.utils.get_total_norm(counted).square()
+        if own:
+            square = nn.utils.get_total_norm(own).square()
         square = square.to(self.wire)
         with all_there(self.group):
             dist.all_reduce(square, group=self.group)
@@ -350,7 +340,7 @@ class ElasticPipeline:
         """Drop what is not held here, or no longer."""
         held = set(self.plan.held_by(self.rank))
         for index, block in enumerate(self._blocks):
-            if self.rank not in self.plan.homes[index]:
+            if self.rank != self.plan.homes[index]:
                 self._carrier.forget(block)
             if index not in held:
                 drop_block(block)
@@ -365,12 +355,12 @@ class ElasticPipeline:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part: weights and optimizer state of its blocks, and the plan."""
-        own = [i for i, homes in enumerate(self.plan.homes) if self.rank in homes]
+        own = [i for i, home in enumerate(self.plan.homes) if home == self.rank]
         return {
             "rank": self.rank,
             "ranks": self.plan.ranks,
             "frozen": self.plan.frozen,
-            "homes": [list(homes) for homes in self.plan.homes],
+            "homes": list(self.plan.homes),
             "blocks": {i: self._blocks[i].state_dict() for i in own},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
@@ -392,11 +382,10 @@ class ElasticPipeline:
                     f"rank {rank} of {self.plan.ranks} was given the state of rank {saved_by} of "
                     f"{num_ranks}"
                 )
-        homes = tuple(tuple(own) for own in state["homes"])
         self._engine = None
         gc.collect()
         self.front.freeze(0)
-        self.plan = replace(self.plan.frozen_to(0, self.on_freeze), homes=homes)
+        self.plan = replace(self.plan.frozen_to(0, self.on_freeze), homes=tuple(state["homes"]))
         self._release()
         for index, weights in state["blocks"].items():
             make_room(self._blocks[index], self.device)

@@ -17,7 +17,6 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
 )
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from egeria_cache import EgeriaError
@@ -67,33 +66,20 @@ class Engine:
     ) -> None:
         self._plan, self._loss_function, self._device = plan, loss_function, device
         self._measure = loss_function
-        self._share = plan.microbatches // len(plan.pipelines)
         self._schedules: dict[Any, Any] = {}
-        self._stage: nn.Module | None = None
+        self._stage: StageModule | None = None
         self._group: dist.ProcessGroup | None = None
         self._targets: Any = None
         self._weight = 0.0
-        place = plan.place_of(rank)
-        if place is None:
-            return
-        lane, self._at = plan.pipelines[place[0]], place[1]
-        self._group = group_of(lane)
-        start, stop = plan.stages[self._at]
-        self._stage = StageModule(blocks[start:stop], root)
-        twins = [other[self._at] for other in plan.pipelines]
-        if len(twins) > 1 and any(p.requires_grad for p in self._stage.parameters()):
-            # The replicas' weights are equal already: they were sent.
-            self._stage = DistributedDataParallel(
-                self._stage, process_group=group_of(twins), init_sync=False,
-                forward_sync_buffers=False,
-            )  # fmt: skip
+        if rank in plan.lane:
+            self._at, self._group = plan.lane.index(rank), group_of(plan.lane)
+            start, stop = plan.stages[self._at]
+            self._stage = StageModule(blocks[start:stop], root)
 
     def step(
         self,
         kind: Hashable,
-        size: int,
         num_rows: int,
-        total: int,
         inputs: Sequence[Tensor],
         targets: Any,
         measure: LossFunction | None = None,
@@ -102,9 +88,8 @@ class Engine:
 
         Args:
             kind: Shapes of the batch's rows, the same on all ranks; another kind is studied anew.
-            size: Rows of a micro-batch.
-            num_rows: Rows of this pipeline; it fills them up to whole micro-batches.
-            total: Rows of the batch.
+            num_rows: Rows of the batch. The last micro-batches may have fewer than the others;
+                they are filled up, without weight in the loss.
             inputs: On the rank of the first stage: shape (num_rows, ...) each.
             targets: On the rank of the last stage: the same number of rows.
             measure: Run forwards alone, and this in place of the loss.
@@ -115,7 +100,8 @@ class Engine:
         loss = torch.zeros((), device=self._device)
         if self._stage is None:
             return loss
-        padded = size * self._share
+        size = -(-num_rows // self._plan.microbatches)
+        padded = size * self._plan.microbatches
         arguments = [_fill_up(rows, padded) for rows in inputs] if self._at == 0 else []
         trains = measure is None
         key = (trains, size, kind)
@@ -128,7 +114,7 @@ class Engine:
         if self._at == len(self._plan.stages) - 1:
             numbers = torch.arange(padded)
             numbers[num_rows:] = -1
-            self._targets, self._weight = targets, len(self._plan.pipelines) / total
+            self._targets, self._weight = targets, 1 / num_rows
             self._measure = measure or self._loss_function
             keywords = {"target": numbers, "losses": losses}
         if trains:
@@ -139,7 +125,6 @@ class Engine:
         self._targets = None
         if losses:
             loss = torch.stack([part.detach() for part in losses]).sum()
-            loss = loss / len(self._plan.pipelines)
         return loss
 
     def _make_schedule(self, *, trains: bool) -> Any:
@@ -149,7 +134,7 @@ class Engine:
         )
         # Forwards alone have one order.
         kind = Schedule1F1B if trains and self._plan.schedule == "1F1B" else ScheduleGPipe
-        return kind(stage, self._share, loss_fn=self._loss, scale_grads=False)
+        return kind(stage, self._plan.microbatches, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, output: Any, numbers: Tensor) -> Tensor:
         """Return a micro-batch's part of the mean loss; rows that fill it up have none."""
@@ -159,7 +144,6 @@ class Engine:
             return torch.stack([leaf.sum() for leaf in leaves]).sum() * 0
         output = tree_map_only(Tensor, lambda leaf: leaf[:count], output)
         targets = tree_map_only(Tensor, lambda leaf: leaf[start : start + count], self._targets)
-        # Replicas are averaged later on.
         return self._measure(output, targets) * (count * self._weight)
 
 
@@ -167,9 +151,8 @@ class _Stage(PipelineStage):
     """A stage that learns its shapes without a trace."""
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
-        # The wrapper would take this for the first of the forwards that it reduces gradients of.
-        inner: Any = module.module if isinstance(module, DistributedDataParallel) else module
-        return inner.study(*args)
+        assert isinstance(module, StageModule)
+        return module.study(*args)
 
 
 class StageModule(nn.Module):

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 ScheduleName = Literal["GPipe", "1F1B"]
 SCHEDULES: tuple[ScheduleName, ...] = ("GPipe", "1F1B")
 _ZERO_BUBBLE = frozenset({"interleavedzerobubble", "zbvzerobubble", "zbv", "dualpipev"})
 
-OnFreeze = Literal["repartition", "replicate", "stay"]
+OnFreeze = Literal["repartition", "stay"]
 """What is done with the ranks when blocks freeze.
 
 - `repartition`: the active blocks are spread over all ranks;
-- `replicate`: they stay on as few ranks as they need, the others become replicas of these;
 - `stay`: no block changes its rank.
 """
 
@@ -61,7 +59,7 @@ class PipelinePlan:
 
     schedule: ScheduleName
     microbatches: int
-    """In each batch, through all replicas."""
+    """In each batch."""
     ranks: int
     costs: tuple[float, ...] = field(repr=False)
     """Relative cost of each block."""
@@ -73,10 +71,10 @@ class PipelinePlan:
     stages: tuple[tuple[int, int], ...]
     """First block of each stage, and the one behind its last. A stage without blocks hands on what
     it gets."""
-    pipelines: tuple[tuple[int, ...], ...]
-    """Ranks of each replica, one for each stage."""
-    homes: tuple[tuple[int, ...], ...]
-    """Ranks that hold each block's weights and optimizer state; the first one gives them away."""
+    lane: tuple[int, ...]
+    """The rank of each stage."""
+    homes: tuple[int, ...]
+    """The rank that holds each block's weights and optimizer state."""
 
     @classmethod
     def start(
@@ -105,14 +103,14 @@ class PipelinePlan:
             raise ValueError(
                 f"{len(costs)} blocks are too few for a stage on each of {ranks} ranks"
             )
-        if not _fits(name, microbatches, ranks):
+        if name == "1F1B" and microbatches < ranks:
             raise ValueError(
                 f"1F1B needs as many micro-batches as stages, got {microbatches} for {ranks}"
             )
         stages = partition(costs, 0, ranks)
         lane = tuple(range(ranks))
-        homes = _homes(len(costs), stages, (lane,))
-        return cls(name, microbatches, ranks, tuple(costs), 0, 0, stages, (lane,), homes)
+        homes = _homes(stages, lane)
+        return cls(name, microbatches, ranks, tuple(costs), 0, 0, stages, lane, homes)
 
     def time(self, backward: float = 2.0) -> float:
         """Return about how long a batch takes, in units of the blocks' costs.
@@ -125,8 +123,7 @@ class PipelinePlan:
         """
         trained = [cost * (1 + backward * (i >= self.frozen)) for i, cost in enumerate(self.costs)]
         work = [sum(trained[start:stop]) for start, stop in self.stages]
-        share = self.microbatches / len(self.pipelines)
-        return share * max(work) + sum(work) - max(work)
+        return self.microbatches * max(work) + sum(work) - max(work)
 
     @property
     def blocks(self) -> int:
@@ -158,81 +155,27 @@ class PipelinePlan:
             if not has_front:
                 return replace(first, frozen=frozen)
             left = [(max(start, frozen), stop) for start, stop in first.stages if stop > frozen]
-            lane = first.pipelines[0][-len(left) :]
-            return replace(
-                first, frozen=frozen, front=frozen, stages=tuple(left), pipelines=(lane,)
-            )
-        copies, length = 1, min(self.ranks, self.blocks - frozen)
-        if on_freeze == "replicate":
-            copies, length = first._replicas(frozen)
-        while not _fits(self.schedule, self.microbatches // copies, length):
-            length -= 1
+            lane = first.lane[-len(left) :]
+            return replace(first, frozen=frozen, front=frozen, stages=tuple(left), lane=lane)
+        length = min(self.ranks, self.blocks - frozen)
         stages = partition(self.costs, frozen, length)
         # The last blocks are on the last ranks already.
-        base = self.ranks - copies * length
-        lanes = tuple(
-            tuple(range(base + i * length, base + (i + 1) * length)) for i in range(copies)
-        )
-        homes = _homes(self.blocks, stages, lanes)
-        kept = [(own[0],) for own in self.homes[:frozen]]
-        active = [_old_first(new, old) for new, old in zip(homes, self.homes, strict=True)]
-        return replace(
-            first, frozen=frozen, front=frozen, stages=stages, pipelines=lanes,
-            homes=(*kept, *active[frozen:]),
-        )  # fmt: skip
-
-    def _replicas(self, frozen: int) -> tuple[int, int]:
-        """Return how many replicas there will be, and on how many ranks each is.
-
-        As many as there can be without a rank that holds more than the fullest did when nothing was
-        frozen; each gets as many micro-batches as the others.
-        """
-        most = max(stop - start for start, stop in self.stages)
-        active = self.blocks - frozen
-        length = -(-active // most)
-        copies = next(
-            copies
-            for copies in range(self.ranks // length, 0, -1)
-            if self.microbatches % copies == 0
-            and (copies == 1 or _fits(self.schedule, self.microbatches // copies, length))
-        )
-        longest = min(self.ranks // copies, active)
-        fits = _fits(self.schedule, self.microbatches // copies, longest)
-        return copies, longest if fits else length
+        lane = first.lane[-length:]
+        homes = (*self.homes[:frozen], *_homes(stages, lane))
+        return replace(first, frozen=frozen, front=frozen, stages=stages, lane=lane, homes=homes)
 
     def moves(self, new: PipelinePlan) -> list[Move]:
         """Return what has to be sent until `new` holds, in an order that all ranks keep."""
-        return [
-            Move(block, old[0], target)
-            for block, (old, homes) in enumerate(zip(self.homes, new.homes, strict=True))
-            for target in homes
-            if target not in old
-        ]
+        pairs = enumerate(zip(self.homes, new.homes, strict=True))
+        return [Move(block, old, target) for block, (old, target) in pairs if old != target]
 
     def copies(self, new: PipelinePlan) -> list[tuple[int, int]]:
         """Return which blocks every rank needs now as part of the front, and who has them."""
-        return [(block, new.homes[block][0]) for block in range(self.front, new.front)]
+        return [(block, new.homes[block]) for block in range(self.front, new.front)]
 
     def held_by(self, rank: int) -> list[int]:
         """Return the blocks whose weights are on this rank, front included."""
-        return [b for b, own in enumerate(self.homes) if b < self.front or rank in own]
-
-    def place_of(self, rank: int) -> tuple[int, int] | None:
-        """Return the rank's pipeline, and its place in it; None if it has no stage."""
-        for index, lane in enumerate(self.pipelines):
-            if rank in lane:
-                return index, lane.index(rank)
-        return None
-
-    def rows_of(self, num_rows: int) -> tuple[int, list[tuple[int, int]]]:
-        """Return a micro-batch's rows, and which rows of the batch each pipeline trains on.
-
-        The last micro-batches may have fewer rows; they are filled up, without weight in the loss.
-        """
-        size = -(-num_rows // self.microbatches)
-        share = self.microbatches // len(self.pipelines) * size
-        bounds = [min(i * share, num_rows) for i in range(len(self.pipelines) + 1)]
-        return size, list(pairwise(bounds))
+        return [b for b, home in enumerate(self.homes) if b < self.front or home == rank]
 
 
 def partition(costs: Sequence[float], start: int, parts: int) -> tuple[tuple[int, int], ...]:
@@ -273,19 +216,7 @@ def partition(costs: Sequence[float], start: int, parts: int) -> tuple[tuple[int
     return tuple(reversed(runs))
 
 
-def _homes(
-    blocks: int, stages: Sequence[tuple[int, int]], lanes: Sequence[tuple[int, ...]]
-) -> tuple[tuple[int, ...], ...]:
-    homes: list[tuple[int, ...]] = [()] * blocks
-    for (start, stop), *own in zip(stages, *reversed(lanes), strict=True):
-        homes[start:stop] = [tuple(own)] * (stop - start)
-    return tuple(homes)
-
-
-def _old_first(new: tuple[int, ...], old: tuple[int, ...]) -> tuple[int, ...]:
-    """Let a rank that gave a block away before do so again, where it still has it."""
-    return tuple(sorted(new, key=lambda rank: rank not in old[:1]))
-
-
-def _fits(schedule: ScheduleName, microbatches: int, length: int) -> bool:
-    return schedule == "GPipe" or microbatches >= length
+def _homes(stages: Sequence[tuple[int, int]], lane: Sequence[int]) -> tuple[int, ...]:
+    """Return the rank of each block of some stages."""
+    both = zip(stages, lane, strict=True)
+    return tuple(rank for (start, stop), rank in both for _ in range(start, stop))

@@ -1,7 +1,6 @@
 """Brings the rows of a batch, of which every rank has some, to where a pipeline begins and ends.
 
-Each rank brings rows of its own; the batch is all of them, those of rank 0 first. A rank that
-begins (or ends) a pipeline takes a run of it.
+Each rank brings rows of its own; the batch is all of them, those of rank 0 first.
 """
 
 from __future__ import annotations
@@ -17,26 +16,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from egeria_cache import EgeriaError
-
-
-def split_sizes(counts: Sequence[int], wanted: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Return how many rows each rank sends to each, as `all_to_all_single` takes them.
-
-    Args:
-        counts: Rows that each rank brings.
-        wanted: First row that each rank takes, and the one behind its last; the same twice: none.
-
-    Returns:
-        For each sender, the number of rows for each receiver. A sender's rows go out in their
-        order, and arrive in it; receivers are in the order of their runs wherever a sender has
-        rows for several.
-    """
-    sizes, start = [], 0
-    for count in counts:
-        stop = start + count
-        sizes.append([max(0, min(stop, last) - max(start, first)) for first, last in wanted])
-        start = stop
-    return sizes
 
 
 def count_rows(
@@ -78,23 +57,24 @@ def count_rows(
 def route(
     tree: Any,
     counts: Sequence[int],
-    wanted: Sequence[tuple[int, int]],
+    to: int,
     group: dist.ProcessGroup,
     wire: torch.device,
     device: torch.device,
 ) -> Any:
-    """Send this rank's rows where they are wanted, and return those that are wanted here.
+    """Send all rows to one rank; return them there, and none elsewhere.
 
     Args:
         tree: Tensors, shape (rows of this rank, ...).
         counts: Rows of each rank.
-        wanted: First and behind the last row of the batch that each rank takes.
+        to: The rank that takes them.
         group: All ranks of the pipeline.
         wire: Where the group's messages lie.
         device: Where the result is wanted.
     """
-    rank, sizes = dist.get_rank(group), split_sizes(counts, wanted)
-    received = [own[rank] for own in sizes]
+    rank = dist.get_rank(group)
+    sent = [counts[rank] if other == to else 0 for other in range(len(counts))]
+    received = list(counts) if rank == to else [0] * len(counts)
     leaves, spec = tree_flatten(tree)
     found = []
     for leaf in leaves:
@@ -102,7 +82,7 @@ def route(
         width = math.prod(leaf.shape[1:])
         rows = leaf.detach().to(wire).reshape(len(leaf), width).contiguous().view(torch.uint8)
         taken = torch.empty(sum(received), rows.shape[1], dtype=torch.uint8, device=wire)
-        dist.all_to_all_single(taken, rows, received, sizes[rank], group=group)
+        dist.all_to_all_single(taken, rows, received, sent, group=group)
         found.append(taken.view(leaf.dtype).reshape(len(taken), *leaf.shape[1:]).to(device))
     return tree_unflatten(found, spec)
 

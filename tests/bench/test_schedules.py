@@ -46,7 +46,6 @@ def test_a_plan_costs_what_its_layout_does(schedule: str) -> None:
     assert count_plan(plan) == count_bubbles(schedule, 4, 6)
     for way, has_front, layout in [
         ("stay", False, "rebuilt"), ("stay", True, "cached"), ("repartition", True, "repartition"),
-        ("replicate", True, "replicate"),
     ]:  # fmt: skip
         found = count_plan(plan.frozen_to(4, way, has_front=has_front))  # type: ignore[arg-type]
         expected = count_bubbles(schedule, 4, 6, 2, layout=layout)  # type: ignore[arg-type]

@@ -191,7 +191,7 @@ def train(case: Case, directory: Path) -> dict[str, Any]:
             stopped = False
             for rows, targets in run.loader:
                 plan = run.pipeline.plan
-                found["stages"].append((plan.stages, plan.front, len(plan.pipelines[0])))
+                found["stages"].append((plan.stages, plan.front, len(plan.lane)))
                 loss = run.pipeline.step(rows, targets)
                 run.optimizer.step()
                 run.scheduler.step()
