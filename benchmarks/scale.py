@@ -5,7 +5,7 @@
 Arithmetic alone, no measurement: `hit_rates` says which part of an epoch finds its samples in a
 directory of its node, `weigh` what an epoch then takes and carries, `expect` what is left of that
 with stragglers and machines that fail, whose steps `slowest` draws. docs/scale.md has the tables;
-the hit rates are checked against measured runs in tests/bench/test_scale.py. --plot writes
+the hit rates are checked against measured runs in tests/bench/test_schedules.py. --plot writes
 docs/scale.png.
 """
 

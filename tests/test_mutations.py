@@ -84,7 +84,7 @@ MUTATIONS = {
         file="egeria_cache/store/disk/claims.py",
         old="        return not lock_alone(descriptor)\n",
         new="        return False\n",
-        caught_by="tests/store/test_trouble.py tests/cache/test_leaks.py",
+        caught_by="tests/store/test_trouble.py tests/cache/test_trouble.py",
     ),
     "another data set is believed to be the same": Mutation(
         file="egeria_cache/samples/fingerprint.py",
@@ -135,7 +135,7 @@ MUTATIONS = {
         file="egeria_cache/cache/engine_callbacks.py",
         old="        num_hits = int(np.count_nonzero(hit))\n",
         new="        return None\n        num_hits = int(np.count_nonzero(hit))\n",
-        caught_by="tests/cache/test_audit.py",
+        caught_by="tests/cache/test_staleness.py",
     ),
     "samples may depend on each other": Mutation(
         file="egeria_cache/skip/prove/independence.py",

@@ -8,7 +8,8 @@ from torch import nn
 
 from egeria_cache import ActivationCache, EgeriaError, EgeriaLoader, FeatureAugment
 from egeria_cache.augment import Crop, CutMix, Dropout, Flip, Jitter, Mixup, Noise, Translate
-from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
+from tests.helpers.nets import Images, frozen_net, sgd, train_steps
+from tests.helpers.runs import cached
 
 OPERATIONS = [Flip(), Translate(2), Dropout(), Noise(), Jitter(), Mixup(), CutMix()]
 
@@ -45,8 +46,7 @@ def test_the_loss_of_mixed_samples_is_that_of_both(mix):
 
 
 def run(directory, gate, *operations):
-    model = make_net()
-    freeze(model, "layer1")
+    model = frozen_net()
     FeatureAugment(*operations).before(model.layer2)
     with ActivationCache(model, directory, "layer1", gate=gate, audit_rate=0) as cache:
         loader = EgeriaLoader(Images(noise=0), 8, shuffle=True, cache=cache)
@@ -75,9 +75,7 @@ def test_what_is_no_batch_of_features_is_told():
 
 
 def test_what_commutes_with_the_front_is_measured(tmp_path):
-    model = make_net()
-    freeze(model, "layer1")
-    with ActivationCache(model, tmp_path, "layer1") as cache:
+    with cached(tmp_path, gate="auto") as (model, cache):
         loader = EgeriaLoader(Images(noise=0), 8, cache=cache)
         modes = [module.training for module in model.modules()]
         shift, flip = (cache.commutes(loader, one) for one in (Translate(1), Flip()))

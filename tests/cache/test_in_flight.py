@@ -15,16 +15,15 @@ from torch.nn import functional as F
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.batch.tensor import BatchTensor
-from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
+from tests.helpers.nets import Images, frozen_net, sgd, train_steps
+from tests.helpers.runs import cached
 
 pytestmark = pytest.mark.usefixtures("way_of_rows")
 
 
 @pytest.fixture
 def frozen():
-    model = make_net()
-    freeze(model, "layer1")
-    return model
+    return frozen_net()
 
 
 def test_a_mode_of_the_loop_is_none_of_what_is_read(tmp_path, frozen):
@@ -170,9 +169,7 @@ def losses_of(model, loader, cache):
 def test_batches_of_two_sizes_are_served_from_two_generations(tmp_path):
     runs = []
     for gate in ("always", "never"):
-        model = make_net()
-        freeze(model, "layer1")
-        with ActivationCache(model, tmp_path / gate, "layer1", gate=gate) as cache:
+        with cached(tmp_path / gate, gate=gate) as (model, cache):
             runs.append(
                 losses_of(model, EgeriaLoader(Ragged(24), 8, cache=cache, reuse=None), cache)
             )
@@ -184,9 +181,7 @@ def test_batches_of_two_sizes_are_served_from_two_generations(tmp_path):
 def test_padding_to_the_longest_of_the_batch_is_never_wrong(tmp_path, period, caplog):
     runs = []
     for gate in ("always", "never"):
-        model = make_net()
-        freeze(model, "layer1")
-        with ActivationCache(model, tmp_path / gate, "layer1", gate=gate) as cache:
+        with cached(tmp_path / gate, gate=gate) as (model, cache):
             loader = EgeriaLoader(
                 Ragged(period), 8, cache=cache, reuse=None, collate_fn=pad_to_longest, shuffle=True,
                 generator=torch.Generator().manual_seed(1),

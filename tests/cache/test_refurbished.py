@@ -16,10 +16,10 @@ from egeria_cache import ActivationCache, EgeriaLoader, sample_seed
 from egeria_cache.inspect.cli import main
 from egeria_cache.samples import Clock, Draws
 from tests.helpers.gloo import run_ranks
-from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
-from tests.helpers.runs import run
+from tests.helpers.nets import Images, frozen_net, sgd, train_steps
+from tests.helpers.runs import cached, run
 from tests.helpers.steps import take_step
-from tests.loader.test_resume_served import state_of
+from tests.loader.test_resume import state_of
 
 
 class Scheduled(Dataset):
@@ -41,8 +41,7 @@ class Scheduled(Dataset):
 
 def scheduled(draws, *, epochs, boundary="layer1", since=0):
     """Train as `run` does, without anything of a cache: the loss of every step."""
-    model = make_net()
-    freeze(model, boundary)
+    model = frozen_net(boundary)
     data, optimizer, losses = Scheduled(draws, since), sgd(model), []
     front = [module for name, module in model.named_children() if name in ("stem", "layer1")]
     for data.epoch in range(epochs):
@@ -89,8 +88,7 @@ def test_a_boundary_set_in_mid_run_goes_on_with_what_was_stored(tmp_path, worker
 
 def ranked(rank, directory, gate):
     """Losses of one of two ranks that share a directory, and how many batches were mixed."""
-    model = make_net()
-    freeze(model, "layer1")
+    model = frozen_net()
     wrapped = DistributedDataParallel(model)
     data, optimizer, losses = Images(), sgd(model), []
     with ActivationCache(wrapped, directory / gate, "layer1", gate=gate, audit_rate=0) as cache:
@@ -118,8 +116,7 @@ def test_ranks_that_share_a_directory_train_as_if_all_were_computed(tmp_path):
 
 def interrupted(directory, *, until=None, state=None, workers=0, epochs=6):
     torch.manual_seed(5)
-    model = make_net()
-    freeze(model, "layer1")
+    model = frozen_net()
     optimizer, losses = sgd(model), []
     step = 0 if state is None else state[3]
     if state is not None:
@@ -203,9 +200,7 @@ def test_an_epoch_that_was_broken_off_is_begun_again_by_the_next_run(tmp_path):
 )
 def test_what_is_done_with_random_samples_is_said_once(tmp_path, caplog, settings, words):
     caplog.set_level(logging.INFO)
-    model = make_net()
-    freeze(model, "layer1")
-    with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
+    with cached(tmp_path) as (model, cache):
         loader = EgeriaLoader(Images(), 8, cache=cache, **settings)
         train_steps(model, loader, sgd(model), 2)
     told = [r for r in caplog.records if r.getMessage().startswith("loader")]
@@ -220,9 +215,7 @@ def test_samples_that_draw_nothing_are_served_as_ever_and_nothing_is_said(tmp_pa
         def __init__(self):
             super().__init__(noise=0)
 
-    model = make_net()
-    freeze(model, "layer1")
-    with ActivationCache(model, tmp_path, "layer1", gate="always", audit_rate=0) as cache:
+    with cached(tmp_path, audit_rate=0) as (model, cache):
         loader = EgeriaLoader(Still(), 8, shuffle=True, cache=cache, augmentation_variants=3)
         train_steps(model, loader, sgd(model), 4, lambda step: cache.flush())
         assert (cache.stats().hits, cache.stats().misses) == (3 * 48, 48)
@@ -236,9 +229,7 @@ def test_what_is_refused_draws_anew_in_every_epoch(tmp_path):
             image, target = super().__getitem__(index)
             return image, target, torch.zeros(self.num_loaded)[:0].sum() + self.num_loaded
 
-    model = make_net()
-    freeze(model, "layer1")
-    with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
+    with cached(tmp_path) as (model, cache):
         loader = EgeriaLoader(Growing(), 8, cache=cache)
         seen = []
         for _ in range(3):

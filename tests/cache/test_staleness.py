@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import copy
 import fcntl
+import math
 import multiprocessing
 import os
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.batch.tensor import unwrap
+from egeria_cache.cache import engine_callbacks
 from egeria_cache.store.disk.budget import Budget
-from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
+from tests.cache.test_auto import data
+from tests.cache.test_filling import frozen_blocks
+from tests.helpers.nets import Images, freeze, frozen_net, make_net, sgd, train_steps
+from tests.helpers.runs import assert_same, cached, run
 
 
 @pytest.fixture
 def frozen():
-    model = make_net()
-    freeze(model, "layer1")
+    model = frozen_net()
     return model.eval()
 
 
@@ -75,13 +80,13 @@ def test_a_reopened_generation_is_compared_with_the_first_batch(tmp_path, frozen
         fingerprint = "always the same, it says"
 
     data = Trusted(noise=0)
-    for run in range(2):
+    for number in range(2):
         with ActivationCache(frozen, tmp_path, "layer1", gate="always", audit_rate=0) as cache:
             loader = EgeriaLoader(data, 8, cache=cache)
             for images, _ in loader:
                 frozen(images)
                 cache.flush()
-            assert cache.stats().audit_failures == run
+            assert cache.stats().audit_failures == number
         data.images += 1.0
     assert "is not what an earlier run stored" in caplog.text
 
@@ -135,3 +140,120 @@ def test_errors_of_the_users_own_code_leave_the_loader_uncached(tmp_path, frozen
 def test_file_times_serve_as_versions(frozen):
     loader = EgeriaLoader(numbered(1), seed=0, sample_version=lambda index: 1700000000.25)
     assert loader.source.identify([3]) == [(3, "1700000000.25")]
+
+
+# Audits: hits are recomputed from the raw sample, and a stale one is found and never served.
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("rate", [0.05, 1.0])
+def test_audits_change_nothing(tmp_path, rate, workers):
+    settings = {"epochs": 3, "num_workers": workers}
+    audited = run(tmp_path / "a", gate="always", cache_kwargs={"audit_rate": rate}, **settings)
+    computed = run(tmp_path / "b", gate="never", **settings)
+    assert_same(audited, computed)
+    assert audited[3].audit_failures == 0
+    if rate == 1.0:
+        assert audited[3].audited == audited[3].hits == 96
+    else:
+        assert 0 < audited[3].audited < 20
+
+
+@pytest.mark.parametrize(("share", "per_epoch"), [(0.0, 0), (math.inf, 2)])
+def test_however_low_the_rate_hits_are_audited_as_far_as_that_takes_little_of_the_time(
+    tmp_path, monkeypatch, share, per_epoch
+):
+    monkeypatch.setattr(engine_callbacks, "MAX_COST", share)
+    result = run(tmp_path, gate="always", cache_kwargs={"audit_rate": 1e-9})
+    num_epochs = result[3].hits // 48
+    assert result[3].audited == max(1, per_epoch * num_epochs)  # of six batches each
+    assert result[3].refetched == result[3].audited
+
+
+@pytest.mark.parametrize("move", [lambda x: x.to("cpu"), lambda x: x.float() * 1.0])
+def test_an_edited_sample_is_found_and_training_goes_on_with_the_new_one(tmp_path, caplog, move):
+    class Trusted(Images):
+        fingerprint = "always the same, it says"
+
+    data, model = Trusted(noise=0), make_net()
+    freeze(model, "layer1")
+    with ActivationCache(model, tmp_path, "layer1", gate="always", audit_rate=1.0) as cache:
+        loader = EgeriaLoader(data, 8, cache=cache, reuse=None)
+        model.eval()
+        for epoch in range(3):
+            start = 0
+            if epoch == 1:
+                data.images += 1.0  # without a sample_version nobody can know, but an audit sees it
+            for images, _ in loader:
+                with torch.no_grad():
+                    outputs = model(move(images))
+                    expected = model(data.images[start : start + 8])
+                assert torch.equal(outputs, expected)
+                start += 8
+            cache.flush()
+        stats = cache.stats()
+    assert stats.audit_failures == 1
+    assert stats.hits <= 48
+    assert "audit failed" in stats.why_not
+    assert caplog.text.count("AUDIT FAILED") == 1
+    assert "at 'layer1' differs by" in caplog.text
+    assert "sample_version" in caplog.text
+
+
+def test_the_default_rate_audits_one_hit_in_a_thousand(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        engine_callbacks, "MAX_COST", 0.0
+    )  # the floor would add some while they take little
+    with cached(tmp_path) as (model, cache):
+        loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None)
+        train_steps(model, loader, sgd(model), 60, on_step=lambda _: cache.flush())
+        assert 0 < cache.stats().audited < 15
+        assert cache.stats().audit_failures == 0
+
+
+# Loaders of one name over the same data share what is stored, as soon as it is stored.
+
+
+@torch.no_grad()
+def evaluate(model, cache, dataset=None, **options):
+    """As scripts do it: a loader of its own each time."""
+    model.eval()
+    loader = EgeriaLoader(
+        dataset or data(), batch_size=8, cache=cache, name="val", **{"seed": 0, **options}
+    )
+    losses = [F.cross_entropy(model(x), y).item() for x, y in loader]
+    model.train()
+    return losses
+
+
+def test_every_evaluation_but_the_first_is_served_whole(directory):
+    model = frozen_blocks()
+    with ActivationCache(model, directory, "blocks.1", gate="always", audit_rate=0) as cache:
+        first = evaluate(model, cache)
+        cache.flush()
+        before = cache.stats().hits
+        for _ in range(3):
+            assert evaluate(model, cache) == pytest.approx(first, abs=1e-6)
+        assert cache.stats().hits - before == 3 * 32
+
+
+def test_other_data_other_seeds_and_corrected_labels_are_not_shared(directory):
+    model = frozen_blocks()
+    x, y = data().tensors
+    with ActivationCache(model, directory, "blocks.1", gate="always", audit_rate=0) as cache:
+        evaluate(model, cache)
+        cache.flush()
+        for dataset, options in (
+            (TensorDataset(x + 1, y), {}),
+            (TensorDataset(x, (y + 1) % 3), {}),
+            (None, {"seed": 5}),
+        ):
+            before = cache.stats().hits
+            plain = frozen_blocks().eval()
+            with torch.no_grad():
+                expected = [
+                    F.cross_entropy(plain(a), b).item()
+                    for a, b in torch.utils.data.DataLoader(dataset or data(), 8)
+                ]
+            assert evaluate(model, cache, dataset, **options) == pytest.approx(expected, abs=1e-6)
+            assert cache.stats().hits == before

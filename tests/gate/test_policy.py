@@ -14,7 +14,8 @@ from egeria_cache.cache.engine_callbacks import EngineCallbacks
 from egeria_cache.gate import policy
 from egeria_cache.gate.steps import StepTimer
 from egeria_cache.skip.serve.cut import Step
-from tests.helpers.nets import Images, Net, freeze, make_net, sgd, train_steps
+from tests.helpers.nets import Images, Net, freeze, sgd, train_steps
+from tests.helpers.runs import cached
 
 STEPS = [
     Step("stem", seconds_per_sample=1e-4, row_bytes=400_000),
@@ -121,9 +122,7 @@ def test_controls_are_computed_and_change_nothing(tmp_path, monkeypatch, workers
     monkeypatch.setattr(StepTimer, "verdict", property(lambda self: (True, "goes on")))
     losses, misses = [], []
     for gate in ("always", "auto", "never"):
-        model = make_net()
-        freeze(model, "layer1")
-        with ActivationCache(model, tmp_path / gate, "layer1", gate=gate) as cache:
+        with cached(tmp_path / gate, gate=gate) as (model, cache):
             loader = EgeriaLoader(
                 Images(96), 8, shuffle=True, cache=cache, reuse=None, seed=3, num_workers=workers,
                 generator=torch.Generator().manual_seed(5),
@@ -150,9 +149,7 @@ def test_batches_of_which_most_is_read_are_judged_and_compared_with_controls(tmp
     monkeypatch.setattr(StepTimer, "verdict", property(lambda self: (True, "goes on")))
     losses = []
     for gate in ("auto", "never"):
-        model = make_net()
-        freeze(model, "layer1")
-        with ActivationCache(model, tmp_path / gate, "layer1", gate=gate) as cache:
+        with cached(tmp_path / gate, gate=gate) as (model, cache):
             loader = EgeriaLoader(Images(96), 8, cache=cache, reuse=4, seed=3)
             losses.append(
                 train_steps(model, loader, sgd(model), 6, on_step=lambda _: cache.flush())[0]
@@ -172,9 +169,7 @@ def test_batches_of_which_most_is_read_are_judged_and_compared_with_controls(tmp
 
 def test_a_mixed_batch_that_does_not_pay_stops_skipping(tmp_path, monkeypatch):
     monkeypatch.setattr(StepTimer, "verdict", property(lambda self: (False, "it was slower")))
-    model = make_net()
-    freeze(model, "layer1")
-    with ActivationCache(model, tmp_path, "layer1", gate="auto") as cache:
+    with cached(tmp_path, gate="auto") as (model, cache):
         loader = EgeriaLoader(Images(), 8, cache=cache, reuse=4)
         train_steps(model, loader, sgd(model), 6, on_step=lambda _: cache.flush())
         assert cache.stats().gate == "off: it was slower"
@@ -183,9 +178,7 @@ def test_a_mixed_batch_that_does_not_pay_stops_skipping(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("gate", "serves"), [("auto", False), ("always", True)])
 def test_the_gate_stops_what_does_not_pay_and_says_why(tmp_path, monkeypatch, gate, serves):
     monkeypatch.setattr(StepTimer, "verdict", property(lambda self: (False, "it was slower")))
-    model = make_net()
-    freeze(model, "layer1")
-    with ActivationCache(model, tmp_path, "layer1", gate=gate) as cache:
+    with cached(tmp_path, gate=gate) as (model, cache):
         loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None)
         train_steps(model, loader, sgd(model), 4, on_step=lambda _: cache.flush())
         assert (cache.stats().hits == 3 * 48) is serves
@@ -195,9 +188,7 @@ def test_the_gate_stops_what_does_not_pay_and_says_why(tmp_path, monkeypatch, ga
 
 def test_an_epoch_ends_with_one_line(tmp_path, caplog):
     caplog.set_level(logging.INFO, "egeria")
-    model = make_net()
-    freeze(model, "layer1")
-    with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
+    with cached(tmp_path) as (model, cache):
         loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None)
         train_steps(model, loader, sgd(model), 3, on_step=lambda _: cache.flush())
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("epoch")]
@@ -213,9 +204,7 @@ def test_a_control_is_computed_as_without_a_cache(tmp_path, monkeypatch):
         lambda self, *args: (captured.append(args), own(self, *args))[1],
     )
     monkeypatch.setattr(policy.ServingPolicy, "wants_control", lambda *args: True)
-    model = make_net()
-    freeze(model, "layer1")
-    with ActivationCache(model, tmp_path, "layer1") as cache:
+    with cached(tmp_path, gate="auto") as (model, cache):
         loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None)
         train_steps(model, loader, sgd(model), 3, on_step=lambda _: cache.flush())
         assert cache.stats().hits == 0

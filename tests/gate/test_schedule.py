@@ -10,7 +10,8 @@ import pytest
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.gate import schedule
 from egeria_cache.gate.schedule import Schedule
-from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
+from tests.helpers.nets import Images, frozen_net, sgd, train_steps
+from tests.helpers.runs import cached
 
 
 @pytest.fixture(autouse=True)
@@ -66,9 +67,7 @@ def test_a_short_run_is_computed_says_so_once_and_trains_as_without_a_cache(
     caplog.set_level(logging.INFO, "egeria")
     losses = []
     for gate in ("auto", "never"):
-        model = make_net()
-        freeze(model, "layer1")
-        with ActivationCache(model, tmp_path / gate, "layer1", gate=gate) as cache:
+        with cached(tmp_path / gate, gate=gate) as (model, cache):
             loader = EgeriaLoader(
                 Images(), 8, shuffle=True, cache=cache, seed=3, num_workers=workers
             )
@@ -96,9 +95,7 @@ class SlowImages(Images):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_loading_takes_counts_whoever_loads(tmp_path, workers):
-    model = make_net()
-    freeze(model, "layer1")
-    with ActivationCache(model, tmp_path, "layer1") as cache:
+    with cached(tmp_path, gate="auto") as (model, cache):
         loader = EgeriaLoader(SlowImages(), 8, cache=cache, num_workers=workers)
         train_steps(model, loader, sgd(model), 2, on_step=lambda _: cache.flush())
         assert cache.stats().hits > 0
@@ -110,8 +107,7 @@ def test_a_boundary_that_is_found_by_the_first_call_and_one_that_moves_are_timed
 ):
     losses = []
     for gate in ("auto", "never"):
-        model = make_net()
-        freeze(model, "layer1")
+        model = frozen_net()
         with ActivationCache(model, tmp_path / gate, "auto", gate=gate) as cache:
             loader = EgeriaLoader(
                 Images(), 8, shuffle=True, cache=cache, seed=3, num_workers=workers
@@ -128,9 +124,7 @@ def test_a_boundary_that_is_found_by_the_first_call_and_one_that_moves_are_timed
 
 
 def test_what_was_postponed_is_proved_when_it_is_seen_to_pay(tmp_path, monkeypatch):
-    model = make_net()
-    freeze(model, "layer1")
-    with ActivationCache(model, tmp_path, "layer1") as cache:
+    with cached(tmp_path, gate="auto") as (model, cache):
         loader = EgeriaLoader(Images(), 8, cache=cache)
         train_steps(model, loader, sgd(model), 2)
         assert cache.stats().num_samples == 0

@@ -73,6 +73,12 @@ def freeze(model, boundary):
                 parameter.grad = None
 
 
+def frozen_net(boundary="layer1"):
+    model = make_net()
+    freeze(model, boundary)
+    return model
+
+
 def train_steps(model, loader, optimizer, epochs=1, on_step=None):
     """An ordinary loop. Returns the loss of every step and the gradients of the last."""
     losses = []

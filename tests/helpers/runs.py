@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import torch
 
 from egeria_cache import ActivationCache, EgeriaLoader
-from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
+from tests.helpers.nets import Images, freeze, frozen_net, sgd, train_steps
 
 
 def run(directory, *, gate, epochs=3, moves=None, boundary="layer1", limit="1GB", wrap=None,
@@ -14,8 +16,7 @@ def run(directory, *, gate, epochs=3, moves=None, boundary="layer1", limit="1GB"
 
     Samples keep their draws for ever, unless `reuse` says otherwise: from then on all are hits.
     """
-    model = make_net()
-    freeze(model, boundary)
+    model = frozen_net(boundary)
     optimizer = sgd(model)
     data = Images()
     with ActivationCache(
@@ -36,6 +37,14 @@ def run(directory, *, gate, epochs=3, moves=None, boundary="layer1", limit="1GB"
         )
         stats = cache.stats()
     return losses, gradients, model.state_dict(), stats, data
+
+
+@contextmanager
+def cached(directory, boundary="layer1", *, gate="always", **options):
+    """A net that is frozen up to a boundary, and its cache."""
+    model = frozen_net(boundary)
+    with ActivationCache(model, directory, boundary, gate=gate, **options) as cache:
+        yield model, cache
 
 
 def assert_same(cached, computed):

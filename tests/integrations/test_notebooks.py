@@ -20,13 +20,7 @@ from torch.utils.data import DataLoader
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.tables import size
-from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
-
-
-def frozen_net():
-    model = make_net()
-    freeze(model, "layer1")
-    return model
+from tests.helpers.nets import Images, frozen_net, sgd, train_steps
 
 
 def one_line(text):
@@ -153,12 +147,7 @@ FORK = """
     import torch
     from torch.nn import functional as F
     from egeria_cache import ActivationCache, EgeriaLoader
-    from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
-
-    def net():
-        model = make_net()
-        freeze(model, "layer1")
-        return model
+    from tests.helpers.nets import Images, freeze, frozen_net, sgd, train_steps
 
     def same(left, right):
         assert len(left) == len(right), (left, right)
@@ -166,7 +155,7 @@ FORK = """
 
     torch.set_num_threads(1)  # a forked child has no OpenMP threads: without a cache neither
     WORKERS = int(sys.argv[1])
-    model = net()
+    model = frozen_net()
     cache = ActivationCache(model, tempfile.mkdtemp(), "layer1", gate="always")
     loader = EgeriaLoader(Images(noise=0), 8, cache=cache, num_workers=WORKERS)
     optimizer = sgd(model)

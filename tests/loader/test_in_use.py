@@ -9,6 +9,7 @@ import random
 import signal
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,10 +17,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
 
-from egeria_cache import ActivationCache, EgeriaLoader, ShardAffineSampler
-from tests.helpers.nets import Images, freeze, make_net
+from egeria_cache import (
+    ActivationCache,
+    EgeriaError,
+    EgeriaLoader,
+    FrozenPrefix,
+    ShardAffineSampler,
+)
+from tests.helpers.nets import Images, freeze, frozen_net, make_net, sgd, train_steps
+from tests.helpers.runs import cached
 
 
 class DrawsLate(Dataset):
@@ -103,8 +118,7 @@ def test_a_batched_access_that_gives_no_list_is_given_on_as_it_is(kwargs):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_ranks_own_cache_has_all_of_its_shard_from_the_second_epoch(tmp_path, rank):
-    model = make_net()
-    freeze(model, "layer1")
+    model = frozen_net()
     data = Images()
     with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
         sampler = ShardAffineSampler(data, 2, rank, num_shards=4)
@@ -163,3 +177,227 @@ def test_ctrl_c_interrupts_a_loader_that_waits_and_leaves_nothing_behind(
         del iterator
         gc.collect()
     assert multiprocessing.active_children() == []
+
+
+# A loader that exists is attached to a cache, and stays the object that it was.
+
+SIZE = 40
+
+
+def stacked(samples):
+    return torch.stack([image for image, _ in samples]), torch.tensor([y for _, y in samples])
+
+
+class Named(DataLoader):
+    """A subclass that only adds to its arguments."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.title = "mine"
+
+
+class OnDevice(DataLoader):
+    def __iter__(self):
+        for images, targets in super().__iter__():
+            yield images + 0, targets
+
+
+def generator():
+    return torch.Generator().manual_seed(5)
+
+
+LOADERS = {
+    "in order": partial(DataLoader, batch_size=8),
+    "shuffled": partial(DataLoader, batch_size=8, shuffle=True, drop_last=True),
+    "its own generator": lambda data: DataLoader(data, 8, shuffle=True, generator=generator()),
+    "a sampler": lambda data: DataLoader(
+        data, 8, sampler=WeightedRandomSampler([1.0 + i for i in range(len(data))], len(data))
+    ),
+    "a batch sampler": lambda data: DataLoader(
+        data, batch_sampler=BatchSampler(RandomSampler(data), 7, drop_last=False)
+    ),
+    "a collate function": partial(DataLoader, batch_size=8, shuffle=True, collate_fn=stacked),
+    "a subclass": partial(Named, batch_size=8, shuffle=True),
+    "an EgeriaLoader": partial(EgeriaLoader, batch_size=8, shuffle=True),
+    "workers": partial(DataLoader, batch_size=8, shuffle=True, num_workers=1),
+    "persistent workers": partial(
+        DataLoader, batch_size=8, shuffle=True, num_workers=1, persistent_workers=True
+    ),
+}
+
+
+def trained(make, directory, *, attached, before=0, epochs=3):
+    """Return the losses of all epochs, the first `before` of them before a cache is there."""
+    data, model = Images(SIZE, noise=0), make_net()
+    freeze(model, "layer1")
+    loader, optimizer = make(data), sgd(model)
+    with FrozenPrefix([model.stem, model.layer1]):
+        torch.manual_seed(0)
+        losses = train_steps(model, loader, optimizer, before)[0] if before else []
+        if not attached:
+            return losses + train_steps(model, loader, optimizer, epochs - before)[0], None, loader
+        with ActivationCache(model, directory, "layer1", loader=loader, gate="always") as cache:
+            on_step = lambda _: cache.flush()  # noqa: E731
+            losses += train_steps(model, loader, optimizer, epochs - before, on_step)[0]
+            return losses, cache.stats(), loader
+
+
+def assert_alike(served, plain):
+    torch.testing.assert_close(served[0], plain[0], rtol=1e-5, atol=1e-6)
+    assert type(served[2]) is type(plain[2])  # closed, it is what it was
+    assert vars(served[2]).keys() <= vars(plain[2]).keys()
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_an_attached_loader_gives_the_batches_it_would_have_given(name, directory):
+    plain = trained(LOADERS[name], directory, attached=False)
+    served = trained(LOADERS[name], directory, attached=True)
+    assert_alike(served, plain)
+    assert served[1].hits >= SIZE
+
+
+@pytest.mark.parametrize("name", ["shuffled", "persistent workers"])
+def test_a_loader_in_use_is_served_from_its_next_pass_on(name, directory):
+    plain = trained(LOADERS[name], directory, attached=False, before=1, epochs=4)
+    served = trained(LOADERS[name], directory, attached=True, before=1, epochs=4)
+    assert_alike(served, plain)
+    assert served[1].hits >= SIZE
+
+
+def test_a_pass_under_way_goes_on_as_it_is(directory):
+    model = frozen_net()
+    loader = DataLoader(Images(SIZE, noise=0), 8)
+    under_way = iter(loader)
+    next(under_way)
+    with ActivationCache(model, directory, "layer1", loader=loader):
+        assert [type(x) for x, _ in under_way] == [torch.Tensor] * 4
+        assert isinstance(loader, EgeriaLoader)
+    assert len(list(loader)) == 5
+    assert type(loader) is DataLoader
+
+
+def test_an_attached_loader_goes_to_the_cache_that_came_last(directory):
+    loader, old, new = DataLoader(Images(8, noise=0), 4), make_net(), make_net()
+    with ActivationCache(old, directory / "a", loader=loader) as first:
+        with ActivationCache(new, directory / "b", loader=loader) as second:
+            assert loader.cache is second
+            first.close()
+            assert loader.cache is second
+        assert type(loader) is DataLoader
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+REFUSED = {
+    "no loader": (lambda: [1, 2], TypeError, "list is none"),
+    "own passes": (lambda: OnDevice(Images(8)), EgeriaError, "OnDevice has a __iter__ of its own"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_taken_over_is_refused_by_name(name, directory):
+    make, error, text = REFUSED[name]
+    loader = make()
+    kind = type(loader)
+    with pytest.raises(error, match=text):
+        ActivationCache(make_net(), directory, loader=loader)
+    assert type(loader) is kind
+
+
+def test_samples_without_ids_pass_through_and_that_is_said(directory, caplog):
+    with ActivationCache(make_net(), directory, loader=(loader := DataLoader(Endless(), 2))):
+        assert list(loader) == []
+    assert "an IterableDataset has no sample IDs" in caplog.text
+
+
+# A data set that becomes another one, in mid-run or between runs, is never served from the old.
+
+N = 32
+
+
+class Scaled(Dataset):
+    """Everything about it may change."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(3)
+        self.images = torch.randn(N, 1, 10, 10, generator=generator)
+        self.targets = torch.arange(N) % 5
+        self.transform = Scale(1.0)
+        self.epoch = 0
+        self.num_loaded = 0
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        self.num_loaded += 1
+        return self.transform(self.images[index]) + self.epoch, self.targets[index]
+
+
+class Scale:
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, x):
+        return x * self.by
+
+
+def train(directory, change=None, *, gate="always", epochs=4, at=2, data=None, **kwargs):
+    model = frozen_net()
+    data = data or Scaled()
+    losses = []
+    with ActivationCache(model, directory, "layer1", gate=gate, audit_rate=0) as cache:
+        loader = EgeriaLoader(data, 8, cache=cache, **kwargs)
+        optimizer = sgd(model)
+        for epoch in range(epochs):
+            if change is not None and epoch == at:
+                change(data, loader)
+            losses += train_steps(model, loader, optimizer)[0]
+            cache.flush()
+        return losses, cache.stats()
+
+
+def test_what_was_stored_while_the_data_set_changed_does_not_outlive_the_epoch(tmp_path):
+    """Rows of the new data set must not lie under the old one's address."""
+    data = Scaled()
+    with cached(tmp_path / "a") as (model, cache):
+        for step, (images, _) in enumerate(EgeriaLoader(data, 8, cache=cache)):
+            model(images)
+            if step == 1:
+                data.transform.by = 5.0
+        cache.flush()
+    losses, stats = train(tmp_path / "a", epochs=1)
+    assert losses == train(tmp_path / "b", epochs=1, gate="never")[0]
+    assert stats.hits == 0
+
+
+def test_what_an_abandoned_pass_stored_is_not_trusted_after_a_change(tmp_path):
+    data = Scaled()
+    with cached(tmp_path / "a") as (model, cache):
+        loader = EgeriaLoader(data, 8, cache=cache)
+        for step, (images, _) in enumerate(loader):
+            model(images)
+            data.transform.by = 5.0
+            if step == 2:
+                break
+        cache.flush()
+        next(iter(loader))
+    assert train(tmp_path / "a", epochs=1)[1].hits == 0
+
+
+def test_a_data_set_that_changes_in_every_epoch_is_left_uncached_and_named(tmp_path, caplog):
+    def step_on(data, loader):
+        data.epoch += 1
+
+    data = Scaled()
+    with cached(tmp_path) as (model, cache):
+        loader = EgeriaLoader(data, 8, cache=cache)
+        for _ in range(7):
+            train_steps(model, loader, sgd(model))
+            step_on(data, loader)
+        assert cache.stats().hits == 0
+        assert "changes again and again (data set.epoch)" in cache.stats().why_not
+    assert caplog.text.count("is another one") == 1

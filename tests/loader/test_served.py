@@ -23,7 +23,8 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.store.records.keys import encode_keys
 from tests.helpers.forked import nursery
-from tests.helpers.nets import Images, freeze, make_net, sgd, train_steps
+from tests.helpers.nets import Images, frozen_net, sgd, train_steps
+from tests.helpers.runs import cached
 
 pytestmark = pytest.mark.usefixtures("way_of_rows")
 
@@ -32,9 +33,7 @@ NUM_SAMPLES = 48
 
 def train(directory, *, gate="always", epochs=3, data=None, limit="1GB", on_step=None, **kwargs):
     """A frozen run from a fixed start: its losses and the cache's counts."""
-    model = make_net()
-    freeze(model, "layer1")
-    with ActivationCache(model, directory, "layer1", gate=gate, limit=limit) as cache:
+    with cached(directory, gate=gate, limit=limit) as (model, cache):
         loader = EgeriaLoader(
             Images() if data is None else data,
             **({"batch_size": 8} | kwargs),
@@ -130,8 +129,7 @@ def shared_memory(pids):
 def test_an_iterator_collected_with_batches_in_flight_leaves_nothing_behind(
     tmp_path, frozen, persistent
 ):
-    model = make_net()
-    freeze(model, "layer1")
+    model = frozen_net()
     threads, pids = threading.active_count(), {os.getpid()}
     with ActivationCache(model, tmp_path, gate="always") as cache:
         if frozen:
@@ -167,8 +165,7 @@ def test_an_iterator_collected_with_batches_in_flight_leaves_nothing_behind(
 @pytest.mark.parametrize("kwargs", [{}, {"num_workers": 1, "persistent_workers": True}])
 def test_a_pass_ends_with_its_last_reference(tmp_path, kwargs):
     """Left to the garbage collector, DataLoader's workers are stopped by time-outs alone."""
-    model = make_net()
-    freeze(model, "layer1")
+    model = frozen_net()
     gc.collect()
     gc.disable()
     try:
@@ -236,9 +233,7 @@ class Stuck(Images):
     ],
 )
 def test_a_dead_or_stuck_worker_gives_dataloaders_own_error(tmp_path, data, kwargs, match):
-    model = make_net()
-    freeze(model, "layer1")
-    with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
+    with cached(tmp_path) as (model, cache):
         loader = EgeriaLoader(data(), 8, num_workers=1, cache=cache, reuse=None, **kwargs)
 
         def use(loader=loader):
@@ -301,8 +296,7 @@ class Uneven(Images):
 
 def test_batches_out_of_order_are_each_right(tmp_path):
     data = Uneven(noise=0)
-    model = make_net()
-    freeze(model, "layer1")
+    model = frozen_net()
     model.eval()
     with torch.no_grad():
         expected = model(data.images)
@@ -329,8 +323,7 @@ def _collate_pairs(samples, scale):
 
 
 def test_a_batch_of_another_type_comes_back_with_hits_as_it_was(tmp_path):
-    model = make_net()
-    freeze(model, "layer1")
+    model = frozen_net()
     collate = functools.partial(_collate_pairs, scale=2.0)
     with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
         loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None, collate_fn=collate, seed=3)
