@@ -208,9 +208,13 @@ def moved(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         layout = kwargs.get("memory_format")
         key = f"{func.__name__}({layout})" if layout else ""
         return Op(func, tuple(args), kwargs, key, device=device)
-    given = (*args, *kwargs.values())
-    if func is not Tensor.to or any(type(v) is not Tensor and isinstance(v, Tensor) for v in given):
+    given = (*args[1:], *kwargs.values())
+    if func is not Tensor.to or any(
+        isinstance(v, Slot | Tensor) and type(v) is not Tensor for v in given
+    ):
         return None
+    if given and isinstance(given[0], Tensor):  # it stays where it is
+        args = (args[0], given[0].device, given[0].dtype, *args[2:])
     device, dtype, _, memory_format = _parsed(args[1:], kwargs)
     key = "".join(f"to({value})" for value in (dtype, memory_format) if value is not None)
     return Op(func, tuple(args), kwargs, key, device=device)
@@ -218,8 +222,7 @@ def moved(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
 def _parsed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return device, dtype, whether it waits, and the memory format that `to` is told."""
-    named = {k: v for k, v in kwargs.items() if k not in ("copy", "other")}
-    args = (kwargs["other"], *args) if "other" in kwargs else args
+    named = {k: v for k, v in kwargs.items() if k != "copy"}
     found: tuple[Any, ...] = torch._C._nn._parse_to(*args[:3], **named)
     return found
 

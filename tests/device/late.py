@@ -15,7 +15,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from egeria_cache import threads
 from egeria_cache.device import memory, streams
 from egeria_cache.prefetch import prefetcher
-from egeria_cache.store import generation
+from egeria_cache.skip.state import quiet
 from tests.device.backend import NAME
 
 __all__ = ["Late", "late"]
@@ -293,7 +294,8 @@ def late(order: str | int) -> Iterator[Late]:
         patch.setattr(prefetcher, "_held", streams.Held())
         patch.setattr(torch.accelerator, "synchronize", mode.drain)
         # Ours is a mode in the place of a device: it is not to be left out as those of loops are.
-        patch.setattr(generation, "without_modes", nullcontext)
+        patch.setattr(threads, "has_modes", lambda: False)
+        patch.setattr(quiet, "_leave_modes", lambda stack: None)
         patch.setattr(torch, "tensor", _through_the_mode(torch.tensor))
         with torch.autograd.set_multithreading_enabled(False), mode:
             yield mode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 
 import pytest
 import torch
@@ -187,6 +188,25 @@ def test_auto_with_a_side_network_that_trains_and_is_called_first(run):
 
     torch.manual_seed(3)
     run.fit(under_auto(net(forward=forward, side=nn.Linear(6, 3)), run), run.loader(rows()), 4)
+
+
+class Pooling(nn.Module):
+    def forward(self, features):
+        features["pooled"] = features["tokens"].mean(1)
+        return features
+
+
+@hostile(served=True)
+def test_auto_cuts_at_no_module_whose_output_shows_no_tensor(run):
+    """As sentence-transformers' pooling: behind what trains, without parameters, a mapping."""
+
+    def forward(self, x):
+        features = UserDict(tokens=self.late(self.front(x)).unflatten(1, (2, 4)))
+        return self.head(self.pool(features)["pooled"])
+
+    model = net(forward=forward, pool=Pooling(), head=nn.Linear(4, 3))
+    model.middle = nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 8))
+    run.fit(under_auto(model, run), run.loader(rows()), 4)
 
 
 @hostile(served=True)

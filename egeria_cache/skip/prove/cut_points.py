@@ -95,11 +95,11 @@ def frozen_cut_points(
         given: What that was called with: a gradient that is asked of an input trains nothing.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    outputs = [leaf for call in recorder.calls for leaf in tree_leaves(call.output)]
-    made_here = {id(leaf) for leaf in (*outputs, *given) if isinstance(leaf, Tensor)}
+    outputs = [_tensors(call.output) for call in recorder.calls]
+    made_here = {id(leaf) for leaves in (*outputs, _tensors(list(given))) for leaf in leaves}
     frozen = []
     for i, call in enumerate(recorder.calls):
-        if call.end < 0 or id(call.module) not in names:
+        if call.end < 0 or id(call.module) not in names or not outputs[i]:
             continue
         steps, _ = recorder.before(i)
         has_frozen = any(not p.requires_grad for step in steps for p in step.module.parameters())
@@ -108,13 +108,17 @@ def frozen_cut_points(
         if ends_in_training(steps):
             continue
         # A hook may ask for a gradient of an output (`enable_input_require_grads`): nothing trains.
-        if all(id(leaf) in made_here for leaf in leaves_behind(call.output)):
+        if all(id(leaf) in made_here for leaf in leaves_behind(outputs[i])):
             frozen.append(i)
     frozen.sort(key=lambda i: recorder.calls[i].end)
     blocks = set(_blocks(model))
     modules = [call.module for call in recorder.calls]
     chosen = _worthwhile([i for i in frozen if names[id(modules[i])] in blocks], modules)
     return list(dict.fromkeys(names[id(modules[i])] for i in reversed(chosen or frozen)))
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 def _worthwhile(chosen: list[int], modules: list[nn.Module]) -> list[int]:

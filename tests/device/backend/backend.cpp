@@ -295,6 +295,7 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
 const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size,
                          c10::optional<c10::MemoryFormat>) {
   auto sizes = C10_AS_INTARRAYREF_SLOW(size);
+  if (self.sizes() == sizes) return self;  // its strides are kept, as on any device
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_sizes_contiguous(sizes);
   size_t needed = impl->numel() * impl->itemsize() + impl->storage_offset() * impl->itemsize();
