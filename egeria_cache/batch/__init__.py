@@ -29,7 +29,6 @@ from egeria_cache.batch.structure import (
     overlap,
     own_containers,
     row_meta,
-    state_of,
     take_rows,
 )
 from egeria_cache.batch.tensor import BatchTensor, batch_tensors, forget_lost, lost_by, unwrap
@@ -63,7 +62,6 @@ __all__ = [
     "own_containers",
     "row_meta",
     "sample_seed",
-    "state_of",
     "take_rows",
     "unwrap",
     "without_data",

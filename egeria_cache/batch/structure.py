@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria_cache.device import uploaded
+from egeria_cache.pystate import own_attributes
 
 Rows = Tensor | list[Any] | tuple[Any, ...]
 """The values of one leaf for a batch: a tensor with a row per sample, or one value per sample."""
@@ -165,7 +166,8 @@ def _walk(node: Any, path: str, walk: _Walk, around: tuple[int, ...]) -> Rebuild
 def _attributes(node: Any, path: str, walk: _Walk, around: tuple[int, ...]) -> dict[str, Rebuild]:
     """Return how to build each attribute; what holds no tensor is the same in every batch."""
     return {
-        name: _walk(value, f"{path}.{name}", walk, around) for name, value in state_of(node).items()
+        name: _walk(value, f"{path}.{name}", walk, around)
+        for name, value in own_attributes(node).items()
     }
 
 
@@ -186,17 +188,6 @@ def _make(kind: type) -> Any:
     return object.__new__(kind)
 
 
-def state_of(node: Any) -> dict[str, Any]:
-    """Return the attributes of an object, those in slots too."""
-    state = dict(getattr(node, "__dict__", {}))
-    for base in type(node).__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if not name.startswith("__") and hasattr(node, name):
-                state[name] = getattr(node, name)
-    return state
-
-
 def _holds_tensors(node: Any, around: tuple[int, ...]) -> bool:
     """Whether it is an object whose attributes, or what is inside them, are tensors."""
     if isinstance(node, _NO_BATCH) or len(around) > _MAX_DEPTH:
@@ -205,7 +196,7 @@ def _holds_tensors(node: Any, around: tuple[int, ...]) -> bool:
         _make(type(node))
     except TypeError:
         return False
-    for value in state_of(node).values():
+    for value in own_attributes(node).values():
         inner = value.values() if isinstance(value, dict) else value
         inner = inner if isinstance(inner, list | tuple | ValuesView) else (value,)
         if any(isinstance(one, Tensor) or _holds_tensors(one, (*around, 0)) for one in inner):

@@ -21,6 +21,7 @@ from egeria_cache.pystate.foreign import (
     is_put_back,
     is_settings,
     outside_state,
+    own_attributes,
     own_dict,
     own_slots,
 )
@@ -75,6 +76,7 @@ __all__ = [
     "is_shared",
     "names_in",
     "outside_state",
+    "own_attributes",
     "own_dict",
     "own_slots",
     "plain_print",

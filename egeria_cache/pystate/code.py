@@ -34,8 +34,7 @@ from egeria_cache.pystate.foreign import (
     is_foreign,
     is_library,
     outside_state,
-    own_dict,
-    own_slots,
+    own_attributes,
 )
 
 _MAX_FUNCTIONS = 512
@@ -100,7 +99,7 @@ class Code:
         """Return what it reads of an object; all, if the object has code of its own for that."""
         if isinstance(value, type):
             return {}
-        own = {**own_slots(value), **(own_dict(value) or {})}
+        own = own_attributes(value)
         everything = any(hasattr(type(value), name) for name in _READS)
         names = own.keys() if everything else own.keys() & self.names
         return {name: own[name] for name in sorted(names) if (id(value), name) not in self.unread}

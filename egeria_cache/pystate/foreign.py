@@ -210,6 +210,11 @@ def own_dict(value: Any) -> dict[str, Any] | None:
     return found if type(found) is dict else None
 
 
+def own_attributes(value: Any) -> dict[str, Any]:
+    """Return what any object holds by name, in its dict and in slots."""
+    return {**(own_dict(value) or {}), **slots_of(value)}
+
+
 def own_slots(value: Any) -> dict[str, Any]:
     """Return what an object of a user's class holds in slots."""
     return {} if is_foreign(value) else slots_of(value)
@@ -259,7 +264,7 @@ def is_training(value: Any) -> bool:
         return True
     if callable(value) or is_data_set(value):
         return False
-    held = [*(own_dict(value) or {}).values(), *slots_of(value).values()]
+    held = own_attributes(value).values()
     lists = [part for part in held if type(part) in (list, tuple)]
     return any(map(_is_one_of_training, chain(held, *lists)))
 

@@ -49,6 +49,7 @@ from egeria_cache.pystate.foreign import (
     is_pickled_otherwise,
     is_standard,
     is_training,
+    own_attributes,
     state_of,
 )
 from egeria_cache.pystate.places import LEADS
@@ -311,7 +312,7 @@ class _Walk:
         Of an object with a fingerprint of its own only code, other data sets and indices count.
         """
         found = False
-        for name, part in attributes(value):
+        for name, part in own_attributes(value).items():
             found = True
             if not vouched or name == "indices" or (name not in _OWN and _is_active(part)):
                 self.visit(f"{path}.{name}", part, depth + 1)
@@ -330,16 +331,6 @@ class _Walk:
                 self.visit(f"{path}.<{i}>", part, depth)
         else:
             self._note(path, str(id(value)))
-
-
-def attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of an object by name, and those in its slots."""
-    yield from list(getattr(value, "__dict__", {}).items())
-    for base in type(value).__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if not name.startswith("__") and hasattr(value, name):
-                yield name, getattr(value, name)
 
 
 def _own_fingerprint(value: Any) -> Any:

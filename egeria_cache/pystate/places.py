@@ -26,8 +26,7 @@ from egeria_cache.pystate.foreign import (
     ATOMS,
     MEMORY,
     is_pickled_otherwise,
-    own_dict,
-    slots_of,
+    own_attributes,
     state_of,
 )
 from egeria_cache.pystate.prints import tensor_print
@@ -98,7 +97,7 @@ class Attributes(Named):
 
     def read(self, where: Any) -> dict[str, Any]:
         """Return them; of a module, but for what stands on one that is held."""
-        held = {**(own_dict(where) or {}), **slots_of(where)}
+        held = own_attributes(where)
         if isinstance(where, nn.Module):
             ours = (*_STAND_INS, "training") if "train" in held else _STAND_INS
             return {name: part for name, part in held.items() if name not in ours}

@@ -38,11 +38,10 @@ from egeria_cache.batch import (
     flatten,
     lost_by,
     own_containers,
-    state_of,
     take_rows,
 )
 from egeria_cache.device import autocast_kinds
-from egeria_cache.pystate import Content
+from egeria_cache.pystate import Content, own_attributes
 
 PLAIN = (bool, int, float, str, bytes, type(None))
 _ONE_LEAF = frozenset({Tensor, *PLAIN})
@@ -201,7 +200,7 @@ def lend(given: Any, built: Any, depth: int = 8) -> Iterator[Lent]:
 def _content(node: Any) -> dict[Any, Any]:
     if isinstance(node, dict):
         return dict(node)
-    return dict(enumerate(node)) if isinstance(node, list | tuple) else state_of(node)
+    return dict(enumerate(node)) if isinstance(node, list | tuple) else own_attributes(node)
 
 
 def _put(node: Any, content: Mapping[Any, Any]) -> None:
