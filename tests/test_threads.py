@@ -1,7 +1,5 @@
 """Threads of ours compute on one core, and leave every other thread as it was."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

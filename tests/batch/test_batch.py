@@ -1,7 +1,5 @@
 """Batch tensors: they keep their samples through moves, and never lie about their values."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

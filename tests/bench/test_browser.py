@@ -1,7 +1,5 @@
 """The page of results in a real browser: on a desk and on a phone, by day and by night."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """README says what the results' files say, and the page shows all of them."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -1,7 +1,5 @@
 """Augmentation behind the boundary: drawn in every step, on hits and misses alike."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """boundary="auto": the deepest module before which nothing trains, found by itself."""
 
-from __future__ import annotations
-
 import copy
 import logging
 

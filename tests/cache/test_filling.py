@@ -1,7 +1,5 @@
 """`cache.fill(loader)`: everything is stored before training, which then has hits only."""
 
-from __future__ import annotations
-
 import copy
 import os
 import subprocess

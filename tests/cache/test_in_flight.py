@@ -1,11 +1,5 @@
 """Loaders in every state of use: nothing leaks, nothing hangs, every batch is right."""
 
-from __future__ import annotations
-
-import gc
-import multiprocessing
-import os
-import threading
 from contextlib import nullcontext
 
 import pytest
@@ -107,40 +101,6 @@ def test_targets_of_hits_are_plain_tensors_of_the_same_type(tmp_path, frozen):
             assert type(targets) is torch.Tensor
             assert targets.dtype == torch.int64
             assert targets.tolist() == values
-
-
-def open_files():
-    return len(os.listdir("/proc/self/fd"))
-
-
-def shared_memory():
-    """This process's tensors in shared memory; other processes have theirs beside them."""
-    return {name for name in os.listdir("/dev/shm") if str(os.getpid()) in name}
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_nothing_leaks(tmp_path, frozen, workers):
-    def use(directory):
-        with ActivationCache(frozen, directory, "layer1", gate="always") as cache:
-            loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None, num_workers=workers)
-            fill(frozen, cache, loader)
-            for images, _ in loader:
-                frozen(images)
-                break
-            iterator = iter(loader)
-            next(iterator)
-            del iterator
-
-    use(tmp_path / "warm-up")
-    gc.collect()
-    before = threading.active_count(), open_files(), shared_memory()
-    for number in range(3):
-        use(tmp_path / str(number))
-    gc.collect()
-    assert threading.active_count() == before[0]
-    assert open_files() <= before[1]
-    assert shared_memory() <= before[2]
-    assert multiprocessing.active_children() == []
 
 
 class Ragged(Images):

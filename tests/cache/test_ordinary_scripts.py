@@ -1,7 +1,5 @@
 """Scripts as people write them, at module level: equal, served, and nothing said that is not so."""
 
-from __future__ import annotations
-
 import logging
 import textwrap
 

@@ -1,7 +1,5 @@
 """Random samples under a boundary: used some times, drawn anew in turns, and never silently."""
 
-from __future__ import annotations
-
 import json
 import logging
 

@@ -1,7 +1,5 @@
 """Ways in which something stale or foreign could be served; each is caught."""
 
-from __future__ import annotations
-
 import copy
 import fcntl
 import math

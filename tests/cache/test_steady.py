@@ -1,7 +1,5 @@
 """Random draws that change nothing that the front reads: it is served, and they stay fresh."""
 
-from __future__ import annotations
-
 import logging
 import random
 

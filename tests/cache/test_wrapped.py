@@ -1,7 +1,5 @@
 """Models inside wrappers: the cache takes the wrapper and its names, or the model and its own."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

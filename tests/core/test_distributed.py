@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.rivals import AutoFreezePolicy
 from egeria_cache import EgeriaError
 from egeria_core import Bootstrap, FreezeController, StaticPolicy
-from egeria_core.history import Verdict
 from egeria_core.ranks import Ranks, rebuild, unwrap
 from tests.helpers.core_nets import batch, mlp
 from tests.helpers.gloo import run_ranks
@@ -161,16 +160,6 @@ def test_ranks_that_disagree_are_told(ranks: list[dict[str, Any]]) -> None:
     assert "rank 1 has 1 frozen layers and rank 0 has 0" in ranks[1]["disagreement"]
 
 
-def test_alone_nothing_is_exchanged() -> None:
-    model = make_model()
-    assert unwrap(model) == (model, None)
-    ranks = Ranks(None)
-    verdicts = [Verdict(1, 0, 0.5)]
-    assert ranks.is_first
-    assert ranks.agree(3.0) == [3.0]
-    assert ranks.share(verdicts, 1) == verdicts
-
-
 @pytest.fixture
 def alone_in_a_group(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -269,14 +258,6 @@ def test_what_powersgd_keeps_for_a_bucket_goes_with_the_bucket(alone_in_a_group:
     assert [len(found) for found in gradients] == [8] * 4 + [6] * 4 + [8] * 4
     assert state.error_dict, "it was in use"
     assert all(torch.isfinite(g).all() for found in gradients for g in found.values())
-
-
-def test_verdicts_travel_whole(alone_in_a_group: None) -> None:
-    ranks = Ranks(DistributedDataParallel(make_model()))
-    assert ranks.agree(0.25) == [0.25]
-    assert ranks.share([], 0) == []
-    verdicts = [Verdict(7, 1, 0.5), Verdict(8, 1, None, (0.1, None), notes=["one"])]
-    assert ranks.share(verdicts, 1) == verdicts
 
 
 def test_a_pytorch_without_the_internals_is_a_clear_error() -> None:

@@ -17,7 +17,6 @@ from egeria_cache import BoundaryError
 from egeria_core import Bootstrap, ControllerConfig, FreezeController, Policy, StaticPolicy, sp_loss
 from egeria_core.config import guideline_interval
 from egeria_core.learning_rate import TenfoldDrop, WarmRestart, parse_rule
-from egeria_core.plasticity import linear_slope, moving_average
 from egeria_core.policies import PlasticityPolicy, Reading, make_policy
 from tests.helpers.core_nets import ResNet
 
@@ -288,25 +287,6 @@ def test_sp_loss_refuses_what_has_no_pairs(
         sp_loss(torch.randn(shapes[0]), torch.randn(shapes[1]))
 
 
-def test_moving_average_takes_the_last_window_or_all_there_is() -> None:
-    assert moving_average([4.0], 3) == 4.0
-    assert moving_average([1.0, 2.0], 3) == 1.5
-    assert moving_average([100.0, 1.0, 2.0, 3.0], 3) == 2.0
-    with pytest.raises(ValueError, match="window"):
-        moving_average([], 3)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=20))
-def test_linear_slope_equals_numpys_least_squares(values: list[float]) -> None:
-    expected = np.polyfit(np.arange(len(values)), values, 1)[0]
-    assert linear_slope(values) == pytest.approx(expected, rel=1e-6, abs=1e-6)
-
-
-def test_one_value_has_no_slope() -> None:
-    assert linear_slope([5.0]) == 0.0
-
-
 # The bootstrapping stage: where it looks, and what ends it.
 
 
@@ -316,15 +296,6 @@ def test_a_loss_that_has_not_begun_to_fall_is_not_settled() -> None:
     answers = [stage.observe(x) for x in [1.5, 1.2, 1.1, 1.05, 1.04]]
     assert answers[-1]
     assert not answers[0]
-
-
-@pytest.mark.parametrize(("every", "total", "apart"), [
-    (6, 768, 24), (12, 768, 24), (24, 768, 24), (48, 768, 48), (2, None, 2), (1, 10, 1),
-])  # fmt: skip
-def test_looks_lie_a_share_of_the_schedule_apart_whatever_n_is(
-    every: int, total: int | None, apart: int
-) -> None:
-    assert Bootstrap().interval(every, total) == apart
 
 
 @pytest.mark.parametrize("every", [1, 2, 4])

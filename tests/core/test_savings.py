@@ -69,11 +69,6 @@ def test_a_forward_that_raises_leaves_no_mode_behind() -> None:
     trace.close()
 
 
-def test_without_a_count_parameters_stand_for_it() -> None:
-    saves = saved_parts(None, [10, 30, 60])
-    assert saves == pytest.approx([0, BACKWARD_SHARE * 0.1, BACKWARD_SHARE * 0.4])
-
-
 class Wishes:
     """Asks for given numbers of frozen layers from given steps on; measures nothing."""
 
@@ -181,14 +176,6 @@ def test_a_share_takes_the_error_with_which_it_was_read() -> None:
     # Of the last eight, four of each: 0.02 of 0.04 on average; 0.03 - 0.025, 0.01 - 0.015.
     error = 0.005 * math.sqrt(8 / 7) / math.sqrt(8) / 0.04
     assert estimate.shares(0) == pytest.approx([0, 0.5 + error, 1])
-
-
-def test_the_line_equals_the_formula_through_points_on_a_line() -> None:
-    line = fit_line([0, 1, 2, 3], [5, 3, 1, -1])
-    assert (line.slope, line.error, line.mean) == (-2, 0, 2)
-    assert fit_line([1, 1, 1], [1, 2, 3]).error == math.inf
-    with pytest.raises(ValueError, match="three or more"):
-        fit_line([1, 2], [1, 2])
 
 
 def test_a_layer_rests_when_it_is_slow_against_its_own_peak_for_three_readings() -> None:
@@ -300,11 +287,3 @@ def test_shares_grow_with_depth_and_lie_between_nothing_and_all(row: list, froze
         assert shares[0] == 0
         assert shares[-1] <= 1
     assert estimate.gain(1.0) >= 0 or min(r[0] for r in row) <= 0
-
-
-def test_values_that_are_no_movement_are_refused() -> None:
-    with pytest.raises(ValueError, match="no movement"):
-        Movement.of((1.0, 2.0, 3.0))
-    assert Movement.of((1.0, 2.0, 0.1, None, 0.3, None)) == Movement(
-        1.0, 2.0, (0.1, None), (0.3, None)
-    )

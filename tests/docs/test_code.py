@@ -4,8 +4,6 @@ Of a diff both sides are run, in the surroundings that its reader is supposed to
 are the same, and what was stored is served.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -5,8 +5,6 @@ which then stops: an option that is gone, a script that was moved or an extra th
 here. What cannot even be parsed without a program that is not here stands in `NOT_HERE`.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Links between the documents lead somewhere, and the index knows every document."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`pip install .` in an environment of its own: what it brings, and that it is enough."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The examples' data sets read the published files, and say what is wrong with other ones."""
 
-from __future__ import annotations
-
 import os
 import pickle
 

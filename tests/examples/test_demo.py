@@ -1,7 +1,5 @@
 """The demo: its losses are those of plain PyTorch, and it goes on where it was killed."""
 
-from __future__ import annotations
-
 import json
 import logging
 import signal

@@ -1,7 +1,5 @@
 """The example of padded text trains to the same losses with and without the cache."""
 
-from __future__ import annotations
-
 import re
 
 import finetune_text

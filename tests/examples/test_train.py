@@ -1,7 +1,5 @@
 """`train.py` runs each task, and goes on after a kill as if nothing had happened."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The gate: skipping goes on exactly where whole steps are measured to be faster."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Short runs: nothing is proved that would not be won back."""
 
-from __future__ import annotations
-
 import logging
 import time
 

@@ -3,8 +3,6 @@
 python -m tests.helpers.lightning_loop ddp_spawn OUTPUT with-cache
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """A small network, a data set with random augmentation, and a plain training loop to compare."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -1,7 +1,5 @@
 """Models and data sets that the tests of `cache-inspect plan` name on the command line."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset

@@ -1,7 +1,5 @@
 """A whole run with a cache, its comparison with another, and trouble on the way."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import torch

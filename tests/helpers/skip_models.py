@@ -1,7 +1,5 @@
 """A small model with a frozen front, its data, and a harness that drives it."""
 
-from __future__ import annotations
-
 from types import MappingProxyType
 
 import torch

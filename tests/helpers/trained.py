@@ -1,7 +1,5 @@
 """A run of Hugging Face's Trainer in one process of several, with and without a cache."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

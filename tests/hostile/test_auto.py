@@ -1,7 +1,5 @@
 """`boundary="auto"` follows what becomes of a model; what was filled is what training finds."""
 
-from __future__ import annotations
-
 import copy
 from collections import UserDict
 

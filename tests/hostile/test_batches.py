@@ -1,7 +1,5 @@
 """What a loop does to its batches reaches the model; what can be followed is served."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One gate for all that happens beside the loop: where it fails, training does not notice."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

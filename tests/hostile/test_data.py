@@ -1,7 +1,5 @@
 """The data set becomes another in the middle of a run."""
 
-from __future__ import annotations
-
 import contextvars
 import math
 import os

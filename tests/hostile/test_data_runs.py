@@ -3,8 +3,6 @@
 What tells data sets and collate functions apart, kind by kind: `samples/test_fingerprint.py`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -433,12 +433,6 @@ def test_any_context_of_torchs_may_surround_the_model(run, context):
 
 
 @hostile
-def test_the_whole_call_may_be_checkpointed(run):
-    loss = lambda m, b: F.cross_entropy(checkpoint(m, b[0], use_reentrant=False), b[1])  # noqa: E731
-    trained(run, loss)
-
-
-@hostile
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpointed_region_may_span_the_boundary(run, reentrant):
     def forward(model, x):

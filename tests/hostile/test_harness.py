@@ -1,7 +1,5 @@
 """The harness finds what it is there to find."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Samplers that see the training, loops that stop early, and workers."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import tempfile

@@ -1,7 +1,5 @@
 """What the prefix is, changes: what is trained, its children."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """What the prefix is, changes: its forwards, its classes, its hooks, and code that it calls."""
 
-from __future__ import annotations
-
 import functools
 import types
 

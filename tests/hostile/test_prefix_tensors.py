@@ -1,7 +1,5 @@
 """What the prefix is, changes: its parameters and buffers, by every way of writing them."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 

@@ -1,7 +1,5 @@
 """What the prefix is, changes though no tensor does: numbers, objects, modes, counts."""
 
-from __future__ import annotations
-
 import functools
 import types
 

@@ -1,7 +1,5 @@
 """A front that is no function of the sample, though one look at one batch does not show it."""
 
-from __future__ import annotations
-
 import functools
 import random
 

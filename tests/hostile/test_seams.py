@@ -1,7 +1,5 @@
 """Between mechanisms: memory shared across the cut, state that no copy reaches, company."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """What can be served is served, and what is not is right: loops, each with its own habit."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import warnings

@@ -1,16 +1,13 @@
 """Where nothing can be served the user learns it at once, once, and by name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import IterableDataset
 
 from tests.hostile.harness import cross_entropy, hostile, judge
 from tests.hostile.loops import trained
-from tests.hostile.nets import NUM_SAMPLES, Net, inputs, labels, made, net, rows, seeded
+from tests.hostile.nets import Net, made, net, rows, seeded
 
 
 class Wrapping(list):
@@ -30,18 +27,6 @@ def without_our_loader(run):
 @hostile(over={"a wrapper": lambda run: Wrapping([run.loader(rows())]), "none": without_our_loader})
 def test_a_loop_without_our_loader_is_told(run, batches):
     run.fit(run.freeze(Net()), batches(run), 3)
-
-
-@hostile
-def test_an_iterable_data_set_is_told(run):
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(zip(inputs(), labels(), strict=True))
-
-        def __len__(self):
-            return NUM_SAMPLES
-
-    trained(run, None, data=Stream())
 
 
 @hostile

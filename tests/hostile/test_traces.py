@@ -1,7 +1,5 @@
 """The dry run runs the model several times more than the user did: it must leave no trace."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import copy

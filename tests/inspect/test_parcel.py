@@ -1,7 +1,5 @@
 """A generation as one file: whole, verified, or refused."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """`cache-inspect plan`: what it measures, what the engine refuses, and what it says of mistakes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

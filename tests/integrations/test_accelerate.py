@@ -1,7 +1,5 @@
 """Accelerate's loop, as its users write it, against the same loop with a DataLoader."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

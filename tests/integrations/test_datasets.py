@@ -1,7 +1,5 @@
 """Hugging Face data sets: what is corrected between two runs is not served as it was."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Under Lightning's Trainer: the losses of the same training without a cache, and hits."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What people do in notebooks: cells run again, look at objects, fork, press Ctrl-C."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

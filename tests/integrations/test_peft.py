@@ -1,8 +1,6 @@
 """LoRA adapters behind, in and throughout the frozen front: the losses of plain training, or a
 refusal that names the adapter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset

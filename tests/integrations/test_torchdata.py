@@ -5,8 +5,6 @@ with the last batch and after the end; with and without workers; samplers, batch
 iterators with states of their own.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import json

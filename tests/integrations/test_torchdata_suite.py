@@ -5,8 +5,6 @@ each with its reason; a test that fails and is not in this list fails the suite,
 the list that passes.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

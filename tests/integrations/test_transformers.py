@@ -1,7 +1,5 @@
 """Hugging Face's Trainer with a cache, against the same Trainer without."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

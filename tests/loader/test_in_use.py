@@ -1,7 +1,5 @@
 """Promises that take a loader, a cache and a way of use together."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

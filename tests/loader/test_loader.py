@@ -1,7 +1,5 @@
 """EgeriaLoader without a boundary: DataLoader's batches, with stateless sample randomness."""
 
-from __future__ import annotations
-
 import random
 import tracemalloc
 
@@ -15,7 +13,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from egeria_cache.batch.seeds import sample_seed
 from egeria_cache.loader.loader import EgeriaLoader
 from egeria_cache.loader.samplers import LeanRandomSampler, ShardAffineSampler, permuted
-from egeria_cache.samples.generators import preserved, seed_all
 
 
 class Augmented(Dataset):
@@ -109,21 +106,6 @@ def test_sample_seeds_differ_by_seed_id_kind_and_draw():
     assert len(seeds) == 20
     assert all(0 <= seed < 2**64 for seed in seeds)
     assert sample_seed(0, 7, 3) == 7737423588448388413
-
-
-def test_preserved_rng_restores_after_an_exception():
-    before = torch.default_generator.get_state(), random.getstate()
-
-    def draw_and_fail():
-        with preserved():
-            seed_all(3)
-            torch.rand(3)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        draw_and_fail()
-    assert torch.equal(torch.default_generator.get_state(), before[0])
-    assert random.getstate() == before[1]
 
 
 class Stream(IterableDataset):

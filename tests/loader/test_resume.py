@@ -1,7 +1,5 @@
 """Resuming anywhere gives the rest of the epoch, and the epochs after it, unchanged."""
 
-from __future__ import annotations
-
 import copy
 import io
 

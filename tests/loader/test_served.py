@@ -1,7 +1,5 @@
 """Every way to draw and name samples, served from the cache: as without it, to the last loss."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import multiprocessing

@@ -1,7 +1,5 @@
 """Reader threads: none where reads are short, and work done in order."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 

@@ -1,7 +1,5 @@
 """What is loaded beside the samples themselves, and how often."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import OrderedDict, deque

@@ -1,7 +1,5 @@
 """Dropout in the code of a module around the boundary belongs to the frozen front, up to there."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random

@@ -1,7 +1,5 @@
 """What depends on its neighbours, or on how often it was called, is never cached."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

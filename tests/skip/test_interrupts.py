@@ -1,54 +1,53 @@
-"""Ctrl-C in the middle of a step, and going on in the same process, as in a notebook."""
+"""Ctrl-C at any line: in the middle of a step, and of taking over a module's calls."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
 import random
-import signal
+import sys
 
 import pytest
 import torch
+from torch import nn
 
+import egeria_cache
+from egeria_cache.skip.model import calls
 from tests.helpers.skip_harness import Harness, assert_same, freeze, step
 from tests.skip.test_front import BATCHES, DATA, Net, call, held
 
 
-@pytest.fixture
-def alarm():
-    """Raise KeyboardInterrupt after so many seconds, wherever the main thread is then."""
-    armed = False
+class InterruptAt:
+    """Raises KeyboardInterrupt at the n-th line that runs in these files; counts without one."""
 
-    def ring(number, frame):
-        if armed:
-            raise KeyboardInterrupt
+    def __init__(self, number: int | None = None, files: tuple[str, ...] = ()) -> None:
+        self.number, self.count = number, 0
+        self.files = files or (calls.__file__, contextlib.__file__)
 
-    def interrupted(run, delay_s):
-        nonlocal armed
-        try:
-            armed = True
-            signal.setitimer(signal.ITIMER_REAL, delay_s)
-            run()
-            armed = False
-        except KeyboardInterrupt:
-            armed = False
-            return True
-        finally:
-            armed = False
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        return False
+    def __enter__(self) -> InterruptAt:
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
 
-    before = signal.signal(signal.SIGALRM, ring)
-    yield interrupted
-    signal.signal(signal.SIGALRM, before)
+    def __exit__(self, *exception: object) -> None:
+        sys.settrace(self._before)
+
+    def _trace(self, frame, event, arg):
+        if not frame.f_code.co_filename.startswith(self.files):
+            return None
+        if event == "line":
+            self.count += 1
+            if self.count == self.number:
+                raise KeyboardInterrupt
+        return self._trace
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.long)])
 @pytest.mark.timeout(3600)
 # The interrupt may come within a callback of the garbage collector, where nobody can catch it.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_step_after_an_interrupted_one_is_as_if_there_had_been_none(alarm, count):
-    rng, num_interrupted = random.Random(count), 0
+def test_a_step_after_an_interrupted_one_is_as_if_there_had_been_none(count):
+    rng, num_interrupted, ours_alone = random.Random(count), 0, egeria_cache.__path__[0]
     for trial in range(count):
         if trial % 10 == 0:
             torch.manual_seed(0)
@@ -60,8 +59,12 @@ def test_a_step_after_an_interrupted_one_is_as_if_there_had_been_none(alarm, cou
             harness = Harness(model, DATA)
             harness.engine.set_boundary("encoder.layers.1")
         ids = BATCHES[trial % 3]
-        run = functools.partial(step, model, call, harness.batch(ids), trial)
-        num_interrupted += alarm(run, rng.uniform(2e-5, 0.006 if trial % 10 else 0.03))
+        batch, line = harness.batch(ids), int(10 ** rng.uniform(0, 3 if trial % 10 else 5))
+        try:
+            with InterruptAt(line, (ours_alone, contextlib.__file__)):
+                step(model, call, batch, trial)
+        except KeyboardInterrupt:
+            num_interrupted += 1
         torch.set_grad_enabled(True)  # of the test's own step, too
         ours = step(model, call, harness.batch(ids), trial)
         assert model.encoder.seen[-2:] == [True, True]  # behind the boundary
@@ -70,3 +73,42 @@ def test_a_step_after_an_interrupted_one_is_as_if_there_had_been_none(alarm, cou
         assert model.encoder.training
     assert harness.host.refusals == []
     assert num_interrupted > count // 5
+
+
+def outer(module, original, *args):
+    return original(*args)
+
+
+def inner(module, original, *args):
+    return original(*args)
+
+
+def run(modules: list[nn.Module]) -> None:
+    depth = calls.depth()
+    try:
+        with (
+            calls.intercept(modules, outer),
+            calls.intercept(modules[1:], inner),
+            calls.intercept(modules[:2], outer),
+        ):
+            pass
+    except BaseException:
+        calls.heal(depth)
+        raise
+
+
+def test_an_interrupt_at_any_line_leaves_no_module_taken_over():
+    modules = [nn.Identity() for _ in range(3)]
+    own = modules[2].forward
+    modules[2].forward = own  # one that already has a forward of its own
+    run(modules)  # what is made once per thread
+    with InterruptAt() as whole:
+        run(modules)
+    assert whole.count > 50
+    for number in range(1, whole.count + 1):
+        with pytest.raises(KeyboardInterrupt), InterruptAt(number):
+            run(modules)
+        left = ["forward" in vars(module) for module in modules]
+        assert left == [False, False, True], f"interrupted at line {number} of {whole.count}"
+        assert modules[2].forward is own
+        calls._active().clear()

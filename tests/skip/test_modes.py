@@ -1,7 +1,5 @@
 """The ways in which people run their models: each must give what it gives without the cache."""
 
-from __future__ import annotations
-
 import copy
 import socket
 

@@ -1,7 +1,5 @@
 """The small rooms under the skip: placeholders, rows, comparisons, guards."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """A look at elements that lie anywhere in memory finds each that is written to, and no other."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The way of a batch: hits, misses, mixed batches, moves of the boundary, guards."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Hooks, features that somebody keeps, attributes around the boundary, and plain arguments."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -67,36 +65,6 @@ def test_a_hook_of_the_user_reads_the_real_feature_once_a_step(where, kind):
         assert torch.equal(ours, theirs)
     assert harness.host.refusals == []
     assert harness.host.num_loads == 3
-
-
-class Keeping(Net):
-    def forward(self, x):
-        h = self.early(x)
-        self.kept = h * 2
-        return self.head(self.late(self.middle(h)).mean(1))
-
-
-KEPT: list = []
-
-
-class KeepingInGlobal(Net):
-    def forward(self, x):
-        h = self.early(x)
-        KEPT[:] = [h]
-        return self.head(self.late(self.middle(h)).mean(1))
-
-
-@pytest.mark.parametrize("cls", [Keeping, KeepingInGlobal])
-def test_a_feature_that_is_kept_is_real_or_refused(cls):
-    harness = harness_of(cls)
-    for ids in BATCHES * 2:
-        call(harness.model, harness.batch(ids))
-        with torch.no_grad():
-            expected = harness.model.early(DATA["x"][list(ids)])
-        kept = harness.model.kept / 2 if cls is Keeping else KEPT[0]
-        assert torch.allclose(kept, expected)
-    host = harness.host
-    assert host.num_loads == 3 or host.refusals or host.changes
 
 
 def test_weight_norm_is_no_hook_of_the_user():

@@ -1,7 +1,5 @@
 """Architectures written by others: each is skipped with the plain numbers, or refused."""
 
-from __future__ import annotations
-
 import copy
 import re
 

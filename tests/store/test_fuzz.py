@@ -1,7 +1,5 @@
 """Any bytes give a value or one of our errors: a little in CI, libFuzzer in the long mode."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

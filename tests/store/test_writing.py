@@ -1,7 +1,5 @@
 """How records come to the disk: encoded by the writer thread, in blocks, one commit for many."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json
@@ -18,8 +16,7 @@ import torch
 from egeria_cache.inspect.cli import main
 from egeria_cache.store.disk.environment import DATA_NAME
 from egeria_cache.store.records.keys import encode_keys
-from egeria_cache.store.records.layout import Layout
-from egeria_cache.store.records.record import Encoded, Rows
+from egeria_cache.store.records.record import Rows
 from egeria_cache.store.store import ActivationStore
 from egeria_cache.store.writer import Job
 from tests.store.conftest import counted, keep, random_rows
@@ -32,29 +29,6 @@ def assert_stored(generation, ids, width=300):
     got, hit = generation.get_batch(ids)
     assert hit.all()
     assert torch.equal(got, random_rows(ids, width))
-
-
-@pytest.mark.parametrize("most", [1, 8, 24, 64, 1000])
-def test_blocks_hold_every_record_once_in_order_at_multiples_of_8(most):
-    contents = [bytes([number]) * size for number, size in enumerate((1, 8, 9, 16, 23), 1)]
-    keys = [bytes([65 + at]) for at in range(5)]
-    records = Encoded(Layout(False, ()), keys, [(one[:1], one[1:]) for one in contents])
-    chosen = records.only([True, False, True, True, True])
-    joined = Encoded.joined([records.only([True, False, False, False, False]), chosen])
-    for one, rows in ((records, range(5)), (chosen, [0, 2, 3, 4]), (joined, [0, 0, 2, 3, 4])):
-        assert one.keys == [keys[row] for row in rows]
-        assert one.sizes == [len(contents[row]) for row in rows]
-        left = [contents[row] for row in rows]
-        for starts, content in one.blocks(most):
-            assert content == b"".join(
-                record + bytes(-len(record) % 8) for record in left[: len(starts)]
-            )
-            assert len(content) <= most + 7 or len(starts) == 1
-            for start, record in zip(starts, left, strict=False):
-                assert content[start:].startswith(record)
-                assert start % 8 == 0
-            left = left[len(starts) :]
-        assert not left
 
 
 def test_the_ids_of_a_put_may_be_changed_after_it(store, monkeypatch):

@@ -1,7 +1,5 @@
 """The first run on an accelerator, tiny on the simulated one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

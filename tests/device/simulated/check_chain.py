@@ -1,7 +1,5 @@
 """The whole chain on a device that is not the CPU: equal to plain computation there."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

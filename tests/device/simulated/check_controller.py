@@ -1,7 +1,5 @@
 """The controller on a device: every evaluator reads what the host would read."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Nothing waits, and nothing crosses twice: counted, not timed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F

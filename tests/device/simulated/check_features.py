@@ -1,7 +1,5 @@
 """Features, models, numbers and loops on a device: equal to the bit."""
 
-from __future__ import annotations
-
 import copy
 import logging
 

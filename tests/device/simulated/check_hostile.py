@@ -1,7 +1,5 @@
 """Loops made to be served wrongly, with their models and batches on the device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils._pytree import tree_map

@@ -1,7 +1,5 @@
 """What is taken of a device: no context on another one, and no memory that training may need."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ Each property is also run with one wait, one slot's keeping or one buffer's keep
 must fail then, or it proves nothing.
 """
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Padded rows in the ring: as long as need be there, and gathered as long as their batch is."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -3,8 +3,6 @@
 These are the figures of docs/device.md, counted and not estimated. B = 8 rows a batch.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.data import RandomSampler, WeightedRandomSampler

@@ -1,7 +1,5 @@
 """Architectures written by others, on the simulated device."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("transformers", minversion="5")
