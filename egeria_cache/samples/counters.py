@@ -37,29 +37,31 @@ def unmoved(roots: Mapping[str, Any], kept: Snapshot | None = None) -> Iterator[
 def deciding(roots: Mapping[str, Any], load: Callable[[], Any]) -> str | None:
     """Name something that counts what is loaded, and decides what that is.
 
-    What is another thing after the same samples are loaded again is put ahead, by little and much.
+    The same samples are loaded three times; what that moves is put ahead, by little and much.
 
     Args:
         roots: The data set and the collate function by name, whose state may move.
         load: Loads some samples; returns what tells them from others.
     """
-    load()  # what is opened, or filled, once
+    given = load()  # what is opened, or filled, once
     with unmoved(roots) as kept:
-        given, once = load(), kept.now()
-        load()
-        found = list(itertools.islice(kept.moved(once, kept.now()), _MAX_ASKED))
+        before, again, once = kept.now(), load(), kept.now()
+        third, twice = load(), kept.now()
+        found = list(itertools.islice(kept.moved(once, twice), _MAX_ASKED))
 
         def differs(some: list[Moved], by: int) -> bool:
             kept.put_back(copies=True)
             with Attempt():
                 for i, one in enumerate(some):
                     one.put_ahead(by + i)
-                return bool(load() != given)
+                return bool(load() != again)
             return False
 
-        if not found or differs([], 0):  # what draws, by itself
+        is_still = given == again == third
+        if (is_still and not found) or differs([], 0):  # what draws, by itself
             return None
-        for by in _AHEAD:
-            if differs(found, by):
-                return next((one.path for one in found if differs([one], by)), found[0].path)
-    return None
+        if is_still and not any(differs(found, by) for by in _AHEAD):
+            return None
+        decide = (one for by in _AHEAD for one in found if differs([one], by))
+        moved = itertools.chain(decide, found, kept.moved(before, once))
+        return next((one.path for one in moved), None)

@@ -129,6 +129,7 @@ class SampleLoader:
             seen = look(roots, lambda: self.load(task), self.collate)
             if kept.has_moved():
                 some = task.at(range(0, len(task.ids), 4))
+                kept.put_back(copies=True)
                 seen = seen._replace(decides=deciding(roots, lambda: self._prints(some)))
             return seen
         with in_turns():

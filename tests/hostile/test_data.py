@@ -411,13 +411,25 @@ def by_a_transform(kind, to=1.5):
 
 
 def by_sample(kind, to=1.5):
-    """Return one that counts how often it loaded each sample."""
+    """Return one that counts how often it loaded each sample, and gives another at that load."""
 
     def get(data, index):
         data.times[index] += 1
-        return data.x[index] * (data.times[index] < 4), data.y[index]
+        return data.x[index] * (data.times[index] < int(kind)), data.y[index]
 
     return made(get, times=dict.fromkeys(range(24), 0))
+
+
+def by_two_sets(kind, to=1.5):
+    """Return one that knows which samples it gave once, and which twice."""
+
+    def get(data, index):
+        had = data.twice if index in data.once else data.once
+        x = data.x[index] * (index not in data.twice)
+        had.add(index)
+        return x, data.y[index]
+
+    return made(get, once=set(), twice=set())
 
 
 def fading(x):
@@ -464,7 +476,9 @@ TICKING = (
 DECIDING = {
     **{kind: (ticking, kind) for kind in TICKING},
     "by a transform": (by_a_transform, "an object"),
-    "for each sample": (by_sample, ""),
+    "for each sample": (by_sample, "4"),
+    "for each sample, its third load": (by_sample, "3"),
+    "by two sets": (by_two_sets, ""),
     "by a function": (by_a_function, ""),
     "by its own code": (by_its_own_code, "a global"),
 }
