@@ -110,9 +110,8 @@ class Fingerprint:
         self._seen: tuple[list[int], Look] | None = None
         """Samples that are asked again where something has moved that may decide them."""
         self._turn = 0
-        self._next_full = self._next_quick = self.next_look = 0.0
-        """When all is to be read again, and all but long arrays, and when it is worth looking in
-        the middle of a pass."""
+        self._next_full = self.next_look = 0.0
+        """When all is to be read again, and when it is worth looking in the middle of a pass."""
         self._free_s = FREE_S
         self._glance: Snapshot | None = None
         """Of the data as they were when they were looked at last."""
@@ -151,19 +150,13 @@ class Fingerprint:
             self._text, self.age = None, self.age + 1
         return what
 
-    def _quick(self) -> Portrait:
-        started = time.perf_counter()
-        quick = portrait(self._roots, thorough=False)
-        self._glance = _glance_at(self._roots)
-        now = time.perf_counter()
-        self._next_quick = 0.0 if self._free_s > 0 else now + (now - started) / MAX_SHARE
-        return quick
-
     def _changed(self, midway: bool) -> str | None:
-        until = self._next_full if midway else min(self._next_quick, self._next_full)
-        if time.perf_counter() < until and self._glance and not self._glance.has_moved():
+        has_moved = self._glance is None or self._glance.has_moved()
+        if not has_moved and time.perf_counter() < self._next_full:
             return None
-        quick, left_out = self._quick(), self._left_out
+        if has_moved:
+            self._glance = _glance_at(self._roots)
+        quick, left_out = portrait(self._roots, thorough=False), self._left_out
         started, (seen, before) = time.perf_counter(), self._portraits
         if not seen.differences(quick, left_out) and started < self._next_full:
             return None
@@ -268,7 +261,7 @@ def _glance_at(roots: Mapping[str, Any]) -> Snapshot:
     Where nothing has changed there, another portrait would be the same, but for long arrays.
     """
     settings = ("the environment", getattr(os.environ, "_data", None))
-    return Snapshot([*roots.items(), settings], reach=ALL_DATA)
+    return Snapshot([("", roots), *roots.items(), settings], reach=ALL_DATA)
 
 
 def sample_print(sample: Any) -> int | None:
