@@ -134,12 +134,13 @@ class ActivationCache:
         _close_other(self.model, self)
         settings: dict[str, Any] = self._settings
         model, gate = self.model, settings["gate"]
-        policy = ServingPolicy(gate, 0.95 if runs_late(device_of(model)) else 0.5)
-        self._status = status = Status(gate, policy)
         self._store = ActivationStore(
             self.directory, limit=settings["limit"], codec=settings["codec"],
             force_network=settings["force_network"],
         )  # fmt: skip
+        overlap = 0.95 if runs_late(device_of(model)) else 0.5
+        policy = ServingPolicy(gate, overlap, is_stored=self._store.was_used)
+        self._status = status = Status(gate, policy)
         self._readers = ReaderThreads()
         host = EngineCallbacks(model, self._store, status, settings["audit_rate"])
         self._engine = SkipEngine(

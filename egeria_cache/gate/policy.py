@@ -55,9 +55,10 @@ class ServingPolicy:
         mode: "auto" decides by what is measured; "always" and "never" only keep the figures.
         overlap: Part of reading that costs the training thread nothing. On the CPU the readers
             take cores (and the interpreter) from what is computed.
+        is_stored: Whether an earlier run has left something.
     """
 
-    def __init__(self, mode: str, overlap: float) -> None:
+    def __init__(self, mode: str, overlap: float, *, is_stored: bool = False) -> None:
         self.mode = mode
         self.stopped: dict[str, str] = {}
         """Loaders for which skipping did not pay under this boundary, and why."""
@@ -72,7 +73,7 @@ class ServingPolicy:
         self._unnoted_s = 0.0
         """Taken by the cache in a step that has not ended."""
         self._may_postpone = mode == "auto" and os.environ.get("EGERIA_POSTPONE") != "0"
-        self._overlap = overlap
+        self._overlap, self._is_stored = overlap, is_stored
         self._earlier: str | None = None
         self._timers: dict[tuple[str, str], StepTimer] = {}
         self._schedules: dict[str, Schedule] = {}
@@ -82,7 +83,9 @@ class ServingPolicy:
         self.stopped.clear()
         self.idle.clear()
         for loader, known in self._schedules.items():  # what was measured was of the other one
-            self._schedules[loader] = Schedule(known.num_batches, known.epoch, hits=known.hits)
+            self._schedules[loader] = Schedule(
+                known.num_batches, known.epoch, hits=known.hits, is_stored=self._is_stored
+            )
         self._earlier, self.seeks_cut = None, self.mode == "auto"
 
     # ---- is it worth a proof? -----------------------------------------------------------------
@@ -91,7 +94,7 @@ class ServingPolicy:
         """A loader's pass begins, of so many batches, if that is known."""
         if not self._may_postpone or num_batches is None:
             return
-        schedule = self._schedules.setdefault(loader, Schedule(num_batches))
+        schedule = self._schedules.setdefault(loader, Schedule(num_batches, is_stored=self._is_stored))
         schedule.epoch = epoch
         if schedule.why_not(padded=False) is None:
             self.idle.pop(loader, None)

@@ -14,8 +14,9 @@ _PROOF_S = 0.1
 """What a proof costs, for samples of one length and padded ones, in forwards of the whole model and
 beside them: 9 of a ResNet-32, 8 of a ViT, 8 of a ResNet-50, where float64 has to decide what is
 rounding; 20 and 15 of BERT of 4 and 12 layers (seconds of the processor, one thread)."""
-_HIT_S = 1e-3
-"""What a served step costs beside what is computed in it (benchmarks.small_step)."""
+_HIT_S = {False: 1e-3, True: 3e-3}
+"""What a served step costs beside what is computed in it, for samples of one length
+(benchmarks.small_step) and padded ones (benchmarks.short)."""
 _MIXED_S = 4e-3
 """What one costs where some of its samples are new each time, and stored (docs/augmentation.md)."""
 _MIN_EPOCHS = 2
@@ -39,20 +40,22 @@ class Schedule:
     """What it took to load a batch: processor time of the training thread and the workers."""
     hits: float = 1.0
     """Part of an epoch's samples that may be hits: random draws are made anew in turns."""
+    is_stored: bool = False
+    """Whether an earlier run has left something: there may be hits in the present one, too."""
 
     @property
     def wants_timing(self) -> bool:
         """Whether the next batch is to be computed plainly, to know what it costs: not if already
         the first, which warms up, took less than a hit would.
         """
-        taken_s = min(self.fronts, default=_HIT_S) + min(self.loads, default=0.0)
-        return len(self.fronts) < _NUM_TIMED and taken_s >= _HIT_S
+        taken_s = min(self.fronts, default=_HIT_S[False]) + min(self.loads, default=0.0)
+        return len(self.fronts) < _NUM_TIMED and taken_s >= _HIT_S[False]
 
     def why_not(self, *, padded: bool) -> str | None:
         """Say why a proof would not be won back; None if it would."""
         front_s, load_s = min(self.fronts, default=0.0), min(self.loads, default=0.0)
-        steps = self.num_batches * max(_MIN_EPOCHS, self.epoch // 2)
-        served_s = _HIT_S if self.hits == 1 else _MIXED_S
+        steps = self.num_batches * (max(_MIN_EPOCHS, self.epoch // 2) + self.is_stored)
+        served_s = _HIT_S[padded] if self.hits == 1 else _MIXED_S
         gain_s = steps * max(0.0, self.hits * (front_s + load_s) - served_s)
         proof_s = _PROOF_FORWARDS[padded] * min(self.forwards, default=0.0) + _PROOF_S
         if gain_s >= proof_s:

@@ -25,6 +25,8 @@ Kind = Literal["served", "computed", "captured", "partial"]
 """Read, at least half of it; loaded and computed as without a cache; computed and stored; mostly
 that, with some rows that were read."""
 _COMPUTED: tuple[Kind, ...] = ("computed", "captured")
+_NUM_WARM = 3
+"""Steps that warm up what the others find warm; they count for what their proofs took alone."""
 _RECENT = 64
 _MIN_SERVED = 16
 _FIRST_CONTROL = 16
@@ -43,10 +45,10 @@ class StepTimer:
         self._computed_s = 0.0
         """Of a sample. A miss takes no less than a control: the lower of the two medians, for both
         are of few steps."""
-        self._is_first = True
+        self._num_warm = 0
         self._num_planned = self._num_served = 0
         self._num_samples = self._spent_s = 0.0
-        """Of all steps but the first."""
+        """Of all steps but those that warm up."""
 
     def step(self, kind: Kind, seconds: float, num_samples: float, *, proof_s: float = 0.0) -> None:
         """Note a whole step.
@@ -58,8 +60,8 @@ class StepTimer:
             proof_s: Part of the seconds that went into proofs and storing: none of it is what a
                 computed step costs.
         """
-        is_first, self._is_first = self._is_first, False
-        if is_first:  # it warms up what the others find warm
+        if self._num_warm < _NUM_WARM:
+            self._num_warm += 1
             self._spent_s += proof_s
             return
         proof_s = proof_s if kind in _COMPUTED else 0.0  # what serves is paid for by what is served

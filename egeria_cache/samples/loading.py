@@ -264,8 +264,8 @@ def _seedable(dataset: Any) -> Iterator[Any]:
         dataset = attributes.get("dataset")
 
 
-_SURELY, _SELDOM = 64, 8
-"""Batches without a draw that are watched, and how seldom others are: 10 us each."""
+_SURELY, _SELDOM = 32, 64
+"""Batches without a draw that are watched, and how seldom others are: 100 us each."""
 
 
 def _get_batch(dataset: Any, indices: Sequence[Any]) -> Any:

@@ -25,7 +25,7 @@ from torch import Tensor
 from egeria_cache.arguments import names_known
 from egeria_cache.config import PAGE_BYTES, StoreConfig, parse_size
 from egeria_cache.errors import ForeignError, StoreError
-from egeria_cache.store.disk.budget import Budget, directory_bytes
+from egeria_cache.store.disk.budget import Budget, directory_bytes, generation_directories
 from egeria_cache.store.disk.claims import in_use_elsewhere, set_aside
 from egeria_cache.store.disk.environment import walk_ahead
 from egeria_cache.store.disk.files import GenerationFiles, is_unfinished
@@ -114,6 +114,8 @@ class ActivationStore:
         self.writable = claim_directory(
             config.directory, config.limit_bytes, force_network=config.force_network
         )
+        self.was_used = bool(generation_directories(config.directory))
+        """Whether it held generations when it was opened."""
         self._lock = threading.RLock()
         self._generations: dict[str, Generation] = {}
         self._counts = Counts()

@@ -17,8 +17,8 @@ def short_runs_are_postponed(monkeypatch):
     monkeypatch.delenv("EGERIA_POSTPONE")
 
 
-def timed(num_batches, front_s, forward_s, epoch=0, load_s=0.0):
-    return Schedule(num_batches, epoch, [front_s], [forward_s], [load_s])
+def timed(num_batches, front_s, forward_s, epoch=0, load_s=0.0, is_stored=False):
+    return Schedule(num_batches, epoch, [front_s], [forward_s], [load_s], is_stored=is_stored)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,8 @@ def timed(num_batches, front_s, forward_s, epoch=0, load_s=0.0):
     [
         (timed(8, 0.020, 0.030), False, False),  # 16 hits save 0.30 s, and a proof takes 0.34
         (timed(9, 0.020, 0.030), False, True),
-        (timed(15, 0.020, 0.030), True, False),
+        (timed(20, 0.020, 0.030), True, False),
+        (timed(20, 0.020, 0.030, is_stored=True), True, True),  # this epoch may be of hits, too
         (timed(63, 0.020, 0.030), True, True),
         (timed(8, 0.020, 0.030, epoch=12), False, True),  # who ran so long goes on
         (timed(17, 0.001, 0.030, load_s=0.05), False, True),  # samples that are slow to load
