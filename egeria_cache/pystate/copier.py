@@ -247,13 +247,15 @@ class Copier:
     # ---- containers ---------------------------------------------------------------------------
 
     def _container(self, value: Any) -> Any:
+        if not value and type(value) in (dict, OrderedDict) and not own_dict(value):
+            return self._keep(value, type(value)())  # a module has ten, of hooks
         base: Any = next(base for base in _MUTABLE if isinstance(value, base))
         new = self._keep(value, base.__new__(type(value)))
         if isinstance(value, deque):
             deque.__init__(new, (), value.maxlen)
         elif isinstance(value, defaultdict):
             defaultdict.__init__(new, self(value.default_factory))
-        if value:  # a module has ten that are empty, of hooks
+        if value:
             items = Items("", value)
             items.write(new, self._each(items.read(value)))
         own = own_dict(value) if type(value).__module__ != "builtins" else None
