@@ -6,7 +6,8 @@ With it goes all that the cache itself does in its course: proofs, captures, aud
 
 A batch of misses costs more than it would without a cache, since it is captured and written. So a
 few batches that could be served are computed all the same, ever fewer of them: the controls. Their
-results are what would have been served.
+results are what would have been served. They come in twos, for a step that is computed after served
+ones finds neither its memory nor its code warm: the second counts.
 
 Most batches of random samples are mixed for ever: some of their draws are new. Where at least half
 of a batch is read, it counts as served, with all that its misses took.
@@ -46,6 +47,8 @@ class StepTimer:
         """Of a sample. A miss takes no less than a control: the lower of the two medians, for both
         are of few steps."""
         self._num_warm = 0
+        self._was_computed = True
+        """The last step."""
         self._num_planned = self._num_served = 0
         self._num_samples = self._spent_s = 0.0
         """Of all steps but those that warm up."""
@@ -60,18 +63,18 @@ class StepTimer:
             proof_s: Part of the seconds that went into proofs and storing: none of it is what a
                 computed step costs.
         """
+        is_warm = self._was_computed or kind not in _COMPUTED
+        self._was_computed = kind in _COMPUTED
         if self._num_warm < _NUM_WARM:
             self._num_warm += 1
             self._spent_s += proof_s
             return
         proof_s = proof_s if kind in _COMPUTED else 0.0  # what serves is paid for by what is served
         per_sample = max(seconds - proof_s, 0.0) / num_samples
-        recent = self._recent.get(kind)
-        if recent is None:
-            recent = self._recent[kind] = deque(maxlen=_RECENT)
-        recent.append(per_sample)
+        if is_warm:
+            self._recent.setdefault(kind, deque(maxlen=_RECENT)).append(per_sample)
         self._num_served += kind == "served"
-        if kind in _COMPUTED:
+        if is_warm and kind in _COMPUTED:
             self._computed_s = min(median(self._recent[k]) for k in _COMPUTED if k in self._recent)
         if self._computed_s:
             per_sample = min(per_sample, _OUTLIER * self._computed_s)
@@ -81,8 +84,8 @@ class StepTimer:
     def wants_control(self) -> bool:
         """Whether the batch that is planned now, and would be served, should be computed."""
         self._num_planned += 1
-        planned = self._num_planned  # the 16th, 64th, 256th, ...
-        return planned >= _FIRST_CONTROL and planned.bit_count() == planned.bit_length() % 2 == 1
+        first = self._num_planned & ~1  # the 16th and the next, the 64th and the next, ...
+        return first >= _FIRST_CONTROL and first.bit_count() == first.bit_length() % 2 == 1
 
     @property
     def saved_s(self) -> float:

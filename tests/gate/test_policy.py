@@ -52,6 +52,7 @@ def timer_of(computed, served, num_served=20, *, captured=None, proof_s=0.0):
     for number in range(num_served):
         timer.step("served", 8 * served, 8)
         if captured and number % 8 == 0:
+            timer.step("computed", 8 * 1.5 * computed, 8)  # it warms up
             timer.step("computed", 8 * computed, 8)
     return timer
 
@@ -99,7 +100,7 @@ def test_controls_tell_what_a_computed_step_costs_without_capture():
 def test_controls_become_ever_rarer():
     timer = StepTimer()
     planned = [timer.wants_control() for _ in range(300)]
-    assert [at for at, wants in enumerate(planned, 1) if wants] == [16, 64, 256]
+    assert [at for at, wants in enumerate(planned, 1) if wants] == [16, 17, 64, 65, 256, 257]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ def test_controls_are_computed_and_change_nothing(tmp_path, monkeypatch, workers
             misses.append(cache.stats().misses)
     assert losses[0] == losses[1] == losses[2]
     assert misses[0] == 96
-    assert misses[1] == 96 + 8  # of 48 batches that were planned from the cache
+    assert misses[1] == 96 + 2 * 8  # of 48 batches that were planned from the cache
 
 
 def test_batches_of_which_most_is_read_are_judged_and_compared_with_controls(tmp_path, monkeypatch):

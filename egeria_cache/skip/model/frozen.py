@@ -242,9 +242,9 @@ class RequiresGradWatch:
 
     def thawed(self) -> str | None:
         """Name a tensor that is to be trained from now on; it is no longer watched then."""
-        moved = [tensor for tensor in self._tensors if tensor.requires_grad]
-        if not moved:
+        if not self.is_due():
             return None
+        moved = [tensor for tensor in self._tensors if tensor.requires_grad]
         self._tensors = [tensor for tensor in self._tensors if not tensor.requires_grad]
         self.note(moved)
         return self._names[id(moved[0])]
