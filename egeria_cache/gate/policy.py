@@ -94,7 +94,8 @@ class ServingPolicy:
         """A loader's pass begins, of so many batches, if that is known."""
         if not self._may_postpone or num_batches is None:
             return
-        schedule = self._schedules.setdefault(loader, Schedule(num_batches, is_stored=self._is_stored))
+        known = Schedule(num_batches, is_stored=self._is_stored)
+        schedule = self._schedules.setdefault(loader, known)
         schedule.epoch = epoch
         if schedule.why_not(padded=False) is None:
             self.idle.pop(loader, None)
