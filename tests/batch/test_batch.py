@@ -393,12 +393,6 @@ def test_what_is_written_to_a_view_shows_in_the_whole_and_back():
     assert torch.equal(copy_of_rows.full(), RAW[:2])
 
 
-@KINDS
-def test_numpy_list_and_iteration_see_plain_data(hit):
-    x, _ = make_batch(hit)
-    assert np.array_equal(np.asarray(x), RAW.numpy())
-    assert x.tolist() == RAW.tolist()
-    assert torch.equal(torch.stack(list(x)), RAW)
 
 
 @KINDS
@@ -470,15 +464,6 @@ def test_statements_that_change_a_shape_change_that_very_tensor(hit, kind):
     assert type(x) is Tensor
 
 
-@KINDS
-def test_a_gradient_by_an_input_can_be_had(hit):
-    x, _ = make_batch(hit)
-    x.requires_grad_()
-    (x * x).sum().backward()
-    assert torch.equal(x.grad, 2 * RAW)
-    y, _ = make_batch(hit)
-    y.requires_grad = True
-    assert torch.equal(torch.autograd.grad((y * y).sum(), y)[0], 2 * RAW)
 
 
 @KINDS

@@ -2,8 +2,8 @@
 
     python -m tests.docs.mistakes    # writes the document anew
 
-A mistake is a function that makes it, with a title and what to know besides. Whatever it logs as a
-warning, raises or returns is the message.
+A mistake is a function that makes it, under a heading of the document. Whatever it logs as a
+warning, raises or returns is the message, which stands there; the rest is written by hand.
 """
 
 from __future__ import annotations
@@ -37,15 +37,6 @@ from egeria_core import FreezeController
 from egeria_core.pipeline import PipelinePlan
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
-INTRODUCTION = """# When something is not as expected
-
-A cache that cannot be right is not used: training goes on as without it, and one message says what,
-where, and what to do. It comes as an error where you asked for something by hand that cannot be
-done, and as a warning of the logger `egeria` otherwise; `cache.stats().why_not` keeps it. The
-messages below are the program's own: each mistake is made by a test, and this page is written from
-what is said.
-
-"""
 
 
 @dataclass(frozen=True)
@@ -53,7 +44,6 @@ class Mistake:
     """One way to go wrong."""
 
     title: str
-    besides: str
     make: Callable[[Path], object]
 
     def message(self) -> str:
@@ -80,11 +70,11 @@ class Mistake:
 MISTAKES: list[Mistake] = []
 
 
-def mistake(title: str, besides: str) -> Callable[[Callable[[Path], object]], object]:
+def mistake(title: str) -> Callable[[Callable[[Path], object]], object]:
     """Register a function that makes a mistake."""
 
     def add(make: Callable[[Path], object]) -> object:
-        MISTAKES.append(Mistake(title, besides, make))
+        MISTAKES.append(Mistake(title, make))
         return make
 
     return add
@@ -174,29 +164,22 @@ def trained(net, where: Path, data=None, size=8, epochs=2, *, load=None, loop=No
 # ---- the boundary ------------------------------------------------------------------------------
 
 
-@mistake("The boundary's name is wrong", "Names are those of `model.named_modules()`.")
+@mistake("The boundary's name is wrong")
 def unknown_boundary(where):
     cached(model(), where, boundary="blok.1")
 
 
-@mistake(
-    "The boundary is a list of blocks",
-    "A list is never called itself: take its last frozen member.",
-)
+@mistake("The boundary is a list of blocks")
 def list_as_boundary(where):
     trained(model(), where, boundary="blocks")
 
 
-@mistake(
-    "A part of the front still trains",
-    'Freeze before the cache is made. `boundary="auto"` takes whatever is frozen by then, and '
-    "follows `requires_grad` from there.",
-)
+@mistake("A part of the front still trains")
 def trainable_prefix(where):
     trained(model(frozen=("blocks",)), where)
 
 
-@mistake("Samples of a batch look at each other", "Rows must not depend on who else is there.")
+@mistake("Samples of a batch look at each other")
 def mixed_samples(where):
     class Mixing(Net):
         def front(self, x):
@@ -205,11 +188,7 @@ def mixed_samples(where):
     trained(model(Mixing), where, load={"shuffle": True})
 
 
-@mistake(
-    "Something behind the boundary reads what a skipped module left behind",
-    "Tensors that cross the boundary are stored with it, skip connections too. A number that a "
-    "module of the front keeps of its batch is not there when the front is skipped.",
-)
+@mistake("Something behind the boundary reads what a skipped module left behind")
 def left_behind(where):
     class Keeping(nn.Linear):
         def forward(self, x):
@@ -227,49 +206,36 @@ def left_behind(where):
     trained(model(Reading), where)
 
 
-@mistake(
-    "The model is compiled as a whole",
-    "Training goes on, uncached. `torch.compile(model)` leaves no place to enter the graph.",
-)
+@mistake("The model is compiled as a whole")
 def compiled_whole(where):
     net = model()
     trained(net, where, loop={"call": torch.compile(net, backend="eager")})
     torch._dynamo.reset()
 
 
-@mistake(
-    "The boundary is given as a module",
-    "Its name is wanted: a name is what a later run and another process know it by.",
-)
+@mistake("The boundary is given as a module")
 def module_as_boundary(where):
     net = model()
     cached(net, where, boundary=net.blocks[1])
 
 
-@mistake(
-    "Nothing is frozen",
-    "A cache of a model that trains as a whole has nothing to spare. Freeze the front, or let a "
-    "[controller](controller.md) do it, which takes a cache without a boundary.",
-)
+@mistake("Nothing is frozen")
 def nothing_frozen(where):
     trained(model(frozen=()), where, boundary="auto")
 
 
-@mistake(
-    "The loop calls another model",
-    "A copy, say: the cache is of the module whose call is replaced. Make it of what is called.",
-)
+@mistake("The loop calls another model")
 def copy_is_called(where):
     net = model()
     trained(net, where, loop={"call": copy.deepcopy(net)})
 
 
-@mistake("Model and directory are swapped", "")
+@mistake("Model and directory are swapped")
 def swapped(where):
     ActivationCache(str(where / "cache"), model())
 
 
-@mistake("The cache was closed before the last epoch", "The loader goes on, as a DataLoader.")
+@mistake("The cache was closed before the last epoch")
 def closed_early(where):
     net = model()
     with cached(net, where) as cache:
@@ -281,10 +247,7 @@ def closed_early(where):
 # ---- data --------------------------------------------------------------------------------------
 
 
-@mistake(
-    "The data set is iterable",
-    "Its samples have no address that a later epoch could ask for. A map-style data set has.",
-)
+@mistake("The data set is iterable")
 def iterable_data(where):
     class Stream(IterableDataset):
         def __iter__(self):
@@ -293,11 +256,7 @@ def iterable_data(where):
     trained(model(), where, Stream())
 
 
-@mistake(
-    "The batches come from another loader",
-    "A `DataLoader`, or one that a wrapper made anew around the data set. Wrappers that are known "
-    "to keep the loader are in [integrations](integrations.md).",
-)
+@mistake("The batches come from another loader")
 def another_loader(where):
     net = model()
     with cached(net, where) as cache:
@@ -305,13 +264,13 @@ def another_loader(where):
         train(net, DataLoader(loader.dataset, 8))
 
 
-@mistake("A DataLoader is given in place of the data set", "")
+@mistake("A DataLoader is given in place of the data set")
 def loader_as_data(where):
     with cached(model(), where) as cache:
         EgeriaLoader(DataLoader(samples(), 8), cache=cache)
 
 
-@mistake("The data set has no length", "")
+@mistake("The data set has no length")
 def no_length(where):
     class Endless(Dataset):
         def __getitem__(self, index):
@@ -321,17 +280,12 @@ def no_length(where):
         EgeriaLoader(Endless(), 8, cache=cache)
 
 
-@mistake("`batch_size=None`", "The data set would return whole batches, which have no samples.")
+@mistake("`batch_size=None`")
 def no_batches(where):
     trained(model(), where, size=None)
 
 
-@mistake(
-    "A batch is a list of samples (the collate function of detection)",
-    "A list has no rows that could be stored or left out. Where the pictures are of one size, "
-    "stack them in the collate function; targets may stay in a list (such batches are loaded "
-    "whole, and hits spare the front's forward alone).",
-)
+@mistake("A batch is a list of samples (the collate function of detection)")
 def lists_of_samples(where):
     net = model()
     with cached(net, where, gate="always") as cache:
@@ -342,40 +296,25 @@ def lists_of_samples(where):
             F.cross_entropy(net(torch.stack(pictures)), torch.stack(targets)).backward()
 
 
-@mistake(
-    "Samples are mixed in the loop (mixup, CutMix)",
-    "A mixed input is no sample. Mix what comes out of the frozen front, inside the model, or mix "
-    "in the data set, from two of its own samples.",
-)
+@mistake("Samples are mixed in the loop (mixup, CutMix)")
 def mixed_in_the_loop(where):
     loop = {"before": lambda x: 0.7 * x + 0.3 * x.flip(0)}
     trained(model(), where, epochs=4, load={"shuffle": True}, loop=loop, gate="always")
 
 
-@mistake(
-    "The loop asks for a gradient of its inputs (FGSM, saliency)",
-    "That gradient leads through the frozen front, which is computed for it.",
-)
+@mistake("The loop asks for a gradient of its inputs (FGSM, saliency)")
 def gradient_of_the_inputs(where):
     loop = {"before": lambda x: x.requires_grad_()}
     trained(model(), where, epochs=4, load={"shuffle": True}, loop=loop, gate="always")
 
 
-@mistake(
-    "The loop changes its batches, each time differently",
-    "Noise or augmentation on a whole batch in the loop: it is new in every step, so nothing "
-    "stored would come back.",
-)
+@mistake("The loop changes its batches, each time differently")
 def noise_in_the_loop(where):
     loop = {"before": lambda x: x + torch.randn_like(x)}
     trained(model(), where, size=4, epochs=4, loop=loop, gate="always")
 
 
-@mistake(
-    "A sample differs each time it is loaded",
-    "Augmentation that draws from `random`, `numpy.random` or `torch` is seeded per sample and "
-    "welcome; what draws from the system's own entropy, or reads a clock, is not.",
-)
+@mistake("A sample differs each time it is loaded")
 def restless_data(where):
     class Restless(Dataset):
         def __len__(self):
@@ -389,12 +328,7 @@ def restless_data(where):
     return re.sub(r"samples \[.*?\]", "samples [...]", said or "")
 
 
-@mistake(
-    "Padding is read",
-    "Text without an attention mask: what a sample is depends on how far its batch is padded. A "
-    "model whose padded output has time first, or samples and positions in one dimension, is "
-    "refused in the same words: let it return samples first, and reshape in the loop.",
-)
+@mistake("Padding is read")
 def padding_is_read(where):
     class Reader(nn.Module):
         def __init__(self):
@@ -419,11 +353,7 @@ def padding_is_read(where):
 # ---- weights -----------------------------------------------------------------------------------
 
 
-@mistake(
-    "The frozen front changes under way",
-    "Weights loaded late, an average of weights copied in, an optimizer with weight decay that "
-    "still holds the parameters. What was stored for the old weights is not used for the new.",
-)
+@mistake("The frozen front changes under way")
 def weights_change(where):
     net = model()
     with cached(net, where) as cache:
@@ -434,10 +364,7 @@ def weights_change(where):
         train(net, loader, 1)
 
 
-@mistake(
-    "A frozen layer is thawed again",
-    "This is no mistake where you meant it: gradual unfreezing is followed from that very step.",
-)
+@mistake("A frozen layer is thawed again")
 def thawed(where):
     net = model()
     with cached(net, where) as cache:
@@ -447,12 +374,7 @@ def thawed(where):
         train(net, loader, 1)
 
 
-@mistake(
-    "A second run finds nothing in the cache",
-    "Model, weights, data set or collate function are not those of the first run: another model "
-    "under the same name, a new seed, an edited data set. `cache-inspect DIR diff GEN GEN` names "
-    "the fields in which two generations differ.",
-)
+@mistake("A second run finds nothing in the cache")
 def nothing_found(where):
     for seed in (0, 1):
         net = model()
@@ -470,50 +392,40 @@ def nothing_found(where):
 # ---- the directory -----------------------------------------------------------------------------
 
 
-@mistake("The directory holds something else", "A cache has a directory of its own.")
+@mistake("The directory holds something else")
 def foreign_directory(where):
     (where / "cache").mkdir()
     (where / "cache" / "thesis.tex").touch()
     cached(model(), where)
 
 
-@mistake("The path is a file", "")
+@mistake("The path is a file")
 def file_as_directory(where):
     (where / "cache").touch()
     cached(model(), where)
 
 
-@mistake("The directory cannot be written", "Owner and mode of it and of its parents.")
+@mistake("The directory cannot be written")
 def unwritable(where):
     refused = PermissionError(errno.EACCES, "Permission denied")
     with mock.patch.object(Path, "mkdir", side_effect=refused):
         cached(model(), where)
 
 
-@mistake(
-    "Others may write to the directory",
-    "What lies there is served to your model, so nobody else may change it.",
-)
+@mistake("Others may write to the directory")
 def open_directory(where):
     (where / "cache").mkdir(mode=0o777)
     (where / "cache").chmod(0o777)
     cached(model(), where)
 
 
-@mistake(
-    "The directory lies on a network filesystem",
-    "Locks and what other hosts see of a file are not reliable there. Each node wants its own.",
-)
+@mistake("The directory lies on a network filesystem")
 def network_directory(where):
     with mock.patch.object(place, "filesystem_type", return_value="nfs4"):
         cached(model(), where)
 
 
-@mistake(
-    "The limit is too small",
-    "Samples that fit are served, the others are computed in every epoch. "
-    "`cache-inspect plan` tells the size beforehand.",
-)
+@mistake("The limit is too small")
 def small_limit(where):
     net = model()
     with cached(net, where, limit="100kB", gate="always", codec="raw") as cache:
@@ -525,10 +437,7 @@ def small_limit(where):
 # ---- processes ---------------------------------------------------------------------------------
 
 
-@mistake(
-    "The process was forked after the cache was opened",
-    "A notebook launcher, or `multiprocessing` with fork. In a child: `cache.reopen()`.",
-)
+@mistake("The process was forked after the cache was opened")
 def forked(where):
     net = model()
     cache = cached(net, where)
@@ -553,29 +462,25 @@ def forked(where):
 # ---- arguments ---------------------------------------------------------------------------------
 
 
-@mistake("The limit is not understood", "")
+@mistake("The limit is not understood")
 def strange_limit(where):
     cached(model(), where, limit="a lot")
 
 
-@mistake("fill() before anything is frozen", "")
+@mistake("fill() before anything is frozen")
 def fill_nothing(where):
     net = model()
     with cached(net, where, boundary=None) as cache:
         cache.fill(EgeriaLoader(samples(), 8, cache=cache), progress=False)
 
 
-@mistake("fill() with a loader of another cache", "")
+@mistake("fill() with a loader of another cache")
 def fill_other(where):
     with cached(model(), where) as cache:
         cache.fill(EgeriaLoader(samples(), 8), progress=False)
 
 
-@mistake(
-    "Records of another shape are stored beside others",
-    "All records of a generation hold the same: give each kind a store of its own, or lists of "
-    "tensors, whose shapes may differ. The same is said where `storage_dtype` cannot hold a batch.",
-)
+@mistake("Records of another shape are stored beside others")
 def another_layout(where):
     with ActivationStore(where / "cache") as store:
         store.put_batch([1, 2], torch.zeros(2, 512))
@@ -584,7 +489,7 @@ def another_layout(where):
         store.flush()
 
 
-@mistake("A loader's state is loaded over another data set", "")
+@mistake("A loader's state is loaded over another data set")
 def another_length(where):
     before = EgeriaLoader(samples(), 8, seed=0)
     next(iter(before))
@@ -593,15 +498,13 @@ def another_length(where):
     list(after)
 
 
-@mistake("The controller does not know how long training is", "")
+@mistake("The controller does not know how long training is")
 def no_schedule(where):
     net = model(frozen=())
     FreezeController(net, torch.optim.SGD(net.parameters(), 0.1), policy="plasticity")
 
 
-@mistake(
-    "The controller is not told the loss", "`controller.step(loss)`, after each optimizer step."
-)
+@mistake("The controller is not told the loss")
 def no_loss(where):
     net = model(frozen=())
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -611,35 +514,32 @@ def no_loss(where):
         controller.step()
 
 
-@mistake("The controller is given parameters in place of the optimizer", "")
+@mistake("The controller is given parameters in place of the optimizer")
 def parameters_as_optimizer(where):
     net = model(frozen=())
     FreezeController(net, net.parameters(), total_steps=100)
 
 
-@mistake("A model without layers that could be frozen one after another", "")
+@mistake("A model without layers that could be frozen one after another")
 def one_layer(where):
     net = nn.Linear(4, 4)
     FreezeController(net, torch.optim.SGD(net.parameters(), 0.1), total_steps=100)
 
 
-@mistake(
-    "A pipeline's schedule has several stages on a rank",
-    "GPipe and 1F1B are followed through a freeze; see [pipelines](pipelines.md).",
-)
+@mistake("A pipeline's schedule has several stages on a rank")
 def interleaved_stages(where):
     PipelinePlan.start([1.0] * 8, 2, schedule="Interleaved1F1B", microbatches=8)
 
 
 def document() -> str:
-    """Return the page, from what is said of each mistake."""
-    parts = [INTRODUCTION]
+    """Return the page with what is said of each mistake."""
+    page = DOCUMENT.read_text()
     for one in MISTAKES:
-        parts.append(f"## {one.title}\n\n")
-        if one.besides:
-            parts.append(f"{one.besides}\n\n")
-        parts.append(f"```text\n{_wrapped(one.message())}\n```\n\n")
-    return "".join(parts).rstrip() + "\n"
+        heading = rf"^## {re.escape(one.title)}\n(?:(?!## )[^\n]*\n)*?```text\n"
+        parts = re.split(rf"({heading}).*?(^```$)", page, flags=re.MULTILINE | re.DOTALL)
+        assert len(parts) == 4, f"the document has no place for {one.title!r}"
+        page = f"{parts[0]}{parts[1]}{_wrapped(one.message())}\n{parts[2]}{parts[3]}"
+    return page
 
 
 def _wrapped(text: str) -> str:
