@@ -393,8 +393,6 @@ def test_what_is_written_to_a_view_shows_in_the_whole_and_back():
     assert torch.equal(copy_of_rows.full(), RAW[:2])
 
 
-
-
 @KINDS
 def test_a_batch_changed_in_place_is_an_ordinary_tensor_with_the_change(hit):
     x, _ = make_batch(hit)
@@ -462,8 +460,6 @@ def test_statements_that_change_a_shape_change_that_very_tensor(hit, kind):
     assert torch.equal(x, plain)
     assert torch.equal(held[0], plain)
     assert type(x) is Tensor
-
-
 
 
 @KINDS

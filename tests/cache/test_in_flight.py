@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.batch.tensor import BatchTensor
-from tests.helpers.nets import Images, frozen_net, sgd, train_steps
-from tests.helpers.runs import cached
+from tests.helpers.nets import Images, frozen_net
+from tests.helpers.runs import run
 
 pytestmark = pytest.mark.usefixtures("way_of_rows")
 
@@ -121,32 +121,20 @@ def pad_to_longest(samples):
     return torch.stack(images), torch.stack([target for _, target in samples])
 
 
-def losses_of(model, loader, cache):
-    return [train_steps(model, loader, sgd(model), on_step=lambda _: cache.flush())[0]
-            for _ in range(3)]  # fmt: skip
+def both(directory, **settings):
+    """Train with a cache that serves, and with one that does not."""
+    return [run(directory / gate, gate=gate, **settings) for gate in ("always", "never")]
 
 
 def test_batches_of_two_sizes_are_served_from_two_generations(tmp_path):
-    runs = []
-    for gate in ("always", "never"):
-        with cached(tmp_path / gate, gate=gate) as (model, cache):
-            runs.append(
-                losses_of(model, EgeriaLoader(Ragged(24), 8, cache=cache, reuse=None), cache)
-            )
-            assert cache.stats().hits == (2 * 48 if gate == "always" else 0)
-    assert runs[0] == runs[1]
+    served, computed = both(tmp_path, data=Ragged(24), shuffle=False)
+    assert served[0] == computed[0]
+    assert (served[3].hits, computed[3].hits) == (2 * 48, 0)
 
 
 @pytest.mark.parametrize("period", [1, 3, 8])
 def test_padding_to_the_longest_of_the_batch_is_never_wrong(tmp_path, period, caplog):
-    runs = []
-    for gate in ("always", "never"):
-        with cached(tmp_path / gate, gate=gate) as (model, cache):
-            loader = EgeriaLoader(
-                Ragged(period), 8, cache=cache, reuse=None, collate_fn=pad_to_longest, shuffle=True,
-                generator=torch.Generator().manual_seed(1),
-            )  # fmt: skip
-            runs.append(losses_of(model, loader, cache))
-    torch.testing.assert_close(*runs, rtol=1e-5, atol=1e-6)
+    served, computed = both(tmp_path, data=Ragged(period), collate_fn=pad_to_longest)
+    torch.testing.assert_close(served[0], computed[0], rtol=1e-5, atol=1e-6)
     assert caplog.text.count("depends on what stands in the padding") == 1
     assert "padded batches are not cached at .layer1." in caplog.text.replace(chr(39), ".")

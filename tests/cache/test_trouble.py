@@ -23,22 +23,7 @@ from egeria_cache import (
 from egeria_cache.store.disk.claims import in_use_elsewhere
 from egeria_core import ControllerConfig, FreezeController
 from tests.helpers.nets import Images, freeze, frozen_net, make_net, sgd, train_steps
-from tests.helpers.runs import assert_same, cached, kill_writer, run
-
-
-def train(directory, trouble=None, *, epochs=3, at=7, limit="1GB", data=None, **loader_kwargs):
-    with cached(directory, limit=limit) as (model, cache):
-        loader = EgeriaLoader(
-            data or Images(), 8, shuffle=True, cache=cache, reuse=None, seed=3, **loader_kwargs
-        )
-
-        def on_step(step):
-            cache.flush()
-            if trouble and step == at:
-                trouble(cache)
-
-        losses, gradients = train_steps(model, loader, sgd(model), epochs, on_step)
-        return losses, gradients, model.state_dict(), cache.stats()
+from tests.helpers.runs import assert_same, kill_writer, run
 
 
 @pytest.fixture
@@ -47,19 +32,25 @@ def computed(tmp_path):
 
 
 def test_a_removed_directory_costs_one_warning(tmp_path, computed, caplog):
-    result = train(tmp_path / "a", lambda cache: shutil.rmtree(tmp_path / "a"), at=3)
+    result = run(
+        tmp_path / "a", gate="always",
+        each_step=lambda step, cache: step == 3 and shutil.rmtree(tmp_path / "a"),
+    )  # fmt: skip
     assert_same(result, computed)
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1, caplog.text
 
 
 def test_a_dead_writer_costs_one_warning(tmp_path, computed, caplog):
-    result = train(tmp_path / "a", kill_writer, at=2)
+    result = run(
+        tmp_path / "a", gate="always",
+        each_step=lambda step, cache: step == 2 and kill_writer(cache),
+    )  # fmt: skip
     assert_same(result, computed)
     assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == 1, caplog.text
 
 
 def test_a_full_limit_gives_mixed_batches(tmp_path, computed):
-    result = train(tmp_path / "a", limit=300_000)
+    result = run(tmp_path / "a", gate="always", limit=300_000)
     torch.testing.assert_close(result[0], computed[0], rtol=1e-5, atol=1e-6)
     stats = result[3]
     assert stats.bytes_on_disk <= 300_000
@@ -90,7 +81,7 @@ def held():
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
-def train_and_close(directory, *, close):
+def train(directory, *, close):
     model = frozen_net()
     cache = ActivationCache(model, directory, "layer1", gate="always")
     loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None, seed=3)
@@ -103,11 +94,11 @@ def train_and_close(directory, *, close):
 @pytest.mark.parametrize("count", [4, pytest.param(100, marks=pytest.mark.long)])
 @pytest.mark.parametrize("close", [True, False], ids=["closed", "dropped"])
 def test_caches_leave_no_descriptor_thread_or_lock(tmp_path, count, close):
-    train_and_close(tmp_path / "first", close=True)  # what is made once stays
+    train(tmp_path / "first", close=True)  # what is made once stays
     gc.collect()
     before = held()
     for number in range(count):
-        train_and_close(tmp_path / f"cache-{number % 3}", close=close)
+        train(tmp_path / f"cache-{number % 3}", close=close)
         gc.collect()
     deadline = time.monotonic() + 120  # an executor's thread ends by itself
     while held() > before and time.monotonic() < deadline:

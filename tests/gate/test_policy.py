@@ -13,7 +13,7 @@ from egeria_cache.gate import policy
 from egeria_cache.gate.steps import StepTimer
 from egeria_cache.skip.serve.cut import Step
 from tests.helpers.nets import Images, Net, freeze, sgd, train_steps
-from tests.helpers.runs import cached
+from tests.helpers.runs import cached, run
 
 STEPS = [
     Step("stem", seconds_per_sample=1e-4, row_bytes=400_000),
@@ -121,17 +121,11 @@ def test_what_is_saved_is_net_of_all_that_the_cache_took(timer, saved):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_controls_are_computed_and_change_nothing(tmp_path, monkeypatch, workers):
     monkeypatch.setattr(StepTimer, "verdict", property(lambda self: (True, "goes on")))
-    losses, misses = [], []
-    for gate in ("always", "auto", "never"):
-        with cached(tmp_path / gate, gate=gate) as (model, cache):
-            loader = EgeriaLoader(
-                Images(96), 8, shuffle=True, cache=cache, reuse=None, seed=3, num_workers=workers,
-                generator=torch.Generator().manual_seed(5),
-            )  # fmt: skip
-            losses.append(
-                train_steps(model, loader, sgd(model), 5, on_step=lambda _: cache.flush())[0]
-            )
-            misses.append(cache.stats().misses)
+    runs = [
+        run(tmp_path / gate, gate=gate, data=Images(96), epochs=5, num_workers=workers)
+        for gate in ("always", "auto", "never")
+    ]
+    losses, misses = [one[0] for one in runs], [one[3].misses for one in runs]
     assert losses[0] == losses[1] == losses[2]
     assert misses[0] == 96
     assert misses[1] == 96 + 2 * 8  # of 48 batches that were planned from the cache
@@ -148,21 +142,17 @@ def test_batches_of_which_most_is_read_are_judged_and_compared_with_controls(tmp
 
     monkeypatch.setattr(StepTimer, "step", step)
     monkeypatch.setattr(StepTimer, "verdict", property(lambda self: (True, "goes on")))
-    losses = []
-    for gate in ("auto", "never"):
-        with cached(tmp_path / gate, gate=gate) as (model, cache):
-            loader = EgeriaLoader(Images(96), 8, cache=cache, reuse=4, seed=3)
-            losses.append(
-                train_steps(model, loader, sgd(model), 6, on_step=lambda _: cache.flush())[0]
-            )
-            if gate == "auto":
-                stats = cache.stats()
-                assert stats.partial_batches > stats.hit_batches
-                assert stats.reuse == {"train": 4}
-                assert stats.random_samples == stats.hits + stats.misses
-                assert 0.3 < stats.freshness < 0.55, "all of the first epoch, then a quarter"
-                assert "used for 4 epochs each" in stats.report()
-    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
+    auto, never = (
+        run(tmp_path / gate, gate=gate, data=Images(96), epochs=6, reuse=4, shuffle=False)
+        for gate in ("auto", "never")
+    )
+    stats = auto[3]
+    assert stats.partial_batches > stats.hit_batches
+    assert stats.reuse == {"train": 4}
+    assert stats.random_samples == stats.hits + stats.misses
+    assert 0.3 < stats.freshness < 0.55, "all of the first epoch, then a quarter"
+    assert "used for 4 epochs each" in stats.report()
+    torch.testing.assert_close(auto[0], never[0], rtol=1e-5, atol=1e-6)
     first = told[: 6 * 12]
     assert first.count("served") > 40
     assert first.count("computed") >= 1
@@ -170,10 +160,7 @@ def test_batches_of_which_most_is_read_are_judged_and_compared_with_controls(tmp
 
 def test_a_mixed_batch_that_does_not_pay_stops_skipping(tmp_path, monkeypatch):
     monkeypatch.setattr(StepTimer, "verdict", property(lambda self: (False, "it was slower")))
-    with cached(tmp_path, gate="auto") as (model, cache):
-        loader = EgeriaLoader(Images(), 8, cache=cache, reuse=4)
-        train_steps(model, loader, sgd(model), 6, on_step=lambda _: cache.flush())
-        assert cache.stats().gate == "off: it was slower"
+    assert run(tmp_path, gate="auto", epochs=6, reuse=4)[3].gate == "off: it was slower"
 
 
 @pytest.mark.parametrize(("gate", "serves"), [("auto", False), ("always", True)])
@@ -189,9 +176,7 @@ def test_the_gate_stops_what_does_not_pay_and_says_why(tmp_path, monkeypatch, ga
 
 def test_an_epoch_ends_with_one_line(tmp_path, caplog):
     caplog.set_level(logging.INFO, "egeria")
-    with cached(tmp_path) as (model, cache):
-        loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None)
-        train_steps(model, loader, sgd(model), 3, on_step=lambda _: cache.flush())
+    run(tmp_path, gate="always")
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("epoch")]
     assert len(lines) == 3
     assert "epoch 2 of 'train': boundary layer1, 67 % hits so far" in lines[2]
@@ -205,11 +190,8 @@ def test_a_control_is_computed_as_without_a_cache(tmp_path, monkeypatch):
         lambda self, *args: (captured.append(args), own(self, *args))[1],
     )
     monkeypatch.setattr(policy.ServingPolicy, "wants_control", lambda *args: True)
-    with cached(tmp_path, gate="auto") as (model, cache):
-        loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None)
-        train_steps(model, loader, sgd(model), 3, on_step=lambda _: cache.flush())
-        assert cache.stats().hits == 0
-    assert len(captured) == len(loader)
+    assert run(tmp_path, gate="auto")[3].hits == 0
+    assert len(captured) == 6
 
 
 class Expanding(Net):

@@ -9,29 +9,28 @@ from tests.helpers.nets import Images, freeze, frozen_net, sgd, train_steps
 
 
 def run(directory, *, gate, epochs=3, moves=None, boundary="layer1", limit="1GB", wrap=None,
-        cache_kwargs=None, reuse=None, **loader_kwargs):  # fmt: skip
+        data=None, each_step=None, cache_kwargs=None, reuse=None, **loader_kwargs):  # fmt: skip
     """Train with a cache; `moves` maps a step to the boundary set after it.
 
     Samples keep their draws for ever, unless `reuse` says otherwise: from then on all are hits.
+    `each_step` is given the number of the step that was made, and the cache.
     """
-    model = frozen_net(boundary)
-    optimizer = sgd(model)
-    data = Images()
-    with ActivationCache(
-        model, directory, boundary, gate=gate, limit=limit, **(cache_kwargs or {})
-    ) as cache:
-        loader = EgeriaLoader(
-            data, 8, shuffle=True, cache=cache, seed=3, reuse=reuse, **loader_kwargs
-        )
+    data = Images() if data is None else data
+    options = {"batch_size": 8, "shuffle": True, "seed": 3, "reuse": reuse} | loader_kwargs
+    settings = {"gate": gate, "limit": limit} | (cache_kwargs or {})
+    with cached(directory, boundary, **settings) as (model, cache):
+        loader = EgeriaLoader(data, cache=cache, **options)
 
         def on_step(step):
             if moves and step in moves:
                 freeze(model, moves[step])
                 cache.set_boundary(moves[step])
             cache.flush()
+            if each_step is not None:
+                each_step(step, cache)
 
         losses, gradients = train_steps(
-            model, wrap(loader) if wrap else loader, optimizer, epochs, on_step
+            model, wrap(loader) if wrap else loader, sgd(model), epochs, on_step
         )
         stats = cache.stats()
     return losses, gradients, model.state_dict(), stats, data

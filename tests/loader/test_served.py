@@ -21,33 +21,18 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.store.records.keys import encode_keys
 from tests.helpers.forked import nursery
-from tests.helpers.nets import Images, frozen_net, sgd, train_steps
-from tests.helpers.runs import cached
+from tests.helpers.nets import Images, frozen_net
+from tests.helpers.runs import cached, run
 
 pytestmark = pytest.mark.usefixtures("way_of_rows")
 
 NUM_SAMPLES = 48
 
 
-def train(directory, *, gate="always", epochs=3, data=None, limit="1GB", on_step=None, **kwargs):
+def train(directory, *, gate="always", **kwargs):
     """A frozen run from a fixed start: its losses and the cache's counts."""
-    with cached(directory, gate=gate, limit=limit) as (model, cache):
-        loader = EgeriaLoader(
-            Images() if data is None else data,
-            **({"batch_size": 8} | kwargs),
-            cache=cache,
-            reuse=None,
-            seed=3,
-        )
-        torch.manual_seed(5)
-
-        def after(step):
-            cache.flush()
-            if on_step is not None:
-                on_step(step, cache)
-
-        losses, _ = train_steps(model, loader, sgd(model), epochs, after)
-        return losses, cache.stats()
+    losses, _, _, stats, _ = run(directory, gate=gate, **{"shuffle": False} | kwargs)
+    return losses, stats
 
 
 def close(left, right):
@@ -89,7 +74,7 @@ def test_keys_of_every_kind_are_served(tmp_path, kind, workers):
 def test_a_generation_cleared_by_the_inspector_while_a_loader_runs_is_left_alone(tmp_path):
     answers = []
 
-    def on_step(step, cache):
+    def each_step(step, cache):
         if step == 9:
             answers.append(
                 subprocess.run(
@@ -99,7 +84,7 @@ def test_a_generation_cleared_by_the_inspector_while_a_loader_runs_is_left_alone
                 )
             )  # fmt: skip
 
-    losses, stats = train(tmp_path / "a", on_step=on_step)
+    losses, stats = train(tmp_path / "a", each_step=each_step)
     assert losses == train(tmp_path / "b", gate="never")[0]
     assert "0 B freed" in answers[0].stdout, answers[0]
     assert stats.hits == 2 * NUM_SAMPLES

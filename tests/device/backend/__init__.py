@@ -125,9 +125,6 @@ class Counts:
     def __sub__(self, other: Counts) -> Counts:
         return Counts(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
 
 def counts(*, all_threads: bool = False) -> Counts:
     """Return the counts of this thread, or of all, since the process began."""
