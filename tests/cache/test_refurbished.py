@@ -2,6 +2,7 @@
 
 import json
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -15,9 +16,8 @@ from egeria_cache.inspect.cli import main
 from egeria_cache.samples import Clock, Draws
 from tests.helpers.gloo import run_ranks
 from tests.helpers.nets import Images, frozen_net, sgd, train_steps
-from tests.helpers.runs import cached, run
+from tests.helpers.runs import cached, resumable, run
 from tests.helpers.steps import take_step
-from tests.loader.test_resume import state_of
 
 
 class Scheduled(Dataset):
@@ -112,30 +112,7 @@ def test_ranks_that_share_a_directory_train_as_if_all_were_computed(tmp_path):
         assert theirs[1] == 0
 
 
-def interrupted(directory, *, until=None, state=None, workers=0, epochs=6):
-    torch.manual_seed(5)
-    model = frozen_net()
-    optimizer, losses = sgd(model), []
-    step = 0 if state is None else state[3]
-    if state is not None:
-        model.load_state_dict(state[1])
-        optimizer.load_state_dict(state[2])
-    with ActivationCache(model, directory, "layer1", gate="always", audit_rate=0) as cache:
-        loader = EgeriaLoader(
-            Images(), 8, shuffle=True, cache=cache, seed=3, reuse=3, num_workers=workers
-        )
-        if state is not None:
-            loader.load_state_dict(state[0])
-        while step < epochs * 6:
-            model.train()
-            for images, targets in loader:
-                loss = take_step(F.cross_entropy(model(images), targets), optimizer)
-                losses.append(loss.item())
-                step += 1
-                cache.flush()
-                if step == until:
-                    return losses, [*state_of(loader, model, optimizer), step]
-    return losses, None
+interrupted = partial(resumable, reuse=3)
 
 
 @pytest.mark.parametrize(("cut", "workers"), [(15, (0, 0)), (18, (0, 0)), (26, (0, 2))])
@@ -143,10 +120,10 @@ def interrupted(directory, *, until=None, state=None, workers=0, epochs=6):
 def test_a_run_resumed_in_mid_epoch_has_the_draws_it_would_have_had(
     tmp_path, cut, workers, elsewhere
 ):
-    whole, _ = interrupted(tmp_path / "whole")
-    before, state = interrupted(tmp_path / "cut", until=cut, workers=workers[0])
+    whole, *_ = interrupted(tmp_path / "whole", epochs=6)
+    before, _, state = interrupted(tmp_path / "cut", epochs=6, until=cut, num_workers=workers[0])
     there = tmp_path / ("other" if elsewhere else "cut")
-    after, _ = interrupted(there, state=state, workers=workers[1])
+    after, *_ = interrupted(there, epochs=6, state=state, num_workers=workers[1])
     torch.testing.assert_close(before + after, whole, rtol=1e-5, atol=1e-6)
 
 
@@ -181,8 +158,8 @@ def test_disk_holds_the_draws_in_use_and_no_others(tmp_path, reuse, kept):
 
 
 def test_an_epoch_that_was_broken_off_is_begun_again_by_the_next_run(tmp_path):
-    interrupted(tmp_path, until=9)
-    losses, _ = interrupted(tmp_path, epochs=1)
+    interrupted(tmp_path, epochs=6, until=9)
+    losses, *_ = interrupted(tmp_path, epochs=1)
     assert losses != interrupted(tmp_path / "other", epochs=1)[0]
 
 

@@ -1,11 +1,14 @@
 """A whole run with a cache, its comparison with another, and trouble on the way."""
 
+import copy
 from contextlib import contextmanager
 
 import torch
+from torch.nn import functional as F
 
 from egeria_cache import ActivationCache, EgeriaLoader
-from tests.helpers.nets import Images, freeze, frozen_net, sgd, train_steps
+from tests.helpers.nets import Images, freeze, frozen_net, make_net, sgd, train_steps
+from tests.helpers.steps import take_step
 
 
 def run(directory, *, gate, epochs=3, moves=None, boundary="layer1", limit="1GB", wrap=None,
@@ -42,6 +45,40 @@ def cached(directory, boundary="layer1", *, gate="always", **options):
     model = frozen_net(boundary)
     with ActivationCache(model, directory, boundary, gate=gate, **options) as cache:
         yield model, cache
+
+
+def resumable(directory, *, epochs, until=None, state=None, gate="always", moves=None, place="cpu",
+              **loader_kwargs):  # fmt: skip
+    """Train to the end, or to the step `until`; return losses, the cache's figures, and the state.
+
+    With a state training goes on from there, with objects of its own. `moves` maps a step to the
+    boundary set after it.
+    """
+    moves = {0: "layer1"} if moves is None else moves
+    torch.manual_seed(5)
+    model, losses, step = make_net().to(place), [], 0 if state is None else state["step"]
+    boundary = next((moves[at] for at in sorted(moves, reverse=True) if at <= step), None)
+    freeze(model, boundary)
+    optimizer = sgd(model)
+    with ActivationCache(model, directory, boundary, gate=gate, audit_rate=0) as cache:
+        loader = EgeriaLoader(Images(), 8, shuffle=True, cache=cache, seed=3, **loader_kwargs)
+        things = {"model": model, "optimizer": optimizer, "loader": loader}
+        for name in things if state is not None else ():
+            things[name].load_state_dict(copy.deepcopy(state[name]))
+        while step < epochs * len(loader):
+            model.train()
+            for images, targets in loader:
+                loss = F.cross_entropy(model(images.to(place)), targets.to(place))
+                losses.append(take_step(loss, optimizer).item())
+                step += 1
+                if step in moves:
+                    freeze(model, moves[step])
+                    cache.set_boundary(moves[step])
+                cache.flush()
+                if step == until:
+                    saved = {k: copy.deepcopy(v.state_dict()) for k, v in things.items()}
+                    return losses, cache.stats(), saved | {"step": step}
+        return losses, cache.stats(), None
 
 
 def assert_same(cached, computed):

@@ -1,13 +1,11 @@
 """Resuming anywhere gives the rest of the epoch, and the epochs after it, unchanged."""
 
-import copy
 import io
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional as F
 from torch.utils.data import (
     BatchSampler,
     Dataset,
@@ -17,10 +15,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from egeria_cache import ActivationCache
 from egeria_cache.loader.loader import EgeriaLoader
-from tests.helpers.nets import Images, freeze, make_net, sgd
-from tests.helpers.steps import take_step
+from tests.helpers.runs import resumable
 
 NUM_SAMPLES = 23
 
@@ -225,51 +221,11 @@ def test_a_foreign_state_is_refused():
 BATCHES, EPOCHS = 6, 5
 
 
-def state_of(*things):
-    buffer = io.BytesIO()
-    torch.save([thing.state_dict() for thing in things], buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-def train(directory, *, until=None, state=None, moves=None, gate="always", variants=1, workers=0):
-    """Train to the step `until`, or to the end: (losses, cache hits, state at `until`)."""
-    torch.manual_seed(5)
-    model = make_net()
-    optimizer = sgd(model)
-    data = Images()
-    moves = {0: "layer1"} if moves is None else moves
-    losses, start = [], 0
-    if state is not None:
-        start = state[3]["step"]
-        model.load_state_dict(state[1])
-    boundary = [name for step, name in sorted(moves.items()) if step <= start][-1:]
-    boundary = boundary[0] if boundary else None
-    freeze(model, boundary)
-    if state is not None:
-        optimizer.load_state_dict(state[2])
-    with ActivationCache(model, directory, boundary, gate=gate, audit_rate=0) as cache:
-        loader = EgeriaLoader(
-            data, 8, shuffle=True, cache=cache, seed=3, num_workers=workers,
-            augmentation_variants=variants, reuse=None,
-        )  # fmt: skip
-        if state is not None:
-            loader.load_state_dict(state[0])
-        step = start
-        while step < EPOCHS * BATCHES:
-            model.train()
-            for images, targets in loader:
-                loss = take_step(F.cross_entropy(model(images), targets), optimizer)
-                losses.append(loss.item())
-                step += 1
-                if step in moves:
-                    freeze(model, moves[step])
-                    cache.set_boundary(moves[step])
-                cache.flush()
-                if step == until:
-                    saved = copy.deepcopy(state_of(loader, model, optimizer))
-                    return losses, cache.stats().hits, [*saved, {"step": step}]
-        return losses, cache.stats().hits, None
+def train(directory, variants=1, workers=0, **kwargs):
+    """Train to a step, or to the end: losses, hits, and the state then."""
+    options = {"augmentation_variants": variants, "num_workers": workers, "reuse": None}
+    losses, stats, state = resumable(directory, epochs=EPOCHS, **options, **kwargs)
+    return losses, stats.hits, state
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Features, models, numbers and loops on a device: equal to the bit."""
 
-import copy
 import logging
 
 import pytest
@@ -9,12 +8,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from egeria_cache import ActivationCache, EgeriaLoader
 from tests.device.backend import counts
 from tests.device.simulated.runs import DEVICE, compared, moved, plain, run
 from tests.helpers.core_nets import FAMILIES, family_batch
-from tests.helpers.nets import Images, Net, freeze, make_net, sgd
-from tests.helpers.steps import take_step
+from tests.helpers.nets import Images, Net, make_net
+from tests.helpers.runs import resumable
 
 FIRST, SECOND = f"{DEVICE}:0", f"{DEVICE}:1"
 
@@ -299,40 +297,11 @@ def test_a_sample_that_was_changed_is_found_by_an_audit_that_nobody_waits_for(
     assert cached[2].hits <= 48 * 5
 
 
-def _resumable(directory, gate, *, until=None, state=None, num_steps=24):
-    torch.manual_seed(5)
-    model = make_net().to(DEVICE)
-    freeze(model, "layer1")
-    optimizer, losses, step = sgd(model), [], 0
-    if state is not None:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-        step = state["step"]
-    with ActivationCache(model, directory, "layer1", gate=gate, audit_rate=0) as cache:
-        loader = EgeriaLoader(Images(), 8, shuffle=True, cache=cache, reuse=None, seed=3)
-        if state is not None:
-            loader.load_state_dict(state["loader"])
-        while step < num_steps:
-            model.train()
-            for batch in loader:
-                images, targets = moved(batch)
-                loss = take_step(F.cross_entropy(model(images), targets), optimizer)
-                losses.append(loss.item())
-                step += 1
-                cache.flush()
-                if step == until:
-                    things = {"model": model, "optimizer": optimizer, "loader": loader}
-                    saved = {k: copy.deepcopy(v.state_dict()) for k, v in things.items()}
-                    return losses, saved | {"step": step}
-                if step == num_steps:
-                    break
-        return losses, cache.stats()
-
-
 @pytest.mark.parametrize("cut", [3, 9, 18])
 def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(tmp_path, cut):
-    whole, _ = _resumable(tmp_path / "whole", "never")
-    first, state = _resumable(tmp_path / "parts", "always", until=cut)
-    second, stats = _resumable(tmp_path / "parts", "always", state=state)
+    options = {"epochs": 4, "place": DEVICE, "reuse": None}
+    whole, *_ = resumable(tmp_path / "whole", gate="never", **options)
+    first, _, state = resumable(tmp_path / "parts", until=cut, **options)
+    second, stats, _ = resumable(tmp_path / "parts", state=state, **options)
     torch.testing.assert_close(first + second, whole, rtol=1e-5, atol=1e-6)
     assert stats.hits > 0
