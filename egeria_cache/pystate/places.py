@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import islice
+from sys import intern
 from types import CellType, FunctionType, GeneratorType, MemberDescriptorType
 from typing import Any, ClassVar
 
@@ -60,6 +61,10 @@ class Place:
     def read(self, where: Any) -> Any:
         """Return what `where` holds, which is this or a copy of it."""
         raise NotImplementedError
+
+    def look(self, where: Any) -> Any:
+        """Return the same, to be compared at once: no copy."""
+        return self.read(where)
 
     def write(self, where: Any, kept: Any) -> None:
         """Have `where` hold that."""
@@ -170,7 +175,7 @@ class Cell(Named):
     def read(self, where: CellType) -> dict[str, Any]:
         """Return it, if it was assigned."""
         try:
-            return {self.path.rpartition(".")[2]: where.cell_contents}
+            return {intern(self.path.rpartition(".")[2]): where.cell_contents}
         except ValueError:
             return {}
 
@@ -294,6 +299,12 @@ class Elements(Place):
         if isinstance(where, bytearray | array):
             return where[:]
         return where.copy() if isinstance(where, np.ndarray) else bytes(where)
+
+    def look(self, where: Any) -> Any:
+        """Return tensors and arrays themselves."""
+        if isinstance(where, Tensor):
+            return where.detach()
+        return where if isinstance(where, np.ndarray) else self.read(where)
 
     def write(self, where: Any, kept: Any) -> None:
         """Copy that into it, of another size where need be."""

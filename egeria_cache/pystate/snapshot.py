@@ -219,7 +219,7 @@ class Snapshot:
     def has_moved(self, *, names: bool = True) -> bool:
         """Whether they are not like that; without `names`, containers and arrays alone."""
         return any(
-            not _same(place.read(place.where), kept)
+            not _same(place.look(place.where), kept)
             for place, kept in zip(self.places, self._kept, strict=True)
             if names or not place.has_names
         )
