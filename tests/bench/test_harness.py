@@ -117,13 +117,6 @@ def test_a_tiny_run_on_the_cpu_is_right_and_keeps_no_figures_of_a_device(
     assert len(report["growing"]) == 3 * (model == "ResNet-50")
 
 
-def test_less_is_trained_the_further_the_front_grows():
-    case = next(one for one in device.cases(quick=True) if one.name == "BERT-base")
-    case = replace(case, front=("entry", "blocks.0", "blocks.0.linear2"))
-    shares = [device._trained_share(one) for one in case.fronts()]
-    assert 1 > shares[0] > shares[1] >= shares[2] > 0
-
-
 def test_what_is_wrong_makes_the_command_fail(monkeypatch, capsys):
     wrong = {"model": "BERT-base", "way": "as it comes", "hits": 3, "of": 4,
              "largest_difference": 0.0}  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.rivals import AutoFreezePolicy, SkipConvPolicy
 from egeria_core import (
@@ -359,18 +359,6 @@ def test_nothing_is_judged_before_the_bootstrap_is_over() -> None:
 def test_options_out_of_range_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Run(**options)
-
-
-def test_a_copied_model_is_not_watched() -> None:
-    import copy
-
-    run = Run(bootstrap=None, evaluate_every=1)
-    run.train(range(3))
-    clone = copy.deepcopy(run.model)
-    clone(family_batch("image", 0)[0]).sum().backward()
-    assert isinstance(clone, nn.Module)
-    run.train(range(3, 6))
-    assert run.controller.history.of("reading")[-1]["step"] == 6
 
 
 # Dynamo itself asks a tensor for its grad while it traces a call out of the graph.

@@ -166,11 +166,11 @@ def test_prune_takes_all_that_no_process_holds_and_leaves_what_is_in_use(filled,
 
 def test_fields_that_look_like_markup_are_shown_as_they_are(directory, capsys):
     with ActivationStore(directory) as store:
-        names = [store.open_generation({"[b]": value}).name for value in ([True], ["[/x]"])]
+        names = [store.open_generation({"[b]": value}).name for value in ([True], ["[/x]:bomb:"])]
     _, shown = ask(capsys, directory, "diff", *names)
     assert "[b]" in shown.out
     assert "[true]" in shown.out
-    assert '["[/x]"]' in shown.out
+    assert '["[/x]:bomb:"]' in shown.out
     for name in names:
         assert ask(capsys, directory, "show", name)[0] == 0
 

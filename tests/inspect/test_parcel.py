@@ -255,12 +255,3 @@ def test_mutations_of_any_file_are_told(two_filled, capsys, count):
 @pytest.mark.parametrize("days", ["-5", "nan", "inf", "soon"])
 def test_an_age_that_is_none_is_a_bad_argument(two_filled, capsys, days):
     assert main([str(two_filled), "prune", f"--older-than={days}"]) == 2
-
-
-def test_what_looks_like_a_picture_is_shown_as_it_is_written(tmp_path, capsys):
-    with ActivationStore(tmp_path / "cache") as store:
-        store.open_generation({"boundary": ":bomb:", ":b:": ":bomb:"})
-    assert main([str(tmp_path / "cache"), "ls"]) == 0
-    assert ":bomb:" in capsys.readouterr().out
-    assert main([str(tmp_path / "cache"), "show", "gen"]) == 0
-    assert ":b:" in capsys.readouterr().out

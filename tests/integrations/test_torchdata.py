@@ -31,7 +31,17 @@ N, BATCH, WHOLE = 23, 4, 6
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
 
 
-class Place(Sampler):
+class Stateful:
+    """Its state is all that it holds."""
+
+    def state_dict(self):
+        return dict(vars(self))
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+class Place(Stateful, Sampler):
     """Keeps its place in the epoch."""
 
     def __init__(self):
@@ -45,12 +55,6 @@ class Place(Sampler):
 
     def __len__(self):
         return N
-
-    def state_dict(self):
-        return {"place": self.place}
-
-    def load_state_dict(self, state):
-        self.place = state["place"]
 
 
 class Epochs(Sampler):
@@ -79,7 +83,7 @@ class Epochs(Sampler):
         self.goes_on = self.epoch >= 0 and self.place < N
 
 
-class Batches:
+class Batches(Stateful):
     """A batch sampler that keeps its place."""
 
     def __init__(self):
@@ -93,12 +97,6 @@ class Batches:
 
     def __len__(self):
         return WHOLE
-
-    def state_dict(self):
-        return {"place": self.place}
-
-    def load_state_dict(self, state):
-        self.place = state["place"]
 
 
 DATA = TensorDataset(torch.arange(N))
@@ -274,7 +272,7 @@ class Numbers(IterableDataset):
             yield i + 100 * torch.randint(9, ()).item()
 
 
-class Stream(IterableDataset):
+class Stream(Stateful, IterableDataset):
     """Knows its place and its epoch."""
 
     def __init__(self):
@@ -285,12 +283,6 @@ class Stream(IterableDataset):
             self.place += 1
             yield 100 * self.epoch + self.place
         self.epoch, self.place = self.epoch + 1, 0
-
-    def state_dict(self):
-        return {"epoch": self.epoch, "place": self.place}
-
-    def load_state_dict(self, state):
-        self.epoch, self.place = state["epoch"], state["place"]
 
 
 class Own(IterableDataset):

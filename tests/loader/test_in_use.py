@@ -19,7 +19,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    IterableDataset,
     RandomSampler,
     WeightedRandomSampler,
 )
@@ -284,11 +283,6 @@ def test_an_attached_loader_goes_to_the_cache_that_came_last(directory):
         assert type(loader) is DataLoader
 
 
-class Endless(IterableDataset):
-    def __iter__(self):
-        return iter(())
-
-
 REFUSED = {
     "no loader": (lambda: [1, 2], TypeError, "list is none"),
     "own passes": (lambda: OnDevice(Images(8)), EgeriaError, "OnDevice has a __iter__ of its own"),
@@ -303,12 +297,6 @@ def test_what_cannot_be_taken_over_is_refused_by_name(name, directory):
     with pytest.raises(error, match=text):
         ActivationCache(make_net(), directory, loader=loader)
     assert type(loader) is kind
-
-
-def test_samples_without_ids_pass_through_and_that_is_said(directory, caplog):
-    with ActivationCache(make_net(), directory, loader=(loader := DataLoader(Endless(), 2))):
-        assert list(loader) == []
-    assert "an IterableDataset has no sample IDs" in caplog.text
 
 
 # A data set that becomes another one, in mid-run or between runs, is never served from the old.
