@@ -36,7 +36,7 @@ MUTATIONS = {
         file="egeria_cache/skip/state/guards.py",
         old="        reason = self._state.changed()\n        if reason is None and",
         new="        reason = None\n        if reason is None and",
-        caught_by="tests/hostile/test_prefix_values.py tests/hostile/test_prefix_code.py",
+        caught_by="tests/hostile/test_prefix_values.py tests/hostile/test_prefix.py",
     ),
     "nothing of the frozen front is compared": Mutation(
         file="egeria_cache/skip/state/guards.py",
@@ -60,7 +60,7 @@ MUTATIONS = {
         file="egeria_cache/skip/state/watch.py",
         old="                and list(map(type, self._watched)) == self._kinds\n",
         new="",
-        caught_by="tests/hostile/test_prefix_code.py",
+        caught_by="tests/hostile/test_prefix.py",
     ),
     "rows computed under no_grad are anybody's": Mutation(
         file="egeria_cache/skip/serve/address.py",
@@ -147,7 +147,7 @@ MUTATIONS = {
         file="egeria_cache/skip/prove/independence.py",
         old="    if any(_is_farther(",
         new="    if False and any(_is_farther(",
-        caught_by="tests/skip/test_rounding.py",
+        caught_by="tests/skip/test_independence.py",
     ),
     "the prefix may count its calls": Mutation(
         file="egeria_cache/skip/prove/purity.py",
