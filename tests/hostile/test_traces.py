@@ -7,6 +7,7 @@ import functools
 import io
 import itertools
 import logging
+import queue
 import random
 import sys
 import types
@@ -177,7 +178,6 @@ def averaging_in_a_closure():
     return headed(act)
 
 
-# More of them, around one call: `skip/test_traces.py`.
 HEADS = {
     **{
         f"{kind} in a closure": functools.partial(keeping_in_a_closure, kind)
@@ -403,3 +403,222 @@ def test_a_lazy_head_is_made_by_the_first_call(run):
     with torch.no_grad():
         run.see(model(next(iter(loader))[0]))
     run.fit(model, loader)
+
+
+# ---- state of every kind, behind the boundary and before it --------------------------------------
+
+
+def generators(m):
+    own = random.Random(6)
+    m.torch, m.numpy = torch.Generator().manual_seed(3), np.random.default_rng(4)
+    m.old, m.python, m.draw = np.random.RandomState(5), own, own.random
+
+    def act(m, h):
+        noise = torch.randn(h.shape, generator=m.torch) * m.numpy.random()
+        return h + noise * m.old.rand() * m.python.random() * m.draw()
+
+    return act, lambda m: [
+        m.torch.get_state(), str(m.numpy.bit_generator.state), str(m.old.get_state()),
+        str(m.python.getstate()),
+    ]  # fmt: skip
+
+
+def queues(m):
+    m.ring, m.waiting, m.log = collections.deque(maxlen=3), queue.Queue(), []
+    m.nested = {"a": [{"b": set()}], "n": collections.Counter()}
+    m.by_kind, m.numbers = collections.defaultdict(list), itertools.count(3)
+
+    def act(m, h):
+        m.ring.append(h.detach().mean())
+        m.waiting.put(len(h))
+        m.log.append(h.detach().clone())
+        m.nested["a"][0]["b"].add(next(m.numbers))
+        m.nested["n"]["calls"] += 1
+        m.by_kind[h.dtype].append(1)
+        return h
+
+    return act, lambda m: [
+        *m.ring, m.waiting.qsize(), torch.cat(m.log), str(m.nested), str(dict(m.by_kind)),
+        repr(m.numbers),
+    ]  # fmt: skip
+
+
+def banks(m):
+    """A memory of features: a plain tensor, a view of it, a buffer, and an array."""
+    m.bank, m.array, m.pointer = torch.zeros(8, 6), np.zeros((8, 6), np.float32), 0
+    m.last, m.window = m.bank[-1], m.array[2:4]
+    m.register_buffer("queue", torch.zeros(6))
+
+    def act(m, h):
+        row = h.detach()[:, :6].mean(0)
+        m.bank[m.pointer] = row
+        m.last += 1
+        m.window += row.numpy()
+        m.queue.mul_(0.9).add_(row)
+        m.pointer = (m.pointer + 1) % 8
+        return h + 0.01 * (m.last.mean() + float(m.array.sum()))
+
+    return act, lambda m: [m.bank, m.last, m.array, m.window, m.queue, m.pointer]
+
+
+def of_the_class(m):
+    m.calls, type(m).total, type(m).history = 0, 0, []
+
+    def act(m, h):
+        m.calls += 1
+        type(m).total += 1
+        type(m).history.append(m.calls)
+        return h / m.calls
+
+    return act, lambda m: [m.calls, type(m).total, str(type(m).history)]
+
+
+def helped(x):
+    BOX.seen.append(x.detach().sum())
+    BOX.total += 1.5
+    BOX.bank.add_(1)
+    return x
+
+
+def in_globals(m):
+    ARRAY[:] = 0
+    TALLY["calls"] = 0
+    BOX.__dict__.update(seen=[], total=0.0, bank=torch.zeros(3))
+
+    def act(m, h):
+        TALLY["calls"] += 1
+        ARRAY[0] += 2
+        return helped(h)
+
+    return act, lambda m: [TALLY["calls"], ARRAY, *BOX.seen, BOX.total, BOX.bank]
+
+
+ARRAY, BOX, LOOP = np.zeros(4), types.SimpleNamespace(), {}
+
+
+class Tracker:
+    """Slots, a reference back to the model, and a constructor that acts."""
+
+    __slots__ = ("model", "seen")
+    num_made = 0
+
+    def __init__(self, model):
+        Tracker.num_made += 1
+        self.model, self.seen = model, []
+
+
+def slots(m):
+    Tracker.num_made = 0
+    m.kept = [Tracker(m)]  # in a list: what is no module's own attribute
+
+    def act(m, h):
+        m.kept[0].seen.append(h.shape)
+        m.kept[0].model.flag = len(m.kept[0].seen)
+        return h
+
+    return act, lambda m: [str(m.kept[0].seen), m.flag, Tracker.num_made]
+
+
+def noted(count, module, args):
+    count[type(module).__name__] += 1
+
+
+def hooks(m):
+    m.feats, m.count, m.seen = (feats := []), collections.Counter(), []
+    m.head.register_forward_hook(lambda m, args, out: feats.append(out.detach().clone()))
+    m.head.register_forward_pre_hook(functools.partial(noted, m.count))
+    type(m).remember = lambda self, module, args, out: self.seen.append(module is self.head)
+    m.head.register_forward_hook(m.remember)
+    return lambda m, h: h, lambda m: [*m.feats, str(m.count), str(m.seen)]
+
+
+def defaults_and_cells(m):
+    num_calls = [0]
+
+    def counted(h, memo={}):  # noqa: B006
+        num_calls[0] += 1
+        memo["n"] = memo.get("n", 0) + 1
+        return h
+
+    return lambda m, h: counted(h), lambda m: [num_calls[0], counted.__defaults__[0].get("n", 0)]
+
+
+def settling(m):
+    m.mask = None
+
+    def act(m, h):
+        if m.mask is None:
+            m.mask = torch.ones(h.shape[1:])
+        return h * m.mask
+
+    return act, lambda m: [m.mask]
+
+
+def drawing(m):
+    """Draws from every global generator."""
+    act = lambda m, h: h * (random.random() + float(np.random.rand())) + torch.rand(1)  # noqa: E731
+    return act, lambda m: [torch.get_rng_state(), str(random.getstate())]
+
+
+def by_a_global(m):
+    """The model refers to itself by a global."""
+    LOOP["model"], m.calls = m, 0
+
+    def act(m, h):
+        LOOP["model"].calls += 1
+        return h
+
+    return act, lambda m: [m.calls]
+
+
+def with_state(make, name):
+    """Return a model whose head, or front, has a state, and what looks at it."""
+    model = net()
+    (act, look), plain = make(model), getattr(Net, name)
+    setattr(type(model), name, lambda m, x: plain(m, act(m, x)))
+    return model, look
+
+
+def seen(run, make, name):
+    model, look = with_state(make, name)
+
+    def loss(model, batch):
+        value = cross_entropy(model, batch)
+        for one in look(model):
+            run.see(one)
+        return value
+
+    trained(run, loss, model=model, epochs=4)
+
+
+STATES = (generators, queues, banks, of_the_class, in_globals, slots, hooks, defaults_and_cells,
+          settling, drawing, by_a_global)  # fmt: skip
+STATES = {make.__name__: make for make in STATES}
+
+
+@hostile(over=STATES, cases=4, served=True)
+def test_state_that_a_head_moves_is_that_after_plain_calls(run, make):
+    seen(run, make, "back")
+
+
+@hostile(over=STATES, cases=4)
+def test_state_that_a_front_moves_is_that_after_plain_calls(run, make):
+    seen(run, make, "front")
+
+
+def test_a_generator_of_pythons_own_is_not_used_up():
+    def script(run):
+        model = headed(lambda m, h: h + next(m.scales), scales=(float(n) for n in range(100)))
+        trained(run, model=model)
+
+    judge(script, told="cannot be copied")
+
+
+@hostile
+def test_global_hooks_fire_once_for_each_call(run):
+    seen, register = [], nn.modules.module.register_module_forward_hook
+    handle = register(lambda m, args, out: seen.append(type(m).__name__))
+    try:
+        looked_at(run, Net(), lambda model: str(seen))
+    finally:
+        handle.remove()
