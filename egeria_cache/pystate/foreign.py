@@ -188,7 +188,10 @@ def outside_state(value: Any) -> Any:
     if isinstance(value, threading.local):
         return dict(vars(value))
     if isinstance(value, ContextVar):
-        return value.get(None)
+        try:
+            return (value.get(),)
+        except LookupError:
+            return ()
     if is_outside(value) and hasattr(type(value), "__next__"):
         with warnings.catch_warnings(), contextlib.suppress(TypeError):
             warnings.simplefilter("ignore")

@@ -192,6 +192,10 @@ ELSEWHERE = {
     "a context": (
         lambda k: CONTEXT.set(k) and CONTEXT, lambda at: at.get(), lambda at, k: at.set(k),
     ),
+    "a context that has a default": (
+        lambda k: contextvars.ContextVar("own", default=k), lambda at: at.get(),
+        lambda at, k: at.set(k),
+    ),
     "the environment": (
         lambda k: os.environ.update(HOSTILE_SCALE=str(k)),
         lambda at: float(os.environ["HOSTILE_SCALE"]),

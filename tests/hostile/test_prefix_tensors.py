@@ -377,7 +377,16 @@ def merged(model):
     parametrize.remove_parametrizations(model.early, "weight")
 
 
+def flat(model):
+    """As fused optimizers have it: what is frozen and what trains lies in one memory."""
+    parameters = [*model.parameters()]
+    memory = torch.cat([p.detach().flatten() for p in parameters])
+    for p, part in zip(parameters, memory.split([p.numel() for p in parameters]), strict=True):
+        p.data = part.view_as(p)
+
+
 NORMS = {
+    "flat": flat,
     "weight norm": weight_norm,
     "frozen weight norm": frozen(weight_norm),
     "frozen spectral norm": frozen(spectral_norm),

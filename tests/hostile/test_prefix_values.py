@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from tests.hostile.harness import AT_RUN_TIME, cross_entropy, hostile
 from tests.hostile.loops import changed, numbered, trained
 from tests.hostile.nets import ConvNet, Net, Tokens, images, layered, net, rows, sentences
-from tests.hostile.places import ELSEWHERE, HELD, REPLACED, TABLE, Config, scale
+from tests.hostile.places import COUNTERS, ELSEWHERE, HELD, REPLACED, TABLE, Config, scale
 
 # ---- a number that the front reads, wherever it lies ------------------------------------------
 
@@ -397,6 +397,43 @@ LATE = {
 @hostile(over=LATE)
 def test_a_counter_of_the_models_own_that_decides_of_the_front(run, decide):
     trained(run, model=counts(decide), epochs=10)
+
+
+def made_at_once(model):
+    model.count = getattr(model, "count", 0) + 1
+    return model.count
+
+
+KINDS = ("a list", "a table", "an object", "a list that grows", "a set", "a tensor in an object")
+HELD_COUNTS = {
+    **{
+        kind: (COUNTERS[kind][0], lambda model, tick=COUNTERS[kind][1]: tick(model.held))
+        for kind in KINDS
+    },
+    "an attribute that the first call makes": (lambda: None, made_at_once),
+}
+
+
+@hostile(over=HELD_COUNTS)
+@pytest.mark.parametrize("decides", [True, False], ids=["deciding", "deciding nothing"])
+def test_whatever_the_model_counts_its_calls_in(run, make, tick, decides):
+    """It is put ahead: a call of this front that is too far off for a proof decides."""
+
+    def front(model, x):
+        return Net.front(model, x * (2.0 if tick(model) > 30 and decides else 1.0))
+
+    trained(run, model=net(front=front, held=make()), epochs=12)
+
+
+@hostile(served=True)
+def test_a_setting_that_the_first_call_works_out_is_no_count(run):
+    class Cached(Net):
+        temperature = functools.cached_property(lambda model: 2.0)
+
+        def front(self, x):
+            return super().front(x * self.temperature)
+
+    trained(run, model=Cached())
 
 
 @hostile(served=True)

@@ -284,22 +284,20 @@ def _check_repeats(traced: TracedBatch, repeats: Repeats, plan: ReplayPlan) -> N
 
 def _check_counters(traced: TracedBatch, repeats: Repeats, plan: ReplayPlan) -> None:
     """Put ahead what counts the calls: nothing that is cached may notice, now or later."""
-    counted = [(m, key, _count(traced, m, key)) for m, key in repeats.moving]
-    counted = [one for one in counted if one[2] is not None]
-    if not counted:
+    if not repeats.counted:
         return
-    copied, few = traced.copies.fresh(), repeats.first.rows[:2]
+    few = repeats.first.rows[:2]
 
     def later(ahead: int) -> Recomputed:
-        for module, key, count in counted:
-            if copied.of(module) is not module:
-                setattr(copied.of(module), key, count + ahead)
-        return recompute(traced, few, copied=copied)
+        for one in repeats.counted:
+            one.put_ahead(ahead)
+        return recompute(traced, few, copied=repeats.copied)
 
     now = later(0)
     if not all(same_parts(plan, now, later(ahead)) for ahead in _AHEAD):
-        name = f"the attribute {counted[0][1]!r}"
+        name = f"the attribute {repeats.counted[0].path.lstrip('.')!r}"
         raise BoundaryError.decides_later(plan.boundary, name)
+    repeats.kept.put_back()
 
 
 def _check_counted(traced: TracedBatch, plan: ReplayPlan) -> dict[Any, Any]:
@@ -327,12 +325,6 @@ def _check_counted(traced: TracedBatch, plan: ReplayPlan) -> dict[Any, Any]:
         if isinstance(one.where, dict) and all((id(one.where), k) in unread for k in one.where):
             unread[id(one.where)] = one.where
     return unread
-
-
-def _count(traced: TracedBatch, module: nn.Module, key: str) -> Any:
-    """Return the number that an attribute was, before anything ran; None if it was none."""
-    found = getattr(traced.copies.before(module), key, None)
-    return found if type(found) in (int, float) else None
 
 
 def _reads(traced: TracedBatch, plan: ReplayPlan, trace: PrefixTrace | None) -> list[Named]:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from egeria_cache.errors import BoundaryError
-from egeria_cache.pystate import Content
+from egeria_cache.pystate import Content, Names, Snapshot
 from egeria_cache.skip.prove.traced_batch import TracedBatch, recompute, rest
 from egeria_cache.skip.serve.plan import ReplayPlan
 
@@ -29,14 +29,20 @@ class Repeats:
 
     def __init__(self, traced: TracedBatch) -> None:
         self._traced = traced
-        copied = self._copied = traced.copies.fresh()
+        copied = self.copied = traced.copies.fresh()
         modules = traced.prefix_modules()
         self._watched = [(module, copied.of(module)) for module in modules]
         before = self._held()
         self.first = recompute(traced, copied=copied)
         settled = self._held()
         self.moving = [pair for pair, _ in self._changes(before)]
+        own = ((vars(copied.of(module)), key) for module, key in self.moving
+               if copied.of(module) is not module)  # fmt: skip
+        self.kept = Snapshot((), [Names("", held, (key,)) for held, key in own])
+        once = self.kept.now()
         self.again = recompute(traced, self.first.rows, copied=copied)
+        self.counted = list(self.kept.moved(once, self.kept.now()))
+        """What the second run has moved on the copy, as far as that can be put ahead."""
         self._counting = self._changes(settled)
         settled = self._held()
         self.last = recompute(traced, rest(traced.size), copied=copied, keeps_given=True)

@@ -51,8 +51,8 @@ class PrefixTrace(TorchDispatchMode):
     """Note which of the model's tensors are read, and every draw of random numbers.
 
     Args:
-        known: Tensors to look for, with what the model that runs has in their place; a view of one
-            counts as the tensor itself.
+        known: Tensors to look for, with what the model that runs has in their place; what lies in
+            the memory of one counts as the tensor itself.
         names: Names of the modules by id.
         grad: Whether autograd records in this run, but where the model's code turns it off.
     """
@@ -64,7 +64,10 @@ class PrefixTrace(TorchDispatchMode):
         self._names = names
         self._grad = grad
         self._drawing: dict[str, str | None] = {}
-        self._known = {_address(tensor): named for named, tensor in known if tensor.numel()}
+        self._known: dict[Any, list[tuple[Named, range]]] = {}
+        for named, tensor in known:
+            if tensor.numel():
+                self._known.setdefault(_address(tensor), []).append((named, _bytes_of(tensor)))
         self._step = -1
         self.read: dict[int, set[int]] = {}
         """Id of each tensor read -> the steps that read it; -1 is code between the steps."""
@@ -95,8 +98,11 @@ class PrefixTrace(TorchDispatchMode):
 
     def _note(self, tensor: Tensor, *, is_followed: bool) -> None:
         """A tensor is read; note it if it is the model's."""
-        named = self._known.get(_address(tensor))
-        if named is not None:
+        found = self._known.get(_address(tensor), ())
+        taken = _bytes_of(tensor) if len(found) > 1 else range(0)
+        for named, lies in found:
+            if len(found) > 1 and (taken.stop <= lies.start or lies.stop <= taken.start):
+                continue  # another one of the same storage: parameters that are made flat
             self.read.setdefault(id(named[2]), set()).add(self._step)
             if named[2].requires_grad and not is_followed:
                 self.undifferentiated.setdefault(id(named[2]), set()).add(self._step)
@@ -181,6 +187,15 @@ def _address(tensor: Tensor) -> Any:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # no storage: a subclass, or a sparse tensor
         return id(tensor)
+
+
+def _bytes_of(tensor: Tensor) -> range:
+    """Return where a tensor lies in its storage, from its first element to its last."""
+    if not tensor.numel() or tensor.layout != torch.strided:
+        return range(0)
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    first, size = tensor.storage_offset(), tensor.element_size()
+    return range(first * size, (first + last + 1) * size)
 
 
 def _generators() -> list[Tensor]:
