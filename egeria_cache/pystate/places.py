@@ -265,13 +265,23 @@ class Sketch(Place):
                 return (), [where.get(None) if isinstance(where, ContextVar) else where()]
             if isinstance(where, dict | list | set | deque):
                 return len(where), _some_items(where)
-            parts = state_of(where)
-            plain = tuple(part for part in parts if type(part) in ATOMS)
-            return plain, [part for part in parts if type(part) not in ATOMS]
+            plain, held = list[Any](), list[Any]()
+            for part, again in zip(state_of(where), state_of(where), strict=True):
+                if part is again and type(part) not in ATOMS:
+                    held.append(part)
+                else:
+                    plain.append(part if type(part) in ATOMS else _anew(part))
+            return tuple(plain), held
         return None
 
     def write(self, where: Any, kept: Any) -> None:
         """Leave it."""
+
+
+def _anew(part: Any) -> str:
+    """Say what is made each time it is asked for, and has no identity."""
+    items = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    return repr(part) if items and ATOMS.issuperset(map(type, items)) else type(part).__name__
 
 
 def _here_and_there(where: Any) -> tuple[Any, list[Any]]:

@@ -396,7 +396,10 @@ def _same(now: Any, kept: Any) -> bool:
     if isinstance(now, list):
         return len(now) == len(kept) and all(map(is_, now, kept))
     if isinstance(now, Tensor):
-        return now.shape == kept.shape and torch.equal(now, kept)
+        same = now.shape == kept.shape and torch.equal(now, kept)
+        if same or now.shape != kept.shape or not now.is_floating_point():
+            return same
+        return torch.allclose(now, kept, 0.0, 0.0, equal_nan=True)
     if isinstance(now, np.ndarray):
         return bool(now.shape == kept.shape and now.tobytes() == kept.tobytes())
     if isinstance(now, tuple):

@@ -429,7 +429,31 @@ def many():
     return list(range(1000, 401_000))
 
 
+def closed_over(by=1):
+    def transform(x):
+        return x * by
+
+    def change(d):
+        nonlocal by
+        by = 2
+
+    transform.change = change
+    return transform
+
+
+def tokenizer():
+    tokenizers = pytest.importorskip("tokenizers")
+    return tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+
+
 TOO_LONG_OR_NO_PLACE = {
+    "closure": (closed_over, lambda d: d.held.change(d)),
+    "no number": (lambda: torch.full((3,), torch.nan), lambda d: d.held.fill_(0.0)),
+    "tokenizer": (tokenizer, lambda d: d.held.add_tokens(["b"])),
+    "table": (
+        lambda: pytest.importorskip("pandas").DataFrame({"x": [1.0, 2.0], "word": ["a", "b"]}),
+        lambda d: d.held.__setitem__("x", 3.0),
+    ),
     "list": (many, lambda d: d.held.__setitem__(len(d.held) // 256 * 3, -1)),
     "longer list": (many, lambda d: d.held.append(-1)),
     "list in a list": (lambda: [[i] for i in many()], lambda d: d.held[0].append(1)),
